@@ -1,0 +1,81 @@
+"""The default device, and what it can multiply natively."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+def default_device() -> torch.device:
+    """The current CUDA device when there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def get_device_compute_capability() -> tuple[int, int]:
+    """Compute capability of the current CUDA device; (0, 0) without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def _native(minimum: tuple[int, int], below: tuple[int, int] | None, what: str) -> tuple[bool, str]:
+    capability = get_device_compute_capability()
+    if capability == (0, 0):
+        return False, f"no CUDA device: {what} runs emulated on the CPU"
+    limit = "" if below is None else f" and below {below[0]}.{below[1]}"
+    if capability < minimum or (below is not None and capability >= below):
+        return False, (
+            f"{what} needs compute capability {minimum[0]}.{minimum[1]} or newer{limit}; this GPU has "
+            f"{capability[0]}.{capability[1]} (emulate=True runs it emulated)"
+        )
+    return True, ""
+
+
+@functools.cache
+def _fp8() -> tuple[bool, str]:
+    return _native((8, 9), None, "FP8")
+
+
+@functools.cache
+def _fp8_block() -> tuple[bool, str]:
+    return _native((9, 0), (10, 0), "128-block FP8")
+
+
+def _no_gemm_yet(what: str) -> tuple[bool, str]:
+    capability = get_device_compute_capability()
+    if capability == (0, 0):
+        return False, f"no CUDA device: {what} runs emulated on the CPU"
+    return False, f"{what} has no native GEMM in this version (emulate=True runs it emulated)"
+
+
+def _answer(result: tuple[bool, str], return_reason: bool) -> bool | tuple[bool, str]:
+    return result if return_reason else result[0]
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether per-tensor FP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
+    return _answer(_fp8(), return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether 128-block FP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
+    return _answer(_fp8_block(), return_reason)
+
+
+def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether MXFP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
+    return _answer(_no_gemm_yet("MXFP8"), return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether NVFP4 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
+    return _answer(_no_gemm_yet("NVFP4"), return_reason)
+
+
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether bf16 matrix products run here; the CPU always can. Never raises."""
+    capability = get_device_compute_capability()
+    if capability == (0, 0) or capability >= (8, 0):
+        return _answer((True, ""), return_reason)
+    return _answer((False, f"bf16 needs compute capability 8.0; this GPU has {capability}"), return_reason)

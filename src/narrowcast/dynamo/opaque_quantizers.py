@@ -1,0 +1,68 @@
+"""Registration of quantizer classes as compile-time values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..functional import _opaque
+from ..quantizers import (
+    DelayedFloat8Quantizer,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from ..quantizers.quantizer import value_fields
+
+# what TensorProto calls on a quantizer in traced code
+_TRACEABLE_METHODS = (
+    "_assemble",
+    "_describe_buffers",
+    "_resolve_storage_cls",
+    "_storage_metadata",
+    "_storage_scalars",
+    "alloc_tensors",
+    "copy",
+    "create_metadata",
+    "get_usages",
+    "make_empty",
+    "replace",
+    "with_usage",
+)
+
+
+def register_value_opaque_quantizer(cls: type) -> type:
+    """Give exactly this quantizer class value semantics and register it with the compiler. Idempotent.
+
+    Usable as a class decorator. Where PyTorch lacks the opaque-object API, value semantics apply all the same.
+
+    Raises:
+        TypeError: not a quantizer class, or an annotated field that is no bool, int, float, str or enum.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
+        raise TypeError(f"{cls!r} is not a Quantizer class")
+    if cls.__dict__.get("_te_compile_value_opaque", False):
+        return cls
+    fields = value_fields(cls)
+    cls._registered_fields = fields
+    cls._te_compile_value_opaque = True
+    _opaque.register_value_type(cls, constants=fields, methods=_TRACEABLE_METHODS)
+    return cls
+
+
+def is_value_opaque_quantizer(quantizer: Any) -> bool:
+    """Whether the exact class of this quantizer is registered as a value; traceable."""
+    return bool(type(quantizer).__dict__.get("_te_compile_value_opaque", False))
+
+
+for _cls in (
+    DelayedFloat8Quantizer,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+):
+    register_value_opaque_quantizer(_cls)

@@ -1,0 +1,130 @@
+"""``TensorProto``: a tensor's description without its data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._device import default_device
+from ..quantizers import Quantizer
+from ..tensors import QuantizedTensor, QuantizedTensorStorage, TensorOrQuantized
+
+
+class TensorProto:
+    """Shape, dtype and quantizer of a plain or quantized tensor; safe to build and use inside traced code.
+
+    Args:
+        shape: logical shape.
+        dtype: dtype, or nominal dtype of a quantized tensor.
+        quantizer: None for a plain tensor.
+        requires_grad: as for a tensor.
+        device: None for the default accelerator, or the CPU without one.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        quantizer: Quantizer | None = None,
+        requires_grad: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.quantizer = None if quantizer is None else quantizer.copy()
+        self.requires_grad = requires_grad
+        self.device = device
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether this describes a quantized tensor."""
+        return self.quantizer is not None
+
+    def __repr__(self) -> str:
+        return (
+            f"TensorProto(shape={self.shape}, dtype={self.dtype}, quantizer={self.quantizer!r}, "
+            f"requires_grad={self.requires_grad}, device={self.device})"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorProto):
+            return NotImplemented
+        return self._fields() == other._fields()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _fields(self) -> tuple[Any, ...]:
+        return self.shape, self.dtype, self.quantizer, self.requires_grad, self.device
+
+    def inner_names(self) -> tuple[str, ...]:
+        """Names of the buffers, in flatten order; ``("data",)`` for a plain tensor.
+
+        Raises:
+            RuntimeError: the quantizer describes a buffer its storage does not declare, or in another order.
+        """
+        if self.quantizer is None:
+            return ("data",)
+        described = tuple(self.quantizer._describe_buffers(self.shape, self.dtype))
+        storage_class = self.quantizer._resolve_storage_cls()
+        declared = tuple(attribute for attribute, _ in storage_class._FLATTEN_TENSOR_BUFFERS)
+        if described != tuple(name for name in declared if name in described):
+            raise RuntimeError(
+                f"quantizer describes buffers {described} but {storage_class.__name__} declares {declared}"
+            )
+        return described
+
+    def create_metadata(self) -> dict[str, Any]:
+        """Context for ``__tensor_unflatten__``; for a plain tensor, a note of dtype and grad flag."""
+        if self.quantizer is None:
+            return {"is_quantized": False, "dtype": self.dtype, "requires_grad": self.requires_grad}
+        return self.quantizer.create_metadata(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
+
+    def create_inner_tensors(self) -> list[Tensor]:
+        """Uninitialised buffers in the order of :meth:`inner_names`; fake under a fake mode."""
+        device = default_device() if self.device is None else self.device
+        if self.quantizer is None:
+            return [torch.empty(self.shape, dtype=self.dtype, device=device)]
+        described = self.quantizer._describe_buffers(self.shape, self.dtype)
+        return [torch.empty(size, dtype=dtype, device=device) for size, dtype in described.values()]
+
+    def create_tensor(self) -> TensorOrQuantized:
+        """Uninitialised tensor of the described kind; traces without a graph break."""
+        return self.assemble(self.create_inner_tensors())
+
+    def assemble(self, inner_tensors: list[Tensor]) -> Any:
+        """The tensor around given buffers, in the order of :meth:`inner_names`.
+
+        Raises:
+            ValueError: another number of buffers.
+        """
+        names = self.inner_names()
+        if len(inner_tensors) != len(names):
+            raise ValueError(f"expected {len(names)} buffers {names}, got {len(inner_tensors)}")
+        if self.quantizer is None:
+            tensor = inner_tensors[0]
+            return tensor.requires_grad_(True) if self.requires_grad else tensor
+        buffers = dict(zip(names, inner_tensors))
+        storage_class = self.quantizer._resolve_storage_cls()
+        return storage_class.__tensor_unflatten__(buffers, self.create_metadata(), self.shape, None)
+
+    def update_usage(self, *, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Switch directions on or off, as the method of the tensor does.
+
+        Raises:
+            ValueError: a plain tensor has no directions.
+        """
+        if self.quantizer is None:
+            raise ValueError("a plain tensor has no row-wise or column-wise data")
+        self.quantizer = self.quantizer.with_usage(rowwise=rowwise_usage, columnwise=columnwise_usage)
+
+
+def to_tensor_proto(tensor: TensorOrQuantized) -> TensorProto:
+    """Description of a plain tensor, a quantized tensor or a bare storage."""
+    if isinstance(tensor, QuantizedTensorStorage):
+        requires_grad = isinstance(tensor, QuantizedTensor) and tensor.requires_grad
+        quantizer: Any = tensor._quantizer
+        quantizer = quantizer.replace(internal=not isinstance(tensor, QuantizedTensor))
+        return TensorProto(tuple(tensor.size()), tensor._dtype, quantizer, requires_grad, tensor.device)
+    return TensorProto(tuple(tensor.shape), tensor.dtype, None, tensor.requires_grad, tensor.device)

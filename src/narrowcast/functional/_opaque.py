@@ -1,0 +1,47 @@
+"""PyTorch's opaque-object API behind one guard.
+
+A quantizer crosses the compile boundary as a *value-opaque* operand: the compiler bakes the object into the graph
+and guards on its equality. The API is young, so a build of PyTorch without it still imports and runs eagerly;
+``AVAILABLE`` says which of the two this is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from torch._library.opaque_object import MemberType, get_opaque_type_name, register_opaque_type
+    from torch._opaque_base import OpaqueBase
+
+    AVAILABLE = True
+except (ImportError, AttributeError):
+    OpaqueBase = object  # type: ignore[assignment,misc]
+    AVAILABLE = False
+
+__all__ = ["AVAILABLE", "OpaqueBase", "register_value_type", "schema_type"]
+
+
+def register_value_type(cls: type, constants: tuple[str, ...] = (), methods: tuple[str, ...] = ()) -> bool:
+    """Register exactly ``cls`` as a value-opaque type.
+
+    Args:
+        cls: the class; needs ``__eq__``, ``__hash__`` and ``__fx_repr__``.
+        constants: attributes that traced code may read; each read bakes the value into the graph.
+        methods: methods that traced code may call; they are traced through.
+    Returns:
+        False when this PyTorch lacks the API or refuses the class; value semantics work in eager all the same.
+    """
+    if not AVAILABLE:
+        return False
+    members: dict[str, Any] = {name: MemberType.USE_REAL for name in constants}
+    members.update({name: MemberType.INLINED for name in methods})
+    try:
+        register_opaque_type(cls, typ="value", members=members)
+    except (RuntimeError, TypeError):  # a half-implemented API must not break the import
+        return False
+    return True
+
+
+def schema_type(cls: type) -> str:
+    """Name of an opaque class in an operator schema; subclasses registered on their own pass it too."""
+    return get_opaque_type_name(cls)

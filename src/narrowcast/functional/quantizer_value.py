@@ -1,0 +1,85 @@
+"""What an operator may ask of a quantizer: the protocol between this room and the quantizers above it.
+
+Operators take quantizers as opaque operands. They never test which quantizer they got; they call these methods on
+the real object, inside the operator or its fake, where nothing is traced.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _opaque
+
+BufferTable = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class GemmOperand(NamedTuple):
+    """A decoded GEMM operand: ``values * scale`` is the matrix, the contraction runs along the last dim.
+
+    ``values``: (rows, contraction), exactly representable in its dtype. ``scale``: fp32, one element, or
+    (rows, 1), or None for 1.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+
+
+class NativeOperand(NamedTuple):
+    """A GEMM operand the tensor cores read as it is.
+
+    ``data``: (rows, contraction) in an fp8 dtype, row-major. ``scale``: decoding scales in the layout of
+    ``torch.nn.functional.scaled_mm`` for the left operand. ``scaling``: ``"tensor"``, ``"1x128"`` or ``"128x128"``.
+    """
+
+    data: Tensor
+    scale: Tensor
+    scaling: str
+
+
+class QuantizerValue(_opaque.OpaqueBase):
+    """Base of every quantizer: a frozen description that operators take by value."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        raise TypeError(
+            f"{type(self).__qualname__} is not registered as a compile-time value; call "
+            f"narrowcast.dynamo.register_value_opaque_quantizer({type(self).__qualname__}) after defining it"
+        )
+
+    def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
+        """Buffers that quantizing a tensor of ``shape`` and ``dtype`` yields: name -> (shape, dtype), flatten order."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not describe its buffers")
+
+    def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
+        """Quantize with the functions of ``numerics`` (``reference`` or ``kernels``); flatten order."""
+        raise NotImplementedError(f"{type(self).__qualname__} cannot quantize without state")
+
+    def _encode_scaled(
+        self, numerics: ModuleType, x: Tensor, scale: Tensor, amax: Tensor | None
+    ) -> list[Tensor]:
+        """Quantize with a scale from state, max-accumulating into ``amax``; only delayed scaling does."""
+        raise NotImplementedError(f"{type(self).__qualname__} takes no scale from outside")
+
+    def _decode(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> Tensor:
+        """Dequantize the buffers of one direction to the logical orientation."""
+        raise NotImplementedError(f"{type(self).__qualname__} cannot dequantize")
+
+    def _gemm_operand(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> GemmOperand:
+        """Decode the buffers of one direction for an emulated GEMM in ``dtype`` (fp32 or bf16)."""
+        raise NotImplementedError(f"{type(self).__qualname__} cannot feed a GEMM")
+
+    def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
+        """Operand for the hardware GEMM, or None when this format has none on any supported GPU."""
+        return None
+
+
+_opaque.register_value_type(QuantizerValue)

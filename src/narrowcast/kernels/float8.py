@@ -1,0 +1,389 @@
+"""Per-tensor FP8: cast with a given or a current scale, with the transpose from the same read; byte transpose."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import FLT_MAX, ElementFormat, cdiv
+from .codecs import fp8_code, magnitude, pack_codes, to_float32
+from .launch import INTERPRETING, Launcher, check_device, check_input, dim_class, is_aligned
+from .scaling import scale_from_amax
+from .tiles import load_row, store_row, store_transposed, tile_grid, tile_position
+
+TILE_ROWS = 128
+TILE_COLUMNS = 64
+FLAT_BLOCK = 8192
+AMAX_BLOCK = 8192
+AMAX_PROGRAMS = 1024  # at most; a cast program reads all their partial results at once
+
+
+@triton.jit
+def _tensor_scale(
+    scale_ptr,
+    partials,
+    epsilon,
+    CURRENT: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    POWER_2: tl.constexpr,
+    PARTIALS: tl.constexpr,
+):
+    """The encoding scale: given, or from the amax pass's partial maxima."""
+    if CURRENT:
+        index = tl.arange(0, PARTIALS)
+        amax = tl.max(tl.load(scale_ptr + index, mask=index < partials, other=0.0), axis=0)
+        return scale_from_amax(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2)
+    return tl.load(scale_ptr)
+
+
+@triton.jit
+def _accumulate_amax(amax_ptr, previous, value):
+    """Raise the amax to ``value``; non-negative floats order like their bits, so an integer maximum serves."""
+    value = tl.maximum(value, 0.0)  # a maximum over nothing but NaN is NaN
+    tl.atomic_max(
+        amax_ptr.to(tl.pointer_type(tl.int32)),
+        value.to(tl.int32, bitcast=True),
+        mask=value > previous,
+        sem="relaxed",  # nothing is published by it; a release would wait for this program's stores
+    )
+
+
+@triton.jit(do_not_specialize=["partials"], do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"])
+def _cast_transpose_kernel(
+    x_ptr,
+    scale_ptr,
+    data_ptr,
+    transpose_ptr,
+    scale_inv_ptr,
+    amax_ptr,
+    M,
+    K,
+    partials,
+    epsilon,
+    E5M2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    AMAX: tl.constexpr,
+    CURRENT: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    POWER_2: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    BAND: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    WIDE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    # The amax pass ends at the last rows, so what L2 still holds is there: start there.
+    tile_m, tile_k = tile_position(BAND, CURRENT)
+    m0 = tile_m * TILE_ROWS
+    k0 = tile_k * TILE_COLUMNS
+    if m0 >= M:
+        return
+    if WIDE:
+        M = M.to(tl.int64)
+        K = K.to(tl.int64)
+    rows_left = tl.minimum(M - m0, TILE_ROWS).to(tl.int32)
+    columns_left = tl.minimum(K - k0, TILE_COLUMNS).to(tl.int32)
+    row = tl.arange(0, TILE_ROWS // 4)[:, None] * 4
+    column = tl.arange(0, TILE_COLUMNS)[None, :]
+    offsets = row * K + column
+    x_tile = x_ptr + (m0 * K + k0)
+
+    x0 = load_row(x_tile, offsets, row, column, rows_left, columns_left, EVEN)
+    x1 = load_row(x_tile + K, offsets, row + 1, column, rows_left, columns_left, EVEN)
+    x2 = load_row(x_tile + 2 * K, offsets, row + 2, column, rows_left, columns_left, EVEN)
+    x3 = load_row(x_tile + 3 * K, offsets, row + 3, column, rows_left, columns_left, EVEN)
+    if AMAX:
+        previous = tl.load(amax_ptr)
+    scale = _tensor_scale(scale_ptr, partials, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS)
+
+    if AMAX:
+        low = tl.maximum(magnitude(x0, EMULATE), magnitude(x1, EMULATE))
+        high = tl.maximum(magnitude(x2, EMULATE), magnitude(x3, EMULATE))
+        _accumulate_amax(amax_ptr, previous, tl.max(tl.maximum(low, high)))
+
+    c0 = fp8_code(to_float32(x0, EMULATE) * scale, E5M2, EMULATE)
+    c1 = fp8_code(to_float32(x1, EMULATE) * scale, E5M2, EMULATE)
+    c2 = fp8_code(to_float32(x2, EMULATE) * scale, E5M2, EMULATE)
+    c3 = fp8_code(to_float32(x3, EMULATE) * scale, E5M2, EMULATE)
+    if ROWWISE:
+        data_tile = data_ptr + (m0 * K + k0)
+        store_row(data_tile, offsets, c0, row, column, rows_left, columns_left, EVEN)
+        store_row(data_tile + K, offsets, c1, row + 1, column, rows_left, columns_left, EVEN)
+        store_row(data_tile + 2 * K, offsets, c2, row + 2, column, rows_left, columns_left, EVEN)
+        store_row(data_tile + 3 * K, offsets, c3, row + 3, column, rows_left, columns_left, EVEN)
+    words = pack_codes(c0, c1, c2, c3, EMULATE)
+    store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
+    if (tile_m == 0) & (tile_k == 0):
+        tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+
+
+@triton.jit(do_not_specialize=["partials"], do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"])
+def _cast_kernel(
+    x_ptr,
+    scale_ptr,
+    data_ptr,
+    transpose_ptr,
+    scale_inv_ptr,
+    amax_ptr,
+    n,
+    partials,
+    epsilon,
+    E5M2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    AMAX: tl.constexpr,
+    CURRENT: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    POWER_2: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    # No transposition: row-wise data only, or a single row or column, whose transpose has the same bytes.
+    program = tl.program_id(0)
+    if CURRENT:
+        program = tl.num_programs(0) - 1 - program
+    start = program.to(tl.int64) * BLOCK
+    index = tl.arange(0, BLOCK)
+    inside = index < tl.minimum(n - start, BLOCK).to(tl.int32)
+    x = tl.load(x_ptr + start + index, mask=inside, other=0.0)
+    if AMAX:
+        previous = tl.load(amax_ptr)
+    scale = _tensor_scale(scale_ptr, partials, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS)
+    if AMAX:
+        _accumulate_amax(amax_ptr, previous, tl.max(magnitude(x, EMULATE), axis=0))
+    code = fp8_code(to_float32(x, EMULATE) * scale, E5M2, EMULATE)
+    if ROWWISE:
+        tl.store(data_ptr + start + index, code, mask=inside)
+    if COLUMNWISE:
+        tl.store(transpose_ptr + start + index, code, mask=inside)
+    if program == 0:
+        tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
+
+
+@triton.jit
+def _amax_kernel(x_ptr, partials_ptr, n, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
+    # Programs stride through the tensor together, so that its end is what the last reads leave in L2.
+    QUARTER: tl.constexpr = BLOCK // 4
+    program = tl.program_id(0)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    start = program.to(tl.int64) * BLOCK
+    index = tl.arange(0, QUARTER)
+    largest = tl.zeros([QUARTER], tl.float32)
+    while start < n:
+        left = tl.minimum(n - start, BLOCK).to(tl.int32)
+        tile = x_ptr + start
+        x0 = tl.load(tile + index, mask=index < left, other=0.0)
+        x1 = tl.load(tile + QUARTER + index, mask=index + QUARTER < left, other=0.0)
+        x2 = tl.load(tile + 2 * QUARTER + index, mask=index + 2 * QUARTER < left, other=0.0)
+        x3 = tl.load(tile + 3 * QUARTER + index, mask=index + 3 * QUARTER < left, other=0.0)
+        low = tl.maximum(magnitude(x0, EMULATE), magnitude(x1, EMULATE))
+        high = tl.maximum(magnitude(x2, EMULATE), magnitude(x3, EMULATE))
+        largest = tl.maximum(largest, tl.maximum(low, high))
+        start += step
+    tl.store(partials_ptr + program, tl.max(largest, axis=0))
+
+
+@triton.jit
+def _transpose_kernel(
+    data_ptr,
+    transpose_ptr,
+    M,
+    K,
+    BAND: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    WIDE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    tile_m, tile_k = tile_position(BAND, False)
+    m0 = tile_m * TILE_ROWS
+    k0 = tile_k * TILE_COLUMNS
+    if m0 >= M:
+        return
+    if WIDE:
+        M = M.to(tl.int64)
+        K = K.to(tl.int64)
+    rows_left = tl.minimum(M - m0, TILE_ROWS).to(tl.int32)
+    columns_left = tl.minimum(K - k0, TILE_COLUMNS).to(tl.int32)
+    row = tl.arange(0, TILE_ROWS // 4)[:, None] * 4
+    column = tl.arange(0, TILE_COLUMNS)[None, :]
+    offsets = row * K + column
+    tile = data_ptr + (m0 * K + k0)
+    c0 = load_row(tile, offsets, row, column, rows_left, columns_left, EVEN)
+    c1 = load_row(tile + K, offsets, row + 1, column, rows_left, columns_left, EVEN)
+    c2 = load_row(tile + 2 * K, offsets, row + 2, column, rows_left, columns_left, EVEN)
+    c3 = load_row(tile + 3 * K, offsets, row + 3, column, rows_left, columns_left, EVEN)
+    words = pack_codes(c0, c1, c2, c3, EMULATE)
+    store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
+
+
+_cast_transpose = Launcher(_cast_transpose_kernel, num_warps=4)
+_cast = Launcher(_cast_kernel, num_warps=4)
+_amax = Launcher(_amax_kernel, num_warps=4)
+_transpose = Launcher(_transpose_kernel, num_warps=4)
+
+
+def _sizes(x: Tensor) -> tuple[int, int]:
+    """Rows and columns of the tensor as a matrix whose last dim stays."""
+    columns = x.shape[-1]
+    return (x.numel() // columns if columns else 0), columns
+
+
+def _run_cast(
+    x: Tensor,
+    scale: Tensor,
+    fmt: ElementFormat,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None,
+    partials: int,
+    power_2: bool,
+    epsilon: float,
+) -> list[Tensor]:
+    x = x.contiguous()
+    M, K = _sizes(x)
+    data = torch.empty_like(x, dtype=torch.uint8) if rowwise else None
+    transpose = (
+        torch.empty((K, *x.shape[:-1]), dtype=torch.uint8, device=x.device) if columnwise else None
+    )
+    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    current = partials >= 0
+    # An absent buffer passes any pointer: the constants keep the kernel from touching it.
+    pointers = (x, scale, data if rowwise else x, transpose if columnwise else x, scale_inv, scale if amax is None else amax)
+    rule = (current, fmt.max, FLT_MAX, power_2 and current, triton.next_power_of_2(max(partials, 1)))
+    if transpose is None or M <= 1 or K <= 1:
+        n = x.numel()
+        _cast(
+            (max(cdiv(n, FLAT_BLOCK), 1), 1, 1),
+            (*pointers, n, partials, epsilon),
+            (fmt.name == "e5m2", rowwise, columnwise, amax is not None, *rule, FLAT_BLOCK, INTERPRETING),
+            (x.dtype, is_aligned(x), dim_class(n)),
+        )
+    else:
+        grid, band = tile_grid(cdiv(M, TILE_ROWS), cdiv(K, TILE_COLUMNS))
+        even = M % TILE_ROWS == 0 and K % TILE_COLUMNS == 0
+        wide = max(M, K) >= 2**23
+        tile = (band, TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, wide, INTERPRETING)
+        _cast_transpose(
+            grid,
+            (*pointers, M, K, partials, epsilon),
+            (fmt.name == "e5m2", rowwise, amax is not None, *rule, *tile),
+            (x.dtype, is_aligned(x), dim_class(M), dim_class(K)),
+        )
+    return [buffer for buffer in (data, transpose, scale_inv) if buffer is not None]
+
+
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    fmt: ElementFormat,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None = None,
+) -> list[Tensor]:
+    """Encode with a given scale, both directions and the amax from one read of ``x``.
+
+    Args:
+        x: (*lead, K), rank >= 1, bf16, fp16 or fp32, any strides.
+        scale: fp32, one element; multiplies before the cast.
+        fmt: E4M3 or E5M2.
+        rowwise: return the data in the logical orientation.
+        columnwise: return the transposed data.
+        amax: fp32, one element, non-negative; raised in place to max|x| (NaN ignored). None: no amax is taken.
+
+    Returns:
+        ``[data (*lead, K) uint8]``, ``[transpose (K, *lead) uint8]``, ``scale_inv`` fp32 (1,).
+
+    Raises:
+        ValueError: a tensor the kernels cannot reach, another dtype, or rank 0.
+
+    Numerics:
+        ``code = sat(RN(x * scale))``, ``scale_inv = RN(1 / scale)``; equal to ``reference.float8.quantize``.
+    """
+    check_input(x, 1)
+    return _run_cast(x, scale, fmt, rowwise, columnwise, amax, -1, False, 0.0)
+
+
+def quantize_current(
+    x: Tensor,
+    fmt: ElementFormat,
+    *,
+    power_2: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+) -> list[Tensor]:
+    """Encode with the scale of the tensor's own amax: an amax pass and a cast pass, no host synchronisation.
+
+    Args:
+        x: (*lead, K), rank >= 1, bf16, fp16 or fp32, any strides.
+        fmt: E4M3 or E5M2.
+        power_2: round the scale down to a power of two.
+        epsilon: lower bound of the amax.
+        rowwise: return the data in the logical orientation.
+        columnwise: return the transposed data.
+
+    Returns:
+        ``[data (*lead, K) uint8]``, ``[transpose (K, *lead) uint8]``, ``scale_inv`` fp32 (1,).
+
+    Raises:
+        ValueError: a tensor the kernels cannot reach, another dtype, or rank 0.
+
+    Numerics:
+        ``scale = scale_from_amax(max|x|)``; equal to ``reference.float8.quantize_current``.
+    """
+    check_input(x, 1)
+    x = x.contiguous()
+    n = x.numel()
+    programs = min(cdiv(n, AMAX_BLOCK), AMAX_PROGRAMS)
+    partial = torch.empty(max(programs, 1), dtype=torch.float32, device=x.device)
+    if programs:
+        _amax(
+            (programs, 1, 1),
+            (x, partial, n),
+            (AMAX_BLOCK, INTERPRETING),
+            (x.dtype, is_aligned(x), dim_class(n)),
+        )
+    return _run_cast(x, partial, fmt, rowwise, columnwise, None, programs, power_2, epsilon)
+
+
+def transpose(data: Tensor) -> Tensor:
+    """Transpose of quantized bytes: the last dim moves to the front.
+
+    Args:
+        data: (*lead, K) uint8, rank >= 1.
+
+    Returns:
+        (K, *lead) uint8, contiguous, never an alias of ``data``.
+
+    Raises:
+        ValueError: a tensor the kernels cannot reach.
+    """
+    check_device(data)
+    data = data.contiguous()
+    M, K = _sizes(data)
+    result = torch.empty((K, *data.shape[:-1]), dtype=torch.uint8, device=data.device)
+    if M <= 1 or K <= 1:
+        result.view(-1).copy_(data.view(-1))
+        return result
+    grid, band = tile_grid(cdiv(M, TILE_ROWS), cdiv(K, TILE_COLUMNS))
+    even = M % TILE_ROWS == 0 and K % TILE_COLUMNS == 0
+    _transpose(
+        grid,
+        (data, result, M, K),
+        (band, TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, max(M, K) >= 2**23, INTERPRETING),
+        (is_aligned(data), dim_class(M), dim_class(K)),
+    )
+    return result

@@ -1,0 +1,101 @@
+"""Launching: compiled variants of a kernel found by the launcher's own key, and the device of the tensors respected.
+
+Triton's ``kernel[grid](...)`` inspects every argument at every call to find the compiled variant. The launchers here
+know what the variant depends on, so they pass that as a key and a repeated launch goes straight to the compiled
+kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter; fixed when the kernels are defined, that is at import."""
+
+
+class Launcher:
+    """Launches one kernel.
+
+    Args:
+        kernel: a ``triton.jit`` function whose parameters are the run-time arguments, then the constants.
+        num_warps: warps per program.
+        options: further compile options, such as ``maxnreg``.
+    """
+
+    def __init__(self, kernel: Any, num_warps: int, **options: Any) -> None:
+        self.kernel = kernel
+        self.num_warps = num_warps
+        # A contracted multiply-add would skip one rounding of the formulas.
+        self.options = {"enable_fp_fusion": False, **options}
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(
+        self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...], key: Hashable
+    ) -> None:
+        """Launch on the current stream of the device of the first argument.
+
+        Args:
+            grid: programs along x, y, z; none may be zero.
+            arguments: run-time arguments, the first of them a tensor.
+            constants: values of the kernel's constexpr parameters, in order.
+            key: everything beside ``constants`` that Triton specializes on: dtypes and alignments that vary, and
+                ``dim_class`` of the sizes.
+        """
+        device = arguments[0].get_device()
+        full_key = (device, key, constants)
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._launch(grid, arguments, constants, full_key)
+        else:
+            self._launch(grid, arguments, constants, full_key)
+
+    def _launch(self, grid: Any, arguments: Any, constants: Any, key: Hashable) -> None:
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            # The interpreter compiles nothing and returns None again.
+            self._compiled[key] = self.kernel[grid](
+                *arguments, *constants, num_warps=self.num_warps, **self.options
+            )
+        else:
+            compiled[grid](*arguments, *constants)
+
+
+def dim_class(n: int) -> int:
+    """What Triton specializes an integer argument on: equality to 1, divisibility by 16, 64-bit width."""
+    return (n == 1) + 2 * (n % 16 == 0) + 4 * (n >= 2**31)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether the tensor starts on a 16-byte boundary, which Triton specializes pointers on."""
+    return x.data_ptr() % 16 == 0
+
+
+def check_device(x: Tensor) -> None:
+    """Refuse tensors that no kernel can reach.
+
+    Raises:
+        ValueError: the tensor is not on a CUDA device and the interpreter is off.
+    """
+    if not (x.is_cuda or INTERPRETING):
+        raise ValueError(
+            f"Triton kernels take CUDA tensors, got one on {x.device}; use narrowcast.reference there, "
+            "or set TRITON_INTERPRET=1 before the first import to interpret the kernels"
+        )
+
+
+def check_input(x: Tensor, min_rank: int) -> None:
+    """Refuse what no quantize kernel can read.
+
+    Raises:
+        ValueError: ``check_device`` refuses, the dtype is not fp32, bf16 or fp16, or the rank is below ``min_rank``.
+    """
+    check_device(x)
+    if x.dtype not in (torch.bfloat16, torch.float32, torch.float16):
+        raise ValueError(f"cannot quantize {x.dtype}; use torch.bfloat16, torch.float16 or torch.float32")
+    if x.dim() < min_rank:
+        raise ValueError(f"cannot quantize a tensor of rank {x.dim()}; this format needs rank {min_rank} or more")

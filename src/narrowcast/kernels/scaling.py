@@ -1,0 +1,58 @@
+"""Scales from amaxes as Triton device functions: the rule of ``reference.scaling.scale_from_amax`` and E8M0."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..formats import BF16_MAX, FLT_MAX, FP16_MAX
+
+OVERFLOW_BY_DTYPE = {"torch.bfloat16": BF16_MAX, "torch.float16": FP16_MAX, "torch.float32": FLT_MAX}
+"""What a block scale becomes when ``fp8_max / amax`` overflows: the maximum of the input dtype."""
+
+
+@triton.jit
+def scale_from_amax(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr):
+    """Encoding scale of fp32 ``amax``: ``RN(fp8_max / max(amax, epsilon))``, or 1 where that says nothing."""
+    amax = tl.where(amax < epsilon, epsilon, amax)
+    scale = tl.div_rn(tl.full(amax.shape, FP8_MAX, tl.float32), amax)
+    scale = tl.where(scale == float("inf"), OVERFLOW, scale)
+    if POWER_2:
+        scale = (scale.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    usable = (amax > 0) & (amax < float("inf"))
+    return tl.where(usable, scale, 1.0)
+
+
+@triton.jit
+def power_2_scales(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr):
+    """``scale_from_amax`` with ``POWER_2`` and its reciprocal, in integers: both are exponents only.
+
+    Both fp8 maxima are 1.75 * 2**n, so ``fp8_max / amax`` keeps the exponent ``n - exponent(amax)`` while the
+    significand of amax is at most 1.75 and loses one beyond. Quotients just below a power of two do not round up to
+    it: the closest is 1 - 1.14 ulp.
+    """
+    amax = tl.where(amax < epsilon, epsilon, amax)
+    bits = amax.to(tl.uint32, bitcast=True)
+    TOP: tl.constexpr = 254 + (8 if FP8_MAX == 448.0 else 15)  # exponent field of 2**n * 2**127
+    LIMIT: tl.constexpr = 254 if OVERFLOW > 1e30 else 142  # exponent field of the overflow value
+    exponent = (bits + 0x1FFFFF) >> 23  # one more where the significand exceeds 1.75
+    field = TOP - exponent.to(tl.int32)
+    field = tl.where(field > 254, LIMIT, field)
+    usable = (amax > 0) & (amax < float("inf"))
+    field = tl.where(usable, field, 127)
+    inverse = tl.maximum((254 - field) << 23, 0x00400000)  # 2**-127 is subnormal
+    return (field << 23).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e8m0_from_amax(amax, MAX_RECIPROCAL: tl.constexpr):
+    """E8M0 code of ``RN(amax * RN(1 / fp8_max))``, rounded up to a power of two, 0..254, as int32."""
+    bits = (amax * MAX_RECIPROCAL).to(tl.int32, bitcast=True)
+    code = tl.minimum((bits + 0x7FFFFF) >> 23, 254)
+    return tl.where(bits <= 0x00400000, 0, code)  # up to 2**-127, itself a subnormal, the code is 0
+
+
+@triton.jit
+def e8m0_reciprocal(code):
+    """``2**(127 - code)`` as fp32, for codes 0..254 as int32."""
+    return tl.maximum((254 - code) << 23, 0x00400000).to(tl.float32, bitcast=True)

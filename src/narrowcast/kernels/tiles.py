@@ -1,0 +1,82 @@
+"""Tiles: which part of the matrix a program takes, and loads and stores of four interleaved rows.
+
+Kernels that also write a transpose cut the matrix [M, K] into tiles and read each tile as four tensors of shape
+[rows / 4, columns], tensor ``j`` holding rows ``4 * i + j``. Codes of four consecutive rows then meet in one thread,
+where they become one 32-bit word (``codecs.pack_codes``), and the tile is transposed as words.
+
+Programs walk the matrix in bands of ``BAND`` tile rows, down a band first: the programs in flight then cover a region
+that is long in both directions, so that reads and transposed writes both touch long contiguous runs of memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BAND = 8
+
+
+@triton.jit
+def tile_position(BAND: tl.constexpr, REVERSE: tl.constexpr):
+    """Tile row and tile column of this program, as 64-bit integers; ``REVERSE`` walks from the last tile back."""
+    x = tl.program_id(0)
+    band = tl.program_id(1)
+    if REVERSE:
+        x = tl.num_programs(0) - 1 - x
+        band = tl.num_programs(1) - 1 - band
+    return (band * BAND + x % BAND).to(tl.int64), (x // BAND).to(tl.int64)
+
+
+def tile_grid(tile_rows: int, tile_columns: int) -> tuple[tuple[int, int, int], int]:
+    """Grid and band height for a matrix of that many tiles; the second grid dimension is limited to 65535."""
+    band = BAND
+    while band > 1 and band // 2 >= tile_rows:
+        band //= 2
+    while -(-tile_rows // band) > 65535:
+        band *= 2
+    return (band * tile_columns, -(-tile_rows // band), 1), band
+
+
+@triton.jit
+def load_row(pointer, offsets, row, columns, rows_left, columns_left, EVEN: tl.constexpr):
+    """Load rows ``row`` and ``columns`` of a tile; what lies outside the matrix reads as zero."""
+    if EVEN:
+        return tl.load(pointer + offsets)
+    return tl.load(pointer + offsets, mask=(row < rows_left) & (columns < columns_left), other=0.0)
+
+
+@triton.jit
+def store_row(pointer, offsets, codes, row, columns, rows_left, columns_left, EVEN: tl.constexpr):
+    """Store what ``load_row`` would read there."""
+    if EVEN:
+        tl.store(pointer + offsets, codes)
+    else:
+        tl.store(pointer + offsets, codes, mask=(row < rows_left) & (columns < columns_left))
+
+
+@triton.jit
+def store_transposed(
+    pointer, words, m0, k0, M, rows_left, columns_left, WORDS: tl.constexpr, EVEN: tl.constexpr
+):
+    """Store a tile of words [rows / 4, columns], four row codes each, into the transposed byte matrix [K, M].
+
+    Args:
+        m0, k0: first row and first column of the tile in the logical matrix.
+        WORDS: whether M is a multiple of 4, so that words are aligned in the transposed rows.
+        EVEN: whether the tile lies inside the matrix.
+    """
+    transposed = tl.trans(words)
+    column = tl.arange(0, words.shape[1])[:, None]
+    group = tl.arange(0, words.shape[0])[None, :]
+    if WORDS:
+        stride = M // 4
+        target = pointer.to(tl.pointer_type(tl.uint32)) + (k0 * stride + m0 // 4) + (column * stride + group)
+        if EVEN:
+            tl.store(target, transposed)
+        else:
+            tl.store(target, transposed, mask=(column < columns_left) & (group < rows_left // 4))
+    else:
+        target = pointer + (k0 * M + m0) + (column * M + group * 4)
+        for j in tl.static_range(4):
+            inside = (column < columns_left) & (group * 4 + j < rows_left)
+            tl.store(target + j, (transposed >> (8 * j)).to(tl.uint8), mask=inside)

@@ -1,0 +1,24 @@
+"""Quantizers: frozen policies that say how a tensor is quantized."""
+
+from .float8 import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Float8Quantizer
+from .float8_blockwise import Float8BlockQuantizer
+from .handle import OperandHandles, QuantizerHandle, handle_of, quantize_operand
+from .identity import IdentityQuantizer
+from .mxfp8 import MXFP8Quantizer
+from .nvfp4 import NVFP4Quantizer
+from .quantizer import Quantizer
+
+__all__ = [
+    "DelayedFloat8Quantizer",
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "IdentityQuantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    "OperandHandles",
+    "Quantizer",
+    "QuantizerHandle",
+    "handle_of",
+    "quantize_operand",
+]

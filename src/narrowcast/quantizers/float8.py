@@ -1,0 +1,219 @@
+"""Per-tensor FP8 quantizers: with a scale from state (delayed) or from the tensor itself (current)."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..formats import FLT_MAX, DType
+from ..functional import BufferTable, GemmOperand, NativeOperand, quantize_delayed
+from ..tensors import Float8Tensor, Float8TensorStorage
+from .quantizer import Quantizer, describe_usage, fp8_dtype_of, torch_fp8_dtype, warn_ignored
+
+
+class _Float8Base(Quantizer):
+    """What every per-tensor FP8 quantizer shares: the buffers and how to read them."""
+
+    dtype: DType
+
+    _storage_class = Float8TensorStorage
+    _tensor_class = Float8Tensor
+
+    def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
+        kept = Float8TensorStorage.buffer_attributes(self.rowwise_usage, self.columnwise_usage)
+        buffers: BufferTable = {
+            "_data": (tuple(shape), torch.uint8),
+            "_transpose": ((shape[-1], *shape[:-1]), torch.uint8),
+            "_scale_inv": ((1,), torch.float32),
+        }
+        return describe_usage(buffers, kept)
+
+    def _decode(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> Tensor:
+        data, scale_inv = buffers
+        decode = reference.float8.dequantize_transpose if columnwise else reference.float8.dequantize
+        return decode(data, scale_inv, self._element_format(), dtype)
+
+    def _codes(self, buffers: list[Tensor], columnwise: bool) -> Tensor:
+        """Codes as an fp8 matrix (rows, contraction); column-wise data is stored transposed already."""
+        data = buffers[0].view(torch_fp8_dtype(self._element_format()))
+        return data.reshape(data.shape[0], -1) if columnwise else data.reshape(-1, data.shape[-1])
+
+    def _gemm_operand(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> GemmOperand:
+        return GemmOperand(self._codes(buffers, columnwise).to(dtype), buffers[1])
+
+    def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
+        return NativeOperand(self._codes(buffers, columnwise), buffers[1], "tensor")
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+
+class Float8CurrentScalingQuantizer(_Float8Base):
+    """Per-tensor FP8 with the scale taken from the tensor's own amax.
+
+    Args:
+        fp8_dtype: E4M3 or E5M2, as :class:`DType` or torch dtype.
+        device: accepted for compatibility; a quantizer has no device.
+        rowwise, columnwise: directions to produce.
+        with_amax_reduction: reduce the amax over a process group before the scale is taken.
+        amax_reduction_group: deprecated here; pass the group to :meth:`quantize`.
+        force_pow_2_scales: round the scale down to a power of two.
+        amax_epsilon: lower bound of the amax.
+    """
+
+    with_amax_reduction: bool
+    force_pow_2_scales: bool
+    amax_epsilon: float
+
+    _compatible_recipe = "Float8CurrentScaling"
+
+    def __init__(
+        self,
+        fp8_dtype: DType | torch.dtype,
+        device: torch.device | None = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        use_existing_amax: Any = None,
+        scale: Any = None,
+        amax: Any = None,
+    ) -> None:
+        if use_existing_amax is not None or scale is not None or amax is not None:
+            warn_ignored(use_existing_amax=use_existing_amax, scale=scale, amax=amax)
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._freeze(
+            dtype=fp8_dtype_of(fp8_dtype),
+            with_amax_reduction=bool(with_amax_reduction),
+            force_pow_2_scales=bool(force_pow_2_scales),
+            amax_epsilon=float(amax_epsilon),
+        )
+        if amax_reduction_group is not None:
+            self._freeze(amax_reduction_group=amax_reduction_group)
+
+    def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
+        return numerics.float8.quantize_current(
+            x,
+            self._element_format(),
+            power_2=self.force_pow_2_scales,
+            epsilon=self.amax_epsilon,
+            rowwise=self.rowwise_usage,
+            columnwise=self.columnwise_usage,
+        )
+
+    def _quantize_detached(self, tensor: Tensor, dtype: torch.dtype, group: Any) -> Any:
+        group = getattr(self, "amax_reduction_group", None) if group is None else group
+        if not self.with_amax_reduction or group is None:
+            return super()._quantize_detached(tensor, dtype, None)
+        amax = reference.scaling.amax(tensor)
+        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
+        element = self._element_format()
+        scale = reference.scaling.scale_from_amax(
+            amax, element.max, power_2=self.force_pow_2_scales, epsilon=self.amax_epsilon, overflow=FLT_MAX
+        )
+        buffers = reference.float8.quantize(
+            tensor, scale, element, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage
+        )
+        # the tensor's own quantizer must not reduce again, nor hold the group
+        own = Float8CurrentScalingQuantizer(
+            self.dtype,
+            rowwise=self.rowwise_usage,
+            columnwise=self.columnwise_usage,
+            force_pow_2_scales=self.force_pow_2_scales,
+            amax_epsilon=self.amax_epsilon,
+        ).replace(internal=self.internal, optimize_for_gemm=self.optimize_for_gemm)
+        return own._assemble(buffers, tuple(tensor.shape), dtype)
+
+
+class DelayedFloat8Quantizer(_Float8Base):
+    """Per-tensor FP8 whose scale and amax live in state tensors, at position ``slot``; the compiled form.
+
+    Args:
+        fp8_dtype: E4M3 or E5M2.
+        slot: index into the scale ``(n,)`` and the first row of the amax history ``(L, n)``.
+        rowwise, columnwise: directions to produce.
+    """
+
+    slot: int
+
+    _compatible_recipe = "DelayedScaling"
+
+    def __init__(
+        self, fp8_dtype: DType | torch.dtype, slot: int, *, rowwise: bool = True, columnwise: bool = True
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._freeze(dtype=fp8_dtype_of(fp8_dtype), slot=int(slot))
+
+    def _encode_scaled(
+        self, numerics: ModuleType, x: Tensor, scale: Tensor, amax: Tensor | None
+    ) -> list[Tensor]:
+        at = slice(self.slot, self.slot + 1)
+        return numerics.float8.quantize(
+            x,
+            scale.view(-1)[at],
+            self._element_format(),
+            rowwise=self.rowwise_usage,
+            columnwise=self.columnwise_usage,
+            amax=None if amax is None else amax.view(-1)[at],
+        )
+
+    def _is_delayed(self) -> bool:
+        return True
+
+    def _buffers_of(self, tensor: Tensor) -> list[Tensor]:
+        raise RuntimeError("a delayed-scaling slot needs its state; use Float8Quantizer(scale, amax, fp8_dtype)")
+
+    def is_requantization_safe(self) -> bool:
+        return False
+
+
+class Float8Quantizer(_Float8Base):
+    """Per-tensor FP8 with live state: quantizes with ``scale`` and max-accumulates into ``amax``.
+
+    It holds tensors, so it has identity semantics and is not a compile-time value.
+
+    Args:
+        scale: fp32 (1,), multiplies when encoding.
+        amax: fp32 (1,), raised to max|x| by every quantization.
+        fp8_dtype: E4M3 or E5M2.
+        rowwise, columnwise: directions to produce.
+    """
+
+    _compatible_recipe = "DelayedScaling"
+
+    def __init__(
+        self,
+        scale: Tensor,
+        amax: Tensor,
+        fp8_dtype: DType | torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._freeze(dtype=fp8_dtype_of(fp8_dtype), scale=scale, amax=amax)
+
+    def _slot_quantizer(self) -> DelayedFloat8Quantizer:
+        return DelayedFloat8Quantizer(
+            self.dtype, 0, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage
+        )
+
+    def _buffers_of(self, tensor: Tensor) -> list[Tensor]:
+        return quantize_delayed(tensor, self.scale, self.amax, self._slot_quantizer())  # type: ignore[attr-defined]
+
+    def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
+        return self._slot_quantizer()._encode_scaled(numerics, x, self.scale, self.amax)  # type: ignore[attr-defined]
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Overwrite ``amax`` with max|x|."""
+        self.amax.copy_(reference.scaling.amax(tensor))  # type: ignore[attr-defined]
+
+    def is_requantization_safe(self) -> bool:
+        return False

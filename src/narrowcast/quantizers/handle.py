@@ -1,0 +1,81 @@
+"""Handles: what traced code may know about a quantizer.
+
+Inside a traced graph a quantizer is only ever passed to an operator; reading it there is slow to guard, and on some
+PyTorch versions an error. A handle carries the few plain facts that the code around the operators needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..functional import draw_seed, quantize, quantize_delayed
+from ..tensors import QuantizedTensorStorage
+from .quantizer import Quantizer
+
+
+@dataclass(frozen=True)
+class QuantizerHandle:
+    """A quantizer with the facts about it that are needed around operators.
+
+    ``stochastic``: it wants a fresh seed. ``delayed``: it wants scale and amax from state.
+    """
+
+    quantizer: Quantizer
+    storage_class: type[QuantizedTensorStorage]
+    rowwise: bool
+    columnwise: bool
+    stochastic: bool
+    delayed: bool
+
+
+def handle_of(quantizer: Quantizer) -> QuantizerHandle:
+    """Handle of a quantizer, in its present usage."""
+    return QuantizerHandle(
+        quantizer,
+        quantizer._storage_class,
+        quantizer.rowwise_usage,
+        quantizer.columnwise_usage,
+        quantizer._is_stochastic(),
+        quantizer._is_delayed(),
+    )
+
+
+@dataclass(frozen=True)
+class OperandHandles:
+    """One quantizer in the three usages a linear layer asks for."""
+
+    both: QuantizerHandle
+    rowwise: QuantizerHandle
+    columnwise: QuantizerHandle
+
+    @staticmethod
+    def of(quantizer: Quantizer) -> OperandHandles:
+        """Handles of a quantizer, whatever its present usage."""
+        return OperandHandles(
+            handle_of(quantizer.with_usage(rowwise=True, columnwise=True)),
+            handle_of(quantizer.with_usage(rowwise=True, columnwise=False)),
+            handle_of(quantizer.with_usage(rowwise=False, columnwise=True)),
+        )
+
+
+def quantize_operand(
+    x: Tensor, handle: QuantizerHandle, scale: Tensor | None = None, amax: Tensor | None = None
+) -> QuantizedTensorStorage:
+    """Quantize a GEMM operand in traced or eager code, without gradient.
+
+    Args:
+        x: (*lead, K), fp32, bf16 or fp16.
+        handle: the quantizer to use.
+        scale, amax: state tensors of a delayed quantizer; unused by the others.
+    """
+    if handle.delayed:
+        buffers = quantize_delayed(x, scale, amax, handle.quantizer)
+    elif handle.stochastic:
+        buffers = quantize(x, handle.quantizer, draw_seed(x))
+    else:
+        buffers = quantize(x, handle.quantizer)
+    return handle.storage_class.from_buffers(
+        buffers, handle.rowwise, handle.columnwise, handle.quantizer, x.dtype
+    )

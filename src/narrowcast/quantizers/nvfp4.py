@@ -1,0 +1,196 @@
+"""NVFP4 quantizer: E2M1 data, E4M3 scales per 16 elements, one fp32 amax."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..formats import (
+    NVFP4_BLOCK,
+    RHT_SIGN_MASK,
+    SCALE_TILE_COLUMNS,
+    SCALE_TILE_ROWS,
+    DType,
+    cdiv,
+    round_to_float32,
+    round_up,
+)
+from ..functional import BufferTable, GemmOperand
+from ..tensors import NVFP4Tensor, NVFP4TensorStorage
+from .quantizer import Quantizer, describe_usage, matrix_dims, to_dtype_enum
+
+
+class NVFP4Quantizer(Quantizer):
+    """Two-level scaled FP4.
+
+    Args:
+        fp4_dtype: E2M1.
+        rowwise, columnwise: directions to produce.
+        with_amax_reduction, amax_reduction_group: not supported; the amax is the tensor's own.
+        with_rht: rotate column-wise data by the random Hadamard transform; needs bf16 input.
+        with_post_rht_amax: accepted for compatibility: column-wise amax is always taken after the rotation.
+        with_2d_quantization: one scale per 16x16 tile.
+        stochastic_rounding: round elements stochastically; the stream comes from the default generator.
+        row_scaled_nvfp4: one amax per row instead of one per tensor.
+        nvfp4_use_4over6: per block, map the amax to 6 or to 4, whichever errs less.
+        nvfp4_e4m3_max: 448 or 256, the block-scale value that the tensor's amax maps to.
+        nvfp4_4over6_err_mode: "MAE" or "MSE".
+        with_random_sign_mask: fixed random signs in the rotation.
+    Raises:
+        ValueError: a combination the format does not define; the message names both options.
+    """
+
+    dtype: DType
+    with_rht: bool
+    with_post_rht_amax: bool
+    with_2d_quantization: bool
+    stochastic_rounding: bool
+    row_scaled_nvfp4: bool
+    nvfp4_use_4over6: bool
+    nvfp4_e4m3_max: int
+    nvfp4_4over6_err_mode: str
+    rht_matrix_random_sign_mask_t: int
+
+    _storage_class = NVFP4TensorStorage
+    _tensor_class = NVFP4Tensor
+    _minimum_rank = 2
+    _compatible_recipe = "NVFP4BlockScaling"
+
+    def __init__(
+        self,
+        fp4_dtype: DType = DType.kFloat4E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        with_rht: bool = False,
+        with_post_rht_amax: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        with_random_sign_mask: bool = True,
+    ) -> None:
+        if with_amax_reduction or amax_reduction_group is not None:
+            raise NotImplementedError("NVFP4Quantizer does not reduce amax over a process group: with_amax_reduction")
+        if to_dtype_enum(fp4_dtype) is not DType.kFloat4E2M1:
+            raise ValueError(f"fp4_dtype is {fp4_dtype!r}; the only FP4 format is DType.kFloat4E2M1")
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._freeze(
+            dtype=DType.kFloat4E2M1,
+            with_rht=bool(with_rht),
+            with_post_rht_amax=bool(with_post_rht_amax),
+            with_2d_quantization=bool(with_2d_quantization),
+            stochastic_rounding=bool(stochastic_rounding),
+            row_scaled_nvfp4=bool(row_scaled_nvfp4),
+            nvfp4_use_4over6=bool(nvfp4_use_4over6),
+            nvfp4_e4m3_max=int(nvfp4_e4m3_max),
+            nvfp4_4over6_err_mode=nvfp4_4over6_err_mode,
+            rht_matrix_random_sign_mask_t=RHT_SIGN_MASK if with_random_sign_mask else 0,
+        )
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        clashes = (
+            ("nvfp4_use_4over6", "with_rht"),
+            ("nvfp4_use_4over6", "stochastic_rounding"),
+            ("row_scaled_nvfp4", "with_rht"),
+            ("row_scaled_nvfp4", "stochastic_rounding"),
+            ("row_scaled_nvfp4", "with_2d_quantization"),
+            ("with_2d_quantization", "with_rht"),
+        )
+        for first, second in clashes:
+            if getattr(self, first) and getattr(self, second):
+                raise ValueError(f"NVFP4 does not define {first} together with {second}; switch one of them off")
+        if self.nvfp4_e4m3_max not in (448, 256):
+            raise ValueError(f"nvfp4_e4m3_max is {self.nvfp4_e4m3_max}; use 448 or 256")
+        if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
+            raise ValueError(f"nvfp4_4over6_err_mode is {self.nvfp4_4over6_err_mode!r}; use 'MAE' or 'MSE'")
+
+    @property
+    def with_random_sign_mask(self) -> bool:
+        """Whether the rotation has its fixed random signs."""
+        return self.rht_matrix_random_sign_mask_t != 0
+
+    @property
+    def rht_matrix(self) -> Tensor:
+        """The 16x16 rotation, bf16 on the CPU; signs depend on the sign flag alone, never on ``with_rht``."""
+        return reference.hadamard.rht_matrix(self.with_random_sign_mask, torch.device("cpu"), torch.bfloat16)
+
+    def _is_stochastic(self) -> bool:
+        return self.stochastic_rounding
+
+    def _check_input(self, tensor: Tensor) -> None:
+        super()._check_input(tensor)
+        if self.with_rht and self.columnwise_usage and tensor.dtype != torch.bfloat16:
+            raise TypeError(f"the Hadamard transform needs bfloat16 input, got {tensor.dtype}; cast it or use with_rht=False")
+
+    def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
+        rows, columns = matrix_dims(shape)
+        packed_columns = round_up(columns, NVFP4_BLOCK) // 2
+        packed_rows = round_up(rows, NVFP4_BLOCK) // 2
+        row_blocks, column_blocks = cdiv(columns, NVFP4_BLOCK), cdiv(rows, NVFP4_BLOCK)
+        kept = NVFP4TensorStorage.buffer_attributes(self.rowwise_usage, self.columnwise_usage)
+        buffers: BufferTable = {
+            "_rowwise_data": ((*shape[:-1], packed_columns), torch.uint8),
+            "_rowwise_scale_inv": (
+                (round_up(rows, SCALE_TILE_ROWS), round_up(row_blocks, SCALE_TILE_COLUMNS)),
+                torch.uint8,
+            ),
+            "_columnwise_data": ((columns, packed_rows), torch.uint8),
+            "_columnwise_scale_inv": (
+                (round_up(columns, SCALE_TILE_ROWS), round_up(column_blocks, SCALE_TILE_COLUMNS)),
+                torch.uint8,
+            ),
+            "_amax_rowwise": ((rows,) if self.row_scaled_nvfp4 else (1,), torch.float32),
+            "_amax_columnwise": ((columns,) if self.row_scaled_nvfp4 else (1,), torch.float32),
+        }
+        return describe_usage(buffers, kept)
+
+    def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
+        if self.stochastic_rounding and seed is None:
+            raise ValueError("stochastic rounding needs a seed: pass narrowcast.functional.draw_seed(x)")
+        return numerics.nvfp4.quantize(
+            x,
+            rowwise=self.rowwise_usage,
+            columnwise=self.columnwise_usage,
+            two_d=self.with_2d_quantization,
+            rht=self.with_rht,
+            random_signs=self.with_random_sign_mask,
+            row_scaled=self.row_scaled_nvfp4,
+            four_over_six=self.nvfp4_use_4over6,
+            e4m3_max=self.nvfp4_e4m3_max,
+            error_mode=self.nvfp4_4over6_err_mode,
+            seed=seed,
+        )
+
+    def _decode(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> Tensor:
+        data, scale_inv, amax = buffers
+        if columnwise:
+            return reference.nvfp4.dequantize_columnwise(
+                data,
+                scale_inv,
+                amax,
+                self.nvfp4_e4m3_max,
+                dtype,
+                rows=2 * data.shape[-1],
+                rht=self.with_rht,
+                random_signs=self.with_random_sign_mask,
+            )
+        return reference.nvfp4.dequantize_rowwise(
+            data, scale_inv, amax, self.nvfp4_e4m3_max, dtype, columns=2 * data.shape[-1]
+        )
+
+    def _gemm_operand(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> GemmOperand:
+        # E2M1 * E4M3 has at most six significant bits: exact in bf16; the amax waits for the fp32 result.
+        # Column-wise values stay rotated: the rotation cancels between the two operands of the wgrad.
+        data, scale_inv, amax = buffers
+        values = reference.nvfp4.decode_block_scaled(data.reshape(-1, data.shape[-1]), scale_inv, dtype)
+        factor = amax * round_to_float32(1.0 / round_to_float32(6.0 * self.nvfp4_e4m3_max))
+        return GemmOperand(values, factor.view(-1, 1) if self.row_scaled_nvfp4 else factor)

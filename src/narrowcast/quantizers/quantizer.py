@@ -1,0 +1,426 @@
+"""``Quantizer``: a frozen description of how to quantize a tensor, compared and hashed by value.
+
+A quantizer may be baked into a compiled graph, so it never changes: ``with_usage`` and ``replace`` return another
+one. Its fields are the annotated attributes of its class; they must be bool, int, float, str or an enum.
+"""
+
+from __future__ import annotations
+
+import enum
+import typing
+import warnings
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .._device import default_device
+from ..formats import ELEMENT_FORMATS, DType, ElementFormat
+from ..functional import BufferTable, QuantizerValue, draw_seed, quantize, quantize_into
+from ..tensors import QuantizedTensor, QuantizedTensorStorage
+from ..tensors.storage import flatten_context
+
+_FIELD_TYPES = (bool, int, float, str)
+_INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TORCH_DTYPES = {
+    torch.uint8: DType.kByte,
+    torch.int32: DType.kInt32,
+    torch.float32: DType.kFloat32,
+    torch.float16: DType.kFloat16,
+    torch.bfloat16: DType.kBFloat16,
+    torch.float8_e4m3fn: DType.kFloat8E4M3,
+    torch.float8_e5m2: DType.kFloat8E5M2,
+}
+
+
+def to_dtype_enum(dtype: DType | torch.dtype | int) -> DType:
+    """``DType`` of an enum member, its integer, or a torch dtype.
+
+    Raises:
+        ValueError: nothing of the three.
+    """
+    if isinstance(dtype, torch.dtype):
+        if dtype not in _TORCH_DTYPES:
+            raise ValueError(f"no quantized element type for {dtype}; use one of {list(_TORCH_DTYPES)}")
+        return _TORCH_DTYPES[dtype]
+    return DType(dtype)
+
+
+def value_fields(cls: type[Quantizer]) -> tuple[str, ...]:
+    """Names of the annotated fields that make up a quantizer class's value, base class first.
+
+    Raises:
+        TypeError: a field is annotated with anything but bool, int, float, str or an enum.
+    """
+    names: list[str] = []
+    for base in reversed(cls.__mro__):
+        names.extend(name for name in base.__dict__.get("__annotations__", {}) if name not in names)
+    hints = typing.get_type_hints(cls)
+    fields = [name for name in names if typing.get_origin(hints[name]) is not ClassVar and hints[name] is not ClassVar]
+    for name in fields:
+        hint = hints[name]
+        if not (isinstance(hint, type) and issubclass(hint, (*_FIELD_TYPES, enum.Enum))):
+            raise TypeError(f"{cls.__qualname__}.{name} is {hint}; a value field must be bool, int, float, str or enum")
+    return tuple(fields)
+
+
+def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...]) -> Quantizer:
+    """Quantizer of ``cls`` with these field values, made without its constructor."""
+    quantizer = cls.__new__(cls)
+    for name, value in items:
+        object.__setattr__(quantizer, name, DType(value) if name == "dtype" else value)
+    quantizer._rebuild_derived_state()
+    return quantizer
+
+
+class Quantizer(QuantizerValue):
+    """Base of all quantizers.
+
+    Args:
+        rowwise: produce data with scaling groups along the last dim.
+        columnwise: produce data with scaling groups along the other dims.
+    """
+
+    rowwise_usage: bool
+    columnwise_usage: bool
+    internal: bool
+    optimize_for_gemm: bool
+
+    _storage_class: ClassVar[type[QuantizedTensorStorage]]
+    _tensor_class: ClassVar[type[QuantizedTensor]]
+    _minimum_rank: ClassVar[int] = 1
+    _compatible_recipe: ClassVar[str] = "CustomRecipe"
+    _te_compile_value_opaque: ClassVar[bool] = False
+    _registered_fields: ClassVar[tuple[str, ...] | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_describe_buffers" in cls.__dict__:  # the name later versions of the upstream project use
+            cls.inner_tensor_specs = cls._describe_buffers  # type: ignore[attr-defined]
+
+    def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+        self._freeze(
+            rowwise_usage=bool(rowwise), columnwise_usage=bool(columnwise), internal=False, optimize_for_gemm=False
+        )
+
+    def _freeze(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def _rebuild_derived_state(self) -> None:
+        """Hook: recompute what the constructor derives and no value field holds."""
+
+    # -- value semantics ------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"{type(self).__qualname__} is immutable; use .replace({name}=...) and keep the quantizer it returns"
+        )
+
+    @classmethod
+    def _value_fields(cls) -> tuple[str, ...] | None:
+        """Names of the fields that define this class's value; None for identity semantics (not registered)."""
+        return cls.__dict__.get("_registered_fields")
+
+    def _value_key(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
+        """(class name, field values): the one place where the value is materialised.
+
+        Raises:
+            TypeError: the class is not registered, or the quantizer holds a process group.
+        """
+        fields = self._value_fields()
+        if fields is None:
+            raise TypeError(f"{type(self).__qualname__} has no value fields: it is not registered as a value")
+        for name, held in vars(self).items():
+            if _is_process_group(held):
+                raise TypeError(
+                    f"{type(self).__qualname__}.{name} holds a process group and cannot be used as a value; pass the "
+                    "group to each quantize call instead"
+                )
+        values = ((name, getattr(self, name)) for name in fields)
+        return type(self).__qualname__, tuple(
+            (name, int(v) if isinstance(v, enum.IntEnum) else v) for name, v in values
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(other) is not type(self) or self._value_fields() is None:
+            return NotImplemented
+        return self._value_key() == other._value_key()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return id(self) if self._value_fields() is None else hash(self._value_key())
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        if self._value_fields() is None:
+            return super().__fx_repr__()
+        _, items = self._value_key()
+        cls = type(self)
+        return f"_rebuild_quantizer({cls.__name__}, {items!r})", {
+            "_rebuild_quantizer": _rebuild_quantizer,
+            cls.__name__: cls,
+        }
+
+    def __repr__(self) -> str:
+        fields = self._value_fields() or tuple(vars(self))
+        shown = ", ".join(f"{name}={getattr(self, name)!s}" for name in fields if name not in _QUIET_FIELDS)
+        return f"{type(self).__name__}({shown})"
+
+    def replace(self, **changes: Any) -> Quantizer:
+        """Another quantizer with some fields changed.
+
+        Raises:
+            AttributeError: a name that is no field of this quantizer.
+        """
+        unknown = [name for name in changes if name not in vars(self)]
+        if unknown:
+            raise AttributeError(f"{type(self).__qualname__} has no field {unknown[0]!r}; fields: {sorted(vars(self))}")
+        return _rebuild_quantizer(type(self), tuple({**vars(self), **changes}.items()))
+
+    def copy(self) -> Quantizer:
+        """An equal, independent quantizer."""
+        return self.replace()
+
+    def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
+        """Another quantizer with the given directions; None keeps one as it is."""
+        return self.replace(
+            rowwise_usage=self.rowwise_usage if rowwise is None else rowwise,
+            columnwise_usage=self.columnwise_usage if columnwise is None else columnwise,
+        )
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Always raises: a quantizer baked into a compiled graph must not change."""
+        raise TypeError(
+            f"{type(self).__qualname__} is immutable, so set_usage cannot change it; use "
+            "`quantizer = quantizer.with_usage(rowwise=..., columnwise=...)`"
+        )
+
+    def get_usages(self) -> dict[str, bool]:
+        """``{"rowwise": bool, "columnwise": bool}``."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    # -- describing what it makes ---------------------------------------------------------------------------------
+
+    def _resolve_storage_cls(self) -> type[QuantizedTensorStorage]:
+        return self._storage_class if self.internal else self._tensor_class
+
+    def _storage_scalars(self, dtype: torch.dtype) -> dict[str, Any]:
+        return {"quantizer": self, "fake_dtype": dtype}
+
+    def _storage_metadata(self, dtype: torch.dtype) -> tuple[type[QuantizedTensorStorage], dict[str, Any]]:
+        return self._resolve_storage_cls(), self._storage_scalars(dtype)
+
+    storage_metadata = _storage_metadata
+
+    def alloc_tensors(
+        self, shape: tuple[int, ...], *, device: torch.device | str | None = None
+    ) -> dict[str, Tensor]:
+        """Uninitialised buffers for a tensor of ``shape``: name -> tensor, in flatten order."""
+        place = default_device() if device is None else device
+        return {
+            name: torch.empty(size, dtype=dtype, device=place)
+            for name, (size, dtype) in self._describe_buffers(tuple(shape)).items()
+        }
+
+    def create_metadata(
+        self, shape: tuple[int, ...], *, dtype: torch.dtype, requires_grad: bool = False
+    ) -> dict[str, Any]:
+        """Data-free context, equal to what flattening a tensor made by this quantizer gives."""
+        return flatten_context(self._resolve_storage_cls(), requires_grad, self, dtype)
+
+    def make_empty(
+        self,
+        shape: tuple[int, ...],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """Uninitialised quantized tensor of this quantizer's kind."""
+        buffers = self.alloc_tensors(shape, device=device)
+        if pin_memory:
+            buffers = {name: buffer.pin_memory() for name, buffer in buffers.items()}
+        return self._assemble(list(buffers.values()), tuple(shape), dtype, requires_grad)
+
+    def _assemble(
+        self, buffers: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False
+    ) -> Any:
+        cls, scalars = self._storage_metadata(dtype)
+        arguments = dict(cls._FLATTEN_TENSOR_BUFFERS)
+        names = cls.buffer_attributes(self.rowwise_usage, self.columnwise_usage)
+        named = {arguments[name]: buffer for name, buffer in zip(names, buffers, strict=True)}
+        extra = {} if self.internal else {"requires_grad": requires_grad}
+        return cls(shape=shape, **scalars, **named, **extra)
+
+    def get_columnwise_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the column-wise data of a tensor of ``shape``."""
+        return self._described(shape, self._storage_class._COLUMNWISE_BUFFERS[0])
+
+    def get_scale_shape(self, shape: tuple[int, ...], columnwise: bool) -> tuple[int, ...]:
+        """Shape of the scale buffer of one direction."""
+        attributes = self._storage_class._COLUMNWISE_BUFFERS if columnwise else self._storage_class._ROWWISE_BUFFERS
+        return self._described(shape, attributes[1])
+
+    def _described(self, shape: tuple[int, ...], attribute: str) -> tuple[int, ...]:
+        return self.with_usage(rowwise=True, columnwise=True)._describe_buffers(tuple(shape))[attribute][0]
+
+    # -- quantizing -----------------------------------------------------------------------------------------------
+
+    def quantize(
+        self,
+        tensor: Tensor,
+        *,
+        out: QuantizedTensorStorage | None = None,
+        dtype: torch.dtype | None = None,
+        amax_reduction_group: Any = None,
+    ) -> Any:
+        """Quantize ``tensor``; the gradient passes straight through.
+
+        Args:
+            tensor: (*lead, K), fp32, bf16 or fp16.
+            out: update this quantized tensor in place instead of making one.
+            dtype: nominal dtype of the result; default: the tensor's.
+            amax_reduction_group: process group over which per-tensor amax is reduced, where the format has one.
+        Raises:
+            TypeError: another dtype. ValueError: too few dims for the format, no direction asked for, or an ``out``
+            of another kind or shape.
+        """
+        self._check_input(tensor)
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return _QuantizeFunction.apply(tensor, self, dtype or tensor.dtype, amax_reduction_group)
+        return self._quantize_detached(tensor, dtype or tensor.dtype, amax_reduction_group)
+
+    __call__ = quantize
+
+    def _quantize_detached(self, tensor: Tensor, dtype: torch.dtype, group: Any) -> Any:
+        if group is not None:
+            raise NotImplementedError(f"{type(self).__qualname__} does not reduce amax over a process group")
+        return self._assemble(self._buffers_of(tensor), tuple(tensor.shape), dtype)
+
+    def _buffers_of(self, tensor: Tensor) -> list[Tensor]:
+        return quantize(tensor, self, self._seed(tensor))
+
+    def _seed(self, tensor: Tensor) -> Tensor | None:
+        return draw_seed(tensor) if self._is_stochastic() else None
+
+    def _is_stochastic(self) -> bool:
+        """Whether quantizing wants a fresh random seed."""
+        return False
+
+    def _is_delayed(self) -> bool:
+        """Whether quantizing wants scale and amax from state."""
+        return False
+
+    def update_quantized(
+        self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
+    ) -> QuantizedTensorStorage:
+        """Overwrite ``dst`` with the quantization of ``src``; skipped on device when ``noop_flag`` is non-zero."""
+        self._check_input(src)
+        if dst._FLATTEN_TENSOR_BUFFERS != self._storage_class._FLATTEN_TENSOR_BUFFERS:
+            raise ValueError(f"out is a {type(dst).__name__}; {type(self).__qualname__} writes {self._storage_class.__name__}")
+        if tuple(dst.size()) != tuple(src.shape):
+            raise ValueError(f"out has shape {tuple(dst.size())}, the source has {tuple(src.shape)}")
+        kept = self.with_usage(**dst.get_usages())
+        if kept.dtype_name() != dst._quantizer.dtype_name():  # type: ignore[attr-defined]
+            raise ValueError(f"out holds {dst._quantizer!r} elements; this quantizer is {self!r}")
+        buffers = [buffer for buffer in dst.get_data_tensors() if buffer is not None]
+        quantize_into(src.detach(), buffers, kept, noop_flag, self._seed(src))
+        return dst
+
+    def multi_quantize(self, tensors: list[Tensor]) -> list[Any]:
+        """Quantize several tensors."""
+        return [self.quantize(tensor) for tensor in tensors]
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Record statistics without quantizing; formats without state record nothing."""
+
+    def is_quantizable(self, tensor: Tensor) -> bool:
+        """Whether :meth:`quantize` takes this tensor."""
+        return tensor.dim() >= self._minimum_rank and tensor.dtype in _INPUT_DTYPES
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        """Whether gathered bytes must be row-wise."""
+        return False
+
+    def is_requantization_safe(self) -> bool:
+        """Whether quantizing the same tensor again gives the same bytes."""
+        return not self._is_stochastic()
+
+    def dtype_name(self) -> str:
+        """Name of the element type."""
+        return str(getattr(self, "dtype", "high precision"))
+
+    def _element_format(self) -> ElementFormat:
+        return ELEMENT_FORMATS[self.dtype]  # type: ignore[attr-defined]
+
+    def _check_input(self, tensor: Tensor) -> None:
+        if not (self.rowwise_usage or self.columnwise_usage):
+            raise ValueError(f"{type(self).__qualname__} has both directions switched off; ask for at least one")
+        if tensor.dtype not in _INPUT_DTYPES:
+            raise TypeError(f"cannot quantize a {tensor.dtype} tensor; use float32, bfloat16 or float16")
+        if tensor.dim() < self._minimum_rank:
+            raise ValueError(
+                f"{type(self).__qualname__} needs at least {self._minimum_rank} dims, got shape {tuple(tensor.shape)}"
+            )
+
+
+_QUIET_FIELDS = ("internal", "optimize_for_gemm")
+
+
+def fp8_dtype_of(dtype: DType | torch.dtype | int) -> DType:
+    """FP8 element type.
+
+    Raises:
+        ValueError: not one of the two FP8 formats.
+    """
+    element = to_dtype_enum(dtype)
+    if element not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
+        raise ValueError(f"fp8_dtype is {element!r}; use DType.kFloat8E4M3 or DType.kFloat8E5M2")
+    return element
+
+
+def torch_fp8_dtype(element: ElementFormat) -> torch.dtype:
+    """The torch dtype whose bytes an FP8 payload holds."""
+    return getattr(torch, str(element.torch_dtype))
+
+
+def matrix_dims(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(M, K) of a tensor seen as a matrix: the product of the leading dims, and the last."""
+    rows = 1
+    for size in shape[:-1]:
+        rows = rows * size
+    return rows, shape[-1]
+
+
+def describe_usage(buffers: BufferTable, kept: list[str]) -> BufferTable:
+    """Entries of ``buffers`` whose names are kept, in their order."""
+    return {name: buffers[name] for name in buffers if name in kept}
+
+
+def _is_process_group(held: Any) -> bool:
+    return torch.distributed.is_available() and isinstance(held, torch.distributed.ProcessGroup)
+
+
+class _QuantizeFunction(torch.autograd.Function):
+    """Quantization with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, quantizer: Quantizer, dtype: torch.dtype, group: Any) -> Any:
+        return quantizer._quantize_detached(tensor.detach(), dtype, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        if isinstance(grad_output, QuantizedTensor):
+            grad_output = grad_output.dequantize()
+        return grad_output, None, None, None
+
+
+def warn_ignored(**arguments: Any) -> None:
+    """Warn about deprecated constructor arguments that were given and have no effect."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        warnings.warn(f"{', '.join(given)} no longer have an effect and are ignored", DeprecationWarning, stacklevel=3)

@@ -1,0 +1,122 @@
+"""Delayed scaling: how the next scale follows from a history of past amaxes.
+
+``history`` is fp32 (L, n), one column per tensor. Row 0 collects the amax of the current step, row 1 is the oldest past
+value and row L - 1 the newest.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from narrowcast.formats import FLT_MAX
+
+AmaxAlgorithm = str | Callable[[Tensor], Tensor]
+ScaleAlgorithm = Callable[[Tensor, Tensor, Tensor, object], Tensor]
+
+
+def update(
+    scale: Tensor,
+    history: Tensor,
+    *,
+    fp8_max: float,
+    margin: int,
+    algo: str,
+    reduced_amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advance scales and histories by one step, leaving tensors that were not used alone.
+
+    Args:
+        scale: fp32 [n], the scales of the step that ended.
+        history: fp32 (L, n).
+        fp8_max: the largest value of the element format.
+        margin: the scale is 2**-margin below the one that maps amax to ``fp8_max``.
+        algo: "max" over the whole history or "most_recent".
+        reduced_amax: fp32 [n], the amaxes of the step after a reduction over processes; where it is 0 the local row 0
+            counts.
+
+    Raises:
+        ValueError: an unknown ``algo``.
+
+    Numerics:
+        New tensors (scale, history). A column whose newest amax is 0 keeps both. Else the history rolls by one row,
+        row 0 is cleared, and the scale becomes ``RN(fp8_max * 2**-margin / amax)``, fp32's maximum on overflow; an
+        amax that is 0, infinite or NaN keeps the scale. "max" ignores NaN.
+    """
+    last = _newest(history, reduced_amax)
+    if algo == "max":
+        amax = torch.cat([last.unsqueeze(0), history[1:]]).nan_to_num_(nan=0.0, posinf=math.inf).amax(0)
+    elif algo == "most_recent":
+        amax = last
+    else:
+        raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max' or 'most_recent'")
+    used = last != 0.0
+    new_scale = torch.where(used, _scale(amax, scale, fp8_max, margin), scale)
+    return new_scale, torch.where(used, _rolled(history, last), history)
+
+
+def update_always_roll(
+    scale: Tensor,
+    history: Tensor,
+    *,
+    fp8_max: float,
+    margin: int,
+    algo: AmaxAlgorithm,
+    scale_algo: ScaleAlgorithm | None = None,
+    recipe: object = None,
+    reduced_amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advance scales and histories by one step, unused tensors included: the rule for user-given functions.
+
+    Args:
+        scale: fp32 [n], the scales of the step that ended.
+        history: fp32 (L, n).
+        fp8_max: the largest value of the element format.
+        margin: the default scale is 2**-margin below the one that maps amax to ``fp8_max``.
+        algo: "max", "most_recent" or a function from the history (row 0 the newest amax) to amaxes [n].
+        scale_algo: a function of (amax, scale, fp8_max, recipe) giving the new scales; None for the default.
+        recipe: passed to ``scale_algo`` untouched.
+        reduced_amax: fp32 [n], the amaxes of the step after a reduction over processes; where it is 0 the local row 0
+            counts.
+
+    Raises:
+        ValueError: an unknown ``algo``.
+
+    Numerics:
+        New tensors (scale, history). The history always rolls. "max" propagates NaN; an amax that is 0, infinite or
+        NaN keeps the scale. The default scale is one true division, as in ``update``.
+    """
+    last = _newest(history, reduced_amax)
+    filled = torch.cat([last.unsqueeze(0), history[1:]])
+    if callable(algo):
+        amax = algo(filled)
+    elif algo == "max":
+        amax = filled.amax(0)
+    elif algo == "most_recent":
+        amax = last
+    else:
+        raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max', 'most_recent' or a function")
+    if scale_algo is None:
+        new_scale = _scale(amax, scale, fp8_max, margin)
+    else:
+        new_scale = scale_algo(amax, scale, torch.full_like(scale, fp8_max), recipe)
+    return new_scale, _rolled(history, last)
+
+
+def _newest(history: Tensor, reduced_amax: Tensor | None) -> Tensor:
+    if reduced_amax is None:
+        return history[0]
+    return torch.where(reduced_amax != 0.0, reduced_amax, history[0])
+
+
+def _rolled(history: Tensor, last: Tensor) -> Tensor:
+    cleared = torch.zeros_like(history[:1])
+    if history.shape[0] == 1:
+        return cleared
+    return torch.cat([cleared, history[2:], last.unsqueeze(0)])
+
+
+def _scale(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
+    quotient = torch.full_like(amax, math.ldexp(fp8_max, -margin)).div_(amax).clamp_(max=FLT_MAX)
+    return torch.where((amax > 0.0) & (amax < math.inf), quotient, scale)

@@ -1,0 +1,128 @@
+"""Per-tensor FP8: one scale for the whole tensor, given (delayed scaling) or taken from its amax (current scaling).
+
+The column-wise buffer holds the row-wise codes transposed, so both directions share one ``scale_inv``.
+"""
+
+import torch
+from torch import Tensor
+
+from narrowcast.formats import FLT_MAX, ElementFormat
+from narrowcast.reference import scaling
+from narrowcast.reference.codecs import decode_float8, encode_float8_
+from narrowcast.reference.layout import widen
+
+
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    fmt: ElementFormat,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None = None,
+) -> list[Tensor]:
+    """Quantize a tensor with a given scale.
+
+    Args:
+        x: fp32, bf16 or fp16, shape (*lead, K), any strides.
+        scale: fp32 [1], multiplies when encoding.
+        fmt: E4M3 or E5M2.
+        rowwise: produce the codes in the order of ``x``.
+        columnwise: produce the transposed codes.
+
+    Raises:
+        TypeError: ``x`` has another dtype.
+        ValueError: the format is not FP8.
+
+    Numerics:
+        ``[data uint8 (*lead, K)] [transpose uint8 (K, *lead)] scale_inv fp32 [1]``; code = saturating
+        ``fmt(RN(x * scale))``, ``scale_inv = RN(1 / scale)``.
+    """
+    if amax is not None:
+        torch.fmax(amax, scaling.amax(x), out=amax)
+    scale_inv = scaling.reciprocal(scale.reshape(1))
+    if not (rowwise or columnwise):
+        return [scale_inv]
+    # Widened first: a bf16 tensor times a one-element fp32 tensor would be rounded to bf16.
+    data = encode_float8_(widen(x) * scale, fmt)
+    out = [data] if rowwise else []
+    if columnwise:
+        out.append(transpose(data))
+    return [*out, scale_inv]
+
+
+def quantize_current(
+    x: Tensor, fmt: ElementFormat, *, power_2: bool, epsilon: float, rowwise: bool, columnwise: bool
+) -> list[Tensor]:
+    """Quantize a tensor with the scale of its own amax.
+
+    Args:
+        x: fp32, bf16 or fp16, shape (*lead, K), any strides.
+        fmt: E4M3 or E5M2.
+        power_2: round the scale down to a power of two.
+        epsilon: lower bound for the amax.
+        rowwise: produce the codes in the order of ``x``.
+        columnwise: produce the transposed codes.
+
+    Raises:
+        TypeError: ``x`` has another dtype.
+        ValueError: the format is not FP8.
+
+    Numerics:
+        Buffers as in ``quantize``; the scale is ``scale_from_amax`` with fp32's maximum on overflow.
+    """
+    scale = scaling.scale_from_amax(
+        scaling.amax(x), fmt.max, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX
+    )
+    return quantize(x, scale, fmt, rowwise=rowwise, columnwise=columnwise)
+
+
+def transpose(data: Tensor) -> Tensor:
+    """Move the last dimension to the front, as a new contiguous tensor.
+
+    Args:
+        data: any dtype, shape (*lead, K).
+
+    Raises:
+        IndexError: ``data`` has no dimension.
+
+    Numerics:
+        Shape (K, *lead); never a view of ``data``, also where the two layouts coincide.
+    """
+    return data.movedim(-1, 0).clone(memory_format=torch.contiguous_format)
+
+
+def dequantize(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
+    """Decode row-wise codes.
+
+    Args:
+        data: uint8 codes, any shape.
+        scale_inv: fp32 [1].
+        fmt: the format of the codes.
+        dtype: the nominal dtype of the result.
+
+    Raises:
+        ValueError: the format is not FP8.
+
+    Numerics:
+        ``RN(code * scale_inv)`` in fp32, then rounded to ``dtype``.
+    """
+    return decode_float8(data, fmt).mul_(scale_inv).to(dtype)
+
+
+def dequantize_transpose(transpose: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
+    """Decode transposed codes into the logical orientation.
+
+    Args:
+        transpose: uint8 codes, shape (K, *lead).
+        scale_inv: fp32 [1].
+        fmt: the format of the codes.
+        dtype: the nominal dtype of the result.
+
+    Raises:
+        ValueError: the format is not FP8.
+
+    Numerics:
+        Shape (*lead, K), equal to ``dequantize`` of the row-wise codes.
+    """
+    return dequantize(transpose.movedim(0, -1).contiguous(), scale_inv, fmt, dtype)

@@ -1,0 +1,119 @@
+"""The random Hadamard transform that NVFP4 applies to groups of 16 tokens before column-wise quantization.
+
+``R = diag(d) H / 4`` with ``H[i, j] = (-1)**popcount(i & j)`` is orthogonal, so that it cancels in the weight gradient's
+product over tokens. The signs ``d`` are a fixed constant.
+
+The sum of sixteen terms is taken as four rounds of additions and subtractions at distances 8, 4, 2, 1. Fixing the order
+makes the result the same on every device and for every library underneath.
+"""
+
+import torch
+from torch import Tensor
+
+from narrowcast.formats import NVFP4_BLOCK, RHT_SIGN_MASK
+
+SIGN_MASK = RHT_SIGN_MASK
+_ORTHONORMAL = 0.25
+
+
+def signs(random_signs: bool, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The diagonal ``d``.
+
+    Args:
+        random_signs: use the fixed sign pattern; else all signs are plus.
+        device: where to build it.
+        dtype: dtype of the result.
+
+    Raises:
+        Nothing of its own.
+
+    Numerics:
+        Shape [16], entries +-1; bit i of ``SIGN_MASK`` set means minus.
+    """
+    index = torch.arange(NVFP4_BLOCK, device=device)
+    bits = (SIGN_MASK >> index) & 1 if random_signs else torch.zeros_like(index)
+    return (1 - 2 * bits).to(dtype)
+
+
+def rht_matrix(random_signs: bool, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The rotation ``R`` for ``y = group @ R``.
+
+    Args:
+        random_signs: use the fixed sign pattern; else all signs are plus.
+        device: where to build it.
+        dtype: dtype of the result; bf16 holds the entries exactly.
+
+    Raises:
+        Nothing of its own.
+
+    Numerics:
+        Shape [16, 16], entries +-0.25.
+    """
+    identity = torch.diag(signs(random_signs, device)).unsqueeze(0)
+    return _butterflies(identity.mul_(_ORTHONORMAL)).squeeze(0).t().contiguous().to(dtype)
+
+
+def rotate_rows(x: Tensor, random_signs: bool) -> Tensor:
+    """Rotate groups of 16 rows.
+
+    Args:
+        x: fp32, shape (M, K), M a multiple of 16.
+        random_signs: use the fixed sign pattern; else all signs are plus.
+
+    Raises:
+        RuntimeError: M is not a multiple of 16.
+
+    Numerics:
+        A new fp32 tensor of the same shape, every value rounded to bf16 after fp32 additions.
+    """
+    groups = x.view(x.shape[0] // NVFP4_BLOCK, NVFP4_BLOCK, x.shape[1])
+    diagonal = signs(random_signs, x.device).mul_(_ORTHONORMAL).view(NVFP4_BLOCK, 1)
+    return _butterflies(groups * diagonal).view(x.shape).to(torch.bfloat16).float()
+
+
+def unrotate_rows(y: Tensor, random_signs: bool) -> Tensor:
+    """Undo ``rotate_rows`` up to rounding.
+
+    Args:
+        y: fp32, shape (M, K), M a multiple of 16.
+        random_signs: the setting of the rotation.
+
+    Raises:
+        RuntimeError: M is not a multiple of 16.
+
+    Numerics:
+        A new fp32 tensor of the same shape, not rounded to bf16.
+    """
+    groups = y.view(y.shape[0] // NVFP4_BLOCK, NVFP4_BLOCK, y.shape[1])
+    diagonal = signs(random_signs, y.device).view(NVFP4_BLOCK, 1)
+    return _butterflies(groups * _ORTHONORMAL).mul_(diagonal).view(y.shape)
+
+
+def rotate_last(x: Tensor, random_signs: bool = True) -> Tensor:
+    """Rotate groups of 16 along the last dimension.
+
+    Args:
+        x: fp32, bf16 or fp16, last dimension a multiple of 16.
+        random_signs: use the fixed sign pattern; else all signs are plus.
+
+    Raises:
+        RuntimeError: the last dimension is not a multiple of 16.
+
+    Numerics:
+        A new contiguous bf16 tensor of the same shape, equal to ``rotate_rows`` of the transpose.
+    """
+    groups = x.reshape(x.numel() // NVFP4_BLOCK, NVFP4_BLOCK).float().t().contiguous()
+    return rotate_rows(groups, random_signs).t().reshape(x.shape).to(torch.bfloat16)
+
+
+def _butterflies(groups: Tensor) -> Tensor:
+    """Multiply by ``H`` along the middle dimension of (groups, 16, K), using ``groups`` as scratch space."""
+    source, target = groups, torch.empty_like(groups)
+    n, _, k = groups.shape
+    for distance in (8, 4, 2, 1):
+        pairs = source.view(n, NVFP4_BLOCK // (2 * distance), 2, distance, k)
+        out = target.view(n, NVFP4_BLOCK // (2 * distance), 2, distance, k)
+        torch.add(pairs[:, :, 0], pairs[:, :, 1], out=out[:, :, 0])
+        torch.sub(pairs[:, :, 0], pairs[:, :, 1], out=out[:, :, 1])
+        source, target = target, source
+    return source

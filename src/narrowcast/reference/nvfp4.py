@@ -1,0 +1,400 @@
+"""NVFP4: E2M1 elements with one E4M3 scale per 16 elements and one fp32 amax per tensor (or per row).
+
+The two directions are quantized separately from the source; column-wise data is transposed. Everything is computed in
+the layout of the source, groups of 16 running down the rows for the column-wise direction, and only packed bytes are
+transposed. The matrix is padded with zeros to whole groups in the directions that pack, and rotations and tiles see
+those zeros.
+
+Options: 16 x 16 tiles (weights), the random Hadamard transform of the column-wise direction, stochastic rounding
+(gradients), one amax per row (activations), and "4 over 6": map the amax of a block to 4 or to 6, whichever loses less.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from narrowcast.formats import (
+    E2M1,
+    E4M3,
+    FLT_MAX,
+    NVFP4_BLOCK,
+    SCALE_TILE_COLUMNS,
+    SCALE_TILE_ROWS,
+    round_to_float32,
+)
+from narrowcast.reference.codecs import (
+    decode_float4,
+    decode_float8,
+    encode_float4_,
+    encode_float8,
+    encode_float8_,
+    pack_float4,
+    sign_float4,
+    unpack_float4,
+)
+from narrowcast.reference.hadamard import rotate_rows, unrotate_rows
+from narrowcast.reference.layout import (
+    as_matrix,
+    group_max,
+    magnitude,
+    multiply_groups,
+    multiply_groups_,
+    pad_matrix,
+    pad_scales,
+    spread,
+    transpose_bytes,
+    widen,
+)
+from narrowcast.reference.philox import random_words
+from narrowcast.reference.scaling import reciprocal
+
+_ROWWISE_STREAM = 0
+_COLUMNWISE_STREAM = 1
+_RANDOM_BITS = 8
+
+
+@dataclass(frozen=True)
+class _Options:
+    two_d: bool
+    row_scaled: bool
+    four_over_six: bool
+    e4m3_max: int
+    error_mode: str
+    seed: Tensor | None
+
+    @property
+    def codes_are_shared(self) -> bool:
+        """Whether both directions of a tile hold the same codes and scales."""
+        return self.two_d and not self.four_over_six and self.seed is None
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Codes (Mp, Kp), E4M3 scales per group and the amax that the global scale came from, in the source's layout."""
+
+    codes: Tensor
+    scales: Tensor
+    amax: Tensor
+
+
+def quantize(
+    x: Tensor,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    two_d: bool = False,
+    rht: bool = False,
+    random_signs: bool = True,
+    row_scaled: bool = False,
+    four_over_six: bool = False,
+    e4m3_max: int = 448,
+    error_mode: str = "MAE",
+    seed: Tensor | None = None,
+) -> list[Tensor]:
+    """Quantize a tensor in one or both directions.
+
+    Args:
+        x: fp32, bf16 or fp16, shape (*lead, K), any strides; M is the product of ``lead``.
+        rowwise: groups of 16 along K.
+        columnwise: groups of 16 along M.
+        two_d: one block amax per 16 x 16 tile.
+        rht: rotate groups of 16 rows before column-wise quantization; the rotated values are rounded to bf16.
+        random_signs: the rotation uses the fixed sign pattern, else all signs are plus.
+        row_scaled: one amax per row (column-wise: per column) instead of one per tensor.
+        four_over_six: choose per block, or per tile, between mapping its amax to 4 and to 6.
+        e4m3_max: the block scale that the tensor's amax maps to, 448 or 256.
+        error_mode: what "4 over 6" minimises, "MAE" or "MSE".
+        seed: int64 [1] for stochastic rounding of the elements, None for round to nearest even.
+
+    Raises:
+        TypeError: ``x`` has another dtype.
+        ValueError: rank below 2, or options that exclude each other.
+
+    Numerics:
+        ``data uint8 (*lead, round_up(K, 16) / 2), scale_inv uint8 (round_up(M, 128), round_up(cdiv(K, 16), 4))``
+        row-wise, ``data uint8 (K, round_up(M, 16) / 2), scale_inv uint8 (round_up(K, 128), round_up(cdiv(M, 16), 4))``
+        column-wise, then the fp32 amaxes ([1], or [M] and [K]), each where its direction is asked for.
+        With ``S = min(RN(6 * e4m3_max / amax), FLT_MAX)`` a block has scale ``E4M3(RN(block_amax * RN(S * RN(1/6))))``
+        and its elements are ``E2M1(RN(x * min(RN(1 / RN(scale * RN(1/S))), FLT_MAX)))``.
+    """
+    _check_options(two_d, rht, row_scaled, four_over_six, error_mode, seed)
+    options = _Options(two_d, row_scaled, four_over_six, e4m3_max, error_mode, seed)
+    source = as_matrix(widen(x))
+    m, k = source.shape
+    matrix = pad_matrix(
+        source, NVFP4_BLOCK if columnwise or two_d else 1, NVFP4_BLOCK if rowwise or two_d else 1
+    )
+    size = magnitude(matrix)
+    shared = _encode(matrix, size, NVFP4_BLOCK, NVFP4_BLOCK, options) if options.codes_are_shared else None
+    buffers: list[Tensor] = []
+    amaxes: list[Tensor] = []
+    if rowwise:
+        row = shared or _encode(matrix, size, 1, NVFP4_BLOCK, options)
+        scales = spread(row.scales, NVFP4_BLOCK, 1) if shared else row.scales
+        data = pack_float4(row.codes[:m])
+        buffers += [data.view(*x.shape[:-1], data.shape[1]), _pad(scales[:m])]
+        amaxes.append(row.amax.flatten()[: m if row_scaled else 1])
+    if columnwise:
+        if rht:
+            matrix = rotate_rows(matrix, random_signs)
+            size = magnitude(matrix)
+        column = shared or _encode(matrix, size, NVFP4_BLOCK, 1, options)
+        scales = spread(column.scales, 1, NVFP4_BLOCK) if shared else column.scales
+        buffers += [transpose_bytes(_pack_rows(column.codes)[:, :k]), _pad(scales[:, :k].t())]
+        amaxes.append(column.amax.flatten()[: k if row_scaled else 1])
+    # Copied: two directions of one tile share their amax, and a slice may leave padding behind in its storage.
+    return buffers + [amax.clone() for amax in amaxes]
+
+
+def _check_options(
+    two_d: bool, rht: bool, row_scaled: bool, four_over_six: bool, error_mode: str, seed: Tensor | None
+) -> None:
+    stochastic = seed is not None
+    exclusive = (
+        ("two_d", two_d, "rht", rht),
+        ("row_scaled", row_scaled, "two_d", two_d),
+        ("row_scaled", row_scaled, "rht", rht),
+        ("row_scaled", row_scaled, "stochastic rounding", stochastic),
+        ("four_over_six", four_over_six, "rht", rht),
+        ("four_over_six", four_over_six, "stochastic rounding", stochastic),
+    )
+    for first, has_first, second, has_second in exclusive:
+        if has_first and has_second:
+            raise ValueError(f"NVFP4 cannot combine {first} with {second}; turn one of them off")
+    if error_mode not in ("MAE", "MSE"):
+        raise ValueError(f"unknown 4-over-6 error mode {error_mode!r}; use 'MAE' or 'MSE'")
+
+
+def _pad(scales: Tensor) -> Tensor:
+    return pad_scales(scales, SCALE_TILE_ROWS, SCALE_TILE_COLUMNS)
+
+
+def _encode(matrix: Tensor, size: Tensor, rows: int, columns: int, options: _Options) -> _Encoded:
+    """Encode groups of (rows, columns) elements: (1, 16) row-wise, (16, 1) column-wise, (16, 16) for shared tiles."""
+    block_amax = group_max(size, rows, columns)
+    if options.two_d and not options.codes_are_shared:
+        # One amax per tile, repeated for each of its lines (the group's own extent is already reduced).
+        block_amax = spread(group_max(block_amax, columns, rows), columns, rows)
+    amax = _global_amax(block_amax, 1 if columns > 1 else 0, options.row_scaled)
+    global_scale = _global_scale(amax, options.e4m3_max)
+    if options.four_over_six:
+        codes, scales = _encode_four_over_six(matrix, block_amax, amax, global_scale, rows, columns, options)
+        return _Encoded(codes, scales, amax)
+    factor = global_scale * round_to_float32(1.0 / E2M1.max)
+    scales = encode_float8_(block_amax * factor, E4M3)
+    scaled = multiply_groups(matrix, _element_scale(decode_float8(scales, E4M3), global_scale), rows, columns)
+    if options.seed is None:
+        return _Encoded(encode_float4_(scaled), scales, amax)
+    random = _random_like(scaled, rows, columns, options.seed)
+    return _Encoded(encode_float4_stochastic_(scaled, random), scales, amax)
+
+
+def _global_amax(block_amax: Tensor, dim: int, per_line: bool) -> Tensor:
+    """The amax behind the global scale, shaped to broadcast over ``block_amax``; 0 for an empty tensor."""
+    if per_line and block_amax.shape[dim] > 0:
+        return block_amax.amax(dim, keepdim=True)
+    if per_line:
+        return block_amax.sum(dim, keepdim=True)
+    return (block_amax.amax() if block_amax.numel() > 0 else block_amax.sum()).reshape(1, 1)
+
+
+def _global_scale(amax: Tensor, e4m3_max: int) -> Tensor:
+    # An infinite amax gives 0 and an amax of 0 infinity; neither is a scale.
+    scale = torch.full_like(amax, E2M1.max * e4m3_max).div_(amax).clamp_(max=FLT_MAX)
+    return scale.masked_fill_((amax == 0.0).logical_or_(scale == 0.0), 1.0)
+
+
+def _element_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
+    """What elements are multiplied by when encoding; a block scale of 0 saturates instead of giving infinity."""
+    return reciprocal(block_scale * reciprocal(global_scale)).clamp_(max=FLT_MAX)
+
+
+def encode_float4_stochastic_(x: Tensor, random: Tensor) -> Tensor:
+    """Encode fp32 values as E2M1 codes, rounding up in magnitude with the probability of the distance; overwrites ``x``.
+
+    Args:
+        x: fp32, any shape.
+        random: fp32 of the same shape, integers 0..255; overwritten.
+
+    Raises:
+        RuntimeError: the shapes differ.
+
+    Numerics:
+        uint8 codes. With ``a = min(|x|, 6)`` and ``step`` the spacing of codes at ``a``: ``RN(a + random / 256 * step)``,
+        rounded down to a code. Values that are codes stay; the sign is kept; NaN becomes +6.
+    """
+    x.nan_to_num_(nan=6.0, posinf=6.0, neginf=-6.0)
+    sign = sign_float4(x)
+    size = x.abs_().clamp_(max=6.0)
+    # The step is half the power of two below the magnitude, at least 0.5; here it is divided by 256 as well.
+    step = size.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=127 << 23).sub_((1 + _RANDOM_BITS) << 23)
+    size.add_(random.mul_(step.view(torch.float32)))
+    # From 1 upwards the exponent and first mantissa bit count codes (1.0 is code 2); below, there are only 0 and 0.5.
+    code = size.view(torch.int32).bitwise_right_shift(22).sub_(252)
+    below_one = size.mul_(2.0).clamp_(max=1.0).to(torch.int32)
+    return torch.maximum(code, below_one, out=code).to(torch.uint8).bitwise_or_(sign)
+
+
+def _random_like(x: Tensor, rows: int, columns: int, seed: Tensor) -> Tensor:
+    """A random integer 0..255 for every element, as fp32 in the layout of ``x``.
+
+    Blocks are numbered row-major in the direction's own matrix: (M, K / 16) row-wise, (K, M / 16) column-wise.
+    """
+    m, k = x.shape[0] // rows, x.shape[1] // columns
+    index = torch.arange(m * k, device=x.device)
+    if columns > 1:
+        # Little-endian words side by side are the bytes of a block in the order of its elements.
+        words = torch.stack(random_words(seed, index.view(m, k), _ROWWISE_STREAM), dim=2)
+        return words.view(torch.uint8).view(x.shape).float()
+    words = torch.stack(random_words(seed, index.view(k, m).t().contiguous(), _COLUMNWISE_STREAM), dim=1)
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=x.device).view(4, 1)
+    return (words.unsqueeze(2) >> shifts).bitwise_and_(0xFF).view(x.shape).float()
+
+
+def _encode_four_over_six(
+    matrix: Tensor,
+    block_amax: Tensor,
+    amax: Tensor,
+    global_scale: Tensor,
+    rows: int,
+    columns: int,
+    options: _Options,
+) -> tuple[Tensor, Tensor]:
+    base = block_amax.div(torch.full_like(block_amax, E2M1.max)).mul_(global_scale)
+    line_dim = 0 if columns > 1 else 1
+
+    def candidate(expand: float) -> tuple[Tensor, Tensor, Tensor]:
+        scales = encode_float8(base * expand, E4M3)
+        decoded = decode_float8(scales, E4M3)
+        codes = encode_float4_(multiply_groups(matrix, _element_scale(decoded, global_scale), rows, columns))
+        value = multiply_groups_(decode_float4(codes), decoded, rows, columns).mul_(amax)
+        # A tensor as the divisor: by a number, an accelerator multiplies with the reciprocal.
+        value.div_(torch.full_like(amax, E2M1.max * options.e4m3_max)).sub_(matrix)
+        error = _block_sum(value.mul_(value) if options.error_mode == "MSE" else value.abs_(), rows, columns)
+        return codes, scales, _tile_sum(error, line_dim) if options.two_d else error
+
+    codes4, scales4, error4 = candidate(1.5)
+    codes6, scales6, error6 = candidate(1.0)
+    # All bits where 4 is strictly better, so that bitwise operations select.
+    pick4 = (error4 < error6).to(torch.uint8).mul_(0xFF)
+    scales = scales6 ^ (scales4.bitwise_xor_(scales6) & pick4)
+    codes = codes6 ^ (codes4.bitwise_xor_(codes6) & spread(pick4, rows, columns))
+    return codes, scales
+
+
+def _block_sum(terms: Tensor, rows: int, columns: int) -> Tensor:
+    """Sum the 16 elements of each group one after the other, in order, each addition rounded to fp32."""
+    m, k = terms.shape
+    first, *rest = terms.view(m // rows, rows, k // columns, columns).unbind(1 if rows > 1 else 3)
+    total = first.clone()
+    for term in rest:
+        total.add_(term)
+    return total.view(m // rows, k // columns)
+
+
+def _tile_sum(error: Tensor, dim: int) -> Tensor:
+    """Sum the errors of the 16 lines of each tile as a tree (distances 8, 4, 2, 1), repeated for every line."""
+    lines = error.unflatten(dim, (error.shape[dim] // NVFP4_BLOCK, NVFP4_BLOCK))
+    for half in (8, 4, 2, 1):
+        lines = lines.narrow(dim + 1, 0, half) + lines.narrow(dim + 1, half, half)
+    return lines.expand(*lines.shape[: dim + 1], NVFP4_BLOCK, *lines.shape[dim + 2 :]).reshape(error.shape)
+
+
+def _pack_rows(codes: Tensor) -> Tensor:
+    """Pack pairs of rows: (M, K) codes to (M / 2, K) bytes, the even row in the low nibble."""
+    pairs = codes.view(codes.shape[0] // 2, 2, codes.shape[1])
+    return pairs[:, 1].bitwise_left_shift(4).bitwise_or_(pairs[:, 0])
+
+
+def _unpack_rows(data: Tensor) -> Tensor:
+    codes = torch.stack((data.bitwise_and(0x0F), data.bitwise_right_shift(4)), dim=1)
+    return codes.view(2 * data.shape[0], data.shape[1])
+
+
+def dequantize_rowwise(
+    data: Tensor, scale_inv: Tensor, amax: Tensor, e4m3_max: int, dtype: torch.dtype, *, columns: int
+) -> Tensor:
+    """Decode row-wise data.
+
+    Args:
+        data: uint8, shape (*lead, round_up(columns, 16) / 2).
+        scale_inv: uint8, compact, shape (round_up(M, 128), round_up(cdiv(columns, 16), 4)).
+        amax: fp32 [1], or [M] for row-scaled data.
+        e4m3_max: as it was when quantizing.
+        dtype: the nominal dtype of the result.
+        columns: K, the last dimension of the logical tensor.
+
+    Raises:
+        ValueError: rank below 2.
+
+    Numerics:
+        Shape (*lead, K); ``RN(code * RN(RN(scale * amax) * RN(1 / (6 * e4m3_max))))``, then rounded to ``dtype``.
+    """
+    codes = unpack_float4(as_matrix(data))
+    m, k = codes.shape
+    factors = _element_scale_inv(scale_inv[:m, : k // NVFP4_BLOCK], amax.view(amax.numel(), 1), e4m3_max)
+    value = multiply_groups_(decode_float4(codes), factors, 1, NVFP4_BLOCK)[:, :columns]
+    return value.to(dtype).reshape(*data.shape[:-1], columns)
+
+
+def dequantize_columnwise(
+    data: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor,
+    e4m3_max: int,
+    dtype: torch.dtype,
+    *,
+    rows: int,
+    rht: bool = False,
+    random_signs: bool = True,
+) -> Tensor:
+    """Decode column-wise data into the logical orientation.
+
+    Args:
+        data: uint8, shape (K, round_up(rows, 16) / 2).
+        scale_inv: uint8, compact, shape (round_up(K, 128), round_up(cdiv(rows, 16), 4)).
+        amax: fp32 [1], or [K] for row-scaled data.
+        e4m3_max: as it was when quantizing.
+        dtype: the nominal dtype of the result.
+        rows: M, the number of rows of the logical matrix.
+        rht: undo the rotation; False returns rotated values as they are.
+        random_signs: the setting of the rotation.
+
+    Raises:
+        ValueError: rank below 2.
+
+    Numerics:
+        Shape (M, K), also for N-d sources; elements as in ``dequantize_rowwise``. The rotation is undone in fp32.
+    """
+    codes = _unpack_rows(transpose_bytes(as_matrix(data)))
+    m, k = codes.shape
+    factors = _element_scale_inv(scale_inv[:k, : m // NVFP4_BLOCK].t(), amax.view(1, amax.numel()), e4m3_max)
+    value = multiply_groups_(decode_float4(codes), factors, NVFP4_BLOCK, 1)
+    if rht:
+        value = unrotate_rows(value, random_signs)
+    return value[:rows].to(dtype)
+
+
+def _element_scale_inv(scale_inv: Tensor, amax: Tensor, e4m3_max: int) -> Tensor:
+    return decode_float8(scale_inv, E4M3).mul(amax).mul_(round_to_float32(1.0 / (E2M1.max * e4m3_max)))
+
+
+def decode_block_scaled(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decode codes times block scales, without the tensor's amax: what an emulated GEMM multiplies.
+
+    Args:
+        data: uint8, shape (R, C / 2), C a multiple of 16: row-wise data as a matrix, or column-wise data as stored.
+        scale_inv: uint8, compact scales of the same direction.
+        dtype: fp32, bf16 or fp16; the values are exact in each.
+
+    Raises:
+        ValueError: rank below 2.
+
+    Numerics:
+        Shape (R, C); ``code * scale`` has at most six significant bits, so no rounding takes place.
+    """
+    codes = unpack_float4(as_matrix(data))
+    rows, columns = codes.shape
+    scales = decode_float8(scale_inv[:rows, : columns // NVFP4_BLOCK].contiguous(), E4M3)
+    return multiply_groups_(decode_float4(codes), scales, 1, NVFP4_BLOCK).to(dtype)

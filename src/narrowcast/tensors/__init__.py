@@ -1,0 +1,29 @@
+"""Quantized tensors: bare storages for the library's own use, ``torch.Tensor`` wrappers for users."""
+
+from .float8 import Float8Tensor, Float8TensorStorage
+from .float8_blockwise import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+from .identity import IdentityTensor, IdentityTensorStorage
+from .mxfp8 import MXFP8Tensor, MXFP8TensorStorage
+from .nvfp4 import NVFP4Tensor, NVFP4TensorStorage
+from .quantized_tensor import QuantizedTensor
+from .saving import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx, restore_from_saved
+from .storage import QuantizedTensorStorage
+
+__all__ = [
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
+    "Float8Tensor",
+    "Float8TensorStorage",
+    "IdentityTensor",
+    "IdentityTensorStorage",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "TensorOrQuantized",
+    "prepare_for_saving",
+    "restore_from_func_ctx",
+    "restore_from_saved",
+]

@@ -1,0 +1,269 @@
+"""``QuantizedTensor``: a ``torch.Tensor`` that pretends to be high precision over quantized buffers.
+
+It is what users hold: a parameter, an output, an entry of a checkpoint. Operators it does not know are run on its
+dequantized value; in-place operators requantize into the same buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from ..functional import QuantizerValue
+from .storage import QuantizedTensorStorage, flatten_context
+
+aten = torch.ops.aten
+
+_Handler = Callable[..., Any]
+_HANDLERS: dict[Any, _Handler] = {}
+
+
+def _handles(*overloads: Any) -> Callable[[_Handler], _Handler]:
+    def register(handler: _Handler) -> _Handler:
+        for overload in overloads:
+            _HANDLERS[overload] = handler
+        return handler
+
+    return register
+
+
+class QuantizedTensor(QuantizedTensorStorage, Tensor):
+    """Base of the tensor wrappers; concrete classes add a storage class for the buffers.
+
+    Args:
+        shape: logical shape; None derives it from the buffers.
+        quantizer, fake_dtype, **buffers: as for the storage.
+        requires_grad: as for any tensor.
+    """
+
+    def __new__(
+        cls,
+        *,
+        quantizer: QuantizerValue,
+        fake_dtype: torch.dtype = torch.float32,
+        shape: tuple[int, ...] | None = None,
+        requires_grad: bool = False,
+        **buffers: Tensor | None,
+    ) -> QuantizedTensor:
+        present = [buffer for buffer in buffers.values() if isinstance(buffer, Tensor)]
+        if not present:
+            raise ValueError(f"{cls.__name__} needs at least one buffer")
+        if shape is None:
+            bare = cls._bare_class()(quantizer=quantizer, fake_dtype=fake_dtype, **buffers)
+            shape = tuple(bare.size())
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=fake_dtype, device=present[0].device, requires_grad=requires_grad
+        )
+
+    def __init__(
+        self,
+        *,
+        quantizer: QuantizerValue,
+        fake_dtype: torch.dtype = torch.float32,
+        shape: tuple[int, ...] | None = None,
+        requires_grad: bool = False,
+        **buffers: Tensor | None,
+    ) -> None:
+        self._quantizer = quantizer
+        self._dtype = fake_dtype
+        self._shape = None  # the tensor itself knows its shape
+        self._set_buffers(buffers)
+
+    # torch.Tensor provides these; the storage's versions read buffers instead
+    def size(self, *dim: int) -> Any:  # type: ignore[override]
+        return Tensor.size(self, *dim)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return Tensor.device.__get__(self)  # type: ignore[attr-defined]
+
+    def get_metadata(self) -> dict[str, Any]:
+        return {**QuantizedTensorStorage.get_metadata(self), "requires_grad": self.requires_grad}
+
+    @classmethod
+    def _bare_class(cls) -> type[QuantizedTensorStorage]:
+        return next(
+            base
+            for base in cls.__mro__
+            if issubclass(base, QuantizedTensorStorage) and not issubclass(base, Tensor)
+        )
+
+    def storage_view(self) -> QuantizedTensorStorage:
+        """Bare storage that shares this tensor's buffers; traceable."""
+        buffers = {argument: getattr(self, attribute) for attribute, argument in self._FLATTEN_TENSOR_BUFFERS}
+        return self._bare_class()(quantizer=self._quantizer, fake_dtype=self._dtype, shape=None, **buffers)
+
+    def _like(self, map_buffer: Callable[[Tensor], Tensor], *, requires_grad: bool = False) -> QuantizedTensor:
+        buffers = {
+            argument: None if getattr(self, attribute) is None else map_buffer(getattr(self, attribute))
+            for attribute, argument in self._FLATTEN_TENSOR_BUFFERS
+        }
+        return type(self)(
+            shape=tuple(self.shape),
+            quantizer=self._quantizer,
+            fake_dtype=self._dtype,
+            requires_grad=requires_grad,
+            **buffers,
+        )
+
+    @classmethod
+    def make_like(
+        cls,
+        tensor: QuantizedTensor,
+        *,
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        """New wrapper around the buffers of ``tensor``, with another shape, nominal dtype or grad flag."""
+        arguments = {**tensor.get_metadata(), "requires_grad": requires_grad}
+        if shape is not None:
+            arguments["shape"] = tuple(shape)
+        if dtype is not None:
+            arguments["fake_dtype"] = dtype
+        return cls(**arguments)
+
+    def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
+        """Wrapper around the same buffers with another nominal dtype; nothing is requantized."""
+        return type(self).make_like(self, dtype=dtype, requires_grad=self.requires_grad)
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """High-precision values; the gradient passes through unchanged."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, dtype or self._dtype)
+        return QuantizedTensorStorage.dequantize(self, dtype=dtype)
+
+    def float(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Dequantized fp32 values."""
+        return self.dequantize(dtype=torch.float32)
+
+    def half(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Dequantized fp16 values."""
+        return self.dequantize(dtype=torch.float16)
+
+    def bfloat16(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Dequantized bf16 values."""
+        return self.dequantize(dtype=torch.bfloat16)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Dequantized values on the CPU."""
+        return self.dequantize().cpu()
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """CPU copy of the value this parameter was made from, if ``quantized_model_init`` kept one."""
+        return getattr(self, "_high_precision_init_val", None)
+
+    def clear_high_precision_init_val(self) -> None:
+        """Drop that copy."""
+        self._high_precision_init_val = None
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        usages = ", ".join(name for name, there in self.get_usages().items() if there)
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self._dtype}, {usages}, {self._quantizer!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (type(self), self.get_metadata())
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        present = [a for a, _ in self._FLATTEN_TENSOR_BUFFERS if getattr(self, a) is not None]
+        return present, flatten_context(type(self), self.requires_grad, self._quantizer, self._dtype)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, *args, **kwargs)
+        if func._schema.is_mutable:
+            return _run_in_place(func, args, kwargs)
+        args, kwargs = pytree.tree_map_only(QuantizedTensor, _plain, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _rebuild(cls: type[QuantizedTensor], metadata: dict[str, Any]) -> QuantizedTensor:
+    return cls(**metadata)
+
+
+def _plain(tensor: QuantizedTensor) -> Tensor:
+    return QuantizedTensorStorage.dequantize(tensor)
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = tensor.dtype
+        return QuantizedTensorStorage.dequantize(tensor, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output.to(ctx.dtype), None
+
+
+def _run_in_place(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Dequantize, run, and requantize every argument the schema writes to; keywords are paired by name."""
+    names = [argument.name for argument in func._schema.arguments]
+    written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    given = {**dict(zip(names, args)), **kwargs}
+    plain = {name: pytree.tree_map_only(QuantizedTensor, _plain, value) for name, value in given.items()}
+    positional = tuple(plain[name] for name in names[: len(args)])
+    result = func(*positional, **{name: plain[name] for name in kwargs})
+    destinations = {name: value for name, value in given.items() if name in written}
+    for name, value in destinations.items():
+        targets = pytree.tree_leaves(value)
+        for target, source in zip(targets, pytree.tree_leaves(plain[name]), strict=True):
+            if isinstance(target, QuantizedTensor):
+                target.quantize_(source)
+    if not func._schema.returns:
+        return None
+    return next(iter(destinations.values())) if isinstance(result, Tensor) else result
+
+
+@_handles(aten.detach.default, aten.alias.default)
+def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
+    requires_grad = tensor.requires_grad and func is aten.alias.default
+    return tensor._like(lambda buffer: buffer, requires_grad=requires_grad)
+
+
+@_handles(aten.clone.default)
+def _clone(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
+    return tensor._like(lambda buffer: buffer.clone())
+
+
+@_handles(aten.copy_.default)
+def _copy(func: Any, destination: Tensor, source: Tensor, *args: Any) -> Tensor:
+    if not isinstance(destination, QuantizedTensor):
+        destination.copy_(_plain(source) if isinstance(source, QuantizedTensor) else source)
+        return destination
+    if isinstance(source, QuantizedTensor):
+        if source._quantizer == destination._quantizer and source.shape == destination.shape:
+            destination.copy_from_storage(source)
+            return destination
+        source = _plain(source)
+    destination.quantize_(source.to(destination.device).expand(destination.shape))
+    return destination
+
+
+@_handles(aten._to_copy.default)
+def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    moved = tensor._like(lambda buffer: buffer.to(device, copy=True) if device is not None else buffer.clone())
+    return moved if dtype is None else moved.to_dtype(dtype)
+
+
+@_handles(aten.empty_like.default)
+def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
+    dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
+    return tensor._quantizer.make_empty(tuple(tensor.shape), dtype=dtype, device=device)  # type: ignore[attr-defined]
+
+
+@_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tensor:
+    if tuple(size) == tuple(tensor.shape):
+        return tensor._like(lambda buffer: buffer, requires_grad=tensor.requires_grad)
+    return func(_plain(tensor), size, **kwargs)

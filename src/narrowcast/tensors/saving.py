@@ -1,0 +1,58 @@
+"""Saving quantized tensors for a backward: buffers go through autograd, what describes them stays beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .storage import QuantizedTensorStorage
+
+TensorOrQuantized = Tensor | QuantizedTensorStorage
+
+
+def prepare_for_saving(
+    *tensors: TensorOrQuantized | None,
+) -> tuple[list[Tensor | None], list[QuantizedTensorStorage | None]]:
+    """Flat list of plain tensors to save, and one object per input to restore them; the inputs stay untouched."""
+    flat: list[Tensor | None] = []
+    objects: list[QuantizedTensorStorage | None] = []
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensorStorage):
+            buffers, emptied = tensor.prepare_for_saving()
+            flat.extend(buffers)
+            objects.append(emptied)
+        else:
+            flat.append(tensor)
+            objects.append(None)
+    return flat, objects
+
+
+def restore_from_saved(
+    objects: list[QuantizedTensorStorage | None],
+    saved_tensors: list[Tensor | None] | tuple[Tensor | None, ...],
+    return_saved_tensors: bool = False,
+) -> Any:
+    """Inverse of :func:`prepare_for_saving`; each call builds new storages, so a graph may be walked twice."""
+    remaining = list(saved_tensors)
+    restored: list[TensorOrQuantized | None] = []
+    for emptied in objects:
+        if emptied is None:
+            restored.append(remaining[0])
+            remaining = remaining[1:]
+        else:
+            storage = type(emptied)(
+                quantizer=emptied._quantizer, fake_dtype=emptied._dtype, shape=emptied._shape
+            )
+            remaining = storage.restore_from_saved(remaining)
+            restored.append(storage)
+    return (restored, remaining) if return_saved_tensors else restored
+
+
+def restore_from_func_ctx(ctx: Any) -> list[TensorOrQuantized | None]:
+    """Tensors that ``prepare_for_saving`` put on an autograd context; the bookkeeping is left for the next backward.
+
+    Raises:
+        AttributeError: nothing was saved on this context.
+    """
+    return restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)

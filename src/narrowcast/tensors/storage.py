@@ -1,0 +1,303 @@
+"""Quantized storages: plain holders of the buffers a quantizer writes.
+
+A storage is buffers plus the frozen quantizer that made them; everything else (element format, block geometry,
+flags) is read off the quantizer, so there is one description and nothing to keep in step. Storages are what modules
+and autograd functions pass around; the ``torch.Tensor`` wrappers for users stand on top of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..functional import QuantizerValue, dequantize
+
+_STORAGE_REGISTRY: dict[str, type[QuantizedTensorStorage]] = {}
+
+
+def storage_identifier(cls: type) -> str:
+    """Stable name of a storage class: module and qualified name, so equal class names do not collide."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def resolve_storage_class(identifier: str) -> type[QuantizedTensorStorage]:
+    """Storage class of an identifier.
+
+    Raises:
+        KeyError: nobody defined such a class; the message lists the known identifiers.
+    """
+    if identifier not in _STORAGE_REGISTRY:
+        known = ", ".join(sorted(_STORAGE_REGISTRY))
+        raise KeyError(f"unknown quantized storage class {identifier!r}; known: {known}")
+    return _STORAGE_REGISTRY[identifier]
+
+
+class QuantizedTensorStorage:
+    """Buffers of one quantized tensor, row-wise, column-wise or both.
+
+    Args:
+        quantizer: the quantizer that describes the buffers.
+        fake_dtype: nominal high-precision dtype.
+        shape: logical shape; None derives it from the buffers where they hold it exactly.
+        **buffers: one tensor or None per name in ``_FLATTEN_TENSOR_BUFFERS``.
+    Raises:
+        TypeError: a buffer name this class does not declare.
+    """
+
+    _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """(attribute, constructor argument) of every buffer: the one source of truth for flatten order."""
+    _INNER_TENSORS: ClassVar[tuple[tuple[str, str], ...]] = ()
+    _ROWWISE_BUFFERS: ClassVar[tuple[str, ...]] = ()
+    """Attributes that make up the row-wise GEMM operand, data first."""
+    _COLUMNWISE_BUFFERS: ClassVar[tuple[str, ...]] = ()
+    """Attributes that make up the column-wise GEMM operand, data first."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _STORAGE_REGISTRY[storage_identifier(cls)] = cls
+        cls._INNER_TENSORS = cls._FLATTEN_TENSOR_BUFFERS  # the name later versions of the upstream project use
+
+    def __init__(
+        self,
+        *,
+        quantizer: QuantizerValue,
+        fake_dtype: torch.dtype = torch.float32,
+        shape: tuple[int, ...] | None = None,
+        **buffers: Tensor | None,
+    ) -> None:
+        self._quantizer = quantizer
+        self._dtype = fake_dtype
+        self._shape = shape
+        self._set_buffers(buffers)
+
+    def _set_buffers(self, buffers: dict[str, Tensor | None]) -> None:
+        remaining = dict(buffers)
+        for attribute, argument in self._FLATTEN_TENSOR_BUFFERS:
+            setattr(self, attribute, remaining.pop(argument, None))
+        if remaining:
+            accepted = [argument for _, argument in self._FLATTEN_TENSOR_BUFFERS]
+            raise TypeError(f"{type(self).__name__} got unknown buffers {sorted(remaining)}; it takes {accepted}")
+
+    # -- what is there --------------------------------------------------------------------------------------------
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which directions have data: ``{"rowwise": bool, "columnwise": bool}``."""
+        return {
+            "rowwise": getattr(self, self._ROWWISE_BUFFERS[0]) is not None,
+            "columnwise": getattr(self, self._COLUMNWISE_BUFFERS[0]) is not None,
+        }
+
+    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
+        """All buffers in flatten order, absent ones as None."""
+        return tuple(getattr(self, attribute) for attribute, _ in self._FLATTEN_TENSOR_BUFFERS)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Constructor arguments that rebuild an equal object around the same buffers."""
+        buffers = {argument: getattr(self, attribute) for attribute, argument in self._FLATTEN_TENSOR_BUFFERS}
+        return {
+            **buffers,
+            "quantizer": self._quantizer,
+            "fake_dtype": self._dtype,
+            "shape": tuple(self.size()),
+        }
+
+    def rowwise_operand(self) -> list[Tensor]:
+        """Buffers of the row-wise GEMM operand.
+
+        Raises:
+            RuntimeError: the storage holds no row-wise data.
+        """
+        return self._operand(self._ROWWISE_BUFFERS, "row-wise")
+
+    def columnwise_operand(self) -> list[Tensor]:
+        """Buffers of the column-wise GEMM operand.
+
+        Raises:
+            RuntimeError: the storage holds no column-wise data.
+        """
+        return self._operand(self._COLUMNWISE_BUFFERS, "column-wise")
+
+    def _operand(self, attributes: tuple[str, ...], direction: str) -> list[Tensor]:
+        buffers = [getattr(self, attribute) for attribute in attributes]
+        if buffers[0] is None:
+            raise RuntimeError(f"{type(self).__name__} holds no {direction} data and this use needs it")
+        return [buffer for buffer in buffers if buffer is not None]
+
+    def size(self) -> torch.Size:
+        """Logical shape."""
+        shape = self._shape
+        return torch.Size(self._shape_from_buffers() if shape is None else shape)
+
+    def _shape_from_buffers(self) -> tuple[int, ...]:
+        data = getattr(self, self._ROWWISE_BUFFERS[0])
+        if data is not None:
+            return tuple(data.shape)
+        transposed = getattr(self, self._COLUMNWISE_BUFFERS[0])
+        return (*transposed.shape[1:], transposed.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the buffers."""
+        return next(buffer.device for buffer in self.get_data_tensors() if buffer is not None)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(shape={tuple(self.size())}, dtype={self._dtype}, "
+            f"usages={self.get_usages()}, quantizer={self._quantizer!r})"
+        )
+
+    # -- changing it ----------------------------------------------------------------------------------------------
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Create (True), drop (False) or keep (None) a direction.
+
+        Raises:
+            RuntimeError: the format cannot make the missing direction from the other one, or nothing would be left.
+        """
+        usages = self.get_usages()
+        rowwise = usages["rowwise"] if rowwise_usage is None else rowwise_usage
+        columnwise = usages["columnwise"] if columnwise_usage is None else columnwise_usage
+        if not (rowwise or columnwise):
+            raise RuntimeError(f"{type(self).__name__} must keep at least one direction")
+        if columnwise and not usages["columnwise"]:
+            self._create_columnwise()
+        if rowwise and not usages["rowwise"]:
+            self._create_rowwise()
+        kept = set(self._ROWWISE_BUFFERS if rowwise else ()) | set(self._COLUMNWISE_BUFFERS if columnwise else ())
+        for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
+            if attribute not in kept:
+                setattr(self, attribute, None)
+        self._quantizer = self._quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)  # type: ignore[attr-defined]
+
+    def _create_columnwise(self) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__} cannot make column-wise data from row-wise data: quantizing again would change "
+            "the values; quantize from high precision with columnwise=True"
+        )
+
+    def _create_rowwise(self) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__} cannot make row-wise data from column-wise data; quantize from high precision "
+            "with rowwise=True"
+        )
+
+    def rowwise_view(self) -> QuantizedTensorStorage:
+        """Bare storage that shares only the row-wise operand's buffers; traceable, keeps the quantizer as it is."""
+        return self._view_of(self._ROWWISE_BUFFERS)
+
+    def columnwise_view(self) -> QuantizedTensorStorage:
+        """Bare storage that shares only the column-wise operand's buffers; traceable, keeps the quantizer as it is."""
+        return self._view_of(self._COLUMNWISE_BUFFERS)
+
+    def _view_of(self, attributes: tuple[str, ...]) -> QuantizedTensorStorage:
+        view = self._bare_class()(quantizer=self._quantizer, fake_dtype=self._dtype)
+        for attribute in attributes:
+            setattr(view, attribute, getattr(self, attribute))
+        return view
+
+    def clear(self) -> None:
+        """Drop every buffer."""
+        for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
+            setattr(self, attribute, None)
+
+    # -- to and from high precision -------------------------------------------------------------------------------
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """High-precision values in ``dtype`` (default: the nominal dtype); row-wise data is preferred."""
+        columnwise = not self.get_usages()["rowwise"]
+        operand = self.columnwise_operand() if columnwise else self.rowwise_operand()
+        return dequantize(operand, self._quantizer, columnwise, dtype or self._dtype, list(self.size()))
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensorStorage:
+        """Overwrite the buffers with the quantization of ``tensor``; skipped on device if ``noop_flag`` is set."""
+        self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)  # type: ignore[attr-defined]
+        return self
+
+    def copy_from_storage(self, source: QuantizedTensorStorage) -> None:
+        """Copy the buffers of an equal storage into this one's.
+
+        Raises:
+            ValueError: the two differ in class or in which buffers exist.
+        """
+        own, others = self.get_data_tensors(), source.get_data_tensors()
+        same_class = self._FLATTEN_TENSOR_BUFFERS == source._FLATTEN_TENSOR_BUFFERS
+        if not same_class or [b is None for b in own] != [b is None for b in others]:
+            raise ValueError(f"cannot copy {source!r} into {self!r}: the buffers differ")
+        for mine, theirs in zip(own, others, strict=True):
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
+
+    # -- saving and flattening ------------------------------------------------------------------------------------
+
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
+        """Buffers to save, and an object without buffers that takes them back; this storage stays untouched."""
+        emptied = type(self)._bare_class()(quantizer=self._quantizer, fake_dtype=self._dtype, shape=self._shape)
+        return list(self.get_data_tensors()), emptied
+
+    def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        """Take this storage's buffers from the front of ``tensors`` and return the rest."""
+        count = len(self._FLATTEN_TENSOR_BUFFERS)
+        for (attribute, _), tensor in zip(self._FLATTEN_TENSOR_BUFFERS, tensors[:count], strict=True):
+            setattr(self, attribute, tensor)
+        return tensors[count:]
+
+    @classmethod
+    def _bare_class(cls) -> type[QuantizedTensorStorage]:
+        return cls
+
+    @classmethod
+    def buffer_attributes(cls, rowwise: bool, columnwise: bool) -> list[str]:
+        """Attributes that exist for a usage, in flatten order."""
+        kept = (cls._ROWWISE_BUFFERS if rowwise else ()) + (cls._COLUMNWISE_BUFFERS if columnwise else ())
+        return [attribute for attribute, _ in cls._FLATTEN_TENSOR_BUFFERS if attribute in kept]
+
+    @classmethod
+    def from_buffers(
+        cls,
+        buffers: list[Tensor],
+        rowwise: bool,
+        columnwise: bool,
+        quantizer: QuantizerValue,
+        fake_dtype: torch.dtype,
+    ) -> QuantizedTensorStorage:
+        """Storage around the buffers an operator returned, in flatten order; traceable, reads no quantizer."""
+        storage = cls(quantizer=quantizer, fake_dtype=fake_dtype)
+        for attribute, buffer in zip(cls.buffer_attributes(rowwise, columnwise), buffers):
+            setattr(storage, attribute, buffer)
+        return storage
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        """(attributes of the present buffers in declared order, data-free context)."""
+        present = [a for a, _ in self._FLATTEN_TENSOR_BUFFERS if getattr(self, a) is not None]
+        return present, flatten_context(type(self), False, self._quantizer, self._dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Tensor], context: dict[str, Any], outer_size: Any, outer_stride: Any
+    ) -> QuantizedTensorStorage:
+        """Rebuild from ``__tensor_flatten__``'s parts.
+
+        Raises:
+            KeyError: a buffer name the class does not declare, or an unknown class.
+        """
+        cls = resolve_storage_class(context["class"])
+        arguments = dict(cls._FLATTEN_TENSOR_BUFFERS)
+        buffers = {arguments[name]: tensor for name, tensor in inner_tensors.items()}
+        extra = {"requires_grad": context["requires_grad"]} if context["is_wrapper"] else {}
+        shape = None if outer_size is None else tuple(outer_size)
+        return cls(shape=shape, quantizer=context["quantizer"], fake_dtype=context["fake_dtype"], **buffers, **extra)
+
+
+def flatten_context(
+    cls: type, requires_grad: bool, quantizer: QuantizerValue, fake_dtype: torch.dtype
+) -> dict[str, Any]:
+    """Data-free context of a storage class: everything flattening keeps besides buffers, shape and strides."""
+    return {
+        "class": storage_identifier(cls),
+        "is_wrapper": issubclass(cls, Tensor),
+        "requires_grad": requires_grad,
+        "quantizer": quantizer,
+        "fake_dtype": fake_dtype,
+    }

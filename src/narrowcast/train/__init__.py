@@ -1,0 +1,1 @@
+"""The demo trainer behind the `narrowcast` command; needs the `train` extra."""

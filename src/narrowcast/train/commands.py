@@ -1,0 +1,180 @@
+"""The commands `train`, `demo` and `doctor`."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+
+from .atomic import write_json
+from .config import ModelConfig, TrainConfig, compared_fields, resolve_device
+from .data import load_corpus
+from .demo import CONFIG, check_recipes, run_demo, write_results
+from .doctor import examine
+from .errors import SettingsError
+from .loop import Run
+from .machine import describe
+from .progress import format_duration, make_progress
+from .recipes import CHOICES
+from .report import terminal_table
+
+app = typer.Typer(
+    name="narrowcast",
+    help="Train a small Transformer in low precision, compare the recipes, check what this machine runs.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+# Typer reads annotations at run time and, in its older releases, not the `X | None` of newer Pythons.
+Data = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(help="Text file, or folder of text files; left out: the Python standard library's sources."),
+]
+Document = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(help="Also write the result as a Markdown page, with its picture in assets/ beside it."),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile(fullgraph=True).")]
+Emulate = Annotated[
+    bool,
+    typer.Option(
+        "--emulate/--no-emulate", help="On a GPU: run recipes it has no kernels for, by exact dequantization."
+    ),
+]
+Count = Annotated[int, typer.Option()]
+Real = Annotated[float, typer.Option()]
+
+
+@app.command()
+def train(
+    data: Data = None,
+    recipe: Annotated[str, typer.Option(help=f"none (the same as bf16), {', '.join(CHOICES)}.")] = "bf16",
+    out: Annotated[Path, typer.Option(help="Folder of the run: checkpoints and result.json.")] = Path(
+        "runs/train"
+    ),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out; repeat its other options.")
+    ] = False,
+    device: Device = "auto",
+    compile: Compile = False,
+    emulate: Emulate = False,
+    steps: Count = TrainConfig.steps,
+    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = TrainConfig.batch_size,
+    seq_len: Annotated[int, typer.Option(help="Bytes per sequence.")] = TrainConfig.seq_len,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = TrainConfig.lr,
+    warmup: Annotated[
+        int, typer.Option(help="Steps of linear warmup, before the cosine.")
+    ] = TrainConfig.warmup,
+    weight_decay: Real = TrainConfig.weight_decay,
+    clip: Annotated[float, typer.Option(help="Largest gradient norm.")] = TrainConfig.clip,
+    seed: Count = TrainConfig.seed,
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = TrainConfig.eval_every,
+    eval_batches: Annotated[int, typer.Option(help="Batches per evaluation.")] = TrainConfig.eval_batches,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = TrainConfig.save_every,
+    dim: Annotated[int, typer.Option(help="Width of the model.")] = ModelConfig.dim,
+    layers: Count = ModelConfig.layers,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = ModelConfig.heads,
+    kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = ModelConfig.kv_heads,
+    hidden: Annotated[int, typer.Option(help="Width of the feed-forward layer.")] = ModelConfig.hidden,
+    tie_embeddings: Annotated[
+        bool, typer.Option("--tie-embeddings/--no-tie-embeddings", help="Share the embedding with the head.")
+    ] = False,
+) -> None:
+    """Train a small Llama-style model on bytes of text."""
+    config = TrainConfig(
+        recipe=recipe,
+        emulate=emulate,
+        device=resolve_device(device),
+        compile=compile,
+        steps=steps,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        lr=lr,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        clip=clip,
+        seed=seed,
+        eval_every=eval_every,
+        eval_batches=eval_batches,
+        save_every=save_every,
+        model=ModelConfig(
+            dim=dim,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            hidden=hidden,
+            tie_embeddings=tie_embeddings,
+        ),
+    )
+    corpus = load_corpus(data, seq_len=seq_len)
+    run = Run(config, corpus, make_progress(Console(stderr=True)), out / "checkpoints", resume=resume)
+    _make_folder(out)
+    result = run.train()
+    content = {
+        "machine": describe(config.device),
+        "data": {"source": corpus.source, "digest": corpus.digest},
+        "settings": dict(compared_fields(config)),
+        "parameters": result.parameters,
+        "held_out_loss": result.held_out_loss,
+        "tokens_per_second": result.tokens_per_second,
+        "seconds": result.seconds,
+        "history": result.history.to_json(),
+    }
+    write_json(out / "result.json", content)
+    speed = f", {result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else ""
+    typer.echo(
+        f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per byte after {result.steps} steps "
+        f"({result.parameters:,} parameters{speed}, {format_duration(result.seconds)}); run in {out}"
+    )
+
+
+@app.command()
+def demo(
+    context: typer.Context,
+    data: Data = None,
+    out: Annotated[Path, typer.Option(help="Folder for loss.png and results.json.")] = Path("runs/demo"),
+    write_docs: Document = None,
+    device: Device = "auto",
+    compile: Compile = False,
+    emulate: Emulate = False,
+    steps: Count = CONFIG.steps,
+    seed: Count = CONFIG.seed,
+) -> None:
+    """Train every recipe on the same text and show table and picture of their losses."""
+    config = replace(
+        CONFIG, device=resolve_device(device), compile=compile, emulate=emulate, steps=steps, seed=seed
+    )
+    if write_docs is not None and write_docs.suffix != ".md":
+        raise SettingsError(f"--write-docs is {write_docs}; give it a file that ends in .md")
+    progress = make_progress(Console(stderr=True))
+    corpus = load_corpus(data, seq_len=config.seq_len)
+    check_recipes(config)
+    _make_folder(out)
+    finished = run_demo(config, corpus, progress)
+    command = shlex.join(["narrowcast", *context.obj])
+    write_results(finished, out, command=command, document=write_docs)
+    Console().print(terminal_table(finished.rows))
+    typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / 'results.json'}")
+
+
+@app.command()
+def doctor() -> int:
+    """Show what this machine runs natively, what it emulates, and the versions found."""
+    healthy = True
+    for finding in examine():
+        typer.echo(f"{finding.subject:<12} {finding.text}")
+        healthy &= not finding.broken
+    typer.echo(f"{'verdict':<12} {'this machine can train' if healthy else 'something above is broken'}")
+    return 0 if healthy else 1
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot make the folder {path} ({error.strerror}); give --out another one"
+        ) from error

@@ -1,0 +1,152 @@
+"""What a run is: the settings of the model and of its training, checked when they are made."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from .errors import SettingsError
+from .recipes import recipe_name
+
+VOCABULARY = 256  # tokens are bytes
+
+
+def _require(ok: bool, option: str, value: object, fix: str) -> None:
+    if not ok:
+        raise SettingsError(f"{option} is {value}; {fix}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the decoder.
+
+    Args:
+        dim: width of the residual stream.
+        layers: number of blocks.
+        heads: query heads; `dim / heads` must be even (rotary pairs).
+        kv_heads: key and value heads; divides `heads`.
+        hidden: width of the gated feed-forward layer.
+        tie_embeddings: share the embedding table with the output head.
+
+    Raises:
+        SettingsError: a size is not positive or does not divide as above.
+    """
+
+    dim: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    hidden: int = 704
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "layers", "heads", "kv_heads", "hidden"):
+            _require(getattr(self, name) > 0, option_of(name), getattr(self, name), "it must be at least 1")
+        _require(
+            self.dim % (2 * self.heads) == 0,
+            "--dim",
+            self.dim,
+            f"it must be a multiple of {2 * self.heads} (twice --heads {self.heads}, rotary pairs)",
+        )
+        _require(
+            self.heads % self.kv_heads == 0,
+            "--kv-heads",
+            self.kv_heads,
+            f"it must divide --heads {self.heads}",
+        )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides the numbers of a run, and how often it saves.
+
+    Args:
+        recipe: a name of `recipes.CHOICES`.
+        emulate: run a recipe without native kernels on an accelerator.
+        device: `cpu` or `cuda`; see `resolve_device`.
+        compile: run the model through `torch.compile(fullgraph=True)`.
+        steps: optimizer steps of the whole run; the learning rate's decay ends there.
+        batch_size: sequences of a step.
+        seq_len: bytes of a sequence.
+        lr: peak learning rate.
+        warmup: steps of linear warmup.
+        weight_decay: AdamW's decay, on matrices only.
+        clip: largest global gradient norm.
+        seed: seeds the weights, the batches and stochastic rounding.
+        eval_every: steps between evaluations on held-out text.
+        eval_batches: batches of an evaluation.
+        save_every: steps between checkpoints. Does not affect the numbers.
+        model: shape of the model.
+
+    Raises:
+        SettingsError: unknown recipe or a value out of range.
+    """
+
+    recipe: str = "bf16"
+    emulate: bool = False
+    device: str = "cpu"
+    compile: bool = False
+    steps: int = 300
+    batch_size: int = 8
+    seq_len: int = 128
+    lr: float = 2e-3
+    warmup: int = 20
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    eval_every: int = 25
+    eval_batches: int = 8
+    save_every: int = 100
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", recipe_name(self.recipe))
+        for name in ("steps", "batch_size", "seq_len", "eval_every", "eval_batches", "save_every"):
+            _require(getattr(self, name) > 0, option_of(name), getattr(self, name), "it must be at least 1")
+        # `not x > 0` also refuses NaN.
+        for name in ("lr", "clip"):
+            _require(getattr(self, name) > 0, option_of(name), getattr(self, name), "it must be above 0")
+        for name in ("warmup", "weight_decay", "seed"):
+            _require(getattr(self, name) >= 0, option_of(name), getattr(self, name), "it must be 0 or more")
+
+
+UNCOMPARED = {"save_every"}
+
+
+def option_of(name: str) -> str:
+    """Return the command-line option that sets a field."""
+    return "--" + name.replace("_", "-")
+
+
+def setting_of(name: str, value: object) -> str:
+    """Return how the command line spells a value, such as `--dim 256` or `--no-compile`."""
+    if isinstance(value, bool):
+        return option_of(name) if value else option_of(f"no_{name}")
+    return f"{option_of(name)} {value}"
+
+
+def compared_fields(config: TrainConfig) -> Iterator[tuple[str, object]]:
+    """Yield the name and value of every setting that a resumed run must share with its checkpoint."""
+    for part in (config, config.model):
+        for item in fields(part):
+            value = getattr(part, item.name)
+            if item.name not in UNCOMPARED and not isinstance(value, ModelConfig):
+                yield item.name, value
+
+
+def resolve_device(word: str) -> str:
+    """Turn `auto`, `cpu` or `cuda` into the device type to use.
+
+    Raises:
+        SettingsError: the word is unknown, or CUDA was asked for and is not there.
+    """
+    if word not in ("auto", "cpu", "cuda"):
+        raise SettingsError(f"unknown device {word!r}; --device takes auto, cpu or cuda")
+    if word == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if word == "cuda" and not torch.cuda.is_available():
+        build = f"torch {torch.__version__} finds no CUDA device"
+        raise SettingsError(
+            f"--device cuda was asked for, but {build}; use --device cpu or install a CUDA build of torch"
+        )
+    return word

@@ -1,0 +1,174 @@
+"""Bytes of real text in a training and a held-out part, and batches that depend on (seed, step) alone."""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import SettingsError
+
+SIZE_CAP = 16 * 2**20  # bytes read at most: enough text, and it loads in well under a second
+SNIFFED = 8192  # a file with a NUL byte in its first bytes is taken for binary
+HELD_OUT_EVERY = 10  # one block of ten is held out
+BLOCKS = 100  # so that both parts sample the whole text
+LARGEST_BLOCK = 64 * 2**10
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text as bytes.
+
+    Args:
+        train: uint8, (n,).
+        held_out: uint8, (m,); shares no byte position of the text with `train`.
+        source: where it was read from, for people.
+        files: number of files read.
+        digest: SHA-256 of the text, first 16 hex digits; tells a resumed run whether the text is the same.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    source: str
+    files: int
+    digest: str
+
+
+def load_corpus(path: Path | None, *, seq_len: int) -> Corpus:
+    """Read a text file, or every text file below a folder; None reads the Python standard library's sources.
+
+    Args:
+        path: file or folder. Below a folder, hidden entries and binary files are left out, and the files are
+            read in sorted order up to `SIZE_CAP` bytes.
+        seq_len: bytes of a training sequence; both parts must hold one and its next byte.
+
+    Raises:
+        SettingsError: the path does not exist or cannot be read, or holds too little text.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if path is None else path
+    source = "the Python standard library's sources" if path is None else str(path)
+    if not root.exists():
+        raise SettingsError(f"no file or folder at {source}; give --data an existing text file or folder")
+    if root.is_file():
+        texts = _read_file(root)
+    elif path is None:
+        texts = _read_folder(root, suffix=".py", left_out=LEFT_OUT)
+    else:
+        texts = _read_folder(root, suffix="", left_out=set())
+    return split(texts, seq_len=seq_len, source=source)
+
+
+def split(texts: list[bytes], *, seq_len: int, source: str) -> Corpus:
+    """Join texts and hold out every tenth block of the result.
+
+    Args:
+        texts: file contents in order.
+        seq_len: bytes of a training sequence.
+        source: name for people.
+
+    Raises:
+        SettingsError: the held-out part would be shorter than one sequence and its next byte.
+    """
+    joined = b"\n".join(texts)
+    block = min(LARGEST_BLOCK, max(seq_len + 1, len(joined) // BLOCKS))
+    if len(joined) < HELD_OUT_EVERY * block:
+        raise SettingsError(
+            f"{source} holds {len(joined)} bytes of text, and --seq-len {seq_len} needs at least "
+            f"{HELD_OUT_EVERY * (seq_len + 1)}; give --data more text or lower --seq-len"
+        )
+    data = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+    blocks = data.split(block)
+    # The last block may be short, so the held-out ones are the ends of whole groups of ten.
+    train = [b for i, b in enumerate(blocks) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+    held_out = blocks[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    digest = hashlib.sha256(joined).hexdigest()[:16]
+    return Corpus(torch.cat(train), torch.cat(held_out), source, len(texts), digest)
+
+
+def train_batch(
+    corpus: Corpus, *, batch_size: int, seq_len: int, seed: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """Draw the batch of a step.
+
+    Args:
+        corpus: the text.
+        batch_size: sequences.
+        seq_len: bytes per sequence.
+        seed: the run's seed.
+        step: index of the step. The batch is a function of the seed and the step alone, so that a run may
+            stop and go on anywhere without keeping a reader's position.
+
+    Returns:
+        inputs and targets, each int64 (batch_size, seq_len) on the CPU; targets are the inputs' next bytes.
+    """
+    mixed = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little", signed=True))
+    starts = torch.randint(len(corpus.train) - seq_len, (batch_size,), generator=generator)
+    return _windows(corpus.train, starts, seq_len)
+
+
+def held_out_batches(
+    corpus: Corpus, *, batch_size: int, seq_len: int, count: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Cut the batches of every evaluation: windows at even distances over the held-out text.
+
+    Args:
+        corpus: the text.
+        batch_size: sequences per batch.
+        seq_len: bytes per sequence.
+        count: batches.
+
+    Returns:
+        `count` pairs of inputs and targets as `train_batch` returns them, always the same ones.
+    """
+    last = len(corpus.held_out) - seq_len - 1
+    starts = torch.linspace(0, last, batch_size * count, dtype=torch.float64).long()
+    return [_windows(corpus.held_out, part, seq_len) for part in starts.split(batch_size)]
+
+
+def _windows(data: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    rows = data[starts[:, None] + torch.arange(seq_len + 1)].long()
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def _read_file(path: Path) -> list[bytes]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(SIZE_CAP)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot read {path} ({error.strerror}); give --data a readable text file"
+        ) from error
+    if b"\0" in text[:SNIFFED]:
+        raise SettingsError(f"{path} is a binary file; give --data a text file or a folder of text files")
+    return [text]
+
+
+def _read_folder(root: Path, *, suffix: str, left_out: set[str]) -> list[bytes]:
+    texts: list[bytes] = []
+    room = SIZE_CAP
+    for path in _text_paths(root, suffix, left_out):
+        try:
+            text = path.read_bytes()[:room]
+        except OSError:
+            continue  # a file that went away or may not be read is no text of ours
+        if b"\0" not in text[:SNIFFED] and text:
+            texts.append(text)
+            room -= len(text)
+        if room <= 0:
+            break
+    return texts
+
+
+def _text_paths(root: Path, suffix: str, left_out: set[str]) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if f not in left_out and not f.startswith("."))
+        for name in sorted(names):
+            path = Path(folder) / name
+            if name.endswith(suffix) and not name.startswith(".") and path.is_file():
+                yield path

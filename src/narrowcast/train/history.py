@@ -1,0 +1,49 @@
+"""What a run has measured so far."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class History:
+    """Losses of a run, in nats per byte.
+
+    Args:
+        train: one loss per step done, of that step's batch before its update.
+        held_out: pairs of steps done and loss on the held-out batches.
+    """
+
+    train: list[float] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, list]:
+        return {"train": self.train, "held_out": [list(pair) for pair in self.held_out]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, list]) -> "History":
+        return cls([float(x) for x in data["train"]], [(int(s), float(x)) for s, x in data["held_out"]])
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Outcome of a run.
+
+    Args:
+        recipe: canonical recipe name.
+        history: losses of the whole run, steps before a resume included.
+        steps: steps done.
+        parameters: number of model parameters.
+        tokens_per_second: training speed of this process without evaluation and first step; 0 if unknown.
+        seconds: wall time of this process, everything included.
+    """
+
+    recipe: str
+    history: History
+    steps: int
+    parameters: int
+    tokens_per_second: float
+    seconds: float
+
+    @property
+    def held_out_loss(self) -> float:
+        """The last held-out loss, in nats per byte."""
+        return self.history.held_out[-1][1]

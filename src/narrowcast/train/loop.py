@@ -1,0 +1,161 @@
+"""A training run from start, or from a checkpoint, to its last step."""
+
+import math
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import checkpoint, snapshot
+from .config import TrainConfig
+from .data import Corpus
+from .errors import SettingsError, TrainingError
+from .history import History, RunResult
+from .progress import Progress
+from .resume import describe_run, require_same_run
+from .stopwatch import Stopwatch
+from .trainer import Trainer
+
+# Reading a loss from an accelerator waits for it, so losses are fetched in groups there.
+FETCH_EVERY = {"cpu": 1, "cuda": 10}
+
+
+class Run:
+    """A run with its history; nothing is written before every check has passed.
+
+    Args:
+        config: the run's settings.
+        corpus: its text.
+        progress: is told what happens.
+        folder: where checkpoints go; None saves none.
+        resume: continue from the newest checkpoint in `folder`.
+
+    Raises:
+        SettingsError: the recipe does not run here, `folder` holds a run and `resume` is off, or `resume` is
+            on and the checkpoint is missing or of another run.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        progress: Progress,
+        folder: Path | None,
+        *,
+        resume: bool = False,
+    ) -> None:
+        self.config = config
+        self.progress = progress
+        self.folder = folder
+        self.meta = describe_run(config, corpus)
+        self.history = History()
+        self.saved_step: int | None = None
+        self._pending: list[Tensor] = []
+        loaded = self._find_checkpoint(corpus, resume)
+        self.trainer = Trainer(config, corpus)
+        if loaded is not None:
+            self._restore(loaded)
+            self.history = History.from_json(loaded.meta["history"])
+            self.saved_step = loaded.step
+        self.first_step = len(self.history.train)
+
+    def train(self) -> RunResult:
+        """Do the remaining steps, evaluating and saving on the way and at the end.
+
+        Raises:
+            TrainingError: the loss is not finite, or a checkpoint cannot be written.
+        """
+        began, watch = time.perf_counter(), Stopwatch()
+        self.progress.begin(self.config.recipe, done=self.first_step, total=self.config.steps)
+        try:
+            self._do_steps(watch)
+        finally:
+            self.progress.end()
+        return RunResult(
+            recipe=self.config.recipe,
+            history=self.history,
+            steps=self.config.steps,
+            parameters=sum(p.numel() for p in self.trainer.model.parameters()),
+            tokens_per_second=watch.tokens_per_second,
+            seconds=time.perf_counter() - began,
+        )
+
+    def _do_steps(self, watch: Stopwatch) -> None:
+        config = self.config
+        if self.first_step == 0:
+            self._evaluate(0)
+        for index in range(self.first_step, config.steps):
+            if index > self.first_step:  # the first step compiles and warms up
+                watch.start()
+            self._pending.append(self.trainer.step(index))
+            done = index + 1
+            evaluates = done % config.eval_every == 0 or done == config.steps
+            saves = self.folder is not None and (done % config.save_every == 0 or done == config.steps)
+            if evaluates or saves or done % FETCH_EVERY[config.device] == 0 or index == self.first_step:
+                fetched = self._fetch_losses()
+                watch.stop(fetched * config.batch_size * config.seq_len)
+                self.progress.step(done, self.history.train[-1], watch.tokens_per_second)
+            if evaluates:
+                self._evaluate(done)
+            if saves:
+                self._save(done)
+
+    def _find_checkpoint(self, corpus: Corpus, resume: bool) -> checkpoint.Checkpoint | None:
+        if self.folder is None:
+            return None
+        if not resume:
+            if present := checkpoint.steps_in(self.folder):
+                raise SettingsError(
+                    f"{present[0]} is a checkpoint of an earlier run; add --resume to continue it, "
+                    "or give --out another folder"
+                )
+            return None
+        loaded, notes = checkpoint.load_newest(self.folder)
+        notes += require_same_run(loaded, self.config, corpus)
+        for note in notes:
+            self.progress.note(note)
+        return loaded
+
+    def _restore(self, loaded: checkpoint.Checkpoint) -> None:
+        try:
+            snapshot.restore(loaded.tensors, self.trainer.model, self.trainer.optimizer)
+        except checkpoint.DamagedCheckpoint as error:
+            raise SettingsError(
+                f"cannot resume {loaded.path}: {error}; it was made by another version of narrowcast, "
+                "give --out another folder"
+            ) from error
+
+    def _fetch_losses(self) -> int:
+        losses = torch.stack(self._pending).tolist()
+        self._pending.clear()
+        for loss in losses:
+            self.history.train.append(loss)
+            if not math.isfinite(loss):
+                raise TrainingError(
+                    f"the loss is {loss} at step {len(self.history.train)}; lower --lr ({self.config.lr}) "
+                    "or raise --warmup"
+                )
+        return len(losses)
+
+    def _evaluate(self, done: int) -> None:
+        loss = self.trainer.evaluate()
+        self.history.held_out.append((done, loss))
+        self.progress.evaluated(done, loss)
+
+    def _save(self, done: int) -> None:
+        assert self.folder is not None
+        tensors = snapshot.take(self.trainer.model, self.trainer.optimizer)
+        meta = {**self.meta, "history": self.history.to_json()}
+        try:
+            checkpoint.save(self.folder, step=done, meta=meta, tensors=tensors)
+        except OSError as error:
+            kept = (
+                f"the checkpoint of step {self.saved_step} is kept"
+                if self.saved_step
+                else "none was saved before"
+            )
+            raise TrainingError(
+                f"cannot save a checkpoint in {self.folder}: {error.strerror or error}; {kept}"
+            ) from error
+        self.saved_step = done

@@ -1,0 +1,161 @@
+"""A small Llama-style decoder whose every linear layer is narrowcast's."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import narrowcast as nc
+
+from .config import VOCABULARY, ModelConfig
+
+INIT_STD = 0.02
+ROPE_THETA = 10_000.0
+
+
+def rope_tables(seq_len: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of rotary position embedding.
+
+    Args:
+        seq_len: positions.
+        head_dim: width of a head, even.
+
+    Returns:
+        two float32 tensors (seq_len, head_dim / 2).
+    """
+    frequencies = ROPE_THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (x[i], x[i + head_dim / 2]) by its position's angle.
+
+    Args:
+        x: (batch, heads, seq_len, head_dim).
+        cos: (seq_len, head_dim / 2), float32.
+        sin: like `cos`.
+
+    Numerics: float32, rounded once to the dtype of `x`.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; the query, key and value projections are one linear layer."""
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.heads
+        self.splits = [config.heads, config.kv_heads, config.kv_heads]
+        self.grouped = config.heads != config.kv_heads
+        self.qkv = nc.Linear(
+            config.dim, sum(self.splits) * self.head_dim, bias=False, device="cpu", name=f"{name}.qkv"
+        )
+        self.proj = nc.Linear(config.dim, config.dim, bias=False, device="cpu", name=f"{name}.proj")
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = (
+            self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        )  # (batch, heads, seq, head_dim)
+        q, k, v = heads.split(self.splits, dim=1)
+        out = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.grouped
+        )
+        return self.proj(out.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU; the gate and up projections are one linear layer."""
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__()
+        self.gate_up = nc.Linear(
+            config.dim, 2 * config.hidden, bias=False, device="cpu", name=f"{name}.gate_up"
+        )
+        self.down = nc.Linear(config.hidden, config.dim, bias=False, device="cpu", name=f"{name}.down")
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: attention, then feed-forward."""
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.attention = Attention(config, f"{name}.attention")
+        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.feed_forward = FeedForward(config, f"{name}.feed_forward")
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Decoder(nn.Module):
+    """Bytes in, scores of the next byte out.
+
+    The output head is a narrowcast linear that runs outside quantized autocast: its error reaches the loss
+    directly and it is a small share of the work, so training in 8 and 4 bits usually leaves it in bfloat16.
+
+    Args:
+        config: shape of the model.
+        seq_len: longest sequence, which sizes the rotary tables.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig, seq_len: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.blocks = nn.ModuleList(Block(config, f"blocks.{i}") for i in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.head = nc.Linear(config.dim, VOCABULARY, bias=False, device="cpu", name="head")
+        cos, sin = rope_tables(seq_len, config.dim // config.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self._initialize(config)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def _initialize(self, config: ModelConfig) -> None:
+        # What writes to the residual stream starts smaller, so that its variance does not grow with depth.
+        residual_std = INIT_STD / (2 * config.layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                writes_residual = name.endswith(("proj.weight", "down.weight"))
+                nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Score the next byte at every position.
+
+        Args:
+            tokens: int64 (batch, length), length at most `seq_len`.
+
+        Returns:
+            (batch, length, 256) in the dtype of the linear layers.
+        """
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        x = self.norm(x)
+        with nc.autocast(enabled=False):
+            return self.head(x)
+
+
+def next_byte_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy of the next byte, in nats, as a float32 scalar.
+
+    Args:
+        model: a `Decoder`.
+        tokens: int64 (batch, length).
+        targets: like `tokens`.
+    """
+    logits = model(tokens)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

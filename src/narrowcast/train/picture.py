@@ -1,0 +1,139 @@
+"""The picture of a comparison: held-out loss per recipe, and beside it the gap to bfloat16."""
+
+import io
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .report import BASELINE, Row
+
+# Okabe and Ito's colours, told apart with every common colour vision.
+COLORS = {
+    "bf16": "#000000",
+    "delayed": "#E69F00",
+    "current": "#0072B2",
+    "mxfp8": "#009E73",
+    "block": "#CC79A7",
+    "nvfp4": "#D55E00",
+}
+GAP_LIMIT = 4.0  # percent; the gaps of the first noisy evaluations may leave the panel
+
+
+def draw(rows: Sequence[Row], *, subtitle: str) -> bytes:
+    """Draw a comparison.
+
+    Args:
+        rows: the comparison; the baseline among them.
+        subtitle: what was trained, where.
+
+    Returns:
+        a PNG image.
+    """
+    figure = Figure(figsize=(12, 5.2), dpi=150, layout="constrained")
+    figure.suptitle(
+        "A Transformer learns real text in every recipe", x=0.01, ha="left", size=15, weight="bold"
+    )
+    losses, gaps = figure.subplots(1, 2, width_ratios=[1, 1.25])
+    _draw_losses(losses, rows)
+    _draw_gaps(gaps, rows)
+    figure.supxlabel(subtitle, x=0.01, ha="left", size=8.5, color="0.35")
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
+    _style(axes, "Held-out loss, nats per byte")
+    for row in rows:
+        steps, losses = zip(*row.held_out)
+        wide = row.recipe == BASELINE
+        label = f"{row.title}  {row.held_out_loss:.3f}"
+        axes.plot(
+            steps,
+            losses,
+            color=COLORS[row.recipe],
+            label=label,
+            linewidth=4.5 if wide else 1.6,
+            alpha=0.25 if wide else 0.95,
+        )
+    legend = axes.legend(title="recipe and final loss", frameon=False, loc="upper right", alignment="left")
+    legend.get_title().set_color("0.35")
+
+
+def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
+    _style(axes, "Gap to bf16 at the same step, percent")
+    baseline = dict(next(row for row in rows if row.recipe == BASELINE).held_out)
+    last_step = max(baseline)
+    axes.axhspan(-3, 3, color="0.96", zorder=0)
+    axes.axhspan(-1, 1, color="0.91", zorder=0)
+    axes.axhline(0, color=COLORS[BASELINE], alpha=0.25, linewidth=4.5)
+    axes.text(0, 0.97, "within 1%", color="0.45", size=8, va="top")
+    axes.text(0, 2.97, "within 3%", color="0.45", size=8, va="top")
+    ends = []
+    for row in rows:
+        if row.recipe == BASELINE:
+            continue
+        points = [
+            (step, 100 * (loss / baseline[step] - 1)) for step, loss in row.held_out if step in baseline
+        ]
+        steps, percents = zip(*points)
+        axes.plot(steps, percents, color=COLORS[row.recipe], linewidth=1.6, marker="o", markersize=2.5)
+        ends.append((percents[-1], row))
+    axes.set_ylim(-GAP_LIMIT, GAP_LIMIT)
+    axes.set_xlim(right=last_step * 1.27)
+    heights = spread([min(max(end, -GAP_LIMIT), GAP_LIMIT) for end, _ in ends], apart=0.42)
+    for height, (end, row) in zip(heights, ends):
+        axes.annotate(
+            f"{row.title} {end:+.2f}%",
+            xy=(last_step, end),
+            xytext=(last_step * 1.03, height),
+            color=COLORS[row.recipe],
+            size=9,
+            va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": COLORS[row.recipe], "linewidth": 0.6, "shrinkA": 0},
+        )
+
+
+def spread(heights: Sequence[float], *, apart: float) -> list[float]:
+    """Move labels up or down as little as needed so that no two come closer than a distance.
+
+    Args:
+        heights: wanted positions, in any order.
+        apart: smallest distance between two labels.
+
+    Returns:
+        positions in the order of `heights`, centred on the wanted ones of their cluster.
+    """
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    clusters: list[list[int]] = []
+    for index in order:
+        clusters.append([index])
+        while len(clusters) > 1 and _top(clusters[-2], heights, apart) + apart > _bottom(
+            clusters[-1], heights, apart
+        ):
+            clusters[-2:] = [clusters[-2] + clusters[-1]]
+    placed = list(heights)
+    for cluster in clusters:
+        bottom = _bottom(cluster, heights, apart)
+        for rank, index in enumerate(cluster):
+            placed[index] = bottom + rank * apart
+    return placed
+
+
+def _bottom(cluster: Sequence[int], heights: Sequence[float], apart: float) -> float:
+    middle = sum(heights[i] for i in cluster) / len(cluster)
+    return middle - apart * (len(cluster) - 1) / 2
+
+
+def _top(cluster: Sequence[int], heights: Sequence[float], apart: float) -> float:
+    return _bottom(cluster, heights, apart) + apart * (len(cluster) - 1)
+
+
+def _style(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", size=11)
+    axes.set_xlabel("optimizer step")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)

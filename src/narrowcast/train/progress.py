@@ -1,0 +1,119 @@
+"""How a run shows itself: a bar with loss and time left on a terminal, plain lines elsewhere."""
+
+import time
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+QUIET_SECONDS = 10.0  # longest silence of the plain form
+
+
+class Progress(Protocol):
+    """What a run tells."""
+
+    def begin(self, title: str, *, done: int, total: int) -> None: ...
+
+    def step(self, done: int, loss: float, tokens_per_second: float) -> None: ...
+
+    def evaluated(self, done: int, loss: float) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Bar:
+    """A progress bar for terminals."""
+
+    def __init__(self, console: Console) -> None:
+        self._rich = RichProgress(
+            TextColumn("{task.description:<8}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  held-out {task.fields[held_out]}  {task.fields[speed]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=console,
+            expand=True,
+        )
+        self._task = self._rich.add_task("", visible=False, loss="-", held_out="-", speed="")
+
+    def begin(self, title: str, *, done: int, total: int) -> None:
+        self._rich.start()
+        self._task = self._rich.add_task(title, completed=done, total=total, loss="-", held_out="-", speed="")
+
+    def step(self, done: int, loss: float, tokens_per_second: float) -> None:
+        speed = format_speed(tokens_per_second)
+        self._rich.update(self._task, completed=done, loss=f"{loss:.3f}", speed=speed)
+
+    def evaluated(self, done: int, loss: float) -> None:
+        self._rich.update(self._task, completed=done, held_out=f"{loss:.3f}")
+
+    def note(self, text: str) -> None:
+        self._rich.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def end(self) -> None:
+        self._rich.stop()
+
+
+class Lines:
+    """One line per evaluation, and one whenever `QUIET_SECONDS` passed without."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._title = ""
+        self._total = 0
+        self._first = 0
+        self._began = 0.0
+        self._last_line = 0.0
+        self._loss = "-"
+        self._speed = ""
+
+    def begin(self, title: str, *, done: int, total: int) -> None:
+        self._title, self._total, self._first = title, total, done
+        self._loss, self._speed = "-", ""
+        self._began = self._last_line = time.monotonic()
+
+    def step(self, done: int, loss: float, tokens_per_second: float) -> None:
+        self._loss, self._speed = f"{loss:.3f}", format_speed(tokens_per_second)
+        if time.monotonic() - self._last_line >= QUIET_SECONDS:
+            self._line(done, "")
+
+    def evaluated(self, done: int, loss: float) -> None:
+        self._line(done, f"  held-out {loss:.3f}")
+
+    def note(self, text: str) -> None:
+        self._print(f"note: {text}")
+
+    def end(self) -> None:
+        pass
+
+    def _line(self, done: int, held_out: str) -> None:
+        self._last_line = time.monotonic()
+        left = ""
+        if done > self._first:
+            per_step = (self._last_line - self._began) / (done - self._first)
+            left = f"  left {format_duration(per_step * (self._total - done))}"
+        speed = f"  {self._speed}" if self._speed else ""
+        self._print(f"{self._title:<8} step {done}/{self._total}  loss {self._loss}{held_out}{speed}{left}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def make_progress(console: Console) -> Progress:
+    """Return a bar where the console is a terminal, plain lines where it is a file or a pipe."""
+    return Bar(console) if console.is_terminal else Lines(console)
+
+
+def format_speed(tokens_per_second: float) -> str:
+    """Return tokens per second with a thousands separator; nothing before anything was timed."""
+    return f"{tokens_per_second:,.0f} tok/s" if tokens_per_second else ""
+
+
+def format_duration(seconds: float) -> str:
+    """Return minutes and seconds, such as 3:07."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

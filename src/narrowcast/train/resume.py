@@ -1,0 +1,55 @@
+"""Whether a checkpoint belongs to the run that wants to go on from it."""
+
+import torch
+
+from .checkpoint import Checkpoint
+from .config import TrainConfig, compared_fields, setting_of
+from .data import Corpus
+from .errors import SettingsError
+
+
+def describe_run(config: TrainConfig, corpus: Corpus) -> dict:
+    """Return the JSON-able settings that a checkpoint carries."""
+    return {
+        "settings": dict(compared_fields(config)),
+        "data": {"source": corpus.source, "digest": corpus.digest},
+        "environment": environment(),
+    }
+
+
+def environment() -> dict[str, str | int]:
+    """Return what may change the last bit of a sum although no setting changed."""
+    return {"torch": torch.__version__, "threads": torch.get_num_threads()}
+
+
+def require_same_run(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus) -> list[str]:
+    """Check that a run with these settings continues the checkpoint's.
+
+    Returns:
+        one line for each difference of the environment, which may cost bitwise equality and nothing else.
+
+    Raises:
+        SettingsError: a setting or the text differs.
+    """
+    saved = checkpoint.meta["settings"]
+    for name, value in compared_fields(config):
+        if saved.get(name) != value:
+            theirs, ours = setting_of(name, saved.get(name)), setting_of(name, value)
+            raise SettingsError(
+                f"cannot resume {checkpoint.path}: it was trained with {theirs}, and this command says "
+                f"{ours}; pass {theirs} to continue it, or another --out to start a new run"
+            )
+    data = checkpoint.meta["data"]
+    if data["digest"] != corpus.digest:
+        raise SettingsError(
+            f"cannot resume {checkpoint.path}: its --data was {data['source']} (digest {data['digest']}), "
+            f"and this command reads {corpus.source} (digest {corpus.digest}); give --data the same text, or "
+            "another --out to start a new run"
+        )
+    then, now = checkpoint.meta["environment"], environment()
+    return [
+        f"the checkpoint was made with {key} {then.get(key)}, this is {key} {now[key]}: "
+        "the run goes on, perhaps not bit for bit"
+        for key in now
+        if then.get(key) != now[key]
+    ]

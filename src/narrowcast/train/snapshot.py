@@ -1,0 +1,84 @@
+"""A run's state as plain tensors, and back: parameters, buffers, optimizer moments, random generators."""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .checkpoint import DamagedCheckpoint, TensorFiles
+
+MODEL = "model"
+TRAINING = "training"
+OPTIMIZER = "optimizer"
+CPU_GENERATOR = "generator.cpu"
+CUDA_GENERATOR = "generator.cuda"
+
+
+def take(model: nn.Module, optimizer: Optimizer) -> TensorFiles:
+    """Collect everything that a run needs to go on bit for bit.
+
+    Args:
+        model: its parameters and persistent buffers (delayed scaling keeps scales and amax history there).
+        optimizer: its per-parameter state; hyperparameters follow from the settings.
+
+    Returns:
+        two groups of tensors: `model`, loadable elsewhere, and `training`, with optimizer and generators.
+    """
+    training = {
+        f"{OPTIMIZER}.{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    training[CPU_GENERATOR] = torch.get_rng_state()
+    for index, state in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []):
+        training[f"{CUDA_GENERATOR}.{index}"] = state
+    return {MODEL: _unshared(model.state_dict(keep_vars=True)), TRAINING: training}
+
+
+def restore(files: TensorFiles, model: nn.Module, optimizer: Optimizer) -> None:
+    """Put collected state into a freshly built model and optimizer, and into torch's generators.
+
+    Args:
+        files: what `take` returned, on the CPU.
+        model: a model of the same configuration, on its device.
+        optimizer: an optimizer of its parameters.
+
+    Raises:
+        DamagedCheckpoint: tensors are missing, left over or of another shape.
+    """
+    _restore_model(files[MODEL], model)
+    training = dict(files[TRAINING])
+    torch.set_rng_state(training.pop(CPU_GENERATOR))
+    for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+        if (state := training.pop(f"{CUDA_GENERATOR}.{index}", None)) is not None:
+            torch.cuda.set_rng_state(state, index)
+    for name, parameter in model.named_parameters():
+        prefix = f"{OPTIMIZER}.{name}."
+        for full_name in [n for n in training if n.startswith(prefix)]:
+            value = training[full_name]
+            # A per-parameter counter stays where the optimizer put it; moments live with their parameter.
+            moved = value.to(parameter.device)
+            optimizer.state[parameter][full_name.removeprefix(prefix)] = moved
+
+
+def _restore_model(tensors: dict[str, Tensor], model: nn.Module) -> None:
+    try:
+        result = model.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        raise DamagedCheckpoint(str(error).replace("\n", " ")) from error
+    state = model.state_dict(keep_vars=True)
+    absent = set(state) - set(_unshared(state))  # tied to a tensor that is there under its first name
+    missing = set(result.missing_keys) - absent
+    if missing or result.unexpected_keys:
+        names = ", ".join([*sorted(missing), *result.unexpected_keys])
+        raise DamagedCheckpoint(f"tensors missing or left over: {names}")
+
+
+def _unshared(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Drop further names of one tensor: safetensors stores each memory once."""
+    seen: set[int] = set()
+    kept = {}
+    for name, tensor in state.items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            kept[name] = tensor.detach()
+    return kept

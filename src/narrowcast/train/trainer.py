@@ -1,0 +1,89 @@
+"""One model with its optimizer and recipe: a training step and an evaluation."""
+
+import torch
+from torch import Tensor, nn
+
+import narrowcast as nc
+
+from .config import TrainConfig
+from .data import Corpus, held_out_batches, train_batch
+from .model import Decoder, next_byte_loss
+from .recipes import build_recipe
+from .schedule import learning_rate
+
+BETAS = (0.9, 0.95)
+
+
+class Trainer:
+    """Builds everything a run computes with, seeded; parameters are float32, products bfloat16 or narrower.
+
+    Args:
+        config: the run's settings.
+        corpus: its text.
+
+    Raises:
+        SettingsError: the device has no kernels for the recipe and emulation was not asked for.
+    """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
+        self.config = config
+        self.corpus = corpus
+        self.recipe = build_recipe(config.recipe, device=config.device, emulate=config.emulate)
+        torch.manual_seed(config.seed)
+        # Built on the CPU, so that the weights of a seed are the same on every device.
+        self.model = Decoder(config.model, config.seq_len).to(config.device)
+        self.optimizer = _make_optimizer(self.model, config)
+        self.loss = torch.compile(next_byte_loss, fullgraph=True) if config.compile else next_byte_loss
+        batches = held_out_batches(
+            corpus, batch_size=config.batch_size, seq_len=config.seq_len, count=config.eval_batches
+        )
+        self.held_out = [self._to_device(batch) for batch in batches]
+
+    def step(self, index: int) -> Tensor:
+        """Do one optimizer step.
+
+        Args:
+            index: the step's index, which decides batch and learning rate.
+
+        Returns:
+            the batch's loss before the update, a detached float32 scalar on the device.
+        """
+        config = self.config
+        rate = learning_rate(index, peak=config.lr, warmup=config.warmup, steps=config.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        batch = train_batch(
+            self.corpus, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed, step=index
+        )
+        loss = self._forward(*self._to_device(batch))
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Return the mean loss over the held-out batches, in nats per byte."""
+        losses = [self._forward(tokens, targets) for tokens, targets in self.held_out]
+        return torch.stack(losses).mean().item()
+
+    def _forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        enabled = self.recipe is not None
+        with (
+            torch.autocast(self.config.device, dtype=torch.bfloat16),
+            nc.autocast(enabled=enabled, recipe=self.recipe),
+        ):
+            return self.loss(self.model, tokens, targets)
+
+    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return batch[0].to(self.config.device), batch[1].to(self.config.device)
+
+
+def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, fused=True)
