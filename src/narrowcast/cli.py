@@ -1,9 +1,11 @@
 """The console command `narrowcast`: turns every foreseen failure into one line and an exit code."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 
 EXTRA = {"matplotlib", "numpy", "rich", "safetensors", "typer"}
+INTERRUPTED = 130
 MISSING: str | None = None
 
 try:
@@ -14,7 +16,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in EXTRA:
         raise
-    MISSING = error.name
+    MISSING = error.name.partition(".")[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,19 +31,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if MISSING is not None:
         return _fail(f"the package {MISSING} is missing; run: pip install 'narrowcast[train]'", 2)
     words = list(sys.argv[1:] if arguments is None else arguments)
+    typed = shlex.join(["narrowcast", *words])
     # Typer exports BadParameter and not its base class, which every wrong command line raises.
     usage_error = typer.BadParameter.__mro__[1]
     try:
         # Typer's own handling prints a usage text and a frame around each message.
-        return app(args=words, prog_name="narrowcast", standalone_mode=False, obj=words) or 0
+        code = app(args=words or ["--help"], prog_name="narrowcast", standalone_mode=False, obj=typed) or 0
     except SettingsError as error:
         return _fail(str(error), 2)
     except TrainingError as error:
         return _fail(str(error), 1)
     except usage_error as error:
-        return _fail(f"{error.format_message()} Try: narrowcast --help", 2)
+        # Typer's message does not always name the value; the words do.
+        return _fail(f"{error.format_message()} (you typed: {typed}; see --help)", 2)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted; a run with checkpoints continues with --resume", 130)
+        code = INTERRUPTED
+    if code == INTERRUPTED:  # some releases of Typer return it, others raise
+        return _fail("interrupted; a run with checkpoints continues with --resume", code)
+    return code
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,7 +1,7 @@
 """Formats as data: frozen records of the element and scale formats, and the constants the quantizers share.
 
-Nothing here computes on tensors; the algorithms in ``reference`` and ``kernels`` read these records, so a format's
-published values are written down once.
+Nothing here computes on tensors; the algorithms in ``reference`` and ``kernels`` read these records, so a
+format's published values are written down once.
 """
 
 import enum
@@ -118,7 +118,8 @@ MXFP8_BLOCK = 32
 FLOAT8_BLOCK = 128
 NVFP4_BLOCK = 16
 
-# Scale buffers of the block-scaled tensor-core formats are padded to whole tiles of this many rows and columns.
+# Scale buffers of the block-scaled tensor-core formats are padded to whole tiles of this many rows and
+# columns.
 SCALE_TILE_ROWS = 128
 SCALE_TILE_COLUMNS = 4
 # FP8 block scales are padded along one dimension so that every row of scales starts 16-byte aligned.

@@ -356,8 +356,4 @@ def linear(
     result = _LinearFunction.apply(weight, inp, bias, args)
     if isinstance(result, Tensor):
         return result, None
-    handle = args.quantizers.weight.both
-    workspace = handle.storage_class.from_buffers(
-        list(result[1:]), handle.rowwise, handle.columnwise, handle.quantizer, weight.dtype
-    )
-    return result[0], workspace
+    return result[0], args.quantizers.weight.both.assemble(list(result[1:]), weight.dtype)

@@ -16,10 +16,13 @@ from ..quantizers import (
 )
 from ..quantizers.quantizer import value_fields
 
-# what TensorProto calls on a quantizer in traced code
+# what handles and TensorProto read and call on a quantizer in traced code
+_CLASS_CONSTANTS = ("_storage_class", "_storage_name", "_tensor_class")
 _TRACEABLE_METHODS = (
     "_assemble",
     "_describe_buffers",
+    "_is_delayed",
+    "_is_stochastic",
     "_resolve_storage_cls",
     "_storage_metadata",
     "_storage_scalars",
@@ -48,7 +51,7 @@ def register_value_opaque_quantizer(cls: type) -> type:
     fields = value_fields(cls)
     cls._registered_fields = fields
     cls._te_compile_value_opaque = True
-    _opaque.register_value_type(cls, constants=fields, methods=_TRACEABLE_METHODS)
+    _opaque.register_value_type(cls, constants=(*fields, *_CLASS_CONSTANTS), methods=_TRACEABLE_METHODS)
     return cls
 
 

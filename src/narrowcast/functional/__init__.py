@@ -2,7 +2,7 @@
 
 from .delayed_scaling import calibrate_, delayed_scaling_update_
 from .gemm import gemm
-from .quantize import dequantize, draw_seed, quantize, quantize_delayed, quantize_into
+from .quantize import dequantize, draw_seed, quantize, quantize_delayed, quantize_delayed_both, quantize_into
 from .quantizer_value import BufferTable, GemmOperand, NativeOperand, QuantizerValue
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "gemm",
     "quantize",
     "quantize_delayed",
+    "quantize_delayed_both",
     "quantize_into",
 ]

@@ -27,20 +27,26 @@ quantize = define(f"quantize(Tensor x, {QUANTIZER} quantizer, Tensor? seed=None)
 """Quantize ``x``; buffers in the order of the quantizer's description. ``seed``: int64[1] for stochastic rounding."""
 
 
-def _quantize_delayed(x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue) -> list[Tensor]:
-    return quantizer._encode_scaled(numerics_for(x), x, scale, amax)
+def _quantize_delayed(x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue) -> tuple[Tensor, ...]:
+    return tuple(quantizer._encode_scaled(numerics_for(x), x, scale, amax))
 
 
-def _quantize_delayed_fake(x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue) -> list[Tensor]:
-    return _described(x, quantizer)
+def _quantize_delayed_fake(
+    x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
+) -> tuple[Tensor, ...]:
+    return tuple(_described(x, quantizer))
 
 
+# an operator that mutates cannot return a list, so there is one per number of buffers
+_DELAYED = "(Tensor x, Tensor scale, Tensor(a!) amax, " + QUANTIZER + " quantizer)"
 quantize_delayed = define(
-    f"quantize_delayed(Tensor x, Tensor scale, Tensor(a!) amax, {QUANTIZER} quantizer) -> Tensor[]",
-    _quantize_delayed,
-    _quantize_delayed_fake,
+    f"quantize_delayed{_DELAYED} -> (Tensor, Tensor)", _quantize_delayed, _quantize_delayed_fake
 )
-"""Quantize with the scale in the quantizer's slot of ``scale`` and max-accumulate into that slot of ``amax``."""
+"""Quantize in one direction with the scale in the quantizer's slot, max-accumulating into that slot of ``amax``."""
+quantize_delayed_both = define(
+    f"quantize_delayed_both{_DELAYED} -> (Tensor, Tensor, Tensor)", _quantize_delayed, _quantize_delayed_fake
+)
+"""As :data:`quantize_delayed`, in both directions."""
 
 
 def _quantize_into(

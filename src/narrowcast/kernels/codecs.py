@@ -28,7 +28,8 @@ def to_float32(x, EMULATE: tl.constexpr):
 def magnitude(x, EMULATE: tl.constexpr):
     """|x| as fp32 for a maximum that ignores NaN: on a GPU the maximum itself does, the interpreter's does not.
 
-    The sign goes before the widening, so that the compiler can take maxima of bf16 pairs instead of single floats.
+    Given bf16 or fp16 values that only one maximum uses, the compiler takes maxima of pairs: the sign goes before the
+    widening. Given fp32 values it takes the absolute value inside the maximum.
     """
     if EMULATE:
         wide = to_float32(x, EMULATE)

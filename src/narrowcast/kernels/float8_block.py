@@ -17,10 +17,12 @@ from .tiles import load_row, store_row, store_transposed, tile_grid, tile_positi
 
 
 @triton.jit
-def _scales(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr):
+def _scales(
+    amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, EPSILON: tl.constexpr
+):
     """Encoding scales and their rounded reciprocals."""
     if POWER_2:
-        return power_2_scales(amax, epsilon, FP8_MAX, OVERFLOW)
+        return power_2_scales(amax, epsilon, FP8_MAX, OVERFLOW, EPSILON)
     scale = scale_from_amax(amax, epsilon, FP8_MAX, OVERFLOW, False)
     return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
@@ -41,13 +43,14 @@ def _encode_row(
     FP8_MAX: tl.constexpr,
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
+    EPSILON: tl.constexpr,
     EVEN: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     """1-D row blocks of one of the four interleaved tensors: codes, and one scale per row."""
     amax = tl.max(magnitude(x, EMULATE), axis=1)
-    scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2)
-    code = fp8_code(to_float32(x, EMULATE) * tl.expand_dims(scale, 1), E5M2, EMULATE)
+    scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON)
+    code = fp8_code(x * tl.expand_dims(scale, 1), E5M2, EMULATE)
     store_row(data_ptr, offsets, code, row, column, rows_left, columns_left, EVEN)
     index = tl.max(row, axis=1)  # the row numbers without their unit dimension
     if EVEN:
@@ -73,6 +76,7 @@ def _vector_kernel(
     FP8_MAX: tl.constexpr,
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
+    EPSILON: tl.constexpr,
     BAND: tl.constexpr,
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
@@ -103,33 +107,30 @@ def _vector_kernel(
     x2 = load_row(x_tile + 2 * K, offsets, row + 2, column, rows_left, columns_left, EVEN)
     x3 = load_row(x_tile + 3 * K, offsets, row + 3, column, rows_left, columns_left, EVEN)
 
+    x0 = to_float32(x0, EMULATE)
+    x1 = to_float32(x1, EMULATE)
+    x2 = to_float32(x2, EMULATE)
+    x3 = to_float32(x3, EMULATE)
     if ROWWISE:
         data = data_ptr + start
         scales = row_scale_ptr + (tile_k * row_scale_stride + m0)
         padded = tl.minimum(row_scale_stride - m0, BLOCK).to(tl.int32)
         _encode_row(x0, data, scales, offsets, row, column, rows_left, columns_left, padded, epsilon,
-                    E5M2, FP8_MAX, OVERFLOW, POWER_2, EVEN, EMULATE)  # fmt: skip
+                    E5M2, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, EMULATE)  # fmt: skip
         _encode_row(x1, data + K, scales, offsets, row + 1, column, rows_left, columns_left, padded, epsilon,
-                    E5M2, FP8_MAX, OVERFLOW, POWER_2, EVEN, EMULATE)  # fmt: skip
+                    E5M2, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, EMULATE)  # fmt: skip
         _encode_row(x2, data + 2 * K, scales, offsets, row + 2, column, rows_left, columns_left, padded, epsilon,
-                    E5M2, FP8_MAX, OVERFLOW, POWER_2, EVEN, EMULATE)  # fmt: skip
+                    E5M2, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, EMULATE)  # fmt: skip
         _encode_row(x3, data + 3 * K, scales, offsets, row + 3, column, rows_left, columns_left, padded, epsilon,
-                    E5M2, FP8_MAX, OVERFLOW, POWER_2, EVEN, EMULATE)  # fmt: skip
+                    E5M2, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, EMULATE)  # fmt: skip
 
     if COLUMNWISE:
         low = tl.maximum(magnitude(x0, EMULATE), magnitude(x1, EMULATE))
         high = tl.maximum(magnitude(x2, EMULATE), magnitude(x3, EMULATE))
         amax = tl.max(tl.maximum(low, high), axis=0)
-        scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2)
+        scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON)
         scale = tl.expand_dims(scale, 0)
-        words = fp8_word(
-            to_float32(x0, EMULATE) * scale,
-            to_float32(x1, EMULATE) * scale,
-            to_float32(x2, EMULATE) * scale,
-            to_float32(x3, EMULATE) * scale,
-            E5M2,
-            EMULATE,
-        )
+        words = fp8_word(x0 * scale, x1 * scale, x2 * scale, x3 * scale, E5M2, EMULATE)
         store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
         index = tl.arange(0, BLOCK)
         target = column_scale_ptr + (tile_m * column_scale_stride + k0) + index
@@ -156,6 +157,7 @@ def _tile_kernel(
     FP8_MAX: tl.constexpr,
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
+    EPSILON: tl.constexpr,
     BAND: tl.constexpr,
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
@@ -189,7 +191,7 @@ def _tile_kernel(
     low = tl.maximum(magnitude(x0, EMULATE), magnitude(x1, EMULATE))
     high = tl.maximum(magnitude(x2, EMULATE), magnitude(x3, EMULATE))
     amax = tl.max(tl.max(tl.maximum(low, high), axis=1, keep_dims=True), axis=0, keep_dims=True)
-    scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2)
+    scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON)
 
     c0 = fp8_code(to_float32(x0, EMULATE) * scale, E5M2, EMULATE)
     c1 = fp8_code(to_float32(x1, EMULATE) * scale, E5M2, EMULATE)
@@ -287,6 +289,7 @@ def quantize(
             fmt.max,
             OVERFLOW_BY_DTYPE[str(x.dtype)],
             power_2,
+            epsilon > 0.0,
             band,
             M % FLOAT8_BLOCK == 0 and K % FLOAT8_BLOCK == 0,
             M % 4 == 0,

@@ -24,22 +24,25 @@ def scale_from_amax(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr
 
 
 @triton.jit
-def power_2_scales(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr):
+def power_2_scales(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, EPSILON: tl.constexpr):
     """``scale_from_amax`` with ``POWER_2`` and its reciprocal, in integers: both are exponents only.
 
-    Both fp8 maxima are 1.75 * 2**n, so ``fp8_max / amax`` keeps the exponent ``n - exponent(amax)`` while the
-    significand of amax is at most 1.75 and loses one beyond. Quotients just below a power of two do not round up to
-    it: the closest is 1 - 1.14 ulp.
+    Both fp8 maxima are 1.75 * 2**n, so ``fp8_max / amax`` has the exponent ``n - exponent(amax)`` while the
+    significand of amax is at most 1.75 and one less beyond. Quotients just below a power of two do not round up to
+    it: the closest is 1 - 1.14 ulp. ``EPSILON``: whether ``epsilon`` is positive.
     """
-    amax = tl.where(amax < epsilon, epsilon, amax)
-    bits = amax.to(tl.uint32, bitcast=True)
+    if EPSILON:
+        amax = tl.where(amax < epsilon, epsilon, amax)
+    bits = amax.to(tl.int32, bitcast=True)
     TOP: tl.constexpr = 254 + (8 if FP8_MAX == 448.0 else 15)  # exponent field of 2**n * 2**127
-    LIMIT: tl.constexpr = 254 if OVERFLOW > 1e30 else 142  # exponent field of the overflow value
-    exponent = (bits + 0x1FFFFF) >> 23  # one more where the significand exceeds 1.75
-    field = TOP - exponent.to(tl.int32)
-    field = tl.where(field > 254, LIMIT, field)
-    usable = (amax > 0) & (amax < float("inf"))
-    field = tl.where(usable, field, 127)
+    field = TOP - ((bits + 0x1FFFFF) >> 23)  # the sum carries where the significand exceeds 1.75
+    if OVERFLOW > 1e30:
+        field = tl.minimum(field, 254)
+    else:
+        field = tl.where(field > 254, 142, field)  # fp16's maximum, rounded down
+    # Zero becomes the largest unsigned number here and meets infinity at the top.
+    unusable = (bits - 1).to(tl.uint32, bitcast=True) >= 0x7F7FFFFF
+    field = tl.where(unusable, 127, field)
     inverse = tl.maximum((254 - field) << 23, 0x00400000)  # 2**-127 is subnormal
     return (field << 23).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
 

@@ -14,6 +14,7 @@ from ..functional import calibrate_
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, DelayedScaling, LinearHandles, Recipe
 from ..state import STATE
 from ..tensors import QuantizedTensor, QuantizedTensorStorage
+from ..tensors.storage import resolve_storage_class
 from .module import QuantizedModule, parameter_device, quantize_parameter
 
 _INIT_STD = 0.023
@@ -181,11 +182,11 @@ class Linear(QuantizedModule):
         """The quantized weight that need not be made: a quantized parameter, or what the first microbatch left."""
         if isinstance(self.weight, QuantizedTensor):
             storage = self.weight.storage_view()
-            if not isinstance(storage, handles.weight.both.storage_class):
+            wanted = resolve_storage_class(handles.weight.both.storage_name)
+            if not isinstance(storage, wanted):
                 raise RuntimeError(
                     f"parameter 'weight' of {self.name or 'Linear'} is a {type(self.weight).__name__}, the recipe in "
-                    f"force wants {handles.weight.both.storage_class.__name__}; enter autocast with the recipe of "
-                    "quantized_model_init"
+                    f"force wants {wanted.__name__}; enter autocast with the recipe of quantized_model_init"
                 )
             return storage
         return self._fp8_workspaces.get("weight") if is_first_microbatch is False else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import FLT_MAX, DType
-from ..functional import BufferTable, GemmOperand, NativeOperand, quantize_delayed
+from ..functional import BufferTable, GemmOperand, NativeOperand, quantize_delayed, quantize_delayed_both
 from ..tensors import Float8Tensor, Float8TensorStorage
 from .quantizer import Quantizer, describe_usage, fp8_dtype_of, torch_fp8_dtype, warn_ignored
 
@@ -206,7 +206,9 @@ class Float8Quantizer(_Float8Base):
         )
 
     def _buffers_of(self, tensor: Tensor) -> list[Tensor]:
-        return quantize_delayed(tensor, self.scale, self.amax, self._slot_quantizer())  # type: ignore[attr-defined]
+        both = self.rowwise_usage and self.columnwise_usage
+        quantize_scaled = quantize_delayed_both if both else quantize_delayed
+        return list(quantize_scaled(tensor, self.scale, self.amax, self._slot_quantizer()))  # type: ignore[attr-defined]
 
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
         return self._slot_quantizer()._encode_scaled(numerics, x, self.scale, self.amax)  # type: ignore[attr-defined]

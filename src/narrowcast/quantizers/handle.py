@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ..functional import draw_seed, quantize, quantize_delayed
+from ..functional import draw_seed, quantize, quantize_delayed, quantize_delayed_both
 from ..tensors import QuantizedTensorStorage
+from ..tensors.storage import resolve_storage_class
 from .quantizer import Quantizer
 
 
@@ -19,22 +21,29 @@ from .quantizer import Quantizer
 class QuantizerHandle:
     """A quantizer with the facts about it that are needed around operators.
 
-    ``stochastic``: it wants a fresh seed. ``delayed``: it wants scale and amax from state.
+    ``storage_name``: identifier of its storage class. ``stochastic``: it wants a fresh seed. ``delayed``: it wants
+    scale and amax from state.
     """
 
     quantizer: Quantizer
-    storage_class: type[QuantizedTensorStorage]
+    storage_name: str
     rowwise: bool
     columnwise: bool
     stochastic: bool
     delayed: bool
+
+    def assemble(self, buffers: list[Tensor], dtype: torch.dtype) -> QuantizedTensorStorage:
+        """Storage around what the operator returned."""
+        # by name: the compiler can make instances of a class it finds in a global, not of one it read off a quantizer
+        storage_class = resolve_storage_class(self.storage_name)
+        return storage_class.from_buffers(buffers, self.rowwise, self.columnwise, self.quantizer, dtype)
 
 
 def handle_of(quantizer: Quantizer) -> QuantizerHandle:
     """Handle of a quantizer, in its present usage."""
     return QuantizerHandle(
         quantizer,
-        quantizer._storage_class,
+        quantizer._storage_name,
         quantizer.rowwise_usage,
         quantizer.columnwise_usage,
         quantizer._is_stochastic(),
@@ -71,11 +80,10 @@ def quantize_operand(
         scale, amax: state tensors of a delayed quantizer; unused by the others.
     """
     if handle.delayed:
-        buffers = quantize_delayed(x, scale, amax, handle.quantizer)
+        quantize_scaled = quantize_delayed_both if handle.rowwise and handle.columnwise else quantize_delayed
+        buffers = quantize_scaled(x, scale, amax, handle.quantizer)
     elif handle.stochastic:
         buffers = quantize(x, handle.quantizer, draw_seed(x))
     else:
         buffers = quantize(x, handle.quantizer)
-    return handle.storage_class.from_buffers(
-        buffers, handle.rowwise, handle.columnwise, handle.quantizer, x.dtype
-    )
+    return handle.assemble(buffers, x.dtype)

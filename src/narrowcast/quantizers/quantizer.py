@@ -18,7 +18,7 @@ from .._device import default_device
 from ..formats import ELEMENT_FORMATS, DType, ElementFormat
 from ..functional import BufferTable, QuantizerValue, draw_seed, quantize, quantize_into
 from ..tensors import QuantizedTensor, QuantizedTensorStorage
-from ..tensors.storage import flatten_context
+from ..tensors.storage import flatten_context, storage_identifier
 
 _FIELD_TYPES = (bool, int, float, str)
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -87,6 +87,7 @@ class Quantizer(QuantizerValue):
     optimize_for_gemm: bool
 
     _storage_class: ClassVar[type[QuantizedTensorStorage]]
+    _storage_name: ClassVar[str]
     _tensor_class: ClassVar[type[QuantizedTensor]]
     _minimum_rank: ClassVar[int] = 1
     _compatible_recipe: ClassVar[str] = "CustomRecipe"
@@ -97,6 +98,8 @@ class Quantizer(QuantizerValue):
         super().__init_subclass__(**kwargs)
         if "_describe_buffers" in cls.__dict__:  # the name later versions of the upstream project use
             cls.inner_tensor_specs = cls._describe_buffers  # type: ignore[attr-defined]
+        if "_storage_class" in cls.__dict__:
+            cls._storage_name = storage_identifier(cls._storage_class)
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self._freeze(

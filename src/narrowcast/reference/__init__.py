@@ -1,6 +1,6 @@
 """The numerics in plain PyTorch: the one oracle that every kernel and every compiled graph must equal."""
 
-from narrowcast.reference import (
+from . import (
     codecs,
     delayed,
     float8,

@@ -1,7 +1,7 @@
 """Element and scale codecs: fp32 values to and from E4M3, E5M2, E2M1 and E8M0 codes.
 
-Every encoder rounds to nearest, ties to even, and saturates: finite overflow and infinities become the largest
-finite value. Codes are uint8; an E2M1 code uses the low four bits until two are packed into one byte.
+Every encoder rounds to nearest, ties to even, and saturates: finite overflow and infinities become the
+largest finite value. Codes are uint8; an E2M1 code uses the low four bits until two are packed into one byte.
 
 Functions ending in an underscore use their argument as scratch space, like PyTorch's in-place methods.
 """
@@ -9,7 +9,7 @@ Functions ending in an underscore use their argument as scratch space, like PyTo
 import torch
 from torch import Tensor
 
-from narrowcast.formats import E4M3, E5M2, E8M0, ElementFormat
+from ..formats import E4M3, E5M2, E8M0, ElementFormat
 
 _FLOAT32_EXPONENT_MASK = 0x7F800000
 _FLOAT32_MANTISSA_BITS = 23
@@ -69,8 +69,9 @@ def decode_float8(codes: Tensor, fmt: ElementFormat) -> Tensor:
         ValueError: the format is neither E4M3 nor E5M2.
 
     Numerics:
-        Both formats are widened through fp16 by moving bits, which a CPU does many times faster than a cast from
-        its FP8 dtypes. E5M2 is the upper byte of fp16; E4M3 is fp16 times 2**8 once the exponent bias is mended.
+        Both formats are widened through fp16 by moving bits, which a CPU does many times faster than a cast
+        from its FP8 dtypes. E5M2 is the upper byte of fp16; E4M3 is fp16 times 2**8 once the exponent bias is
+        mended.
     """
     if fmt is E5M2:
         return codes.to(torch.int16).bitwise_left_shift_(8).view(torch.float16).float()
@@ -92,8 +93,8 @@ def encode_float4(x: Tensor) -> Tensor:
         Nothing of its own.
 
     Numerics:
-        Round to nearest even on the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6, saturating at 6; the sign of zero is
-        kept (code 8 is -0) and NaN becomes +6 (code 7).
+        Round to nearest even on the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6, saturating at 6; the sign of zero
+        is kept (code 8 is -0) and NaN becomes +6 (code 7).
     """
     return encode_float4_(x.clone(memory_format=torch.contiguous_format))
 
@@ -101,13 +102,13 @@ def encode_float4(x: Tensor) -> Tensor:
 def encode_float4_(x: Tensor, scratch: Tensor | None = None) -> Tensor:
     """``encode_float4`` that overwrites ``x`` and, where given, an int32 ``scratch`` of its shape."""
     bits, scratch, sign = _float4_sign_and_magnitude_(x, scratch)
-    # Adding 1.5 * 2**23 * step rounds to a multiple of step in the low mantissa bits, where step is 0.5 below 2,
-    # 1 below 4 and 2 from there on: half the power of two below the magnitude, at least 0.5.
+    # Adding 1.5 * 2**23 * step rounds to a multiple of step in the low mantissa bits, where step is 0.5 below
+    # 2, 1 below 4 and 2 from there on: half the power of two below the magnitude, at least 0.5.
     anchor = torch.bitwise_and(bits, _FLOAT32_EXPONENT_MASK, out=scratch).clamp_(min=127 << 23)
     anchor.add_((22 << 23) | 0x400000)
     x.add_(anchor.view(torch.float32))
-    # The sum's low bits count steps; its exponent, in half steps, counts the codes below the binade. Both land in
-    # the low byte, offset by the anchor's own exponent field (149 * 2 + 1 = 43 modulo 256).
+    # The sum's low bits count steps; its exponent, in half steps, counts the codes below the binade. Both
+    # land in the low byte, offset by the anchor's own exponent field (149 * 2 + 1 = 43 modulo 256).
     return bits.add_(anchor.bitwise_right_shift_(22)).to(torch.uint8).sub_(43).bitwise_or_(sign)
 
 
@@ -123,21 +124,23 @@ def encode_float4_stochastic_(x: Tensor, random: Tensor, scratch: Tensor | None 
         RuntimeError: the shapes differ.
 
     Numerics:
-        uint8 codes, one per byte. With ``a = min(|x|, 6)`` and ``step`` the spacing of codes at ``a``: ``RN(a + random /
-        256 * step)``, rounded down to a code. Values that are codes stay; the sign is kept; NaN becomes +6.
+        uint8 codes, one per byte. With ``a = min(|x|, 6)`` and ``step`` the spacing of codes at ``a``: ``RN(a
+        + random / 256 * step)``, rounded down to a code. Values that are codes stay; the sign is kept; NaN
+        becomes +6.
     """
     bits, scratch, sign = _float4_sign_and_magnitude_(x, scratch)
     # The step is half the power of two below the magnitude, at least 0.5; here it is divided by 256 as well.
     step = torch.bitwise_and(bits, _FLOAT32_EXPONENT_MASK, out=scratch).clamp_(min=127 << 23).sub_(9 << 23)
     x.add_(random.mul_(step.view(torch.float32)))
-    # From 1 upwards the exponent and first mantissa bit count codes (1.0 is code 2); below, there are only 0 and 0.5.
+    # From 1 upwards the exponent and first mantissa bit count codes (1.0 is code 2); below, there are only 0
+    # and 0.5.
     code = torch.bitwise_right_shift(bits, 22, out=scratch).sub_(252)
     below_one = random.view(torch.int32).copy_(x.mul_(2.0).clamp_(max=1.0))
     return torch.maximum(code, below_one, out=code).to(torch.uint8).bitwise_or_(sign)
 
 
 def _float4_sign_and_magnitude_(x: Tensor, scratch: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn ``x`` into its magnitude, at most 6; returns its bits, the scratch and the signs where E2M1 has them."""
+    """Turn ``x`` into its magnitude, at most 6; returns its bits, the scratch and the E2M1 sign bits."""
     bits = x.nan_to_num_(nan=6.0, posinf=6.0, neginf=-6.0).view(torch.int32)
     scratch = torch.empty_like(bits) if scratch is None else scratch
     sign = torch.bitwise_right_shift(bits, 28, out=scratch).bitwise_and_(8).to(torch.uint8)
@@ -209,8 +212,9 @@ def encode_e8m0(v: Tensor) -> Tensor:
         Nothing of its own.
 
     Numerics:
-        From bits, never through log2: exponent field plus one if any mantissa bit is set; zero and subnormals up to
-        2**-127 give 0, larger subnormals 1, infinity and everything above 2**127 give 254, NaN gives 255.
+        From bits, never through log2: exponent field plus one if any mantissa bit is set; zero and subnormals
+        up to 2**-127 give 0, larger subnormals 1, infinity and everything above 2**127 give 254, NaN gives
+        255.
     """
     bits = v.contiguous().view(torch.int32)
     # A normal number rounds up on any mantissa bit, a subnormal is above 2**-127 only beyond 0x400000.
@@ -252,6 +256,8 @@ def reciprocal_e8m0(b: Tensor) -> Tensor:
 
 def _power_of_two(biased_exponent: Tensor) -> Tensor:
     bits = biased_exponent.bitwise_left_shift(_FLOAT32_MANTISSA_BITS)
-    # An exponent field of 0 means 2**-127 here, which fp32 can only write as a subnormal; 255 means NaN, not inf.
-    bits.masked_fill_(biased_exponent == 0, 0x00400000).masked_fill_(biased_exponent == E8M0.nan_code, 0x7FC00000)
+    # An exponent field of 0 means 2**-127 here, which fp32 can only write as a subnormal; 255 means NaN, not
+    # inf.
+    bits.masked_fill_(biased_exponent == 0, 0x00400000)
+    bits.masked_fill_(biased_exponent == E8M0.nan_code, 0x7FC00000)
     return bits.view(torch.float32)

@@ -1,7 +1,7 @@
 """Delayed scaling: how the next scale follows from a history of past amaxes.
 
-``history`` is fp32 (L, n), one column per tensor. Row 0 collects the amax of the current step, row 1 is the oldest past
-value and row L - 1 the newest.
+``history`` is fp32 (L, n), one column per tensor. Row 0 collects the amax of the current step, row 1 is the
+oldest past value and row L - 1 the newest.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from narrowcast.formats import FLT_MAX
+from ..formats import FLT_MAX
 
 AmaxAlgorithm = str | Callable[[Tensor], Tensor]
 ScaleAlgorithm = Callable[[Tensor, Tensor, Tensor, object], Tensor]
@@ -33,16 +33,16 @@ def update(
         fp8_max: the largest value of the element format.
         margin: the scale is 2**-margin below the one that maps amax to ``fp8_max``.
         algo: "max" over the whole history or "most_recent".
-        reduced_amax: fp32 [n], the amaxes of the step after a reduction over processes; where it is 0 the local row 0
-            counts.
+        reduced_amax: fp32 [n], the amaxes of the step after a reduction over processes; where it is 0 the
+            local row 0 counts.
 
     Raises:
         ValueError: an unknown ``algo``.
 
     Numerics:
-        New tensors (scale, history). A column whose newest amax is 0 keeps both. Else the history rolls by one row,
-        row 0 is cleared, and the scale becomes ``RN(fp8_max * 2**-margin / amax)``, fp32's maximum on overflow; an
-        amax that is 0, infinite or NaN keeps the scale. "max" ignores NaN.
+        New tensors (scale, history). A column whose newest amax is 0 keeps both. Else the history rolls by
+        one row, row 0 is cleared, and the scale becomes ``RN(fp8_max * 2**-margin / amax)``, fp32's maximum
+        on overflow; an amax that is 0, infinite or NaN keeps the scale. "max" ignores NaN.
     """
     last = _newest(history, reduced_amax)
     if algo == "max":
@@ -77,15 +77,15 @@ def update_always_roll(
         algo: "max", "most_recent" or a function from the history (row 0 the newest amax) to amaxes [n].
         scale_algo: a function of (amax, scale, fp8_max, recipe) giving the new scales; None for the default.
         recipe: passed to ``scale_algo`` untouched.
-        reduced_amax: fp32 [n], the amaxes of the step after a reduction over processes; where it is 0 the local row 0
-            counts.
+        reduced_amax: fp32 [n], the amaxes of the step after a reduction over processes; where it is 0 the
+            local row 0 counts.
 
     Raises:
         ValueError: an unknown ``algo``.
 
     Numerics:
-        New tensors (scale, history). The history always rolls. "max" propagates NaN; an amax that is 0, infinite or
-        NaN keeps the scale. The default scale is one true division, as in ``update``.
+        New tensors (scale, history). The history always rolls. "max" propagates NaN; an amax that is 0,
+        infinite or NaN keeps the scale. The default scale is one true division, as in ``update``.
     """
     last = _newest(history, reduced_amax)
     filled = torch.cat([last.unsqueeze(0), history[1:]])

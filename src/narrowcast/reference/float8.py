@@ -1,4 +1,5 @@
-"""Per-tensor FP8: one scale for the whole tensor, given (delayed scaling) or taken from its amax (current scaling).
+"""Per-tensor FP8: one scale for the whole tensor, given (delayed scaling) or taken from its amax (current
+scaling).
 
 The column-wise buffer holds the row-wise codes transposed, so both directions share one ``scale_inv``.
 """
@@ -6,10 +7,10 @@ The column-wise buffer holds the row-wise codes transposed, so both directions s
 import torch
 from torch import Tensor
 
-from narrowcast.formats import FLT_MAX, ElementFormat
-from narrowcast.reference import scaling
-from narrowcast.reference.codecs import decode_float8, encode_float8_
-from narrowcast.reference.layout import widen
+from ..formats import FLT_MAX, ElementFormat
+from . import scaling
+from .codecs import decode_float8, encode_float8_
+from .layout import widen
 
 
 def quantize(
@@ -44,7 +45,8 @@ def quantize(
     if not (rowwise or columnwise):
         return [scale_inv]
     # Widened first: a bf16 tensor times a one-element fp32 tensor would be rounded to bf16.
-    data = encode_float8_(widen(x) * scale, fmt)
+    values = widen(x)
+    data = encode_float8_(values * scale if values.dtype == x.dtype else values.mul_(scale), fmt)
     out = [data] if rowwise else []
     if columnwise:
         out.append(transpose(data))
@@ -110,7 +112,9 @@ def dequantize(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch
     return decode_float8(data, fmt).mul_(scale_inv).to(dtype)
 
 
-def dequantize_transpose(transpose: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
+def dequantize_transpose(
+    transpose: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype
+) -> Tensor:
     """Decode transposed codes into the logical orientation.
 
     Args:

@@ -1,18 +1,25 @@
 """FP8 block scaling: FP8 elements with one fp32 scale per 128 elements or per 128 x 128 tile.
 
-1-D scales run along the direction that is quantized, and their buffers are stored transposed relative to the data; 2-D
-scales belong to a tile, so that both directions hold the same codes. Column-wise data is transposed. Blocks at the
-edges cover what is left.
+1-D scales run along the direction that is quantized, and their buffers are stored transposed relative to the
+data; 2-D scales belong to a tile, so that both directions hold the same codes. Column-wise data is
+transposed. Blocks at the edges cover what is left.
 """
 
 import torch
 from torch import Tensor
 
-from narrowcast.formats import BF16_MAX, FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, FLT_MAX, FP16_MAX
-from narrowcast.formats import ElementFormat, cdiv
-from narrowcast.reference import scaling
-from narrowcast.reference.codecs import decode_float8, encode_float8_
-from narrowcast.reference.layout import (
+from ..formats import (
+    BF16_MAX,
+    FLOAT8_BLOCK,
+    FLOAT8_BLOCK_SCALE_ALIGNMENT,
+    FLT_MAX,
+    FP16_MAX,
+    ElementFormat,
+    cdiv,
+)
+from . import scaling
+from .codecs import decode_float8, encode_float8_
+from .layout import (
     as_matrix,
     group_max,
     magnitude,
@@ -51,10 +58,11 @@ def quantize(
         ValueError: rank below 2, ``block_dim`` neither 1 nor 2, or the format is not FP8.
 
     Numerics:
-        Row-wise ``[data uint8 x.shape, scale_inv fp32]``, then column-wise ``[data uint8 (K, *lead), scale_inv fp32]``.
-        1-D scale shapes are (cdiv(K, 128), round_up(M, 4)) and (cdiv(M, 128), round_up(K, 4)), 2-D ones (cdiv(M, 128),
-        round_up(cdiv(K, 128), 4)) and (cdiv(K, 128), round_up(cdiv(M, 128), 4)). The scale of a block is
-        ``scale_from_amax`` with the input dtype's maximum on overflow, code = saturating ``fmt(RN(x * scale))``.
+        Row-wise ``[data uint8 x.shape, scale_inv fp32]``, then column-wise ``[data uint8 (K, *lead),
+        scale_inv fp32]``. 1-D scale shapes are (cdiv(K, 128), round_up(M, 4)) and (cdiv(M, 128), round_up(K,
+        4)), 2-D ones (cdiv(M, 128), round_up(cdiv(K, 128), 4)) and (cdiv(K, 128), round_up(cdiv(M, 128), 4)).
+        The scale of a block is ``scale_from_amax`` with the input dtype's maximum on overflow, code =
+        saturating ``fmt(RN(x * scale))``.
     """
     if block_dim not in (1, 2):
         raise ValueError(f"block_dim is {block_dim}; use 1 (blocks of 128) or 2 (tiles of 128 x 128)")

@@ -1,16 +1,16 @@
 """The random Hadamard transform that NVFP4 applies to groups of 16 tokens before column-wise quantization.
 
-``R = diag(d) H / 4`` with ``H[i, j] = (-1)**popcount(i & j)`` is orthogonal, so that it cancels in the weight gradient's
-product over tokens. The signs ``d`` are a fixed constant.
+``R = diag(d) H / 4`` with ``H[i, j] = (-1)**popcount(i & j)`` is orthogonal, so that it cancels in the weight
+gradient's product over tokens. The signs ``d`` are a fixed constant.
 
-The sum of sixteen terms is taken as four rounds of additions and subtractions at distances 8, 4, 2, 1. Fixing the order
-makes the result the same on every device and for every library underneath.
+The sum of sixteen terms is taken as four rounds of additions and subtractions at distances 8, 4, 2, 1. Fixing
+the order makes the result the same on every device and for every library underneath.
 """
 
 import torch
 from torch import Tensor
 
-from narrowcast.formats import NVFP4_BLOCK, RHT_SIGN_MASK
+from ..formats import NVFP4_BLOCK, RHT_SIGN_MASK
 
 SIGN_MASK = RHT_SIGN_MASK
 _ORTHONORMAL = 0.25
@@ -50,15 +50,16 @@ def rht_matrix(random_signs: bool, device: torch.device | str, dtype: torch.dtyp
         Shape [16, 16], entries +-0.25.
     """
     identity = torch.diag(signs(random_signs, device)).unsqueeze(0)
-    return _butterflies(identity.mul_(_ORTHONORMAL)).squeeze(0).t().contiguous().to(dtype)
+    return _butterflies_(identity.mul_(_ORTHONORMAL)).squeeze(0).t().contiguous().to(dtype)
 
 
-def rotate_rows(x: Tensor, random_signs: bool) -> Tensor:
+def rotate_rows(x: Tensor, random_signs: bool, scratch: Tensor | None = None) -> Tensor:
     """Rotate groups of 16 rows.
 
     Args:
         x: fp32, shape (M, K), M a multiple of 16.
         random_signs: use the fixed sign pattern; else all signs are plus.
+        scratch: fp32 of the same shape, contiguous, overwritten; None to allocate it.
 
     Raises:
         RuntimeError: M is not a multiple of 16.
@@ -68,7 +69,8 @@ def rotate_rows(x: Tensor, random_signs: bool) -> Tensor:
     """
     groups = x.view(x.shape[0] // NVFP4_BLOCK, NVFP4_BLOCK, x.shape[1])
     diagonal = signs(random_signs, x.device).mul_(_ORTHONORMAL).view(NVFP4_BLOCK, 1)
-    return _butterflies(groups * diagonal).view(x.shape).to(torch.bfloat16).float()
+    rotated = _butterflies_(groups * diagonal, scratch)
+    return rotated.copy_(rotated.to(torch.bfloat16)).view(x.shape)
 
 
 def unrotate_rows(y: Tensor, random_signs: bool) -> Tensor:
@@ -86,7 +88,7 @@ def unrotate_rows(y: Tensor, random_signs: bool) -> Tensor:
     """
     groups = y.view(y.shape[0] // NVFP4_BLOCK, NVFP4_BLOCK, y.shape[1])
     diagonal = signs(random_signs, y.device).view(NVFP4_BLOCK, 1)
-    return _butterflies(groups * _ORTHONORMAL).mul_(diagonal).view(y.shape)
+    return _butterflies_(groups * _ORTHONORMAL).mul_(diagonal).view(y.shape)
 
 
 def rotate_last(x: Tensor, random_signs: bool = True) -> Tensor:
@@ -106,13 +108,13 @@ def rotate_last(x: Tensor, random_signs: bool = True) -> Tensor:
     return rotate_rows(groups, random_signs).t().reshape(x.shape).to(torch.bfloat16)
 
 
-def _butterflies(groups: Tensor) -> Tensor:
-    """Multiply by ``H`` along the middle dimension of (groups, 16, K), using ``groups`` as scratch space."""
-    source, target = groups, torch.empty_like(groups)
+def _butterflies_(groups: Tensor, scratch: Tensor | None = None) -> Tensor:
+    """Multiply by ``H`` along the middle dimension of (groups, 16, K), in the memory of ``groups``."""
+    source, target = groups, torch.empty_like(groups) if scratch is None else scratch
     n, _, k = groups.shape
     for distance in (8, 4, 2, 1):
-        pairs = source.view(n, NVFP4_BLOCK // (2 * distance), 2, distance, k)
-        out = target.view(n, NVFP4_BLOCK // (2 * distance), 2, distance, k)
+        halves = (n, NVFP4_BLOCK // (2 * distance), 2, distance, k)
+        pairs, out = source.view(halves), target.view(halves)
         torch.add(pairs[:, :, 0], pairs[:, :, 1], out=out[:, :, 0])
         torch.sub(pairs[:, :, 0], pairs[:, :, 1], out=out[:, :, 1])
         source, target = target, source

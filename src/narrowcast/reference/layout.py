@@ -1,4 +1,5 @@
-"""Shapes and groups: the matrix behind an N-d tensor, zero padding, one scale spread over a group of elements."""
+"""Shapes and groups: the matrix behind an N-d tensor, zero padding, one scale spread over a group of
+elements."""
 
 import math
 
@@ -6,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowcast.formats import round_up
+from ..formats import round_up
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,7 +39,8 @@ def widen(x: Tensor) -> Tensor:
         TypeError: another dtype.
 
     Numerics:
-        Exact, contiguous and cut from autograd; shares memory with ``x`` where that already is contiguous fp32.
+        Exact, contiguous and cut from autograd; shares memory with ``x`` where that already is contiguous
+        fp32.
     """
     if x.dtype not in INPUT_DTYPES:
         raise TypeError(f"cannot quantize a tensor of {x.dtype}; use float32, bfloat16 or float16")
@@ -83,19 +85,20 @@ def pad_scales(scales: Tensor, rows: int, columns: int) -> Tensor:
     return out
 
 
-def magnitude(x: Tensor) -> Tensor:
+def magnitude(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``|x|`` with NaN replaced by 0, so that a maximum ignores it.
 
     Args:
         x: fp32, any shape.
+        out: fp32 of the same shape that receives the result; None for a new tensor.
 
     Raises:
         Nothing of its own.
 
     Numerics:
-        A new fp32 tensor; infinities stay.
+        fp32, exact; infinities stay.
     """
-    return x.abs().nan_to_num_(nan=0.0, posinf=math.inf)
+    return torch.abs(x, out=out).nan_to_num_(nan=0.0, posinf=math.inf)
 
 
 def group_max(x: Tensor, rows: int, columns: int) -> Tensor:

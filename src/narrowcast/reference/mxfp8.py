@@ -1,15 +1,22 @@
 """MXFP8: FP8 elements with one power-of-two (E8M0) scale per 32 consecutive elements.
 
-The two directions are quantized separately from the source; the column-wise data is not transposed. In the 2-D variant
-a scale belongs to a 32 x 32 tile and both directions hold the same codes. Groups at the edges may be short.
+The two directions are quantized separately from the source; the column-wise data is not transposed. In the
+2-D variant a scale belongs to a 32 x 32 tile and both directions hold the same codes. Groups at the edges may
+be short.
 """
 
 import torch
 from torch import Tensor
 
-from narrowcast.formats import MXFP8_BLOCK, SCALE_TILE_COLUMNS, SCALE_TILE_ROWS, ElementFormat, cdiv
-from narrowcast.reference.codecs import decode_e8m0, decode_float8, encode_e8m0, encode_float8_, reciprocal_e8m0
-from narrowcast.reference.layout import (
+from ..formats import MXFP8_BLOCK, SCALE_TILE_COLUMNS, SCALE_TILE_ROWS, ElementFormat, cdiv
+from .codecs import (
+    decode_e8m0,
+    decode_float8,
+    encode_e8m0,
+    encode_float8_,
+    reciprocal_e8m0,
+)
+from .layout import (
     as_matrix,
     group_max,
     magnitude,
@@ -43,7 +50,11 @@ def quantize(
     """
     matrix = as_matrix(widen(x))
     size = magnitude(matrix)
-    groups = [(MXFP8_BLOCK, MXFP8_BLOCK)] if two_d else [(1, MXFP8_BLOCK)] * rowwise + [(MXFP8_BLOCK, 1)] * columnwise
+    groups = (
+        [(MXFP8_BLOCK, MXFP8_BLOCK)]
+        if two_d
+        else [(1, MXFP8_BLOCK)] * rowwise + [(MXFP8_BLOCK, 1)] * columnwise
+    )
     scales = [encode_e8m0(group_max(size, *group).mul_(fmt.max_reciprocal)) for group in groups]
     # The magnitudes have served; their memory takes the scaled elements of one direction after the other.
     data = [
@@ -51,7 +62,7 @@ def quantize(
         for scale, group in zip(scales, groups, strict=True)
     ]
     if two_d and rowwise and columnwise:
-        data, scales = [data[0], data[0].clone()], scales * 2
+        data.append(data[0].clone())
     out: list[Tensor] = []
     if rowwise:
         rows = spread(scales[0], MXFP8_BLOCK, 1)[: matrix.shape[0]] if two_d else scales[0]

@@ -1,12 +1,13 @@
 """NVFP4: E2M1 elements with one E4M3 scale per 16 elements and one fp32 amax per tensor (or per row).
 
-The two directions are quantized separately from the source; column-wise data is transposed. Everything is computed in
-the layout of the source, groups of 16 running down the rows for the column-wise direction, and only packed bytes are
-transposed. The matrix is padded with zeros to whole groups in the directions that pack, and rotations and tiles see
-those zeros.
+The two directions are quantized separately from the source; column-wise data is transposed. Everything is
+computed in the layout of the source, groups of 16 running down the rows for the column-wise direction, and
+only packed bytes are transposed. The matrix is padded with zeros to whole groups in the directions that pack,
+and rotations and tiles see those zeros.
 
-Options: 16 x 16 tiles (weights), the random Hadamard transform of the column-wise direction, stochastic rounding
-(gradients), one amax per row (activations), and "4 over 6": map the amax of a block to 4 or to 6, whichever loses less.
+Options: 16 x 16 tiles (weights), the random Hadamard transform of the column-wise direction, stochastic
+rounding (gradients), one amax per row (activations), and "4 over 6": map the amax of a block to 4 or to 6,
+whichever loses less.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowcast.formats import (
+from ..formats import (
     E2M1,
     E4M3,
     FLT_MAX,
@@ -23,40 +24,40 @@ from narrowcast.formats import (
     SCALE_TILE_ROWS,
     round_to_float32,
 )
-from narrowcast.reference.codecs import (
+from .codecs import (
     decode_float4,
     decode_float8,
     encode_float4_,
+    encode_float4_stochastic_,
     encode_float8,
     encode_float8_,
     pack_float4,
-    sign_float4,
     unpack_float4,
 )
-from narrowcast.reference.hadamard import rotate_rows, unrotate_rows
-from narrowcast.reference.layout import (
+from .hadamard import rotate_rows, unrotate_rows
+from .layout import (
     as_matrix,
     group_max,
     magnitude,
     multiply_groups,
-    multiply_groups_,
     pad_matrix,
     pad_scales,
     spread,
     transpose_bytes,
     widen,
 )
-from narrowcast.reference.philox import random_words
-from narrowcast.reference.scaling import reciprocal
+from .philox import random_words
+from .scaling import reciprocal
 
 _ROWWISE_STREAM = 0
 _COLUMNWISE_STREAM = 1
-_RANDOM_BITS = 8
 
 
 @dataclass(frozen=True)
 class _Options:
     two_d: bool
+    rht: bool
+    random_signs: bool
     row_scaled: bool
     four_over_six: bool
     e4m3_max: int
@@ -70,8 +71,17 @@ class _Options:
 
 
 @dataclass(frozen=True)
+class _Scratch:
+    """Memory of the matrix's shape that one direction after the other computes in, fp32 and int32."""
+
+    values: Tensor
+    bits: Tensor
+
+
+@dataclass(frozen=True)
 class _Encoded:
-    """Codes (Mp, Kp), E4M3 scales per group and the amax that the global scale came from, in the source's layout."""
+    """Codes (Mp, Kp), E4M3 scales per group and the amax that the global scale came from, in the source's
+    layout."""
 
     codes: Tensor
     scales: Tensor
@@ -112,38 +122,34 @@ def quantize(
         ValueError: rank below 2, or options that exclude each other.
 
     Numerics:
-        ``data uint8 (*lead, round_up(K, 16) / 2), scale_inv uint8 (round_up(M, 128), round_up(cdiv(K, 16), 4))``
-        row-wise, ``data uint8 (K, round_up(M, 16) / 2), scale_inv uint8 (round_up(K, 128), round_up(cdiv(M, 16), 4))``
-        column-wise, then the fp32 amaxes ([1], or [M] and [K]), each where its direction is asked for.
-        With ``S = min(RN(6 * e4m3_max / amax), FLT_MAX)`` a block has scale ``E4M3(RN(block_amax * RN(S * RN(1/6))))``
-        and its elements are ``E2M1(RN(x * min(RN(1 / RN(scale * RN(1/S))), FLT_MAX)))``.
+        ``data uint8 (*lead, round_up(K, 16) / 2), scale_inv uint8 (round_up(M, 128), round_up(cdiv(K, 16),
+        4))`` row-wise, ``data uint8 (K, round_up(M, 16) / 2), scale_inv uint8 (round_up(K, 128),
+        round_up(cdiv(M, 16), 4))`` column-wise, then the fp32 amaxes ([1], or [M] and [K]), each where its
+        direction is asked for. With ``S = min(RN(6 * e4m3_max / amax), FLT_MAX)`` a block has scale
+        ``E4M3(RN(block_amax * RN(S * RN(1/6))))`` and its elements are ``E2M1(RN(x * min(RN(1 / RN(scale *
+        RN(1/S))), FLT_MAX)))``.
     """
     _check_options(two_d, rht, row_scaled, four_over_six, error_mode, seed)
-    options = _Options(two_d, row_scaled, four_over_six, e4m3_max, error_mode, seed)
+    options = _Options(two_d, rht, random_signs, row_scaled, four_over_six, e4m3_max, error_mode, seed)
     source = as_matrix(widen(x))
     m, k = source.shape
     matrix = pad_matrix(
         source, NVFP4_BLOCK if columnwise or two_d else 1, NVFP4_BLOCK if rowwise or two_d else 1
     )
-    size = magnitude(matrix)
-    shared = _encode(matrix, size, NVFP4_BLOCK, NVFP4_BLOCK, options) if options.codes_are_shared else None
+    row, column = _encode_directions(matrix, rowwise, columnwise, options)
     buffers: list[Tensor] = []
     amaxes: list[Tensor] = []
-    if rowwise:
-        row = shared or _encode(matrix, size, 1, NVFP4_BLOCK, options)
-        scales = spread(row.scales, NVFP4_BLOCK, 1) if shared else row.scales
+    if row is not None:
         data = pack_float4(row.codes[:m])
+        scales = spread(row.scales, NVFP4_BLOCK, 1) if options.codes_are_shared else row.scales
         buffers += [data.view(*x.shape[:-1], data.shape[1]), _pad(scales[:m])]
         amaxes.append(row.amax.flatten()[: m if row_scaled else 1])
-    if columnwise:
-        if rht:
-            matrix = rotate_rows(matrix, random_signs)
-            size = magnitude(matrix)
-        column = shared or _encode(matrix, size, NVFP4_BLOCK, 1, options)
-        scales = spread(column.scales, 1, NVFP4_BLOCK) if shared else column.scales
-        buffers += [transpose_bytes(_pack_rows(column.codes)[:, :k]), _pad(scales[:, :k].t())]
+    if column is not None:
+        data = transpose_bytes(_pack_rows(column.codes)[:, :k])
+        scales = spread(column.scales, 1, NVFP4_BLOCK) if options.codes_are_shared else column.scales
+        buffers += [data, _pad(scales[:, :k].t())]
         amaxes.append(column.amax.flatten()[: k if row_scaled else 1])
-    # Copied: two directions of one tile share their amax, and a slice may leave padding behind in its storage.
+    # Copied: two directions of one tile share their amax, and a slice would keep its padding alive.
     return buffers + [amax.clone() for amax in amaxes]
 
 
@@ -170,24 +176,54 @@ def _pad(scales: Tensor) -> Tensor:
     return pad_scales(scales, SCALE_TILE_ROWS, SCALE_TILE_COLUMNS)
 
 
-def _encode(matrix: Tensor, size: Tensor, rows: int, columns: int, options: _Options) -> _Encoded:
-    """Encode groups of (rows, columns) elements: (1, 16) row-wise, (16, 1) column-wise, (16, 16) for shared tiles."""
-    block_amax = group_max(size, rows, columns)
-    if options.two_d and not options.codes_are_shared:
-        # One amax per tile, repeated for each of its lines (the group's own extent is already reduced).
-        block_amax = spread(group_max(block_amax, columns, rows), columns, rows)
+def _encode_directions(
+    matrix: Tensor, rowwise: bool, columnwise: bool, options: _Options
+) -> tuple[_Encoded | None, _Encoded | None]:
+    size = magnitude(matrix)
+    scratch = _Scratch(size, torch.empty_like(size, dtype=torch.int32))
+    if options.codes_are_shared:
+        amax = group_max(size, NVFP4_BLOCK, NVFP4_BLOCK)
+        shared = _encode(matrix, amax, NVFP4_BLOCK, NVFP4_BLOCK, options, scratch)
+        return shared if rowwise else None, shared if columnwise else None
+    # Both amaxes come first: the magnitudes' memory takes the scaled elements afterwards.
+    row_amax = _block_amax(size, 1, NVFP4_BLOCK, options.two_d) if rowwise else None
+    column_amax = _block_amax(size, NVFP4_BLOCK, 1, options.two_d) if columnwise and not options.rht else None
+    row = column = None
+    if row_amax is not None:
+        row = _encode(matrix, row_amax, 1, NVFP4_BLOCK, options, scratch)
+    if columnwise and options.rht:
+        matrix = rotate_rows(matrix, options.random_signs, scratch.values)
+        column_amax = _block_amax(magnitude(matrix, out=scratch.values), NVFP4_BLOCK, 1, options.two_d)
+    if column_amax is not None:
+        column = _encode(matrix, column_amax, NVFP4_BLOCK, 1, options, scratch)
+    return row, column
+
+
+def _block_amax(size: Tensor, rows: int, columns: int, two_d: bool) -> Tensor:
+    """The amax of each group; in a tile, that of the tile for each of its groups."""
+    amax = group_max(size, rows, columns)
+    return spread(group_max(amax, columns, rows), columns, rows) if two_d else amax
+
+
+def _encode(
+    matrix: Tensor, block_amax: Tensor, rows: int, columns: int, options: _Options, scratch: _Scratch
+) -> _Encoded:
+    """Encode groups of (rows, columns): (1, 16) row-wise, (16, 1) column-wise, (16, 16) for shared tiles."""
     amax = _global_amax(block_amax, 1 if columns > 1 else 0, options.row_scaled)
     global_scale = _global_scale(amax, options.e4m3_max)
     if options.four_over_six:
-        codes, scales = _encode_four_over_six(matrix, block_amax, amax, global_scale, rows, columns, options)
+        codes, scales = _encode_four_over_six(
+            matrix, block_amax, amax, global_scale, rows, columns, options, scratch
+        )
         return _Encoded(codes, scales, amax)
     factor = global_scale * round_to_float32(1.0 / E2M1.max)
     scales = encode_float8_(block_amax * factor, E4M3)
-    scaled = multiply_groups(matrix, _element_scale(decode_float8(scales, E4M3), global_scale), rows, columns)
+    element_scale = _element_scale(decode_float8(scales, E4M3), global_scale)
+    scaled = multiply_groups(matrix, element_scale, rows, columns, out=scratch.values)
     if options.seed is None:
-        return _Encoded(encode_float4_(scaled), scales, amax)
+        return _Encoded(encode_float4_(scaled, scratch.bits), scales, amax)
     random = _random_like(scaled, rows, columns, options.seed)
-    return _Encoded(encode_float4_stochastic_(scaled, random), scales, amax)
+    return _Encoded(encode_float4_stochastic_(scaled, random, scratch.bits), scales, amax)
 
 
 def _global_amax(block_amax: Tensor, dim: int, per_line: bool) -> Tensor:
@@ -206,40 +242,15 @@ def _global_scale(amax: Tensor, e4m3_max: int) -> Tensor:
 
 
 def _element_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """What elements are multiplied by when encoding; a block scale of 0 saturates instead of giving infinity."""
+    """What elements are multiplied by when encoding; a block scale of 0 saturates, not infinity."""
     return reciprocal(block_scale * reciprocal(global_scale)).clamp_(max=FLT_MAX)
-
-
-def encode_float4_stochastic_(x: Tensor, random: Tensor) -> Tensor:
-    """Encode fp32 values as E2M1 codes, rounding up in magnitude with the probability of the distance; overwrites ``x``.
-
-    Args:
-        x: fp32, any shape.
-        random: fp32 of the same shape, integers 0..255; overwritten.
-
-    Raises:
-        RuntimeError: the shapes differ.
-
-    Numerics:
-        uint8 codes. With ``a = min(|x|, 6)`` and ``step`` the spacing of codes at ``a``: ``RN(a + random / 256 * step)``,
-        rounded down to a code. Values that are codes stay; the sign is kept; NaN becomes +6.
-    """
-    x.nan_to_num_(nan=6.0, posinf=6.0, neginf=-6.0)
-    sign = sign_float4(x)
-    size = x.abs_().clamp_(max=6.0)
-    # The step is half the power of two below the magnitude, at least 0.5; here it is divided by 256 as well.
-    step = size.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=127 << 23).sub_((1 + _RANDOM_BITS) << 23)
-    size.add_(random.mul_(step.view(torch.float32)))
-    # From 1 upwards the exponent and first mantissa bit count codes (1.0 is code 2); below, there are only 0 and 0.5.
-    code = size.view(torch.int32).bitwise_right_shift(22).sub_(252)
-    below_one = size.mul_(2.0).clamp_(max=1.0).to(torch.int32)
-    return torch.maximum(code, below_one, out=code).to(torch.uint8).bitwise_or_(sign)
 
 
 def _random_like(x: Tensor, rows: int, columns: int, seed: Tensor) -> Tensor:
     """A random integer 0..255 for every element, as fp32 in the layout of ``x``.
 
-    Blocks are numbered row-major in the direction's own matrix: (M, K / 16) row-wise, (K, M / 16) column-wise.
+    Blocks are numbered row-major in the direction's own matrix: (M, K / 16) row-wise, (K, M / 16)
+    column-wise.
     """
     m, k = x.shape[0] // rows, x.shape[1] // columns
     index = torch.arange(m * k, device=x.device)
@@ -260,19 +271,23 @@ def _encode_four_over_six(
     rows: int,
     columns: int,
     options: _Options,
+    scratch: _Scratch,
 ) -> tuple[Tensor, Tensor]:
     base = block_amax.div(torch.full_like(block_amax, E2M1.max)).mul_(global_scale)
-    line_dim = 0 if columns > 1 else 1
 
     def candidate(expand: float) -> tuple[Tensor, Tensor, Tensor]:
         scales = encode_float8(base * expand, E4M3)
         decoded = decode_float8(scales, E4M3)
-        codes = encode_float4_(multiply_groups(matrix, _element_scale(decoded, global_scale), rows, columns))
-        value = multiply_groups_(decode_float4(codes), decoded, rows, columns).mul_(amax)
+        element_scale = _element_scale(decoded, global_scale)
+        codes = encode_float4_(
+            multiply_groups(matrix, element_scale, rows, columns, out=scratch.values), scratch.bits
+        )
+        value = decode_float4(codes)
+        multiply_groups(value, decoded, rows, columns, out=value)
         # A tensor as the divisor: by a number, an accelerator multiplies with the reciprocal.
-        value.div_(torch.full_like(amax, E2M1.max * options.e4m3_max)).sub_(matrix)
+        value.mul_(amax).div_(torch.full_like(amax, E2M1.max * options.e4m3_max)).sub_(matrix)
         error = _block_sum(value.mul_(value) if options.error_mode == "MSE" else value.abs_(), rows, columns)
-        return codes, scales, _tile_sum(error, line_dim) if options.two_d else error
+        return codes, scales, _tile_sum(error, 0 if columns > 1 else 1) if options.two_d else error
 
     codes4, scales4, error4 = candidate(1.5)
     codes6, scales6, error6 = candidate(1.0)
@@ -294,7 +309,7 @@ def _block_sum(terms: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _tile_sum(error: Tensor, dim: int) -> Tensor:
-    """Sum the errors of the 16 lines of each tile as a tree (distances 8, 4, 2, 1), repeated for every line."""
+    """Sum the errors of a tile's 16 lines as a tree (distances 8, 4, 2, 1), repeated for every line."""
     lines = error.unflatten(dim, (error.shape[dim] // NVFP4_BLOCK, NVFP4_BLOCK))
     for half in (8, 4, 2, 1):
         lines = lines.narrow(dim + 1, 0, half) + lines.narrow(dim + 1, half, half)
@@ -329,13 +344,15 @@ def dequantize_rowwise(
         ValueError: rank below 2.
 
     Numerics:
-        Shape (*lead, K); ``RN(code * RN(RN(scale * amax) * RN(1 / (6 * e4m3_max))))``, then rounded to ``dtype``.
+        Shape (*lead, K); ``RN(code * RN(RN(scale * amax) * RN(1 / (6 * e4m3_max))))``, then rounded to
+        ``dtype``.
     """
     codes = unpack_float4(as_matrix(data))
     m, k = codes.shape
     factors = _element_scale_inv(scale_inv[:m, : k // NVFP4_BLOCK], amax.view(amax.numel(), 1), e4m3_max)
-    value = multiply_groups_(decode_float4(codes), factors, 1, NVFP4_BLOCK)[:, :columns]
-    return value.to(dtype).reshape(*data.shape[:-1], columns)
+    value = decode_float4(codes)
+    multiply_groups(value, factors, 1, NVFP4_BLOCK, out=value)
+    return value[:, :columns].to(dtype).reshape(*data.shape[:-1], columns)
 
 
 def dequantize_columnwise(
@@ -365,12 +382,14 @@ def dequantize_columnwise(
         ValueError: rank below 2.
 
     Numerics:
-        Shape (M, K), also for N-d sources; elements as in ``dequantize_rowwise``. The rotation is undone in fp32.
+        Shape (M, K), also for N-d sources; elements as in ``dequantize_rowwise``. The rotation is undone in
+        fp32.
     """
     codes = _unpack_rows(transpose_bytes(as_matrix(data)))
     m, k = codes.shape
     factors = _element_scale_inv(scale_inv[:k, : m // NVFP4_BLOCK].t(), amax.view(1, amax.numel()), e4m3_max)
-    value = multiply_groups_(decode_float4(codes), factors, NVFP4_BLOCK, 1)
+    value = decode_float4(codes)
+    multiply_groups(value, factors, NVFP4_BLOCK, 1, out=value)
     if rht:
         value = unrotate_rows(value, random_signs)
     return value[:rows].to(dtype)
@@ -384,7 +403,8 @@ def decode_block_scaled(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> 
     """Decode codes times block scales, without the tensor's amax: what an emulated GEMM multiplies.
 
     Args:
-        data: uint8, shape (R, C / 2), C a multiple of 16: row-wise data as a matrix, or column-wise data as stored.
+        data: uint8, shape (R, C / 2), C a multiple of 16: row-wise data as a matrix, or column-wise data as
+            stored.
         scale_inv: uint8, compact scales of the same direction.
         dtype: fp32, bf16 or fp16; the values are exact in each.
 
@@ -396,5 +416,6 @@ def decode_block_scaled(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> 
     """
     codes = unpack_float4(as_matrix(data))
     rows, columns = codes.shape
-    scales = decode_float8(scale_inv[:rows, : columns // NVFP4_BLOCK].contiguous(), E4M3)
-    return multiply_groups_(decode_float4(codes), scales, 1, NVFP4_BLOCK).to(dtype)
+    scales = decode_float8(scale_inv[:rows, : columns // NVFP4_BLOCK], E4M3)
+    value = decode_float4(codes)
+    return multiply_groups(value, scales, 1, NVFP4_BLOCK, out=value).to(dtype)

@@ -1,7 +1,8 @@
 """Philox 4x32-10, the counter-based generator that Triton also uses, in integer tensor operations.
 
-Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011). A counter and a key give
-128 random bits and nothing is carried from call to call, so any element's bits can be had on any device.
+Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011). A counter and a
+key give 128 random bits and nothing is carried from call to call, so any element's bits can be had on any
+device.
 """
 
 import torch
@@ -35,12 +36,16 @@ def philox4x32_(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) ->
     key0, key1 = seed & _WORD, (seed >> 32) & _WORD
     product0, product1 = torch.empty_like(c0), torch.empty_like(c2)
     for _ in range(_ROUNDS):
-        # int64 products wrap, which leaves both 32-bit halves right. Bits above a word are cleared once per round: the
-        # words that are only combined by xor may carry them along.
+        # int64 products wrap, which leaves both 32-bit halves right. Bits above a word are cleared once per
+        # round: the words that are only combined by xor may carry them along.
         torch.mul(c0, _MULTIPLIERS[0], out=product0)
         torch.mul(c2, _MULTIPLIERS[1], out=product1)
-        torch.bitwise_right_shift(product1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(key0).bitwise_and_(_WORD)
-        torch.bitwise_right_shift(product0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(key1).bitwise_and_(_WORD)
+        torch.bitwise_right_shift(product1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(key0).bitwise_and_(
+            _WORD
+        )
+        torch.bitwise_right_shift(product0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(key1).bitwise_and_(
+            _WORD
+        )
         # The products become the new words, and the old words the buffers of the next products.
         c1, c3, product0, product1 = product1, product0, c3, c1
         key0, key1 = (key0 + _KEY_STEPS[0]) & _WORD, (key1 + _KEY_STEPS[1]) & _WORD
@@ -59,8 +64,9 @@ def random_words(seed: Tensor, blocks: Tensor, stream: int) -> list[Tensor]:
         Nothing of its own.
 
     Numerics:
-        Four int32 tensors (the words' bit patterns) of the shape of ``blocks``, from the counter (low word of the index,
-        high word, stream, 0). Byte ``i`` of a block is byte ``i % 4``, lowest first, of word ``i // 4``.
+        Four int32 tensors (the words' bit patterns) of the shape of ``blocks``, from the counter (low word of
+        the index, high word, stream, 0). Byte ``i`` of a block is byte ``i % 4``, lowest first, of word ``i
+        // 4``.
     """
     words = philox4x32_(
         seed, blocks & _WORD, blocks >> 32, torch.full_like(blocks, stream), torch.zeros_like(blocks)

@@ -1,8 +1,9 @@
 """The scale rule shared by per-tensor current scaling and FP8 block scaling, and the amax it starts from.
 
-NaN elements never take part in an amax: a NaN in the data must stay one NaN in the result, not a lost tensor. A plain
-``amax`` propagates NaN, so magnitudes are compared as integers, whose order is the order of the floats: adding the
-number of NaN patterns makes infinity the largest integer and wraps every NaN to a negative one.
+NaN elements never take part in an amax: a NaN in the data must stay one NaN in the result, not a lost tensor.
+A plain ``amax`` propagates NaN, so magnitudes are compared as integers, whose order is the order of the
+floats: adding the number of NaN patterns makes infinity the largest integer and wraps every NaN to a negative
+one.
 """
 
 import torch
@@ -66,7 +67,9 @@ def magnitude_from_order(order: Tensor, dtype: torch.dtype) -> Tensor:
     return order.clamp(min=offset).sub_(offset).view(dtype).float()
 
 
-def scale_from_amax(amax: Tensor, fp8_max: float, *, power_2: bool, epsilon: float, overflow: float) -> Tensor:
+def scale_from_amax(
+    amax: Tensor, fp8_max: float, *, power_2: bool, epsilon: float, overflow: float
+) -> Tensor:
     """The encoding scale that maps an amax to the largest FP8 value.
 
     Args:
@@ -74,14 +77,15 @@ def scale_from_amax(amax: Tensor, fp8_max: float, *, power_2: bool, epsilon: flo
         fp8_max: the largest value of the element format.
         power_2: round the scale down to a power of two.
         epsilon: lower bound for amax.
-        overflow: the scale used where the quotient exceeds fp32 (the largest fp32 value for per-tensor scaling, the
-            largest value of the input dtype for block scaling).
+        overflow: the scale used where the quotient exceeds fp32 (the largest fp32 value for per-tensor
+            scaling, the largest value of the input dtype for block scaling).
 
     Raises:
         Nothing of its own.
 
     Numerics:
-        fp32, same shape: ``RN(fp8_max / max(amax, epsilon))`` by a true division; 1 where amax is 0, infinite or NaN.
+        fp32, same shape: ``RN(fp8_max / max(amax, epsilon))`` by a true division; 1 where amax is 0, infinite
+        or NaN.
     """
     if epsilon > 0.0:
         amax = amax.clamp(min=epsilon)

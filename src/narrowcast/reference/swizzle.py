@@ -1,13 +1,13 @@
 """The order in which a block-scaled tensor-core GEMM reads its scales.
 
-A tile of 128 rows by 4 columns becomes 512 consecutive bytes: within it, row ``r`` goes to ``(r % 32) * 16 + r // 32 *
-4``. The MXFP8 column-wise scales are transposed first, so that a row is a column of the matrix.
+A tile of 128 rows by 4 columns becomes 512 consecutive bytes: within it, row ``r`` goes to ``(r % 32) * 16 +
+r // 32 * 4``. The MXFP8 column-wise scales are transposed first, so that a row is a column of the matrix.
 """
 
 import torch
 from torch import Tensor
 
-from narrowcast.formats import SCALE_TILE_COLUMNS, SCALE_TILE_ROWS
+from ..formats import SCALE_TILE_COLUMNS, SCALE_TILE_ROWS
 
 _LANES = 32
 

@@ -1,6 +1,5 @@
 """The commands `train`, `demo` and `doctor`."""
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Optional
@@ -23,7 +22,6 @@ from .report import terminal_table
 app = typer.Typer(
     name="narrowcast",
     help="Train a small Transformer in low precision, compare the recipes, check what this machine runs.",
-    no_args_is_help=True,
     add_completion=False,
 )
 
@@ -154,8 +152,7 @@ def demo(
     check_recipes(config)
     _make_folder(out)
     finished = run_demo(config, corpus, progress)
-    command = shlex.join(["narrowcast", *context.obj])
-    write_results(finished, out, command=command, document=write_docs)
+    write_results(finished, out, command=context.obj, document=write_docs)
     Console().print(terminal_table(finished.rows))
     typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / 'results.json'}")
 
