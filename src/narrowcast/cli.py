@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import cast
 
 EXTRA = {"matplotlib", "numpy", "rich", "safetensors", "typer"}
 INTERRUPTED = 130
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     typed = shlex.join(["narrowcast", *words])
     # Typer exports BadParameter and not its base class, which every wrong command line raises.
-    usage_error = typer.BadParameter.__mro__[1]
+    usage_error = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
     try:
         # Typer's own handling prints a usage text and a frame around each message.
         code = app(args=words or ["--help"], prog_name="narrowcast", standalone_mode=False, obj=typed) or 0

@@ -49,6 +49,7 @@ class ElementFormat:
         mantissa_bits: width of the stored mantissa field.
         bias: exponent bias.
         max: the largest finite magnitude; encoders saturate to it.
+        max_reciprocal: ``RN(1 / max)`` in fp32, stored so that traced code reads a constant.
         has_infinity: whether the format has codes for infinities (no encoder here produces them).
         nan_codes: the codes that decode to NaN.
         torch_dtype: the name of the torch dtype with the same codes, None where torch has none per element.
@@ -61,15 +62,11 @@ class ElementFormat:
     mantissa_bits: int
     bias: int
     max: float
+    max_reciprocal: float
     has_infinity: bool
     nan_codes: tuple[int, ...]
     torch_dtype: str | None
     dtype: DType
-
-    @property
-    def max_reciprocal(self) -> float:
-        """``RN(1 / max)`` in fp32."""
-        return round_to_float32(1.0 / self.max)
 
     @property
     def min_normal(self) -> float:
@@ -101,12 +98,46 @@ class ScaleFormat:
     nan_code: int
 
 
-E4M3 = ElementFormat("e4m3", 8, 4, 3, 7, 448.0, False, (0x7F, 0xFF), "float8_e4m3fn", DType.kFloat8E4M3)
-E5M2 = ElementFormat(
-    "e5m2", 8, 5, 2, 15, 57344.0, True, (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF), "float8_e5m2", DType.kFloat8E5M2
+E4M3 = ElementFormat(
+    name="e4m3",
+    bits=8,
+    exponent_bits=4,
+    mantissa_bits=3,
+    bias=7,
+    max=448.0,
+    max_reciprocal=round_to_float32(1.0 / 448.0),
+    has_infinity=False,
+    nan_codes=(0x7F, 0xFF),
+    torch_dtype="float8_e4m3fn",
+    dtype=DType.kFloat8E4M3,
 )
-E2M1 = ElementFormat("e2m1", 4, 2, 1, 1, 6.0, False, (), None, DType.kFloat4E2M1)
-E8M0 = ScaleFormat("e8m0", 8, 127, 254, 255)
+E5M2 = ElementFormat(
+    name="e5m2",
+    bits=8,
+    exponent_bits=5,
+    mantissa_bits=2,
+    bias=15,
+    max=57344.0,
+    max_reciprocal=round_to_float32(1.0 / 57344.0),
+    has_infinity=True,
+    nan_codes=(0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF),
+    torch_dtype="float8_e5m2",
+    dtype=DType.kFloat8E5M2,
+)
+E2M1 = ElementFormat(
+    name="e2m1",
+    bits=4,
+    exponent_bits=2,
+    mantissa_bits=1,
+    bias=1,
+    max=6.0,
+    max_reciprocal=round_to_float32(1.0 / 6.0),
+    has_infinity=False,
+    nan_codes=(),
+    torch_dtype=None,
+    dtype=DType.kFloat4E2M1,
+)
+E8M0 = ScaleFormat(name="e8m0", bits=8, bias=127, max_code=254, nan_code=255)
 
 ELEMENT_FORMATS: dict[DType, ElementFormat] = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E2M1)}
 

@@ -524,7 +524,8 @@ class CustomRecipe(Recipe):
         made = self.qfactory(role)  # type: ignore[misc]
         if made is None:
             raise ValueError(f"qfactory returned None for {role}; return an IdentityQuantizer to leave it alone")
-        if not isinstance(made, (Quantizer, DelayedScalingRequest)):
+        # in a traced call the compiler stands something else in for the quantizer it has just made
+        if not (torch.compiler.is_compiling() or isinstance(made, (Quantizer, DelayedScalingRequest))):
             raise TypeError(f"qfactory returned {type(made).__qualname__} for {role}; return a Quantizer or request")
         return made
 

@@ -16,23 +16,23 @@ from ..quantizers import (
 )
 from ..quantizers.quantizer import value_fields
 
-# what handles and TensorProto read and call on a quantizer in traced code
-_CLASS_CONSTANTS = ("_storage_class", "_storage_name", "_tensor_class")
-_TRACEABLE_METHODS = (
+# what handles and TensorProto use of a quantizer in traced code
+_MAKERS = ("copy", "replace", "with_usage")
+_MEMBERS = (
     "_assemble",
     "_describe_buffers",
     "_is_delayed",
     "_is_stochastic",
     "_resolve_storage_cls",
+    "_storage_class",
     "_storage_metadata",
+    "_storage_name",
     "_storage_scalars",
+    "_tensor_class",
     "alloc_tensors",
-    "copy",
     "create_metadata",
     "get_usages",
     "make_empty",
-    "replace",
-    "with_usage",
 )
 
 
@@ -51,7 +51,7 @@ def register_value_opaque_quantizer(cls: type) -> type:
     fields = value_fields(cls)
     cls._registered_fields = fields
     cls._te_compile_value_opaque = True
-    _opaque.register_value_type(cls, constants=(*fields, *_CLASS_CONSTANTS), methods=_TRACEABLE_METHODS)
+    _opaque.register_value_type(cls, _MAKERS, (*fields, *_MEMBERS))
     return cls
 
 

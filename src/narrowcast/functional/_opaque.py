@@ -7,7 +7,8 @@ and guards on its equality. The API is young, so a build of PyTorch without it s
 
 from __future__ import annotations
 
-from typing import Any
+import torch
+from torch.torch_version import TorchVersion
 
 try:
     from torch._library.opaque_object import MemberType, get_opaque_type_name, register_opaque_type
@@ -21,22 +22,22 @@ except (ImportError, AttributeError):
 __all__ = ["AVAILABLE", "OpaqueBase", "register_value_type", "schema_type"]
 
 
-def register_value_type(cls: type, constants: tuple[str, ...] = (), methods: tuple[str, ...] = ()) -> bool:
+def register_value_type(cls: type, makers: tuple[str, ...] = (), members: tuple[str, ...] = ()) -> bool:
     """Register exactly ``cls`` as a value-opaque type.
 
     Args:
         cls: the class; needs ``__eq__``, ``__hash__`` and ``__fx_repr__``.
-        constants: attributes that traced code may read; each read bakes the value into the graph.
-        methods: methods that traced code may call; they are traced through.
+        makers: methods that return another value; traced code runs them for real.
+        members: other attributes and methods that traced code may use.
     Returns:
         False when this PyTorch lacks the API or refuses the class; value semantics work in eager all the same.
     """
     if not AVAILABLE:
         return False
-    members: dict[str, Any] = {name: MemberType.USE_REAL for name in constants}
-    members.update({name: MemberType.INLINED for name in methods})
+    # From 2.13 on the compiler traces through members by itself; before, it must be told of each.
+    named = makers if TorchVersion(torch.__version__) >= (2, 13) else (*makers, *members)
     try:
-        register_opaque_type(cls, typ="value", members=members)
+        register_opaque_type(cls, typ="value", members={name: MemberType.USE_REAL for name in named})
     except (RuntimeError, TypeError):  # a half-implemented API must not break the import
         return False
     return True

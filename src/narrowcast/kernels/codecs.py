@@ -137,3 +137,49 @@ def fp8_word(x0, x1, x2, x3, E5M2: tl.constexpr, EMULATE: tl.constexpr):
             mov.b32 $0, {lo, hi};
         }"""
     return tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def decode_e4m3(code):
+    """fp32 value of an E4M3 code 0..0x7E given as uint8: moved into place as a tiny fp32, scaled up exactly."""
+    return (code.to(tl.uint32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+
+
+@triton.jit
+def round_to_bfloat16(x, EMULATE: tl.constexpr):
+    """fp32 ``x`` rounded to nearest even bf16, as fp32."""
+    if EMULATE:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x)
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def fp4_code(x, random, STOCHASTIC: tl.constexpr, EMULATE: tl.constexpr):
+    """E2M1 codes 0..15 of fp32 ``x`` as uint32: nearest even, saturating at 6, NaN gives +6.
+
+    The spacing of codes is half of ``power``, the power of two below the magnitude, at least 1. Nearest: the sum with
+    ``power * (1.5 * 2**22 + 1)`` has that spacing as its ulp, so its mantissa counts steps, and the exponent of
+    ``power``, in half steps, counts the codes below the binade; the added 1 makes their offsets cancel modulo 16.
+
+    Args:
+        random: integers 0..255 as uint32, used if ``STOCHASTIC``: round up where ``random / 256`` of the spacing,
+            added to the magnitude, reaches the next code.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    size = tl.minimum(tl.abs(x), 6.0)
+    power = tl.maximum(size.to(tl.uint32, bitcast=True) & 0x7F800000, 0x3F800000)
+    if STOCHASTIC:
+        step = (power - (9 << 23)).to(tl.float32, bitcast=True)  # the spacing / 256
+        raised = size + random.to(tl.float32) * step
+        # From 1 on, the exponent and the first mantissa bit count codes (1 is code 2); below are only 0 and 0.5.
+        code = tl.where(raised < 1.0, tl.where(raised < 0.5, 0, 1), (raised.to(tl.uint32, bitcast=True) >> 22) - 252)
+        code = code.to(tl.uint32)
+    else:
+        total = tl.fma(power.to(tl.float32, bitcast=True), 6291457.0, size)  # the product is exact
+        code = (total.to(tl.uint32, bitcast=True) + (power >> 22)) & 7
+    code = code | ((bits >> 28) & 8)
+    if EMULATE:
+        return tl.where(x == x, code, 7)
+    return code  # a multiplication on a GPU never returns a NaN with its sign set

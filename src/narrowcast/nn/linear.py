@@ -13,7 +13,7 @@ from ..autograd import LinearCaching, LinearFwdArgs, LinearNeeds, LinearNumerics
 from ..functional import calibrate_
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, DelayedScaling, LinearHandles, Recipe
 from ..state import STATE
-from ..tensors import QuantizedTensor, QuantizedTensorStorage
+from ..tensors import QuantizedTensor, QuantizedTensorStorage, storage_of
 from ..tensors.storage import resolve_storage_class
 from .module import QuantizedModule, parameter_device, quantize_parameter
 
@@ -181,7 +181,7 @@ class Linear(QuantizedModule):
     ) -> QuantizedTensorStorage | None:
         """The quantized weight that need not be made: a quantized parameter, or what the first microbatch left."""
         if isinstance(self.weight, QuantizedTensor):
-            storage = self.weight.storage_view()
+            storage = storage_of(self.weight)
             wanted = resolve_storage_class(handles.weight.both.storage_name)
             if not isinstance(storage, wanted):
                 raise RuntimeError(

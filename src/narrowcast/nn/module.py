@@ -26,16 +26,17 @@ class QuantizedModule(nn.Module):
     def __init__(self, name: str | None, device: torch.device | str | None) -> None:
         super().__init__()
         self.name = name or ""
-        self.delayed_scaling = DelayedScalingState(device)
+        self.delayed_scaling = DelayedScalingState(self.name, device)
         register_delayed_state(self, self.delayed_scaling)
         self._fp8_workspaces: dict[str, QuantizedTensorStorage] = {}
 
-    def _delayed_tensors(self, managed: DelayedScaling | None, entered: Recipe) -> DelayedTensors:
+    def _delayed_tensors(self, managed: DelayedScaling | None, recipe: Recipe) -> DelayedTensors:
         """State tensors for quantizers that scale with delay; empty without any."""
         if managed is None:
             return DelayedTensors()
         state = self.delayed_scaling
-        state.recipe, state.entered = managed, entered
+        if not torch.compiler.is_compiling():
+            state.ran_under = recipe
         return DelayedTensors(
             state.scale_fwd, state.amax_history_fwd, state.scale_bwd, state.amax_history_bwd
         )

@@ -98,6 +98,8 @@ class Float8CurrentScalingQuantizer(_Float8Base):
         if amax_reduction_group is not None:
             self._freeze(amax_reduction_group=amax_reduction_group)
 
+    __call__ = Quantizer.quantize
+
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
         return numerics.float8.quantize_current(
             x,
@@ -134,6 +136,8 @@ class Float8CurrentScalingQuantizer(_Float8Base):
 
 class DelayedFloat8Quantizer(_Float8Base):
     """Per-tensor FP8 whose scale and amax live in state tensors, at position ``slot``; the compiled form.
+
+    Not callable: torch 2.11 takes a callable argument of a mutating operator for a function to functionalize.
 
     Args:
         fp8_dtype: E4M3 or E5M2.
@@ -199,6 +203,8 @@ class Float8Quantizer(_Float8Base):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self._freeze(dtype=fp8_dtype_of(fp8_dtype), scale=scale, amax=amax)
+
+    __call__ = Quantizer.quantize
 
     def _slot_quantizer(self) -> DelayedFloat8Quantizer:
         return DelayedFloat8Quantizer(

@@ -59,6 +59,8 @@ class Float8BlockQuantizer(Quantizer):
             block_scaling_dim=int(block_scaling_dim),
         )
 
+    __call__ = Quantizer.quantize
+
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
         rows, columns = matrix_dims(shape)
         row_blocks, column_blocks = cdiv(columns, FLOAT8_BLOCK), cdiv(rows, FLOAT8_BLOCK)

@@ -36,6 +36,8 @@ class IdentityQuantizer(Quantizer):
             raise ValueError(f"dtype is {dtype}; IdentityQuantizer casts to one of {sorted(_HIGH_PRECISION)}")
         self._freeze(hp_dtype=name)
 
+    __call__ = Quantizer.quantize
+
     def _kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return _HIGH_PRECISION[self.hp_dtype] if self.hp_dtype else dtype
 

@@ -42,6 +42,8 @@ class MXFP8Quantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self._freeze(dtype=fp8_dtype_of(fp8_dtype), with_2d_quantization=bool(with_2d_quantization))
 
+    __call__ = Quantizer.quantize
+
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
         rows, columns = matrix_dims(shape)
         row_blocks, column_blocks = cdiv(columns, MXFP8_BLOCK), cdiv(rows, MXFP8_BLOCK)

@@ -96,6 +96,8 @@ class NVFP4Quantizer(Quantizer):
         )
         self._check_combination()
 
+    __call__ = Quantizer.quantize
+
     def _check_combination(self) -> None:
         clashes = (
             ("nvfp4_use_4over6", "with_rht"),

@@ -297,8 +297,6 @@ class Quantizer(QuantizerValue):
             return _QuantizeFunction.apply(tensor, self, dtype or tensor.dtype, amax_reduction_group)
         return self._quantize_detached(tensor, dtype or tensor.dtype, amax_reduction_group)
 
-    __call__ = quantize
-
     def _quantize_detached(self, tensor: Tensor, dtype: torch.dtype, group: Any) -> Any:
         if group is not None:
             raise NotImplementedError(f"{type(self).__qualname__} does not reduce amax over a process group")

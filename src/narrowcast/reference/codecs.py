@@ -181,8 +181,9 @@ def pack_float4(codes: Tensor) -> Tensor:
     if codes.shape[-1] % 2:
         raise ValueError(f"cannot pack an odd number of FP4 codes: the last dimension is {codes.shape[-1]}")
     # One little-endian 16-bit word holds a pair, so that packing is a shift and a narrowing.
-    pairs = codes.contiguous().view(torch.int16)
-    return pairs.bitwise_right_shift(4).bitwise_or_(pairs).to(torch.uint8)
+    pairs = codes.flatten().view(torch.int16)
+    data = pairs.bitwise_right_shift(4).bitwise_or_(pairs).to(torch.uint8)
+    return data.view(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 def unpack_float4(data: Tensor) -> Tensor:
@@ -197,9 +198,10 @@ def unpack_float4(data: Tensor) -> Tensor:
     Numerics:
         uint8 codes 0..15, shape (..., 2 * n), in the order of ``pack_float4``.
     """
-    pairs = data.to(torch.int16)
+    pairs = data.flatten().to(torch.int16)
     high = pairs.bitwise_and(0xF0).bitwise_left_shift_(4)
-    return pairs.bitwise_and_(0x0F).bitwise_or_(high).view(torch.uint8)
+    codes = pairs.bitwise_and_(0x0F).bitwise_or_(high).view(torch.uint8)
+    return codes.view(*data.shape[:-1], 2 * data.shape[-1])
 
 
 def encode_e8m0(v: Tensor) -> Tensor:

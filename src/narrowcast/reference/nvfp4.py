@@ -216,7 +216,7 @@ def _encode(
             matrix, block_amax, amax, global_scale, rows, columns, options, scratch
         )
         return _Encoded(codes, scales, amax)
-    factor = global_scale * round_to_float32(1.0 / E2M1.max)
+    factor = global_scale * E2M1.max_reciprocal
     scales = encode_float8_(block_amax * factor, E4M3)
     element_scale = _element_scale(decode_float8(scales, E4M3), global_scale)
     scaled = multiply_groups(matrix, element_scale, rows, columns, out=scratch.values)
@@ -352,7 +352,7 @@ def dequantize_rowwise(
     factors = _element_scale_inv(scale_inv[:m, : k // NVFP4_BLOCK], amax.view(amax.numel(), 1), e4m3_max)
     value = decode_float4(codes)
     multiply_groups(value, factors, 1, NVFP4_BLOCK, out=value)
-    return value[:, :columns].to(dtype).reshape(*data.shape[:-1], columns)
+    return value[:, :columns].to(dtype).contiguous().view(*data.shape[:-1], columns)
 
 
 def dequantize_columnwise(

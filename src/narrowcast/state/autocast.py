@@ -21,7 +21,7 @@ from .delayed_scaling import update_delayed_states
 class AutocastState:
     """The recipe in force and how deep the autocast contexts are nested."""
 
-    __slots__ = ("calibrating", "depth", "group", "init_preserve", "init_recipe", "recipe")
+    __slots__ = ("calibrating", "collecting", "depth", "group", "init_preserve", "init_recipe", "recipe")
 
     def __init__(self) -> None:
         self.reset()
@@ -32,6 +32,7 @@ class AutocastState:
         self.calibrating: Recipe | None = None
         self.group: Any = None
         self.depth = 0
+        self.collecting: Recipe | None = None  # the outermost stateful recipe since the last scale update
         self.init_recipe: Recipe | None = None
         self.init_preserve = False
 
@@ -110,9 +111,10 @@ class autocast:
         if self.previous is not None:
             raise RuntimeError("this autocast is active already; make a new one to nest")
         recipe = self.recipe
-        stateful = isinstance(recipe, (DelayedScaling, CustomRecipe))
-        if stateful and STATE.depth == 0 and not self.graph and _starts_a_step():
-            update_delayed_states(recipe, self.group)
+        if STATE.depth == 0 and not self.graph and isinstance(recipe, (DelayedScaling, CustomRecipe)):
+            if STATE.collecting is not None and _starts_a_step():
+                update_delayed_states(STATE.collecting, self.group)
+            STATE.collecting = recipe
         self.previous = (STATE.recipe, STATE.calibrating, STATE.group)
         STATE.recipe, STATE.calibrating, STATE.group = recipe, self.calibrating, self.group
         STATE.depth += 1

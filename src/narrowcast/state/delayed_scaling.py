@@ -35,16 +35,17 @@ class DelayedScalingState(nn.Module):
     scale_bwd: Tensor
     amax_history_bwd: Tensor
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
+    def __init__(self, name: str = "", device: torch.device | str | None = None) -> None:
         super().__init__()
+        self.name = name
+        self.history_length = DEFAULT_HISTORY
         forward, backward = len(FORWARD_TENSOR_TYPES), len(BACKWARD_TENSOR_TYPES)
         for direction, count in (("fwd", forward), ("bwd", backward)):
             scale = torch.ones(count, dtype=torch.float32, device=device)
             history = torch.zeros(DEFAULT_HISTORY, count, dtype=torch.float32, device=device)
             self.register_buffer(f"scale_{direction}", scale, persistent=False)
             self.register_buffer(f"amax_history_{direction}", history, persistent=False)
-        self.recipe: DelayedScaling | None = None  # whose rules keep this state
-        self.entered: Recipe | None = None  # the recipe in force when it last ran
+        self.ran_under: Recipe | None = None  # known after an eager forward; a traced one must not write here
 
     def reset(self) -> None:
         """Scales back to 1, histories to 0."""
@@ -67,12 +68,18 @@ class DelayedScalingState(nn.Module):
             setattr(self, name, moved if moved.dtype == torch.float32 else getattr(self, name).to(moved.device))
         return self
 
+    def _was_used(self) -> bool:
+        if self.scale_fwd.is_meta:
+            return False
+        scales = (self.scale_fwd != 1).any() | (self.scale_bwd != 1).any()
+        return bool(scales | self.amax_history_fwd.any() | self.amax_history_bwd.any())
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self.recipe is None:
+        if not self._was_used():
             return
         for name in _BUFFERS:
             tensor = getattr(self, name)
-            saved = tensor[: self.recipe.amax_history_len] if name.startswith("amax") else tensor
+            saved = tensor[: self.history_length] if name.startswith("amax") else tensor
             destination[prefix + name] = saved if keep_vars else saved.detach().clone()
 
     def _load_from_state_dict(
@@ -91,6 +98,7 @@ class DelayedScalingState(nn.Module):
                 continue  # a checkpoint of another recipe: the defaults stay
             if name.startswith("amax"):
                 self.resize_history(saved.shape[0])
+                self.history_length = saved.shape[0]
             target = getattr(self, name)
             if target.shape[1:] != saved.shape[1:]:
                 error_msgs.append(f"{prefix + name} has shape {tuple(saved.shape)}, expected {tuple(target.shape)}")
@@ -111,17 +119,25 @@ def _forget(state: DelayedScalingState) -> None:
 
 
 def update_delayed_states(entered: Recipe, group: Any = None) -> None:
-    """Renew the scales of every state that last ran under ``entered``; unused tensors keep theirs.
+    """Renew the scales of every module from what it collected while ``entered`` was the outermost recipe.
+
+    A module that ran eagerly knows its recipe, also a nested one; one that ran compiled is taken to have run under
+    ``entered``. Tensors that collected nothing keep history and scale, so modules that did not run are untouched.
 
     Args:
-        entered: the recipe whose autocast is entered; the rules are those of the delayed scaling behind it.
+        entered: the outermost recipe since the last update.
         group: process group over which the collected amax is reduced (MAX) first; None is the default group.
     """
-    pending = [state for state in _STATES if state.recipe is not None and state.entered == entered]
-    while pending:
-        recipe: Any = pending[0].recipe
-        _update_states(recipe, [state for state in pending if state.recipe == recipe], group)
-        pending = [state for state in pending if state.recipe != recipe]
+    by_rules: list[tuple[DelayedScaling, list[DelayedScalingState]]] = []
+    for state in _STATES:
+        rules = (state.ran_under or entered).linear_handles(state.name).managed
+        known = next((states for other, states in by_rules if other == rules), None)
+        if rules is not None and known is not None:
+            known.append(state)
+        elif rules is not None:
+            by_rules.append((rules, [state]))
+    for rules, states in by_rules:
+        _update_states(rules, states, group)
 
 
 def _update_states(recipe: DelayedScaling, states: list[DelayedScalingState], group: Any) -> None:
@@ -129,6 +145,7 @@ def _update_states(recipe: DelayedScaling, states: list[DelayedScalingState], gr
     if not torch.compiler.is_compiling():
         for state in states:
             state.resize_history(length)
+            state.history_length = length
     directions = (
         (recipe.fp8_format.max_fwd, [s.scale_fwd for s in states], [s.amax_history_fwd for s in states]),
         (recipe.fp8_format.max_bwd, [s.scale_bwd for s in states], [s.amax_history_bwd for s in states]),

@@ -5,7 +5,7 @@ from .float8_blockwise import Float8BlockwiseQTensor, Float8BlockwiseQTensorStor
 from .identity import IdentityTensor, IdentityTensorStorage
 from .mxfp8 import MXFP8Tensor, MXFP8TensorStorage
 from .nvfp4 import NVFP4Tensor, NVFP4TensorStorage
-from .quantized_tensor import QuantizedTensor
+from .quantized_tensor import QuantizedTensor, storage_of
 from .saving import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from .storage import QuantizedTensorStorage
 
@@ -26,4 +26,5 @@ __all__ = [
     "prepare_for_saving",
     "restore_from_func_ctx",
     "restore_from_saved",
+    "storage_of",
 ]

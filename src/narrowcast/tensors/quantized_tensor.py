@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from ..functional import QuantizerValue
-from .storage import QuantizedTensorStorage, flatten_context
+from .storage import QuantizedTensorStorage, flatten_context, resolve_storage_class
 
 aten = torch.ops.aten
 
@@ -91,11 +91,6 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             for base in cls.__mro__
             if issubclass(base, QuantizedTensorStorage) and not issubclass(base, Tensor)
         )
-
-    def storage_view(self) -> QuantizedTensorStorage:
-        """Bare storage that shares this tensor's buffers; traceable."""
-        buffers = {argument: getattr(self, attribute) for attribute, argument in self._FLATTEN_TENSOR_BUFFERS}
-        return self._bare_class()(quantizer=self._quantizer, fake_dtype=self._dtype, shape=None, **buffers)
 
     def _like(self, map_buffer: Callable[[Tensor], Tensor], *, requires_grad: bool = False) -> QuantizedTensor:
         buffers = {
@@ -184,6 +179,14 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             return _run_in_place(func, args, kwargs)
         args, kwargs = pytree.tree_map_only(QuantizedTensor, _plain, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
+    """Bare storage that shares the tensor's buffers; traceable, as a method of a tensor would not be."""
+    cls = type(tensor)
+    buffers = {argument: getattr(tensor, attribute) for attribute, argument in cls._FLATTEN_TENSOR_BUFFERS}
+    bare = resolve_storage_class(cls._BARE_NAME)
+    return bare(quantizer=tensor._quantizer, fake_dtype=tensor.dtype, shape=None, **buffers)
 
 
 def _rebuild(cls: type[QuantizedTensor], metadata: dict[str, Any]) -> QuantizedTensor:

@@ -49,6 +49,8 @@ class QuantizedTensorStorage:
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = ()
     """(attribute, constructor argument) of every buffer: the one source of truth for flatten order."""
     _INNER_TENSORS: ClassVar[tuple[tuple[str, str], ...]] = ()
+    _BARE_NAME: ClassVar[str]
+    """Identifier of the class without the tensor wrapper."""
     _ROWWISE_BUFFERS: ClassVar[tuple[str, ...]] = ()
     """Attributes that make up the row-wise GEMM operand, data first."""
     _COLUMNWISE_BUFFERS: ClassVar[tuple[str, ...]] = ()
@@ -57,6 +59,7 @@ class QuantizedTensorStorage:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _STORAGE_REGISTRY[storage_identifier(cls)] = cls
+        cls._BARE_NAME = storage_identifier(cls._bare_class())
         cls._INNER_TENSORS = cls._FLATTEN_TENSOR_BUFFERS  # the name later versions of the upstream project use
 
     def __init__(

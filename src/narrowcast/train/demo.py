@@ -22,8 +22,8 @@ CONFIG = TrainConfig(
     seq_len=128,
     lr=2e-3,
     warmup=30,
-    eval_every=20,
-    eval_batches=16,
+    eval_every=25,
+    eval_batches=8,
     model=ModelConfig(dim=128, layers=4, heads=4, kv_heads=2, hidden=352),
 )
 

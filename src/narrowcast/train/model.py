@@ -121,6 +121,7 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self._initialize(config)
         if config.tie_embeddings:
+            assert isinstance(self.embedding.weight, nn.Parameter)
             self.head.weight = self.embedding.weight
 
     def _initialize(self, config: ModelConfig) -> None:

@@ -7,6 +7,14 @@ import narrowcast as nc
 
 from .errors import SettingsError
 
+LowPrecisionRecipe = (
+    nc.recipe.DelayedScaling
+    | nc.recipe.Float8CurrentScaling
+    | nc.recipe.MXFP8BlockScaling
+    | nc.recipe.Float8BlockScaling
+    | nc.recipe.NVFP4BlockScaling
+)
+
 
 @dataclass(frozen=True)
 class RecipeChoice:
@@ -20,7 +28,7 @@ class RecipeChoice:
     """
 
     title: str
-    recipe: type[nc.recipe.Recipe] | None = None
+    recipe: type[LowPrecisionRecipe] | None = None
     native: Callable[..., bool | tuple[bool, str]] | None = None
     tolerance: float | None = None
 
@@ -56,7 +64,7 @@ def recipe_name(word: str) -> str:
     return name
 
 
-def build_recipe(name: str, *, device: str, emulate: bool) -> nc.recipe.Recipe | None:
+def build_recipe(name: str, *, device: str, emulate: bool) -> LowPrecisionRecipe | None:
     """Build the library's recipe, or None for bfloat16.
 
     Args:

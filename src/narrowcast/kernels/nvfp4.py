@@ -1,0 +1,550 @@
+"""NVFP4: E2M1 elements, E4M3 scales per 16, a global amax; every option of the reference, both directions per tile.
+
+Two passes: the amaxes (per tensor, per row and column, or of the rotated columns), then the encoding. A group of 16
+elements is a tuple of 16 tensors, so that everything within a group - the maximum, the rotation, ordered sums, packing
+eight codes into a word - stays in the registers of one thread. The same code serves both directions: row-wise, tensor
+``j`` holds column ``16 * g + j`` of every group; column-wise, row ``16 * g + j``. The second direction reads the tile
+again, from L1, which is cheaper than holding it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import (
+    FLT_MAX,
+    NVFP4_BLOCK,
+    RHT_SIGN_MASK,
+    SCALE_TILE_COLUMNS,
+    SCALE_TILE_ROWS,
+    cdiv,
+    round_to_float32,
+    round_up,
+)
+from .codecs import decode_e4m3, fp4_code, fp8_code, magnitude, round_to_bfloat16, to_float32
+from .launch import INTERPRETING, Launcher, check_input, dim_class, is_aligned
+from .tiles import tile_grid, tile_position
+
+TILE = 128
+_FLT_MAX = tl.constexpr(FLT_MAX)
+_ONE_SIXTH = tl.constexpr(round_to_float32(1.0 / 6.0))
+
+
+@triton.jit
+def _load_columns(x_tile, K, rows_left, columns_left, TILE: tl.constexpr, EVEN: tl.constexpr, EMULATE: tl.constexpr):
+    """16 tensors [TILE, TILE / 16]: tensor ``j`` has columns ``16 * g + j``."""
+    # Two loads of 8 contiguous elements each leave all 16 elements of a group in one thread.
+    row = tl.arange(0, TILE)[:, None, None]
+    group = tl.arange(0, TILE // 16)[None, :, None] * 16
+    element = tl.arange(0, 8)[None, None, :]
+    offsets = row * K + (group + element)
+    halves = ()
+    for half in tl.static_range(2):
+        if EVEN:
+            values = tl.load(x_tile + 8 * half + offsets)
+        else:
+            inside = (row < rows_left) & (group + element < columns_left - 8 * half)
+            values = tl.load(x_tile + 8 * half + offsets, mask=inside, other=0.0)
+        halves = halves + _split_eight(to_float32(values, EMULATE), TILE)
+    return halves
+
+
+@triton.jit
+def _split_eight(values, TILE: tl.constexpr):
+    """[TILE, TILE / 16, 8] -> eight tensors [TILE, TILE / 16], in order."""
+    even, odd = tl.split(tl.reshape(values, (TILE, TILE // 16, 4, 2)))
+    v04, v26 = tl.split(tl.reshape(even, (TILE, TILE // 16, 2, 2)))
+    v15, v37 = tl.split(tl.reshape(odd, (TILE, TILE // 16, 2, 2)))
+    v0, v4 = tl.split(v04)
+    v2, v6 = tl.split(v26)
+    v1, v5 = tl.split(v15)
+    v3, v7 = tl.split(v37)
+    return v0, v1, v2, v3, v4, v5, v6, v7
+
+
+@triton.jit
+def _load_rows(x_tile, K, rows_left, columns_left, TILE: tl.constexpr, EVEN: tl.constexpr, EMULATE: tl.constexpr):
+    """16 tensors [TILE / 16, TILE]: tensor ``j`` has rows ``16 * g + j``."""
+    row = tl.arange(0, TILE // 16)[:, None] * 16
+    column = tl.arange(0, TILE)[None, :]
+    offsets = row * K + column
+    rows = ()
+    for j in tl.static_range(16):
+        if EVEN:
+            values = tl.load(x_tile + j * K + offsets)
+        else:
+            inside = (row + j < rows_left) & (column < columns_left)
+            values = tl.load(x_tile + j * K + offsets, mask=inside, other=0.0)
+        rows = rows + (to_float32(values, EMULATE),)
+    return rows
+
+
+@triton.jit
+def _butterflies(xs, DISTANCE: tl.constexpr):
+    ys = ()
+    for i in tl.static_range(16):
+        if i & DISTANCE == 0:
+            ys = ys + (xs[i] + xs[i + DISTANCE],)
+        else:
+            ys = ys + (xs[i - DISTANCE] - xs[i],)
+    return ys
+
+
+@triton.jit
+def _rotate(xs, SIGN_MASK: tl.constexpr, EMULATE: tl.constexpr):
+    """The random Hadamard transform of a group, in the order of additions that ``reference.hadamard`` fixes."""
+    ys = ()
+    for i in tl.static_range(16):
+        ys = ys + (xs[i] * (-0.25 if (SIGN_MASK >> i) & 1 else 0.25),)
+    ys = _butterflies(ys, 8)
+    ys = _butterflies(ys, 4)
+    ys = _butterflies(ys, 2)
+    ys = _butterflies(ys, 1)
+    rounded = ()
+    for i in tl.static_range(16):
+        rounded = rounded + (round_to_bfloat16(ys[i], EMULATE),)
+    return rounded
+
+
+@triton.jit
+def _group_amax(xs, EMULATE: tl.constexpr):
+    largest = magnitude(xs[0], EMULATE)
+    for i in tl.static_range(1, 16):
+        largest = tl.maximum(largest, magnitude(xs[i], EMULATE))
+    return tl.maximum(largest, 0.0)  # a maximum over nothing but NaN is NaN
+
+
+@triton.jit
+def _tile_max(values, AXIS: tl.constexpr, TILE: tl.constexpr):
+    """Maximum over 16 consecutive lines along ``AXIS`` of a [TILE, TILE / 16] tensor or its transpose, repeated."""
+    if AXIS == 0:
+        tiles = tl.reshape(values, (TILE // 16, 16, TILE // 16))
+        largest = tl.max(tiles, axis=1, keep_dims=True)
+        return tl.reshape(tl.broadcast_to(largest, (TILE // 16, 16, TILE // 16)), (TILE, TILE // 16))
+    tiles = tl.reshape(values, (TILE // 16, TILE // 16, 16))
+    largest = tl.max(tiles, axis=2, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(largest, (TILE // 16, TILE // 16, 16)), (TILE // 16, TILE))
+
+
+@triton.jit
+def _half_sum(values, HALF: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr):
+    """[TILE / 16, INNER, 2 * HALF] -> [TILE / 16, INNER, HALF]: element ``i`` plus element ``i + HALF``."""
+    parts = tl.permute(tl.reshape(values, (TILE // 16, INNER, 2, HALF)), (0, 1, 3, 2))
+    first, second = tl.split(parts)
+    return first + second
+
+
+@triton.jit
+def _tile_sum(values, AXIS: tl.constexpr, TILE: tl.constexpr):
+    """Sum over 16 consecutive lines along ``AXIS`` as a tree (distances 8, 4, 2, 1), repeated."""
+    GROUPS: tl.constexpr = TILE // 16
+    if AXIS == 0:
+        lines = tl.permute(tl.reshape(values, (GROUPS, 16, GROUPS)), (0, 2, 1))
+    else:
+        lines = tl.reshape(values, (GROUPS, GROUPS, 16))
+    lines = _half_sum(lines, 8, GROUPS, TILE)
+    lines = _half_sum(lines, 4, GROUPS, TILE)
+    lines = _half_sum(lines, 2, GROUPS, TILE)
+    lines = _half_sum(lines, 1, GROUPS, TILE)
+    lines = tl.broadcast_to(lines, (GROUPS, GROUPS, 16))
+    if AXIS == 0:
+        return tl.reshape(tl.permute(lines, (0, 2, 1)), (TILE, GROUPS))
+    return tl.reshape(lines, (GROUPS, TILE))
+
+
+@triton.jit
+def _global_scales(amax, E4M3_MAX: tl.constexpr):
+    """The encoding scale of the tensor (or row) and its rounded reciprocal."""
+    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, 6.0 * E4M3_MAX, tl.float32), amax), _FLT_MAX)
+    scale = tl.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
+    return scale, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def _element_scale(block_scale, global_inverse):
+    """What elements are multiplied by; a block scale of 0 saturates, not infinity."""
+    decoded = decode_e4m3(block_scale)
+    factor = tl.div_rn(tl.full(decoded.shape, 1.0, tl.float32), decoded * global_inverse)
+    return tl.minimum(factor, _FLT_MAX), decoded
+
+
+@triton.jit
+def _encode_candidate(
+    xs, base, EXPAND: tl.constexpr, amax, global_inverse, E4M3_MAX: tl.constexpr, MSE: tl.constexpr, EMULATE: tl.constexpr
+):
+    """One of the two mappings of "4 over 6": block scales, codes, and the error of each group."""
+    block_scale = fp8_code(base * EXPAND, False, EMULATE)
+    factor, decoded = _element_scale(block_scale, global_inverse)
+    divisor = tl.full(base.shape, 6.0 * E4M3_MAX, tl.float32)
+    codes = ()
+    error = tl.zeros(base.shape, tl.float32)
+    for j in tl.static_range(16):
+        code = fp4_code(xs[j] * factor, 0, False, EMULATE)
+        codes = codes + (code,)
+        # Code to value: the low three bits are an fp32 with 2 exponent bits, moved into place and scaled up.
+        value = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+        difference = tl.div_rn(value * decoded * amax, divisor) - xs[j]
+        term = difference * difference if MSE else tl.abs(difference)
+        error = term if j == 0 else error + term
+    return block_scale, codes, error
+
+
+@triton.jit
+def _pack_words(codes):
+    """Sixteen codes of a group as two words, eight nibbles each."""
+    low = codes[0]
+    high = codes[8]
+    for j in tl.static_range(1, 8):
+        low = low | (codes[j] << (4 * j))
+        high = high | (codes[j + 8] << (4 * j))
+    return low, high
+
+
+@triton.jit
+def _encode(
+    xs,
+    amax,
+    seed_ptr,
+    block_index,
+    AXIS: tl.constexpr,
+    TWO_D: tl.constexpr,
+    FOUR_OVER_SIX: tl.constexpr,
+    E4M3_MAX: tl.constexpr,
+    MSE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    TILE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Encode groups: block scales (uint8) and the two words of codes of each group.
+
+    Args:
+        amax: fp32 amax behind the global scale, broadcastable to the groups.
+        block_index: int64 index of each group in the direction's own grid of blocks, for the random bits.
+        AXIS: the axis along which 16 lines form a tile; also the number of the random stream.
+    """
+    block_amax = _group_amax(xs, EMULATE)
+    if TWO_D:
+        block_amax = _tile_max(block_amax, AXIS, TILE)
+    scale, inverse = _global_scales(amax, E4M3_MAX)
+    if FOUR_OVER_SIX:
+        base = tl.div_rn(block_amax, tl.full(block_amax.shape, 6.0, tl.float32)) * scale
+        scale4, codes4, error4 = _encode_candidate(xs, base, 1.5, amax, inverse, E4M3_MAX, MSE, EMULATE)
+        scale6, codes6, error6 = _encode_candidate(xs, base, 1.0, amax, inverse, E4M3_MAX, MSE, EMULATE)
+        if TWO_D:
+            error4 = _tile_sum(error4, AXIS, TILE)
+            error6 = _tile_sum(error6, AXIS, TILE)
+        pick4 = error4 < error6
+        low4, high4 = _pack_words(codes4)
+        low6, high6 = _pack_words(codes6)
+        return tl.where(pick4, scale4, scale6), tl.where(pick4, low4, low6), tl.where(pick4, high4, high6)
+    block_scale = fp8_code(block_amax * (scale * _ONE_SIXTH), False, EMULATE)
+    factor, _decoded = _element_scale(block_scale, inverse)
+    if STOCHASTIC:
+        stream = tl.full(block_index.shape, AXIS, tl.uint32)
+        low_index = (block_index & 0xFFFFFFFF).to(tl.uint32)
+        high_index = (block_index >> 32).to(tl.uint32)
+        random = tl.philox(tl.load(seed_ptr), low_index, high_index, stream, stream * 0)
+    codes = ()
+    for j in tl.static_range(16):
+        if STOCHASTIC:
+            byte = (random[j // 4] >> (8 * (j % 4))) & 0xFF
+            codes = codes + (fp4_code(xs[j] * factor, byte, True, EMULATE),)
+        else:
+            codes = codes + (fp4_code(xs[j] * factor, 0, False, EMULATE),)
+    low, high = _pack_words(codes)
+    return block_scale, low, high
+
+
+@triton.jit
+def _raise(amax_ptr, value, inside):
+    """Raise fp32 amaxes in memory; non-negative floats order like their bits."""
+    previous = tl.load(amax_ptr, mask=inside, other=0.0)
+    tl.atomic_max(
+        amax_ptr.to(tl.pointer_type(tl.int32)),
+        value.to(tl.int32, bitcast=True),
+        mask=inside & (value > previous),
+        sem="relaxed",
+    )
+
+
+@triton.jit
+def _raise_one(amax_ptr, value):
+    _raise(amax_ptr, value, value >= 0.0)
+
+
+@triton.jit
+def _amax_kernel(
+    x_ptr,
+    amax_ptr,
+    M,
+    K,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    RHT: tl.constexpr,
+    SIGN_MASK: tl.constexpr,
+    ROW_SCALED: tl.constexpr,
+    BAND: tl.constexpr,
+    TILE: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    # Per tensor: amax_ptr[0] is max|x|, amax_ptr[1] that of the rotated columns. Row-scaled: M rows, then K columns.
+    tile_m, tile_k = tile_position(BAND, False)
+    m0 = tile_m * TILE
+    k0 = tile_k * TILE
+    if m0 >= M:
+        return
+    if WIDE:
+        M = M.to(tl.int64)
+        K = K.to(tl.int64)
+    rows_left = tl.minimum(M - m0, TILE).to(tl.int32)
+    columns_left = tl.minimum(K - k0, TILE).to(tl.int32)
+    x_tile = x_ptr + (m0 * K + k0)
+    if RHT:
+        xs = _load_rows(x_tile, K, rows_left, columns_left, TILE, EVEN, EMULATE)
+        if ROWWISE:
+            _raise_one(amax_ptr, tl.max(_group_amax(xs, EMULATE)))
+        _raise_one(amax_ptr + 1, tl.max(_group_amax(_rotate(xs, SIGN_MASK, EMULATE), EMULATE)))
+    else:
+        row = tl.arange(0, TILE)
+        offsets = row[:, None] * K + row[None, :]
+        inside = (row < rows_left)[:, None] & (row < columns_left)[None, :]
+        if EVEN:
+            size = magnitude(tl.load(x_tile + offsets), EMULATE)
+        else:
+            size = magnitude(tl.load(x_tile + offsets, mask=inside, other=0.0), EMULATE)
+        if ROW_SCALED:
+            if ROWWISE:
+                _raise(amax_ptr + m0 + row, tl.maximum(tl.max(size, axis=1), 0.0), row < rows_left)
+            if COLUMNWISE:
+                _raise(amax_ptr + M + k0 + row, tl.maximum(tl.max(size, axis=0), 0.0), row < columns_left)
+        else:
+            _raise_one(amax_ptr, tl.maximum(tl.max(size), 0.0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["seed_ptr"])
+def _encode_kernel(
+    x_ptr,
+    amax_ptr,
+    seed_ptr,
+    row_data_ptr,
+    row_scale_ptr,
+    column_data_ptr,
+    column_scale_ptr,
+    row_amax_ptr,
+    column_amax_ptr,
+    M,
+    K,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    TWO_D: tl.constexpr,
+    RHT: tl.constexpr,
+    SIGN_MASK: tl.constexpr,
+    ROW_SCALED: tl.constexpr,
+    FOUR_OVER_SIX: tl.constexpr,
+    E4M3_MAX: tl.constexpr,
+    MSE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BAND: tl.constexpr,
+    TILE: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    GROUPS: tl.constexpr = TILE // 16
+    # The amax pass ends at the last rows, so what L2 still holds is there: start there.
+    tile_m, tile_k = tile_position(BAND, True)
+    m0 = tile_m * TILE
+    k0 = tile_k * TILE
+    if m0 >= M:
+        return
+    if WIDE:
+        M = M.to(tl.int64)
+        K = K.to(tl.int64)
+    rows_left = tl.minimum(M - m0, TILE).to(tl.int32)
+    columns_left = tl.minimum(K - k0, TILE).to(tl.int32)
+    x_tile = x_ptr + (m0 * K + k0)
+    blocks_m = (M + 15) // 16
+    blocks_k = (K + 15) // 16
+    line = tl.arange(0, TILE)
+    group = tl.arange(0, GROUPS)
+    first = (tile_m == 0) & (tile_k == 0)
+
+    if ROWWISE:
+        xs = _load_columns(x_tile, K, rows_left, columns_left, TILE, EVEN, EMULATE)
+        row = line[:, None]
+        block = group[None, :]
+        if ROW_SCALED:
+            amax = tl.load(amax_ptr + m0 + row, mask=row < rows_left, other=0.0)
+            tl.store(row_amax_ptr + m0 + row, amax, mask=(row < rows_left) & (tile_k == 0))
+        else:
+            amax = tl.full((1, 1), 0.0, tl.float32) + tl.load(amax_ptr)
+            tl.store(row_amax_ptr + tl.zeros((1, 1), tl.int32), amax, mask=first)
+        index = (m0 + row) * blocks_k + (tile_k * GROUPS + block)
+        scale, low, high = _encode(
+            xs, amax, seed_ptr, index, 0, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC, TILE, EMULATE
+        )
+        words = tl.reshape(tl.join(low, high), (TILE, 2 * GROUPS))
+        word = tl.arange(0, 2 * GROUPS)[None, :]
+        target = row_data_ptr.to(tl.pointer_type(tl.uint32)) + (m0 * blocks_k * 2 + tile_k * (2 * GROUPS))
+        inside = (row < rows_left) & (word < (blocks_k - tile_k * GROUPS) * 2)
+        tl.store(target + (row * (blocks_k * 2) + word), words, mask=inside)
+        stride = (blocks_k + 3) // 4 * 4
+        scale = tl.where(row < rows_left, scale, 0)
+        target = row_scale_ptr + (m0 * stride + tile_k * GROUPS)
+        tl.store(target + (row * stride + block), scale, mask=tile_k * GROUPS + block < stride)
+
+    if COLUMNWISE:
+        xs = _load_rows(x_tile, K, rows_left, columns_left, TILE, EVEN, EMULATE)
+        if RHT:
+            xs = _rotate(xs, SIGN_MASK, EMULATE)
+        column = line[None, :]
+        block = group[:, None]
+        if ROW_SCALED:
+            amax = tl.load(amax_ptr + M + k0 + column, mask=column < columns_left, other=0.0)
+            tl.store(column_amax_ptr + k0 + column, amax, mask=(column < columns_left) & (tile_m == 0))
+        else:
+            amax = tl.full((1, 1), 0.0, tl.float32) + tl.load(amax_ptr + (1 if RHT else 0))
+            tl.store(column_amax_ptr + tl.zeros((1, 1), tl.int32), amax, mask=first)
+        index = (k0 + column) * blocks_m + (tile_m * GROUPS + block)
+        scale, low, high = _encode(
+            xs, amax, seed_ptr, index, 1, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC, TILE, EMULATE
+        )
+        words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (TILE, 2 * GROUPS))
+        column = line[:, None]
+        word = tl.arange(0, 2 * GROUPS)[None, :]
+        target = column_data_ptr.to(tl.pointer_type(tl.uint32)) + (k0 * blocks_m * 2 + tile_m * (2 * GROUPS))
+        inside = (column < columns_left) & (word < (blocks_m - tile_m * GROUPS) * 2)
+        tl.store(target + (column * (blocks_m * 2) + word), words, mask=inside)
+        stride = (blocks_m + 3) // 4 * 4
+        block = group[None, :]
+        scale = tl.where(column < columns_left, tl.trans(scale), 0)
+        target = column_scale_ptr + (k0 * stride + tile_m * GROUPS)
+        tl.store(target + (column * stride + block), scale, mask=tile_m * GROUPS + block < stride)
+
+
+_amax = Launcher(_amax_kernel, num_warps=4)
+_encode_tiles = Launcher(_encode_kernel, num_warps=4)
+
+
+def _check_options(
+    two_d: bool, rht: bool, row_scaled: bool, four_over_six: bool, error_mode: str, stochastic: bool
+) -> None:
+    exclusive = {
+        "rht": (rht, {"two_d": two_d, "row_scaled": row_scaled, "four_over_six": four_over_six}),
+        "row_scaled": (row_scaled, {"two_d": two_d}),
+        "stochastic rounding": (stochastic, {"row_scaled": row_scaled, "four_over_six": four_over_six}),
+    }
+    for name, (chosen, others) in exclusive.items():
+        for other, also in others.items():
+            if chosen and also:
+                raise ValueError(f"NVFP4 cannot combine {name} with {other}; turn one of them off")
+    if error_mode not in ("MAE", "MSE"):
+        raise ValueError(f"unknown 4-over-6 error mode {error_mode!r}; use 'MAE' or 'MSE'")
+
+
+def supports(**options: object) -> bool:
+    """Whether ``quantize`` runs with these options; those it does not know go to the reference.
+
+    Args:
+        options: keyword arguments of ``quantize`` beside the directions.
+
+    Raises:
+        Nothing of its own.
+    """
+    return options.keys() <= {
+        "two_d", "rht", "random_signs", "row_scaled", "four_over_six", "e4m3_max", "error_mode", "seed",
+    }  # fmt: skip
+
+
+def quantize(
+    x: Tensor,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    two_d: bool = False,
+    rht: bool = False,
+    random_signs: bool = True,
+    row_scaled: bool = False,
+    four_over_six: bool = False,
+    e4m3_max: int = 448,
+    error_mode: str = "MAE",
+    seed: Tensor | None = None,
+) -> list[Tensor]:
+    """Encode to packed E2M1 in one or both directions: an amax pass and an encoding pass, no host synchronisation.
+
+    Args:
+        x: (*lead, K), rank >= 2, bf16, fp16 or fp32, any strides; M is the product of ``lead``.
+        rowwise: groups of 16 along K.
+        columnwise: groups of 16 along M.
+        two_d: one block amax per 16 x 16 tile.
+        rht: rotate groups of 16 rows before column-wise quantization.
+        random_signs: the rotation uses the fixed sign pattern, else all signs are plus.
+        row_scaled: one amax per row (column-wise: per column) instead of one per tensor.
+        four_over_six: choose per block, or per tile, between mapping its amax to 4 and to 6.
+        e4m3_max: the block scale that the tensor's amax maps to, 448 or 256.
+        error_mode: what "4 over 6" minimises, "MAE" or "MSE".
+        seed: int64 (1,) on the device of ``x`` for stochastic rounding, None for round to nearest even.
+
+    Returns:
+        Data and scales of each direction asked for, then their amaxes; shapes as ``reference.nvfp4.quantize`` gives.
+
+    Raises:
+        ValueError: a tensor the kernels cannot reach, another dtype, rank below 2, or options that exclude each other.
+
+    Numerics:
+        Equal to ``reference.nvfp4.quantize``, byte for byte, stochastic rounding included.
+    """
+    check_input(x, 2)
+    _check_options(two_d, rht, row_scaled, four_over_six, error_mode, seed is not None)
+    x = x.contiguous()
+    K = x.shape[-1]
+    M = math.prod(x.shape[:-1])
+    shapes: list[tuple[int, ...]] = []
+    amax_shapes: list[tuple[int, ...]] = []
+    if rowwise:
+        shapes.append((*x.shape[:-1], round_up(K, NVFP4_BLOCK) // 2))
+        shapes.append((round_up(M, SCALE_TILE_ROWS), round_up(cdiv(K, NVFP4_BLOCK), SCALE_TILE_COLUMNS)))
+        amax_shapes.append((M if row_scaled else 1,))
+    if columnwise:
+        shapes.append((K, round_up(M, NVFP4_BLOCK) // 2))
+        shapes.append((round_up(K, SCALE_TILE_ROWS), round_up(cdiv(M, NVFP4_BLOCK), SCALE_TILE_COLUMNS)))
+        amax_shapes.append((K if row_scaled else 1,))
+    allocate = torch.zeros if x.numel() == 0 else torch.empty
+    buffers = [allocate(shape, dtype=torch.uint8, device=x.device) for shape in shapes]
+    amaxes = [allocate(shape, dtype=torch.float32, device=x.device) for shape in amax_shapes]
+    if x.numel() == 0 or not buffers:
+        return buffers + amaxes
+    rht = rht and columnwise
+    sign_mask = RHT_SIGN_MASK if rht and random_signs else 0
+    grid, band = tile_grid(cdiv(M, TILE), cdiv(K, TILE))
+    tile = (band, TILE, M % TILE == 0 and K % TILE == 0, max(M, K) >= 2**23, INTERPRETING)
+    key = (x.dtype, is_aligned(x), dim_class(M), dim_class(K))
+    amax = torch.zeros(M + K if row_scaled else 2, dtype=torch.float32, device=x.device)
+    _amax(grid, (x, amax, M, K), (rowwise, columnwise, rht, sign_mask, row_scaled, *tile), key)
+    # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
+    _encode_tiles(
+        grid,
+        (x, amax, amax if seed is None else seed, *buffers[:2], *buffers[-2:], amaxes[0], amaxes[-1], M, K),
+        (
+            rowwise,
+            columnwise,
+            two_d,
+            rht,
+            sign_mask,
+            row_scaled,
+            four_over_six,
+            e4m3_max,
+            error_mode == "MSE",
+            seed is not None,
+            *tile,
+        ),
+        key,
+    )
+    return buffers + amaxes

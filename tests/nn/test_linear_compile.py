@@ -1,0 +1,340 @@
+"""Linear compiled with fullgraph=True equals Linear eager: outputs and gradients, bit for bit, for every recipe."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from recipes import QUANTIZED, RECIPES
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import narrowcast as nc
+
+K, N = 48, 80  # not multiples of every block size
+TOKENS = 40
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make_layer(**kwargs: Any) -> nc.Linear:
+    torch.manual_seed(1)
+    return nc.Linear(K, N, device="cpu", params_dtype=torch.bfloat16, **kwargs)
+
+
+def make_input(*shape: int, seed: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, K, generator=generator).bfloat16().requires_grad_(True)
+
+
+Step = Callable[..., torch.Tensor]
+
+
+def in_autocast(layer: nc.Linear, name: str) -> Step:
+    """The layer under the recipe, autocast outside of what is compiled."""
+    recipe = RECIPES[name]
+
+    def run(x: torch.Tensor, forward: Step, **kwargs: Any) -> torch.Tensor:
+        with nc.autocast(enabled=recipe is not None, recipe=recipe):
+            return forward(x, **kwargs)
+
+    return run
+
+
+def gradients(layer: nc.Linear, run: Callable[[], torch.Tensor], x: torch.Tensor, **kwargs: Any) -> list[torch.Tensor]:
+    """Output and gradients of one step; the seed makes stochastic rounding repeat."""
+    torch.manual_seed(7)
+    wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
+    y = run()
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted, **kwargs)]
+
+
+def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert torch.equal(a, b), f"differ by {(a.float() - b.float()).abs().max()}"
+    assert all(t.float().abs().sum() > 0 for t in ours if t.numel())
+
+
+def compare(name: str, steps: int = 2, dynamic: bool | None = None, backend: Any = "aot_eager", **layer_args: Any):
+    """Several steps eager and compiled, on copies of one layer."""
+    eager_layer = make_layer(**layer_args)
+    compiled_layer = copy.deepcopy(eager_layer)
+    forward = torch.compile(compiled_layer, fullgraph=True, dynamic=dynamic, backend=backend)
+    enter = in_autocast(eager_layer, name)
+    for step in range(steps):
+        tokens = (TOKENS,) if not dynamic else (TOKENS + 8 * step,)
+        x = make_input(*tokens, seed=step)
+        ours = gradients(compiled_layer, lambda: enter(x, forward), x)
+        theirs = gradients(eager_layer, lambda: enter(x, eager_layer), x)
+        assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_plain(name: str) -> None:
+    compare(name, steps=3)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_dynamic_shapes(name: str) -> None:
+    compare(name, steps=3, dynamic=True)
+
+
+@pytest.mark.parametrize("name", ["none", "delayed", "current", "nvfp4"])
+def test_inductor(name: str) -> None:
+    compare(name, steps=2, backend="inductor")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_bias(name: str) -> None:
+    compare(name, steps=1, bias=False)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("manager", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_no_grad(name: str, manager: Any) -> None:
+    layer = make_layer()
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = make_input(TOKENS).detach()
+    enter = in_autocast(layer, name)
+    with manager():
+        y = enter(x, forward)
+        assert torch.equal(y, enter(x, layer))
+    assert not y.requires_grad
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_autocast_inside_the_compiled_function(name: str) -> None:
+    layer, recipe = make_layer(), RECIPES[name]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(enabled=recipe is not None, recipe=recipe):
+            return layer(x)
+
+    forward = torch.compile(step, fullgraph=True, backend="aot_eager")
+    x = make_input(TOKENS)
+    reference = copy.deepcopy(layer.state_dict())
+    ours = gradients(layer, lambda: forward(x), x)
+    layer.delayed_scaling.reset()
+    layer.load_state_dict(reference, strict=False)
+    assert_equal(ours, gradients(layer, lambda: step(x), x))
+
+
+def test_autocast_nested_and_reentered_inside() -> None:
+    layer = make_layer()
+    outer, inner = RECIPES["current"], RECIPES["mxfp8"]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(recipe=outer):
+            y = layer(x)
+            with nc.autocast(recipe=inner):
+                y = y + layer(x)
+            with nc.autocast(enabled=False):
+                y = y + layer(x)
+            return y + layer(x)
+
+    x = make_input(TOKENS)
+    forward = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_equal(gradients(layer, lambda: forward(x), x), gradients(layer, lambda: step(x), x))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_recipe_built_inside_the_compiled_function(dynamic: bool | None) -> None:
+    layer = make_layer()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(recipe=nc.recipe.Float8BlockScaling()):
+            y = layer(x)
+        with nc.autocast(recipe=nc.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)):
+            return y + layer(x)
+
+    x = make_input(TOKENS)
+    forward = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    assert_equal(gradients(layer, lambda: forward(x), x), gradients(layer, lambda: step(x), x))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_microbatch_cache(name: str) -> None:
+    eager, x = make_layer(), make_input(TOKENS)
+    compiled = copy.deepcopy(eager)
+    forward = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    enter = in_autocast(eager, name)
+    for first in (True, False, False, True, None):
+        ours = gradients(compiled, lambda: enter(x, forward, is_first_microbatch=first), x)
+        theirs = gradients(eager, lambda: enter(x, eager, is_first_microbatch=first), x)
+        assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_microbatches_forward_first_then_backward(name: str) -> None:
+    eager = make_layer()
+    compiled = copy.deepcopy(eager)
+    forward = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    enter = in_autocast(eager, name)
+    results = []
+    for layer, run in ((compiled, forward), (eager, eager)):
+        xs = [make_input(TOKENS, seed=seed) for seed in (0, 1)]
+        outs = [enter(x, run, is_first_microbatch=i == 0) for i, x in enumerate(xs)]
+        torch.manual_seed(7)
+        for out in reversed(outs):
+            out.float().square().sum().backward()
+        results.append([*outs, *(x.grad for x in xs), layer.weight.grad])
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_parameters(name: str) -> None:
+    torch.manual_seed(1)
+    with nc.quantized_model_init(recipe=RECIPES[name]):
+        layer = nc.Linear(K, N, device="cpu", params_dtype=torch.bfloat16)
+    assert isinstance(layer.weight, nc.QuantizedTensor)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    enter = in_autocast(layer, name)
+    x = make_input(TOKENS)
+    saved = copy.deepcopy(layer.delayed_scaling.state_dict())
+    ours = gradients(layer, lambda: enter(x, forward), x)
+    layer.delayed_scaling.reset()
+    layer.delayed_scaling.load_state_dict(saved, strict=False)
+    assert_equal(ours, gradients(layer, lambda: enter(x, layer), x))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recompute(name: str) -> None:
+    """Activation checkpointing, eager and compiled, gives the gradients of no checkpointing."""
+    layer, recipe = make_layer(), RECIPES[name]
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return layer(x)
+
+    def recomputed(x: torch.Tensor) -> torch.Tensor:
+        return nc.checkpoint(layer, x)
+
+    x = make_input(TOKENS)
+    enter = in_autocast(layer, name)
+    results = []
+    for function in (plain, recomputed, torch.compile(recomputed, fullgraph=True, backend="aot_eager")):
+        layer.delayed_scaling.reset()
+        results.append(gradients(layer, lambda: enter(x, function), x))
+    assert recipe is None or recipe == RECIPES[name]
+    assert_equal(results[1], results[0])
+    assert_equal(results[2], results[0])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_retain_graph(name: str, compiled: bool) -> None:
+    layer, x = make_layer(), make_input(TOKENS)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    y = in_autocast(layer, name)(x, forward)
+    results = []
+    for retain in (True, False):
+        torch.manual_seed(7)
+        grads = torch.autograd.grad(y.float().square().sum(), (x, layer.weight, layer.bias), retain_graph=retain)
+        results.append(list(grads))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("frozen", ["weight", "input", "weight+bias"])
+def test_frozen(name: str, frozen: str) -> None:
+    eager = make_layer()
+    for part in frozen.split("+"):
+        if part != "input":
+            getattr(eager, part).requires_grad_(False)
+    compiled = copy.deepcopy(eager)
+    forward = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    x = make_input(TOKENS)
+    if frozen == "input":
+        x = x.detach()
+    enter = in_autocast(eager, name)
+    assert_equal(
+        gradients(compiled, lambda: enter(x, forward), x), gradients(eager, lambda: enter(x, eager), x)
+    )
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("kind", ["current", "mxfp8", "block", "nvfp4"])
+def test_backward_override(kind: str, override: str) -> None:
+    recipe = type(RECIPES[kind])(backward_override=override)  # type: ignore[misc]
+    layer, x = make_layer(), make_input(TOKENS)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+    def run(function: Step) -> Callable[[], torch.Tensor]:
+        def step() -> torch.Tensor:
+            with nc.autocast(recipe=recipe):
+                return function(x)
+
+        return step
+
+    ours, theirs = gradients(layer, run(forward), x), gradients(layer, run(layer), x)
+    assert_equal(ours, theirs)
+    if override == "high_precision":
+        dy = 2 * theirs[0].float()
+        expected = (dy.bfloat16() @ layer.weight).float()
+        assert torch.allclose(theirs[1].float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_torch_autocast(name: str) -> None:
+    """fp32 parameters under torch.autocast: quantized from fp32, gradients in fp32."""
+    torch.manual_seed(1)
+    eager = nc.Linear(K, N, device="cpu")
+    compiled = copy.deepcopy(eager)
+    x = make_input(TOKENS).detach().float().requires_grad_(True)
+
+    def step(layer: Any) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16), nc.autocast(recipe=RECIPES[name]):
+                return layer(x)
+
+        return run
+
+    forward = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    ours, theirs = gradients(compiled, step(forward), x), gradients(eager, step(eager), x)
+    assert_equal(ours, theirs)
+    assert ours[0].dtype == torch.bfloat16 and ours[1].dtype == ours[2].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_graph_count(name: str) -> None:
+    """One graph for three steps under an equal recipe, one more for other token counts, none after."""
+    layer, recipe = make_layer(), RECIPES[name]
+    counter = CompileCounterWithBackend("aot_eager")
+    forward = torch.compile(layer, fullgraph=True, backend=counter)
+
+    def step(tokens: int) -> None:
+        x = make_input(tokens)
+        with nc.autocast(enabled=recipe is not None, recipe=recipe):
+            y = forward(x)
+        y.float().sum().backward()
+
+    for _ in range(3):
+        step(TOKENS)
+    assert counter.frame_count == 1
+    for tokens in range(33, 53):
+        step(tokens)
+    assert counter.frame_count <= 2
+
+
+def test_equal_recipe_does_not_recompile_another_does() -> None:
+    layer = make_layer()
+    counter = CompileCounterWithBackend("aot_eager")
+    forward = torch.compile(layer, fullgraph=True, backend=counter)
+    x = make_input(TOKENS)
+    for recipe in (
+        nc.recipe.Float8CurrentScaling(),
+        nc.recipe.Float8CurrentScaling(),
+        nc.recipe.Float8CurrentScaling(use_power_2_scales=True),
+        nc.recipe.Float8CurrentScaling(),
+    ):
+        with nc.autocast(recipe=recipe):
+            forward(x)
+    assert counter.frame_count == 2
