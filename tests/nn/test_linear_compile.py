@@ -17,13 +17,6 @@ K, N = 48, 80  # not multiples of every block size
 TOKENS = 40
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def make_layer(**kwargs: Any) -> nc.Linear:
     torch.manual_seed(1)
     return nc.Linear(K, N, device="cpu", params_dtype=torch.bfloat16, **kwargs)
@@ -88,6 +81,7 @@ def test_dynamic_shapes(name: str) -> None:
     compare(name, steps=3, dynamic=True)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "nvfp4"])
 def test_inductor(name: str) -> None:
     compare(name, steps=2, backend="inductor")
@@ -338,3 +332,16 @@ def test_equal_recipe_does_not_recompile_another_does() -> None:
         with nc.autocast(recipe=recipe):
             forward(x)
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_cache_of_another_recipe_is_not_used(compiled: bool) -> None:
+    layer = make_layer()
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    x = make_input(TOKENS)
+    pow2 = nc.recipe.Float8CurrentScaling(use_power_2_scales=True)
+    for first, other in ((RECIPES["mxfp8"], RECIPES["current"]), (RECIPES["current"], pow2)):
+        with nc.autocast(recipe=first):
+            forward(x, is_first_microbatch=True)
+        with nc.autocast(recipe=other):
+            assert torch.equal(forward(x, is_first_microbatch=False), layer(x))

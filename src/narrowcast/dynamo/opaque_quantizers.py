@@ -17,7 +17,7 @@ from ..quantizers import (
 from ..quantizers.quantizer import value_fields
 
 # what handles and TensorProto use of a quantizer in traced code
-_MAKERS = ("copy", "replace", "with_usage")
+_MAKERS = ("_value_text", "copy", "replace", "with_usage")
 _MEMBERS = (
     "_assemble",
     "_describe_buffers",

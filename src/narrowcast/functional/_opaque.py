@@ -27,7 +27,7 @@ def register_value_type(cls: type, makers: tuple[str, ...] = (), members: tuple[
 
     Args:
         cls: the class; needs ``__eq__``, ``__hash__`` and ``__fx_repr__``.
-        makers: methods that return another value; traced code runs them for real.
+        makers: methods that make another value or describe this one; traced code runs them for real.
         members: other attributes and methods that traced code may use.
     Returns:
         False when this PyTorch lacks the API or refuses the class; value semantics work in eager all the same.

@@ -173,7 +173,7 @@ class Linear(QuantizedModule):
         )
         out, new_workspace = linear(weight, inp, bias, args)
         if new_workspace is not None:
-            self._fp8_workspaces["weight"] = new_workspace
+            self._fp8_workspaces["weight"] = (handles.weight.both.value, new_workspace)
         return out
 
     def _workspace(
@@ -189,4 +189,7 @@ class Linear(QuantizedModule):
                     f"force wants {wanted.__name__}; enter autocast with the recipe of quantized_model_init"
                 )
             return storage
-        return self._fp8_workspaces.get("weight") if is_first_microbatch is False else None
+        cached = self._fp8_workspaces.get("weight") if is_first_microbatch is False else None
+        if cached is not None and cached[0] == handles.weight.both.value:
+            return cached[1]
+        return None  # nothing kept, or kept for another recipe

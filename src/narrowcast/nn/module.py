@@ -28,7 +28,8 @@ class QuantizedModule(nn.Module):
         self.name = name or ""
         self.delayed_scaling = DelayedScalingState(self.name, device)
         register_delayed_state(self, self.delayed_scaling)
-        self._fp8_workspaces: dict[str, QuantizedTensorStorage] = {}
+        # parameter name -> (value of the quantizer that made it, quantized weight)
+        self._fp8_workspaces: dict[str, tuple[str, QuantizedTensorStorage]] = {}
 
     def _delayed_tensors(self, managed: DelayedScaling | None, recipe: Recipe) -> DelayedTensors:
         """State tensors for quantizers that scale with delay; empty without any."""

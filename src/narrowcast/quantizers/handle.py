@@ -21,11 +21,12 @@ from .quantizer import Quantizer
 class QuantizerHandle:
     """A quantizer with the facts about it that are needed around operators.
 
-    ``storage_name``: identifier of its storage class. ``stochastic``: it wants a fresh seed. ``delayed``: it wants
+    ``value``: its value as text. ``storage_name``: identifier of its storage class. ``stochastic``: it wants a fresh seed. ``delayed``: it wants
     scale and amax from state.
     """
 
     quantizer: Quantizer
+    value: str
     storage_name: str
     rowwise: bool
     columnwise: bool
@@ -43,6 +44,7 @@ def handle_of(quantizer: Quantizer) -> QuantizerHandle:
     """Handle of a quantizer, in its present usage."""
     return QuantizerHandle(
         quantizer,
+        quantizer._value_text(),
         quantizer._storage_name,
         quantizer.rowwise_usage,
         quantizer.columnwise_usage,

@@ -31,7 +31,8 @@ class NVFP4Quantizer(Quantizer):
         fp4_dtype: E2M1.
         rowwise, columnwise: directions to produce.
         with_amax_reduction, amax_reduction_group: not supported; the amax is the tensor's own.
-        with_rht: rotate column-wise data by the random Hadamard transform; needs bf16 input.
+        with_rht: rotate column-wise data by the random Hadamard transform; rotated values are rounded to bf16, so a
+            wider input gains nothing there.
         with_post_rht_amax: accepted for compatibility: column-wise amax is always taken after the rotation.
         with_2d_quantization: one scale per 16x16 tile.
         stochastic_rounding: round elements stochastically; the stream comes from the default generator.
@@ -128,11 +129,6 @@ class NVFP4Quantizer(Quantizer):
     def _is_stochastic(self) -> bool:
         return self.stochastic_rounding
 
-    def _check_input(self, tensor: Tensor) -> None:
-        super()._check_input(tensor)
-        if self.with_rht and self.columnwise_usage and tensor.dtype != torch.bfloat16:
-            raise TypeError(f"the Hadamard transform needs bfloat16 input, got {tensor.dtype}; cast it or use with_rht=False")
-
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
         rows, columns = matrix_dims(shape)
         packed_columns = round_up(columns, NVFP4_BLOCK) // 2
@@ -193,6 +189,6 @@ class NVFP4Quantizer(Quantizer):
         # E2M1 * E4M3 has at most six significant bits: exact in bf16; the amax waits for the fp32 result.
         # Column-wise values stay rotated: the rotation cancels between the two operands of the wgrad.
         data, scale_inv, amax = buffers
-        values = reference.nvfp4.decode_block_scaled(data.reshape(-1, data.shape[-1]), scale_inv, dtype)
+        values = reference.nvfp4.decode_block_scaled(data.reshape(matrix_dims(tuple(data.shape))), scale_inv, dtype)
         factor = amax * round_to_float32(1.0 / round_to_float32(6.0 * self.nvfp4_e4m3_max))
         return GemmOperand(values, factor.view(-1, 1) if self.row_scaled_nvfp4 else factor)

@@ -145,6 +145,10 @@ class Quantizer(QuantizerValue):
             (name, int(v) if isinstance(v, enum.IntEnum) else v) for name, v in values
         )
 
+    def _value_text(self) -> str:
+        """The value as text, or "" for identity semantics: what traced code compares."""
+        return "" if self._value_fields() is None else repr(self._value_key())
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True

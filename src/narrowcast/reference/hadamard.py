@@ -53,23 +53,27 @@ def rht_matrix(random_signs: bool, device: torch.device | str, dtype: torch.dtyp
     return _butterflies_(identity.mul_(_ORTHONORMAL)).squeeze(0).t().contiguous().to(dtype)
 
 
-def rotate_rows(x: Tensor, random_signs: bool, scratch: Tensor | None = None) -> Tensor:
+def rotate_rows(
+    x: Tensor, random_signs: bool, *, scratch: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Rotate groups of 16 rows.
 
     Args:
         x: fp32, shape (M, K), M a multiple of 16.
         random_signs: use the fixed sign pattern; else all signs are plus.
         scratch: fp32 of the same shape, contiguous, overwritten; None to allocate it.
+        out: fp32 of the same shape, contiguous, receives the result and may be ``x``; None to allocate it.
 
     Raises:
         RuntimeError: M is not a multiple of 16.
 
     Numerics:
-        A new fp32 tensor of the same shape, every value rounded to bf16 after fp32 additions.
+        fp32, the same shape, every value rounded to bf16 after fp32 additions.
     """
     groups = x.view(x.shape[0] // NVFP4_BLOCK, NVFP4_BLOCK, x.shape[1])
     diagonal = signs(random_signs, x.device).mul_(_ORTHONORMAL).view(NVFP4_BLOCK, 1)
-    rotated = _butterflies_(groups * diagonal, scratch)
+    scaled = torch.mul(groups, diagonal, out=None if out is None else out.view(groups.shape))
+    rotated = _butterflies_(scaled, scratch)
     return rotated.copy_(rotated.to(torch.bfloat16)).view(x.shape)
 
 

@@ -136,7 +136,8 @@ def quantize(
     matrix = pad_matrix(
         source, NVFP4_BLOCK if columnwise or two_d else 1, NVFP4_BLOCK if rowwise or two_d else 1
     )
-    row, column = _encode_directions(matrix, rowwise, columnwise, options)
+    owned = x.dtype != torch.float32 or matrix is not source
+    row, column = _encode_directions(matrix, owned, rowwise, columnwise, options)
     buffers: list[Tensor] = []
     amaxes: list[Tensor] = []
     if row is not None:
@@ -177,8 +178,9 @@ def _pad(scales: Tensor) -> Tensor:
 
 
 def _encode_directions(
-    matrix: Tensor, rowwise: bool, columnwise: bool, options: _Options
+    matrix: Tensor, owned: bool, rowwise: bool, columnwise: bool, options: _Options
 ) -> tuple[_Encoded | None, _Encoded | None]:
+    """Encode both directions; a matrix that is ``owned`` may be overwritten."""
     size = magnitude(matrix)
     scratch = _Scratch(size, torch.empty_like(size, dtype=torch.int32))
     if options.codes_are_shared:
@@ -192,7 +194,9 @@ def _encode_directions(
     if row_amax is not None:
         row = _encode(matrix, row_amax, 1, NVFP4_BLOCK, options, scratch)
     if columnwise and options.rht:
-        matrix = rotate_rows(matrix, options.random_signs, scratch.values)
+        matrix = rotate_rows(
+            matrix, options.random_signs, scratch=scratch.values, out=matrix if owned else None
+        )
         column_amax = _block_amax(magnitude(matrix, out=scratch.values), NVFP4_BLOCK, 1, options.two_d)
     if column_amax is not None:
         column = _encode(matrix, column_amax, NVFP4_BLOCK, 1, options, scratch)

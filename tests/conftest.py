@@ -1,0 +1,68 @@
+"""What every test gets: fixed seeds, few threads, a clean compiler, and skips that say what is missing."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--threads", type=int, default=1, help="CPU threads of PyTorch in each test process (default 1)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(config.getoption("--threads"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = {"gpu": _missing_gpu(), "inductor": _missing_compiler()}
+    for item in items:
+        for marker, reason in missing.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _missing_gpu() -> str | None:
+    if torch.cuda.is_available():
+        return None
+    return f"needs an NVIDIA GPU: none is visible to torch {torch.__version__}"
+
+
+def _missing_compiler() -> str | None:
+    """What inductor needs to compile CPU code and this machine does not have."""
+    if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        return "needs a C++ compiler: no g++ or clang++ on the path"
+    headers = Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").exists():
+        return f"needs the headers of Python: no Python.h in {headers}"
+    return None
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """The same random numbers in every run, whatever ran before."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def clean_compiler() -> Iterator[None]:
+    """Forget compiled code after each test: recompilation limits and counters must not leak into the next."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The accelerator when there is one, else the CPU: for tests that must hold on both."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

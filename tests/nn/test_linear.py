@@ -1,0 +1,288 @@
+"""Linear in eager: numerics, odd shapes, dtypes, errors, state dicts, caches."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import QUANTIZED, RECIPES
+from torch import Tensor
+
+import narrowcast as nc
+from narrowcast.testing import assert_close
+
+
+def layer(k: int = 48, n: int = 80, seed: int = 1, **kwargs: Any) -> nc.Linear:
+    torch.manual_seed(seed)
+    kwargs.setdefault("device", "cpu")
+    return nc.Linear(k, n, **kwargs)
+
+
+def run(module: nc.Linear, x: Tensor, recipe: nc.recipe.Recipe | None, **kwargs: Any) -> list[Tensor]:
+    """Output, input gradient and parameter gradients of one step."""
+    torch.manual_seed(7)
+    x = x.detach().requires_grad_(True)
+    with nc.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(x, **kwargs)
+    grads = torch.autograd.grad(y.square().sum(), (x, *module.parameters()))
+    return [y.detach(), *grads]
+
+
+def high_precision(module: nc.Linear, x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_(True)
+    y = F.linear(x, module.weight, module.bias)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *module.parameters()))]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_approximates_the_layer_in_high_precision(name: str) -> None:
+    module, x = layer(128, 96), torch.randn(64, 128)
+    if name == "delayed":  # the first step runs on scale 1; the second on real scales
+        run(module, x, RECIPES[name])
+    entry = {"none": "fp32_sum_order", "nvfp4": "fp4_layer"}.get(name, "fp8_layer")
+    for ours, exact in zip(run(module, x, RECIPES[name]), high_precision(module, x), strict=True):
+        assert_close(ours, exact, entry)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("tokens", [(1,), (7,), (0,), (1000,), (3, 5), (2, 0, 4)], ids=str)
+@pytest.mark.parametrize("k, n", [(48, 80), (5, 3), (130, 1), (1, 17)])
+def test_any_shape_equals_the_zero_padded_layer(name: str, tokens: tuple[int, ...], k: int, n: int) -> None:
+    """Nothing raises, and padding by hand to multiples of 128 changes nothing."""
+    recipe = RECIPES[name]
+    if isinstance(recipe, nc.recipe.NVFP4BlockScaling):  # random bits depend on the padded size
+        recipe = nc.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)
+    module, x = layer(k, n), torch.randn(*tokens, k)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = run(module, x, recipe)
+
+    rows, columns, outputs = x.numel() // k, k + -k % 128, n + -n % 128
+    padded = nc.Linear(columns, outputs, device="cpu")
+    with torch.no_grad():
+        padded.weight.copy_(F.pad(module.weight, (0, columns - k, 0, outputs - n)))
+        padded.bias.copy_(F.pad(module.bias, (0, outputs - n)))
+    wide = F.pad(x.reshape(rows, k), (0, columns - k, 0, -rows % 128))
+    wide = wide.detach().requires_grad_(True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), nc.autocast(enabled=recipe is not None, recipe=recipe):
+        y = padded(wide)
+    cut = y[:rows, :n]
+    dx, dw, db = torch.autograd.grad(cut.square().sum(), (wide, padded.weight, padded.bias))
+    expected = [cut.reshape(*tokens, n), dx[:rows, :k].reshape(*tokens, k), dw[:n, :k], db[:n]]
+    for actual, reference in zip(ours, expected, strict=True):
+        assert actual.shape == reference.shape
+        assert torch.isfinite(actual).all()
+        assert_close(actual, reference.detach(), "bf16_output")
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes(name: str, dtype: torch.dtype) -> None:
+    module, x = layer(params_dtype=dtype), torch.randn(24, 48).to(dtype)
+    results = run(module, x, QUANTIZED[name])
+    assert all(t.dtype == dtype and torch.isfinite(t).all() for t in results)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_non_contiguous_input_and_gradient(name: str) -> None:
+    module, base = layer(params_dtype=torch.bfloat16), torch.randn(48, 32).bfloat16()
+    recipe = RECIPES[name]
+    for a, b in zip(run(module, base.t(), recipe), run(module, base.t().contiguous(), recipe), strict=True):
+        if name == "delayed":
+            continue  # scales move between the two runs; shapes are what is at stake
+        assert torch.equal(a, b)
+    x = base.t().contiguous().requires_grad_(True)
+    with nc.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(x)
+    y.backward(torch.randn(80, 32).bfloat16().t())
+    assert x.grad is not None and torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_second_order_is_refused(name: str) -> None:
+    if name == "none":
+        pytest.skip("torch differentiates its own linear twice")
+    module, x = layer(params_dtype=torch.bfloat16), torch.randn(16, 48).bfloat16().requires_grad_(True)
+    with nc.autocast(recipe=QUANTIZED[name]):
+        y = module(x)
+    (dx,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(dx.float().sum(), x)
+
+
+def test_backward_twice_without_retain_graph_is_pytorchs_error() -> None:
+    module, x = layer(), torch.randn(16, 48)
+    with nc.autocast(recipe=QUANTIZED["current"]):
+        y = module(x)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_saves_one_byte_per_element_and_nothing_in_high_precision(name: str) -> None:
+    module, x = layer(256, 128, params_dtype=torch.bfloat16), torch.randn(128, 256).bfloat16().requires_grad_(True)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), nc.autocast(recipe=QUANTIZED[name]):
+        module(x)
+    payload = sum(t.numel() * t.element_size() for t in saved)
+    assert payload <= 0.55 * 2 * (x.numel() + module.weight.numel())
+    assert all(t.dtype != torch.bfloat16 for t in saved)
+
+
+def test_saved_buffers_die_with_the_backward() -> None:
+    module, x = layer(), torch.randn(16, 48, requires_grad=True)
+    with nc.autocast(recipe=QUANTIZED["current"]):
+        y = module(x)
+    buffer = weakref.ref(next(t for t in y.grad_fn.saved_tensors if t is not None))
+    y.sum().backward()
+    del y
+    gc.collect()
+    assert buffer() is None
+
+
+def test_graph_node_exposes_what_the_backward_reads() -> None:
+    module, x = layer(), torch.randn(16, 48)
+    with nc.autocast(recipe=nc.recipe.Float8CurrentScaling(backward_override="dequantized")):
+        y = module(x)
+    assert y.grad_fn.backward_objects.backward_override == "dequantized"
+    with pytest.raises(AttributeError):
+        y.grad_fn.backward_objects.a_misspelled_name = 1
+
+
+# -- errors -------------------------------------------------------------------------------------------------------
+
+
+def test_errors_name_value_and_fix() -> None:
+    module = layer()
+    with pytest.raises(ValueError, match=r"\(4, 40\).*in_features=48"):
+        module(torch.randn(4, 40))
+    with pytest.raises(TypeError, match=r"bfloat16.*float32.*autocast"):
+        module(torch.randn(4, 48).bfloat16())
+    with pytest.raises(RuntimeError, match="meta"):
+        module(torch.randn(4, 48, device="meta"))
+    with pytest.raises(RuntimeError, match="reset_parameters"):
+        layer(device="meta")(torch.randn(4, 48, device="meta"))
+    with pytest.raises(ValueError, match="in_features is 0"):
+        nc.Linear(0, 4)
+
+
+def test_quantized_parameter_under_another_recipe() -> None:
+    with nc.quantized_model_init(recipe=nc.recipe.MXFP8BlockScaling()):
+        module = layer(name="proj")
+    with (
+        nc.autocast(recipe=nc.recipe.Float8CurrentScaling()),
+        pytest.raises(RuntimeError, match=r"weight.*proj.*MXFP8Tensor.*Float8TensorStorage"),
+    ):
+        module(torch.randn(4, 48))
+
+
+# -- options ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "current"])
+def test_return_bias(name: str) -> None:
+    module, x = layer(return_bias=True), torch.randn(8, 48)
+    with nc.autocast(enabled=name != "none", recipe=RECIPES[name]):
+        y, bias = module(x)
+    assert bias is module.bias
+    module.return_bias = False
+    with torch.no_grad():
+        module.bias.zero_()
+    with nc.autocast(enabled=name != "none", recipe=RECIPES[name]):
+        assert torch.equal(y, module(x))
+
+
+def test_meta_device_is_materialised_by_reset_parameters() -> None:
+    module = layer(device="meta")
+    assert module.weight.is_meta and module.bias.is_meta
+    module = module.to_empty(device="cpu")
+    module.reset_parameters()
+    assert module.delayed_scaling.scale_fwd.tolist() == [1.0] * 3
+    assert abs(module.weight.std().item() - 0.023) < 0.003 and not module.bias.any()
+    assert torch.isfinite(run(module, torch.randn(4, 48), QUANTIZED["delayed"])[0]).all()
+
+
+def test_reset_parameters_alone_materialises_too() -> None:
+    module = layer(device="meta")
+    module.reset_parameters()
+    assert not module.weight.is_meta and not module.bias.is_meta
+
+
+def test_init_method() -> None:
+    module = layer(init_method=lambda weight: weight.fill_(0.5))
+    assert (module.weight == 0.5).all()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_state_dict_is_plain(name: str) -> None:
+    with nc.quantized_model_init(recipe=QUANTIZED[name]):
+        quantized = layer()
+    plain = layer()
+    for module in (plain, quantized):
+        state = module.state_dict()
+        assert set(state) == {"weight", "bias"}
+        assert all(type(t) is Tensor for t in state.values())
+    quantized.load_state_dict(plain.state_dict())
+    assert isinstance(quantized.weight, nc.QuantizedTensor)
+    assert_close(quantized.weight.dequantize(), plain.weight, "fp4_layer")
+
+
+# -- the weight cache ---------------------------------------------------------------------------------------------
+
+
+def test_cache_is_reused_only_when_asked() -> None:
+    module, x = layer(), torch.randn(8, 48)
+    recipe = QUANTIZED["current"]
+    first = run(module, x, recipe, is_first_microbatch=True)[0]
+    with torch.no_grad():
+        module.weight.mul_(2)
+    assert torch.equal(run(module, x, recipe, is_first_microbatch=False)[0], first)
+    assert not torch.equal(run(module, x, recipe)[0], first)
+    assert not torch.equal(run(module, x, recipe, is_first_microbatch=True)[0], first)
+
+
+@pytest.mark.parametrize("change", ["load", "to"])
+def test_cache_dies_with_its_weight(change: str) -> None:
+    module, x = layer(), torch.randn(8, 48)
+    run(module, x, QUANTIZED["mxfp8"], is_first_microbatch=True)
+    assert module._fp8_workspaces
+    if change == "load":
+        module.load_state_dict(copy.deepcopy(module.state_dict()))
+    else:
+        module.to(torch.bfloat16)
+    assert not module._fp8_workspaces
+
+
+def test_inference_cache_is_completed_for_training() -> None:
+    """A cache made without gradients still serves a later microbatch that trains."""
+    module, x = layer(), torch.randn(8, 48)
+    with torch.no_grad(), nc.autocast(recipe=QUANTIZED["mxfp8"]):
+        module(x, is_first_microbatch=True)
+    ours = run(module, x, QUANTIZED["mxfp8"], is_first_microbatch=False)
+    for a, b in zip(ours, run(module, x, QUANTIZED["mxfp8"]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_cache_of_another_recipe_is_not_used() -> None:
+    module, x = layer(), torch.randn(8, 48)
+    run(module, x, QUANTIZED["mxfp8"], is_first_microbatch=True)
+    ours = run(module, x, QUANTIZED["current"], is_first_microbatch=False)[0]
+    assert torch.equal(ours, run(module, x, QUANTIZED["current"])[0])
+
+
+def test_deepcopy_and_pickle_leave_the_cache_behind() -> None:
+    module, x = layer(), torch.randn(8, 48)
+    run(module, x, QUANTIZED["current"], is_first_microbatch=True)
+    twin = copy.deepcopy(module)
+    assert not twin._fp8_workspaces and module._fp8_workspaces
+    assert torch.equal(run(twin, x, QUANTIZED["current"])[0], run(module, x, QUANTIZED["current"])[0])

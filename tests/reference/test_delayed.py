@@ -1,0 +1,120 @@
+"""Delayed scaling: golden sequences of updates for both rules, reduction, NaN, and user-given functions."""
+
+import math
+from collections.abc import Callable
+
+import golden_vectors
+import pytest
+import torch
+from torch import Tensor
+
+from narrowcast.formats import FLT_MAX
+from narrowcast.reference import delayed
+
+from .checks import assert_bitwise, assert_fresh
+
+RULES = {"skip_unused": delayed.update, "always_roll": delayed.update_always_roll}
+
+
+def options(algo: str = "max", fp8_max: float = 448.0, margin: int = 0) -> dict:
+    return {"fp8_max": fp8_max, "margin": margin, "algo": algo}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", golden_vectors.names("fp8_delayed_update"))
+def test_golden(name: str, rule: str, device: torch.device) -> None:
+    golden = golden_vectors.load(name)
+    length, steps = golden.meta["history_len"], golden["step_amax"].to(device)
+    scale = torch.ones(steps.shape[1], device=device)
+    history = torch.zeros(length, steps.shape[1], device=device)
+    kept_rows = golden[f"history_{rule}"].shape[1]
+    for step, amax in enumerate(steps):
+        history[0] = amax
+        scale, history = RULES[rule](
+            scale,
+            history,
+            **options(golden.meta["amax_compute_algo"], golden.meta["fp8_max"], golden.meta["margin"]),
+        )
+        kept = torch.cat((history[:1], history[length - kept_rows + 1 :]))
+        assert_bitwise(scale.cpu(), golden[f"scale_{rule}"][step], f"scale after step {step}")
+        assert_bitwise(kept.cpu(), golden[f"history_{rule}"][step], f"history after step {step}")
+
+
+@pytest.mark.parametrize("update", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_inputs_are_left_alone_and_outputs_are_fresh(update: Callable, length: int) -> None:
+    scale, history = torch.ones(3), torch.rand(length, 3)
+    kept = scale.clone(), history.clone()
+    outputs = update(scale, history, **options())
+    assert_bitwise(scale, kept[0])
+    assert_bitwise(history, kept[1])
+    assert_fresh(outputs, [scale, history])
+
+
+@pytest.mark.parametrize("update", RULES.values(), ids=RULES)
+def test_a_reduced_amax_counts_unless_it_is_zero(update: Callable) -> None:
+    history = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]])
+    scale, new = update(torch.ones(2), history, **options(), reduced_amax=torch.tensor([4.0, 0.0]))
+    assert scale.tolist() == [112.0, 224.0]
+    assert new.tolist() == [[0.0, 0.0], [0.0, 0.0], [4.0, 2.0]]
+
+
+def test_an_unused_tensor_keeps_history_and_scale() -> None:
+    history = torch.tensor([[0.0, 1.0], [3.0, 3.0], [5.0, 5.0]])
+    scale, new = delayed.update(torch.full((2,), 7.0), history, **options())
+    assert scale[0] == 7.0
+    assert torch.equal(new[:, 0], history[:, 0])
+    assert new[:, 1].tolist() == [0.0, 5.0, 1.0]
+    assert scale[1] == torch.tensor(448.0) / torch.tensor(5.0)
+    _, rolled = delayed.update_always_roll(torch.full((2,), 7.0), history, **options())
+    assert rolled[:, 0].tolist() == [0.0, 5.0, 0.0]
+
+
+def test_nan_is_ignored_by_the_fused_max_and_kept_by_the_other() -> None:
+    history = torch.tensor([[2.0], [math.nan], [1.0]])
+    scale, _ = delayed.update(torch.full((1,), 7.0), history, **options())
+    assert scale.tolist() == [224.0]
+    scale, _ = delayed.update_always_roll(torch.full((1,), 7.0), history, **options())
+    assert scale.tolist() == [7.0]
+
+
+@pytest.mark.parametrize("update", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(
+    ("amax", "expected"), [(math.inf, 7.0), (math.nan, 7.0), (2.0**-140, FLT_MAX), (448.0, 1.0)]
+)
+def test_amaxes_without_a_scale(update: Callable, amax: float, expected: float) -> None:
+    scale, history = update(torch.full((1,), 7.0), torch.tensor([[amax], [0.0]]), **options("most_recent"))
+    assert scale.tolist() == [expected]
+    assert history[0].tolist() == [0.0]
+
+
+def test_callables_get_the_filled_history_and_the_recipe() -> None:
+    seen: list[object] = []
+
+    def amax_of(history: Tensor) -> Tensor:
+        seen.append(history.tolist())
+        return history.mean(0)
+
+    def scale_of(amax: Tensor, old: Tensor, fp8_max: Tensor, recipe: object) -> Tensor:
+        seen.append(recipe)
+        return fp8_max / amax + old
+
+    scale, history = delayed.update_always_roll(
+        torch.ones(1),
+        torch.tensor([[1.0], [3.0]]),
+        fp8_max=448.0,
+        margin=0,
+        algo=amax_of,
+        scale_algo=scale_of,
+        recipe="recipe",
+        reduced_amax=torch.tensor([5.0]),
+    )
+    assert seen == [[[5.0], [3.0]], "recipe"]
+    assert scale.tolist() == [113.0]
+    assert history.tolist() == [[0.0], [5.0]]
+
+
+@pytest.mark.parametrize("update", RULES.values(), ids=RULES)
+def test_an_unknown_algorithm_is_named(update: Callable) -> None:
+    with pytest.raises(ValueError, match="unknown amax_compute_algo 'mean'; use 'max'"):
+        update(torch.ones(1), torch.ones(2, 1), **options("mean"))
