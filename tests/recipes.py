@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import torch
+
 import narrowcast as nc
+
+# Where cross-recipe tests run: on the accelerator when there is one. Formats it cannot multiply are emulated there.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EMULATE = DEVICE == "cuda"
 
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
 
 
 def mixed_factory(role: nc.QuantizerRole) -> nc.Quantizer:
-    """MXFP8 forward, current-scaled E5M2 gradients would not share blocks; so MXFP8 with E5M2 gradients."""
+    """MXFP8 with 32x32 tiles for weights and E5M2 gradients."""
     if role.tensor_type == "weight":
         return nc.MXFP8Quantizer(E4M3, with_2d_quantization=True)
     if role.tensor_type == "grad_output":
@@ -20,9 +26,9 @@ RECIPES: dict[str, nc.recipe.Recipe | None] = {
     "none": None,
     "delayed": nc.recipe.DelayedScaling(amax_history_len=4),
     "current": nc.recipe.Float8CurrentScaling(),
-    "mxfp8": nc.recipe.MXFP8BlockScaling(),
+    "mxfp8": nc.recipe.MXFP8BlockScaling(emulate=EMULATE),
     "block": nc.recipe.Float8BlockScaling(),
-    "nvfp4": nc.recipe.NVFP4BlockScaling(),
-    "custom": nc.recipe.CustomRecipe(qfactory=mixed_factory),
+    "nvfp4": nc.recipe.NVFP4BlockScaling(emulate=EMULATE),
+    "custom": nc.recipe.CustomRecipe(qfactory=mixed_factory, emulate=EMULATE),
 }
 QUANTIZED = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}

@@ -315,7 +315,9 @@ class MXFP8BlockScaling(Recipe):
         _refuse_pure_e5m2(self, self.fp8_format)
         _refuse_fp8_attention(self)
         if self.margin != 0:
-            raise ValueError(f"MXFP8BlockScaling got margin={self.margin}; the format has no margin, leave it 0")
+            raise ValueError(
+                f"MXFP8BlockScaling got margin={self.margin}; the format has no margin, leave it 0"
+            )
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
         return MXFP8Quantizer(
@@ -511,7 +513,9 @@ class CustomRecipe(Recipe):
         if not callable(self.qfactory):
             raise ValueError(f"CustomRecipe needs a callable qfactory(role), got {self.qfactory!r}")
         if self.quantization_alignment <= 0:
-            raise ValueError(f"quantization_alignment is {self.quantization_alignment}; use a positive number")
+            raise ValueError(
+                f"quantization_alignment is {self.quantization_alignment}; use a positive number"
+            )
 
     def _build_linear_handles(self) -> None:
         object.__setattr__(self, "_by_name", {})
@@ -523,10 +527,14 @@ class CustomRecipe(Recipe):
         """What the factory returns for a role, checked."""
         made = self.qfactory(role)  # type: ignore[misc]
         if made is None:
-            raise ValueError(f"qfactory returned None for {role}; return an IdentityQuantizer to leave it alone")
+            raise ValueError(
+                f"qfactory returned None for {role}; return an IdentityQuantizer to leave it alone"
+            )
         # in a traced call the compiler stands something else in for the quantizer it has just made
         if not (torch.compiler.is_compiling() or isinstance(made, (Quantizer, DelayedScalingRequest))):
-            raise TypeError(f"qfactory returned {type(made).__qualname__} for {role}; return a Quantizer or request")
+            raise TypeError(
+                f"qfactory returned {type(made).__qualname__} for {role}; return a Quantizer or request"
+            )
         return made
 
     @staticmethod

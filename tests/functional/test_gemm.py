@@ -52,7 +52,12 @@ SUM_ORDER = 2.0**-20
 
 
 def multiply(
-    kind: str, left: nc.QuantizedTensorStorage, right: nc.QuantizedTensorStorage, rows: int, columns: int, **options: object
+    kind: str,
+    left: nc.QuantizedTensorStorage,
+    right: nc.QuantizedTensorStorage,
+    rows: int,
+    columns: int,
+    **options: object,
 ) -> Tensor:
     left_columns, right_columns = {"fprop": (0, 0), "dgrad": (0, 1), "wgrad": (1, 1)}[kind]
     return functional.gemm(
@@ -85,7 +90,10 @@ def check(golden: golden_vectors.Golden, x: object, w: object, dy: object) -> No
 def test_golden(name: str) -> None:
     golden = golden_vectors.load(name)
     tensors = (golden.input(key) for key in ("x", "w", "dy"))
-    check(golden, *(q.replace(internal=True).quantize(t) for q, t in zip(QUANTIZERS[name], tensors, strict=True)))
+    check(
+        golden,
+        *(q.replace(internal=True).quantize(t) for q, t in zip(QUANTIZERS[name], tensors, strict=True)),
+    )
 
 
 def test_golden_delayed() -> None:
@@ -100,7 +108,7 @@ def test_golden_delayed() -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
-@pytest.mark.parametrize("m, n, k", [(1, 1, 1), (7, 5, 3), (40, 24, 1000), (0, 16, 32), (33, 130, 17)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (7, 5, 3), (40, 24, 1000), (0, 16, 32), (33, 130, 17)])
 def test_any_size_equals_the_zero_padded_product(name: str, m: int, n: int, k: int) -> None:
     """Odd sizes give what the next aligned size gives on zero-padded operands."""
     x, w, dy = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16(), torch.randn(m, n).bfloat16()
@@ -122,7 +130,9 @@ def test_any_size_equals_the_zero_padded_product(name: str, m: int, n: int, k: i
     ours, expected = products(x, w, dy), products(padded(x), padded(w), padded(dy))
     for out, reference in zip(ours, expected, strict=True):
         cut = reference[: out.shape[0], : out.shape[1]]
-        torch.testing.assert_close(out, cut, rtol=2.0**-18, atol=2.0**-18 * float(cut.abs().max() if cut.numel() else 0))
+        torch.testing.assert_close(
+            out, cut, rtol=2.0**-18, atol=2.0**-18 * float(cut.abs().max() if cut.numel() else 0)
+        )
 
 
 def test_bias_is_added_before_the_one_rounding() -> None:
@@ -155,7 +165,9 @@ def test_a_gpu_without_the_format_says_so(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("m, n, k", [(64, 48, 256), (1, 1, 1), (7, 5, 3), (1000, 130, 520), (0, 16, 32), (128, 128, 128)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(64, 48, 256), (1, 1, 1), (7, 5, 3), (1000, 130, 520), (0, 16, 32), (128, 128, 128)]
+)
 @pytest.mark.parametrize("name", ["gemm_fp8_current_hybrid", "gemm_fp8_block_pow2", "gemm_fp8_block_fp32"])
 def test_native_equals_the_cpu(name: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
     """Tensor cores against the reference on the same bytes, all three GEMMs, with and without bias."""
@@ -164,7 +176,8 @@ def test_native_equals_the_cpu(name: str, m: int, n: int, k: int, dtype: torch.d
     results = []
     for device in ("cpu", "cuda"):
         xs, ws, gs = (
-            q.replace(internal=True).quantize(t.to(device)) for q, t in zip(QUANTIZERS[name], (x, w, dy), strict=True)
+            q.replace(internal=True).quantize(t.to(device))
+            for q, t in zip(QUANTIZERS[name], (x, w, dy), strict=True)
         )
         results.append(
             [
@@ -188,7 +201,8 @@ def test_emulation_on_the_gpu_equals_the_cpu(name: str) -> None:
     results = []
     for device in ("cpu", "cuda"):
         xs, ws, gs = (
-            q.replace(internal=True).quantize(t.to(device)) for q, t in zip(QUANTIZERS[name], (x, w, dy), strict=True)
+            q.replace(internal=True).quantize(t.to(device))
+            for q, t in zip(QUANTIZERS[name], (x, w, dy), strict=True)
         )
         results.append(
             [

@@ -70,7 +70,7 @@ def test_dequantize_gives_the_logical_shape(name: str) -> None:
             torch.library.opcheck(functional.dequantize, arguments, test_utils=CHECKS)
 
 
-@pytest.mark.parametrize("rowwise, columnwise", USAGES)
+@pytest.mark.parametrize(("rowwise", "columnwise"), USAGES)
 def test_quantize_delayed_raises_its_slot_of_the_amax(rowwise: bool, columnwise: bool) -> None:
     x, scale = data((24, 40)), torch.tensor([1.0, 8.0, 1.0])
     quantizer = DelayedFloat8Quantizer(E4M3, 1, rowwise=rowwise, columnwise=columnwise)

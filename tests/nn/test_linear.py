@@ -51,7 +51,7 @@ def test_approximates_the_layer_in_high_precision(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("tokens", [(1,), (7,), (0,), (1000,), (3, 5), (2, 0, 4)], ids=str)
-@pytest.mark.parametrize("k, n", [(48, 80), (5, 3), (130, 1), (1, 17)])
+@pytest.mark.parametrize(("k", "n"), [(48, 80), (5, 3), (130, 1), (1, 17)])
 def test_any_shape_equals_the_zero_padded_layer(name: str, tokens: tuple[int, ...], k: int, n: int) -> None:
     """Nothing raises, and padding by hand to multiples of 128 changes nothing."""
     recipe = RECIPES[name]
@@ -125,7 +125,10 @@ def test_backward_twice_without_retain_graph_is_pytorchs_error() -> None:
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_saves_one_byte_per_element_and_nothing_in_high_precision(name: str) -> None:
-    module, x = layer(256, 128, params_dtype=torch.bfloat16), torch.randn(128, 256).bfloat16().requires_grad_(True)
+    module, x = (
+        layer(256, 128, params_dtype=torch.bfloat16),
+        torch.randn(128, 256).bfloat16().requires_grad_(True),
+    )
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:

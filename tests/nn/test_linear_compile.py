@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from recipes import QUANTIZED, RECIPES
+from recipes import DEVICE, EMULATE, QUANTIZED, RECIPES
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import narrowcast as nc
@@ -19,12 +20,12 @@ TOKENS = 40
 
 def make_layer(**kwargs: Any) -> nc.Linear:
     torch.manual_seed(1)
-    return nc.Linear(K, N, device="cpu", params_dtype=torch.bfloat16, **kwargs)
+    return nc.Linear(K, N, device=DEVICE, params_dtype=torch.bfloat16, **kwargs)
 
 
 def make_input(*shape: int, seed: int = 2) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, K, generator=generator).bfloat16().requires_grad_(True)
+    return torch.randn(*shape, K, generator=generator).bfloat16().to(DEVICE).requires_grad_(True)
 
 
 Step = Callable[..., torch.Tensor]
@@ -41,7 +42,9 @@ def in_autocast(layer: nc.Linear, name: str) -> Step:
     return run
 
 
-def gradients(layer: nc.Linear, run: Callable[[], torch.Tensor], x: torch.Tensor, **kwargs: Any) -> list[torch.Tensor]:
+def gradients(
+    layer: nc.Linear, run: Callable[[], torch.Tensor], x: torch.Tensor, **kwargs: Any
+) -> list[torch.Tensor]:
     """Output and gradients of one step; the seed makes stochastic rounding repeat."""
     torch.manual_seed(7)
     wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
@@ -57,7 +60,9 @@ def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     assert all(t.float().abs().sum() > 0 for t in ours if t.numel())
 
 
-def compare(name: str, steps: int = 2, dynamic: bool | None = None, backend: Any = "aot_eager", **layer_args: Any):
+def compare(
+    name: str, steps: int = 2, dynamic: bool | None = None, backend: Any = "aot_eager", **layer_args: Any
+):
     """Several steps eager and compiled, on copies of one layer."""
     eager_layer = make_layer(**layer_args)
     compiled_layer = copy.deepcopy(eager_layer)
@@ -147,7 +152,9 @@ def test_recipe_built_inside_the_compiled_function(dynamic: bool | None) -> None
     def step(x: torch.Tensor) -> torch.Tensor:
         with nc.autocast(recipe=nc.recipe.Float8BlockScaling()):
             y = layer(x)
-        with nc.autocast(recipe=nc.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)):
+        with nc.autocast(
+            recipe=nc.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True, emulate=EMULATE)
+        ):
             return y + layer(x)
 
     x = make_input(TOKENS)
@@ -188,7 +195,7 @@ def test_microbatches_forward_first_then_backward(name: str) -> None:
 def test_quantized_parameters(name: str) -> None:
     torch.manual_seed(1)
     with nc.quantized_model_init(recipe=RECIPES[name]):
-        layer = nc.Linear(K, N, device="cpu", params_dtype=torch.bfloat16)
+        layer = nc.Linear(K, N, device=DEVICE, params_dtype=torch.bfloat16)
     assert isinstance(layer.weight, nc.QuantizedTensor)
     forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
     enter = in_autocast(layer, name)
@@ -231,7 +238,9 @@ def test_retain_graph(name: str, compiled: bool) -> None:
     results = []
     for retain in (True, False):
         torch.manual_seed(7)
-        grads = torch.autograd.grad(y.float().square().sum(), (x, layer.weight, layer.bias), retain_graph=retain)
+        grads = torch.autograd.grad(
+            y.float().square().sum(), (x, layer.weight, layer.bias), retain_graph=retain
+        )
         results.append(list(grads))
     assert_equal(*results)
 
@@ -257,7 +266,7 @@ def test_frozen(name: str, frozen: str) -> None:
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("kind", ["current", "mxfp8", "block", "nvfp4"])
 def test_backward_override(kind: str, override: str) -> None:
-    recipe = type(RECIPES[kind])(backward_override=override)  # type: ignore[misc]
+    recipe = dataclasses.replace(RECIPES[kind], backward_override=override)  # type: ignore[type-var]
     layer, x = make_layer(), make_input(TOKENS)
     forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
 
@@ -280,13 +289,13 @@ def test_backward_override(kind: str, override: str) -> None:
 def test_torch_autocast(name: str) -> None:
     """fp32 parameters under torch.autocast: quantized from fp32, gradients in fp32."""
     torch.manual_seed(1)
-    eager = nc.Linear(K, N, device="cpu")
+    eager = nc.Linear(K, N, device=DEVICE)
     compiled = copy.deepcopy(eager)
     x = make_input(TOKENS).detach().float().requires_grad_(True)
 
     def step(layer: Any) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16), nc.autocast(recipe=RECIPES[name]):
+            with torch.autocast(DEVICE, dtype=torch.bfloat16), nc.autocast(recipe=RECIPES[name]):
                 return layer(x)
 
         return run

@@ -257,7 +257,9 @@ def _quantized_gradients(args: LinearBwdArgs, dy: Tensor) -> tuple[Tensor | None
     if not (needs.inp or needs.weight):
         return None, None
     handles = args.grad_quantizers
-    handle = handles.both if needs.inp and needs.weight else (handles.rowwise if needs.inp else handles.columnwise)
+    handle = (
+        handles.both if needs.inp and needs.weight else (handles.rowwise if needs.inp else handles.columnwise)
+    )
     grad = quantize_operand(dy, handle, args.delayed.scale_bwd, args.delayed.amax_bwd)
     dgrad = wgrad = None
     if needs.inp:

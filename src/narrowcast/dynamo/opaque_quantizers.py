@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 from ..functional import _opaque
@@ -28,6 +29,7 @@ _MEMBERS = (
     "_storage_metadata",
     "_storage_name",
     "_storage_scalars",
+    "_te_compile_value_opaque",
     "_tensor_class",
     "alloc_tensors",
     "create_metadata",
@@ -49,7 +51,8 @@ def register_value_opaque_quantizer(cls: type) -> type:
     if cls.__dict__.get("_te_compile_value_opaque", False):
         return cls
     fields = value_fields(cls)
-    cls._registered_fields = fields
+    cls._registered_fields = tuple(fields)
+    cls._registered_enums = {name: kind for name, kind in fields.items() if issubclass(kind, enum.Enum)}
     cls._te_compile_value_opaque = True
     _opaque.register_value_type(cls, _MAKERS, (*fields, *_MEMBERS))
     return cls
@@ -57,7 +60,7 @@ def register_value_opaque_quantizer(cls: type) -> type:
 
 def is_value_opaque_quantizer(quantizer: Any) -> bool:
     """Whether the exact class of this quantizer is registered as a value; traceable."""
-    return bool(type(quantizer).__dict__.get("_te_compile_value_opaque", False))
+    return getattr(quantizer, "_te_compile_value_opaque", False)
 
 
 for _cls in (

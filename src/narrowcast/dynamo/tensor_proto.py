@@ -125,6 +125,9 @@ def to_tensor_proto(tensor: TensorOrQuantized) -> TensorProto:
     if isinstance(tensor, QuantizedTensorStorage):
         requires_grad = isinstance(tensor, QuantizedTensor) and tensor.requires_grad
         quantizer: Any = tensor._quantizer
+        present = [name for name, _ in tensor._FLATTEN_TENSOR_BUFFERS if getattr(tensor, name) is not None]
+        if present != tensor.buffer_attributes(quantizer.rowwise_usage, quantizer.columnwise_usage):
+            quantizer = quantizer.with_usage(**tensor.get_usages())  # a view of one direction
         quantizer = quantizer.replace(internal=not isinstance(tensor, QuantizedTensor))
         return TensorProto(tuple(tensor.size()), tensor._dtype, quantizer, requires_grad, tensor.device)
     return TensorProto(tuple(tensor.shape), tensor.dtype, None, tensor.requires_grad, tensor.device)

@@ -35,7 +35,7 @@ def register_value_type(cls: type, makers: tuple[str, ...] = (), members: tuple[
     if not AVAILABLE:
         return False
     # From 2.13 on the compiler traces through members by itself; before, it must be told of each.
-    named = makers if TorchVersion(torch.__version__) >= (2, 13) else (*makers, *members)
+    named = makers if TorchVersion(torch.__version__) >= "2.13" else (*makers, *members)
     try:
         register_opaque_type(cls, typ="value", members={name: MemberType.USE_REAL for name in named})
     except (RuntimeError, TypeError):  # a half-implemented API must not break the import

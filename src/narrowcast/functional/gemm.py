@@ -133,7 +133,7 @@ def _multiply_native(
     per_tensor = a.scaling == b.scaling == "tensor"
     align = 16 if per_tensor else 128
     left, right = _pad_to(a.data, 16, align), _pad_to(b.data, 16 if per_tensor else 128, align)
-    fused_bias = bias is not None and per_tensor and dtype != torch.float32
+    fused = bias.to(dtype) if bias is not None and per_tensor and dtype != torch.float32 else None
     out = F.scaled_mm(
         left,
         right.t(),
@@ -141,11 +141,11 @@ def _multiply_native(
         _SCALING[a.scaling],
         _pad_scale(b, right),
         _SCALING[b.scaling],
-        bias=_pad_bias(bias.to(dtype), right.shape[0]) if fused_bias else None,
+        bias=None if fused is None else _pad_bias(fused, right.shape[0]),
         output_dtype=dtype,
         use_fast_accum=fast_accumulation and per_tensor,
     )
-    if bias is not None and not fused_bias:
+    if bias is not None and fused is None:
         out = out[:, :columns] + bias.to(dtype)
     return out[:rows, :columns].contiguous()
 

@@ -23,11 +23,15 @@ def _quantize_fake(x: Tensor, quantizer: QuantizerValue, seed: Tensor | None = N
     return _described(x, quantizer)
 
 
-quantize = define(f"quantize(Tensor x, {QUANTIZER} quantizer, Tensor? seed=None) -> Tensor[]", _quantize, _quantize_fake)
+quantize = define(
+    f"quantize(Tensor x, {QUANTIZER} quantizer, Tensor? seed=None) -> Tensor[]", _quantize, _quantize_fake
+)
 """Quantize ``x``; buffers in the order of the quantizer's description. ``seed``: int64[1] for stochastic rounding."""
 
 
-def _quantize_delayed(x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue) -> tuple[Tensor, ...]:
+def _quantize_delayed(
+    x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
+) -> tuple[Tensor, ...]:
     return tuple(quantizer._encode_scaled(numerics_for(x), x, scale, amax))
 
 

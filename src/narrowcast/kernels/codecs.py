@@ -18,23 +18,70 @@ import triton.language as tl
 @triton.jit
 def to_float32(x, EMULATE: tl.constexpr):
     """Widen bf16, fp16 or fp32 to fp32, exactly."""
-    if EMULATE and x.dtype == tl.bfloat16:
-        # The interpreter's widening loses bf16 subnormals.
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
+    if x.dtype == tl.bfloat16:
+        if EMULATE:
+            # The interpreter's widening loses bf16 subnormals.
+            return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        else:
+            # One instruction per element, from the register of a pair; the compiler takes two for the upper half.
+            return tl.inline_asm_elementwise(
+                "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+                "=&r,=r,r",
+                [x],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=2,
+            )
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
 def magnitude(x, EMULATE: tl.constexpr):
     """|x| as fp32 for a maximum that ignores NaN: on a GPU the maximum itself does, the interpreter's does not.
 
-    Given bf16 or fp16 values that only one maximum uses, the compiler takes maxima of pairs: the sign goes before the
-    widening. Given fp32 values it takes the absolute value inside the maximum.
+    A maximum over nothing but NaN is NaN on a GPU: take its maximum with 0 before using it.
     """
     if EMULATE:
         wide = to_float32(x, EMULATE)
         return tl.where(wide == wide, tl.abs(wide), 0.0)
-    return tl.abs(x).to(tl.float32)
+    else:
+        # The sign goes before the widening: the compiler then takes maxima of bf16 pairs.
+        return tl.abs(x).to(tl.float32)
+
+
+@triton.jit
+def _larger(a, b, EMULATE: tl.constexpr):
+    """Of two tensors, the larger magnitudes, with any sign and in the dtype they came in; NaN is ignored."""
+    if EMULATE:
+        return tl.maximum(magnitude(a, EMULATE), magnitude(b, EMULATE))
+    elif a.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif a.dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "max.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return tl.maximum(tl.abs(a), tl.abs(b))
+
+
+@triton.jit
+def magnitude_of_four(x0, x1, x2, x3, EMULATE: tl.constexpr):
+    """The largest of four magnitudes as fp32, under the rules of ``magnitude``."""
+    low = _larger(x0, x1, EMULATE)
+    high = _larger(x2, x3, EMULATE)
+    return magnitude(_larger(low, high, EMULATE), EMULATE)
+
+
+@triton.jit
+def reciprocal(x, EMULATE: tl.constexpr):
+    """``RN(1 / x)`` in fp32, subnormal results kept."""
+    if EMULATE:
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    else:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -146,40 +193,104 @@ def decode_e4m3(code):
 
 
 @triton.jit
-def round_to_bfloat16(x, EMULATE: tl.constexpr):
-    """fp32 ``x`` rounded to nearest even bf16, as fp32."""
-    if EMULATE:
-        bits = x.to(tl.uint32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-        return tl.where(x == x, rounded, x)
-    return x.to(tl.bfloat16).to(tl.float32)
+def _round_to_bfloat16_emulated(x):
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)
 
 
 @triton.jit
-def fp4_code(x, random, STOCHASTIC: tl.constexpr, EMULATE: tl.constexpr):
-    """E2M1 codes 0..15 of fp32 ``x`` as uint32: nearest even, saturating at 6, NaN gives +6.
+def round_pair_to_bfloat16(a, b, EMULATE: tl.constexpr):
+    """Two fp32 tensors rounded to nearest even bf16, as fp32."""
+    if EMULATE:
+        return _round_to_bfloat16_emulated(a), _round_to_bfloat16_emulated(b)
+    # The conversion of a pair has several times the rate of single conversions.
+    return tl.inline_asm_elementwise(
+        """{
+            .reg .b32 pair;
+            cvt.rn.bf16x2.f32 pair, $3, $2;
+            shl.b32 $0, pair, 16;
+            and.b32 $1, pair, 0xFFFF0000;
+        }""",
+        "=&r,=r,r,r",
+        [a, b],
+        dtype=(tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
 
-    The spacing of codes is half of ``power``, the power of two below the magnitude, at least 1. Nearest: the sum with
-    ``power * (1.5 * 2**22 + 1)`` has that spacing as its ulp, so its mantissa counts steps, and the exponent of
-    ``power``, in half steps, counts the codes below the binade; the added 1 makes their offsets cancel modulo 16.
+
+@triton.jit
+def fp4_magnitude(x, random, STOCHASTIC: tl.constexpr):
+    """E2M1 magnitude codes 0..7 of fp32 ``x`` in the low byte of uint32; what lies above that byte is unspecified.
+
+    Nearest even, saturating at 6, NaN gives 6. The spacing of codes is half of ``power``, the power of two below the
+    magnitude, at least 1. The sum with ``power * (1.5 * 2**22 + 1)`` has that spacing as its ulp, so its mantissa
+    counts steps; the exponent of ``power``, in half steps, counts the codes below the binade; the added 1 makes the
+    offsets of both cancel modulo 256.
 
     Args:
         random: integers 0..255 as uint32, used if ``STOCHASTIC``: round up where ``random / 256`` of the spacing,
             added to the magnitude, reaches the next code.
     """
-    bits = x.to(tl.uint32, bitcast=True)
     size = tl.minimum(tl.abs(x), 6.0)
-    power = tl.maximum(size.to(tl.uint32, bitcast=True) & 0x7F800000, 0x3F800000)
+    power = tl.maximum((size.to(tl.int32, bitcast=True) & 0x7F800000), 0x3F800000)
     if STOCHASTIC:
         step = (power - (9 << 23)).to(tl.float32, bitcast=True)  # the spacing / 256
         raised = size + random.to(tl.float32) * step
         # From 1 on, the exponent and the first mantissa bit count codes (1 is code 2); below are only 0 and 0.5.
-        code = tl.where(raised < 1.0, tl.where(raised < 0.5, 0, 1), (raised.to(tl.uint32, bitcast=True) >> 22) - 252)
-        code = code.to(tl.uint32)
-    else:
-        total = tl.fma(power.to(tl.float32, bitcast=True), 6291457.0, size)  # the product is exact
-        code = (total.to(tl.uint32, bitcast=True) + (power >> 22)) & 7
-    code = code | ((bits >> 28) & 8)
+        counted = (raised.to(tl.int32, bitcast=True) >> 22) - 252
+        return tl.maximum(counted, tl.where(raised < 0.5, 0, 1)).to(tl.uint32, bitcast=True)
+    total = tl.fma(power.to(tl.float32, bitcast=True), 6291457.0, size)  # the product is exact
+    return total.to(tl.uint32, bitcast=True) + (power.to(tl.uint32, bitcast=True) >> 22)
+
+
+@triton.jit
+def fp4_sign(x, EMULATE: tl.constexpr):
+    """The bits of fp32 ``x`` as uint32 with the sign on top; no sign for NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
     if EMULATE:
-        return tl.where(x == x, code, 7)
-    return code  # a multiplication on a GPU never returns a NaN with its sign set
+        return tl.where(x == x, bits, 0)
+    return bits  # a product on a GPU never is a NaN with its sign set
+
+
+@triton.jit
+def pack_fp4(m0, m1, m2, m3, m4, m5, m6, m7, s0, s1, s2, s3, s4, s5, s6, s7, EMULATE: tl.constexpr):
+    """Eight codes in one word, element ``i`` in nibble ``i``, from ``fp4_magnitude`` and ``fp4_sign``."""
+    if EMULATE:
+        low = (m0 & 7) | ((m1 & 7) << 4) | ((m2 & 7) << 8) | ((m3 & 7) << 12)
+        high = ((m4 & 7) << 16) | ((m5 & 7) << 20) | ((m6 & 7) << 24) | ((m7 & 7) << 28)
+        top: tl.constexpr = 0x80000000
+        low_sign = ((s0 & top) >> 28) | ((s1 & top) >> 24) | ((s2 & top) >> 20) | ((s3 & top) >> 16)
+        high_sign = ((s4 & top) >> 12) | ((s5 & top) >> 8) | ((s6 & top) >> 4) | (s7 & top)
+        return low | high | low_sign | high_sign
+    # Bytes of even and of odd elements are gathered apart; a shift by 4 makes low nibbles of one, high of the other.
+    return tl.inline_asm_elementwise(
+        """{
+            .reg .b32 a, b, even, odd;
+            prmt.b32 a, $1, $3, 0x0040;
+            prmt.b32 b, $5, $7, 0x0040;
+            prmt.b32 even, a, b, 0x5410;
+            prmt.b32 a, $2, $4, 0x0040;
+            prmt.b32 b, $6, $8, 0x0040;
+            prmt.b32 odd, a, b, 0x5410;
+            shl.b32 odd, odd, 4;
+            or.b32 $0, even, odd;
+            prmt.b32 a, $9, $11, 0x0073;
+            prmt.b32 b, $13, $15, 0x0073;
+            prmt.b32 even, a, b, 0x5410;
+            prmt.b32 a, $10, $12, 0x0073;
+            prmt.b32 b, $14, $16, 0x0073;
+            prmt.b32 odd, a, b, 0x5410;
+            shr.u32 even, even, 4;
+            and.b32 even, even, 0x08080808;
+            and.b32 odd, odd, 0x80808080;
+            or.b32 $0, $0, even;
+            or.b32 $0, $0, odd;
+        }""",
+        "=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [m0, m1, m2, m3, m4, m5, m6, m7, s0, s1, s2, s3, s4, s5, s6, s7],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLT_MAX, ElementFormat, cdiv
-from .codecs import fp8_code, magnitude, pack_codes, to_float32
+from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, to_float32
 from .launch import INTERPRETING, Launcher, check_device, check_input, dim_class, is_aligned
 from .scaling import scale_from_amax
 from .tiles import load_row, store_row, store_transposed, tile_grid, tile_position
@@ -104,9 +104,7 @@ def _cast_transpose_kernel(
     scale = _tensor_scale(scale_ptr, partials, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS)
 
     if AMAX:
-        low = tl.maximum(magnitude(x0, EMULATE), magnitude(x1, EMULATE))
-        high = tl.maximum(magnitude(x2, EMULATE), magnitude(x3, EMULATE))
-        _accumulate_amax(amax_ptr, previous, tl.max(tl.maximum(low, high)))
+        _accumulate_amax(amax_ptr, previous, tl.max(magnitude_of_four(x0, x1, x2, x3, EMULATE)))
 
     c0 = fp8_code(to_float32(x0, EMULATE) * scale, E5M2, EMULATE)
     c1 = fp8_code(to_float32(x1, EMULATE) * scale, E5M2, EMULATE)
@@ -185,9 +183,7 @@ def _amax_kernel(x_ptr, partials_ptr, n, BLOCK: tl.constexpr, EMULATE: tl.conste
         x1 = tl.load(tile + QUARTER + index, mask=index + QUARTER < left, other=0.0)
         x2 = tl.load(tile + 2 * QUARTER + index, mask=index + 2 * QUARTER < left, other=0.0)
         x3 = tl.load(tile + 3 * QUARTER + index, mask=index + 3 * QUARTER < left, other=0.0)
-        low = tl.maximum(magnitude(x0, EMULATE), magnitude(x1, EMULATE))
-        high = tl.maximum(magnitude(x2, EMULATE), magnitude(x3, EMULATE))
-        largest = tl.maximum(largest, tl.maximum(low, high))
+        largest = tl.maximum(largest, magnitude_of_four(x0, x1, x2, x3, EMULATE))
         start += step
     tl.store(partials_ptr + program, tl.max(largest, axis=0))
 

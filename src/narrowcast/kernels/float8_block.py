@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, ElementFormat, cdiv, round_up
-from .codecs import fp8_code, fp8_word, magnitude, pack_codes, to_float32
+from .codecs import fp8_code, fp8_word, magnitude, magnitude_of_four, pack_codes, reciprocal, to_float32
 from .launch import INTERPRETING, Launcher, check_input, dim_class, is_aligned
 from .scaling import OVERFLOW_BY_DTYPE, power_2_scales, scale_from_amax
 from .tiles import load_row, store_row, store_transposed, tile_grid, tile_position
@@ -18,46 +18,14 @@ from .tiles import load_row, store_row, store_transposed, tile_grid, tile_positi
 
 @triton.jit
 def _scales(
-    amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, EPSILON: tl.constexpr
+    amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, EPSILON: tl.constexpr, EMULATE: tl.constexpr
 ):
     """Encoding scales and their rounded reciprocals."""
+    amax = tl.maximum(amax, 0.0)
     if POWER_2:
         return power_2_scales(amax, epsilon, FP8_MAX, OVERFLOW, EPSILON)
     scale = scale_from_amax(amax, epsilon, FP8_MAX, OVERFLOW, False)
-    return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-
-
-@triton.jit
-def _encode_row(
-    x,
-    data_ptr,
-    scale_ptr,
-    offsets,
-    row,
-    column,
-    rows_left,
-    columns_left,
-    padded_left,
-    epsilon,
-    E5M2: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    POWER_2: tl.constexpr,
-    EPSILON: tl.constexpr,
-    EVEN: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    """1-D row blocks of one of the four interleaved tensors: codes, and one scale per row."""
-    amax = tl.max(magnitude(x, EMULATE), axis=1)
-    scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON)
-    code = fp8_code(x * tl.expand_dims(scale, 1), E5M2, EMULATE)
-    store_row(data_ptr, offsets, code, row, column, rows_left, columns_left, EVEN)
-    index = tl.max(row, axis=1)  # the row numbers without their unit dimension
-    if EVEN:
-        tl.store(scale_ptr + index, scale_inv)
-    else:
-        # The tile's last rows may be padding of the scale buffer, which holds zeros.
-        tl.store(scale_ptr + index, tl.where(index < rows_left, scale_inv, 0.0), mask=index < padded_left)
+    return scale, reciprocal(scale, EMULATE)
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"])
@@ -83,7 +51,7 @@ def _vector_kernel(
     WIDE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    # Blocks of 128 along K for the row-wise data and along M for the column-wise data: one tile holds both whole.
+    # Blocks of 128 along K for the row-wise data, along M for the column-wise data: one tile holds both whole.
     BLOCK: tl.constexpr = 128
     tile_m, tile_k = tile_position(BAND, False)
     m0 = tile_m * BLOCK
@@ -97,48 +65,54 @@ def _vector_kernel(
         K = K.to(tl.int64)
     rows_left = tl.minimum(M - m0, BLOCK).to(tl.int32)
     columns_left = tl.minimum(K - k0, BLOCK).to(tl.int32)
-    row = tl.arange(0, BLOCK // 4)[:, None] * 4
-    column = tl.arange(0, BLOCK)[None, :]
-    offsets = row * K + column
+    line = tl.arange(0, BLOCK)
     start = m0 * K + k0
     x_tile = x_ptr + start
-    x0 = load_row(x_tile, offsets, row, column, rows_left, columns_left, EVEN)
-    x1 = load_row(x_tile + K, offsets, row + 1, column, rows_left, columns_left, EVEN)
-    x2 = load_row(x_tile + 2 * K, offsets, row + 2, column, rows_left, columns_left, EVEN)
-    x3 = load_row(x_tile + 3 * K, offsets, row + 3, column, rows_left, columns_left, EVEN)
 
-    x0 = to_float32(x0, EMULATE)
-    x1 = to_float32(x1, EMULATE)
-    x2 = to_float32(x2, EMULATE)
-    x3 = to_float32(x3, EMULATE)
     if ROWWISE:
-        data = data_ptr + start
-        scales = row_scale_ptr + (tile_k * row_scale_stride + m0)
-        padded = tl.minimum(row_scale_stride - m0, BLOCK).to(tl.int32)
-        _encode_row(x0, data, scales, offsets, row, column, rows_left, columns_left, padded, epsilon,
-                    E5M2, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, EMULATE)  # fmt: skip
-        _encode_row(x1, data + K, scales, offsets, row + 1, column, rows_left, columns_left, padded, epsilon,
-                    E5M2, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, EMULATE)  # fmt: skip
-        _encode_row(x2, data + 2 * K, scales, offsets, row + 2, column, rows_left, columns_left, padded, epsilon,
-                    E5M2, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, EMULATE)  # fmt: skip
-        _encode_row(x3, data + 3 * K, scales, offsets, row + 3, column, rows_left, columns_left, padded, epsilon,
-                    E5M2, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, EMULATE)  # fmt: skip
+        row = line[:, None]
+        column = line[None, :]
+        offsets = row * K + column
+        x = load_row(x_tile, offsets, row, column, rows_left, columns_left, EVEN)
+        amax = tl.max(magnitude(x, EMULATE), axis=1)
+        scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
+        code = fp8_code(to_float32(x, EMULATE) * tl.expand_dims(scale, 1), E5M2, EMULATE)
+        store_row(data_ptr + start, offsets, code, row, column, rows_left, columns_left, EVEN)
+        target = row_scale_ptr + (tile_k * row_scale_stride + m0) + line
+        if EVEN:
+            tl.store(target, scale_inv)
+        else:
+            # The tile's last lines may be padding of the scale buffer, which holds zeros.
+            padded = tl.minimum(row_scale_stride - m0, BLOCK).to(tl.int32)
+            tl.store(target, tl.where(line < rows_left, scale_inv, 0.0), mask=line < padded)
 
     if COLUMNWISE:
-        low = tl.maximum(magnitude(x0, EMULATE), magnitude(x1, EMULATE))
-        high = tl.maximum(magnitude(x2, EMULATE), magnitude(x3, EMULATE))
-        amax = tl.max(tl.maximum(low, high), axis=0)
-        scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON)
+        # Read again, from L1: holding the tile across the row-wise part would cost half of the occupancy.
+        row = tl.arange(0, BLOCK // 4)[:, None] * 4
+        column = line[None, :]
+        offsets = row * K + column
+        x0 = load_row(x_tile, offsets, row, column, rows_left, columns_left, EVEN)
+        x1 = load_row(x_tile + K, offsets, row + 1, column, rows_left, columns_left, EVEN)
+        x2 = load_row(x_tile + 2 * K, offsets, row + 2, column, rows_left, columns_left, EVEN)
+        x3 = load_row(x_tile + 3 * K, offsets, row + 3, column, rows_left, columns_left, EVEN)
+        amax = tl.max(magnitude_of_four(x0, x1, x2, x3, EMULATE), axis=0)
+        scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
         scale = tl.expand_dims(scale, 0)
-        words = fp8_word(x0 * scale, x1 * scale, x2 * scale, x3 * scale, E5M2, EMULATE)
+        words = fp8_word(
+            to_float32(x0, EMULATE) * scale,
+            to_float32(x1, EMULATE) * scale,
+            to_float32(x2, EMULATE) * scale,
+            to_float32(x3, EMULATE) * scale,
+            E5M2,
+            EMULATE,
+        )
         store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
-        index = tl.arange(0, BLOCK)
-        target = column_scale_ptr + (tile_m * column_scale_stride + k0) + index
+        target = column_scale_ptr + (tile_m * column_scale_stride + k0) + line
         if EVEN:
             tl.store(target, scale_inv)
         else:
             padded = tl.minimum(column_scale_stride - k0, BLOCK).to(tl.int32)
-            tl.store(target, tl.where(index < columns_left, scale_inv, 0.0), mask=index < padded)
+            tl.store(target, tl.where(line < columns_left, scale_inv, 0.0), mask=line < padded)
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"])
@@ -188,16 +162,15 @@ def _tile_kernel(
     x2 = load_row(x_tile + 2 * K, offsets, row + 2, column, rows_left, columns_left, EVEN)
     x3 = load_row(x_tile + 3 * K, offsets, row + 3, column, rows_left, columns_left, EVEN)
 
-    low = tl.maximum(magnitude(x0, EMULATE), magnitude(x1, EMULATE))
-    high = tl.maximum(magnitude(x2, EMULATE), magnitude(x3, EMULATE))
-    amax = tl.max(tl.max(tl.maximum(low, high), axis=1, keep_dims=True), axis=0, keep_dims=True)
-    scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON)
+    size = magnitude_of_four(x0, x1, x2, x3, EMULATE)
+    amax = tl.max(tl.max(size, axis=1, keep_dims=True), axis=0, keep_dims=True)
+    scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
 
     c0 = fp8_code(to_float32(x0, EMULATE) * scale, E5M2, EMULATE)
     c1 = fp8_code(to_float32(x1, EMULATE) * scale, E5M2, EMULATE)
     c2 = fp8_code(to_float32(x2, EMULATE) * scale, E5M2, EMULATE)
     c3 = fp8_code(to_float32(x3, EMULATE) * scale, E5M2, EMULATE)
-    # The last tile of a row of scales also writes the zeros that pad it to a multiple of 4.
+    # Tiles near the end of a row of scales also write the zeros that pad it to a multiple of 4.
     pad = tl.arange(0, 4)[None, :]
     padded_scale = tl.where(pad == 0, scale_inv, 0.0)
     if ROWWISE:
@@ -207,14 +180,14 @@ def _tile_kernel(
         store_row(data + 2 * K, offsets, c2, row + 2, column, rows_left, columns_left, EVEN)
         store_row(data + 3 * K, offsets, c3, row + 3, column, rows_left, columns_left, EVEN)
         stride = (tiles_k + 3) // 4 * 4
-        last = (tile_k == tiles_k - 1) & (tile_k + pad < stride)
-        tl.store(row_scale_ptr + (tile_m * stride + tile_k) + pad, padded_scale, mask=(pad == 0) | last)
+        padding = (tile_k + pad >= tiles_k) & (tile_k + pad < stride)
+        tl.store(row_scale_ptr + (tile_m * stride + tile_k) + pad, padded_scale, mask=(pad == 0) | padding)
     if COLUMNWISE:
         words = pack_codes(c0, c1, c2, c3, EMULATE)
         store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
         stride = (tiles_m + 3) // 4 * 4
-        last = (tile_m == tiles_m - 1) & (tile_m + pad < stride)
-        tl.store(column_scale_ptr + (tile_k * stride + tile_m) + pad, padded_scale, mask=(pad == 0) | last)
+        padding = (tile_m + pad >= tiles_m) & (tile_m + pad < stride)
+        tl.store(column_scale_ptr + (tile_k * stride + tile_m) + pad, padded_scale, mask=(pad == 0) | padding)
 
 
 _vector = Launcher(_vector_kernel, num_warps=8)

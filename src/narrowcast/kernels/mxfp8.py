@@ -74,7 +74,7 @@ def _quantize_kernel(
         amax = tl.max(tl.reshape(size, (32, 4, 32)), axis=2)
         if TWO_D:
             amax = tl.max(amax, axis=0, keep_dims=True)
-        row_code = e8m0_from_amax(amax, MAX_RECIPROCAL)
+        row_code = e8m0_from_amax(tl.maximum(amax, 0.0), MAX_RECIPROCAL)
         data = fp8_code(x * _spread(e8m0_reciprocal(row_code), 32), E5M2, EMULATE)
     if ROWWISE:
         if EVEN:
@@ -89,7 +89,8 @@ def _quantize_kernel(
             column_data = data
             column_code = _spread(row_code, 1)
         else:
-            column_code = e8m0_from_amax(tl.max(size, axis=0, keep_dims=True), MAX_RECIPROCAL)
+            amax = tl.maximum(tl.max(size, axis=0, keep_dims=True), 0.0)
+            column_code = e8m0_from_amax(amax, MAX_RECIPROCAL)
             column_data = fp8_code(x * e8m0_reciprocal(column_code), E5M2, EMULATE)
         if EVEN:
             tl.store(column_data_ptr + start + offsets, column_data)

@@ -26,40 +26,53 @@ from ..formats import (
     round_to_float32,
     round_up,
 )
-from .codecs import decode_e4m3, fp4_code, fp8_code, magnitude, round_to_bfloat16, to_float32
+from .codecs import (
+    decode_e4m3,
+    fp4_magnitude,
+    fp4_sign,
+    fp8_code,
+    magnitude,
+    pack_fp4,
+    reciprocal,
+    round_pair_to_bfloat16,
+    to_float32,
+)
 from .launch import INTERPRETING, Launcher, check_input, dim_class, is_aligned
 from .tiles import tile_grid, tile_position
 
-TILE = 128
+TILE_M = 128
+TILE_K = 64
 _FLT_MAX = tl.constexpr(FLT_MAX)
 _ONE_SIXTH = tl.constexpr(round_to_float32(1.0 / 6.0))
 
 
 @triton.jit
-def _load_columns(x_tile, K, rows_left, columns_left, TILE: tl.constexpr, EVEN: tl.constexpr, EMULATE: tl.constexpr):
-    """16 tensors [TILE, TILE / 16]: tensor ``j`` has columns ``16 * g + j``."""
+def _load_columns(
+    x_tile, K, rows_left, columns_left, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, EMULATE: tl.constexpr
+):
+    """16 tensors [TILE_M, TILE_K / 16]: tensor ``j`` has columns ``16 * g + j``."""
     # Two loads of 8 contiguous elements each leave all 16 elements of a group in one thread.
-    row = tl.arange(0, TILE)[:, None, None]
-    group = tl.arange(0, TILE // 16)[None, :, None] * 16
+    row = tl.arange(0, TILE_M)[:, None, None]
+    group = tl.arange(0, TILE_K // 16)[None, :, None] * 16
     element = tl.arange(0, 8)[None, None, :]
     offsets = row * K + (group + element)
-    halves = ()
+    columns = ()
     for half in tl.static_range(2):
         if EVEN:
             values = tl.load(x_tile + 8 * half + offsets)
         else:
             inside = (row < rows_left) & (group + element < columns_left - 8 * half)
             values = tl.load(x_tile + 8 * half + offsets, mask=inside, other=0.0)
-        halves = halves + _split_eight(to_float32(values, EMULATE), TILE)
-    return halves
+        columns = columns + _split_eight(to_float32(values, EMULATE), TILE_M, TILE_K // 16)
+    return columns
 
 
 @triton.jit
-def _split_eight(values, TILE: tl.constexpr):
-    """[TILE, TILE / 16, 8] -> eight tensors [TILE, TILE / 16], in order."""
-    even, odd = tl.split(tl.reshape(values, (TILE, TILE // 16, 4, 2)))
-    v04, v26 = tl.split(tl.reshape(even, (TILE, TILE // 16, 2, 2)))
-    v15, v37 = tl.split(tl.reshape(odd, (TILE, TILE // 16, 2, 2)))
+def _split_eight(values, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """[ROWS, GROUPS, 8] -> eight tensors [ROWS, GROUPS], in order."""
+    even, odd = tl.split(tl.reshape(values, (ROWS, GROUPS, 4, 2)))
+    v04, v26 = tl.split(tl.reshape(even, (ROWS, GROUPS, 2, 2)))
+    v15, v37 = tl.split(tl.reshape(odd, (ROWS, GROUPS, 2, 2)))
     v0, v4 = tl.split(v04)
     v2, v6 = tl.split(v26)
     v1, v5 = tl.split(v15)
@@ -68,10 +81,12 @@ def _split_eight(values, TILE: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(x_tile, K, rows_left, columns_left, TILE: tl.constexpr, EVEN: tl.constexpr, EMULATE: tl.constexpr):
-    """16 tensors [TILE / 16, TILE]: tensor ``j`` has rows ``16 * g + j``."""
-    row = tl.arange(0, TILE // 16)[:, None] * 16
-    column = tl.arange(0, TILE)[None, :]
+def _load_rows(
+    x_tile, K, rows_left, columns_left, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, EMULATE: tl.constexpr
+):
+    """16 tensors [TILE_M / 16, TILE_K]: tensor ``j`` has rows ``16 * g + j``."""
+    row = tl.arange(0, TILE_M // 16)[:, None] * 16
+    column = tl.arange(0, TILE_K)[None, :]
     offsets = row * K + column
     rows = ()
     for j in tl.static_range(16):
@@ -106,8 +121,9 @@ def _rotate(xs, SIGN_MASK: tl.constexpr, EMULATE: tl.constexpr):
     ys = _butterflies(ys, 2)
     ys = _butterflies(ys, 1)
     rounded = ()
-    for i in tl.static_range(16):
-        rounded = rounded + (round_to_bfloat16(ys[i], EMULATE),)
+    for i in tl.static_range(8):
+        first, second = round_pair_to_bfloat16(ys[2 * i], ys[2 * i + 1], EMULATE)
+        rounded = rounded + (first, second)
     return rounded
 
 
@@ -120,89 +136,147 @@ def _group_amax(xs, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def _tile_max(values, AXIS: tl.constexpr, TILE: tl.constexpr):
-    """Maximum over 16 consecutive lines along ``AXIS`` of a [TILE, TILE / 16] tensor or its transpose, repeated."""
+def _tile_max(values, AXIS: tl.constexpr):
+    """Maximum over 16 consecutive lines along ``AXIS`` of a matrix, repeated on each of them."""
+    R: tl.constexpr = values.shape[0]
+    C: tl.constexpr = values.shape[1]
     if AXIS == 0:
-        tiles = tl.reshape(values, (TILE // 16, 16, TILE // 16))
-        largest = tl.max(tiles, axis=1, keep_dims=True)
-        return tl.reshape(tl.broadcast_to(largest, (TILE // 16, 16, TILE // 16)), (TILE, TILE // 16))
-    tiles = tl.reshape(values, (TILE // 16, TILE // 16, 16))
-    largest = tl.max(tiles, axis=2, keep_dims=True)
-    return tl.reshape(tl.broadcast_to(largest, (TILE // 16, TILE // 16, 16)), (TILE // 16, TILE))
+        largest = tl.max(tl.reshape(values, (R // 16, 16, C)), axis=1, keep_dims=True)
+        wide = tl.broadcast_to(largest, (R // 16, 16, C))
+    else:
+        largest = tl.max(tl.reshape(values, (R, C // 16, 16)), axis=2, keep_dims=True)
+        wide = tl.broadcast_to(largest, (R, C // 16, 16))
+    return tl.reshape(wide, (R, C))
 
 
 @triton.jit
-def _half_sum(values, HALF: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr):
-    """[TILE / 16, INNER, 2 * HALF] -> [TILE / 16, INNER, HALF]: element ``i`` plus element ``i + HALF``."""
-    parts = tl.permute(tl.reshape(values, (TILE // 16, INNER, 2, HALF)), (0, 1, 3, 2))
-    first, second = tl.split(parts)
+def _half_sum(values, HALF: tl.constexpr):
+    """[A, B, 2 * HALF] -> [A, B, HALF]: element ``i`` plus element ``i + HALF``."""
+    A: tl.constexpr = values.shape[0]
+    B: tl.constexpr = values.shape[1]
+    first, second = tl.split(tl.permute(tl.reshape(values, (A, B, 2, HALF)), (0, 1, 3, 2)))
     return first + second
 
 
 @triton.jit
-def _tile_sum(values, AXIS: tl.constexpr, TILE: tl.constexpr):
-    """Sum over 16 consecutive lines along ``AXIS`` as a tree (distances 8, 4, 2, 1), repeated."""
-    GROUPS: tl.constexpr = TILE // 16
+def _tile_sum(values, AXIS: tl.constexpr):
+    """Sum over 16 consecutive lines along ``AXIS`` as a tree (distances 8, 4, 2, 1), repeated on each of them."""
+    R: tl.constexpr = values.shape[0]
+    C: tl.constexpr = values.shape[1]
     if AXIS == 0:
-        lines = tl.permute(tl.reshape(values, (GROUPS, 16, GROUPS)), (0, 2, 1))
+        lines = tl.permute(tl.reshape(values, (R // 16, 16, C)), (0, 2, 1))
     else:
-        lines = tl.reshape(values, (GROUPS, GROUPS, 16))
-    lines = _half_sum(lines, 8, GROUPS, TILE)
-    lines = _half_sum(lines, 4, GROUPS, TILE)
-    lines = _half_sum(lines, 2, GROUPS, TILE)
-    lines = _half_sum(lines, 1, GROUPS, TILE)
-    lines = tl.broadcast_to(lines, (GROUPS, GROUPS, 16))
+        lines = tl.reshape(values, (R, C // 16, 16))
+    sums = _half_sum(_half_sum(_half_sum(_half_sum(lines, 8), 4), 2), 1)
+    wide = tl.broadcast_to(sums, lines.shape)
     if AXIS == 0:
-        return tl.reshape(tl.permute(lines, (0, 2, 1)), (TILE, GROUPS))
-    return tl.reshape(lines, (GROUPS, TILE))
+        wide = tl.permute(wide, (0, 2, 1))
+    return tl.reshape(wide, (R, C))
 
 
 @triton.jit
-def _global_scales(amax, E4M3_MAX: tl.constexpr):
+def _global_scales(amax, E4M3_MAX: tl.constexpr, EMULATE: tl.constexpr):
     """The encoding scale of the tensor (or row) and its rounded reciprocal."""
     scale = tl.minimum(tl.div_rn(tl.full(amax.shape, 6.0 * E4M3_MAX, tl.float32), amax), _FLT_MAX)
     scale = tl.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
-    return scale, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+    return scale, reciprocal(scale, EMULATE)
 
 
 @triton.jit
-def _element_scale(block_scale, global_inverse):
+def _element_scale(block_scale, global_inverse, EMULATE: tl.constexpr):
     """What elements are multiplied by; a block scale of 0 saturates, not infinity."""
     decoded = decode_e4m3(block_scale)
-    factor = tl.div_rn(tl.full(decoded.shape, 1.0, tl.float32), decoded * global_inverse)
-    return tl.minimum(factor, _FLT_MAX), decoded
+    return tl.minimum(reciprocal(decoded * global_inverse, EMULATE), _FLT_MAX), decoded
+
+
+@triton.jit
+def _pack_words(sizes, signs, EMULATE: tl.constexpr):
+    """The sixteen codes of a group as two words of eight nibbles."""
+    low = pack_fp4(
+        sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
+        signs[0], signs[1], signs[2], signs[3], signs[4], signs[5], signs[6], signs[7], EMULATE,
+    )  # fmt: skip
+    high = pack_fp4(
+        sizes[8], sizes[9], sizes[10], sizes[11], sizes[12], sizes[13], sizes[14], sizes[15],
+        signs[8], signs[9], signs[10], signs[11], signs[12], signs[13], signs[14], signs[15], EMULATE,
+    )  # fmt: skip
+    return low, high
 
 
 @triton.jit
 def _encode_candidate(
-    xs, base, EXPAND: tl.constexpr, amax, global_inverse, E4M3_MAX: tl.constexpr, MSE: tl.constexpr, EMULATE: tl.constexpr
+    xs, base, amax, global_inverse, EXPAND: tl.constexpr, E4M3_MAX: tl.constexpr, MSE: tl.constexpr, EMULATE: tl.constexpr
 ):
-    """One of the two mappings of "4 over 6": block scales, codes, and the error of each group."""
+    """One of the two mappings of "4 over 6": block scales, words, and the error of each group."""
     block_scale = fp8_code(base * EXPAND, False, EMULATE)
-    factor, decoded = _element_scale(block_scale, global_inverse)
+    factor, decoded = _element_scale(block_scale, global_inverse, EMULATE)
     divisor = tl.full(base.shape, 6.0 * E4M3_MAX, tl.float32)
-    codes = ()
+    sizes = ()
+    signs = ()
     error = tl.zeros(base.shape, tl.float32)
     for j in tl.static_range(16):
-        code = fp4_code(xs[j] * factor, 0, False, EMULATE)
-        codes = codes + (code,)
-        # Code to value: the low three bits are an fp32 with 2 exponent bits, moved into place and scaled up.
-        value = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+        scaled = xs[j] * factor
+        size = fp4_magnitude(scaled, 0, False)
+        sign = fp4_sign(scaled, EMULATE)
+        sizes = sizes + (size,)
+        signs = signs + (sign,)
+        # Code to value: the bits are an fp32 with a two-bit exponent, moved into place and scaled up by 2**126.
+        bits = ((size & 7) << 22) | (sign & 0x80000000)
+        value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
         difference = tl.div_rn(value * decoded * amax, divisor) - xs[j]
         term = difference * difference if MSE else tl.abs(difference)
         error = term if j == 0 else error + term
-    return block_scale, codes, error
+    low, high = _pack_words(sizes, signs, EMULATE)
+    return block_scale, low, high, error
 
 
 @triton.jit
-def _pack_words(codes):
-    """Sixteen codes of a group as two words, eight nibbles each."""
-    low = codes[0]
-    high = codes[8]
-    for j in tl.static_range(1, 8):
-        low = low | (codes[j] << (4 * j))
-        high = high | (codes[j + 8] << (4 * j))
-    return low, high
+def _encode_four_over_six(
+    xs,
+    block_amax,
+    amax,
+    scale,
+    inverse,
+    AXIS: tl.constexpr,
+    TWO_D: tl.constexpr,
+    E4M3_MAX: tl.constexpr,
+    MSE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    base = tl.div_rn(block_amax, tl.full(block_amax.shape, 6.0, tl.float32)) * scale
+    scale4, low4, high4, error4 = _encode_candidate(xs, base, amax, inverse, 1.5, E4M3_MAX, MSE, EMULATE)
+    scale6, low6, high6, error6 = _encode_candidate(xs, base, amax, inverse, 1.0, E4M3_MAX, MSE, EMULATE)
+    if TWO_D:
+        error4 = _tile_sum(error4, AXIS)
+        error6 = _tile_sum(error6, AXIS)
+    pick4 = error4 < error6
+    return tl.where(pick4, scale4, scale6), tl.where(pick4, low4, low6), tl.where(pick4, high4, high6)
+
+
+@triton.jit
+def _encode_standard(
+    xs, block_amax, scale, inverse, seed_ptr, block_index, AXIS: tl.constexpr, STOCHASTIC: tl.constexpr, EMULATE: tl.constexpr
+):
+    block_scale = fp8_code(block_amax * (scale * _ONE_SIXTH), False, EMULATE)
+    factor, _decoded = _element_scale(block_scale, inverse, EMULATE)
+    if STOCHASTIC:
+        # Always true; it makes the random words in the threads that hold the groups, instead of moving them there.
+        block_index = tl.where(block_amax >= 0.0, block_index, 0)
+        low_index = (block_index & 0xFFFFFFFF).to(tl.uint32)
+        high_index = (block_index >> 32).to(tl.uint32)
+        stream = tl.full(block_index.shape, AXIS, tl.uint32)
+        words = tl.philox(tl.load(seed_ptr), low_index, high_index, stream, stream * 0)
+    sizes = ()
+    signs = ()
+    for j in tl.static_range(16):
+        scaled = xs[j] * factor
+        if STOCHASTIC:
+            sizes = sizes + (fp4_magnitude(scaled, (words[j // 4] >> (8 * (j % 4))) & 0xFF, True),)
+        else:
+            sizes = sizes + (fp4_magnitude(scaled, 0, False),)
+        signs = signs + (fp4_sign(scaled, EMULATE),)
+    low, high = _pack_words(sizes, signs, EMULATE)
+    return block_scale, low, high
 
 
 @triton.jit
@@ -217,7 +291,6 @@ def _encode(
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    TILE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     """Encode groups: block scales (uint8) and the two words of codes of each group.
@@ -229,35 +302,12 @@ def _encode(
     """
     block_amax = _group_amax(xs, EMULATE)
     if TWO_D:
-        block_amax = _tile_max(block_amax, AXIS, TILE)
-    scale, inverse = _global_scales(amax, E4M3_MAX)
+        block_amax = _tile_max(block_amax, AXIS)
+    scale, inverse = _global_scales(amax, E4M3_MAX, EMULATE)
     if FOUR_OVER_SIX:
-        base = tl.div_rn(block_amax, tl.full(block_amax.shape, 6.0, tl.float32)) * scale
-        scale4, codes4, error4 = _encode_candidate(xs, base, 1.5, amax, inverse, E4M3_MAX, MSE, EMULATE)
-        scale6, codes6, error6 = _encode_candidate(xs, base, 1.0, amax, inverse, E4M3_MAX, MSE, EMULATE)
-        if TWO_D:
-            error4 = _tile_sum(error4, AXIS, TILE)
-            error6 = _tile_sum(error6, AXIS, TILE)
-        pick4 = error4 < error6
-        low4, high4 = _pack_words(codes4)
-        low6, high6 = _pack_words(codes6)
-        return tl.where(pick4, scale4, scale6), tl.where(pick4, low4, low6), tl.where(pick4, high4, high6)
-    block_scale = fp8_code(block_amax * (scale * _ONE_SIXTH), False, EMULATE)
-    factor, _decoded = _element_scale(block_scale, inverse)
-    if STOCHASTIC:
-        stream = tl.full(block_index.shape, AXIS, tl.uint32)
-        low_index = (block_index & 0xFFFFFFFF).to(tl.uint32)
-        high_index = (block_index >> 32).to(tl.uint32)
-        random = tl.philox(tl.load(seed_ptr), low_index, high_index, stream, stream * 0)
-    codes = ()
-    for j in tl.static_range(16):
-        if STOCHASTIC:
-            byte = (random[j // 4] >> (8 * (j % 4))) & 0xFF
-            codes = codes + (fp4_code(xs[j] * factor, byte, True, EMULATE),)
-        else:
-            codes = codes + (fp4_code(xs[j] * factor, 0, False, EMULATE),)
-    low, high = _pack_words(codes)
-    return block_scale, low, high
+        return _encode_four_over_six(xs, block_amax, amax, scale, inverse, AXIS, TWO_D, E4M3_MAX, MSE, EMULATE)
+    else:
+        return _encode_standard(xs, block_amax, scale, inverse, seed_ptr, block_index, AXIS, STOCHASTIC, EMULATE)
 
 
 @triton.jit
@@ -289,32 +339,34 @@ def _amax_kernel(
     SIGN_MASK: tl.constexpr,
     ROW_SCALED: tl.constexpr,
     BAND: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     # Per tensor: amax_ptr[0] is max|x|, amax_ptr[1] that of the rotated columns. Row-scaled: M rows, then K columns.
     tile_m, tile_k = tile_position(BAND, False)
-    m0 = tile_m * TILE
-    k0 = tile_k * TILE
+    m0 = tile_m * TILE_M
+    k0 = tile_k * TILE_K
     if m0 >= M:
         return
     if WIDE:
         M = M.to(tl.int64)
         K = K.to(tl.int64)
-    rows_left = tl.minimum(M - m0, TILE).to(tl.int32)
-    columns_left = tl.minimum(K - k0, TILE).to(tl.int32)
+    rows_left = tl.minimum(M - m0, TILE_M).to(tl.int32)
+    columns_left = tl.minimum(K - k0, TILE_K).to(tl.int32)
     x_tile = x_ptr + (m0 * K + k0)
     if RHT:
-        xs = _load_rows(x_tile, K, rows_left, columns_left, TILE, EVEN, EMULATE)
+        xs = _load_rows(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN, EMULATE)
         if ROWWISE:
             _raise_one(amax_ptr, tl.max(_group_amax(xs, EMULATE)))
         _raise_one(amax_ptr + 1, tl.max(_group_amax(_rotate(xs, SIGN_MASK, EMULATE), EMULATE)))
     else:
-        row = tl.arange(0, TILE)
-        offsets = row[:, None] * K + row[None, :]
-        inside = (row < rows_left)[:, None] & (row < columns_left)[None, :]
+        row = tl.arange(0, TILE_M)
+        column = tl.arange(0, TILE_K)
+        offsets = row[:, None] * K + column[None, :]
+        inside = (row < rows_left)[:, None] & (column < columns_left)[None, :]
         if EVEN:
             size = magnitude(tl.load(x_tile + offsets), EMULATE)
         else:
@@ -323,7 +375,7 @@ def _amax_kernel(
             if ROWWISE:
                 _raise(amax_ptr + m0 + row, tl.maximum(tl.max(size, axis=1), 0.0), row < rows_left)
             if COLUMNWISE:
-                _raise(amax_ptr + M + k0 + row, tl.maximum(tl.max(size, axis=0), 0.0), row < columns_left)
+                _raise(amax_ptr + M + k0 + column, tl.maximum(tl.max(size, axis=0), 0.0), column < columns_left)
         else:
             _raise_one(amax_ptr, tl.maximum(tl.max(size), 0.0))
 
@@ -352,81 +404,86 @@ def _encode_kernel(
     MSE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BAND: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = TILE // 16
+    GROUPS_M: tl.constexpr = TILE_M // 16
+    GROUPS_K: tl.constexpr = TILE_K // 16
     # The amax pass ends at the last rows, so what L2 still holds is there: start there.
     tile_m, tile_k = tile_position(BAND, True)
-    m0 = tile_m * TILE
-    k0 = tile_k * TILE
+    m0 = tile_m * TILE_M
+    k0 = tile_k * TILE_K
     if m0 >= M:
         return
     if WIDE:
         M = M.to(tl.int64)
         K = K.to(tl.int64)
-    rows_left = tl.minimum(M - m0, TILE).to(tl.int32)
-    columns_left = tl.minimum(K - k0, TILE).to(tl.int32)
+    rows_left = tl.minimum(M - m0, TILE_M).to(tl.int32)
+    columns_left = tl.minimum(K - k0, TILE_K).to(tl.int32)
     x_tile = x_ptr + (m0 * K + k0)
     blocks_m = (M + 15) // 16
     blocks_k = (K + 15) // 16
-    line = tl.arange(0, TILE)
-    group = tl.arange(0, GROUPS)
-    first = (tile_m == 0) & (tile_k == 0)
 
     if ROWWISE:
-        xs = _load_columns(x_tile, K, rows_left, columns_left, TILE, EVEN, EMULATE)
-        row = line[:, None]
-        block = group[None, :]
+        xs = _load_columns(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN, EMULATE)
+        row = tl.arange(0, TILE_M)[:, None]
+        block = tl.arange(0, GROUPS_K)[None, :]
         if ROW_SCALED:
             amax = tl.load(amax_ptr + m0 + row, mask=row < rows_left, other=0.0)
-            tl.store(row_amax_ptr + m0 + row, amax, mask=(row < rows_left) & (tile_k == 0))
+            if tile_k == 0:
+                tl.store(row_amax_ptr + m0 + row, amax, mask=row < rows_left)
         else:
-            amax = tl.full((1, 1), 0.0, tl.float32) + tl.load(amax_ptr)
-            tl.store(row_amax_ptr + tl.zeros((1, 1), tl.int32), amax, mask=first)
-        index = (m0 + row) * blocks_k + (tile_k * GROUPS + block)
+            amax = tl.load(amax_ptr)
+            if (tile_m == 0) & (tile_k == 0):
+                tl.store(row_amax_ptr, amax)
+            amax = tl.full((1, 1), 0.0, tl.float32) + amax
+        index = (m0 + row) * blocks_k + (tile_k * GROUPS_K + block)
         scale, low, high = _encode(
-            xs, amax, seed_ptr, index, 0, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC, TILE, EMULATE
+            xs, amax, seed_ptr, index, 0, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC, EMULATE
         )
-        words = tl.reshape(tl.join(low, high), (TILE, 2 * GROUPS))
-        word = tl.arange(0, 2 * GROUPS)[None, :]
-        target = row_data_ptr.to(tl.pointer_type(tl.uint32)) + (m0 * blocks_k * 2 + tile_k * (2 * GROUPS))
-        inside = (row < rows_left) & (word < (blocks_k - tile_k * GROUPS) * 2)
+        words = tl.reshape(tl.join(low, high), (TILE_M, 2 * GROUPS_K))
+        word = tl.arange(0, 2 * GROUPS_K)[None, :]
+        target = row_data_ptr.to(tl.pointer_type(tl.uint32)) + (m0 * blocks_k * 2 + tile_k * (2 * GROUPS_K))
+        inside = (row < rows_left) & (word < (blocks_k - tile_k * GROUPS_K) * 2)
         tl.store(target + (row * (blocks_k * 2) + word), words, mask=inside)
         stride = (blocks_k + 3) // 4 * 4
         scale = tl.where(row < rows_left, scale, 0)
-        target = row_scale_ptr + (m0 * stride + tile_k * GROUPS)
-        tl.store(target + (row * stride + block), scale, mask=tile_k * GROUPS + block < stride)
+        target = row_scale_ptr + (m0 * stride + tile_k * GROUPS_K)
+        tl.store(target + (row * stride + block), scale, mask=tile_k * GROUPS_K + block < stride)
 
     if COLUMNWISE:
-        xs = _load_rows(x_tile, K, rows_left, columns_left, TILE, EVEN, EMULATE)
+        xs = _load_rows(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN, EMULATE)
         if RHT:
             xs = _rotate(xs, SIGN_MASK, EMULATE)
-        column = line[None, :]
-        block = group[:, None]
+        column = tl.arange(0, TILE_K)[None, :]
+        block = tl.arange(0, GROUPS_M)[:, None]
         if ROW_SCALED:
             amax = tl.load(amax_ptr + M + k0 + column, mask=column < columns_left, other=0.0)
-            tl.store(column_amax_ptr + k0 + column, amax, mask=(column < columns_left) & (tile_m == 0))
+            if tile_m == 0:
+                tl.store(column_amax_ptr + k0 + column, amax, mask=column < columns_left)
         else:
-            amax = tl.full((1, 1), 0.0, tl.float32) + tl.load(amax_ptr + (1 if RHT else 0))
-            tl.store(column_amax_ptr + tl.zeros((1, 1), tl.int32), amax, mask=first)
-        index = (k0 + column) * blocks_m + (tile_m * GROUPS + block)
+            amax = tl.load(amax_ptr + (1 if RHT else 0))
+            if (tile_m == 0) & (tile_k == 0):
+                tl.store(column_amax_ptr, amax)
+            amax = tl.full((1, 1), 0.0, tl.float32) + amax
+        index = (k0 + column) * blocks_m + (tile_m * GROUPS_M + block)
         scale, low, high = _encode(
-            xs, amax, seed_ptr, index, 1, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC, TILE, EMULATE
+            xs, amax, seed_ptr, index, 1, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC, EMULATE
         )
-        words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (TILE, 2 * GROUPS))
-        column = line[:, None]
-        word = tl.arange(0, 2 * GROUPS)[None, :]
-        target = column_data_ptr.to(tl.pointer_type(tl.uint32)) + (k0 * blocks_m * 2 + tile_m * (2 * GROUPS))
-        inside = (column < columns_left) & (word < (blocks_m - tile_m * GROUPS) * 2)
+        words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (TILE_K, 2 * GROUPS_M))
+        column = tl.arange(0, TILE_K)[:, None]
+        word = tl.arange(0, 2 * GROUPS_M)[None, :]
+        target = column_data_ptr.to(tl.pointer_type(tl.uint32)) + (k0 * blocks_m * 2 + tile_m * (2 * GROUPS_M))
+        inside = (column < columns_left) & (word < (blocks_m - tile_m * GROUPS_M) * 2)
         tl.store(target + (column * (blocks_m * 2) + word), words, mask=inside)
         stride = (blocks_m + 3) // 4 * 4
-        block = group[None, :]
+        block = tl.arange(0, GROUPS_M)[None, :]
         scale = tl.where(column < columns_left, tl.trans(scale), 0)
-        target = column_scale_ptr + (k0 * stride + tile_m * GROUPS)
-        tl.store(target + (column * stride + block), scale, mask=tile_m * GROUPS + block < stride)
+        target = column_scale_ptr + (k0 * stride + tile_m * GROUPS_M)
+        tl.store(target + (column * stride + block), scale, mask=tile_m * GROUPS_M + block < stride)
 
 
 _amax = Launcher(_amax_kernel, num_warps=4)
@@ -523,8 +580,10 @@ def quantize(
         return buffers + amaxes
     rht = rht and columnwise
     sign_mask = RHT_SIGN_MASK if rht and random_signs else 0
-    grid, band = tile_grid(cdiv(M, TILE), cdiv(K, TILE))
-    tile = (band, TILE, M % TILE == 0 and K % TILE == 0, max(M, K) >= 2**23, INTERPRETING)
+    # Tiles cover the matrix rounded up to 128 x 128, so that they also write the zeros that pad the scales.
+    grid, band = tile_grid(cdiv(M, TILE_M), round_up(K, SCALE_TILE_ROWS) // TILE_K)
+    even = M % SCALE_TILE_ROWS == 0 and K % SCALE_TILE_ROWS == 0
+    tile = (band, TILE_M, TILE_K, even, max(M, K) >= 2**23, INTERPRETING)
     key = (x.dtype, is_aligned(x), dim_class(M), dim_class(K))
     amax = torch.zeros(M + K if row_scaled else 2, dtype=torch.float32, device=x.device)
     _amax(grid, (x, amax, M, K), (rowwise, columnwise, rht, sign_mask, row_scaled, *tile), key)

@@ -49,7 +49,7 @@ def power_2_scales(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr,
 
 @triton.jit
 def e8m0_from_amax(amax, MAX_RECIPROCAL: tl.constexpr):
-    """E8M0 code of ``RN(amax * RN(1 / fp8_max))``, rounded up to a power of two, 0..254, as int32."""
+    """E8M0 code of ``RN(amax * RN(1 / fp8_max))``, rounded up to a power of two, 0..254, as int32; amax is no NaN."""
     bits = (amax * MAX_RECIPROCAL).to(tl.int32, bitcast=True)
     code = tl.minimum((bits + 0x7FFFFF) >> 23, 254)
     return tl.where(bits <= 0x00400000, 0, code)  # up to 2**-127, itself a subnormal, the code is 0

@@ -71,7 +71,9 @@ class Linear(QuantizedModule):
 
     def extra_repr(self) -> str:
         """Sizes, as printed by the module."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -126,7 +128,9 @@ class Linear(QuantizedModule):
         if weight.is_meta:
             raise RuntimeError("parameters are on the meta device; call reset_parameters() first")
         if inp.device != weight.device:
-            raise RuntimeError(f"input is on {inp.device}, the parameters are on {weight.device}; move one of them")
+            raise RuntimeError(
+                f"input is on {inp.device}, the parameters are on {weight.device}; move one of them"
+            )
         kind = inp.device.type
         if torch.is_autocast_enabled(kind):
             return inp.to(torch.get_autocast_dtype(kind))

@@ -95,6 +95,10 @@ def _weight_quantizer(recipe: Recipe, name: str) -> Quantizer:
 def parameter_device(device: torch.device | str | None) -> torch.device:
     """Where a module makes its parameters: as asked, else the ambient default device, else the accelerator."""
     if device is not None:
-        return default_device() if str(device) == "cuda" and not torch.cuda.is_available() else torch.device(device)
+        return (
+            default_device()
+            if str(device) == "cuda" and not torch.cuda.is_available()
+            else torch.device(device)
+        )
     ambient = torch.get_default_device()
     return default_device() if ambient.type == "cpu" else ambient

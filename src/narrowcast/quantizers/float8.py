@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import reference
 from ..formats import FLT_MAX, DType
 from ..functional import BufferTable, GemmOperand, NativeOperand, quantize_delayed, quantize_delayed_both
-from ..tensors import Float8Tensor, Float8TensorStorage
+from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
 from .quantizer import Quantizer, describe_usage, fp8_dtype_of, torch_fp8_dtype, warn_ignored
 
 
@@ -123,15 +123,23 @@ class Float8CurrentScalingQuantizer(_Float8Base):
         buffers = reference.float8.quantize(
             tensor, scale, element, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage
         )
-        # the tensor's own quantizer must not reduce again, nor hold the group
+        return self._assemble(buffers, tuple(tensor.shape), dtype)
+
+    def _storage_scalars(self, dtype: torch.dtype) -> dict[str, Any]:
+        return {"quantizer": self._without_reduction(), "fake_dtype": dtype}
+
+    def _without_reduction(self) -> Quantizer:
+        """The same quantizer for tensors to own: it must not reduce again, nor hold the group."""
+        if not self.with_amax_reduction and "amax_reduction_group" not in vars(self):
+            return self
         own = Float8CurrentScalingQuantizer(
             self.dtype,
             rowwise=self.rowwise_usage,
             columnwise=self.columnwise_usage,
             force_pow_2_scales=self.force_pow_2_scales,
             amax_epsilon=self.amax_epsilon,
-        ).replace(internal=self.internal, optimize_for_gemm=self.optimize_for_gemm)
-        return own._assemble(buffers, tuple(tensor.shape), dtype)
+        )
+        return own.replace(internal=self.internal, optimize_for_gemm=self.optimize_for_gemm)
 
 
 class DelayedFloat8Quantizer(_Float8Base):
@@ -190,6 +198,10 @@ class Float8Quantizer(_Float8Base):
         rowwise, columnwise: directions to produce.
     """
 
+    # annotated, so that registering this class as a compile-time value is refused
+    scale: Tensor
+    amax: Tensor
+
     _compatible_recipe = "DelayedScaling"
 
     def __init__(
@@ -206,6 +218,21 @@ class Float8Quantizer(_Float8Base):
 
     __call__ = Quantizer.quantize
 
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        raise TypeError(
+            "Float8Quantizer holds live scale and amax tensors and cannot be a compile-time value; in compiled code "
+            "use a module under the DelayedScaling recipe, or quantize outside"
+        )
+
+    def update_quantized(
+        self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
+    ) -> QuantizedTensorStorage:
+        before = self.amax.clone()
+        super().update_quantized(src, dst, noop_flag=noop_flag)
+        if noop_flag is not None:  # a skipped update records no amax either
+            self.amax.copy_(torch.where(noop_flag != 0, before, self.amax))
+        return dst
+
     def _slot_quantizer(self) -> DelayedFloat8Quantizer:
         return DelayedFloat8Quantizer(
             self.dtype, 0, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage
@@ -214,14 +241,14 @@ class Float8Quantizer(_Float8Base):
     def _buffers_of(self, tensor: Tensor) -> list[Tensor]:
         both = self.rowwise_usage and self.columnwise_usage
         quantize_scaled = quantize_delayed_both if both else quantize_delayed
-        return list(quantize_scaled(tensor, self.scale, self.amax, self._slot_quantizer()))  # type: ignore[attr-defined]
+        return list(quantize_scaled(tensor, self.scale, self.amax, self._slot_quantizer()))
 
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
-        return self._slot_quantizer()._encode_scaled(numerics, x, self.scale, self.amax)  # type: ignore[attr-defined]
+        return self._slot_quantizer()._encode_scaled(numerics, x, self.scale, self.amax)
 
     def calibrate(self, tensor: Tensor) -> None:
         """Overwrite ``amax`` with max|x|."""
-        self.amax.copy_(reference.scaling.amax(tensor))  # type: ignore[attr-defined]
+        self.amax.copy_(reference.scaling.amax(tensor))
 
     def is_requantization_safe(self) -> bool:
         return False

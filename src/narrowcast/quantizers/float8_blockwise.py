@@ -37,6 +37,7 @@ class Float8BlockQuantizer(Quantizer):
     _storage_class = Float8BlockwiseQTensorStorage
     _tensor_class = Float8BlockwiseQTensor
     _minimum_rank = 2
+    _layout_fields = ("dtype", "block_scaling_dim", "force_pow_2_scales")
     _compatible_recipe = "Float8BlockScaling"
 
     def __init__(

@@ -28,6 +28,7 @@ class IdentityQuantizer(Quantizer):
 
     _storage_class = IdentityTensorStorage
     _tensor_class = IdentityTensor
+    _layout_fields = ()
 
     def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)

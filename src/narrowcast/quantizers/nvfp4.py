@@ -59,6 +59,14 @@ class NVFP4Quantizer(Quantizer):
     _storage_class = NVFP4TensorStorage
     _tensor_class = NVFP4Tensor
     _minimum_rank = 2
+    _layout_fields = (
+        "dtype",
+        "with_rht",
+        "with_2d_quantization",
+        "row_scaled_nvfp4",
+        "nvfp4_e4m3_max",
+        "rht_matrix_random_sign_mask_t",
+    )
     _compatible_recipe = "NVFP4BlockScaling"
 
     def __init__(

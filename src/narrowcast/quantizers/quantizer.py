@@ -46,8 +46,8 @@ def to_dtype_enum(dtype: DType | torch.dtype | int) -> DType:
     return DType(dtype)
 
 
-def value_fields(cls: type[Quantizer]) -> tuple[str, ...]:
-    """Names of the annotated fields that make up a quantizer class's value, base class first.
+def value_fields(cls: type[Quantizer]) -> dict[str, type]:
+    """Annotated fields that make up a quantizer class's value, with their types, base class first.
 
     Raises:
         TypeError: a field is annotated with anything but bool, int, float, str or an enum.
@@ -61,14 +61,15 @@ def value_fields(cls: type[Quantizer]) -> tuple[str, ...]:
         hint = hints[name]
         if not (isinstance(hint, type) and issubclass(hint, (*_FIELD_TYPES, enum.Enum))):
             raise TypeError(f"{cls.__qualname__}.{name} is {hint}; a value field must be bool, int, float, str or enum")
-    return tuple(fields)
+    return {name: hints[name] for name in fields}
 
 
 def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...]) -> Quantizer:
     """Quantizer of ``cls`` with these field values, made without its constructor."""
     quantizer = cls.__new__(cls)
+    enums = cls.__dict__.get("_registered_enums", {})
     for name, value in items:
-        object.__setattr__(quantizer, name, DType(value) if name == "dtype" else value)
+        object.__setattr__(quantizer, name, enums[name](value) if name in enums else value)
     quantizer._rebuild_derived_state()
     return quantizer
 
@@ -91,11 +92,15 @@ class Quantizer(QuantizerValue):
     _tensor_class: ClassVar[type[QuantizedTensor]]
     _minimum_rank: ClassVar[int] = 1
     _compatible_recipe: ClassVar[str] = "CustomRecipe"
+    _layout_fields: ClassVar[tuple[str, ...]] = ("dtype",)
+    """Fields that a tensor's bytes cannot be read without."""
     _te_compile_value_opaque: ClassVar[bool] = False
     _registered_fields: ClassVar[tuple[str, ...] | None] = None
+    _registered_enums: ClassVar[dict[str, type[enum.Enum]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls._te_compile_value_opaque = False  # of each class itself: a subclass registers for itself
         if "_describe_buffers" in cls.__dict__:  # the name later versions of the upstream project use
             cls.inner_tensor_specs = cls._describe_buffers  # type: ignore[attr-defined]
         if "_storage_class" in cls.__dict__:
@@ -111,7 +116,7 @@ class Quantizer(QuantizerValue):
             object.__setattr__(self, name, value)
 
     def _rebuild_derived_state(self) -> None:
-        """Hook: recompute what the constructor derives and no value field holds."""
+        """Hook: compute what no value field holds; a constructor that derives something ends by calling it."""
 
     # -- value semantics ------------------------------------------------------------------------------------------
 
@@ -129,7 +134,7 @@ class Quantizer(QuantizerValue):
         """(class name, field values): the one place where the value is materialised.
 
         Raises:
-            TypeError: the class is not registered, or the quantizer holds a process group.
+            TypeError: the class is not registered, or the quantizer holds a process group or a tensor.
         """
         fields = self._value_fields()
         if fields is None:
@@ -140,9 +145,11 @@ class Quantizer(QuantizerValue):
                     f"{type(self).__qualname__}.{name} holds a process group and cannot be used as a value; pass the "
                     "group to each quantize call instead"
                 )
+            if isinstance(held, Tensor):
+                raise TypeError(f"{type(self).__qualname__}.{name} holds a tensor and cannot be used as a value")
         values = ((name, getattr(self, name)) for name in fields)
         return type(self).__qualname__, tuple(
-            (name, int(v) if isinstance(v, enum.IntEnum) else v) for name, v in values
+            (name, v.value if isinstance(v, enum.Enum) else v) for name, v in values
         )
 
     def _value_text(self) -> str:
@@ -221,20 +228,25 @@ class Quantizer(QuantizerValue):
     storage_metadata = _storage_metadata
 
     def alloc_tensors(
-        self, shape: tuple[int, ...], *, device: torch.device | str | None = None
+        self,
+        shape: tuple[int, ...],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
-        """Uninitialised buffers for a tensor of ``shape``: name -> tensor, in flatten order."""
+        """Uninitialised buffers for a tensor of ``shape`` and ``dtype``: name -> tensor, in flatten order."""
         place = default_device() if device is None else device
         return {
-            name: torch.empty(size, dtype=dtype, device=place)
-            for name, (size, dtype) in self._describe_buffers(tuple(shape)).items()
+            name: torch.empty(size, dtype=kind, device=place)
+            for name, (size, kind) in self._describe_buffers(tuple(shape), dtype).items()
         }
 
     def create_metadata(
         self, shape: tuple[int, ...], *, dtype: torch.dtype, requires_grad: bool = False
     ) -> dict[str, Any]:
         """Data-free context, equal to what flattening a tensor made by this quantizer gives."""
-        return flatten_context(self._resolve_storage_cls(), requires_grad, self, dtype)
+        cls, scalars = self._storage_metadata(dtype)
+        return flatten_context(cls, requires_grad and not self.internal, **scalars)
 
     def make_empty(
         self,
@@ -246,7 +258,7 @@ class Quantizer(QuantizerValue):
         pin_memory: bool = False,
     ) -> Any:
         """Uninitialised quantized tensor of this quantizer's kind."""
-        buffers = self.alloc_tensors(shape, device=device)
+        buffers = self.alloc_tensors(shape, device=device, dtype=dtype)
         if pin_memory:
             buffers = {name: buffer.pin_memory() for name, buffer in buffers.items()}
         return self._assemble(list(buffers.values()), tuple(shape), dtype, requires_grad)
@@ -272,6 +284,10 @@ class Quantizer(QuantizerValue):
 
     def _described(self, shape: tuple[int, ...], attribute: str) -> tuple[int, ...]:
         return self.with_usage(rowwise=True, columnwise=True)._describe_buffers(tuple(shape))[attribute][0]
+
+    def _layout(self) -> dict[str, Any]:
+        """What must agree for the bytes of two tensors to mean the same."""
+        return {"storage": self._storage_name, **{name: getattr(self, name) for name in self._layout_fields}}
 
     # -- quantizing -----------------------------------------------------------------------------------------------
 
@@ -323,15 +339,22 @@ class Quantizer(QuantizerValue):
     def update_quantized(
         self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
     ) -> QuantizedTensorStorage:
-        """Overwrite ``dst`` with the quantization of ``src``; skipped on device when ``noop_flag`` is non-zero."""
-        self._check_input(src)
-        if dst._FLATTEN_TENSOR_BUFFERS != self._storage_class._FLATTEN_TENSOR_BUFFERS:
-            raise ValueError(f"out is a {type(dst).__name__}; {type(self).__qualname__} writes {self._storage_class.__name__}")
+        """Overwrite ``dst`` with the quantization of ``src``; skipped on device when ``noop_flag`` is non-zero.
+
+        Raises:
+            TypeError, ValueError: as :meth:`quantize`.
+        """
+        if not isinstance(dst, self._storage_class):
+            raise ValueError(
+                f"out is a {type(dst).__name__}; {type(self).__qualname__} writes {self._storage_class.__name__}"
+            )
+        kept = self.with_usage(**dst.get_usages())
+        kept._check_input(src)
         if tuple(dst.size()) != tuple(src.shape):
             raise ValueError(f"out has shape {tuple(dst.size())}, the source has {tuple(src.shape)}")
-        kept = self.with_usage(**dst.get_usages())
-        if kept.dtype_name() != dst._quantizer.dtype_name():  # type: ignore[attr-defined]
-            raise ValueError(f"out holds {dst._quantizer!r} elements; this quantizer is {self!r}")
+        written, expected = self._layout(), dst._quantizer._layout()  # type: ignore[attr-defined]
+        if written != expected:
+            raise ValueError(f"out is read with {expected}; {type(self).__qualname__} writes {written}")
         buffers = [buffer for buffer in dst.get_data_tensors() if buffer is not None]
         quantize_into(src.detach(), buffers, kept, noop_flag, self._seed(src))
         return dst
@@ -354,10 +377,6 @@ class Quantizer(QuantizerValue):
     def is_requantization_safe(self) -> bool:
         """Whether quantizing the same tensor again gives the same bytes."""
         return not self._is_stochastic()
-
-    def dtype_name(self) -> str:
-        """Name of the element type."""
-        return str(getattr(self, "dtype", "high precision"))
 
     def _element_format(self) -> ElementFormat:
         return ELEMENT_FORMATS[self.dtype]  # type: ignore[attr-defined]
@@ -415,13 +434,15 @@ class _QuantizeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, quantizer: Quantizer, dtype: torch.dtype, group: Any) -> Any:
+        ctx.dtype = tensor.dtype
         return quantizer._quantize_detached(tensor.detach(), dtype, group)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        if isinstance(grad_output, QuantizedTensor):
+        # a compiled graph takes plain gradients, whatever kind of tensor the forward made
+        if not torch.compiler.is_compiling() and isinstance(grad_output, QuantizedTensor):
             grad_output = grad_output.dequantize()
-        return grad_output, None, None, None
+        return grad_output.to(ctx.dtype), None, None, None
 
 
 def warn_ignored(**arguments: Any) -> None:

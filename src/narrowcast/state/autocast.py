@@ -15,7 +15,7 @@ import torch
 
 from .._device import get_device_compute_capability, is_mxfp8_available
 from ..recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
-from .delayed_scaling import update_delayed_states
+from .delayed_scaling import prepare_custom_recipe, update_delayed_states
 
 
 class AutocastState:
@@ -111,6 +111,8 @@ class autocast:
         if self.previous is not None:
             raise RuntimeError("this autocast is active already; make a new one to nest")
         recipe = self.recipe
+        if isinstance(recipe, CustomRecipe) and not torch.compiler.is_compiling():
+            prepare_custom_recipe(recipe)
         if STATE.depth == 0 and not self.graph and isinstance(recipe, (DelayedScaling, CustomRecipe)):
             if STATE.collecting is not None and _starts_a_step():
                 update_delayed_states(STATE.collecting, self.group)

@@ -7,6 +7,7 @@ scales of the step that starts. A recomputed forward therefore sees the scales o
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -128,16 +129,35 @@ def update_delayed_states(entered: Recipe, group: Any = None) -> None:
         entered: the outermost recipe since the last update.
         group: process group over which the collected amax is reduced (MAX) first; None is the default group.
     """
-    by_rules: list[tuple[DelayedScaling, list[DelayedScalingState]]] = []
+    groups: list[tuple[DelayedScaling, torch.device, list[DelayedScalingState]]] = []
     for state in _STATES:
-        rules = (state.ran_under or entered).linear_handles(state.name).managed
-        known = next((states for other, states in by_rules if other == rules), None)
-        if rules is not None and known is not None:
-            known.append(state)
-        elif rules is not None:
-            by_rules.append((rules, [state]))
-    for rules, states in by_rules:
+        rules, device = _rules_of(state.ran_under or entered, state.name), state.scale_fwd.device
+        if rules is None or device.type == "meta":
+            continue
+        for other, place, states in groups:
+            if other == rules and place == device:
+                states.append(state)
+                break
+        else:
+            groups.append((rules, device, [state]))
+    for rules, _, states in groups:
         _update_states(rules, states, group)
+
+
+def prepare_custom_recipe(recipe: Recipe) -> None:
+    """Have a custom recipe make the quantizers of every known module now, outside of any trace.
+
+    A factory need not know the modules of other models; what it refuses here is left to that module's own forward.
+    """
+    for name in {state.name for state in _STATES}:
+        _rules_of(recipe, name)
+
+
+def _rules_of(recipe: Recipe, name: str) -> DelayedScaling | None:
+    """The delayed scaling behind a recipe's quantizers for a module, if any."""
+    with contextlib.suppress(Exception):
+        return recipe.linear_handles(name).managed
+    return None
 
 
 def _update_states(recipe: DelayedScaling, states: list[DelayedScalingState], group: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..formats import DType
+from .layout import transposed
 from .quantized_tensor import QuantizedTensor
 from .storage import QuantizedTensorStorage
 
@@ -27,8 +28,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return self._transpose is None  # type: ignore[attr-defined]
 
     def _create_columnwise(self) -> None:
-        data = self._data  # type: ignore[attr-defined]
-        self._transpose = data.reshape(-1, data.shape[-1]).t().contiguous().view(data.shape[-1], *data.shape[:-1])
+        self._transpose = transposed(self._data)  # type: ignore[attr-defined]
 
 
 class Float8Tensor(Float8TensorStorage, QuantizedTensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .layout import transposed
 from .quantized_tensor import QuantizedTensor
 from .storage import QuantizedTensorStorage
 
@@ -28,12 +29,11 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         # a 128x128 tile keeps its scale when transposed: only the padding of the scale rows moves
         described = self._quantizer.with_usage(columnwise=True)._describe_buffers(tuple(self.size()))  # type: ignore[attr-defined]
         data, scale = self._rowwise_data, self._rowwise_scale_inv  # type: ignore[attr-defined]
-        columns = data.shape[-1]
-        self._columnwise_data = data.reshape(-1, columns).t().contiguous().view(columns, *data.shape[:-1])
-        transposed = scale.new_zeros(described["_columnwise_scale_inv"][0])
-        rows_of_tiles, columns_of_tiles = scale.shape[0], transposed.shape[0]
-        transposed[:, :rows_of_tiles] = scale[:, :columns_of_tiles].t()
-        self._columnwise_scale_inv = transposed
+        self._columnwise_data = transposed(data)
+        columnwise_scale = scale.new_zeros(described["_columnwise_scale_inv"][0])
+        rows_of_tiles, columns_of_tiles = scale.shape[0], columnwise_scale.shape[0]
+        columnwise_scale[:, :rows_of_tiles] = scale[:, :columns_of_tiles].t()
+        self._columnwise_scale_inv = columnwise_scale
 
 
 class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, QuantizedTensor):

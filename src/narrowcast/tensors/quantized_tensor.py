@@ -84,6 +84,11 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     def get_metadata(self) -> dict[str, Any]:
         return {**QuantizedTensorStorage.get_metadata(self), "requires_grad": self.requires_grad}
 
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
+        buffers, emptied = QuantizedTensorStorage.prepare_for_saving(self)
+        emptied._shape = tuple(self.shape)  # packed and padded buffers alone do not tell
+        return buffers, emptied
+
     @classmethod
     def _bare_class(cls) -> type[QuantizedTensorStorage]:
         return next(
@@ -216,15 +221,13 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     plain = {name: pytree.tree_map_only(QuantizedTensor, _plain, value) for name, value in given.items()}
     positional = tuple(plain[name] for name in names[: len(args)])
     result = func(*positional, **{name: plain[name] for name in kwargs})
-    destinations = {name: value for name, value in given.items() if name in written}
-    for name, value in destinations.items():
-        targets = pytree.tree_leaves(value)
-        for target, source in zip(targets, pytree.tree_leaves(plain[name]), strict=True):
+    originals: dict[int, Any] = {}
+    for name in written & given.keys():
+        for target, source in zip(pytree.tree_leaves(given[name]), pytree.tree_leaves(plain[name]), strict=True):
+            originals[id(source)] = target
             if isinstance(target, QuantizedTensor):
                 target.quantize_(source)
-    if not func._schema.returns:
-        return None
-    return next(iter(destinations.values())) if isinstance(result, Tensor) else result
+    return pytree.tree_map_only(Tensor, lambda returned: originals.get(id(returned), returned), result)
 
 
 @_handles(aten.detach.default, aten.alias.default)
@@ -244,10 +247,12 @@ def _copy(func: Any, destination: Tensor, source: Tensor, *args: Any) -> Tensor:
         destination.copy_(_plain(source) if isinstance(source, QuantizedTensor) else source)
         return destination
     if isinstance(source, QuantizedTensor):
-        if source._quantizer == destination._quantizer and source.shape == destination.shape:
+        if destination._matches(source):
             destination.copy_from_storage(source)
             return destination
         source = _plain(source)
+    if not destination._quantizer.is_quantizable(source):  # type: ignore[attr-defined]
+        source = source.to(destination.dtype)
     destination.quantize_(source.to(destination.device).expand(destination.shape))
     return destination
 

@@ -222,15 +222,19 @@ class QuantizedTensorStorage:
         """Copy the buffers of an equal storage into this one's.
 
         Raises:
-            ValueError: the two differ in class or in which buffers exist.
+            ValueError: the two differ in format, in which buffers exist, or in their shapes.
         """
-        own, others = self.get_data_tensors(), source.get_data_tensors()
-        same_class = self._FLATTEN_TENSOR_BUFFERS == source._FLATTEN_TENSOR_BUFFERS
-        if not same_class or [b is None for b in own] != [b is None for b in others]:
+        if not self._matches(source):
             raise ValueError(f"cannot copy {source!r} into {self!r}: the buffers differ")
-        for mine, theirs in zip(own, others, strict=True):
+        for mine, theirs in zip(self.get_data_tensors(), source.get_data_tensors(), strict=True):
             if mine is not None and theirs is not None:
                 mine.copy_(theirs)
+
+    def _matches(self, other: QuantizedTensorStorage) -> bool:
+        """Whether the bytes of the other storage mean the same in this one, buffer by buffer."""
+        own, others = self._quantizer._layout(), other._quantizer._layout()  # type: ignore[attr-defined]
+        shapes, other_shapes = _shapes(self.get_data_tensors()), _shapes(other.get_data_tensors())
+        return own == others and shapes == other_shapes and self.size() == other.size()
 
     # -- saving and flattening ------------------------------------------------------------------------------------
 
@@ -291,6 +295,10 @@ class QuantizedTensorStorage:
         extra = {"requires_grad": context["requires_grad"]} if context["is_wrapper"] else {}
         shape = None if outer_size is None else tuple(outer_size)
         return cls(shape=shape, quantizer=context["quantizer"], fake_dtype=context["fake_dtype"], **buffers, **extra)
+
+
+def _shapes(buffers: tuple[Tensor | None, ...]) -> list[torch.Size | None]:
+    return [None if buffer is None else buffer.shape for buffer in buffers]
 
 
 def flatten_context(

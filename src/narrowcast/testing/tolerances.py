@@ -22,7 +22,9 @@ TOLERANCES = {
     "exact": Tolerance(0.0, "the same operators ran on the same bytes"),
     "fp32_sum_order": Tolerance(2.0**-20, "fp32 accumulation in another order"),
     "bf16_output": Tolerance(2.0**-8, "one rounding of the result to bf16"),
-    "fast_accumulation": Tolerance(2.0**-7, "Hopper tensor cores keep about 14 bits while they accumulate FP8"),
+    "fast_accumulation": Tolerance(
+        2.0**-7, "Hopper tensor cores keep about 14 bits while they accumulate FP8"
+    ),
     "fp8_flips": Tolerance(3e-2, "an ulp of bf16 before a quantizer flips some FP8 roundings"),
     "fp8_layer": Tolerance(6e-2, "a linear layer in FP8 against the same layer in high precision"),
     "fp4_layer": Tolerance(2.5e-1, "a linear layer in NVFP4 against the same layer in high precision"),
@@ -39,7 +41,9 @@ def assert_close(actual: Tensor, expected: Tensor, entry: str) -> None:
     tolerance = TOLERANCES[entry]
     error = relative_error(actual, expected)
     if not error <= tolerance.relative:
-        raise AssertionError(f"relative error {error:.3e} exceeds {entry} = {tolerance.relative:.3e} ({tolerance.reason})")
+        raise AssertionError(
+            f"relative error {error:.3e} exceeds {entry} = {tolerance.relative:.3e} ({tolerance.reason})"
+        )
 
 
 def assert_within_magnitude(actual: Tensor, expected: Tensor, magnitude: Tensor, factor: float) -> None:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from .atomic import write_json
-from .config import ModelConfig, TrainConfig, compared_fields, resolve_device
+from .config import ModelConfig, TrainConfig, compared_fields, require_compiler, resolve_device
 from .data import load_corpus
 from .demo import CONFIG, check_recipes, run_demo, write_results
 from .doctor import examine
@@ -107,6 +107,8 @@ def train(
             tie_embeddings=tie_embeddings,
         ),
     )
+    if compile:
+        require_compiler(config.device)
     corpus = load_corpus(data, seq_len=seq_len)
     run = Run(config, corpus, make_progress(Console(stderr=True)), out / "checkpoints", resume=resume)
     _make_folder(out)
@@ -147,6 +149,8 @@ def demo(
     )
     if write_docs is not None and write_docs.suffix != ".md":
         raise SettingsError(f"--write-docs is {write_docs}; give it a file that ends in .md")
+    if compile:
+        require_compiler(config.device)
     progress = make_progress(Console(stderr=True))
     corpus = load_corpus(data, seq_len=config.seq_len)
     check_recipes(config)

@@ -1,5 +1,7 @@
 """What a run is: the settings of the model and of its training, checked when they are made."""
 
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
@@ -9,6 +11,7 @@ from .errors import SettingsError
 from .recipes import recipe_name
 
 VOCABULARY = 256  # tokens are bytes
+CPP_COMPILERS = ("g++", "clang++", "c++")
 
 
 def _require(ok: bool, option: str, value: object, fix: str) -> None:
@@ -150,3 +153,18 @@ def resolve_device(word: str) -> str:
             f"--device cuda was asked for, but {build}; use --device cpu or install a CUDA build of torch"
         )
     return word
+
+
+def require_compiler(device: str) -> None:
+    """Check that `torch.compile` finds what it needs.
+
+    Raises:
+        SettingsError: the device is the CPU and the machine has no C++ compiler.
+    """
+    named = os.environ.get("CXX")
+    if device == "cpu" and not any(shutil.which(name) for name in ([named] if named else CPP_COMPILERS)):
+        wanted = named or ", ".join(CPP_COMPILERS)
+        raise SettingsError(
+            f"--compile needs a C++ compiler on the CPU, and none is on the path ({wanted}); "
+            "install g++ or leave --compile out"
+        )

@@ -1,6 +1,7 @@
 """What this machine runs natively, what it would emulate, and which versions it found."""
 
 import importlib.metadata
+import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def _version(name: str) -> str:
 
 def _device(device: str) -> str:
     if device == "cpu":
-        return f"cpu: {cpu_model()}, {torch.get_num_threads()} threads"
+        return f"cpu: {cpu_model()}, torch uses {torch.get_num_threads()} of {os.cpu_count()} cores"
     major, minor = torch.cuda.get_device_capability()
     return f"cuda: {torch.cuda.get_device_name()}, compute capability {major}.{minor}"
 

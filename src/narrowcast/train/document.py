@@ -1,5 +1,6 @@
 """The Markdown page of a demo run: every number in it comes from that run."""
 
+import textwrap
 from collections.abc import Sequence
 
 from .config import TrainConfig
@@ -33,47 +34,50 @@ def compose(
     model = config.model
     mode = "compiled" if config.compile else "eager"
     total = format_duration(sum(row.seconds for row in rows))
-    return f"""# First light
+    facts = (
+        f"**Machine:** {one_line(machine)}.",
+        f"**Model:** {parameters:,} parameters: {model.layers} blocks of width {model.dim}, {model.heads} query heads "
+        f"and {model.kv_heads} key-value heads, SwiGLU of width {model.hidden}, rotary positions, RMSNorm. Parameters "
+        "are float32, products bfloat16 or the recipe's format; the output head stays in bfloat16.",
+        f"**Text:** {corpus.source}: {corpus.files:,} files, {len(corpus.train):,} bytes to train on and "
+        f"{len(corpus.held_out):,} held out (every tenth block); digest `{corpus.digest}`.",
+        f"**Training:** AdamW, peak learning rate {config.lr:g}, {config.warmup} steps of warmup, cosine decay, "
+        f"gradient norm clipped at {config.clip:g}, seed {config.seed}, {mode}.",
+    )
+    paragraphs = (
+        "# First light",
+        _wrap(
+            "One small Transformer, trained from the same seed on the same batches once per recipe. Every number "
+            "below was measured by this command, in one run:"
+        ),
+        f"```\n{command}\n```",
+        markdown_table(rows),
+        _wrap(
+            f"Held-out loss is in nats per byte, after {config.steps} steps of {config.batch_size} sequences of "
+            f"{config.seq_len} bytes. `gap to bf16` compares it with the first row; below zero is better than bf16. "
+            "`allowed` is the gap that counts as equal quality: 1% for FP8, 3% for 4 bits. Tokens are bytes. Speed "
+            f"leaves out evaluation and the first step; time counts everything. The runs took {total} together."
+        ),
+        f"![Held-out loss per recipe and gap to bf16]({picture})",
+        _wrap(_remarks(rows, config)),
+        "\n".join(_wrap(f"- {fact}", indent="  ") for fact in facts),
+    )
+    return "\n\n".join(paragraphs) + "\n"
 
-One small Transformer, trained from the same seed on the same batches once per recipe. Every number below was
-measured by this command, in one run:
 
-```
-{command}
-```
-
-{markdown_table(rows)}
-
-Held-out loss is in nats per byte, after {config.steps} steps of {config.batch_size} sequences
-of {config.seq_len} bytes. `gap to bf16` compares it with the first row; `allowed` is the gap that counts as
-equal quality: 1% for FP8, 3% for 4 bits. Tokens are bytes. Speed leaves out evaluation and the first step;
-time counts everything. The runs took {total} together.
-
-![Held-out loss per recipe and gap to bf16]({picture})
-
-{_remarks(rows, config)}
-
-- **Machine:** {one_line(machine)}.
-- **Model:** {parameters:,} parameters: {model.layers} blocks of width {model.dim}, {model.heads} query
-  heads and {model.kv_heads} key-value heads, SwiGLU of width {model.hidden}; rotary positions, RMSNorm.
-  Parameters are float32, products bfloat16 or the recipe's format; the output head stays in bfloat16.
-- **Text:** {corpus.source}: {corpus.files:,} files, {len(corpus.train):,} bytes to train on and
-  {len(corpus.held_out):,} held out (every tenth block); digest `{corpus.digest}`.
-- **Training:** AdamW, peak learning rate {config.lr:g}, {config.warmup} steps of warmup, cosine decay to
-  a tenth, gradient norm clipped at {config.clip:g}, seed {config.seed}, {mode}.
-"""
+def _wrap(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 110, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _remarks(rows: Sequence[Row], config: TrainConfig) -> str:
     missed = [row for row in rows if not row.within]
+    verdict = "Every recipe met its allowed gap in this run."
     if missed:
         names = ", ".join(f"{row.title} ({row.gap_percent:+.2f}%)" for row in missed)
         verdict = f"Not every recipe met its allowed gap in this run: {names}."
-    else:
-        verdict = "Every recipe met its allowed gap in this run."
     if config.device == "cpu":
         verdict += (
-            "\nA CPU has no narrow matrix units: every recipe quantizes exactly as on an accelerator and\n"
-            "then multiplies in wider numbers, so the losses are representative and the speeds are not."
+            " A CPU has no narrow matrix units: every recipe quantizes exactly as on an accelerator and then "
+            "multiplies in wider numbers, so the losses are representative and the speeds are not."
         )
     return verdict

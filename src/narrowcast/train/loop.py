@@ -64,12 +64,17 @@ class Run:
         """Do the remaining steps, evaluating and saving on the way and at the end.
 
         Raises:
-            TrainingError: the loss is not finite, or a checkpoint cannot be written.
+            TrainingError: the loss is not finite, a checkpoint cannot be written, or memory ran out.
         """
         began, watch = time.perf_counter(), Stopwatch()
         self.progress.begin(self.config.recipe, done=self.first_step, total=self.config.steps)
         try:
             self._do_steps(watch)
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(
+                f"{self.config.device} ran out of memory; lower --batch-size ({self.config.batch_size}), "
+                "--seq-len or --dim"
+            ) from error
         finally:
             self.progress.end()
         return RunResult(

@@ -44,6 +44,6 @@ def one_line(facts: dict[str, str | int]) -> str:
     """Return `describe`'s facts as one line for people."""
     gpu = f"{facts['gpu']}, " if "gpu" in facts else ""
     return (
-        f"{gpu}{facts['cpu']}, {facts['cores']} cores ({facts['threads']} threads used), {facts['system']}, "
+        f"{gpu}{facts['cpu']}, {facts['cores']} cores (torch uses {facts['threads']}), {facts['system']}, "
         f"Python {facts['python']}, torch {facts['torch']}, narrowcast {facts['narrowcast']}"
     )

@@ -65,11 +65,10 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     _style(axes, "Gap to bf16 at the same step, percent")
     baseline = dict(next(row for row in rows if row.recipe == BASELINE).held_out)
     last_step = max(baseline)
-    axes.axhspan(-3, 3, color="0.96", zorder=0)
-    axes.axhspan(-1, 1, color="0.91", zorder=0)
-    axes.axhline(0, color=COLORS[BASELINE], alpha=0.25, linewidth=4.5)
-    axes.text(0, 0.97, "within 1%", color="0.45", size=8, va="top")
-    axes.text(0, 2.97, "within 3%", color="0.45", size=8, va="top")
+    for percent, grey in ((3, "0.96"), (1, "0.91")):
+        axes.fill_between([0, last_step], -percent, percent, color=grey, zorder=0)
+        axes.text(0.01 * last_step, 0.06 - percent, f"within {percent}%", color="0.45", size=8)
+    axes.plot([0, last_step], [0, 0], color=COLORS[BASELINE], alpha=0.25, linewidth=4.5)
     ends = []
     for row in rows:
         if row.recipe == BASELINE:
@@ -81,11 +80,13 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         axes.plot(steps, percents, color=COLORS[row.recipe], linewidth=1.6, marker="o", markersize=2.5)
         ends.append((percents[-1], row))
     axes.set_ylim(-GAP_LIMIT, GAP_LIMIT)
-    axes.set_xlim(right=last_step * 1.27)
+    axes.set_xlim(0, last_step * 1.3)
+    axes.set_xticks([tick for tick in axes.get_xticks() if tick <= last_step])
+    axes.spines["bottom"].set_bounds(0, last_step)
     heights = spread([min(max(end, -GAP_LIMIT), GAP_LIMIT) for end, _ in ends], apart=0.42)
     for height, (end, row) in zip(heights, ends):
         axes.annotate(
-            f"{row.title} {end:+.2f}%",
+            signed_percent(row.title, end),
             xy=(last_step, end),
             xytext=(last_step * 1.03, height),
             color=COLORS[row.recipe],
@@ -94,6 +95,11 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
             annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": COLORS[row.recipe], "linewidth": 0.6, "shrinkA": 0},
         )
+
+
+def signed_percent(title: str, percent: float) -> str:
+    """Return a label such as `MXFP8 +0.31%`, with a real minus sign."""
+    return f"{title} {percent:+.2f}%".replace(" -", " \N{MINUS SIGN}")
 
 
 def spread(heights: Sequence[float], *, apart: float) -> list[float]:

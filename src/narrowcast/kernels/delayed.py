@@ -1,0 +1,113 @@
+"""Delayed scaling: one launch that advances the scales and amax histories of any number of tensors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import FLT_MAX, cdiv
+from .launch import INTERPRETING, Launcher, check_device, dim_class
+
+COLUMNS = 32
+ROWS = 64
+_FLT_MAX = tl.constexpr(FLT_MAX)
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "history_ptr", "reduced_ptr"])
+def _update_kernel(
+    scale_ptr,
+    history_ptr,
+    reduced_ptr,
+    new_scale_ptr,
+    new_history_ptr,
+    scaled_max,
+    L,
+    n,
+    REDUCED: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < n
+    last = tl.load(history_ptr + column, mask=inside, other=0.0)
+    if REDUCED:
+        reduced = tl.load(reduced_ptr + column, mask=inside, other=0.0)
+        last = tl.where(reduced != 0.0, reduced, last)
+    used = last != 0.0  # true for NaN as well
+
+    amax = last
+    if MAXIMUM:
+        amax = tl.where(last == last, last, 0.0)
+    row = tl.arange(0, ROWS)[:, None]
+    start = 0
+    while start < L:
+        index = start + row
+        here = (index < L) & inside[None, :]
+        old = tl.load(history_ptr + index * n + column[None, :], mask=here, other=0.0)
+        if MAXIMUM:
+            past = tl.where((index > 0) & (old == old), old, 0.0)
+            amax = tl.maximum(amax, tl.max(past, axis=0))
+        next_row = tl.load(history_ptr + (index + 1) * n + column[None, :], mask=here & (index + 1 < L), other=0.0)
+        rolled = tl.where(index == L - 1, last[None, :], next_row)
+        rolled = tl.where(index == 0, 0.0, rolled)
+        tl.store(new_history_ptr + index * n + column[None, :], tl.where(used[None, :], rolled, old), mask=here)
+        start += ROWS
+
+    scale = tl.load(scale_ptr + column, mask=inside, other=1.0)
+    quotient = tl.minimum(tl.div_rn(tl.full(amax.shape, 0.0, tl.float32) + scaled_max, amax), _FLT_MAX)
+    renew = used & (amax > 0.0) & (amax < float("inf"))
+    tl.store(new_scale_ptr + column, tl.where(renew, quotient, scale), mask=inside)
+
+
+_update = Launcher(_update_kernel, num_warps=4)
+
+
+def update(
+    scale: Tensor,
+    history: Tensor,
+    *,
+    fp8_max: float,
+    margin: int,
+    algo: str,
+    reduced_amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advance scales and histories by one step, leaving tensors that were not used alone.
+
+    Args:
+        scale: fp32 (n,), the scales of the step that ended.
+        history: fp32 (L, n); row 0 collected the step's amaxes.
+        fp8_max: the largest value of the element format.
+        margin: the scale is 2**-margin below the one that maps amax to ``fp8_max``.
+        algo: "max" over the whole history or "most_recent".
+        reduced_amax: fp32 (n,), amaxes reduced over processes; where it is 0 the local row 0 counts.
+
+    Returns:
+        New scale (n,) and history (L, n), contiguous.
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach, or an unknown ``algo``.
+
+    Numerics:
+        Equal to ``reference.delayed.update``.
+    """
+    check_device(scale)
+    if algo not in ("max", "most_recent"):
+        raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max' or 'most_recent'")
+    scale, history = scale.contiguous(), history.contiguous()
+    reduced = scale if reduced_amax is None else reduced_amax.contiguous()
+    L, n = history.shape
+    new_scale, new_history = torch.empty_like(scale), torch.empty_like(history)
+    if n:
+        _update(
+            (cdiv(n, COLUMNS), 1, 1),
+            (scale, history, reduced, new_scale, new_history, math.ldexp(fp8_max, -margin), L, n),
+            (reduced_amax is not None, algo == "max", ROWS, COLUMNS, INTERPRETING),
+            (dim_class(L), dim_class(n)),
+        )
+    return new_scale, new_history

@@ -1,0 +1,231 @@
+"""The command line: results, and one line with exit code 2 for everything the user can fix."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowcast.cli import main
+from narrowcast.train import doctor
+
+# fmt: off
+TINY = [
+    "--steps", "4", "--save-every", "2", "--eval-every", "2", "--eval-batches", "1", "--warmup", "1",
+    "--batch-size", "2", "--seq-len", "16", "--dim", "32", "--layers", "1", "--heads", "2", "--kv-heads", "1",
+    "--hidden", "48", "--device", "cpu",
+]
+# fmt: on
+
+
+@pytest.fixture
+def text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {i} of a text\n" for i in range(200)))
+    return path
+
+
+def tree(root: Path) -> dict[str, int]:
+    return {str(p.relative_to(root)): p.stat().st_mtime_ns for p in root.rglob("*") if p.is_file()}
+
+
+def train(text: Path, *words: str) -> int:
+    return main(["train", "--data", str(text), *TINY, *words])
+
+
+def fails_on_one_line(capsys: pytest.CaptureFixture, root: Path, words: list[str]) -> str:
+    """Run a command that must fail with exit code 2, and return its line; nothing may be written."""
+    before = tree(root)
+    capsys.readouterr()
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert len(lines) == 1, printed.err
+    assert lines[0].startswith("narrowcast: ")
+    assert tree(root) == before
+    return lines[0]
+
+
+def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(text_file, "--recipe", "current", "--out", "run") == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("current: held-out loss ")
+    assert len(printed.out.splitlines()) == 1
+    assert "step 4/4" in printed.err
+    result = json.loads(Path("run/result.json").read_text())
+    assert result["settings"]["recipe"] == "current"
+    assert len(result["history"]["train"]) == 4
+    assert result["held_out_loss"] == result["history"]["held_out"][-1][1]
+    names = sorted(p.name for p in Path("run/checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--recipe", "fp7"], ["'fp7'", "--recipe takes one of none, bf16, delayed"]),
+        (["--data", "absent.txt"], ["absent.txt", "give --data an existing"]),
+        (["--data", "empty.txt"], ["empty.txt holds 0 bytes", "--data"]),
+        (["--data", "empty"], ["empty holds 0 bytes", "--data"]),
+        (["--device", "cuda"], ["--device cuda", "use --device cpu"]),
+        (["--device", "abacus"], ["'abacus'", "auto, cpu or cuda"]),
+        (["--steps", "0"], ["--steps is 0", "at least 1"]),
+        (["--batch-size", "-4"], ["--batch-size is -4"]),
+        (["--dim", "0"], ["--dim is 0"]),
+        (["--heads", "3"], ["--dim is 32", "multiple of 6"]),
+        (["--lr", "nan"], ["--lr is nan"]),
+        (["--lr", "fast"], ["--lr", "fast", "--help"]),
+        (["--speed", "9"], ["--speed", "--help"]),
+        (["--resume"], ["no checkpoint to resume in", "checkpoints", "--out"]),
+        (["--out", "text.txt"], ["text.txt", "--out"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
+)
+def test_bad_settings(
+    words: list[str],
+    parts: list[str],
+    text_file: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    Path("empty.txt").touch()
+    Path("empty").mkdir()
+    command = ["train", "--data", str(text_file), *TINY, "--out", "run", *words]
+    line = fails_on_one_line(capsys, text_file.parent, command)
+    assert all(part in line for part in parts), line
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["bake"], ["bake", "--help"]),
+        (["demo", "--device", "cuda"], ["--device cuda", "use --device cpu"]),
+        (["demo", "--data", "absent"], ["absent", "--data"]),
+        (["demo", "--steps", "-1"], ["--steps is -1"]),
+        (["demo", "--write-docs", "page.html"], ["page.html", "--write-docs", ".md"]),
+        (["doctor", "--now"], ["--now", "--help"]),
+    ],
+    ids=" ".join,
+)
+def test_bad_commands(
+    words: list[str],
+    parts: list[str],
+    text_file: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    line = fails_on_one_line(capsys, text_file.parent, words)
+    assert all(part in line for part in parts), line
+    assert not Path("runs").exists()
+
+
+def test_resume_from_another_configuration(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(text_file, "--out", "run") == 0
+    words = ["train", "--data", str(text_file), *TINY, "--out", "run", "--resume", "--seed", "7"]
+    line = fails_on_one_line(capsys, text_file.parent, words)
+    assert "--seed 0" in line
+    assert "--seed 7" in line
+    assert train(text_file, "--out", "run", "--resume") == 0
+
+
+def test_a_second_run_does_not_overwrite_the_first(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(text_file, "--out", "run") == 0
+    words = ["train", "--data", str(text_file), *TINY, "--out", "run"]
+    line = fails_on_one_line(capsys, text_file.parent, words)
+    assert "add --resume" in line
+
+
+KILLED_TRAINING = """
+import os, signal, sys
+from narrowcast import cli
+from narrowcast.train import atomic
+publish = atomic.publish
+
+def killed(temporary, final):
+    if final.name == "step-00000004":
+        os.kill(os.getpid(), signal.SIGKILL)
+    publish(temporary, final)
+
+atomic.publish = killed
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_killed_during_a_save_and_resumed_is_the_same_run(recipe: str, text_file: Path) -> None:
+    words = ["train", "--data", str(text_file), *TINY, "--steps", "6", "--recipe", recipe]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_TRAINING, *words, "--out", "killed"], capture_output=True, timeout=120
+    )
+    assert killed.returncode == -signal.SIGKILL
+    names = sorted(p.name for p in Path("killed/checkpoints").iterdir())
+    assert names[0].startswith(".tmp-")
+    assert names[1:] == ["step-00000002"]
+    for words_of_run in ([*words, "--out", "killed", "--resume"], [*words, "--out", "whole"]):
+        command = [sys.executable, "-m", "narrowcast.cli", *words_of_run]
+        subprocess.run(command, capture_output=True, timeout=120, check=True)
+    for name in ("model.safetensors", "training.safetensors"):
+        contents = [Path(run, "checkpoints/step-00000006", name).read_bytes() for run in ("killed", "whole")]
+        assert contents[0] == contents[1], name
+    histories = [json.loads(Path(run, "result.json").read_text())["history"] for run in ("killed", "whole")]
+    assert histories[0] == histories[1]
+
+
+def test_an_interrupt_is_one_line(
+    text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("narrowcast.train.commands.Run", interrupt)
+    assert train(text_file, "--out", "run") == 130
+    printed = capsys.readouterr()
+    assert printed.err.strip().splitlines() == [
+        "narrowcast: interrupted; a run with checkpoints continues with --resume"
+    ]
+
+
+def test_doctor_is_healthy_here(capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    subjects = [line.split()[0] for line in lines]
+    assert subjects[:3] == ["python", "torch", "narrowcast"]
+    assert {"delayed", "current", "mxfp8", "block", "nvfp4", "device"} <= set(subjects)
+    assert lines[-1].endswith("this machine can train")
+
+
+def test_doctor_tells_what_is_broken(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "OLDEST_TORCH", (99, 0))
+    assert main(["doctor"]) == 1
+    assert "too old, install torch 99.0 or newer" in capsys.readouterr().out
+
+
+def test_help(capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", "--help"]) == 0
+    printed = capsys.readouterr().out
+    for option in ("--data", "--recipe", "--resume", "--compile", "--emulate", "--device"):
+        assert option in printed
+    assert main([]) == 0
+    assert "doctor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "matplotlib", "safetensors"])
+def test_a_missing_extra_is_one_line(package: str, tmp_path: Path) -> None:
+    program = f"import sys; sys.modules['{package}'] = None; "
+    program += "from narrowcast import cli; sys.exit(cli.main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines() == [
+        f"narrowcast: the package {package} is missing; run: pip install 'narrowcast[train]'"
+    ]
+    assert done.stdout == ""

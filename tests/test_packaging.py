@@ -1,0 +1,102 @@
+"""The installed package: its version, what importing it costs and needs, and who reads the environment."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import narrowcast as nc
+
+PACKAGE = Path(nc.__file__).resolve().parent
+
+# Packages of the command line, and the compiler's back end: `import narrowcast` must not pay for them.
+HEAVY = ("matplotlib", "rich", "safetensors", "triton", "typer", "torch._inductor.compile_fx")
+
+
+def run_python(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_version_matches_the_installed_metadata() -> None:
+    try:
+        installed = importlib.metadata.version("narrowcast")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs an installed narrowcast: this run takes it from the source folder")
+    assert nc.__version__ == installed
+
+
+def test_every_public_name_exists() -> None:
+    missing = [name for name in nc.__all__ if not hasattr(nc, name)]
+    assert not missing
+    assert len(set(nc.__all__)) == len(nc.__all__)
+
+
+def test_import_warns_about_nothing() -> None:
+    run_python("-W", "error", "-c", "import narrowcast")
+
+
+def test_import_and_cpu_step_without_triton() -> None:
+    """None in sys.modules makes `import triton` fail as on a machine that lacks it."""
+    run_python(
+        "-c",
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, narrowcast as nc\n"
+        "layer = nc.Linear(32, 32, device='cpu')\n"
+        "with nc.autocast(recipe=nc.recipe.Float8CurrentScaling()):\n"
+        "    layer(torch.ones(4, 32)).sum().backward()\n"
+        "assert layer.weight.grad is not None\n",
+    )
+
+
+def test_import_is_quick_and_light() -> None:
+    output = run_python(
+        "-c",
+        "import sys, time, torch\n"
+        "loaded = set(sys.modules); start = time.perf_counter()\n"
+        "import narrowcast\n"
+        "print(time.perf_counter() - start)\n"
+        f"print(*[name for name in {HEAVY!r} if name in sys.modules and name not in loaded])\n",
+    )
+    seconds, heavy = output.split("\n")[:2]
+    assert not heavy, f"import narrowcast also imports {heavy}"
+    assert float(seconds) < 5.0, "import narrowcast takes seconds beyond import torch"
+
+
+def environment_reads(path: Path) -> list[int]:
+    """Lines that name os.environ or os.getenv, or import them."""
+    lines = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        attribute = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+        imported = isinstance(node, ast.ImportFrom) and node.module == "os"
+        if attribute or (imported and any(alias.name in ("environ", "getenv") for alias in node.names)):
+            lines.append(node.lineno)
+    return lines
+
+
+def test_only_one_file_reads_the_environment() -> None:
+    readers = {
+        str(path.relative_to(PACKAGE)): lines
+        for path in PACKAGE.rglob("*.py")
+        if (lines := environment_reads(path))
+    }
+    assert set(readers) == {"_environment.py"}
+
+
+@pytest.mark.parametrize(
+    "source", ["import os\nos.getenv('A')", "import os as o\no.environ['A']", "from os import environ"]
+)
+def test_the_environment_check_sees_a_read(source: str, tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert environment_reads(path)
+
+
+def test_the_package_is_marked_as_typed() -> None:
+    assert (PACKAGE / "py.typed").exists()

@@ -1,0 +1,48 @@
+"""The examination of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowcast.train import doctor
+from narrowcast.train.doctor import examine
+from narrowcast.train.recipes import CHOICES
+
+
+def test_every_recipe_is_tried() -> None:
+    findings = {finding.subject: finding for finding in examine()}
+    assert {"python", "torch", "triton", "narrowcast", "device", *CHOICES} <= findings.keys()
+    assert not [f for f in findings.values() if f.broken]
+    assert all("\n" not in f.text for f in findings.values())
+    assert findings["bf16"].text == "native"
+
+
+def test_emulation_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = replace(CHOICES["mxfp8"], native=lambda return_reason: (False, "because"))
+    assert doctor._try_recipe("mxfp8", lacking, "cpu").text == "emulated: because"
+
+
+def test_an_old_torch_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.4.1+cu121")
+    finding = next(f for f in examine() if f.subject == "torch")
+    assert finding.broken
+    assert "install torch 2.11 or newer" in finding.text
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.14.0a0+git1234", "3.0.0.dev20270101"])
+def test_new_torches_are_not(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert not doctor._torch().broken
+
+
+def test_a_recipe_that_fails_is_broken_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(recipe: object, device: str) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr(doctor, "_one_step", fail)
+    finding = doctor._try_recipe("current", CHOICES["current"], "cpu")
+    assert finding.broken
+    assert finding.text == "broken: RuntimeError: first line"

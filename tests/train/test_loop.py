@@ -1,0 +1,126 @@
+"""A run: what it measures, what it tells, how it stops."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowcast.train import checkpoint
+from narrowcast.train.config import TrainConfig
+from narrowcast.train.data import Corpus
+from narrowcast.train.errors import TrainingError
+from narrowcast.train.loop import Run
+from narrowcast.train.progress import Progress
+from narrowcast.train.trainer import Trainer
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "mxfp8", "block", "nvfp4"])
+def test_it_learns(recipe: str, config: TrainConfig, corpus: Corpus, progress: Progress) -> None:
+    config = replace(config, recipe=recipe, steps=30, batch_size=4, eval_every=15, lr=1e-2)
+    history = Run(config, corpus, progress, folder=None).train().history
+    assert [step for step, _ in history.held_out] == [0, 15, 30]
+    assert history.held_out[0][1] == pytest.approx(math.log(256), abs=0.15)
+    assert history.held_out[-1][1] < 4.0
+
+
+def test_results(config: TrainConfig, corpus: Corpus, progress: Progress) -> None:
+    result = Run(config, corpus, progress, folder=None).train()
+    assert (result.recipe, result.steps) == ("bf16", 6)
+    assert len(result.history.train) == 6
+    assert [step for step, _ in result.history.held_out] == [0, 2, 4, 6]
+    assert result.held_out_loss == result.history.held_out[-1][1]
+    assert 0 < result.tokens_per_second < 1e9
+    assert result.seconds > 0
+
+
+def test_seeds_decide(config: TrainConfig, corpus: Corpus, progress: Progress) -> None:
+    def losses(seed: int) -> list[float]:
+        return Run(replace(config, seed=seed), corpus, progress, folder=None).train().history.train
+
+    assert losses(1) == losses(1)
+    assert losses(1) != losses(2)
+
+
+def test_recipes_start_from_the_same_weights(config: TrainConfig, corpus: Corpus) -> None:
+    plain = Trainer(config, corpus).model.state_dict()
+    quantized = Trainer(replace(config, recipe="nvfp4"), corpus).model.state_dict()
+    assert all(torch.equal(plain[name], quantized[name]) for name in plain)
+
+
+def test_the_recipe_changes_the_numbers(config: TrainConfig, corpus: Corpus, progress: Progress) -> None:
+    losses = {
+        recipe: Run(replace(config, recipe=recipe), corpus, progress, folder=None).train().held_out_loss
+        for recipe in ("bf16", "delayed", "current", "mxfp8", "block", "nvfp4")
+    }
+    # Scales that are powers of two may round alike on so small a model: MXFP8 and 128-block FP8 may be equal.
+    assert len(set(losses.values())) >= 5, losses
+    assert [recipe for recipe in losses if losses[recipe] == losses["bf16"]] == ["bf16"]
+
+
+def test_evaluation_does_not_touch_the_training(
+    config: TrainConfig, corpus: Corpus, progress: Progress
+) -> None:
+    often = Run(replace(config, eval_every=1), corpus, progress, folder=None).train().history.train
+    rarely = Run(replace(config, eval_every=6), corpus, progress, folder=None).train().history.train
+    assert often == rarely
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(
+    config: TrainConfig, corpus: Corpus, progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = torch.tensor([5.0, 5.0, 5.0, float("nan"), 5.0, 5.0])
+    monkeypatch.setattr(Trainer, "step", lambda self, index: losses[index])
+    with pytest.raises(TrainingError, match=r"the loss is nan at step 4; lower --lr \(0\.002\)"):
+        Run(config, corpus, progress, folder=None).train()
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint(
+    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_save = checkpoint.save
+
+    def save(folder: Path, **arguments) -> Path:
+        if arguments["step"] == 6:
+            raise OSError(28, "No space left on device")
+        return really_save(folder, **arguments)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    with pytest.raises(TrainingError, match=r"No space left on device; the checkpoint of step 3 is kept"):
+        Run(config, corpus, progress, tmp_path).train()
+    assert checkpoint.load_newest(tmp_path)[0].step == 3
+
+
+def test_running_out_of_memory_is_told(
+    config: TrainConfig, corpus: Corpus, progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(self: Trainer, index: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(Trainer, "step", step)
+    with pytest.raises(TrainingError, match=r"cpu ran out of memory; lower --batch-size \(2\)"):
+        Run(config, corpus, progress, folder=None).train()
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_a_compiled_run_learns_the_same(config: TrainConfig, corpus: Corpus, progress: Progress) -> None:
+    config = replace(config, recipe="current")
+    eager = Run(config, corpus, progress, folder=None).train().history
+    compiled = Run(replace(config, compile=True), corpus, progress, folder=None).train().history
+    torch.testing.assert_close(compiled.train, eager.train, rtol=5e-3, atol=0)
+    assert compiled.held_out[-1][1] == pytest.approx(eager.held_out[-1][1], rel=5e-3)
+
+
+def test_lines_tell_step_losses_speed_and_time_left(
+    config: TrainConfig, corpus: Corpus, progress: Progress
+) -> None:
+    Run(config, corpus, progress, folder=None).train()
+    lines = progress._console.file.getvalue().splitlines()
+    assert len(lines) == 4
+    last_but_one = r"bf16 +step 4/6  loss \d\.\d{3}  held-out \d\.\d{3}  [\d,]+ tok/s  left \d+:\d\d"
+    assert re.fullmatch(last_but_one, lines[2]), lines[2]

@@ -1,0 +1,52 @@
+"""Recipe names, and what a GPU without the kernels is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import narrowcast as nc
+from narrowcast.train import recipes
+from narrowcast.train.errors import SettingsError
+from narrowcast.train.recipes import CHOICES, build_recipe, recipe_name
+
+
+def test_names() -> None:
+    assert [recipe_name(name) for name in CHOICES] == list(CHOICES)
+    assert recipe_name("none") == "bf16"
+    with pytest.raises(SettingsError, match=r"unknown recipe 'MXFP8'; --recipe takes one of none, bf16, "):
+        recipe_name("MXFP8")
+
+
+def test_the_cpu_runs_every_recipe() -> None:
+    built = {name: build_recipe(name, device="cpu", emulate=False) for name in CHOICES}
+    assert built.pop("bf16") is None
+    assert {name: type(recipe) for name, recipe in built.items()} == {
+        "delayed": nc.recipe.DelayedScaling,
+        "current": nc.recipe.Float8CurrentScaling,
+        "mxfp8": nc.recipe.MXFP8BlockScaling,
+        "block": nc.recipe.Float8BlockScaling,
+        "nvfp4": nc.recipe.NVFP4BlockScaling,
+    }
+
+
+def test_a_gpu_without_kernels_needs_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = replace(CHOICES["mxfp8"], native=lambda return_reason: (False, "too old"))
+    monkeypatch.setitem(recipes.CHOICES, "mxfp8", lacking)
+    with pytest.raises(SettingsError, match=r"recipe 'mxfp8' is not native .*too old.*; add --emulate"):
+        build_recipe("mxfp8", device="cuda", emulate=False)
+    assert build_recipe("mxfp8", device="cuda", emulate=True).emulate
+
+
+def test_the_environment_may_ask_for_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = replace(CHOICES["nvfp4"], native=lambda return_reason: (False, "too old"))
+    monkeypatch.setitem(recipes.CHOICES, "nvfp4", lacking)
+    monkeypatch.setenv("NARROWCAST_EMULATE", "1")
+    assert build_recipe("nvfp4", device="cuda", emulate=False).emulate
+
+
+def test_a_gpu_with_kernels_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    able = replace(CHOICES["block"], native=lambda return_reason: (True, ""))
+    monkeypatch.setitem(recipes.CHOICES, "block", able)
+    assert not build_recipe("block", device="cuda", emulate=False).emulate
