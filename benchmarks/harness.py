@@ -28,6 +28,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--repeats", type=int, default=20, help="timed runs of each case (default 20)")
     options.add_argument("--save", action="store_true", help="append the rows to benchmarks/results/")
+    options.add_argument("--commit", default=_commit(), help="what the rows say was measured (default: ask git)")
     return options
 
 
@@ -63,7 +64,7 @@ def _time_cuda(run: Callable[[], object], repeats: int) -> list[float]:
     return times
 
 
-def machine(device: str) -> Row:
+def machine(device: str, commit: str) -> Row:
     """Columns that say where a row comes from."""
     name = (
         torch.cuda.get_device_name()
@@ -75,13 +76,13 @@ def machine(device: str) -> Row:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "narrowcast": nc.__version__,
-        "commit": _commit(),
+        "commit": commit,
     }
 
 
 def report(stem: str, rows: list[Row], options: argparse.Namespace) -> None:
     """Print the rows as a table and, with ``--save``, append them to ``results/<stem>.csv``."""
-    where = machine(options.device)
+    where = machine(options.device, options.commit)
     print(", ".join(f"{key} {value}" for key, value in where.items()))
     cells = [[_cell(value) for value in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(rows[0], *cells, strict=True)]

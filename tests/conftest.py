@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import sys
@@ -39,8 +40,10 @@ def _missing_gpu() -> str | None:
 
 def _missing_compiler() -> str | None:
     """What inductor needs to compile CPU code and this machine does not have."""
-    if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        return "needs a C++ compiler: no g++ or clang++ on the path"
+    named = os.environ.get("CXX")
+    compilers = (named,) if named else ("g++", "clang++", "c++")
+    if not any(shutil.which(name) for name in compilers):
+        return f"needs a C++ compiler: no {' or '.join(compilers)} on the path"
     headers = Path(sysconfig.get_paths()["include"])
     if not (headers / "Python.h").exists():
         return f"needs the headers of Python: no Python.h in {headers}"

@@ -7,7 +7,7 @@ equal fields are equal, so entering one instead of the other changes nothing and
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,40 +57,58 @@ class MMParams:
 
 @dataclass(frozen=True)
 class QParams:
-    """How one operand is quantized, where a recipe leaves a choice."""
+    """How one operand is quantized, where a recipe leaves a choice.
+
+    ``derived``: filled in by a recipe from its other fields, and again when ``dataclasses.replace`` changes those.
+    """
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
     random_hadamard_transform: bool = False
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
+    derived: bool = field(default=False, compare=False, repr=False)
+
+
+AmaxAlgorithm = Literal["max", "most_recent"] | Callable[..., Any]
+Mode = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
 class LinearHandles:
     """Quantizers of a linear layer's operands, ready for traced code.
 
-    ``managed``: the delayed scaling that keeps the state of the delayed ones among them, None without any.
+    ``forward_state``, ``backward_state``: the delayed scaling that keeps the state of the delayed ones among them, by
+    direction; None without any.
     """
 
     input: OperandHandles
     weight: OperandHandles
     grad_output: OperandHandles
-    managed: DelayedScaling | None = None
+    forward_state: DelayedScaling | None = None
+    backward_state: DelayedScaling | None = None
+
+    @property
+    def managed(self) -> DelayedScaling | None:
+        """The delayed scaling of either direction; None where the layer keeps no state."""
+        return self.backward_state if self.forward_state is None else self.forward_state
 
 
 # Slots of a linear layer's delayed-scaling state.
 INPUT_SLOT, WEIGHT_SLOT, OUTPUT_SLOT = 0, 1, 2
 GRAD_OUTPUT_SLOT, GRAD_INPUT_SLOT = 0, 1
 
-_QPARAMS = {
-    "input": "fp8_quant_fwd_inp",
-    "weight": "fp8_quant_fwd_weight",
-    "grad_output": "fp8_quant_bwd_grad",
-    "grad_input": "fp8_quant_bwd_grad",
-}
 FORWARD_TENSOR_TYPES = ("input", "weight", "output")
 BACKWARD_TENSOR_TYPES = ("grad_output", "grad_input")
+_TENSOR_TYPES: dict[str, tuple[str, ...]] = {"forward": FORWARD_TENSOR_TYPES, "backward": BACKWARD_TENSOR_TYPES}
+
+
+def tensor_type_at(mode: Mode, slot: int, role: QuantizerRole | None = None) -> str:
+    """Which operand a slot is for: what its role says, else what its position in the direction says."""
+    if role is not None and role.tensor_type in (*FORWARD_TENSOR_TYPES, *BACKWARD_TENSOR_TYPES):
+        return role.tensor_type
+    kinds = _TENSOR_TYPES[mode]
+    return kinds[slot % len(kinds)]
 
 
 def _emulate_default() -> bool:
@@ -112,7 +130,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self._check()
-        object.__setattr__(self, "_linear", self._build_linear_handles())
+        object.__setattr__(self, "_linear", self._build_linear_handles(""))
 
     def _check(self) -> None:
         override = getattr(self, "backward_override", None)
@@ -121,16 +139,28 @@ class Recipe:
                 f"backward_override is {override!r}; use None, 'high_precision' or 'dequantized'"
             )
 
-    def _build_linear_handles(self) -> LinearHandles | None:
+    def _build_linear_handles(self, name: str) -> LinearHandles:
+        forward, forward_state = self.resolve(
+            "forward", [QuantizerRole("linear", "input", name), QuantizerRole("linear", "weight", name)]
+        )
+        backward, backward_state = self.resolve("backward", [QuantizerRole("linear", "grad_output", name)])
         return LinearHandles(
-            OperandHandles.of(self.make_quantizer("input", INPUT_SLOT)),
-            OperandHandles.of(self.make_quantizer("weight", WEIGHT_SLOT)),
-            OperandHandles.of(self.make_quantizer("grad_output", GRAD_OUTPUT_SLOT)),
-            self._managed(),
+            OperandHandles.of(forward[INPUT_SLOT]),
+            OperandHandles.of(forward[WEIGHT_SLOT]),
+            OperandHandles.of(backward[GRAD_OUTPUT_SLOT]),
+            forward_state,
+            backward_state,
         )
 
-    def _managed(self) -> DelayedScaling | None:
-        """The delayed scaling behind this recipe's quantizers, if any."""
+    def resolve(
+        self, mode: Mode, roles: Sequence[QuantizerRole]
+    ) -> tuple[list[Quantizer], DelayedScaling | None]:
+        """Quantizers of one module and direction, one per role, and what renews the state of the delayed ones."""
+        kinds = [tensor_type_at(mode, slot, role) for slot, role in enumerate(roles)]
+        return [self.make_quantizer(kind, slot) for slot, kind in enumerate(kinds)], self.delayed_scaling()
+
+    def delayed_scaling(self) -> DelayedScaling | None:
+        """What renews the state of this recipe's quantizers; None where they keep none."""
         return None
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
@@ -191,14 +221,17 @@ def _refuse_pure_e5m2(recipe: Recipe, fp8_format: Format) -> None:
 
 def _fill_qparams(recipe: Any, power_2_scale: bool) -> None:
     """Give the operands without settings of their own those that follow from the recipe's scale choice."""
-    for name in _QPARAMS.values():
-        if getattr(recipe, name) is None:
+    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        given = getattr(recipe, name)
+        if given is None or given.derived:
             # literals, not defaults: a number read from a default becomes symbolic in a dynamic graph
-            object.__setattr__(recipe, name, QParams(power_2_scale, 0.0, False, False, False))
+            object.__setattr__(recipe, name, QParams(power_2_scale, 0.0, False, False, False, True))
 
 
-def _qparams_of(recipe: Any, tensor_type: str) -> QParams:
-    return getattr(recipe, _QPARAMS.get(tensor_type, "fp8_quant_fwd_inp"))
+def _qparams_of(recipe: Any, prefix: str, tensor_type: str) -> QParams:
+    if tensor_type in BACKWARD_TENSOR_TYPES:
+        return getattr(recipe, f"{prefix}_bwd_grad")
+    return getattr(recipe, f"{prefix}_fwd_weight" if tensor_type == "weight" else f"{prefix}_fwd_inp")
 
 
 def _refuse_fp8_attention(recipe: Recipe) -> None:
@@ -223,7 +256,7 @@ class DelayedScaling(Recipe):
     margin: int = field(default_factory=lambda: 0)
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = field(default_factory=lambda: 1024)
-    amax_compute_algo: Literal["max", "most_recent"] | Callable[..., Any] = "max"
+    amax_compute_algo: AmaxAlgorithm = "max"
     scaling_factor_compute_algo: Callable[..., Any] | None = None
     reduce_amax: bool = True
     fp8_dpa: bool = False
@@ -236,14 +269,20 @@ class DelayedScaling(Recipe):
             raise ValueError("DelayedScaling takes no backward_override; use another recipe or None")
         _refuse_pure_e5m2(self, self.fp8_format)
         _refuse_fp8_attention(self)
-        if self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len is {self.amax_history_len}; use at least 1")
+        if not isinstance(self.margin, int):
+            raise ValueError(f"margin is {self.margin!r}; use a whole number, the scale is divided by 2**margin")
+        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
+            raise ValueError(f"amax_history_len is {self.amax_history_len!r}; use a whole number, at least 1")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(
                 f"amax_compute_algo is {self.amax_compute_algo!r}; use 'max', 'most_recent' or a callable"
             )
+        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
+            raise ValueError(
+                f"scaling_factor_compute_algo is {self.scaling_factor_compute_algo!r}; use None or a callable"
+            )
 
-    def _managed(self) -> DelayedScaling | None:
+    def delayed_scaling(self) -> DelayedScaling:
         return self
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
@@ -255,13 +294,15 @@ class Float8CurrentScaling(Recipe):
     """Per-tensor FP8 with the scale from the tensor itself.
 
     Args:
-        use_power_2_scales: powers of two only; default from NARROWCAST_USE_POWER_2_SCALES.
+        use_power_2_scales: powers of two only; default from NARROWCAST_FP8_CURRENT_SCALING_POWER_2_SCALES.
         fp8_format: HYBRID or E4M3.
         fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: per operand; default follows the first field.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation per GEMM.
     """
 
-    use_power_2_scales: bool = field(default_factory=lambda: environment.read_flag("USE_POWER_2_SCALES"))
+    use_power_2_scales: bool = field(
+        default_factory=lambda: environment.read_flag("FP8_CURRENT_SCALING_POWER_2_SCALES")
+    )
     fp8_format: Format = Format.HYBRID
     fp8_quant_fwd_inp: QParams | None = None
     fp8_quant_fwd_weight: QParams | None = None
@@ -284,7 +325,7 @@ class Float8CurrentScaling(Recipe):
         _refuse_fp8_attention(self)
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
-        params = _qparams_of(self, tensor_type)
+        params = _qparams_of(self, "fp8_quant", tensor_type)
         return Float8CurrentScalingQuantizer(
             _fp8_dtype(self.fp8_format, tensor_type),
             force_pow_2_scales=params.power_2_scale,
@@ -379,7 +420,7 @@ class Float8BlockScaling(Recipe):
                 raise ValueError(f"{name}: 128-block FP8 always accumulates split; use MMParams(True)")
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
-        params = _qparams_of(self, tensor_type)
+        params = _qparams_of(self, "fp8_quant", tensor_type)
         dim = {"weight": self.w_block_scaling_dim, "grad_output": self.grad_block_scaling_dim}
         dim["grad_input"] = self.grad_block_scaling_dim
         return Float8BlockQuantizer(
@@ -401,14 +442,20 @@ class NVFP4BlockScaling(Recipe):
         disable_stochastic_rounding: round gradients to nearest.
         disable_2d_quantization: 1x16 blocks for weights instead of 16x16 tiles.
         row_scaled_activation: one amax per row of the input; needs ``disable_rht=True``.
-        nvfp4_4over6: "none", "weights", "activations" or "all".
+        nvfp4_4over6: "none", "weights", "activations" or "all"; the last two need ``disable_rht=True``.
         nvfp4_4over6_e4m3_use_256: for which of those the tensor amax maps to 256 instead of 448.
         nvfp4_4over6_err_mode: "MAE" or "MSE".
+
+    The default of each is that of the environment variable NARROWCAST_NVFP4_<FIELD>, without a second ``nvfp4_``.
     """
 
-    disable_rht: bool = False
-    disable_stochastic_rounding: bool = False
-    disable_2d_quantization: bool = False
+    disable_rht: bool = field(default_factory=lambda: environment.read_flag("NVFP4_DISABLE_RHT"))
+    disable_stochastic_rounding: bool = field(
+        default_factory=lambda: environment.read_flag("NVFP4_DISABLE_STOCHASTIC_ROUNDING")
+    )
+    disable_2d_quantization: bool = field(
+        default_factory=lambda: environment.read_flag("NVFP4_DISABLE_2D_QUANTIZATION")
+    )
     row_scaled_activation: bool = field(
         default_factory=lambda: environment.read_flag("NVFP4_ROW_SCALED_ACTIVATION")
     )
@@ -417,7 +464,7 @@ class NVFP4BlockScaling(Recipe):
         default_factory=lambda: environment.read_text("NVFP4_4OVER6_E4M3_USE_256", "all")
     )
     nvfp4_4over6_err_mode: str = field(
-        default_factory=lambda: environment.read_text("NVFP4_4OVER6_ERR_MODE", "MAE")
+        default_factory=lambda: environment.read_text("NVFP4_4OVER6_ERR_MODE", "MAE").upper()
     )
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
@@ -438,22 +485,49 @@ class NVFP4BlockScaling(Recipe):
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; use 'none', 'weights', 'activations' or 'all'"
                 )
+        if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
+            raise ValueError(f"nvfp4_4over6_err_mode is {self.nvfp4_4over6_err_mode!r}; use 'MAE' or 'MSE'")
+        if not self.disable_rht and self.nvfp4_4over6 in ("activations", "all"):
+            raise ValueError(
+                f"nvfp4_4over6={self.nvfp4_4over6!r} does not combine with the Hadamard rotation of activations; "
+                "pass disable_rht=True, or nvfp4_4over6='weights'"
+            )
+        if not self.disable_rht and self.row_scaled_activation:
+            raise ValueError(
+                "row_scaled_activation=True does not combine with the Hadamard rotation of activations; "
+                "pass disable_rht=True"
+            )
+
+    @property
+    def fp4_quant_fwd_inp(self) -> QParams:
+        """How inputs are quantized."""
+        return QParams(False, 0.0, not self.disable_rht, False, False, True)
+
+    @property
+    def fp4_quant_fwd_weight(self) -> QParams:
+        """How weights are quantized."""
+        return QParams(False, 0.0, False, False, not self.disable_2d_quantization, True)
+
+    @property
+    def fp4_quant_bwd_grad(self) -> QParams:
+        """How gradients are quantized."""
+        return QParams(False, 0.0, not self.disable_rht, not self.disable_stochastic_rounding, False, True)
 
     def _chosen(self, choice: str, tensor_type: str) -> bool:
         group = "weights" if tensor_type == "weight" else "activations"
         return tensor_type not in BACKWARD_TENSOR_TYPES and choice in ("all", group)
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
-        is_weight = tensor_type == "weight"
-        is_gradient = tensor_type in BACKWARD_TENSOR_TYPES
+        params = _qparams_of(self, "fp4_quant", tensor_type)
+        is_activation = tensor_type != "weight" and tensor_type not in BACKWARD_TENSOR_TYPES
         four_over_six = self._chosen(self.nvfp4_4over6, tensor_type)
         use_256 = four_over_six and self._chosen(self.nvfp4_4over6_e4m3_use_256, tensor_type)
         return NVFP4Quantizer(
-            with_rht=not is_weight and not self.disable_rht,
-            with_post_rht_amax=not is_weight and not self.disable_rht,
-            with_2d_quantization=is_weight and not self.disable_2d_quantization,
-            stochastic_rounding=is_gradient and not self.disable_stochastic_rounding,
-            row_scaled_nvfp4=self.row_scaled_activation and not is_weight and not is_gradient,
+            with_rht=params.random_hadamard_transform,
+            with_post_rht_amax=params.random_hadamard_transform,
+            with_2d_quantization=params.fp4_2d_quantization,
+            stochastic_rounding=params.stochastic_rounding,
+            row_scaled_nvfp4=self.row_scaled_activation and is_activation,
             nvfp4_use_4over6=four_over_six,
             nvfp4_e4m3_max=256 if use_256 else 448,
             nvfp4_4over6_err_mode=self.nvfp4_4over6_err_mode,
@@ -467,7 +541,7 @@ class DelayedScalingRequest:
     fp8_format: Format = Format.HYBRID
     margin: int = 0
     amax_history_len: int = 1024
-    amax_compute_algo: Literal["max", "most_recent"] | Callable[..., Any] = "max"
+    amax_compute_algo: AmaxAlgorithm = "max"
     scaling_factor_compute_algo: Callable[..., Any] | None = None
     reduce_amax: bool = True
 
@@ -517,45 +591,56 @@ class CustomRecipe(Recipe):
                 f"quantization_alignment is {self.quantization_alignment}; use a positive number"
             )
 
-    def _build_linear_handles(self) -> None:
+    def __post_init__(self) -> None:
+        self._check()
         object.__setattr__(self, "_by_name", {})
 
-    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
-        return self._quantizer_from(self._made_for(QuantizerRole("linear", tensor_type)), tensor_type, slot)
+    def resolve(
+        self, mode: Mode, roles: Sequence[QuantizerRole]
+    ) -> tuple[list[Quantizer], DelayedScaling | None]:
+        """Quantizers that the factory makes, one per role, and what renews the state of those it requested.
+
+        Raises:
+            ValueError: the factory returned None, or requests that differ. TypeError: it returned something else than
+            a quantizer or a request.
+        """
+        made = [self._made_for(role) for role in roles]
+        requests = [request for request in made if isinstance(request, DelayedScalingRequest)]
+        if any(request != requests[0] for request in requests):
+            raise ValueError(f"the delayed-scaling requests of one module and direction must be equal, got {requests}")
+        kinds = [tensor_type_at(mode, slot, role) for slot, role in enumerate(roles)]
+        quantizers = [_requested(made[slot], kind, slot) for slot, kind in enumerate(kinds)]
+        return quantizers, requests[0].as_recipe() if requests else None
 
     def _made_for(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         """What the factory returns for a role, checked."""
         made = self.qfactory(role)  # type: ignore[misc]
         if made is None:
-            raise ValueError(
-                f"qfactory returned None for {role}; return an IdentityQuantizer to leave it alone"
-            )
+            raise ValueError(f"qfactory returned None for {role}; return an IdentityQuantizer to leave it alone")
         # in a traced call the compiler stands something else in for the quantizer it has just made
         if not (torch.compiler.is_compiling() or isinstance(made, (Quantizer, DelayedScalingRequest))):
-            raise TypeError(
-                f"qfactory returned {type(made).__qualname__} for {role}; return a Quantizer or request"
-            )
-        return made
-
-    @staticmethod
-    def _quantizer_from(made: Quantizer | DelayedScalingRequest, tensor_type: str, slot: int) -> Quantizer:
-        if isinstance(made, DelayedScalingRequest):
-            return DelayedFloat8Quantizer(_fp8_dtype(made.fp8_format, tensor_type), slot)
+            raise TypeError(f"qfactory returned {type(made).__qualname__} for {role}; return a Quantizer or request")
         return made
 
     def linear_handles(self, name: str = "") -> LinearHandles:
         known = self._by_name.get(name)  # type: ignore[attr-defined]
         if known is not None:
             return known
-        slots = {"input": INPUT_SLOT, "weight": WEIGHT_SLOT, "grad_output": GRAD_OUTPUT_SLOT}
-        made = {kind: self._made_for(QuantizerRole("linear", kind, name)) for kind in slots}
-        requests = [request for request in made.values() if isinstance(request, DelayedScalingRequest)]
-        if any(request != requests[0] for request in requests):
-            raise ValueError(f"the delayed-scaling requests of one module must be equal, got {requests}")
-        operands = [
-            OperandHandles.of(self._quantizer_from(made[kind], kind, slot)) for kind, slot in slots.items()
-        ]
-        handles = LinearHandles(*operands, managed=requests[0].as_recipe() if requests else None)
+        handles = self._build_linear_handles(name)
         if not torch.compiler.is_compiling():  # a graph keeps what it traced; it must not write here
             self._by_name[name] = handles  # type: ignore[attr-defined]
         return handles
+
+
+def _requested(made: Quantizer | DelayedScalingRequest, tensor_type: str, slot: int) -> Quantizer:
+    """The quantizer that a factory made, or the one it requested."""
+    if isinstance(made, DelayedScalingRequest):
+        return DelayedFloat8Quantizer(_fp8_dtype(made.fp8_format, tensor_type), slot)
+    return made
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """Multiple of rows that the recipe's GEMMs want from each group of a grouped GEMM."""
+    if isinstance(recipe, CustomRecipe):
+        return recipe.quantization_alignment
+    return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16

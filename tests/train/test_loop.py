@@ -62,9 +62,11 @@ def test_the_recipe_changes_the_numbers(config: TrainConfig, corpus: Corpus, pro
     assert [recipe for recipe in losses if losses[recipe] == losses["bf16"]] == ["bf16"]
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])  # delayed scaling's history sees evaluations too
 def test_evaluation_does_not_touch_the_training(
-    config: TrainConfig, corpus: Corpus, progress: Progress
+    recipe: str, config: TrainConfig, corpus: Corpus, progress: Progress
 ) -> None:
+    config = replace(config, recipe=recipe)
     often = Run(replace(config, eval_every=1), corpus, progress, folder=None).train().history.train
     rarely = Run(replace(config, eval_every=6), corpus, progress, folder=None).train().history.train
     assert often == rarely

@@ -7,14 +7,15 @@ from torch import Tensor
 
 from .. import reference
 from ._library import define
+from .numerics import numerics_for
 
 
 def _update(
     scales: list[Tensor], histories: list[Tensor], fp8_max: float, margin: int, length: int, algorithm: str
 ) -> None:
-    """All states of one direction in one batch: columns are joined, updated by the reference rule, and written back in place."""
+    """All states of one direction in one batch: joined, updated by the reference rule, written back in place."""
     widths = [scale.numel() for scale in scales]
-    scale, history = reference.delayed.update(
+    scale, history = numerics_for(scales[0]).delayed.update(
         torch.cat(scales),
         torch.cat([history[:length] for history in histories], dim=1),
         fp8_max=fp8_max,
@@ -37,7 +38,7 @@ delayed_scaling_update_ = define(
     _update,
     _update_fake,
 )
-"""Update scales ``(n,)`` from histories ``(L, n)`` whose row 0 collected the step's amax; rows beyond ``length`` rest."""
+"""Update scales ``(n,)`` from histories ``(L, n)`` whose row 0 collected the step; rows past ``length`` rest."""
 
 
 def _calibrate(x: Tensor, amax: Tensor, slot: int) -> None:

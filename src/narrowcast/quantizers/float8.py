@@ -110,20 +110,21 @@ class Float8CurrentScalingQuantizer(_Float8Base):
             columnwise=self.columnwise_usage,
         )
 
-    def _quantize_detached(self, tensor: Tensor, dtype: torch.dtype, group: Any) -> Any:
-        group = getattr(self, "amax_reduction_group", None) if group is None else group
-        if not self.with_amax_reduction or group is None:
-            return super()._quantize_detached(tensor, dtype, None)
+    def _reduction_group(self, given: Any) -> Any:
+        if not self.with_amax_reduction:
+            return None
+        return getattr(self, "amax_reduction_group", None) if given is None else given
+
+    def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
         amax = reference.scaling.amax(tensor)
         torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
         element = self._element_format()
         scale = reference.scaling.scale_from_amax(
             amax, element.max, power_2=self.force_pow_2_scales, epsilon=self.amax_epsilon, overflow=FLT_MAX
         )
-        buffers = reference.float8.quantize(
+        return reference.float8.quantize(
             tensor, scale, element, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage
         )
-        return self._assemble(buffers, tuple(tensor.shape), dtype)
 
     def _storage_scalars(self, dtype: torch.dtype) -> dict[str, Any]:
         return {"quantizer": self._without_reduction(), "fake_dtype": dtype}
@@ -218,19 +219,21 @@ class Float8Quantizer(_Float8Base):
 
     __call__ = Quantizer.quantize
 
-    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        raise TypeError(
-            "Float8Quantizer holds live scale and amax tensors and cannot be a compile-time value; in compiled code "
-            "use a module under the DelayedScaling recipe, or quantize outside"
+    @classmethod
+    def _not_a_value(cls) -> str:
+        return (
+            f"{cls.__qualname__} holds live scale and amax tensors and cannot be a compile-time value; in compiled "
+            "code use a module under the DelayedScaling recipe, or quantize outside"
         )
 
     def update_quantized(
         self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
     ) -> QuantizedTensorStorage:
+        if noop_flag is None:
+            return super().update_quantized(src, dst)
         before = self.amax.clone()
         super().update_quantized(src, dst, noop_flag=noop_flag)
-        if noop_flag is not None:  # a skipped update records no amax either
-            self.amax.copy_(torch.where(noop_flag != 0, before, self.amax))
+        self.amax.copy_(torch.where(noop_flag != 0, before, self.amax))  # a skipped update records no amax either
         return dst
 
     def _slot_quantizer(self) -> DelayedFloat8Quantizer:

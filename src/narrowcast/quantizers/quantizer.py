@@ -18,7 +18,7 @@ from .._device import default_device
 from ..formats import ELEMENT_FORMATS, DType, ElementFormat
 from ..functional import BufferTable, QuantizerValue, draw_seed, quantize, quantize_into
 from ..tensors import QuantizedTensor, QuantizedTensorStorage
-from ..tensors.storage import flatten_context, storage_identifier
+from ..tensors.storage import flatten_context, resolve_storage_class, storage_identifier
 
 _FIELD_TYPES = (bool, int, float, str)
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -168,13 +168,21 @@ class Quantizer(QuantizerValue):
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         if self._value_fields() is None:
-            return super().__fx_repr__()
+            raise TypeError(self._not_a_value())
         _, items = self._value_key()
         cls = type(self)
         return f"_rebuild_quantizer({cls.__name__}, {items!r})", {
             "_rebuild_quantizer": _rebuild_quantizer,
             cls.__name__: cls,
         }
+
+    @classmethod
+    def _not_a_value(cls) -> str:
+        """What to say when a quantizer of this class is met in compiled code."""
+        return (
+            f"{cls.__qualname__} is not registered as a compile-time value; call "
+            f"narrowcast.dynamo.register_value_opaque_quantizer({cls.__qualname__}) after defining it"
+        )
 
     def __repr__(self) -> str:
         fields = self._value_fields() or tuple(vars(self))
@@ -266,12 +274,16 @@ class Quantizer(QuantizerValue):
     def _assemble(
         self, buffers: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False
     ) -> Any:
-        cls, scalars = self._storage_metadata(dtype)
+        # by name: the compiler can make instances of a class it finds in a global, not of one it read off a quantizer
+        cls = resolve_storage_class(self._result_name())
         arguments = dict(cls._FLATTEN_TENSOR_BUFFERS)
         names = cls.buffer_attributes(self.rowwise_usage, self.columnwise_usage)
         named = {arguments[name]: buffer for name, buffer in zip(names, buffers, strict=True)}
         extra = {} if self.internal else {"requires_grad": requires_grad}
-        return cls(shape=shape, **scalars, **named, **extra)
+        return cls(shape=shape, **self._storage_scalars(dtype), **named, **extra)
+
+    def _result_name(self) -> str:
+        return storage_identifier(self._resolve_storage_cls())
 
     def get_columnwise_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the column-wise data of a tensor of ``shape``."""
@@ -318,9 +330,18 @@ class Quantizer(QuantizerValue):
         return self._quantize_detached(tensor, dtype or tensor.dtype, amax_reduction_group)
 
     def _quantize_detached(self, tensor: Tensor, dtype: torch.dtype, group: Any) -> Any:
-        if group is not None:
-            raise NotImplementedError(f"{type(self).__qualname__} does not reduce amax over a process group")
-        return self._assemble(self._buffers_of(tensor), tuple(tensor.shape), dtype)
+        if torch.compiler.is_compiling() and not self._te_compile_value_opaque:
+            raise TypeError(self._not_a_value())
+        group = self._reduction_group(group)
+        buffers = self._buffers_of(tensor) if group is None else self._reduced_buffers(tensor, group)
+        return self._assemble(buffers, tuple(tensor.shape), dtype)
+
+    def _reduction_group(self, given: Any) -> Any:
+        """The process group to reduce the amax over, when ``given`` came with the call."""
+        return given
+
+    def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
+        raise NotImplementedError(f"{type(self).__qualname__} does not reduce amax over a process group")
 
     def _buffers_of(self, tensor: Tensor) -> list[Tensor]:
         return quantize(tensor, self, self._seed(tensor))

@@ -19,9 +19,9 @@ from .delayed_scaling import prepare_custom_recipe, update_delayed_states
 
 
 class AutocastState:
-    """The recipe in force and how deep the autocast contexts are nested."""
+    """The recipe in force and how deep the enabled autocast contexts are nested."""
 
-    __slots__ = ("calibrating", "collecting", "depth", "group", "init_preserve", "init_recipe", "recipe")
+    __slots__ = ("calibrating", "depth", "group", "init_preserve", "init_recipe", "recipe")
 
     def __init__(self) -> None:
         self.reset()
@@ -32,7 +32,6 @@ class AutocastState:
         self.calibrating: Recipe | None = None
         self.group: Any = None
         self.depth = 0
-        self.collecting: Recipe | None = None  # the outermost stateful recipe since the last scale update
         self.init_recipe: Recipe | None = None
         self.init_preserve = False
 
@@ -113,17 +112,15 @@ class autocast:
         recipe = self.recipe
         if isinstance(recipe, CustomRecipe) and not torch.compiler.is_compiling():
             prepare_custom_recipe(recipe)
-        if STATE.depth == 0 and not self.graph and isinstance(recipe, (DelayedScaling, CustomRecipe)):
-            if STATE.collecting is not None and _starts_a_step():
-                update_delayed_states(STATE.collecting, self.group)
-            STATE.collecting = recipe
-        self.previous = (STATE.recipe, STATE.calibrating, STATE.group)
+        if recipe is not None and STATE.depth == 0 and not self.graph and _starts_a_step():
+            update_delayed_states(recipe, self.group)
+        self.previous = (STATE.recipe, STATE.calibrating, STATE.group, STATE.depth)
         STATE.recipe, STATE.calibrating, STATE.group = recipe, self.calibrating, self.group
-        STATE.depth += 1
+        if recipe is not None:
+            STATE.depth += 1
 
     def __exit__(self, *exception: Any) -> None:
-        STATE.depth -= 1
-        STATE.recipe, STATE.calibrating, STATE.group = self.previous  # type: ignore[misc]
+        STATE.recipe, STATE.calibrating, STATE.group, STATE.depth = self.previous  # type: ignore[misc]
         self.previous = None
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,10 +168,8 @@ class _recompute:
     def __enter__(self) -> None:
         self.previous = (STATE.recipe, STATE.group)
         STATE.recipe, STATE.group = self.recipe, self.group
-        STATE.depth += 1
 
     def __exit__(self, *exception: Any) -> None:
-        STATE.depth -= 1
         STATE.recipe, STATE.group = self.previous
 
 

@@ -1,26 +1,54 @@
 """Delayed-scaling state: scale and amax history of a module, and their update once per step.
 
-The state of every module is registered here. At the outermost ``autocast`` entry all states that ran under the
-entered recipe are renewed together: the amax collected since the last entry moves into the history and gives the
-scales of the step that starts. A recomputed forward therefore sees the scales of the first one.
+The state of every module is registered here. At the outermost ``autocast`` entry of a training step all states are
+renewed together: the amax collected since the last entry moves into the history and gives the scales of the step that
+starts. A recomputed forward therefore sees the scales of the first one, and what a checkpoint holds is enough to
+continue from it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .. import reference
 from ..functional import delayed_scaling_update_
-from ..recipe import BACKWARD_TENSOR_TYPES, FORWARD_TENSOR_TYPES, DelayedScaling, Recipe
+from ..recipe import BACKWARD_TENSOR_TYPES, FORWARD_TENSOR_TYPES, DelayedScaling, Mode, Recipe
 
 DEFAULT_HISTORY = 1024
-_STATES: list[DelayedScalingState] = []
 _BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+
+
+class Slots(NamedTuple):
+    """State of one module in one direction.
+
+    ``recipe``: what renews it, None when nothing does yet. ``scale`` (n,), ``amax_history`` (L, n): fp32.
+    """
+
+    recipe: DelayedScaling | None
+    mode: Mode
+    scale: Tensor
+    amax_history: Tensor
+
+
+class _Registered(Protocol):
+    def slots(self, entered: Recipe) -> list[Slots]:
+        """What to renew when ``entered`` becomes the outermost recipe."""
+        ...
+
+
+_STATES: list[_Registered] = []
+_OWNERS: dict[int, int] = {}  # id of a state -> how many objects keep it in _STATES
+
+
+def delayed_slots(tensors: int, history_length: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+    """Fresh (scale (n,), amax_history (L, n)): scales 1, no amax."""
+    scale = torch.ones(tensors, dtype=torch.float32, device=device)
+    return scale, torch.zeros(history_length, tensors, dtype=torch.float32, device=device)
 
 
 class DelayedScalingState(nn.Module):
@@ -39,28 +67,55 @@ class DelayedScalingState(nn.Module):
     def __init__(self, name: str = "", device: torch.device | str | None = None) -> None:
         super().__init__()
         self.name = name
-        self.history_length = DEFAULT_HISTORY
-        forward, backward = len(FORWARD_TENSOR_TYPES), len(BACKWARD_TENSOR_TYPES)
-        for direction, count in (("fwd", forward), ("bwd", backward)):
-            scale = torch.ones(count, dtype=torch.float32, device=device)
-            history = torch.zeros(DEFAULT_HISTORY, count, dtype=torch.float32, device=device)
+        self.history_lengths = [DEFAULT_HISTORY, DEFAULT_HISTORY]  # rows in use, forward and backward
+        for direction, kinds in (("fwd", FORWARD_TENSOR_TYPES), ("bwd", BACKWARD_TENSOR_TYPES)):
+            scale, history = delayed_slots(len(kinds), DEFAULT_HISTORY, device)
             self.register_buffer(f"scale_{direction}", scale, persistent=False)
             self.register_buffer(f"amax_history_{direction}", history, persistent=False)
         self.ran_under: Recipe | None = None  # known after an eager forward; a traced one must not write here
+
+    def slots(self, entered: Recipe) -> list[Slots]:
+        """Both directions, renewed as the recipe of the last eager forward says, else as the entered one says.
+
+        Raises:
+            RuntimeError: in traced code, a history longer than the buffers; tracing cannot replace them.
+        """
+        forward, backward = _delayed_by(self.ran_under or entered, self.name)
+        self._fit_history(0, "amax_history_fwd", forward)
+        self._fit_history(1, "amax_history_bwd", backward)
+        return [
+            Slots(forward, "forward", self.scale_fwd, self.amax_history_fwd),
+            Slots(backward, "backward", self.scale_bwd, self.amax_history_bwd),
+        ]
 
     def reset(self) -> None:
         """Scales back to 1, histories to 0."""
         for name in _BUFFERS:
             getattr(self, name).fill_(1.0 if name.startswith("scale") else 0.0)
 
-    def resize_history(self, length: int) -> None:
-        """Make room for a longer history; new rows are zero. A shorter one uses the first rows."""
-        for name in ("amax_history_fwd", "amax_history_bwd"):
-            history = getattr(self, name)
-            if history.shape[0] < length:
-                grown = history.new_zeros(length, history.shape[1])
-                grown[: history.shape[0]] = history
-                setattr(self, name, grown)
+    def _fit_history(self, index: int, name: str, recipe: DelayedScaling | None) -> None:
+        """Use as many rows as the recipe says: a shorter history keeps the first ones, a longer one gets zero rows."""
+        if recipe is None:
+            return
+        length = recipe.amax_history_len
+        if not torch.compiler.is_compiling():
+            if length != self.history_lengths[index]:
+                self._resize_history(name, length)
+                self.history_lengths[index] = length
+        elif length > getattr(self, name).shape[0]:
+            raise RuntimeError(
+                f"amax_history_len={length} is longer than the {DEFAULT_HISTORY} rows of a new module; run one step "
+                "uncompiled, or enter autocast outside of the compiled function"
+            )
+
+    def _resize_history(self, name: str, length: int) -> None:
+        history = getattr(self, name)
+        if history.shape[0] < length:
+            grown = history.new_zeros(length, history.shape[1])
+            grown[: history.shape[0]] = history
+            setattr(self, name, grown)
+        else:
+            history[length:].zero_()
 
     def _apply(self, fn: Any, recurse: bool = True) -> DelayedScalingState:
         """Move with the module, but stay fp32: half-precision scales would lose amax values."""
@@ -80,7 +135,7 @@ class DelayedScalingState(nn.Module):
             return
         for name in _BUFFERS:
             tensor = getattr(self, name)
-            saved = tensor[: self.history_length] if name.startswith("amax") else tensor
+            saved = tensor[: self.history_lengths[name.endswith("bwd")]] if name.startswith("amax") else tensor
             destination[prefix + name] = saved if keep_vars else saved.detach().clone()
 
     def _load_from_state_dict(
@@ -93,55 +148,72 @@ class DelayedScalingState(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        for name in _BUFFERS:
-            saved = state_dict.get(prefix + name)
-            if saved is None:
-                continue  # a checkpoint of another recipe: the defaults stay
+        saved = {name: state_dict[prefix + name] for name in _BUFFERS if prefix + name in state_dict}
+        owner = prefix.removesuffix("delayed_scaling.")
+        if not saved and not any(key.startswith(owner) for key in state_dict):
+            return  # a checkpoint of other modules
+        if self.scale_fwd.is_meta:
+            self._materialise_like(state_dict, owner)
+        for name, tensor in saved.items():
+            ours = getattr(self, name)
+            if tensor.shape[1:] != ours.shape[1:] or tensor.dim() != ours.dim():
+                error_msgs.append(f"{prefix + name} has shape {tuple(tensor.shape)}, expected {tuple(ours.shape)}")
+                return
+        self.reset()  # a module that was saved before its first step, or that ran another recipe
+        self.ran_under = None
+        for name, tensor in saved.items():
             if name.startswith("amax"):
-                self.resize_history(saved.shape[0])
-                self.history_length = saved.shape[0]
-            target = getattr(self, name)
-            if target.shape[1:] != saved.shape[1:]:
-                error_msgs.append(f"{prefix + name} has shape {tuple(saved.shape)}, expected {tuple(target.shape)}")
-                continue
+                self.history_lengths[name.endswith("bwd")] = tensor.shape[0]
+                self._resize_history(name, tensor.shape[0])
             with torch.no_grad():
-                target.zero_()
-                target[: saved.shape[0]].copy_(saved)
+                getattr(self, name)[: tensor.shape[0]].copy_(tensor)
+
+    def _materialise_like(self, state_dict: dict[str, Any], owner: str) -> None:
+        """Leave the meta device for that of what is being loaded, as ``load_state_dict(assign=True)`` does."""
+        devices = [value.device for key, value in state_dict.items() if key.startswith(owner)]
+        self.to_empty(device=devices[0])
+        self.reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for pickling and deep copies, without the recipe: it may hold functions that do not pickle."""
+        return {**self.__dict__, "ran_under": None, "history_lengths": list(self.history_lengths)}
 
 
-def register_delayed_state(owner: nn.Module, state: DelayedScalingState) -> None:
-    """Have a module's state updated with all others for as long as the module lives."""
-    _STATES.append(state)
-    weakref.finalize(owner, _forget, state)
+class DelayedBuffers:
+    """State of one direction that belongs to no module: what a recipe state's quantizers are views of.
 
-
-def _forget(state: DelayedScalingState) -> None:
-    _STATES[:] = [known for known in _STATES if known is not state]
-
-
-def update_delayed_states(entered: Recipe, group: Any = None) -> None:
-    """Renew the scales of every module from what it collected while ``entered`` was the outermost recipe.
-
-    A module that ran eagerly knows its recipe, also a nested one; one that ran compiled is taken to have run under
-    ``entered``. Tensors that collected nothing keep history and scale, so modules that did not run are untouched.
-
-    Args:
-        entered: the outermost recipe since the last update.
-        group: process group over which the collected amax is reduced (MAX) first; None is the default group.
+    ``scale`` (n,) and ``amax_history`` (L, n), fp32, are renewed with all others, as ``recipe`` says.
     """
-    groups: list[tuple[DelayedScaling, torch.device, list[DelayedScalingState]]] = []
-    for state in _STATES:
-        rules, device = _rules_of(state.ran_under or entered, state.name), state.scale_fwd.device
-        if rules is None or device.type == "meta":
-            continue
-        for other, place, states in groups:
-            if other == rules and place == device:
-                states.append(state)
-                break
-        else:
-            groups.append((rules, device, [state]))
-    for rules, _, states in groups:
-        _update_states(rules, states, group)
+
+    def __init__(
+        self, recipe: DelayedScaling, mode: Mode, tensors: int, device: torch.device | str | None
+    ) -> None:
+        self.recipe, self.mode = recipe, mode
+        self.scale, self.amax_history = delayed_slots(tensors, recipe.amax_history_len, device)
+
+    def slots(self, entered: Recipe) -> list[Slots]:
+        """The one direction."""
+        return [Slots(self.recipe, self.mode, self.scale, self.amax_history)]
+
+
+def register_delayed_state(owner: object, state: _Registered) -> weakref.finalize:
+    """Have a state updated with all others for as long as its owner lives; of several owners, the last one.
+
+    Returns:
+        what ends it when the owner dies, or before when called.
+    """
+    owners = _OWNERS.get(id(state), 0)
+    _OWNERS[id(state)] = owners + 1
+    if owners == 0:
+        _STATES.append(state)
+    return weakref.finalize(owner, _release, state)
+
+
+def _release(state: _Registered) -> None:
+    _OWNERS[id(state)] -= 1
+    if _OWNERS[id(state)] == 0:
+        del _OWNERS[id(state)]
+        _STATES[:] = [known for known in _STATES if known is not state]
 
 
 def prepare_custom_recipe(recipe: Recipe) -> None:
@@ -149,53 +221,85 @@ def prepare_custom_recipe(recipe: Recipe) -> None:
 
     A factory need not know the modules of other models; what it refuses here is left to that module's own forward.
     """
-    for name in {state.name for state in _STATES}:
-        _rules_of(recipe, name)
+    for state in _STATES:
+        if isinstance(state, DelayedScalingState):
+            _delayed_by(recipe, state.name)
 
 
-def _rules_of(recipe: Recipe, name: str) -> DelayedScaling | None:
-    """The delayed scaling behind a recipe's quantizers for a module, if any."""
+def _delayed_by(recipe: Recipe, name: str) -> tuple[DelayedScaling | None, DelayedScaling | None]:
+    """What renews the forward and the backward state of a module under a recipe; None without any delayed quantizer."""
     with contextlib.suppress(Exception):
-        return recipe.linear_handles(name).managed
-    return None
+        handles = recipe.linear_handles(name)
+        return handles.forward_state, handles.backward_state
+    return None, None
 
 
-def _update_states(recipe: DelayedScaling, states: list[DelayedScalingState], group: Any) -> None:
-    length = recipe.amax_history_len
-    if not torch.compiler.is_compiling():
-        for state in states:
-            state.resize_history(length)
-            state.history_length = length
-    directions = (
-        (recipe.fp8_format.max_fwd, [s.scale_fwd for s in states], [s.amax_history_fwd for s in states]),
-        (recipe.fp8_format.max_bwd, [s.scale_bwd for s in states], [s.amax_history_bwd for s in states]),
-    )
-    for fp8_max, scales, histories in directions:
-        if recipe.reduce_amax:
-            _reduce_collected(histories, group)
-        if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
-            _update_with_callables(recipe, scales, histories, fp8_max)
-        else:
-            delayed_scaling_update_(scales, histories, fp8_max, recipe.margin, length, recipe.amax_compute_algo)
+def update_delayed_states(entered: Recipe, group: Any = None) -> None:
+    """Renew all scales from the amax that was collected since the last update.
+
+    A module that ran eagerly knows its recipe, also a nested one; one that ran compiled is taken to have run under
+    ``entered``. Tensors that collected nothing keep history and scale, so modules that did not run are untouched.
+
+    Args:
+        entered: the outermost recipe that is being entered.
+        group: process group over which the collected amax is reduced (MAX) first; None is the default group.
+    Raises:
+        RuntimeError: in traced code, a recipe with more than 1024 rows of history, on a module that never ran.
+    """
+    if torch.compiler.is_compiling() and not (entered.delayed() or entered.custom()):
+        return  # traced modules do not know another recipe, so there is nothing to find
+    slots = [one for state in _STATES for one in state.slots(entered) if not one.scale.is_meta]
+    batches: list[list[Slots]] = []
+    for one in slots:
+        known = next((batch for batch in batches if _renewed_alike(batch[0], one)), None)
+        if known is not None:
+            known.append(one)
+        elif one.recipe is not None:
+            batches.append([one])
+    if any(one.recipe is not None and one.recipe.reduce_amax for one in slots):
+        _reduce_collected(slots, group)
+    for batch in batches:
+        _update(batch)
 
 
-def _reduce_collected(histories: list[Tensor], group: Any) -> None:
-    """MAX over the ranks of what the step collected; one all-reduce with a layout equal on all ranks."""
+def _renewed_alike(one: Slots, other: Slots) -> bool:
+    return one.recipe == other.recipe and one.mode == other.mode and one.scale.device == other.scale.device
+
+
+def _update(batch: list[Slots]) -> None:
+    recipe, mode = batch[0].recipe, batch[0].mode
+    assert recipe is not None
+    fp8_max = recipe.fp8_format.max_fwd if mode == "forward" else recipe.fp8_format.max_bwd
+    scales, histories = [one.scale for one in batch], [one.amax_history for one in batch]
+    if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
+        _update_with_callables(recipe, scales, histories, fp8_max)
+    else:
+        length = recipe.amax_history_len
+        delayed_scaling_update_(scales, histories, fp8_max, recipe.margin, length, recipe.amax_compute_algo)
+
+
+def _reduce_collected(slots: list[Slots], group: Any) -> None:
+    """MAX over the ranks of what the step collected: one all-reduce over all states, so that ranks whose modules
+    did not all run still agree on its layout."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return
     if distributed.get_world_size(group) == 1:
         return
-    collected = torch.cat([history[0] for history in histories])
+    rows = [one.amax_history[0] for one in slots]
+    collected = torch.cat([row.to(rows[0].device) for row in rows])
     distributed.all_reduce(collected, op=distributed.ReduceOp.MAX, group=group)
-    widths = [history.shape[1] for history in histories]
-    torch._foreach_copy_([history[0] for history in histories], list(collected.split(widths)))
+    for one, row, reduced in zip(slots, rows, collected.split([row.shape[0] for row in rows])):
+        if one.recipe is None or one.recipe.reduce_amax:
+            row.copy_(reduced)
 
 
 def _update_with_callables(
     recipe: DelayedScaling, scales: list[Tensor], histories: list[Tensor], fp8_max: float
 ) -> None:
+    """Unlike the fused rule this one rolls unused tensors, too; but not in a step in which no tensor was used."""
     length = recipe.amax_history_len
+    ran = torch.cat([history[0] for history in histories]).any()
     for scale, history in zip(scales, histories, strict=True):
         new_scale, new_history = reference.delayed.update_always_roll(
             scale,
@@ -206,7 +310,5 @@ def _update_with_callables(
             scale_algo=recipe.scaling_factor_compute_algo,
             recipe=recipe,
         )
-        scale.copy_(new_scale)
-        history[:length].copy_(new_history)
-
-
+        scale.copy_(torch.where(ran, new_scale, scale))
+        history[:length].copy_(torch.where(ran, new_history, history[:length]))

@@ -1,13 +1,18 @@
 """Quantized tensors: bare storages for the library's own use, ``torch.Tensor`` wrappers for users."""
 
+import torch
+
 from .float8 import Float8Tensor, Float8TensorStorage
 from .float8_blockwise import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
 from .identity import IdentityTensor, IdentityTensorStorage
 from .mxfp8 import MXFP8Tensor, MXFP8TensorStorage
 from .nvfp4 import NVFP4Tensor, NVFP4TensorStorage
-from .quantized_tensor import QuantizedTensor, storage_of
+from .quantized_tensor import QuantizedTensor, rebuild_quantized_tensor, storage_of
 from .saving import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from .storage import QuantizedTensorStorage
+
+_WRAPPERS = (Float8Tensor, MXFP8Tensor, Float8BlockwiseQTensor, NVFP4Tensor, IdentityTensor)
+torch.serialization.add_safe_globals([rebuild_quantized_tensor, *_WRAPPERS])
 
 __all__ = [
     "Float8BlockwiseQTensor",

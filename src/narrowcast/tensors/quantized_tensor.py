@@ -77,9 +77,36 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     def size(self, *dim: int) -> Any:  # type: ignore[override]
         return Tensor.size(self, *dim)
 
+    shape = Tensor.shape  # type: ignore[assignment]
+    dtype = Tensor.dtype  # type: ignore[assignment]
+    device = Tensor.device  # type: ignore[assignment]
+
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return Tensor.device.__get__(self)  # type: ignore[attr-defined]
+    def data(self) -> QuantizedTensor:  # type: ignore[override]
+        """This tensor without its history; assigning adopts another's buffers, or quantizes a plain tensor."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        source: Any = value if isinstance(value, QuantizedTensor) else self._quantizer.quantize(value.detach())  # type: ignore[attr-defined]
+        if type(source) is not type(self):
+            raise ValueError(f"cannot make a {type(self).__name__} hold the data of a {type(source).__name__}")
+        Tensor.data.__set__(self, source)  # type: ignore[attr-defined]
+        for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
+            setattr(self, attribute, getattr(source, attribute))
+        self._quantizer, self._dtype = source._quantizer, source._dtype
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write through the dequantized value: a view of it would take the write and lose it.
+
+        Raises:
+            RuntimeError: this tensor needs a gradient, as for a plain leaf.
+        """
+        if self.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"cannot assign into a {type(self).__name__} that requires grad; use torch.no_grad()")
+        plain = _plain(self)
+        plain[index] = _plain(value) if isinstance(value, QuantizedTensor) else value
+        self.quantize_(plain)
 
     def get_metadata(self) -> dict[str, Any]:
         return {**QuantizedTensorStorage.get_metadata(self), "requires_grad": self.requires_grad}
@@ -97,7 +124,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             if issubclass(base, QuantizedTensorStorage) and not issubclass(base, Tensor)
         )
 
-    def _like(self, map_buffer: Callable[[Tensor], Tensor], *, requires_grad: bool = False) -> QuantizedTensor:
+    def _like(self, map_buffer: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         buffers = {
             argument: None if getattr(self, attribute) is None else map_buffer(getattr(self, attribute))
             for attribute, argument in self._FLATTEN_TENSOR_BUFFERS
@@ -106,7 +133,6 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             shape=tuple(self.shape),
             quantizer=self._quantizer,
             fake_dtype=self._dtype,
-            requires_grad=requires_grad,
             **buffers,
         )
 
@@ -166,7 +192,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self._dtype}, {usages}, {self._quantizer!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self), self.get_metadata())
+        return rebuild_quantized_tensor, (type(self), self.get_metadata(), isinstance(self, torch.nn.Parameter))
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         present = [a for a, _ in self._FLATTEN_TENSOR_BUFFERS if getattr(self, a) is not None]
@@ -194,8 +220,12 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     return bare(quantizer=tensor._quantizer, fake_dtype=tensor.dtype, shape=None, **buffers)
 
 
-def _rebuild(cls: type[QuantizedTensor], metadata: dict[str, Any]) -> QuantizedTensor:
-    return cls(**metadata)
+def rebuild_quantized_tensor(
+    cls: type[QuantizedTensor], metadata: dict[str, Any], is_parameter: bool
+) -> QuantizedTensor:
+    """Inverse of pickling; public by name, because files refer to it."""
+    tensor = cls(**metadata)
+    return torch.nn.Parameter(tensor, tensor.requires_grad) if is_parameter else tensor  # type: ignore[return-value]
 
 
 def _plain(tensor: QuantizedTensor) -> Tensor:
@@ -232,8 +262,7 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
-    requires_grad = tensor.requires_grad and func is aten.alias.default
-    return tensor._like(lambda buffer: buffer, requires_grad=requires_grad)
+    return tensor._like(lambda buffer: buffer)
 
 
 @_handles(aten.clone.default)
@@ -273,5 +302,5 @@ def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
 @_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tensor:
     if tuple(size) == tuple(tensor.shape):
-        return tensor._like(lambda buffer: buffer, requires_grad=tensor.requires_grad)
+        return tensor._like(lambda buffer: buffer)
     return func(_plain(tensor), size, **kwargs)

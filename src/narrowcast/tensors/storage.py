@@ -133,6 +133,16 @@ class QuantizedTensorStorage:
         shape = self._shape
         return torch.Size(self._shape_from_buffers() if shape is None else shape)
 
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape."""
+        return self.size()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Nominal high-precision dtype."""
+        return self._dtype
+
     def _shape_from_buffers(self) -> tuple[int, ...]:
         data = getattr(self, self._ROWWISE_BUFFERS[0])
         if data is not None:

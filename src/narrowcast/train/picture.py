@@ -80,7 +80,7 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         axes.plot(steps, percents, color=COLORS[row.recipe], linewidth=1.6, marker="o", markersize=2.5)
         ends.append((percents[-1], row))
     axes.set_ylim(-GAP_LIMIT, GAP_LIMIT)
-    axes.set_xlim(0, last_step * 1.3)
+    axes.set_xlim(0, last_step * 1.34)
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= last_step])
     axes.spines["bottom"].set_bounds(0, last_step)
     heights = spread([min(max(end, -GAP_LIMIT), GAP_LIMIT) for end, _ in ends], apart=0.42)

@@ -1,0 +1,33 @@
+# make demo | test | lint | bench: each makes the virtual environment it needs and installs into it, once.
+VENV ?= .venv
+JOBS ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+bin := $(VENV)/bin
+# Threads that wait sleep: by default they spin, and slow down everything where other programs share the cores.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: demo test lint bench
+.NOTPARALLEL:
+.DEFAULT_GOAL := test
+
+demo: $(VENV)/.installed-train
+	$(bin)/narrowcast demo $(DEMO_ARGS)
+
+# One thread per worker: more would only fight over the cores.
+test: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-lint
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/pyright --pythonpath $(bin)/python
+	$(bin)/lint-imports
+
+bench: $(VENV)/.installed-train
+	for file in benchmarks/bench_*.py; do $(bin)/python $$file $(BENCH_ARGS) || exit 1; done
+
+$(VENV)/.installed-%: pyproject.toml .ci/venv
+	.ci/venv $(VENV) $*
+	@touch $@

@@ -1,0 +1,58 @@
+"""The kernel that advances delayed-scaling state: golden files, and the reference on awkward histories."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import golden_vectors
+import pytest
+import torch
+from reference.checks import assert_bitwise
+
+from narrowcast import kernels
+from narrowcast.reference import delayed as reference
+
+
+@pytest.mark.parametrize("name", golden_vectors.names("fp8_delayed_update_"))
+def test_golden(name: str, device: torch.device) -> None:
+    golden = golden_vectors.load(name)
+    meta = golden.meta
+    steps, n = golden["step_amax"].shape
+    scale = torch.ones(n, device=device)
+    history = torch.zeros(meta["history_len"], n, device=device)
+    for step in range(steps):
+        history[0] = golden["step_amax"][step].to(device)
+        scale, history = kernels.delayed.update(
+            scale, history, fp8_max=meta["fp8_max"], margin=meta["margin"], algo=meta["amax_compute_algo"]
+        )
+        assert_bitwise(scale, golden["scale_skip_unused"][step])
+        kept = golden["history_skip_unused"][step]
+        rows = [0, *range(history.shape[0] - kept.shape[0] + 1, history.shape[0])]
+        assert_bitwise(history[rows], kept)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 64, 65, 130])
+def test_equals_the_reference(length: int, device: torch.device) -> None:
+    for n, algo, reduced in itertools.product((1, 5, 40), ("max", "most_recent"), (False, True)):
+        history = torch.rand(length, n)
+        history[0, ::3] = 0.0
+        history[-1, 1 % n] = math.nan
+        history[0, 4 % n] = math.inf
+        history[0, 2 % n] = 1e-40
+        scale = torch.rand(n)
+        amaxes = torch.where(torch.arange(n) % 2 == 0, 0.0, torch.rand(n)) if reduced else None
+        options = {"fp8_max": 57344.0, "margin": 1, "algo": algo}
+        expected = reference.update(scale, history, reduced_amax=amaxes, **options)
+        actual = kernels.delayed.update(
+            scale.to(device), history.to(device), reduced_amax=None if amaxes is None else amaxes.to(device), **options
+        )
+        for a, b in zip(actual, expected, strict=True):
+            assert_bitwise(a, b, f"{length} {n} {algo} {reduced}")
+
+
+def test_refuses_an_unknown_rule(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="unknown amax_compute_algo 'mean'"):
+        kernels.delayed.update(
+            torch.ones(1, device=device), torch.ones(2, 1, device=device), fp8_max=448.0, margin=0, algo="mean"
+        )
