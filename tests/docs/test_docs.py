@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import narrowcast as nc
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,9 +48,10 @@ def test_local_links_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("example", parameters(EXAMPLES))
 def test_example_runs(example: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    # The package that the tests import, wherever it comes from and whatever the working directory is.
+    environment = {**os.environ, "PYTHONPATH": str(Path(nc.__file__).resolve().parents[1])}
+    command = [sys.executable, str(example)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.strip(), "an example shows something"
 

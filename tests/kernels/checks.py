@@ -50,7 +50,9 @@ def _zeros(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 def _tiny(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Subnormals and the smallest normals: the reciprocal of an amax overflows."""
-    return _normal(shape, generator) * torch.exp2(torch.randint(-139, -120, shape, generator=generator).float())
+    return _normal(shape, generator) * torch.exp2(
+        torch.randint(-139, -120, shape, generator=generator).float()
+    )
 
 
 def _huge(shape: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -108,7 +110,7 @@ def compare(
     device: torch.device,
     what: str = "",
 ) -> list[Tensor]:
-    """Run the kernel on ``device`` and the reference on the CPU; zero bytes may differ. Returns the kernel's buffers."""
+    """Run the kernel on ``device`` and the reference on the CPU; zero bytes may differ. Returns the kernel's."""
     source = x.to(device)
     before = source.clone()
     actual, expected = kernel(source), reference(x)

@@ -31,5 +31,9 @@ def missing() -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = missing()
     for item in items:
-        if reason and "kernels" in item.path.parts and item.path.stem not in ("test_interpreter", "test_package"):
+        if (
+            reason
+            and "kernels" in item.path.parts
+            and item.path.stem not in ("test_interpreter", "test_package")
+        ):
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -57,8 +57,8 @@ if kernels.AVAILABLE:
         for j in tl.static_range(8):
             x = tl.load(x_ptr + 8 * index + j)
             x = x * 1.0  # as in the kernels, whose products hold no negative NaN
-            sizes = sizes + (fp4_magnitude(x, 0, False),)
-            signs = signs + (fp4_sign(x, EMULATE),)
+            sizes = sizes + (fp4_magnitude(x, 0, False, EMULATE),)  # noqa: RUF005 - Triton has no starred tuples
+            signs = signs + (fp4_sign(x, EMULATE),)  # noqa: RUF005
         word = pack_fp4(
             sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
             signs[0], signs[1], signs[2], signs[3], signs[4], signs[5], signs[6], signs[7], EMULATE,
@@ -69,11 +69,13 @@ if kernels.AVAILABLE:
     def fp4_stochastic_kernel(x_ptr, random_ptr, code_ptr, N: tl.constexpr, EMULATE: tl.constexpr):
         index = tl.arange(0, N)
         x = tl.load(x_ptr + index) * 1.0
-        size = fp4_magnitude(x, tl.load(random_ptr + index).to(tl.uint32), True)
+        size = fp4_magnitude(x, tl.load(random_ptr + index).to(tl.uint32), True, EMULATE)
         tl.store(code_ptr + index, (size | ((fp4_sign(x, EMULATE) >> 28) & 8)).to(tl.uint8))
 
     @triton.jit
-    def bfloat16_kernel(x_ptr, half_ptr, rounded_ptr, widened_ptr, inverse_ptr, N: tl.constexpr, EMULATE: tl.constexpr):
+    def bfloat16_kernel(
+        x_ptr, half_ptr, rounded_ptr, widened_ptr, inverse_ptr, N: tl.constexpr, EMULATE: tl.constexpr
+    ):
         index = tl.arange(0, N)
         first = tl.load(x_ptr + index)
         second = tl.load(x_ptr + N + index)
@@ -105,7 +107,18 @@ COUNT = 4096
 def patterns(count: int = COUNT) -> torch.Tensor:
     """fp32 values of random bits, and specials."""
     bits = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int64).to(torch.int32)
-    special = [0, 1, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0x00400000, 0x00400001, 0x007FFFFF, 0x00800000]
+    special = [
+        0,
+        1,
+        0x7F800000,
+        0x7F800001,
+        0x7FC00000,
+        0x7FFFFFFF,
+        0x00400000,
+        0x00400001,
+        0x007FFFFF,
+        0x00800000,
+    ]
     special = torch.tensor([*special, 0x7F7FFFFF], dtype=torch.int64)
     special = torch.cat([special, special - 2**31]).to(torch.int32)
     bits[: len(special)] = special

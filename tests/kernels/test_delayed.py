@@ -45,7 +45,10 @@ def test_equals_the_reference(length: int, device: torch.device) -> None:
         options = {"fp8_max": 57344.0, "margin": 1, "algo": algo}
         expected = reference.update(scale, history, reduced_amax=amaxes, **options)
         actual = kernels.delayed.update(
-            scale.to(device), history.to(device), reduced_amax=None if amaxes is None else amaxes.to(device), **options
+            scale.to(device),
+            history.to(device),
+            reduced_amax=None if amaxes is None else amaxes.to(device),
+            **options,
         )
         for a, b in zip(actual, expected, strict=True):
             assert_bitwise(a, b, f"{length} {n} {algo} {reduced}")
@@ -54,5 +57,9 @@ def test_equals_the_reference(length: int, device: torch.device) -> None:
 def test_refuses_an_unknown_rule(device: torch.device) -> None:
     with pytest.raises(ValueError, match="unknown amax_compute_algo 'mean'"):
         kernels.delayed.update(
-            torch.ones(1, device=device), torch.ones(2, 1, device=device), fp8_max=448.0, margin=0, algo="mean"
+            torch.ones(1, device=device),
+            torch.ones(2, 1, device=device),
+            fp8_max=448.0,
+            margin=0,
+            algo="mean",
         )

@@ -37,7 +37,9 @@ def check_given(shape, kind, dtype, device, fmt=E4M3, directions=(True, True)) -
     assert_bitwise(running, torch.maximum(torch.tensor([1e-3]), scaling.amax(x)), f"amax of {kind} {shape}")
 
 
-def check_current(shape, kind, dtype, device, fmt=E4M3, power_2=False, epsilon=0.0, directions=(True, True)) -> None:
+def check_current(
+    shape, kind, dtype, device, fmt=E4M3, power_2=False, epsilon=0.0, directions=(True, True)
+) -> None:
     options = dict(zip(("rowwise", "columnwise"), directions), power_2=power_2, epsilon=epsilon)
     compare(
         functools.partial(kernels.float8.quantize_current, fmt=fmt, **options),
@@ -48,13 +50,17 @@ def check_current(shape, kind, dtype, device, fmt=E4M3, power_2=False, epsilon=0
     )
 
 
-@pytest.mark.parametrize("name", golden_vectors.names("fp8_delayed_", "fp8_current_", without=("fp8_delayed_update",)))
+@pytest.mark.parametrize(
+    "name", golden_vectors.names("fp8_delayed_", "fp8_current_", without=("fp8_delayed_update",))
+)
 def test_golden(name: str, device: torch.device) -> None:
     golden = golden_vectors.load(name)
     fmt = FORMATS[golden.meta["format"]]
     x = golden.input().to(device)
     amax = torch.zeros(1, device=device)
-    outputs = [kernels.float8.quantize(x, golden["scale"].to(device), fmt, rowwise=True, columnwise=True, amax=amax)]
+    outputs = [
+        kernels.float8.quantize(x, golden["scale"].to(device), fmt, rowwise=True, columnwise=True, amax=amax)
+    ]
     if name.startswith("fp8_current"):
         outputs.append(
             kernels.float8.quantize_current(
@@ -131,7 +137,9 @@ def test_every_float_casts_like_the_reference(device: torch.device) -> None:
     """All exponents with random mantissas, and every neighbour of a rounding midpoint."""
     bits = torch.randint(-(2**31), 2**31, (2**22,), dtype=torch.int64).to(torch.int32)
     edges = torch.arange(-(2**31), 2**31, 2**18, dtype=torch.int64)
-    bits = torch.cat([bits, *((edges + shift).clamp(-(2**31), 2**31 - 1).to(torch.int32) for shift in (-1, 0, 1))])
+    bits = torch.cat(
+        [bits, *((edges + shift).clamp(-(2**31), 2**31 - 1).to(torch.int32) for shift in (-1, 0, 1))]
+    )
     x = bits.view(torch.float32).view(-1, 64)
     for fmt in FORMATS.values():
         options = {"rowwise": True, "columnwise": True}

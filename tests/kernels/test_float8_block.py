@@ -19,9 +19,15 @@ FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 DIRECTIONS = [(True, True), (True, False), (False, True)]
 
 
-def check(shape, kind, dtype, device, *, block_dim, fmt=E4M3, power_2=True, epsilon=0.0, directions=(True, True)) -> None:
+def check(
+    shape, kind, dtype, device, *, block_dim, fmt=E4M3, power_2=True, epsilon=0.0, directions=(True, True)
+) -> None:
     options = dict(
-        zip(("rowwise", "columnwise"), directions), fmt=fmt, block_dim=block_dim, power_2=power_2, epsilon=epsilon
+        zip(("rowwise", "columnwise"), directions),
+        fmt=fmt,
+        block_dim=block_dim,
+        power_2=power_2,
+        epsilon=epsilon,
     )
     compare(
         functools.partial(kernels.float8_block.quantize, **options),
@@ -50,7 +56,9 @@ def test_golden(name: str, device: torch.device) -> None:
         assert_bitwise(buffer, golden[key], key)
 
 
-@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (33, 17), (3, 50, 7), (128, 128), (130, 136), (0, 8), (8, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 7), (7, 1), (33, 17), (3, 50, 7), (128, 128), (130, 136), (0, 8), (8, 0)], ids=str
+)
 @pytest.mark.parametrize("block_dim", [1, 2])
 def test_ragged(shape: tuple[int, ...], block_dim: int, device: torch.device) -> None:
     for dtype, directions, kind in zip(DTYPES, DIRECTIONS, ("special", "wide", "tiny")):

@@ -12,7 +12,9 @@ import pytest
 from .conftest import HAS_GPU, HAS_TRITON, missing
 
 
-@pytest.mark.skipif(HAS_GPU or not HAS_TRITON or missing() is None, reason="the kernel tests run in this process")
+@pytest.mark.skipif(
+    HAS_GPU or not HAS_TRITON or missing() is None, reason="the kernel tests run in this process"
+)
 def test_kernels_in_a_fresh_process() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["TRITON_INTERPRET"] = "1"

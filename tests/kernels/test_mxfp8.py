@@ -42,7 +42,9 @@ def test_golden(name: str, device: torch.device) -> None:
         assert_bitwise(buffer, golden[key], key)
 
 
-@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (33, 17), (3, 50, 7), (128, 128), (130, 136), (0, 8), (8, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 7), (7, 1), (33, 17), (3, 50, 7), (128, 128), (130, 136), (0, 8), (8, 0)], ids=str
+)
 @pytest.mark.parametrize("two_d", [False, True], ids=["1d", "2d"])
 def test_ragged(shape: tuple[int, ...], two_d: bool, device: torch.device) -> None:
     for dtype, directions, kind in zip(DTYPES, DIRECTIONS, ("special", "wide", "tiny")):
@@ -58,7 +60,10 @@ def test_every_scale_code(fmt, device: torch.device) -> None:
     x = torch.cat([amax, torch.tensor([float("inf"), 0.0])])[:, None].contiguous()
     options = {"fmt": fmt, "rowwise": True, "columnwise": False, "two_d": False}
     compare(
-        functools.partial(kernels.mxfp8.quantize, **options), functools.partial(reference.quantize, **options), x, device
+        functools.partial(kernels.mxfp8.quantize, **options),
+        functools.partial(reference.quantize, **options),
+        x,
+        device,
     )
 
 

@@ -19,6 +19,7 @@ def config() -> TrainConfig:
         steps=6,
         batch_size=2,
         seq_len=16,
+        lr=2e-3,
         warmup=2,
         eval_every=2,
         eval_batches=2,

@@ -56,7 +56,8 @@ class TensorProto:
     __hash__ = None  # type: ignore[assignment]
 
     def _fields(self) -> tuple[Any, ...]:
-        return self.shape, self.dtype, self.quantizer, self.requires_grad, self.device
+        device = None if self.device is None else torch.device(self.device)
+        return self.shape, self.dtype, self.quantizer, self.requires_grad, device
 
     def inner_names(self) -> tuple[str, ...]:
         """Names of the buffers, in flatten order; ``("data",)`` for a plain tensor.

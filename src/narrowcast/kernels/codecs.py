@@ -81,7 +81,9 @@ def reciprocal(x, EMULATE: tl.constexpr):
     if EMULATE:
         return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
     else:
-        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -183,7 +185,9 @@ def fp8_word(x0, x1, x2, x3, E5M2: tl.constexpr, EMULATE: tl.constexpr):
             cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
             mov.b32 $0, {lo, hi};
         }"""
-    return tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        ASM, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -221,7 +225,7 @@ def round_pair_to_bfloat16(a, b, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def fp4_magnitude(x, random, STOCHASTIC: tl.constexpr):
+def fp4_magnitude(x, random, STOCHASTIC: tl.constexpr, EMULATE: tl.constexpr):
     """E2M1 magnitude codes 0..7 of fp32 ``x`` in the low byte of uint32; what lies above that byte is unspecified.
 
     Nearest even, saturating at 6, NaN gives 6. The spacing of codes is half of ``power``, the power of two below the
@@ -234,6 +238,8 @@ def fp4_magnitude(x, random, STOCHASTIC: tl.constexpr):
             added to the magnitude, reaches the next code.
     """
     size = tl.minimum(tl.abs(x), 6.0)
+    if EMULATE:
+        size = tl.where(x == x, size, 6.0)  # as the minimum on a GPU has it
     power = tl.maximum((size.to(tl.int32, bitcast=True) & 0x7F800000), 0x3F800000)
     if STOCHASTIC:
         step = (power - (9 << 23)).to(tl.float32, bitcast=True)  # the spacing / 256

@@ -53,10 +53,14 @@ def _update_kernel(
         if MAXIMUM:
             past = tl.where((index > 0) & (old == old), old, 0.0)
             amax = tl.maximum(amax, tl.max(past, axis=0))
-        next_row = tl.load(history_ptr + (index + 1) * n + column[None, :], mask=here & (index + 1 < L), other=0.0)
+        next_row = tl.load(
+            history_ptr + (index + 1) * n + column[None, :], mask=here & (index + 1 < L), other=0.0
+        )
         rolled = tl.where(index == L - 1, last[None, :], next_row)
         rolled = tl.where(index == 0, 0.0, rolled)
-        tl.store(new_history_ptr + index * n + column[None, :], tl.where(used[None, :], rolled, old), mask=here)
+        tl.store(
+            new_history_ptr + index * n + column[None, :], tl.where(used[None, :], rolled, old), mask=here
+        )
         start += ROWS
 
     scale = tl.load(scale_ptr + column, mask=inside, other=1.0)

@@ -51,7 +51,9 @@ def _accumulate_amax(amax_ptr, previous, value):
     )
 
 
-@triton.jit(do_not_specialize=["partials"], do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"])
+@triton.jit(
+    do_not_specialize=["partials"], do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"]
+)
 def _cast_transpose_kernel(
     x_ptr,
     scale_ptr,
@@ -95,6 +97,7 @@ def _cast_transpose_kernel(
     offsets = row * K + column
     x_tile = x_ptr + (m0 * K + k0)
 
+    # The tile first: under current scaling its latency covers that of the partial maxima.
     x0 = load_row(x_tile, offsets, row, column, rows_left, columns_left, EVEN)
     x1 = load_row(x_tile + K, offsets, row + 1, column, rows_left, columns_left, EVEN)
     x2 = load_row(x_tile + 2 * K, offsets, row + 2, column, rows_left, columns_left, EVEN)
@@ -102,7 +105,6 @@ def _cast_transpose_kernel(
     if AMAX:
         previous = tl.load(amax_ptr)
     scale = _tensor_scale(scale_ptr, partials, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS)
-
     if AMAX:
         _accumulate_amax(amax_ptr, previous, tl.max(magnitude_of_four(x0, x1, x2, x3, EMULATE)))
 
@@ -122,7 +124,9 @@ def _cast_transpose_kernel(
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
 
 
-@triton.jit(do_not_specialize=["partials"], do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"])
+@triton.jit(
+    do_not_specialize=["partials"], do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"]
+)
 def _cast_kernel(
     x_ptr,
     scale_ptr,
@@ -250,19 +254,30 @@ def _run_cast(
     x = x.contiguous()
     M, K = _sizes(x)
     data = torch.empty_like(x, dtype=torch.uint8) if rowwise else None
-    transpose = (
-        torch.empty((K, *x.shape[:-1]), dtype=torch.uint8, device=x.device) if columnwise else None
-    )
+    transpose = torch.empty((K, *x.shape[:-1]), dtype=torch.uint8, device=x.device) if columnwise else None
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
     current = partials >= 0
     # An absent buffer passes any pointer: the constants keep the kernel from touching it.
-    pointers = (x, scale, data if rowwise else x, transpose if columnwise else x, scale_inv, scale if amax is None else amax)
-    rule = (current, fmt.max, FLT_MAX, power_2 and current, triton.next_power_of_2(max(partials, 1)))
+    pointers = (
+        x,
+        scale,
+        data if rowwise else x,
+        transpose if columnwise else x,
+        scale_inv,
+        scale if amax is None else amax,
+    )
+    rule = (
+        current,
+        fmt.max,
+        FLT_MAX,
+        power_2 and current,
+        1 << (partials - 1).bit_length() if partials > 0 else 1,
+    )
     if transpose is None or M <= 1 or K <= 1:
         n = x.numel()
         _cast(
             (max(cdiv(n, FLAT_BLOCK), 1), 1, 1),
-            (*pointers, n, partials, epsilon),
+            (*pointers, n, partials, float(epsilon)),
             (fmt.name == "e5m2", rowwise, columnwise, amax is not None, *rule, FLAT_BLOCK, INTERPRETING),
             (x.dtype, is_aligned(x), dim_class(n)),
         )
@@ -273,7 +288,7 @@ def _run_cast(
         tile = (band, TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, wide, INTERPRETING)
         _cast_transpose(
             grid,
-            (*pointers, M, K, partials, epsilon),
+            (*pointers, M, K, partials, float(epsilon)),
             (fmt.name == "e5m2", rowwise, amax is not None, *rule, *tile),
             (x.dtype, is_aligned(x), dim_class(M), dim_class(K)),
         )

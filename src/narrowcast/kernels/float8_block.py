@@ -18,7 +18,13 @@ from .tiles import load_row, store_row, store_transposed, tile_grid, tile_positi
 
 @triton.jit
 def _scales(
-    amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, EPSILON: tl.constexpr, EMULATE: tl.constexpr
+    amax,
+    epsilon,
+    FP8_MAX: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    POWER_2: tl.constexpr,
+    EPSILON: tl.constexpr,
+    EMULATE: tl.constexpr,
 ):
     """Encoding scales and their rounded reciprocals."""
     amax = tl.maximum(amax, 0.0)
@@ -254,7 +260,7 @@ def quantize(
     launcher = _vector if block_dim == 1 else _tile
     launcher(
         grid,
-        (x, *buffers[:2], *buffers[-2:], M, K, epsilon),
+        (x, *buffers[:2], *buffers[-2:], M, K, float(epsilon)),
         (
             fmt.name == "e5m2",
             rowwise,

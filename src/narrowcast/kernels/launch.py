@@ -35,7 +35,11 @@ class Launcher:
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(
-        self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...], key: Hashable
+        self,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        key: Hashable,
     ) -> None:
         """Launch on the current stream of the device of the first argument.
 
@@ -98,4 +102,6 @@ def check_input(x: Tensor, min_rank: int) -> None:
     if x.dtype not in (torch.bfloat16, torch.float32, torch.float16):
         raise ValueError(f"cannot quantize {x.dtype}; use torch.bfloat16, torch.float16 or torch.float32")
     if x.dim() < min_rank:
-        raise ValueError(f"cannot quantize a tensor of rank {x.dim()}; this format needs rank {min_rank} or more")
+        raise ValueError(
+            f"cannot quantize a tensor of rank {x.dim()}; this format needs rank {min_rank} or more"
+        )

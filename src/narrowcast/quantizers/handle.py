@@ -21,8 +21,8 @@ from .quantizer import Quantizer
 class QuantizerHandle:
     """A quantizer with the facts about it that are needed around operators.
 
-    ``value``: its value as text. ``storage_name``: identifier of its storage class. ``stochastic``: it wants a fresh seed. ``delayed``: it wants
-    scale and amax from state.
+    ``value``: its value as text. ``storage_name``: identifier of its storage class. ``stochastic``: it wants a fresh
+    seed. ``delayed``: it wants scale and amax from state.
     """
 
     quantizer: Quantizer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..functional import BufferTable, GemmOperand, NativeOperand
 from ..tensors import IdentityTensor, IdentityTensorStorage
-from .quantizer import Quantizer, to_dtype_enum
+from .quantizer import Quantizer
 
 _HIGH_PRECISION = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import kernels, reference
 from ..formats import (
     NVFP4_BLOCK,
     RHT_SIGN_MASK,
@@ -162,18 +162,20 @@ class NVFP4Quantizer(Quantizer):
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
         if self.stochastic_rounding and seed is None:
             raise ValueError("stochastic rounding needs a seed: pass narrowcast.functional.draw_seed(x)")
+        options = {
+            "two_d": self.with_2d_quantization,
+            "rht": self.with_rht,
+            "random_signs": self.with_random_sign_mask,
+            "row_scaled": self.row_scaled_nvfp4,
+            "four_over_six": self.nvfp4_use_4over6,
+            "e4m3_max": self.nvfp4_e4m3_max,
+            "error_mode": self.nvfp4_4over6_err_mode,
+            "seed": seed,
+        }
+        if numerics is kernels and not kernels.nvfp4.supports(**options):
+            numerics = reference
         return numerics.nvfp4.quantize(
-            x,
-            rowwise=self.rowwise_usage,
-            columnwise=self.columnwise_usage,
-            two_d=self.with_2d_quantization,
-            rht=self.with_rht,
-            random_signs=self.with_random_sign_mask,
-            row_scaled=self.row_scaled_nvfp4,
-            four_over_six=self.nvfp4_use_4over6,
-            e4m3_max=self.nvfp4_e4m3_max,
-            error_mode=self.nvfp4_4over6_err_mode,
-            seed=seed,
+            x, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage, **options
         )
 
     def _decode(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> Tensor:

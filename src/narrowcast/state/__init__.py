@@ -15,10 +15,12 @@ from .autocast import (
     with_fp8_parameters,
 )
 from .delayed_scaling import DelayedScalingState, register_delayed_state, update_delayed_states
+from .recipe_state import RecipeState
 
 __all__ = [
     "STATE",
     "DelayedScalingState",
+    "RecipeState",
     "autocast",
     "checkpoint",
     "fp8_autocast",

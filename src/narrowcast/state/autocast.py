@@ -21,7 +21,7 @@ from .delayed_scaling import prepare_custom_recipe, update_delayed_states
 class AutocastState:
     """The recipe in force and how deep the enabled autocast contexts are nested."""
 
-    __slots__ = ("calibrating", "depth", "group", "init_preserve", "init_recipe", "recipe")
+    __slots__ = ("calibrating", "depth", "group", "init_preserve", "init_recipe", "recipe", "training")
 
     def __init__(self) -> None:
         self.reset()
@@ -32,6 +32,7 @@ class AutocastState:
         self.calibrating: Recipe | None = None
         self.group: Any = None
         self.depth = 0
+        self.training = False  # inside the first forward of a checkpoint of a training step
         self.init_recipe: Recipe | None = None
         self.init_preserve = False
 
@@ -138,7 +139,7 @@ class autocast:
 
 def _starts_a_step() -> bool:
     """Whether entering autocast now starts a training step: not without gradients, not inside a backward."""
-    if not torch.is_grad_enabled():
+    if not (torch.is_grad_enabled() or STATE.training):
         return False
     # a forward that is recomputed in the backward must see the scales of the first one
     return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
@@ -160,21 +161,24 @@ class fp8_autocast(autocast):
 
 
 class _recompute:
-    """Enter the state a forward ran under, for its recomputation; scales stay as they are."""
+    """Enter the state a forward ran under, for its recomputation; ``training``: it is part of a training step."""
 
-    def __init__(self, recipe: Recipe | None, group: Any) -> None:
-        self.recipe, self.group = recipe, group
+    def __init__(self, recipe: Recipe | None, group: Any, training: bool) -> None:
+        self.entered = (recipe, group, training)
 
     def __enter__(self) -> None:
-        self.previous = (STATE.recipe, STATE.group)
-        STATE.recipe, STATE.group = self.recipe, self.group
+        self.previous = (STATE.recipe, STATE.group, STATE.training)
+        STATE.recipe, STATE.group, STATE.training = self.entered
 
     def __exit__(self, *exception: Any) -> None:
-        STATE.recipe, STATE.group = self.previous
+        STATE.recipe, STATE.group, STATE.training = self.previous
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """``torch.utils.checkpoint`` whose recomputation runs under the recipe of the first forward.
+
+    PyTorch's own works, too, where the function enters ``autocast`` itself; but not in its reentrant form with delayed
+    scaling: that one runs the first forward without gradients, which leaves the scales as they are.
 
     Args:
         function: what to recompute in the backward.
@@ -184,11 +188,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     run = torch.utils.checkpoint.checkpoint
     if torch.compiler.is_compiling():
         return run(function, *args, use_reentrant=False, **kwargs)
-    recipe, group = STATE.recipe, STATE.group
+    recipe, group, training = STATE.recipe, STATE.group, torch.is_grad_enabled()
 
     @functools.wraps(function)
     def under_recipe(*inner_args: Any, **inner_kwargs: Any) -> Any:
-        with _recompute(recipe, group):
+        with _recompute(recipe, group, training):
             return function(*inner_args, **inner_kwargs)
 
     return run(under_recipe, *args, use_reentrant=use_reentrant, **kwargs)

@@ -89,9 +89,10 @@ class DelayedScalingState(nn.Module):
         ]
 
     def reset(self) -> None:
-        """Scales back to 1, histories to 0."""
+        """Scales back to 1, histories to 0, and no recipe known."""
         for name in _BUFFERS:
             getattr(self, name).fill_(1.0 if name.startswith("scale") else 0.0)
+        self.ran_under = None
 
     def _fit_history(self, index: int, name: str, recipe: DelayedScaling | None) -> None:
         """Use as many rows as the recipe says: a shorter history keeps the first ones, a longer one gets zero rows."""
@@ -149,30 +150,23 @@ class DelayedScalingState(nn.Module):
         error_msgs: list[str],
     ) -> None:
         saved = {name: state_dict[prefix + name] for name in _BUFFERS if prefix + name in state_dict}
-        owner = prefix.removesuffix("delayed_scaling.")
-        if not saved and not any(key.startswith(owner) for key in state_dict):
-            return  # a checkpoint of other modules
-        if self.scale_fwd.is_meta:
-            self._materialise_like(state_dict, owner)
+        if not saved:
+            return  # a checkpoint of another recipe, or of other modules
         for name, tensor in saved.items():
             ours = getattr(self, name)
-            if tensor.shape[1:] != ours.shape[1:] or tensor.dim() != ours.dim():
+            fits = tensor.shape[1:] == ours.shape[1:] if name.startswith("amax") else tensor.shape == ours.shape
+            if not fits or tensor.dim() != ours.dim():
                 error_msgs.append(f"{prefix + name} has shape {tuple(tensor.shape)}, expected {tuple(ours.shape)}")
                 return
-        self.reset()  # a module that was saved before its first step, or that ran another recipe
-        self.ran_under = None
+        if self.scale_fwd.is_meta and local_metadata.get("assign_to_params_buffers"):
+            self.to_empty(device=next(iter(saved.values())).device)
+        self.reset()
         for name, tensor in saved.items():
             if name.startswith("amax"):
                 self.history_lengths[name.endswith("bwd")] = tensor.shape[0]
                 self._resize_history(name, tensor.shape[0])
             with torch.no_grad():
                 getattr(self, name)[: tensor.shape[0]].copy_(tensor)
-
-    def _materialise_like(self, state_dict: dict[str, Any], owner: str) -> None:
-        """Leave the meta device for that of what is being loaded, as ``load_state_dict(assign=True)`` does."""
-        devices = [value.device for key, value in state_dict.items() if key.startswith(owner)]
-        self.to_empty(device=devices[0])
-        self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickling and deep copies, without the recipe: it may hold functions that do not pickle."""
@@ -202,6 +196,7 @@ def register_delayed_state(owner: object, state: _Registered) -> weakref.finaliz
     Returns:
         what ends it when the owner dies, or before when called.
     """
+    _drop_dead_states()
     owners = _OWNERS.get(id(state), 0)
     _OWNERS[id(state)] = owners + 1
     if owners == 0:
@@ -210,10 +205,16 @@ def register_delayed_state(owner: object, state: _Registered) -> weakref.finaliz
 
 
 def _release(state: _Registered) -> None:
+    # the list stays as it is: an owner may die while the compiler traces over it and writes guards on its entries
     _OWNERS[id(state)] -= 1
-    if _OWNERS[id(state)] == 0:
-        del _OWNERS[id(state)]
-        _STATES[:] = [known for known in _STATES if known is not state]
+
+
+def _drop_dead_states() -> None:
+    if all(_OWNERS.values()):
+        return
+    _STATES[:] = [state for state in _STATES if _OWNERS[id(state)]]
+    for key in [key for key, owners in _OWNERS.items() if not owners]:
+        del _OWNERS[key]
 
 
 def prepare_custom_recipe(recipe: Recipe) -> None:
@@ -221,6 +222,7 @@ def prepare_custom_recipe(recipe: Recipe) -> None:
 
     A factory need not know the modules of other models; what it refuses here is left to that module's own forward.
     """
+    _drop_dead_states()
     for state in _STATES:
         if isinstance(state, DelayedScalingState):
             _delayed_by(recipe, state.name)
@@ -246,7 +248,9 @@ def update_delayed_states(entered: Recipe, group: Any = None) -> None:
     Raises:
         RuntimeError: in traced code, a recipe with more than 1024 rows of history, on a module that never ran.
     """
-    if torch.compiler.is_compiling() and not (entered.delayed() or entered.custom()):
+    if not torch.compiler.is_compiling():
+        _drop_dead_states()
+    elif not (entered.delayed() or entered.custom()):
         return  # traced modules do not know another recipe, so there is nothing to find
     slots = [one for state in _STATES for one in state.slots(entered) if not one.scale.is_meta]
     batches: list[list[Slots]] = []
@@ -263,7 +267,8 @@ def update_delayed_states(entered: Recipe, group: Any = None) -> None:
 
 
 def _renewed_alike(one: Slots, other: Slots) -> bool:
-    return one.recipe == other.recipe and one.mode == other.mode and one.scale.device == other.scale.device
+    same_recipe = one.recipe is other.recipe or one.recipe == other.recipe
+    return same_recipe and one.mode == other.mode and one.scale.device == other.scale.device
 
 
 def _update(batch: list[Slots]) -> None:

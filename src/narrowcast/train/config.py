@@ -92,8 +92,8 @@ class TrainConfig:
     steps: int = 300
     batch_size: int = 8
     seq_len: int = 128
-    lr: float = 2e-3
-    warmup: int = 20
+    lr: float = 1e-3
+    warmup: int = 40
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0

@@ -1,0 +1,120 @@
+"""NVFP4 options: the rotation and its signs, combinations that are not defined, random rounding."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from reference.checks import assert_bitwise, normal
+
+import narrowcast as nc
+
+from .catalog import assert_same_buffers
+
+BF16 = torch.bfloat16
+SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
+GRID = list(itertools.product([False, True], repeat=2))
+
+
+def sylvester() -> torch.Tensor:
+    matrix = torch.ones(1, 1)
+    for _ in range(4):
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
+def rebuilt(quantizer: nc.Quantizer) -> nc.NVFP4Quantizer:
+    expression, names = quantizer.__fx_repr__()
+    return eval(expression, dict(names))
+
+
+@pytest.mark.parametrize(("with_rht", "with_signs"), GRID)
+def test_the_rotation_depends_on_the_sign_flag_alone(with_rht: bool, with_signs: bool) -> None:
+    quantizer = nc.NVFP4Quantizer(with_rht=with_rht, with_random_sign_mask=with_signs)
+    expected = sylvester() / 4
+    if with_signs:
+        expected = torch.diag(torch.tensor(SIGNS).float()) @ expected
+    for each in (quantizer, rebuilt(quantizer), quantizer.copy()):
+        assert each.rht_matrix.dtype == BF16
+        assert torch.equal(each.rht_matrix.float(), expected)
+        assert each.with_random_sign_mask is with_signs
+    mask = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
+    assert quantizer.rht_matrix_random_sign_mask_t == (mask if with_signs else 0)
+    assert torch.equal(quantizer.rht_matrix @ quantizer.rht_matrix.t(), torch.eye(16).bfloat16())
+
+
+@pytest.mark.parametrize(("with_rht", "with_signs"), GRID)
+def test_the_rotation_touches_only_column_wise_data(with_rht: bool, with_signs: bool) -> None:
+    x = normal((64, 48), BF16)
+    quantizer = nc.NVFP4Quantizer(with_rht=with_rht, with_random_sign_mask=with_signs)
+    tensor, plain = quantizer.quantize(x), nc.NVFP4Quantizer().quantize(x)
+    assert_same_buffers(tensor, rebuilt(quantizer).quantize(x))
+    for name in ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"):
+        assert_bitwise(getattr(tensor, name), getattr(plain, name), name)
+    assert torch.equal(tensor._columnwise_data, plain._columnwise_data) is not with_rht
+    if with_rht:
+        rotated = x.float().view(4, 16, 48).transpose(1, 2) @ quantizer.rht_matrix.float()
+        assert tensor._amax_columnwise.item() == rotated.bfloat16().abs().max().item()
+        other = nc.NVFP4Quantizer(with_rht=True, with_random_sign_mask=not with_signs).quantize(x)
+        assert not torch.equal(tensor._columnwise_data, other._columnwise_data)
+    values = quantizer.with_usage(rowwise=False).quantize(x).dequantize()
+    assert (values - x).norm() < 0.15 * x.norm()
+
+
+def test_post_rotation_amax_is_what_always_happens() -> None:
+    x = normal((32, 32), BF16)
+    flagged = nc.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+    assert_same_buffers(flagged.quantize(x), nc.NVFP4Quantizer(with_rht=True).quantize(x))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("nvfp4_use_4over6", "with_rht"),
+        ("nvfp4_use_4over6", "stochastic_rounding"),
+        ("row_scaled_nvfp4", "with_rht"),
+        ("row_scaled_nvfp4", "stochastic_rounding"),
+        ("row_scaled_nvfp4", "with_2d_quantization"),
+        ("with_2d_quantization", "with_rht"),
+    ],
+)
+def test_undefined_combinations_name_both_options(options: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match=rf"{options[0]} together with {options[1]}"):
+        nc.NVFP4Quantizer(**dict.fromkeys(options, True))
+
+
+def test_values_outside_the_choices() -> None:
+    with pytest.raises(ValueError, match="nvfp4_e4m3_max is 300; use 448 or 256"):
+        nc.NVFP4Quantizer(nvfp4_e4m3_max=300)
+    with pytest.raises(ValueError, match="nvfp4_4over6_err_mode is 'MAX'; use 'MAE' or 'MSE'"):
+        nc.NVFP4Quantizer(nvfp4_4over6_err_mode="MAX")
+    with pytest.raises(ValueError, match="kFloat8E4M3.*kFloat4E2M1"):
+        nc.NVFP4Quantizer(nc.DType.kFloat8E4M3)
+
+
+def test_random_rounding_follows_the_default_generator() -> None:
+    x, quantizer = normal((64, 64), BF16), nc.NVFP4Quantizer(stochastic_rounding=True)
+
+    def draw(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return quantizer.quantize(x)._rowwise_data
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+    torch.manual_seed(1)
+    first, second = quantizer.quantize(x), quantizer.quantize(x)
+    assert not torch.equal(first._rowwise_data, second._rowwise_data)
+    assert torch.equal(first._rowwise_scale_inv, second._rowwise_scale_inv)
+    before = torch.get_rng_state()
+    nc.NVFP4Quantizer().quantize(x)
+    assert torch.equal(before, torch.get_rng_state()), "rounding to nearest must not touch the generator"
+
+
+@pytest.mark.gpu
+def test_a_quantizer_has_no_device() -> None:
+    quantizer = nc.NVFP4Quantizer(with_rht=True)
+    x = normal((64, 64), BF16)
+    here, there = quantizer.quantize(x), quantizer.quantize(x.cuda())
+    assert there.device.type == "cuda" and here._quantizer == there._quantizer
+    assert_same_buffers(there.to("cpu"), here)

@@ -1,0 +1,318 @@
+"""Quantizers are values: equal when their fields are, rebuilt from text, and never changed."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from reference.checks import normal
+
+import narrowcast as nc
+from narrowcast.dynamo import register_value_opaque_quantizer
+from narrowcast.quantizers import DelayedFloat8Quantizer
+from narrowcast.quantizers.quantizer import _rebuild_quantizer, value_fields
+
+from .catalog import E4M3, E5M2, SHAPES, USAGES, VARIANTS, assert_same_buffers, delayed, quantize
+
+VALUES: dict[str, nc.Quantizer] = {**VARIANTS, "delayed slot": DelayedFloat8Quantizer(E5M2, 3)}
+BASE_FIELDS = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
+FIELDS: dict[type[nc.Quantizer], tuple[str, ...]] = {
+    nc.Float8CurrentScalingQuantizer: ("dtype", "with_amax_reduction", "force_pow_2_scales", "amax_epsilon"),
+    DelayedFloat8Quantizer: ("dtype", "slot"),
+    nc.MXFP8Quantizer: ("dtype", "with_2d_quantization"),
+    nc.Float8BlockQuantizer: ("dtype", "amax_epsilon", "force_pow_2_scales", "block_scaling_dim"),
+    nc.NVFP4Quantizer: (
+        "dtype",
+        "with_rht",
+        "with_post_rht_amax",
+        "with_2d_quantization",
+        "stochastic_rounding",
+        "row_scaled_nvfp4",
+        "nvfp4_use_4over6",
+        "nvfp4_e4m3_max",
+        "nvfp4_4over6_err_mode",
+        "rht_matrix_random_sign_mask_t",
+    ),
+    nc.IdentityQuantizer: ("hp_dtype",),
+}
+
+
+def other_value(value: Any) -> Any:
+    """A different value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, enum.Enum):
+        return next(member for member in type(value) if member is not value)
+    return value + "x" if isinstance(value, str) else value + 1
+
+
+def rebuilt(quantizer: nc.Quantizer) -> nc.Quantizer:
+    expression, names = quantizer.__fx_repr__()
+    return eval(expression, dict(names))
+
+
+@pytest.mark.parametrize("cls", FIELDS, ids=lambda cls: cls.__name__)
+def test_value_fields(cls: type[nc.Quantizer]) -> None:
+    assert cls._value_fields() == BASE_FIELDS + FIELDS[cls]
+
+
+@pytest.mark.parametrize("quantizer", VALUES.values(), ids=VALUES)
+def test_the_key_names_every_field_and_survives_text(quantizer: nc.Quantizer) -> None:
+    key = quantizer._value_key()
+    name, items = key
+    assert name == type(quantizer).__qualname__
+    assert tuple(field for field, _ in items) == type(quantizer)._value_fields()
+    assert all(type(value) in (bool, int, float, str) for _, value in items)
+    assert eval(repr(key)) == key
+    hash(key)
+
+
+@pytest.mark.parametrize("quantizer", VALUES.values(), ids=VALUES)
+def test_fx_repr_rebuilds_an_equal_quantizer(quantizer: nc.Quantizer) -> None:
+    twin = rebuilt(quantizer)
+    assert type(twin) is type(quantizer)
+    assert twin == quantizer and twin is not quantizer and hash(twin) == hash(quantizer)
+    assert vars(twin) == vars(quantizer)
+    assert all(type(value) is type(vars(quantizer)[name]) for name, value in vars(twin).items())
+    _, names = quantizer.__fx_repr__()
+    pickle.dumps(names)  # the compiler's caches need it
+
+
+@pytest.mark.parametrize("quantizer", VALUES.values(), ids=VALUES)
+def test_one_changed_field_makes_another_value(quantizer: nc.Quantizer) -> None:
+    fields = type(quantizer)._value_fields()
+    assert fields is not None
+    for name in fields:
+        changed = quantizer.replace(**{name: other_value(getattr(quantizer, name))})
+        assert changed != quantizer, name
+        assert hash(changed) != hash(quantizer), name
+        assert rebuilt(changed) == changed, name
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, nc.Quantizer.copy, lambda q: pickle.loads(pickle.dumps(q))])
+@pytest.mark.parametrize("quantizer", VALUES.values(), ids=VALUES)
+def test_copies_are_equal(quantizer: nc.Quantizer, copied: Any) -> None:
+    twin = copied(quantizer)
+    assert twin == quantizer and twin is not quantizer and hash(twin) == hash(quantizer)
+
+
+def test_different_classes_are_unequal_even_with_equal_fields() -> None:
+    quantizers = list(VALUES.values())
+    assert len({hash(q) for q in quantizers}) == len(quantizers)
+    assert all((a == b) == (a is b) for a in quantizers for b in quantizers)
+    assert quantizers[0] != object()
+    assert quantizers[0].__eq__(5) is NotImplemented
+
+
+@pytest.mark.parametrize("usage", USAGES.values(), ids=USAGES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_rebuilt_quantizer_writes_the_same_bytes(name: str, usage: tuple[bool, bool]) -> None:
+    quantizer = VARIANTS[name].with_usage(*usage)
+    for shape in SHAPES:
+        x = normal(shape, torch.bfloat16)
+        assert_same_buffers(quantize(rebuilt(quantizer), x), quantize(quantizer, x))
+
+
+class PlainSubclass(nc.Float8CurrentScalingQuantizer):
+    """Adds a knob and does not register."""
+
+    knob: bool
+
+    def __init__(self, *args: Any, knob: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._freeze(knob=knob)
+
+
+def test_an_unregistered_subclass_has_identity_semantics() -> None:
+    one, two = PlainSubclass(E4M3), PlainSubclass(E4M3)
+    parent = nc.Float8CurrentScalingQuantizer(E4M3)
+    assert PlainSubclass._value_fields() is None
+    assert one == one and one != two and one != parent and parent != one
+    assert hash(one) != hash(two)
+    with pytest.raises(TypeError, match="PlainSubclass has no value fields"):
+        one._value_key()
+    with pytest.raises(TypeError, match=r"PlainSubclass is not registered.*register_value_opaque_quantizer\(PlainSubclass\)"):
+        one.__fx_repr__()
+    assert one.copy() != one
+    assert one.copy().knob is False
+
+
+class Flavour(enum.Enum):
+    SWEET = "sweet"
+    SOUR = "sour"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+@register_value_opaque_quantizer
+class RegisteredSubclass(nc.Float8CurrentScalingQuantizer):
+    """Adds enums of two kinds and registers."""
+
+    flavour: Flavour
+    level: Level
+
+    def __init__(self, *args: Any, flavour: Flavour = Flavour.SWEET, level: Level = Level.LOW, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._freeze(flavour=flavour, level=level)
+
+
+def test_a_registered_subclass_is_a_value_of_its_own() -> None:
+    one, two = RegisteredSubclass(E4M3), RegisteredSubclass(E4M3)
+    parent = nc.Float8CurrentScalingQuantizer(E4M3)
+    assert one == two and hash(one) == hash(two)
+    assert one != parent and parent != one
+    assert RegisteredSubclass._value_fields() == (*type(parent)._value_fields(), "flavour", "level")
+
+
+def test_enum_fields_come_back_as_enums() -> None:
+    original = RegisteredSubclass(E4M3, flavour=Flavour.SOUR, level=Level.HIGH)
+    twin = rebuilt(original)
+    assert twin == original
+    assert twin.flavour is Flavour.SOUR and twin.level is Level.HIGH and twin.dtype is E4M3
+    assert eval(repr(original._value_key())) == original._value_key()
+    assert original.replace(level=Level.LOW) != original
+
+
+class Deriving(nc.MXFP8Quantizer):
+    """Counts how often its derived state is computed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rebuild_derived_state()
+
+    def _rebuild_derived_state(self) -> None:
+        self._freeze(derived=vars(self).get("derived", 0) + 1)
+
+
+def test_derived_state_is_computed_once_in_each_path() -> None:
+    register_value_opaque_quantizer(Deriving)
+    original = Deriving(E4M3)
+    assert original.derived == 1  # type: ignore[attr-defined]
+    assert rebuilt(original).derived == 1  # type: ignore[attr-defined]
+    assert "derived" not in dict(original._value_key()[1])
+
+
+def test_rebuilding_keeps_nothing_but_the_value() -> None:
+    group = object()
+    original = nc.Float8CurrentScalingQuantizer(E4M3, amax_reduction_group=group)
+    assert getattr(rebuilt(original), "amax_reduction_group", None) is None
+    assert getattr(original.copy(), "amax_reduction_group", None) is group
+
+
+def test_a_field_without_a_value_is_an_error() -> None:
+    cls = nc.MXFP8Quantizer
+    incomplete = _rebuild_quantizer(cls, (("rowwise_usage", True),))
+    with pytest.raises(AttributeError):
+        incomplete._value_key()
+
+
+class HoldsTensor(nc.Quantizer):
+    state: torch.Tensor
+
+
+class HoldsList(nc.Quantizer):
+    sizes: list[int]
+
+
+@pytest.mark.parametrize(("cls", "field"), [(HoldsTensor, "state"), (HoldsList, "sizes"), (nc.Float8Quantizer, "scale")])
+def test_a_field_of_another_type_is_refused_by_name(cls: type[nc.Quantizer], field: str) -> None:
+    for check in (value_fields, register_value_opaque_quantizer):
+        with pytest.raises(TypeError, match=rf"{cls.__name__}\.{field}"):
+            check(cls)
+    assert cls._value_fields() is None
+
+
+def test_a_tensor_put_on_a_value_is_refused() -> None:
+    quantizer = nc.MXFP8Quantizer(E4M3)
+    object.__setattr__(quantizer, "cache", torch.ones(1))
+    with pytest.raises(TypeError, match=r"MXFP8Quantizer\.cache holds a tensor"):
+        hash(quantizer)
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[Any]:
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("attribute", ["amax_reduction_group", "dtype", "anything"])
+def test_a_process_group_is_refused_wherever_it_sits(process_group: Any, attribute: str) -> None:
+    quantizer = nc.MXFP8Quantizer(E4M3)
+    object.__setattr__(quantizer, attribute, process_group)
+    message = rf"MXFP8Quantizer\.{attribute} holds a process group.*pass the group to each quantize call"
+    for use in (hash, lambda q: q == nc.MXFP8Quantizer(E4M3), nc.Quantizer.__fx_repr__, nc.Quantizer._value_key):
+        with pytest.raises(TypeError, match=message):
+            use(quantizer)
+    assert quantizer == quantizer
+
+
+def test_an_own_fx_repr_does_not_bypass_the_guard(process_group: Any) -> None:
+    @register_value_opaque_quantizer
+    class OwnText(nc.MXFP8Quantizer):
+        def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+            return f"OwnText({self._value_key()!r})", {"OwnText": OwnText}
+
+    quantizer = OwnText(E4M3)
+    assert quantizer.__fx_repr__()[0].startswith("OwnText")
+    object.__setattr__(quantizer, "group", process_group)
+    with pytest.raises(TypeError, match="group holds a process group"):
+        quantizer.__fx_repr__()
+
+
+def test_a_quantized_tensor_never_holds_the_group(process_group: Any) -> None:
+    x = normal((33, 50), torch.bfloat16)
+    plain = nc.Float8CurrentScalingQuantizer(E4M3)
+    stored = nc.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True, amax_reduction_group=process_group)
+    given = nc.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True)
+    unused = nc.Float8CurrentScalingQuantizer(E4M3, amax_reduction_group=process_group)
+    tensors = [
+        stored.quantize(x),
+        given.quantize(x, amax_reduction_group=process_group),
+        plain.quantize(x, amax_reduction_group=process_group),  # ignored without with_amax_reduction
+        unused.quantize(x),
+        unused.make_empty((33, 50), dtype=torch.bfloat16, device="cpu").copy_(x),
+    ]
+    for tensor in tensors:
+        assert tensor._quantizer == plain
+        assert_same_buffers(tensor, plain.quantize(x))
+    assert stored.create_metadata((33, 50), dtype=torch.bfloat16) == tensors[0].__tensor_flatten__()[1]
+
+
+def test_formats_without_a_reduction_say_so(process_group: Any) -> None:
+    with pytest.raises(NotImplementedError, match="MXFP8Quantizer does not reduce"):
+        nc.MXFP8Quantizer(E4M3).quantize(torch.ones(32, 32), amax_reduction_group=process_group)
+    with pytest.raises(NotImplementedError, match="with_amax_reduction"):
+        nc.NVFP4Quantizer(with_amax_reduction=True)
+
+
+def test_nothing_can_be_changed() -> None:
+    quantizer = nc.MXFP8Quantizer(E4M3)
+    with pytest.raises(AttributeError, match=r"MXFP8Quantizer is immutable.*replace\(rowwise_usage=\.\.\.\)"):
+        quantizer.rowwise_usage = False
+    with pytest.raises(TypeError, match=r"set_usage.*with_usage"):
+        quantizer.set_usage(rowwise=False)
+    with pytest.raises(AttributeError, match="no field 'row'"):
+        quantizer.replace(row=1)
+    narrowed = quantizer.with_usage(columnwise=False)
+    assert quantizer.get_usages() == {"rowwise": True, "columnwise": True}
+    assert narrowed.get_usages() == {"rowwise": True, "columnwise": False}
+    assert narrowed.with_usage(columnwise=True) == quantizer
+
+
+def test_live_state_means_identity() -> None:
+    one, two = delayed(), delayed()
+    assert one == one and one != two
+    assert len({one, two, one}) == 2
+    assert one.with_usage(columnwise=False).scale is one.scale

@@ -1,0 +1,271 @@
+"""autocast: which recipe is in force, and that everything is put back."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from delayed_simulation import clean_autocast, make_layer
+
+import narrowcast as nc
+from narrowcast import state
+from narrowcast.state import STATE
+
+__all__ = ["clean_autocast"]
+CURRENT, MXFP8 = nc.recipe.Float8CurrentScaling(), nc.recipe.MXFP8BlockScaling()
+DELAYED = nc.recipe.DelayedScaling(amax_history_len=4)
+
+
+def snapshot() -> tuple[Any, ...]:
+    return tuple(getattr(STATE, name) for name in STATE.__slots__)
+
+
+class Stop(Exception):
+    pass
+
+
+def test_outside_nothing_is_in_force() -> None:
+    assert not state.is_fp8_enabled()
+    assert not state.is_fp8_calibration()
+    assert not state.with_fp8_parameters()
+    assert state.get_fp8_group() is None
+    assert state.get_fp8_recipe() == nc.get_default_recipe()
+
+
+def test_inside_the_recipe_is_in_force() -> None:
+    with nc.autocast(recipe=CURRENT) as entered:
+        assert entered is None
+        assert state.is_fp8_enabled()
+        assert not state.is_fp8_calibration()
+        assert state.get_fp8_recipe() is CURRENT
+    assert not state.is_fp8_enabled()
+
+
+def test_nested_contexts_restore_each_other() -> None:
+    seen = []
+    with nc.autocast(recipe=CURRENT):
+        with nc.autocast(recipe=MXFP8):
+            seen.append(STATE.recipe)
+            with nc.autocast(enabled=False):
+                seen.append(STATE.recipe)
+                with nc.autocast(recipe=DELAYED):
+                    seen.append(STATE.recipe)
+                seen.append(STATE.recipe)
+            seen.append(STATE.recipe)
+        seen.append(STATE.recipe)
+    assert seen == [MXFP8, None, DELAYED, None, MXFP8, CURRENT]
+    assert snapshot() == (None, 0, None, False, None, None) or not any(snapshot())
+
+
+def test_one_instance_again_and_again_but_not_inside_itself() -> None:
+    context = nc.autocast(recipe=CURRENT)
+    for _ in range(3):
+        with context:
+            assert STATE.recipe is CURRENT
+        assert STATE.recipe is None
+    with context:
+        with pytest.raises(RuntimeError, match="active already; make a new one to nest"), context:
+            pass
+        assert STATE.recipe is CURRENT  # the refused entry changed nothing
+    assert STATE.recipe is None
+    with context, nc.autocast(recipe=MXFP8):
+        with pytest.raises(RuntimeError, match="active already"):
+            context.__enter__()
+
+
+def test_decorator() -> None:
+    @nc.autocast(recipe=CURRENT)
+    def depth(n: int) -> list[Any]:
+        """Documented."""
+        return [STATE.recipe, STATE.depth, *(depth(n - 1) if n else [])]
+
+    assert depth.__name__ == "depth"
+    assert depth.__doc__ == "Documented."
+    for _ in range(2):
+        assert depth(2) == [CURRENT, 1, CURRENT, 2, CURRENT, 3]
+    assert not any(snapshot())
+    calibrated = nc.autocast(enabled=False, calibrating=True, recipe=DELAYED)(lambda: (STATE.recipe, STATE.calibrating))
+    assert calibrated() == (None, DELAYED)
+    disabled = nc.autocast(enabled=False, recipe=CURRENT)(lambda: (STATE.recipe, STATE.calibrating))
+    assert disabled() == (None, None)
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+def test_exceptions_restore_everything(decorated: bool) -> None:
+    def fail() -> None:
+        with nc.autocast(enabled=False, calibrating=True, recipe=DELAYED):
+            raise Stop
+
+    with nc.autocast(recipe=CURRENT):
+        before = snapshot()
+        with pytest.raises(Stop):
+            if decorated:
+                nc.autocast(recipe=MXFP8)(fail)()
+            else:
+                with nc.autocast(recipe=MXFP8):
+                    fail()
+        assert snapshot() == before
+    assert not any(snapshot())
+    context = nc.autocast(recipe=CURRENT)
+    with pytest.raises(Stop), context:
+        raise Stop
+    with context:  # and the instance may be used again
+        pass
+
+
+def test_disabled_runs_in_high_precision() -> None:
+    layer, x = make_layer(), torch.randn(3, 24)
+    exact = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    with nc.autocast(recipe=CURRENT):
+        assert not torch.equal(layer(x), exact)
+        with nc.autocast(enabled=False, recipe=CURRENT):
+            assert torch.equal(layer(x), exact)
+        with nc.autocast(False):
+            assert torch.equal(layer(x), exact)
+
+
+def test_default_recipe() -> None:
+    with nc.autocast():
+        assert STATE.recipe == nc.get_default_recipe()
+    if not torch.cuda.is_available():
+        assert nc.get_default_recipe() == nc.recipe.DelayedScaling()
+
+
+@pytest.mark.parametrize(
+    "mxfp8, capability, expected",
+    [
+        (True, (10, 0), nc.recipe.MXFP8BlockScaling),
+        (False, (12, 0), nc.recipe.Float8CurrentScaling),
+        (False, (9, 0), nc.recipe.DelayedScaling),
+        (False, (0, 0), nc.recipe.DelayedScaling),
+    ],
+)
+def test_default_recipe_by_hardware(
+    monkeypatch: pytest.MonkeyPatch, mxfp8: bool, capability: tuple[int, int], expected: type
+) -> None:
+    module = sys.modules["narrowcast.state.autocast"]  # the name leads to the class
+    monkeypatch.setattr(module, "is_mxfp8_available", lambda: mxfp8)
+    monkeypatch.setattr(module, "get_device_compute_capability", lambda: capability)
+    assert nc.get_default_recipe() == expected()
+
+
+def test_calibrating() -> None:
+    with nc.autocast(enabled=False, calibrating=True, recipe=DELAYED):
+        assert state.is_fp8_calibration()
+        assert not state.is_fp8_enabled()
+        with nc.autocast(recipe=CURRENT):
+            assert not state.is_fp8_calibration()
+    with nc.autocast(enabled=True, calibrating=True, recipe=DELAYED):  # enabled collects anyway
+        assert not state.is_fp8_calibration()
+        assert state.is_fp8_enabled()
+
+
+@pytest.mark.parametrize("wrong", ["current", nc.recipe.Float8CurrentScaling, 8, object()])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_recipe_of_another_type(wrong: Any, enabled: bool) -> None:
+    name = type(wrong).__name__
+    with pytest.raises(TypeError, match=f"recipe is a {name}; pass one of narrowcast.recipe's recipes"):
+        nc.autocast(enabled=enabled, recipe=wrong)
+    with pytest.raises(TypeError, match=f"recipe is a {name}"):
+        nc.quantized_model_init(recipe=wrong)
+
+
+def test_group_is_the_innermost_one() -> None:
+    groups: list[Any] = [object(), object()]
+    with nc.autocast(recipe=CURRENT, amax_reduction_group=groups[0]):
+        with nc.autocast(recipe=CURRENT, amax_reduction_group=groups[1]):
+            assert state.get_fp8_group() is groups[1]
+        with nc.autocast(recipe=CURRENT):
+            assert state.get_fp8_group() is None
+        assert state.get_fp8_group() is groups[0]
+
+
+def test_old_names_warn_and_work() -> None:
+    with pytest.warns(DeprecationWarning, match="fp8_autocast is now called autocast") as caught:
+        context = nc.fp8_autocast(enabled=True, calibrating=False, fp8_recipe=CURRENT, fp8_group=None)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with context:
+            assert STATE.recipe is CURRENT
+        assert context(lambda: STATE.recipe)() is CURRENT
+    with pytest.warns(DeprecationWarning, match="fp8_model_init is now called quantized_model_init") as caught:
+        initialising = nc.fp8_model_init(enabled=True, recipe=CURRENT, preserve_high_precision_init_val=True)
+    assert caught[0].filename == __file__
+    with initialising:
+        assert (STATE.init_recipe, STATE.init_preserve) == (CURRENT, True)
+    assert not any(snapshot())
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+def test_old_name_compiles_without_a_warning() -> None:
+    layer, x = make_layer(), torch.randn(3, 24)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with nc.fp8_autocast(fp8_recipe=CURRENT):
+            return layer(x)
+
+    with nc.autocast(recipe=CURRENT):
+        expected = layer(x)
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(x), expected)
+
+
+def nested_step(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    context, ys = nc.autocast(recipe=CURRENT), [layer(x)]
+    with context:
+        ys.append(layer(x))
+        with nc.autocast(recipe=MXFP8):
+            ys.append(layer(x))
+        with nc.autocast(enabled=False):
+            ys.append(layer(x))
+        ys.append(layer(x))
+    with context:
+        ys.append(layer(x))
+    return ys
+
+
+def test_compiled_contexts_nest_re_enter_and_restore() -> None:
+    layer, x = make_layer(), torch.randn(3, 24)
+    ours = torch.compile(nested_step, fullgraph=True, backend="aot_eager")(layer, x)
+    for a, b in zip(ours, nested_step(layer, x), strict=True):
+        assert torch.equal(a, b)
+    assert not any(snapshot())
+    outside, current, mxfp8 = ours[0], ours[1], ours[2]
+    assert not torch.equal(outside, current)
+    assert not torch.equal(current, mxfp8)
+    assert torch.equal(ours[3], outside)
+    assert torch.equal(ours[4], current)
+    assert torch.equal(ours[5], current)
+
+
+@pytest.mark.parametrize("recipe", [None, DELAYED, CURRENT], ids=lambda recipe: type(recipe).__name__)
+def test_compiled_decorator_and_default(recipe: Any) -> None:
+    x, outs = torch.randn(3, 24), []
+    for compiled in (True, False):
+        layer = make_layer()
+
+        @nc.autocast(recipe=recipe)
+        def decorated(x: torch.Tensor) -> torch.Tensor:
+            return layer(x)
+
+        def plain(x: torch.Tensor) -> torch.Tensor:
+            with nc.autocast(recipe=recipe):
+                return layer(x)
+
+        for step in (decorated, plain):
+            run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+            outs.append(run(x))
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], outs[3])
+    assert not any(snapshot())
+
+
+def test_entering_without_gradients_in_the_middle_of_nothing() -> None:
+    with torch.no_grad(), nc.autocast(recipe=DELAYED):
+        assert state.get_fp8_recipe() is DELAYED
+    with torch.inference_mode(), nc.autocast(recipe=DELAYED):
+        assert state.get_fp8_recipe() is DELAYED
+    assert not any(snapshot())

@@ -1,0 +1,629 @@
+"""Delayed scaling on real layers: scales and histories equal the rule, step by step, in every order of use."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from delayed_simulation import Simulation, buffers, clean_autocast, draw, make_layer, perturb, train_step
+
+import narrowcast as nc
+from narrowcast.recipe import DelayedScaling, Format
+from narrowcast.state import delayed_scaling
+
+__all__ = ["clean_autocast"]
+STEPS = 6
+KEYS = ["amax_history_bwd", "amax_history_fwd", "scale_bwd", "scale_fwd"]
+
+
+def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert all(map(torch.equal, ours, theirs)), (ours, theirs)
+
+
+# -- the rule ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 1024, 1500])
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("margin, fp8_format", [(0, Format.HYBRID), (3, Format.E4M3), (-2, Format.HYBRID)], ids=str)
+def test_scales_and_histories_follow_the_rule(length: int, algo: Any, margin: int, fp8_format: Format) -> None:
+    recipe = DelayedScaling(margin=margin, fp8_format=fp8_format, amax_history_len=length, amax_compute_algo=algo)
+    layer, rule = make_layer(), Simulation(recipe)
+    for step in range(STEPS):
+        x, dy = draw(step, 10, 24), draw(step, 10, 40, salt=1)
+        rule.renew()
+        rule.collect(input=x, weight=layer.weight, grad_output=dy)
+        train_step(layer, recipe, x, dy)
+        rule.assert_equals(layer, f"step {step}")
+        perturb(layer, step)
+
+
+def test_a_step_computes_with_the_scales_of_the_steps_before() -> None:
+    recipe = DelayedScaling(amax_history_len=2)
+    layer, rule = make_layer(bias=False), Simulation(recipe)
+
+    def rounded(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        scale = float(rule.columns[name].scale)
+        dtype, largest = (torch.float8_e5m2, 57344) if name == "grad_output" else (torch.float8_e4m3fn, 448)
+        return (tensor * scale).clamp(-largest, largest).to(dtype).float() / scale
+
+    for step in range(STEPS):
+        x, dy = draw(step, 10, 24).requires_grad_(True), draw(step, 10, 40, salt=1)
+        rule.renew()
+        rule.collect(input=x, weight=layer.weight, grad_output=dy)
+        layer.weight.grad = None
+        y = train_step(layer, recipe, x, dy)
+        xq, wq, dyq = (rounded(t.detach(), name) for t, name in ((x, "input"), (layer.weight, "weight"), (dy, "grad_output")))
+        torch.testing.assert_close(y, xq @ wq.t(), rtol=1e-5, atol=1e-5 * float(y.abs().max()))
+        for grad, expected in ((x.grad, dyq @ wq), (layer.weight.grad, dyq.t() @ xq)):
+            assert grad is not None
+            torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_amax_that_gives_no_scale() -> None:
+    """Zero leaves everything alone, infinity and NaN enter the history but not the scale, tiny ones overflow to FLT_MAX."""
+    recipe = DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent")
+    layer, dy = make_layer(), torch.zeros(4, 40)
+    state, scales = layer.delayed_scaling, []
+    for value in (2.0, 0.0, float("inf"), 1e-40, 4.0):
+        x = torch.zeros(4, 24)
+        x[0, 0] = value
+        train_step(layer, recipe, x, dy)
+        scales.append(float(state.scale_fwd[0]))
+    with nc.autocast(recipe=recipe):
+        pass
+    scales.append(float(state.scale_fwd[0]))
+    largest = torch.finfo(torch.float32).max
+    assert scales == [1.0, 224.0, 224.0, 224.0, largest, 112.0]
+    assert torch.equal(state.scale_bwd, torch.ones(2))
+    assert not state.amax_history_bwd.any()
+
+
+def test_functions_for_amax_and_scale() -> None:
+    """With functions, every history rolls, also of a tensor that was not used; not in a step without any."""
+    seen: list[tuple[torch.Size, str]] = []
+
+    def mean_of_used(history: torch.Tensor) -> torch.Tensor:
+        return history.mean(0)
+
+    def half(amax: torch.Tensor, scale: torch.Tensor, fp8_max: torch.Tensor, recipe: DelayedScaling) -> torch.Tensor:
+        seen.append((amax.shape, repr(recipe)))
+        return torch.where(amax > 0, 0.5 * fp8_max / amax, scale)
+
+    recipe = DelayedScaling(
+        amax_history_len=3, amax_compute_algo=mean_of_used, scaling_factor_compute_algo=half, margin=7
+    )
+    layer, rows, scale = make_layer(), [[0.0] * 3 for _ in range(3)], torch.ones(3)
+    for step in range(STEPS):
+        x = draw(step, 5, 24) if step != 3 else torch.zeros(5, 24)
+        if step:  # the rule, by hand: mean over rows, then half of fp8_max / amax
+            history = torch.tensor(rows)
+            amax = history.mean(0)
+            scale = torch.where(amax > 0, torch.full((3,), 224.0) / amax, scale)
+            rows = [[0.0] * 3, rows[2], rows[0]]
+        rows[0] = [float(x.abs().max()), float(layer.weight.detach().abs().max()), 0.0]
+        train_step(layer, recipe, x, torch.zeros(5, 40))
+        assert torch.equal(layer.delayed_scaling.scale_fwd, scale), step
+        assert torch.equal(layer.delayed_scaling.amax_history_fwd[:3], torch.tensor(rows)), step
+    assert torch.equal(layer.delayed_scaling.scale_bwd, torch.ones(2))  # nothing was collected, nothing called
+    assert set(seen) == {(torch.Size([3]), repr(recipe)), (torch.Size([2]), repr(recipe))}
+
+
+def test_only_one_function() -> None:
+    recipe = DelayedScaling(amax_history_len=4, scaling_factor_compute_algo=lambda amax, scale, fp8_max, _: fp8_max - amax)
+    layer = make_layer()
+    train_step(layer, recipe, torch.full((2, 24), 8.0), torch.full((2, 40), 16.0))
+    with nc.autocast(recipe=recipe):
+        pass
+    assert float(layer.delayed_scaling.scale_fwd[0]) == 440.0
+    assert layer.delayed_scaling.scale_bwd.tolist() == [57344.0 - 16.0, 57344.0]
+
+
+# -- which module, when -----------------------------------------------------------------------------------------------
+
+
+def test_several_modules_and_unused_ones() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    layers = [make_layer(24, 24, seed) for seed in range(3)]
+    rules = [Simulation(recipe) for _ in layers]
+    for step in range(STEPS):
+        used = [i for i in range(3) if (step + i) % 3]  # another one rests in every step
+        xs = {i: draw(step, 6, 24, salt=i) for i in used}
+        dys = {i: draw(step, 6, 24, salt=10 + i) for i in used}
+        for rule in rules:
+            rule.renew()
+        for i in used:
+            rules[i].collect(input=xs[i], weight=layers[i].weight, grad_output=dys[i])
+        with nc.autocast(recipe=recipe):
+            ys = {i: layers[i](xs[i]) for i in used}
+        torch.autograd.backward(list(ys.values()), list(dys.values()))
+        for i, (layer, rule) in enumerate(zip(layers, rules)):
+            rule.assert_equals(layer, f"step {step}, layer {i}")
+
+
+def test_one_module_twice_in_a_region() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    layer, rule = make_layer(), Simulation(recipe)
+    for step in range(STEPS):
+        x1, x2 = draw(step, 6, 24), draw(step + 1, 6, 24)
+        dy1, dy2 = draw(step + 1, 6, 40, salt=1), draw(step, 6, 40, salt=1)
+        rule.renew()
+        rule.collect(input=torch.cat([x1, x2]), weight=layer.weight, grad_output=torch.cat([dy1, dy2]))
+        with nc.autocast(recipe=recipe):
+            y1, y2 = layer(x1), layer(x2)
+        torch.autograd.backward([y1, y2], [dy1, dy2])
+        rule.assert_equals(layer, f"step {step}")
+
+
+@pytest.mark.parametrize("order", ["forward_backward", "two_forwards_then_two_backwards"])
+def test_gradient_accumulation(order: str) -> None:
+    """Every outermost entry renews from what was collected since the one before."""
+    recipe = DelayedScaling(amax_history_len=4)
+    layer, rule = make_layer(), Simulation(recipe)
+    for step in range(3):
+        pending = []
+        for micro in range(2):
+            x, dy = draw(2 * step + micro, 6, 24), draw(2 * step + micro, 6, 40, salt=1)
+            rule.renew()
+            rule.collect(input=x, weight=layer.weight)
+            with nc.autocast(recipe=recipe):
+                pending.append((layer(x), dy))
+            if order == "forward_backward":
+                y, dy = pending.pop()
+                y.backward(dy)
+                rule.collect(grad_output=dy)
+        for y, dy in reversed(pending):
+            y.backward(dy)
+            rule.collect(grad_output=dy)
+        rule.assert_equals(layer, f"step {step}")
+
+
+def test_cached_weight_is_collected_once() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    layer, rule = make_layer(), Simulation(recipe)
+    for step in range(3):
+        for micro in range(3):
+            x, dy = draw(3 * step + micro, 6, 24), draw(micro, 6, 40, salt=1)
+            rule.renew()
+            rule.collect(input=x, grad_output=dy)
+            if micro == 0:
+                rule.collect(weight=layer.weight)
+            with nc.autocast(recipe=recipe):
+                y = layer(x, is_first_microbatch=micro == 0)
+            y.backward(dy)
+            rule.assert_equals(layer, f"step {step}.{micro}")
+        perturb(layer, step)
+
+
+def test_two_models_under_two_recipes() -> None:
+    recipes = [
+        DelayedScaling(amax_history_len=4, margin=1),
+        DelayedScaling(amax_history_len=2, fp8_format=Format.E4M3, amax_compute_algo="most_recent"),
+    ]
+    layers, rules = [make_layer(seed=seed) for seed in range(2)], [Simulation(recipe) for recipe in recipes]
+    for step in range(STEPS):
+        ys, dys = [], []
+        for i, (layer, recipe) in enumerate(zip(layers, recipes)):
+            x, dy = draw(step, 6, 24, salt=i), draw(step, 6, 40, salt=10 + i)
+            for rule in rules:  # an entry renews everything that collected, under its own rule
+                rule.renew()
+            rules[i].collect(input=x, weight=layer.weight)
+            with nc.autocast(recipe=recipe):
+                ys.append(layer(x))
+            dys.append(dy)
+        torch.autograd.backward(ys, dys)
+        for i, dy in enumerate(dys):
+            rules[i].collect(grad_output=dy)
+            rules[i].assert_equals(layers[i], f"step {step}, model {i}")
+
+
+@pytest.mark.parametrize("outer", ["delayed", "current", "custom", "disabled"])
+def test_nested_recipes(outer: str) -> None:
+    """A module renews by the recipe it ran under, once per outermost enabled entry, whatever that recipe is."""
+    enclosing: dict[str, Any] = {
+        "delayed": DelayedScaling(amax_history_len=3, margin=2),
+        "current": nc.recipe.Float8CurrentScaling(),
+        "custom": nc.recipe.CustomRecipe(qfactory=lambda role: nc.MXFP8Quantizer(nc.DType.kFloat8E4M3)),
+        "disabled": None,
+    }
+    inner = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)
+    first, second, third = (make_layer(seed=seed) for seed in range(3))
+    recipe = enclosing[outer]
+    rules = {second: Simulation(inner), third: Simulation(inner)}
+    if isinstance(recipe, DelayedScaling):
+        rules[first] = Simulation(recipe)
+    for step in range(STEPS):
+        x, dy = draw(step, 6, 24), draw(step, 6, 40, salt=1)
+        for layer, rule in rules.items():
+            rule.renew()
+            rule.collect(input=x, weight=layer.weight, grad_output=dy)
+        with nc.autocast(enabled=recipe is not None, recipe=recipe):
+            ys = [first(x)]
+            with nc.autocast(recipe=inner):
+                ys.append(second(x))
+                if recipe is None:
+                    ys.append(third(x))
+            if recipe is not None:
+                with nc.autocast(recipe=inner):
+                    ys.append(third(x))
+        torch.autograd.backward(ys, [dy] * 3)
+        for layer, rule in rules.items():
+            rule.assert_equals(layer, f"step {step}")
+
+
+def test_one_module_under_changing_recipes() -> None:
+    """A history that shrinks keeps its first rows; one that grows gets zeros, not what it held before."""
+    layer, x, dy = make_layer(), torch.ones(2, 24), torch.ones(2, 40)
+    state = layer.delayed_scaling
+    long, short = DelayedScaling(amax_history_len=6), DelayedScaling(amax_history_len=3)
+    for step in range(8):
+        train_step(layer, long, x * (step + 1), dy)
+    assert state.amax_history_fwd[:6, 0].tolist() == [8, 3, 4, 5, 6, 7]
+    train_step(layer, short, x, dy)  # the entry still renews by the recipe the collecting forward ran under
+    train_step(layer, short, x, dy)
+    assert state.amax_history_fwd[:6, 0].tolist() == [1, 5, 1, 0, 0, 0]
+    train_step(layer, long, x, dy)
+    train_step(layer, long, x * 2, dy)
+    assert state.amax_history_fwd[:6, 0].tolist() == [2, 1, 0, 0, 0, 1]
+
+
+def test_history_longer_than_the_buffers() -> None:
+    recipe = DelayedScaling(amax_history_len=1030)
+    layer = make_layer(4, 4)
+    for step in range(1040):
+        layer.delayed_scaling.amax_history_fwd[0] = 1040 - step
+        with nc.autocast(recipe=recipe):
+            pass
+    assert layer.delayed_scaling.amax_history_fwd.shape == (1030, 3)
+    assert layer.delayed_scaling.amax_history_fwd[1, 0] == 1029  # the eleven largest have left
+    assert layer.delayed_scaling.scale_fwd[0] == torch.tensor(448.0) / 1030
+
+
+def test_without_gradients_scales_are_frozen() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    layer = make_layer()
+    for step in range(2):
+        train_step(layer, recipe, draw(step, 6, 24), draw(step, 6, 40))
+    before = buffers(layer)
+    for manager in (torch.no_grad, torch.inference_mode):
+        for _ in range(3):
+            with manager(), nc.autocast(recipe=recipe):
+                layer(draw(0, 6, 24) * 1e-3)
+            assert_same(buffers(layer), before)  # smaller than what the slot holds: nothing moves at all
+    with torch.no_grad(), nc.autocast(recipe=recipe):
+        layer(draw(4, 6, 24))
+    assert_same([buffers(layer)[0], buffers(layer)[2]], [before[0], before[2]])
+    train_step(layer, recipe, draw(2, 6, 24), draw(2, 6, 40))
+    assert not torch.equal(buffers(layer)[0], before[0])
+
+
+def test_graph_capture_and_disabled_regions_renew_nothing() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    layer = make_layer()
+    train_step(layer, recipe, draw(0, 6, 24), draw(0, 6, 40))
+    before = buffers(layer)
+    with nc.autocast(recipe=recipe, _graph=True):
+        pass
+    with nc.autocast(enabled=False, recipe=recipe):
+        layer(draw(1, 6, 24))
+    assert_same(buffers(layer), before)
+
+
+def test_calibration_overwrites_the_slots_and_nothing_else() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    layer = make_layer()
+    for x in (draw(1, 6, 24), draw(0, 6, 24)):  # the second is smaller: overwritten, not accumulated
+        with nc.autocast(enabled=False, calibrating=True, recipe=recipe):
+            y = layer(x)
+        assert torch.equal(y, torch.nn.functional.linear(x, layer.weight, layer.bias))
+        expected = torch.zeros(1024, 3)
+        expected[0] = torch.tensor([float(x.abs().max()), float(layer.weight.detach().abs().max()), 0.0])
+        assert_same(buffers(layer), [torch.ones(3), expected, torch.ones(2), torch.zeros(1024, 2)])
+    train_step(layer, recipe, x, torch.ones(6, 40))  # the first step runs on calibrated scales
+    assert layer.delayed_scaling.scale_fwd[0] == torch.tensor(448.0) / x.abs().max()
+
+
+def test_calibrating_needs_delayed_scaling() -> None:
+    layer = make_layer()
+    with nc.autocast(enabled=False, calibrating=True, recipe=nc.recipe.MXFP8BlockScaling()):
+        layer(torch.ones(2, 24))
+    assert_same(buffers(layer), buffers(make_layer()))
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+
+
+def states_over_steps(compiled: str, recipe: DelayedScaling, more_tokens: int = 0) -> list[list[torch.Tensor]]:
+    layers = [make_layer(24, 24, seed) for seed in range(2)]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return layers[1](layers[0](x))
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(recipe=recipe):
+            return forward(x)
+
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(recipe=recipe):
+            return forward_compiled(x)
+
+    def built_inside(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(recipe=DelayedScaling(amax_history_len=4)):
+            return forward(x)
+
+    def compile_(function: Any, **kwargs: Any) -> Any:
+        return torch.compile(function, fullgraph=True, backend="aot_eager", **kwargs)
+
+    forward_compiled = compile_(forward)
+    run = {
+        "eager": whole,
+        "inside": compile_(whole),
+        "dynamic": compile_(whole, dynamic=True),
+        "outside": outside,
+        "built_inside": compile_(built_inside),
+    }[compiled]
+    result = []
+    for step in range(STEPS):
+        tokens = 8 + more_tokens * step
+        y = run(draw(step, tokens, 24))
+        y.backward(draw(step, tokens, 24, salt=1))
+        result.append([tensor for layer in layers for tensor in buffers(layer)])
+    return result
+
+
+RECIPES = {
+    "history_1": DelayedScaling(amax_history_len=1),
+    "history_4": DelayedScaling(amax_history_len=4),
+    "margin": DelayedScaling(amax_history_len=4, margin=2, amax_compute_algo="most_recent", fp8_format=Format.E4M3),
+    "functions": DelayedScaling(
+        amax_history_len=4,
+        amax_compute_algo=lambda history: history.amax(0),
+        scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: torch.where(amax > 0, fp8_max / amax, scale),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "compiled, name",
+    [("outside", name) for name in RECIPES] + [("inside", "margin"), ("inside", "functions"), ("dynamic", "history_4")],
+)
+def test_compiled_states_equal_eager_ones(name: str, compiled: str) -> None:
+    more = 5 if compiled == "dynamic" else 0
+    ours, theirs = (states_over_steps(how, RECIPES[name], more) for how in (compiled, "eager"))
+    for step in range(STEPS):
+        assert_same(ours[step], theirs[step])
+
+
+def test_recipe_built_inside_the_compiled_function() -> None:
+    recipe = RECIPES["history_4"]
+    for ours, theirs in zip(states_over_steps("built_inside", recipe), states_over_steps("eager", recipe)):
+        assert_same(ours, theirs)
+
+
+def test_too_long_a_history_inside_a_compiled_function_is_named() -> None:
+    layer, recipe = make_layer(), DelayedScaling(amax_history_len=2000)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(recipe=recipe):
+            return layer(x)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="amax_history_len=2000 is longer than the 1024 rows"):
+        compiled(torch.ones(4, 24))
+    torch._dynamo.reset()
+    step(torch.ones(4, 24))
+    compiled(torch.ones(4, 24))
+
+
+# -- checkpoints, copies, moves ---------------------------------------------------------------------------------------
+
+
+def trained(recipe: nc.recipe.Recipe, steps: int = 3, seed: int = 1) -> nc.Linear:
+    layer = make_layer(seed=seed)
+    for step in range(steps):
+        train_step(layer, recipe, draw(step, 6, 24), draw(step, 6, 40))  # type: ignore[arg-type]
+    return layer
+
+
+STATELESS = {
+    "current": nc.recipe.Float8CurrentScaling(),
+    "mxfp8": nc.recipe.MXFP8BlockScaling(),
+    "block": nc.recipe.Float8BlockScaling(),
+    "nvfp4": nc.recipe.NVFP4BlockScaling(),
+    "custom": nc.recipe.CustomRecipe(qfactory=lambda role: nc.IdentityQuantizer()),
+}
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_stateless_recipes_add_nothing_to_the_state_dict(name: str) -> None:
+    layer = trained(STATELESS[name])
+    assert sorted(layer.state_dict()) == ["bias", "weight"]
+    assert sorted(make_layer().state_dict()) == ["bias", "weight"]
+
+
+def test_state_dict_after_use_is_plain_and_short() -> None:
+    layer = trained(DelayedScaling(amax_history_len=4))
+    state = layer.state_dict()
+    assert sorted(state) == ["bias", *[f"delayed_scaling.{key}" for key in KEYS], "weight"]
+    assert state["delayed_scaling.amax_history_fwd"].shape == (4, 3)
+    assert state["delayed_scaling.amax_history_bwd"].shape == (4, 2)
+    assert all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in state.values())
+    before = state["delayed_scaling.scale_fwd"].clone()
+    train_step(layer, DelayedScaling(amax_history_len=4), draw(4, 6, 24), draw(4, 6, 40))
+    assert torch.equal(state["delayed_scaling.scale_fwd"], before)  # a copy, not a view
+
+
+def through_a_file(state: dict[str, torch.Tensor], how: str, folder: Path) -> dict[str, torch.Tensor]:
+    if how == "torch":
+        torch.save(state, folder / "layer.pt")
+        return torch.load(folder / "layer.pt", weights_only=True)
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+    safetensors.save_file(state, folder / "layer.safetensors")
+    return safetensors.load_file(folder / "layer.safetensors")
+
+
+@pytest.mark.parametrize("file", ["safetensors", "torch"])
+@pytest.mark.parametrize("length", [1, 4, 1024, 1100])
+def test_a_restored_layer_continues_like_the_original(tmp_path: Path, length: int, file: str) -> None:
+    """Also in a process that never trained: nothing but the checkpoint may count."""
+    recipe = DelayedScaling(amax_history_len=length)
+    layer = trained(recipe, steps=4)
+    saved = through_a_file(layer.state_dict(), file, tmp_path)
+
+    def go_on(module: nc.Linear) -> list[list[torch.Tensor]]:
+        xs = [(draw(step, 6, 24), draw(step, 6, 40)) for step in range(4, 8)]
+        return [[train_step(module, recipe, x, dy), *buffers(module)] for x, dy in xs]
+
+    expected = go_on(layer)
+    restored = make_layer(seed=9)  # only now: while a module is alive, other modules' steps renew it, too
+    restored.load_state_dict(saved)
+    for ours, theirs in zip(go_on(restored), expected):
+        assert_same(ours, theirs)
+
+
+def test_strict_load_both_ways() -> None:
+    used, fresh = trained(DelayedScaling(amax_history_len=4)), make_layer(seed=3)
+    plain, state = copy.deepcopy(fresh.state_dict()), fresh.delayed_scaling
+    addresses = [state.scale_fwd.data_ptr(), state.amax_history_fwd.data_ptr()]
+    fresh.load_state_dict(used.state_dict())
+    assert_same(buffers(fresh), buffers(used))
+    assert [state.scale_fwd.data_ptr(), state.amax_history_fwd.data_ptr()] == addresses  # quantizers keep their views
+    make_layer().load_state_dict(plain)
+
+
+def test_loading_other_parts_leaves_the_state() -> None:
+    layer = trained(DelayedScaling(amax_history_len=4))
+    model = torch.nn.Sequential(layer, torch.nn.LayerNorm(40))
+    before = buffers(layer)
+    model.load_state_dict({"1.weight": torch.ones(40)}, strict=False)
+    assert_same(buffers(layer), before)
+
+
+@pytest.mark.parametrize("saved, loaded", [(2, 5), (5, 2), (1024, 4), (4, 1024), (1, 4)])
+def test_history_length_may_change_at_a_restart(saved: int, loaded: int) -> None:
+    """Shrinking keeps the first rows, growing appends zero rows."""
+    layer = trained(DelayedScaling(amax_history_len=saved), steps=5)
+    restored = make_layer()
+    restored.load_state_dict(layer.state_dict())
+    old = layer.delayed_scaling.amax_history_fwd[:saved].clone()
+    with nc.autocast(recipe=DelayedScaling(amax_history_len=loaded)):
+        pass
+    rows = torch.zeros(loaded, 3)
+    rows[: min(saved, loaded)] = old[:loaded]
+    amax = rows.amax(0)
+    rolled = torch.cat([torch.zeros(1, 3), rows[2:], rows[:1]])[:loaded]
+    used = amax > 0
+    assert torch.equal(restored.delayed_scaling.amax_history_fwd[:loaded][:, used], rolled[:, used])
+    assert torch.equal(restored.delayed_scaling.scale_fwd[used], 448.0 / amax[used])
+
+
+@pytest.mark.parametrize("key, shape", [("scale_fwd", (2,)), ("amax_history_bwd", (4, 3)), ("amax_history_fwd", (12,))])
+def test_wrong_shapes_are_named_and_change_nothing(key: str, shape: tuple[int, ...]) -> None:
+    layer = trained(DelayedScaling(amax_history_len=4))
+    before, state = buffers(layer), layer.state_dict()
+    state[f"delayed_scaling.{key}"] = torch.full(shape, 5.0)
+    with pytest.raises(RuntimeError, match=rf"delayed_scaling.{key} has shape .*, expected"):
+        layer.load_state_dict(state)
+    assert_same(buffers(layer), before)
+
+
+def test_loading_onto_the_meta_device() -> None:
+    source = trained(DelayedScaling(amax_history_len=4))
+    layer = make_layer(device="meta")
+    layer.load_state_dict(source.state_dict(), assign=True)
+    assert_same(buffers(layer), buffers(source))
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "half_and_back": lambda layer: copy.deepcopy(layer).half().float(),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_have_fp32_state_of_their_own_and_stay_registered(how: str) -> None:
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history.amax(0))  # does not pickle
+    layer = trained(recipe)
+    twin = COPIES[how](layer)
+    assert_same(buffers(twin), buffers(layer))
+    assert all(tensor.dtype == torch.float32 for tensor in buffers(twin))
+    twin.weight.data.fill_(0.5)
+    twin.delayed_scaling.amax_history_fwd[0] = 896.0  # its own slot: the original must not see it
+    with nc.autocast(recipe=recipe):
+        pass
+    assert twin.delayed_scaling.scale_fwd.tolist() == [0.5, 0.5, 0.5]
+    assert float(layer.delayed_scaling.scale_fwd[0]) not in (1.0, 0.5)
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.cpu()])
+def test_moved_modules_train_on_with_fp32_state(move: Any) -> None:
+    recipe, rule = DelayedScaling(amax_history_len=4), Simulation(DelayedScaling(amax_history_len=4))
+    layer = make_layer()
+    for step in range(4):
+        if step == 2:
+            move(layer)
+        with torch.no_grad():
+            layer.weight.fill_(0.5)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x, dy = draw(step, 6, 24).bfloat16(), draw(step, 6, 40).bfloat16()
+            rule.renew()
+            rule.collect(input=x, weight=0.5, grad_output=dy)
+            train_step(layer, recipe, x, dy)
+        rule.assert_equals(layer, f"step {step}")
+    assert all(tensor.dtype == torch.float32 for tensor in buffers(layer))
+
+
+def registered() -> int:
+    """Modules in the registry; entering autocast drops the dead ones."""
+    gc.collect()
+    with nc.autocast(recipe=DelayedScaling(amax_history_len=4)):
+        pass
+    return len(delayed_scaling._STATES)
+
+
+def test_dead_modules_leave_the_registry() -> None:
+    before = registered()
+    layers = [make_layer(4, 4) for _ in range(3)]
+    twin = copy.copy(layers[0])  # shares its parts, so the state lives as long as either
+    assert registered() == before + 3
+    watch = weakref.ref(layers[1].delayed_scaling)
+    layers.clear()
+    assert registered() == before + 1
+    assert watch() is None
+    twin.delayed_scaling.amax_history_fwd[0] = 2.0
+    assert registered() == before + 1
+    assert twin.delayed_scaling.scale_fwd.tolist() == [224.0] * 3
+    del twin
+    assert registered() == before
+
+
+def test_modules_may_die_while_autocast_is_traced() -> None:
+    layer, mortal = make_layer(), [make_layer()]
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        mortal.clear()
+        gc.collect()
+        return graph.forward
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(recipe=DelayedScaling(amax_history_len=4)):
+            return layer(x)
+
+    registered()
+    mortal += [make_layer() for _ in range(3)]
+    assert torch.compile(step, fullgraph=True, backend=backend)(torch.ones(2, 24)).shape == (2, 40)
+
+
+def test_meta_modules_do_not_disturb() -> None:
+    sleeping = make_layer(device="meta")
+    layer = trained(DelayedScaling(amax_history_len=4))
+    assert layer.delayed_scaling.scale_fwd[0] != 1
+    assert sleeping.delayed_scaling.scale_fwd.is_meta
+    assert sorted(sleeping.state_dict()) == ["bias", "weight"]

@@ -1,0 +1,141 @@
+"""Activation recompute: the second forward sees the scales of the first, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from delayed_simulation import Simulation, buffers, clean_autocast, draw, make_layer, perturb
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import narrowcast as nc
+from narrowcast.recipe import DelayedScaling
+from narrowcast.state import STATE
+
+__all__ = ["clean_autocast"]
+RECIPE = DelayedScaling(amax_history_len=3)
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def torch_inside(layer: nc.Linear, **kwargs: Any) -> Step:
+    """The recomputed function enters autocast itself, again in the backward."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(recipe=RECIPE):
+            return layer(x)
+
+    return lambda x: torch_checkpoint(block, x, **kwargs)
+
+
+def ours_inside(layer: nc.Linear, **kwargs: Any) -> Step:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(recipe=RECIPE):
+            return layer(x)
+
+    return lambda x: nc.checkpoint(block, x, **kwargs)
+
+
+def ours_outside(layer: nc.Linear, **kwargs: Any) -> Step:
+    """Autocast is left long before the recomputation."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(recipe=RECIPE):
+            return nc.checkpoint(layer, x, **kwargs)
+
+    return step
+
+
+WAYS = {"torch_inside": torch_inside, "ours_inside": ours_inside, "ours_outside": ours_outside}
+
+
+@pytest.mark.parametrize(
+    "way, use_reentrant",
+    [("torch_inside", False), ("ours_inside", False), ("ours_outside", False), ("ours_inside", True), ("ours_outside", True)],
+)
+def test_recompute_equals_no_recompute(way: str, use_reentrant: bool) -> None:
+    plain, layer = make_layer(), make_layer()
+    run, rule = WAYS[way](layer, use_reentrant=use_reentrant), Simulation(RECIPE)
+    calls = []
+    layer.register_forward_pre_hook(lambda *_: calls.append(layer.delayed_scaling.scale_fwd.tolist()))
+    for step in range(6):
+        x, dy = draw(step, 6, 24).requires_grad_(True), draw(step, 6, 40, salt=1)
+        rule.renew()
+        rule.collect(input=x, weight=layer.weight, grad_output=dy)
+        calls.clear()
+        run(x).backward(dy)
+        ours = [x.grad, layer.weight.grad, layer.bias.grad]
+        rule.assert_equals(layer, f"step {step}")
+        assert len(calls) == 2
+        assert calls[0] == calls[1]
+
+        x.grad = layer.weight.grad = layer.bias.grad = None
+        plain.load_state_dict(layer.state_dict())
+        with nc.autocast(recipe=RECIPE, _graph=True):  # the scales of this very step
+            y = plain(x)
+        y.backward(dy)
+        for a, b in zip(ours, [x.grad, plain.weight.grad, plain.bias.grad]):
+            assert a is not None
+            assert torch.equal(a, b), f"step {step}"
+        plain.weight.grad = plain.bias.grad = None
+        perturb(layer, step)
+
+
+@pytest.mark.parametrize("recipe", [None, nc.recipe.Float8CurrentScaling(), nc.recipe.NVFP4BlockScaling()], ids=type)
+def test_ours_recomputes_under_the_recipe_of_the_first_forward(recipe: Any) -> None:
+    layer, seen = make_layer(), []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        seen.append((STATE.recipe, STATE.group))
+        return layer(x)
+
+    x, group = torch.randn(6, 24, requires_grad=True), object()
+    results = []
+    for run in (block, lambda x: nc.checkpoint(block, x)):
+        torch.manual_seed(5)
+        with nc.autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=group):
+            y = run(x)
+        with nc.autocast(recipe=nc.recipe.MXFP8BlockScaling()):  # whatever is in force during the backward
+            results.append(torch.autograd.grad(y.square().sum(), (x, layer.weight)))
+            assert isinstance(STATE.recipe, nc.recipe.MXFP8BlockScaling)
+    assert seen == [(recipe, group)] * 3
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+    assert STATE.recipe is None
+
+
+def test_exception_in_the_recomputed_function_restores_the_state() -> None:
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("inside")
+
+    with nc.autocast(recipe=RECIPE):
+        with pytest.raises(KeyError):
+            nc.checkpoint(fail, torch.ones(1, requires_grad=True))
+        assert STATE.recipe is RECIPE
+    assert STATE.recipe is None
+
+
+def test_keyword_arguments_reach_the_function() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert torch.equal(nc.checkpoint(lambda x, *, factor: x * factor, x, factor=3.0), 3 * x)
+
+
+def test_compiled_recompute_keeps_scales() -> None:
+    """Autocast outside of the compiled function, the checkpoint inside."""
+    results = []
+    for compiled in (False, True):
+        layer = make_layer()
+
+        def block(x: torch.Tensor) -> torch.Tensor:
+            return nc.checkpoint(layer, x)
+
+        run, states = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block, []
+        for step in range(4):
+            with nc.autocast(recipe=RECIPE):
+                y = run(draw(step, 6, 24))
+            y.backward(draw(step, 6, 40, salt=1))
+            states += buffers(layer)
+        results.append([*states, layer.weight.grad])
+    for a, b in zip(*results):
+        assert torch.equal(a, b)

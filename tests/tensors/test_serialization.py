@@ -1,0 +1,95 @@
+"""Pickles, checkpoints and state dicts."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from quantizers.catalog import ONE_OF_EACH, USAGES, VARIANTS, assert_own_memory, assert_same_buffers, delayed, quantize
+from recipes import QUANTIZED
+from reference.checks import normal
+from torch import nn
+
+import narrowcast as nc
+
+BF16 = torch.bfloat16
+WITH_DELAYED = {**VARIANTS, "delayed": delayed()}
+
+
+def saved_and_loaded(value: Any, **options: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+@pytest.mark.parametrize("usage", USAGES.values(), ids=USAGES)
+@pytest.mark.parametrize("name", WITH_DELAYED)
+def test_round_trips(name: str, usage: tuple[bool, bool]) -> None:
+    tensor = quantize(WITH_DELAYED[name].with_usage(*usage), normal((33, 50), BF16))
+    for again in (
+        pickle.loads(pickle.dumps(tensor)),
+        saved_and_loaded({"weight": [tensor]}, weights_only=True)["weight"][0],
+        saved_and_loaded(tensor, weights_only=False),
+    ):
+        assert type(again) is type(tensor) and not isinstance(again, nn.Parameter)
+        assert again.dtype == BF16 and tuple(again.shape) == (33, 50)
+        assert_same_buffers(again, tensor)
+        assert_own_memory(again, tensor)
+        assert name == "delayed" or again._quantizer == tensor._quantizer
+        assert torch.equal(again.dequantize(), tensor.dequantize())
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_parameters_come_back_as_parameters(name: str) -> None:
+    for trainable in (True, False):
+        weight = nn.Parameter(quantize(ONE_OF_EACH[name], normal((33, 50), BF16)), requires_grad=trainable)
+        for again in (pickle.loads(pickle.dumps(weight)), saved_and_loaded(weight, weights_only=True)):
+            assert isinstance(again, nn.Parameter) and type(again) is type(weight)
+            assert again.requires_grad is trainable and again.is_leaf
+            assert_same_buffers(again, weight)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_bare_storages_pickle(name: str) -> None:
+    storage = ONE_OF_EACH[name].replace(internal=True).quantize(normal((33, 50), BF16))
+    again = pickle.loads(pickle.dumps(storage))
+    assert type(again) is type(storage)
+    assert_same_buffers(again, storage)
+    assert torch.equal(again.dequantize(), storage.dequantize())
+
+
+def quantized_linear(name: str) -> nc.Linear:
+    with nc.quantized_model_init(recipe=QUANTIZED[name]):
+        return nc.Linear(50, 33, device="cpu", params_dtype=BF16)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_state_dict_holds_plain_tensors(name: str) -> None:
+    module = quantized_linear(name)
+    state = module.state_dict()
+    assert all(type(value) is torch.Tensor for value in state.values())
+    assert torch.equal(state["weight"], module.weight.dequantize().detach())
+    state = saved_and_loaded(state, weights_only=True)
+    plain = nc.Linear(50, 33, device="cpu", params_dtype=BF16)
+    plain.load_state_dict(state, strict=False)
+    assert torch.equal(plain.weight, state["weight"])
+    other = quantized_linear(name)
+    assert not torch.equal(other.weight.dequantize(), module.weight.dequantize())
+    other.load_state_dict(state)
+    assert isinstance(other.weight, nc.QuantizedTensor) and isinstance(other.weight, nn.Parameter)
+    assert_same_buffers(other.weight, other.weight._quantizer.quantize(state["weight"]))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_whole_module_pickles(name: str) -> None:
+    module = quantized_linear(name)
+    again = pickle.loads(pickle.dumps(module))
+    assert isinstance(again.weight, nn.Parameter) and [n for n, _ in again.named_parameters()] == ["weight", "bias"]
+    assert_same_buffers(again.weight, module.weight)
+    x = normal((8, 50), BF16)
+    with nc.autocast(recipe=QUANTIZED[name]):
+        assert torch.equal(again(x), module(x))

@@ -1,0 +1,527 @@
+"""Recipes: defaults, derived settings, value semantics, environment, and every way to make a wrong one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import narrowcast as nc
+from narrowcast.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+    Recipe,
+    get_align_size_for_quantization,
+)
+
+E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
+FAST, SPLIT = MMParams(False), MMParams(True)
+PLAIN = QParams()
+POWER_2 = QParams(power_2_scale=True)
+
+
+def identity_factory(role: nc.QuantizerRole) -> nc.Quantizer:
+    return nc.IdentityQuantizer()
+
+
+def other_factory(role: nc.QuantizerRole) -> nc.Quantizer:
+    return nc.IdentityQuantizer()
+
+
+def largest(history: torch.Tensor) -> torch.Tensor:
+    return history.amax(0)
+
+
+def make(kind: type[Recipe], **fields: Any) -> Recipe:
+    if kind is CustomRecipe:
+        fields.setdefault("qfactory", identity_factory)
+    return kind(**fields)
+
+
+KINDS = [
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Float8BlockScaling,
+    NVFP4BlockScaling,
+    CustomRecipe,
+]
+ATTENTION = {"fp8_dpa": False, "fp8_mha": False}
+COMMON = {**ATTENTION, "backward_override": None, "emulate": False}
+DEFAULTS: dict[type[Recipe], dict[str, Any]] = {
+    DelayedScaling: {
+        "margin": 0,
+        "fp8_format": Format.HYBRID,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+        "scaling_factor_compute_algo": None,
+        "reduce_amax": True,
+        **COMMON,
+    },
+    Float8CurrentScaling: {
+        "use_power_2_scales": False,
+        "fp8_format": Format.HYBRID,
+        "fp8_quant_fwd_inp": PLAIN,
+        "fp8_quant_fwd_weight": PLAIN,
+        "fp8_quant_bwd_grad": PLAIN,
+        "fp8_gemm_fprop": FAST,
+        "fp8_gemm_dgrad": SPLIT,
+        "fp8_gemm_wgrad": SPLIT,
+        **COMMON,
+    },
+    MXFP8BlockScaling: {
+        "margin": 0,
+        "fp8_format": Format.E4M3,
+        **ATTENTION,
+        "backward_override": None,
+        "enable_2d_quantization": False,
+        "emulate": False,
+    },
+    Float8BlockScaling: {
+        "use_f32_scales": False,
+        "fp8_format": Format.E4M3,
+        "x_block_scaling_dim": 1,
+        "w_block_scaling_dim": 2,
+        "grad_block_scaling_dim": 1,
+        "fp8_quant_fwd_inp": POWER_2,
+        "fp8_quant_fwd_weight": POWER_2,
+        "fp8_quant_bwd_grad": POWER_2,
+        "fp8_gemm_fprop": SPLIT,
+        "fp8_gemm_dgrad": SPLIT,
+        "fp8_gemm_wgrad": SPLIT,
+        **COMMON,
+    },
+    NVFP4BlockScaling: {
+        "disable_rht": False,
+        "disable_stochastic_rounding": False,
+        "disable_2d_quantization": False,
+        "row_scaled_activation": False,
+        "nvfp4_4over6": "none",
+        "nvfp4_4over6_e4m3_use_256": "all",
+        "nvfp4_4over6_err_mode": "MAE",
+        "fp4_format": Format.E2M1,
+        "fp8_format": Format.E4M3,
+        **COMMON,
+    },
+    CustomRecipe: {
+        "qfactory": identity_factory,
+        "fp8_format": Format.HYBRID,
+        **ATTENTION,
+        "backward_override": None,
+        "quantization_alignment": 128,
+        "emulate": False,
+    },
+}
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("NARROWCAST_", "NVTE_")):
+            monkeypatch.delenv(name)
+
+
+# -- defaults and what follows from them ------------------------------------------------------------------------------
+
+
+@each_kind
+def test_fields_and_defaults(kind: type[Recipe]) -> None:
+    recipe = make(kind)
+    fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(kind)}
+    assert list(fields.items()) == list(DEFAULTS[kind].items())  # also their order: they may be given by position
+
+
+def test_parameters_default_values() -> None:
+    assert MMParams() == MMParams(use_split_accumulator=True)
+    assert QParams() == QParams(False, 0.0, False, False, False)
+    for params in (MMParams(), QParams()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            params.power_2_scale = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "name, maxima", [("E2M1", (6, 6)), ("E4M3", (448, 448)), ("E5M2", (57344, 57344)), ("HYBRID", (448, 57344))]
+)
+def test_format_maxima(name: str, maxima: tuple[float, float]) -> None:
+    assert (Format[name].max_fwd, Format[name].max_bwd) == maxima
+
+
+PREDICATES = {
+    "delayed": {DelayedScaling},
+    "float8_current_scaling": {Float8CurrentScaling},
+    "float8_per_tensor_scaling": {DelayedScaling, Float8CurrentScaling},
+    "mxfp8": {MXFP8BlockScaling},
+    "float8_block_scaling": {Float8BlockScaling},
+    "nvfp4": {NVFP4BlockScaling},
+    "custom": {CustomRecipe},
+}
+
+
+@pytest.mark.parametrize("predicate", PREDICATES)
+def test_predicates_of_class_and_instance(predicate: str) -> None:
+    for kind in KINDS:
+        assert getattr(kind, predicate)() is (kind in PREDICATES[predicate])
+        assert getattr(make(kind), predicate)() is (kind in PREDICATES[predicate])
+
+
+def test_alignment_of_grouped_rows() -> None:
+    sizes = {kind: get_align_size_for_quantization(make(kind)) for kind in KINDS}
+    assert sizes == {
+        DelayedScaling: 16,
+        Float8CurrentScaling: 16,
+        MXFP8BlockScaling: 32,
+        Float8BlockScaling: 16,
+        NVFP4BlockScaling: 128,
+        CustomRecipe: 128,
+    }
+    assert get_align_size_for_quantization(make(CustomRecipe, quantization_alignment=48)) == 48
+
+
+def quantizers(recipe: Recipe) -> dict[str, nc.Quantizer]:
+    handles = recipe.linear_handles("fc")
+    return {kind: getattr(handles, kind).both.quantizer for kind in ("input", "weight", "grad_output")}
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling])
+@pytest.mark.parametrize("fp8_format, backward", [(Format.E4M3, E4M3), (Format.HYBRID, E5M2)], ids=str)
+def test_element_types_follow_the_format(kind: type[Recipe], fp8_format: Format, backward: nc.DType) -> None:
+    made = quantizers(make(kind, fp8_format=fp8_format))
+    assert {name: q.dtype for name, q in made.items()} == {  # type: ignore[attr-defined]
+        "input": E4M3,
+        "weight": E4M3,
+        "grad_output": backward,
+    }
+
+
+def test_delayed_slots_and_state() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    handles = recipe.linear_handles()
+    assert [q.slot for q in quantizers(recipe).values()] == [0, 1, 0]  # type: ignore[attr-defined]
+    assert handles.forward_state == handles.backward_state == handles.managed == recipe
+    assert Float8CurrentScaling().linear_handles().managed is None
+
+
+@pytest.mark.parametrize("power_2", [False, True])
+def test_current_scaling_settings(power_2: bool) -> None:
+    recipe = Float8CurrentScaling(use_power_2_scales=power_2)
+    for name, quantizer in quantizers(recipe).items():
+        assert quantizer.force_pow_2_scales is power_2, name  # type: ignore[attr-defined]
+        assert quantizer.amax_epsilon == 0.0  # type: ignore[attr-defined]
+
+
+def test_settings_of_one_operand_win() -> None:
+    recipe = Float8CurrentScaling(fp8_quant_bwd_grad=QParams(power_2_scale=True, amax_epsilon=0.5))
+    made = quantizers(recipe)
+    settings = {name: (q.force_pow_2_scales, q.amax_epsilon) for name, q in made.items()}  # type: ignore[attr-defined]
+    assert settings == {"input": (False, 0.0), "weight": (False, 0.0), "grad_output": (True, 0.5)}
+
+
+def exponents_only(scale_inv: torch.Tensor) -> bool:
+    mantissas, _ = torch.frexp(scale_inv[scale_inv != 0])
+    return bool((mantissas == 0.5).all())
+
+
+@pytest.mark.parametrize(
+    "recipe, power_2",
+    [
+        (Float8CurrentScaling(), False),
+        (Float8CurrentScaling(use_power_2_scales=True), True),
+        (Float8BlockScaling(), True),
+        (Float8BlockScaling(use_f32_scales=True), False),
+        (dataclasses.replace(Float8CurrentScaling(), use_power_2_scales=True), True),
+        (dataclasses.replace(Float8CurrentScaling(use_power_2_scales=True), use_power_2_scales=False), False),
+        (dataclasses.replace(Float8BlockScaling(), use_f32_scales=True), False),
+    ],
+    ids=lambda value: value if isinstance(value, bool) else type(value).__name__,
+)
+def test_scale_choice_reaches_the_scales(recipe: Recipe, power_2: bool) -> None:
+    x = torch.randn(64, 96)
+    for name, quantizer in quantizers(recipe).items():
+        storage = quantizer.quantize(x)
+        buffers = dict(zip([name for name, _ in storage._FLATTEN_TENSOR_BUFFERS], storage.get_data_tensors()))
+        scales = [buffer for key, buffer in buffers.items() if "scale_inv" in key and buffer is not None]
+        assert scales
+        assert all(exponents_only(scale) is power_2 for scale in scales), name
+
+
+def test_replace_keeps_the_settings_of_one_operand() -> None:
+    given = Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=0.25))
+    changed = dataclasses.replace(given, use_power_2_scales=True)
+    assert changed.fp8_quant_fwd_inp == QParams(amax_epsilon=0.25)
+    assert changed.fp8_quant_fwd_weight == POWER_2
+
+
+@pytest.mark.parametrize("dims", [(1, 2, 1), (1, 1, 1), (2, 1, 1), (1, 1, 2)])
+def test_block_dims(dims: tuple[int, int, int]) -> None:
+    x, w, grad = dims
+    recipe = Float8BlockScaling(x_block_scaling_dim=x, w_block_scaling_dim=w, grad_block_scaling_dim=grad)
+    made = [q.block_scaling_dim for q in quantizers(recipe).values()]  # type: ignore[attr-defined]
+    assert made == [x, w, grad]
+
+
+@pytest.mark.parametrize("two_d", [False, True])
+def test_mxfp8_two_d_is_for_weights(two_d: bool) -> None:
+    made = quantizers(MXFP8BlockScaling(enable_2d_quantization=two_d))
+    tiles = {name: q.with_2d_quantization for name, q in made.items()}  # type: ignore[attr-defined]
+    assert tiles == {"input": False, "weight": two_d, "grad_output": False}
+
+
+NVFP4_FIELDS = ("with_rht", "with_post_rht_amax", "with_2d_quantization", "stochastic_rounding")
+
+
+@pytest.mark.parametrize(
+    "fields, inp, weight, grad",
+    [
+        ({}, (1, 1, 0, 0), (0, 0, 1, 0), (1, 1, 0, 1)),
+        ({"disable_rht": True}, (0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)),
+        ({"disable_stochastic_rounding": True}, (1, 1, 0, 0), (0, 0, 1, 0), (1, 1, 0, 0)),
+        ({"disable_2d_quantization": True}, (1, 1, 0, 0), (0, 0, 0, 0), (1, 1, 0, 1)),
+    ],
+    ids=["default", "no_rht", "no_sr", "no_2d"],
+)
+def test_nvfp4_settings(fields: dict[str, bool], inp: Any, weight: Any, grad: Any) -> None:
+    recipe = NVFP4BlockScaling(**fields)
+    made = quantizers(recipe)
+    settings = {name: tuple(int(getattr(q, field)) for field in NVFP4_FIELDS) for name, q in made.items()}
+    assert settings == {"input": inp, "weight": weight, "grad_output": grad}
+    derived = (recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight, recipe.fp4_quant_bwd_grad)
+    shown = [(p.random_hadamard_transform, p.fp4_2d_quantization, p.stochastic_rounding) for p in derived]
+    assert [tuple(map(int, p)) for p in shown] == [(s[0], s[2], s[3]) for s in (inp, weight, grad)]
+
+
+@pytest.mark.parametrize("scope", ["none", "weights", "activations", "all"])
+@pytest.mark.parametrize("use_256", ["none", "weights", "activations", "all"])
+def test_four_over_six_scopes(scope: str, use_256: str) -> None:
+    recipe = NVFP4BlockScaling(
+        disable_rht=True, nvfp4_4over6=scope, nvfp4_4over6_e4m3_use_256=use_256, nvfp4_4over6_err_mode="MSE"
+    )
+    made = quantizers(recipe)
+    chosen = {"weight": ("weights", "all"), "input": ("activations", "all"), "grad_output": ()}
+    for name, scopes in chosen.items():
+        quantizer: Any = made[name]
+        assert quantizer.nvfp4_use_4over6 is (scope in scopes)
+        assert quantizer.nvfp4_e4m3_max == (256 if scope in scopes and use_256 in scopes else 448)
+        assert quantizer.nvfp4_4over6_err_mode == "MSE"
+
+
+def test_row_scaled_activation_is_for_inputs() -> None:
+    made = quantizers(NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True))
+    rows = {name: q.row_scaled_nvfp4 for name, q in made.items()}  # type: ignore[attr-defined]
+    assert rows == {"input": True, "weight": False, "grad_output": False}
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+CHANGES: dict[type[Recipe], list[dict[str, Any]]] = {
+    DelayedScaling: [
+        {"margin": 1},
+        {"fp8_format": Format.E4M3},
+        {"amax_history_len": 4},
+        {"amax_compute_algo": "most_recent"},
+        {"amax_compute_algo": largest},
+        {"scaling_factor_compute_algo": print},
+        {"reduce_amax": False},
+        {"emulate": True},
+    ],
+    Float8CurrentScaling: [
+        {"use_power_2_scales": True},
+        {"fp8_format": Format.E4M3},
+        {"fp8_quant_fwd_inp": QParams(amax_epsilon=1.0)},
+        {"fp8_gemm_fprop": SPLIT},
+        {"backward_override": "dequantized"},
+    ],
+    MXFP8BlockScaling: [{"fp8_format": Format.HYBRID}, {"enable_2d_quantization": True}],
+    Float8BlockScaling: [{"use_f32_scales": True}, {"w_block_scaling_dim": 1}],
+    NVFP4BlockScaling: [{"disable_rht": True}, {"nvfp4_4over6": "weights"}, {"nvfp4_4over6_err_mode": "MSE"}],
+    CustomRecipe: [{"qfactory": other_factory}, {"quantization_alignment": 16}],
+}
+
+
+@each_kind
+def test_equal_fields_are_equal_recipes(kind: type[Recipe]) -> None:
+    recipe = make(kind)
+    assert recipe == make(kind)
+    assert hash(recipe) == hash(make(kind))
+    for fields in CHANGES[kind]:
+        changed = make(kind, **fields)
+        assert changed != recipe, fields
+        assert changed == make(kind, **fields)
+        assert len({recipe, changed, make(kind), make(kind, **fields)}) == 2
+    assert all(recipe != make(other) for other in KINDS if other is not kind)
+
+
+@each_kind
+def test_repr_names_every_field_and_is_stable(kind: type[Recipe]) -> None:
+    recipe = make(kind)
+    assert repr(recipe) == repr(make(kind))
+    assert all(f"{field.name}=" in repr(recipe) for field in dataclasses.fields(kind))
+    for fields in CHANGES[kind]:
+        assert repr(make(kind, **fields)) != repr(recipe)
+
+
+@each_kind
+def test_frozen(kind: type[Recipe]) -> None:
+    recipe, name = make(kind), next(iter(CHANGES[kind][0]))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(recipe, name, CHANGES[kind][0][name])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        delattr(recipe, name)
+
+
+@each_kind
+def test_replace_equals_building_anew(kind: type[Recipe]) -> None:
+    for fields in CHANGES[kind]:
+        changed = dataclasses.replace(make(kind), **fields)  # type: ignore[type-var]
+        assert changed == make(kind, **fields)
+        assert quantizers(changed) == quantizers(make(kind, **fields))
+
+
+@each_kind
+def test_copies_and_pickles_are_equal_and_work(kind: type[Recipe]) -> None:
+    recipe = make(kind, **CHANGES[kind][-1])
+    for twin in (copy.copy(recipe), copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
+        assert twin == recipe
+        assert hash(twin) == hash(recipe)
+        assert quantizers(twin) == quantizers(recipe)
+
+
+# -- environment ------------------------------------------------------------------------------------------------------
+
+VARIABLES = [
+    ("EMULATE", "1", DelayedScaling, "emulate", True),
+    ("EMULATE", "true", CustomRecipe, "emulate", True),
+    ("FP8_CURRENT_SCALING_POWER_2_SCALES", "1", Float8CurrentScaling, "use_power_2_scales", True),
+    ("FP8_BLOCK_SCALING_FP32_SCALES", "on", Float8BlockScaling, "use_f32_scales", True),
+    ("NVFP4_DISABLE_RHT", "1", NVFP4BlockScaling, "disable_rht", True),
+    ("NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1", NVFP4BlockScaling, "disable_stochastic_rounding", True),
+    ("NVFP4_DISABLE_2D_QUANTIZATION", "1", NVFP4BlockScaling, "disable_2d_quantization", True),
+    ("NVFP4_4OVER6", "weights", NVFP4BlockScaling, "nvfp4_4over6", "weights"),
+    ("NVFP4_4OVER6_E4M3_USE_256", "none", NVFP4BlockScaling, "nvfp4_4over6_e4m3_use_256", "none"),
+    ("NVFP4_4OVER6_ERR_MODE", "mse", NVFP4BlockScaling, "nvfp4_4over6_err_mode", "MSE"),
+]
+
+
+@pytest.mark.parametrize("prefix", ["NARROWCAST_", "NVTE_"])
+@pytest.mark.parametrize("variable, text, kind, field, value", VARIABLES, ids=[v[0] for v in VARIABLES])
+def test_environment_is_read_when_a_recipe_is_built(
+    monkeypatch: pytest.MonkeyPatch, prefix: str, variable: str, text: str, kind: type[Recipe], field: str, value: Any
+) -> None:
+    before = make(kind)
+    monkeypatch.setenv(prefix + variable, text)
+    assert getattr(make(kind), field) == value
+    assert getattr(before, field) == DEFAULTS[kind][field]
+    explicit = make(kind, **{field: DEFAULTS[kind][field]})
+    assert explicit == before  # an argument wins over the environment
+    monkeypatch.delenv(prefix + variable)
+    assert make(kind) == before
+
+
+def test_row_scaled_activation_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NARROWCAST_NVFP4_ROW_SCALED_ACTIVATION", "1")
+    monkeypatch.setenv("NARROWCAST_NVFP4_DISABLE_RHT", "1")
+    assert NVFP4BlockScaling().row_scaled_activation is True
+
+
+def test_environment_reaches_derived_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NARROWCAST_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    assert Float8BlockScaling().fp8_quant_fwd_inp == PLAIN
+
+
+def test_our_prefix_wins_and_nonsense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
+    monkeypatch.setenv("NARROWCAST_NVFP4_DISABLE_RHT", "0")
+    assert NVFP4BlockScaling().disable_rht is False
+    monkeypatch.setenv("NARROWCAST_NVFP4_DISABLE_RHT", "perhaps")
+    with pytest.raises(ValueError, match=r"NARROWCAST_NVFP4_DISABLE_RHT is 'perhaps'; use 1 or 0"):
+        NVFP4BlockScaling()
+    monkeypatch.setenv("NARROWCAST_NVFP4_DISABLE_RHT", "0")
+    monkeypatch.setenv("NARROWCAST_NVFP4_4OVER6", "some")
+    with pytest.raises(ValueError, match="'some'"):
+        NVFP4BlockScaling()
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+BAD: list[tuple[type[Recipe], dict[str, Any], str]] = [
+    *[(kind, {"fp8_format": Format.E5M2}, "E5M2.*Format.E4M3 or Format.HYBRID") for kind in KINDS[:4]],
+    (NVFP4BlockScaling, {"fp8_format": Format.E5M2}, "E5M2"),
+    (NVFP4BlockScaling, {"fp8_format": Format.HYBRID}, "HYBRID"),
+    (NVFP4BlockScaling, {"fp4_format": Format.E4M3}, "E2M1"),
+    (MXFP8BlockScaling, {"fp8_format": Format.E2M1}, "E2M1"),
+    (Float8CurrentScaling, {"fp8_format": "HYBRID"}, "HYBRID"),
+    (DelayedScaling, {"backward_override": "high_precision"}, "backward_override"),
+    (DelayedScaling, {"backward_override": "dequantized"}, "backward_override"),
+    *[
+        (kind, {"backward_override": "none"}, "backward_override is 'none'.*'high_precision'.*'dequantized'")
+        for kind in KINDS[1:]
+    ],
+    (DelayedScaling, {"amax_history_len": 0}, "amax_history_len is 0; use .*at least 1"),
+    (DelayedScaling, {"amax_history_len": 2.5}, "amax_history_len is 2.5"),
+    (DelayedScaling, {"margin": 0.5}, "margin is 0.5; use a whole number"),
+    (DelayedScaling, {"amax_compute_algo": "mean"}, "amax_compute_algo is 'mean'; use 'max', 'most_recent'"),
+    (DelayedScaling, {"scaling_factor_compute_algo": "max"}, "scaling_factor_compute_algo is 'max'"),
+    (MXFP8BlockScaling, {"margin": 1}, "margin=1"),
+    (Float8BlockScaling, {"x_block_scaling_dim": 2}, "two 128x128-scaled operands"),
+    (Float8BlockScaling, {"grad_block_scaling_dim": 2}, "two 128x128-scaled operands"),
+    (
+        Float8BlockScaling,
+        {"x_block_scaling_dim": 2, "w_block_scaling_dim": 1, "grad_block_scaling_dim": 2},
+        "two 128x128-scaled operands",
+    ),
+    (Float8BlockScaling, {"w_block_scaling_dim": 3}, "w_block_scaling_dim is 3"),
+    *[
+        (Float8BlockScaling, {f"fp8_gemm_{gemm}": FAST}, f"fp8_gemm_{gemm}.*use MMParams")
+        for gemm in ("fprop", "dgrad", "wgrad")
+    ],
+    (NVFP4BlockScaling, {"nvfp4_4over6": "weight"}, "nvfp4_4over6 is 'weight'; use 'none', 'weights'"),
+    (NVFP4BlockScaling, {"nvfp4_4over6_e4m3_use_256": "yes"}, "nvfp4_4over6_e4m3_use_256 is 'yes'"),
+    (NVFP4BlockScaling, {"nvfp4_4over6_err_mode": "RMS"}, "nvfp4_4over6_err_mode is 'RMS'; use 'MAE' or 'MSE'"),
+    (NVFP4BlockScaling, {"nvfp4_4over6": "all"}, "nvfp4_4over6='all'.*disable_rht=True"),
+    (NVFP4BlockScaling, {"nvfp4_4over6": "activations"}, "nvfp4_4over6='activations'.*disable_rht=True"),
+    (NVFP4BlockScaling, {"row_scaled_activation": True}, "row_scaled_activation=True.*disable_rht=True"),
+    (CustomRecipe, {"qfactory": None}, "callable qfactory"),
+    (CustomRecipe, {"qfactory": "mxfp8"}, "callable qfactory.*'mxfp8'"),
+    (CustomRecipe, {"quantization_alignment": 0}, "quantization_alignment is 0"),
+    (CustomRecipe, {"quantization_alignment": -16}, "quantization_alignment is -16"),
+]
+
+
+@pytest.mark.parametrize("kind, fields, message", BAD, ids=[f"{k.__name__}-{f}" for k, f, _ in BAD])
+def test_wrong_recipes_name_value_and_choice(kind: type[Recipe], fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(kind, **fields)
+
+
+def test_four_over_six_on_weights_goes_with_rotation() -> None:
+    assert NVFP4BlockScaling(nvfp4_4over6="weights").nvfp4_4over6 == "weights"
+
+
+def test_custom_recipe_needs_a_factory() -> None:
+    with pytest.raises(ValueError, match="callable qfactory"):
+        CustomRecipe()
+
+
+@each_kind
+@pytest.mark.parametrize("field", ["fp8_dpa", "fp8_mha"])
+def test_fp8_attention_is_refused(kind: type[Recipe], field: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{field}=True"):
+        make(kind, **{field: True})
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: kind.__name__)
+def test_backward_override_is_kept(kind: type[Recipe], override: str) -> None:
+    assert make(kind, backward_override=override).backward_override == override  # type: ignore[attr-defined]
