@@ -28,7 +28,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--repeats", type=int, default=20, help="timed runs of each case (default 20)")
     options.add_argument("--save", action="store_true", help="append the rows to benchmarks/results/")
-    options.add_argument("--commit", default=_commit(), help="what the rows say was measured (default: ask git)")
+    options.add_argument(
+        "--commit", default=_commit(), help="what the rows say was measured (default: ask git)"
+    )
     return options
 
 

@@ -139,6 +139,17 @@ def test_resume_from_another_configuration(text_file: Path, capsys: pytest.Captu
     assert train(text_file, "--out", "run", "--resume") == 0
 
 
+def test_resuming_a_finished_run_keeps_its_result(text_file: Path) -> None:
+    assert train(text_file, "--out", "run") == 0
+    before = tree(text_file.parent)
+    assert train(text_file, "--out", "run", "--resume") == 0
+    assert tree(text_file.parent) == before
+    report = Path("run/result.json")
+    report.unlink()
+    assert train(text_file, "--out", "run", "--resume") == 0
+    assert report.exists()
+
+
 def test_a_second_run_does_not_overwrite_the_first(text_file: Path, capsys: pytest.CaptureFixture) -> None:
     assert train(text_file, "--out", "run") == 0
     words = ["train", "--data", str(text_file), *TINY, "--out", "run"]

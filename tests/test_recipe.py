@@ -141,7 +141,9 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fields_and_defaults(kind: type[Recipe]) -> None:
     recipe = make(kind)
     fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(kind)}
-    assert list(fields.items()) == list(DEFAULTS[kind].items())  # also their order: they may be given by position
+    assert list(fields.items()) == list(
+        DEFAULTS[kind].items()
+    )  # also their order: they may be given by position
 
 
 def test_parameters_default_values() -> None:
@@ -153,7 +155,8 @@ def test_parameters_default_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, maxima", [("E2M1", (6, 6)), ("E4M3", (448, 448)), ("E5M2", (57344, 57344)), ("HYBRID", (448, 57344))]
+    "name, maxima",
+    [("E2M1", (6, 6)), ("E4M3", (448, 448)), ("E5M2", (57344, 57344)), ("HYBRID", (448, 57344))],
 )
 def test_format_maxima(name: str, maxima: tuple[float, float]) -> None:
     assert (Format[name].max_fwd, Format[name].max_bwd) == maxima
@@ -195,7 +198,9 @@ def quantizers(recipe: Recipe) -> dict[str, nc.Quantizer]:
     return {kind: getattr(handles, kind).both.quantizer for kind in ("input", "weight", "grad_output")}
 
 
-@pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling])
+@pytest.mark.parametrize(
+    "kind", [DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling]
+)
 @pytest.mark.parametrize("fp8_format, backward", [(Format.E4M3, E4M3), (Format.HYBRID, E5M2)], ids=str)
 def test_element_types_follow_the_format(kind: type[Recipe], fp8_format: Format, backward: nc.DType) -> None:
     made = quantizers(make(kind, fp8_format=fp8_format))
@@ -417,7 +422,13 @@ VARIABLES = [
 @pytest.mark.parametrize("prefix", ["NARROWCAST_", "NVTE_"])
 @pytest.mark.parametrize("variable, text, kind, field, value", VARIABLES, ids=[v[0] for v in VARIABLES])
 def test_environment_is_read_when_a_recipe_is_built(
-    monkeypatch: pytest.MonkeyPatch, prefix: str, variable: str, text: str, kind: type[Recipe], field: str, value: Any
+    monkeypatch: pytest.MonkeyPatch,
+    prefix: str,
+    variable: str,
+    text: str,
+    kind: type[Recipe],
+    field: str,
+    value: Any,
 ) -> None:
     before = make(kind)
     monkeypatch.setenv(prefix + variable, text)
@@ -488,7 +499,11 @@ BAD: list[tuple[type[Recipe], dict[str, Any], str]] = [
     ],
     (NVFP4BlockScaling, {"nvfp4_4over6": "weight"}, "nvfp4_4over6 is 'weight'; use 'none', 'weights'"),
     (NVFP4BlockScaling, {"nvfp4_4over6_e4m3_use_256": "yes"}, "nvfp4_4over6_e4m3_use_256 is 'yes'"),
-    (NVFP4BlockScaling, {"nvfp4_4over6_err_mode": "RMS"}, "nvfp4_4over6_err_mode is 'RMS'; use 'MAE' or 'MSE'"),
+    (
+        NVFP4BlockScaling,
+        {"nvfp4_4over6_err_mode": "RMS"},
+        "nvfp4_4over6_err_mode is 'RMS'; use 'MAE' or 'MSE'",
+    ),
     (NVFP4BlockScaling, {"nvfp4_4over6": "all"}, "nvfp4_4over6='all'.*disable_rht=True"),
     (NVFP4BlockScaling, {"nvfp4_4over6": "activations"}, "nvfp4_4over6='activations'.*disable_rht=True"),
     (NVFP4BlockScaling, {"row_scaled_activation": True}, "row_scaled_activation=True.*disable_rht=True"),
@@ -500,7 +515,9 @@ BAD: list[tuple[type[Recipe], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("kind, fields, message", BAD, ids=[f"{k.__name__}-{f}" for k, f, _ in BAD])
-def test_wrong_recipes_name_value_and_choice(kind: type[Recipe], fields: dict[str, Any], message: str) -> None:
+def test_wrong_recipes_name_value_and_choice(
+    kind: type[Recipe], fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         make(kind, **fields)
 

@@ -100,7 +100,10 @@ GRAD_OUTPUT_SLOT, GRAD_INPUT_SLOT = 0, 1
 
 FORWARD_TENSOR_TYPES = ("input", "weight", "output")
 BACKWARD_TENSOR_TYPES = ("grad_output", "grad_input")
-_TENSOR_TYPES: dict[str, tuple[str, ...]] = {"forward": FORWARD_TENSOR_TYPES, "backward": BACKWARD_TENSOR_TYPES}
+_TENSOR_TYPES: dict[str, tuple[str, ...]] = {
+    "forward": FORWARD_TENSOR_TYPES,
+    "backward": BACKWARD_TENSOR_TYPES,
+}
 
 
 def tensor_type_at(mode: Mode, slot: int, role: QuantizerRole | None = None) -> str:
@@ -270,7 +273,9 @@ class DelayedScaling(Recipe):
         _refuse_pure_e5m2(self, self.fp8_format)
         _refuse_fp8_attention(self)
         if not isinstance(self.margin, int):
-            raise ValueError(f"margin is {self.margin!r}; use a whole number, the scale is divided by 2**margin")
+            raise ValueError(
+                f"margin is {self.margin!r}; use a whole number, the scale is divided by 2**margin"
+            )
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
             raise ValueError(f"amax_history_len is {self.amax_history_len!r}; use a whole number, at least 1")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
@@ -607,7 +612,9 @@ class CustomRecipe(Recipe):
         made = [self._made_for(role) for role in roles]
         requests = [request for request in made if isinstance(request, DelayedScalingRequest)]
         if any(request != requests[0] for request in requests):
-            raise ValueError(f"the delayed-scaling requests of one module and direction must be equal, got {requests}")
+            raise ValueError(
+                f"the delayed-scaling requests of one module and direction must be equal, got {requests}"
+            )
         kinds = [tensor_type_at(mode, slot, role) for slot, role in enumerate(roles)]
         quantizers = [_requested(made[slot], kind, slot) for slot, kind in enumerate(kinds)]
         return quantizers, requests[0].as_recipe() if requests else None
@@ -616,10 +623,14 @@ class CustomRecipe(Recipe):
         """What the factory returns for a role, checked."""
         made = self.qfactory(role)  # type: ignore[misc]
         if made is None:
-            raise ValueError(f"qfactory returned None for {role}; return an IdentityQuantizer to leave it alone")
+            raise ValueError(
+                f"qfactory returned None for {role}; return an IdentityQuantizer to leave it alone"
+            )
         # in a traced call the compiler stands something else in for the quantizer it has just made
         if not (torch.compiler.is_compiling() or isinstance(made, (Quantizer, DelayedScalingRequest))):
-            raise TypeError(f"qfactory returned {type(made).__qualname__} for {role}; return a Quantizer or request")
+            raise TypeError(
+                f"qfactory returned {type(made).__qualname__} for {role}; return a Quantizer or request"
+            )
         return made
 
     def linear_handles(self, name: str = "") -> LinearHandles:

@@ -32,10 +32,13 @@ METHODS_TRACE = (
     or opaque_object.get_member_type(nc.MXFP8Quantizer, "quantize") is not None
 )
 needs_methods = pytest.mark.skipif(
-    not METHODS_TRACE, reason="before torch 2.13 methods of a quantizer trace only if they are registered as inlined"
+    not METHODS_TRACE,
+    reason="before torch 2.13 methods of a quantizer trace only if they are registered as inlined",
 )
 each_variant = pytest.mark.parametrize("name", VARIANTS)
-some_variants = pytest.mark.parametrize("name", [*ONE_OF_EACH, "block 1d", "nvfp4 stochastic", "nvfp4 row-scaled"])
+some_variants = pytest.mark.parametrize(
+    "name", [*ONE_OF_EACH, "block 1d", "nvfp4 stochastic", "nvfp4 row-scaled"]
+)
 one_of_each = pytest.mark.parametrize("name", ONE_OF_EACH)
 
 
@@ -137,7 +140,8 @@ def test_a_wrapper_leaves_the_graph_and_enters_another(name: str) -> None:
 
 @needs_methods
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.float32) for name in ONE_OF_EACH), ("mxfp8", BF16), ("nvfp4 stochastic", BF16)]
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in ONE_OF_EACH), ("mxfp8", BF16), ("nvfp4 stochastic", BF16)],
 )
 def test_the_gradient_passes_straight_through(name: str, dtype: torch.dtype) -> None:
     quantizer = VARIANTS[name]
@@ -225,7 +229,11 @@ def test_a_registered_subclass_compiles_with_its_own_knob() -> None:
 def test_an_unregistered_quantizer_is_named(quantizer: nc.Quantizer) -> None:
     name = type(quantizer).__name__
     x = normal((32, 32), BF16)
-    fix = "use a module under the DelayedScaling recipe" if name == "Float8Quantizer" else "register_value_opaque_quantizer"
+    fix = (
+        "use a module under the DelayedScaling recipe"
+        if name == "Float8Quantizer"
+        else "register_value_opaque_quantizer"
+    )
     with pytest.raises(RuntimeError, match=rf"(?s){name}.*{fix}"):
         compiled(lambda x: quantizer.quantize(x).dequantize())(x)
     torch._dynamo.reset()

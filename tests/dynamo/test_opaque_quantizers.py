@@ -63,7 +63,9 @@ def test_a_class_of_the_same_name_is_not_taken_for_a_registered_one() -> None:
     assert namesake(E4M3) != nc.MXFP8Quantizer(E4M3)
 
 
-@pytest.mark.parametrize("other", [int, torch.Tensor, nc.MXFP8Quantizer(E4M3), None, nc.recipe.Recipe], ids=repr)
+@pytest.mark.parametrize(
+    "other", [int, torch.Tensor, nc.MXFP8Quantizer(E4M3), None, nc.recipe.Recipe], ids=repr
+)
 def test_only_quantizer_classes_are_registered(other: Any) -> None:
     with pytest.raises(TypeError, match="is not a Quantizer class"):
         register_value_opaque_quantizer(other)
@@ -141,7 +143,12 @@ WITHOUT_API = """
 
 
 def test_everything_runs_eagerly_without_the_api_and_without_a_gpu() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(SOURCES),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", textwrap.dedent(WITHOUT_API)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.stdout.strip() == "fine", result.stderr[-2000:]

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from quantizers.catalog import E4M3, ONE_OF_EACH, USAGES, VARIANTS, assert_same_buffers, buffers, delayed, quantize
+from quantizers.catalog import (
+    E4M3,
+    ONE_OF_EACH,
+    USAGES,
+    VARIANTS,
+    assert_same_buffers,
+    buffers,
+    delayed,
+    quantize,
+)
 from reference.checks import normal
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -25,7 +34,9 @@ each_usage = pytest.mark.parametrize("usage", USAGES.values(), ids=USAGES)
 each_kind = pytest.mark.parametrize("internal", [False, True], ids=["wrapper", "internal"])
 
 
-def proto(name: str, usage: tuple[bool, bool], internal: bool, shape: tuple[int, ...] = (33, 50)) -> TensorProto:
+def proto(
+    name: str, usage: tuple[bool, bool], internal: bool, shape: tuple[int, ...] = (33, 50)
+) -> TensorProto:
     quantizer = WITH_DELAYED[name].with_usage(*usage).replace(internal=internal)
     return TensorProto(shape, BF16, quantizer, device="cpu")
 
@@ -86,7 +97,9 @@ def test_a_prototype_equals_the_real_tensor(name: str, usage: tuple[bool, bool],
         real = quantize(described.quantizer, normal(shape, BF16))
         names, context = real.__tensor_flatten__()
         assert described.inner_names() == tuple(names)
-        assert described.create_metadata() == context == described.quantizer.create_metadata(shape, dtype=BF16)
+        assert (
+            described.create_metadata() == context == described.quantizer.create_metadata(shape, dtype=BF16)
+        )
         inner = described.create_inner_tensors()
         assert [(tuple(t.shape), t.dtype, t.stride()) for t in inner] == [
             (tuple(t.shape), t.dtype, t.stride()) for t in buffers(real).values()
@@ -181,7 +194,9 @@ class Unordered(nc.MXFP8Quantizer):
         return dict(reversed(super()._describe_buffers(shape, dtype).items()))
 
 
-@pytest.mark.parametrize(("cls", "named"), [(Extra, "_extra"), (Unordered, "_columnwise_scale_inv', '_columnwise_data'")])
+@pytest.mark.parametrize(
+    ("cls", "named"), [(Extra, "_extra"), (Unordered, "_columnwise_scale_inv', '_columnwise_data'")]
+)
 def test_a_description_that_the_storage_does_not_declare(cls: type[nc.Quantizer], named: str) -> None:
     described = TensorProto((32, 32), BF16, cls(E4M3), device="cpu")  # type: ignore[call-arg]
     for use in (described.inner_names, described.create_tensor):
@@ -198,7 +213,9 @@ def test_fake_tensors(name: str, usage: tuple[bool, bool], internal: bool) -> No
     with FakeTensorMode() as mode:
         inner = described.create_inner_tensors()
         made = described.create_tensor()
-        assert all(isinstance(t, FakeTensor) and t.fake_mode is mode for t in (*inner, *buffers(made).values()))
+        assert all(
+            isinstance(t, FakeTensor) and t.fake_mode is mode for t in (*inner, *buffers(made).values())
+        )
         assert facts(made)[0] == facts(real)[0]
         if not internal:
             values = made.dequantize()
@@ -218,10 +235,15 @@ def test_created_in_a_graph(name: str, internal: bool) -> None:
         return x + 1, [[b for b in t.get_data_tensors() if b is not None] if internal else t for t in made]
 
     x = torch.ones(2, 3, 50, dtype=BF16)
-    made, expected = torch.compile(create, fullgraph=True, backend="aot_eager", dynamic=False)(x)[1], create(x)[1]
+    made, expected = (
+        torch.compile(create, fullgraph=True, backend="aot_eager", dynamic=False)(x)[1],
+        create(x)[1],
+    )
     for ours, theirs in zip(made, expected, strict=True):
         if internal:
-            assert [(b.shape, b.dtype, b.stride()) for b in ours] == [(b.shape, b.dtype, b.stride()) for b in theirs]
+            assert [(b.shape, b.dtype, b.stride()) for b in ours] == [
+                (b.shape, b.dtype, b.stride()) for b in theirs
+            ]
         else:
             assert facts(ours) == facts(theirs)
 

@@ -98,9 +98,9 @@ def make(kind: str, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> 
 
 
 def grid(shapes: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], str, torch.dtype]]:
-    """Every shape with every kind of input, the dtypes in turn."""
-    pairs = itertools.product(shapes, KINDS)
-    return [(tuple(shape), kind, DTYPES[i % 3]) for i, (shape, kind) in enumerate(pairs)]
+    """Every shape with every kind of input, the dtypes in turn: one per shape, which bounds the compilations."""
+    pairs = itertools.product(enumerate(shapes), KINDS)
+    return [(tuple(shape), kind, DTYPES[i % 3]) for (i, shape), kind in pairs]
 
 
 def compare(

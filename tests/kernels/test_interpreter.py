@@ -12,6 +12,7 @@ import pytest
 from .conftest import HAS_GPU, HAS_TRITON, missing
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     HAS_GPU or not HAS_TRITON or missing() is None, reason="the kernel tests run in this process"
 )

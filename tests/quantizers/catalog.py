@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from reference.checks import assert_bitwise
 from torch import Tensor
 
 import narrowcast as nc
 from narrowcast.tensors import QuantizedTensorStorage
-from reference.checks import assert_bitwise
 
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
 

@@ -11,7 +11,17 @@ from reference.checks import EMPTY_SHAPES, RAGGED_SHAPES, normal
 import narrowcast as nc
 from narrowcast.formats import cdiv, round_up
 
-from .catalog import E4M3, ONE_OF_EACH, SHAPES, USAGES, VARIANTS, assert_own_memory, buffers, delayed, quantize
+from .catalog import (
+    E4M3,
+    ONE_OF_EACH,
+    SHAPES,
+    USAGES,
+    VARIANTS,
+    assert_own_memory,
+    buffers,
+    delayed,
+    quantize,
+)
 
 U8, F32, BF16 = torch.uint8, torch.float32, torch.bfloat16
 WITH_DELAYED = {**VARIANTS, "delayed": delayed()}
@@ -207,6 +217,11 @@ def test_one_description_in_two_spellings() -> None:
 
 def test_construction_takes_torch_dtypes_and_integers() -> None:
     assert nc.MXFP8Quantizer(torch.float8_e4m3fn) == nc.MXFP8Quantizer(E4M3) == nc.MXFP8Quantizer(int(E4M3))
-    for bad, named in ((torch.float32, "kFloat32"), (nc.DType.kFloat4E2M1, "kFloat4E2M1"), (99, "99"), (torch.int8, "int8")):
+    for bad, named in (
+        (torch.float32, "kFloat32"),
+        (nc.DType.kFloat4E2M1, "kFloat4E2M1"),
+        (99, "99"),
+        (torch.int8, "int8"),
+    ):
         with pytest.raises(ValueError, match=named):
             nc.MXFP8Quantizer(bad)

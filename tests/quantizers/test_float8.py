@@ -71,7 +71,9 @@ def test_a_slot_reads_and_writes_its_own_place(usage: tuple[bool, bool], dtype: 
     x = normal((33, 50), BF16)
     operator = quantize_delayed_both if all(usage) else quantize_delayed
     outputs = operator(x, scale, history, slot)
-    live = nc.Float8Quantizer(torch.tensor([2.0]), torch.zeros(1), dtype, rowwise=usage[0], columnwise=usage[1])
+    live = nc.Float8Quantizer(
+        torch.tensor([2.0]), torch.zeros(1), dtype, rowwise=usage[0], columnwise=usage[1]
+    )
     for ours, (name, theirs) in zip(outputs, buffers(live.quantize(x)).items(), strict=True):
         assert_bitwise(ours, theirs, name)
     assert history[0].tolist() == [0.0, live.amax.item(), 0.0]

@@ -81,7 +81,9 @@ def test_block_scaled(name: str, device: torch.device) -> None:
     for side, usage in (("rowwise", ROWWISE), ("columnwise", COLUMNWISE)):
         for tensor in (both, quantizer.with_usage(**usage).quantize(x)):
             for part in ("data", "scale_inv"):
-                assert_bitwise(getattr(tensor, f"_{side}_{part}").cpu(), golden[f"{side}_{part}"], f"{side} {part}")
+                assert_bitwise(
+                    getattr(tensor, f"_{side}_{part}").cpu(), golden[f"{side}_{part}"], f"{side} {part}"
+                )
         values = quantizer.with_usage(**usage).quantize(x).dequantize(dtype=torch.float32)
         assert_bitwise(values.cpu(), golden[f"dequant_{side}"], f"{side} values")
 
@@ -106,7 +108,9 @@ def test_nvfp4(name: str, device: torch.device) -> None:
     if quantizer.with_rht:
         matrix = quantizer.rht_matrix.float()
         stored = (stored.view(stored.shape[0], -1, 16) @ matrix.t()).view_as(stored)
-        assert torch.allclose(columnwise.reshape(-1, x.shape[-1]), stored.t(), rtol=1e-5, atol=1e-6 * stored.abs().max())
+        assert torch.allclose(
+            columnwise.reshape(-1, x.shape[-1]), stored.t(), rtol=1e-5, atol=1e-6 * stored.abs().max()
+        )
     else:
         assert_bitwise(columnwise.reshape(-1, x.shape[-1]), stored.t().contiguous(), "column-wise values")
 

@@ -34,7 +34,9 @@ def test_a_delayed_operand_uses_its_slot(usage: tuple[bool, bool]) -> None:
     handle = handle_of(DelayedFloat8Quantizer(E4M3, 1, rowwise=usage[0], columnwise=usage[1]))
     scale, history = torch.tensor([1.0, 2.0]), torch.zeros(3, 2)
     assert handle.delayed
-    assert_same_buffers(quantize_operand(x, handle, scale, history), delayed(2.0).with_usage(*usage).quantize(x))
+    assert_same_buffers(
+        quantize_operand(x, handle, scale, history), delayed(2.0).with_usage(*usage).quantize(x)
+    )
     assert history[0].tolist() == [0.0, x.float().abs().max().item()]
 
 

@@ -114,7 +114,7 @@ def test_random_rounding_follows_the_default_generator() -> None:
 @pytest.mark.gpu
 def test_a_quantizer_has_no_device() -> None:
     quantizer = nc.NVFP4Quantizer(with_rht=True)
-    x = normal((64, 64), BF16)
+    x = torch.randint(-8, 9, (64, 64)).to(BF16)  # sums of 16 are exact in any order
     here, there = quantizer.quantize(x), quantizer.quantize(x.cuda())
     assert there.device.type == "cuda" and here._quantizer == there._quantizer
     assert_same_buffers(there.to("cpu"), here)

@@ -8,7 +8,17 @@ from reference.checks import awkward_layouts, normal
 
 import narrowcast as nc
 
-from .catalog import E4M3, E5M2, ONE_OF_EACH, USAGES, VARIANTS, assert_same_buffers, buffers, delayed, quantize
+from .catalog import (
+    E4M3,
+    E5M2,
+    ONE_OF_EACH,
+    USAGES,
+    VARIANTS,
+    assert_same_buffers,
+    buffers,
+    delayed,
+    quantize,
+)
 
 BF16 = torch.bfloat16
 WITH_DELAYED = {**VARIANTS, "delayed": delayed()}
@@ -83,7 +93,9 @@ def test_noop_flag_skips_on_the_device(name: str) -> None:
     assert_same_buffers(out, quantize(quantizer, y))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.int64, torch.bool, torch.float64, torch.complex64], ids=str
+)
 @pytest.mark.parametrize("name", WITH_DELAYED)
 def test_a_dtype_that_cannot_be_quantized(name: str, dtype: torch.dtype) -> None:
     quantizer, x = WITH_DELAYED[name], torch.ones(32, 32).to(dtype)
@@ -99,7 +111,10 @@ def test_a_dtype_that_cannot_be_quantized(name: str, dtype: torch.dtype) -> None
 def test_block_formats_need_two_dims(name: str, shape: tuple[int, ...]) -> None:
     quantizer, x = BLOCK_FORMATS[name], torch.ones(shape)
     assert not quantizer.is_quantizable(x)
-    with pytest.raises(ValueError, match=rf"{type(quantizer).__name__} needs at least 2 dims, got shape \({shape[0] if shape else ''}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{type(quantizer).__name__} needs at least 2 dims, got shape \({shape[0] if shape else ''}",
+    ):
         quantizer.quantize(x)
 
 
@@ -115,7 +130,9 @@ def test_out_of_another_kind(name: str) -> None:
     quantizer, x = WITH_DELAYED[name], torch.ones(32, 32)
     other = ONE_OF_EACH["current" if isinstance(quantizer, nc.MXFP8Quantizer) else "mxfp8"].quantize(x)
     for out in (other, torch.empty(32, 32)):
-        with pytest.raises(ValueError, match=rf"out is a {type(out).__name__}.*{type(quantizer).__name__} writes"):
+        with pytest.raises(
+            ValueError, match=rf"out is a {type(out).__name__}.*{type(quantizer).__name__} writes"
+        ):
             quantizer.quantize(x, out=out)
     narrow = quantizer.quantize(torch.ones(32, 16))
     with pytest.raises(ValueError, match=r"out has shape \(32, 16\), the source has \(32, 32\)"):

@@ -94,7 +94,9 @@ def test_one_changed_field_makes_another_value(quantizer: nc.Quantizer) -> None:
         assert rebuilt(changed) == changed, name
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, nc.Quantizer.copy, lambda q: pickle.loads(pickle.dumps(q))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, nc.Quantizer.copy, lambda q: pickle.loads(pickle.dumps(q))]
+)
 @pytest.mark.parametrize("quantizer", VALUES.values(), ids=VALUES)
 def test_copies_are_equal(quantizer: nc.Quantizer, copied: Any) -> None:
     twin = copied(quantizer)
@@ -136,7 +138,9 @@ def test_an_unregistered_subclass_has_identity_semantics() -> None:
     assert hash(one) != hash(two)
     with pytest.raises(TypeError, match="PlainSubclass has no value fields"):
         one._value_key()
-    with pytest.raises(TypeError, match=r"PlainSubclass is not registered.*register_value_opaque_quantizer\(PlainSubclass\)"):
+    with pytest.raises(
+        TypeError, match=r"PlainSubclass is not registered.*register_value_opaque_quantizer\(PlainSubclass\)"
+    ):
         one.__fx_repr__()
     assert one.copy() != one
     assert one.copy().knob is False
@@ -159,7 +163,9 @@ class RegisteredSubclass(nc.Float8CurrentScalingQuantizer):
     flavour: Flavour
     level: Level
 
-    def __init__(self, *args: Any, flavour: Flavour = Flavour.SWEET, level: Level = Level.LOW, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, flavour: Flavour = Flavour.SWEET, level: Level = Level.LOW, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._freeze(flavour=flavour, level=level)
 
@@ -222,7 +228,9 @@ class HoldsList(nc.Quantizer):
     sizes: list[int]
 
 
-@pytest.mark.parametrize(("cls", "field"), [(HoldsTensor, "state"), (HoldsList, "sizes"), (nc.Float8Quantizer, "scale")])
+@pytest.mark.parametrize(
+    ("cls", "field"), [(HoldsTensor, "state"), (HoldsList, "sizes"), (nc.Float8Quantizer, "scale")]
+)
 def test_a_field_of_another_type_is_refused_by_name(cls: type[nc.Quantizer], field: str) -> None:
     for check in (value_fields, register_value_opaque_quantizer):
         with pytest.raises(TypeError, match=rf"{cls.__name__}\.{field}"):
@@ -252,7 +260,12 @@ def test_a_process_group_is_refused_wherever_it_sits(process_group: Any, attribu
     quantizer = nc.MXFP8Quantizer(E4M3)
     object.__setattr__(quantizer, attribute, process_group)
     message = rf"MXFP8Quantizer\.{attribute} holds a process group.*pass the group to each quantize call"
-    for use in (hash, lambda q: q == nc.MXFP8Quantizer(E4M3), nc.Quantizer.__fx_repr__, nc.Quantizer._value_key):
+    for use in (
+        hash,
+        lambda q: q == nc.MXFP8Quantizer(E4M3),
+        nc.Quantizer.__fx_repr__,
+        nc.Quantizer._value_key,
+    ):
         with pytest.raises(TypeError, match=message):
             use(quantizer)
     assert quantizer == quantizer
@@ -274,7 +287,9 @@ def test_an_own_fx_repr_does_not_bypass_the_guard(process_group: Any) -> None:
 def test_a_quantized_tensor_never_holds_the_group(process_group: Any) -> None:
     x = normal((33, 50), torch.bfloat16)
     plain = nc.Float8CurrentScalingQuantizer(E4M3)
-    stored = nc.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True, amax_reduction_group=process_group)
+    stored = nc.Float8CurrentScalingQuantizer(
+        E4M3, with_amax_reduction=True, amax_reduction_group=process_group
+    )
     given = nc.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True)
     unused = nc.Float8CurrentScalingQuantizer(E4M3, amax_reduction_group=process_group)
     tensors = [

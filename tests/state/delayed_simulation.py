@@ -75,7 +75,9 @@ class Simulation:
             scale, history = self.tensors(names)
             ours, rows = getattr(state, f"scale_{direction}"), getattr(state, f"amax_history_{direction}")
             assert torch.equal(ours.cpu(), scale), f"{where} {direction}: scale {ours}, expected {scale}"
-            assert torch.equal(rows[:length].cpu(), history), f"{where} {direction}: {rows[:length]}, expected {history}"
+            assert torch.equal(rows[:length].cpu(), history), (
+                f"{where} {direction}: {rows[:length]}, expected {history}"
+            )
             assert not rows[length:].any()
 
 
@@ -93,18 +95,24 @@ def draw(step: int, *shape: int, salt: int = 0) -> torch.Tensor:
 
 
 def train_step(
-    layer: nc.Linear, recipe: DelayedScaling, x: torch.Tensor, dy: torch.Tensor, run: Callable[..., Any] | None = None
+    layer: nc.Linear,
+    recipe: DelayedScaling,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    run: Callable[..., Any] | None = None,
 ) -> torch.Tensor:
     """One forward under the recipe and one backward with the given output gradient."""
     with nc.autocast(recipe=recipe):
-        y = (run or layer)(x)
+        y = (layer if run is None else run)(x)
     y.backward(dy)
     return y.detach()
 
 
 def buffers(layer: nc.Linear) -> list[torch.Tensor]:
     state = layer.delayed_scaling
-    return [t.clone() for t in (state.scale_fwd, state.amax_history_fwd, state.scale_bwd, state.amax_history_bwd)]
+    return [
+        t.clone() for t in (state.scale_fwd, state.amax_history_fwd, state.scale_bwd, state.amax_history_bwd)
+    ]
 
 
 def perturb(layer: nc.Linear, step: int) -> None:

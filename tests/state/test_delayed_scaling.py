@@ -31,9 +31,15 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 4, 1024, 1500])
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
-@pytest.mark.parametrize("margin, fp8_format", [(0, Format.HYBRID), (3, Format.E4M3), (-2, Format.HYBRID)], ids=str)
-def test_scales_and_histories_follow_the_rule(length: int, algo: Any, margin: int, fp8_format: Format) -> None:
-    recipe = DelayedScaling(margin=margin, fp8_format=fp8_format, amax_history_len=length, amax_compute_algo=algo)
+@pytest.mark.parametrize(
+    "margin, fp8_format", [(0, Format.HYBRID), (3, Format.E4M3), (-2, Format.HYBRID)], ids=str
+)
+def test_scales_and_histories_follow_the_rule(
+    length: int, algo: Any, margin: int, fp8_format: Format
+) -> None:
+    recipe = DelayedScaling(
+        margin=margin, fp8_format=fp8_format, amax_history_len=length, amax_compute_algo=algo
+    )
     layer, rule = make_layer(), Simulation(recipe)
     for step in range(STEPS):
         x, dy = draw(step, 10, 24), draw(step, 10, 40, salt=1)
@@ -59,7 +65,10 @@ def test_a_step_computes_with_the_scales_of_the_steps_before() -> None:
         rule.collect(input=x, weight=layer.weight, grad_output=dy)
         layer.weight.grad = None
         y = train_step(layer, recipe, x, dy)
-        xq, wq, dyq = (rounded(t.detach(), name) for t, name in ((x, "input"), (layer.weight, "weight"), (dy, "grad_output")))
+        xq, wq, dyq = (
+            rounded(t.detach(), name)
+            for t, name in ((x, "input"), (layer.weight, "weight"), (dy, "grad_output"))
+        )
         torch.testing.assert_close(y, xq @ wq.t(), rtol=1e-5, atol=1e-5 * float(y.abs().max()))
         for grad, expected in ((x.grad, dyq @ wq), (layer.weight.grad, dyq.t() @ xq)):
             assert grad is not None
@@ -92,7 +101,9 @@ def test_functions_for_amax_and_scale() -> None:
     def mean_of_used(history: torch.Tensor) -> torch.Tensor:
         return history.mean(0)
 
-    def half(amax: torch.Tensor, scale: torch.Tensor, fp8_max: torch.Tensor, recipe: DelayedScaling) -> torch.Tensor:
+    def half(
+        amax: torch.Tensor, scale: torch.Tensor, fp8_max: torch.Tensor, recipe: DelayedScaling
+    ) -> torch.Tensor:
         seen.append((amax.shape, repr(recipe)))
         return torch.where(amax > 0, 0.5 * fp8_max / amax, scale)
 
@@ -111,12 +122,16 @@ def test_functions_for_amax_and_scale() -> None:
         train_step(layer, recipe, x, torch.zeros(5, 40))
         assert torch.equal(layer.delayed_scaling.scale_fwd, scale), step
         assert torch.equal(layer.delayed_scaling.amax_history_fwd[:3], torch.tensor(rows)), step
-    assert torch.equal(layer.delayed_scaling.scale_bwd, torch.ones(2))  # nothing was collected, nothing called
+    assert torch.equal(
+        layer.delayed_scaling.scale_bwd, torch.ones(2)
+    )  # nothing was collected, nothing called
     assert set(seen) == {(torch.Size([3]), repr(recipe)), (torch.Size([2]), repr(recipe))}
 
 
 def test_only_one_function() -> None:
-    recipe = DelayedScaling(amax_history_len=4, scaling_factor_compute_algo=lambda amax, scale, fp8_max, _: fp8_max - amax)
+    recipe = DelayedScaling(
+        amax_history_len=4, scaling_factor_compute_algo=lambda amax, scale, fp8_max, _: fp8_max - amax
+    )
     layer = make_layer()
     train_step(layer, recipe, torch.full((2, 24), 8.0), torch.full((2, 40), 16.0))
     with nc.autocast(recipe=recipe):
@@ -339,7 +354,9 @@ def test_calibrating_needs_delayed_scaling() -> None:
 # -- compiled ---------------------------------------------------------------------------------------------------------
 
 
-def states_over_steps(compiled: str, recipe: DelayedScaling, more_tokens: int = 0) -> list[list[torch.Tensor]]:
+def states_over_steps(
+    compiled: str, recipe: DelayedScaling, more_tokens: int = 0
+) -> list[list[torch.Tensor]]:
     layers = [make_layer(24, 24, seed) for seed in range(2)]
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -380,18 +397,23 @@ def states_over_steps(compiled: str, recipe: DelayedScaling, more_tokens: int = 
 RECIPES = {
     "history_1": DelayedScaling(amax_history_len=1),
     "history_4": DelayedScaling(amax_history_len=4),
-    "margin": DelayedScaling(amax_history_len=4, margin=2, amax_compute_algo="most_recent", fp8_format=Format.E4M3),
+    "margin": DelayedScaling(
+        amax_history_len=4, margin=2, amax_compute_algo="most_recent", fp8_format=Format.E4M3
+    ),
     "functions": DelayedScaling(
         amax_history_len=4,
         amax_compute_algo=lambda history: history.amax(0),
-        scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: torch.where(amax > 0, fp8_max / amax, scale),
+        scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: torch.where(
+            amax > 0, fp8_max / amax, scale
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize(
     "compiled, name",
-    [("outside", name) for name in RECIPES] + [("inside", "margin"), ("inside", "functions"), ("dynamic", "history_4")],
+    [("outside", name) for name in RECIPES]
+    + [("inside", "margin"), ("inside", "functions"), ("dynamic", "history_4")],
 )
 def test_compiled_states_equal_eager_ones(name: str, compiled: str) -> None:
     more = 5 if compiled == "dynamic" else 0
@@ -493,7 +515,10 @@ def test_strict_load_both_ways() -> None:
     addresses = [state.scale_fwd.data_ptr(), state.amax_history_fwd.data_ptr()]
     fresh.load_state_dict(used.state_dict())
     assert_same(buffers(fresh), buffers(used))
-    assert [state.scale_fwd.data_ptr(), state.amax_history_fwd.data_ptr()] == addresses  # quantizers keep their views
+    assert [
+        state.scale_fwd.data_ptr(),
+        state.amax_history_fwd.data_ptr(),
+    ] == addresses  # quantizers keep their views
     make_layer().load_state_dict(plain)
 
 
@@ -523,7 +548,9 @@ def test_history_length_may_change_at_a_restart(saved: int, loaded: int) -> None
     assert torch.equal(restored.delayed_scaling.scale_fwd[used], 448.0 / amax[used])
 
 
-@pytest.mark.parametrize("key, shape", [("scale_fwd", (2,)), ("amax_history_bwd", (4, 3)), ("amax_history_fwd", (12,))])
+@pytest.mark.parametrize(
+    "key, shape", [("scale_fwd", (2,)), ("amax_history_bwd", (4, 3)), ("amax_history_fwd", (12,))]
+)
 def test_wrong_shapes_are_named_and_change_nothing(key: str, shape: tuple[int, ...]) -> None:
     layer = trained(DelayedScaling(amax_history_len=4))
     before, state = buffers(layer), layer.state_dict()
@@ -549,7 +576,9 @@ COPIES = {
 
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_have_fp32_state_of_their_own_and_stay_registered(how: str) -> None:
-    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history.amax(0))  # does not pickle
+    recipe = DelayedScaling(
+        amax_history_len=4, amax_compute_algo=lambda history: history.amax(0)
+    )  # does not pickle
     layer = trained(recipe)
     twin = COPIES[how](layer)
     assert_same(buffers(twin), buffers(layer))

@@ -52,7 +52,13 @@ WAYS = {"torch_inside": torch_inside, "ours_inside": ours_inside, "ours_outside"
 
 @pytest.mark.parametrize(
     "way, use_reentrant",
-    [("torch_inside", False), ("ours_inside", False), ("ours_outside", False), ("ours_inside", True), ("ours_outside", True)],
+    [
+        ("torch_inside", False),
+        ("ours_inside", False),
+        ("ours_outside", False),
+        ("ours_inside", True),
+        ("ours_outside", True),
+    ],
 )
 def test_recompute_equals_no_recompute(way: str, use_reentrant: bool) -> None:
     plain, layer = make_layer(), make_layer()
@@ -82,7 +88,9 @@ def test_recompute_equals_no_recompute(way: str, use_reentrant: bool) -> None:
         perturb(layer, step)
 
 
-@pytest.mark.parametrize("recipe", [None, nc.recipe.Float8CurrentScaling(), nc.recipe.NVFP4BlockScaling()], ids=type)
+@pytest.mark.parametrize(
+    "recipe", [None, nc.recipe.Float8CurrentScaling(), nc.recipe.NVFP4BlockScaling()], ids=type
+)
 def test_ours_recomputes_under_the_recipe_of_the_first_forward(recipe: Any) -> None:
     layer, seen = make_layer(), []
 

@@ -133,7 +133,10 @@ def test_keyword_arguments_are_paired_by_name() -> None:
 
 
 def test_several_outputs_come_back_as_given() -> None:
-    values, places = nc.IdentityQuantizer().quantize(torch.zeros(50, dtype=BF16)), torch.zeros(50, dtype=torch.long)
+    values, places = (
+        nc.IdentityQuantizer().quantize(torch.zeros(50, dtype=BF16)),
+        torch.zeros(50, dtype=torch.long),
+    )
     source = tensor_of("mxfp8")
     result = torch.max(source, 0, out=(values, places))
     expected = torch.max(source.dequantize(), 0)
@@ -186,7 +189,12 @@ def test_empty_like_goes_through_the_quantizer_and_the_rest_is_plain() -> None:
     empty = torch.empty_like(tensor, dtype=torch.float16)
     assert type(empty) is type(tensor) and empty.dtype == torch.float16 and empty.shape == tensor.shape
     assert empty._quantizer == tensor._quantizer
-    for other in (torch.zeros_like(tensor), torch.ones_like(tensor), torch.randn_like(tensor), tensor.new_zeros(3)):
+    for other in (
+        torch.zeros_like(tensor),
+        torch.ones_like(tensor),
+        torch.randn_like(tensor),
+        tensor.new_zeros(3),
+    ):
         assert type(other) is torch.Tensor and other.dtype == BF16
 
 

@@ -51,7 +51,13 @@ def test_a_parameter_is_the_wrapper_itself(name: str) -> None:
 @pytest.mark.parametrize("leaf", [False, True], ids=["tensor", "parameter"])
 def test_detach_alias_and_view_share_buffers(name: str, leaf: bool) -> None:
     tensor = parameter(name) if leaf else quantize(WITH_DELAYED[name], normal((33, 50), BF16))
-    views = (tensor.detach(), tensor.data, torch.ops.aten.alias(tensor), tensor.view(33, 50), tensor.view_as(tensor))
+    views = (
+        tensor.detach(),
+        tensor.data,
+        torch.ops.aten.alias(tensor),
+        tensor.view(33, 50),
+        tensor.view_as(tensor),
+    )
     for other in (*views, tensor.expand_as(tensor), tensor.contiguous(), tensor.reshape(33, 50)):
         assert type(other) is type(tensor) and other._quantizer is tensor._quantizer
         assert list(map(id, buffers(other).values())) == list(map(id, buffers(tensor).values()))
@@ -62,7 +68,12 @@ def test_detach_alias_and_view_share_buffers(name: str, leaf: bool) -> None:
 @each_quantizer
 def test_copies_own_their_memory(name: str) -> None:
     weight = parameter(name)
-    for other in (weight.clone(), weight.detach().clone(), copy.deepcopy(weight), copy.deepcopy(weight.detach())):
+    for other in (
+        weight.clone(),
+        weight.detach().clone(),
+        copy.deepcopy(weight),
+        copy.deepcopy(weight.detach()),
+    ):
         assert type(other) is type(weight) and other.dtype == BF16
         assert_same_buffers(other, weight)
         assert_own_memory(other, weight)
@@ -97,7 +108,11 @@ def test_conversions_dequantize(name: str) -> None:
 @one_of_each
 def test_nominal_dtype_and_device_change_without_requantizing(name: str) -> None:
     weight = parameter(name)
-    for other in (weight.to_dtype(torch.float16), weight.to(torch.float16), weight.detach().to("cpu", torch.float16)):
+    for other in (
+        weight.to_dtype(torch.float16),
+        weight.to(torch.float16),
+        weight.detach().to("cpu", torch.float16),
+    ):
         assert type(other) is type(weight) and other.dtype == other._dtype == torch.float16
         assert_same_buffers(other, weight)
         assert torch.equal(other.dequantize(), weight.dequantize(dtype=torch.float16))
@@ -125,7 +140,13 @@ def test_make_like(name: str) -> None:
 @each_quantizer
 def test_dequantize_is_differentiable(name: str) -> None:
     weight, factor = parameter(name), normal((33, 50), torch.float32)
-    for values in (weight.dequantize(), weight.float(), weight.half(), weight.cpu(), weight.dequantize(dtype=BF16)):
+    for values in (
+        weight.dequantize(),
+        weight.float(),
+        weight.half(),
+        weight.cpu(),
+        weight.dequantize(dtype=BF16),
+    ):
         (grad,) = torch.autograd.grad((values * factor.to(values.dtype)).sum(), weight)
         assert type(grad) is torch.Tensor and grad.dtype == BF16
         assert torch.equal(grad, factor.to(values.dtype).to(BF16))
@@ -147,7 +168,9 @@ def test_operators_see_the_value_and_gradients_reach_the_parameter(name: str) ->
     ):
         ours, theirs = function(weight), function(plain)
         assert type(ours) is torch.Tensor and torch.equal(ours, theirs)
-        (a,), (b,) = (torch.autograd.grad(y.float().square().sum(), w) for y, w in ((ours, weight), (theirs, plain)))
+        (a,), (b,) = (
+            torch.autograd.grad(y.float().square().sum(), w) for y, w in ((ours, weight), (theirs, plain))
+        )
         assert type(a) is torch.Tensor and torch.equal(a, b)
 
 
@@ -178,7 +201,10 @@ def test_modules_move_and_cast_their_quantized_parameters(name: str) -> None:
     module.weight = parameter(name)
     value = module.weight.detach().float()
     module.weight.marker = "kept"
-    for change, dtype in ((lambda: module.to(torch.float16), torch.float16), (lambda: module.float(), torch.float32)):
+    for change, dtype in (
+        (lambda: module.to(torch.float16), torch.float16),
+        (lambda: module.float(), torch.float32),
+    ):
         change()
         assert isinstance(module.weight, nn.Parameter) and isinstance(module.weight, nc.QuantizedTensor)
         assert module.weight.dtype == module.weight.dequantize().dtype == dtype
@@ -192,7 +218,13 @@ def test_modules_move_and_cast_their_quantized_parameters(name: str) -> None:
 def test_repr_names_the_class_shape_directions_and_quantizer(name: str) -> None:
     weight = parameter(name)
     text = repr(weight)
-    for part in (type(weight).__name__, "(33, 50)", "torch.bfloat16", "rowwise", type(ONE_OF_EACH[name]).__name__):
+    for part in (
+        type(weight).__name__,
+        "(33, 50)",
+        "torch.bfloat16",
+        "rowwise",
+        type(ONE_OF_EACH[name]).__name__,
+    ):
         assert part in text
     assert str(weight) == text == f"{weight}"
     meta = repr(weight.detach().to("meta"))
@@ -209,7 +241,9 @@ def test_storage_of_shares_the_buffers(name: str) -> None:
 
 
 def test_high_precision_initial_value() -> None:
-    with nc.quantized_model_init(recipe=nc.recipe.Float8CurrentScaling(), preserve_high_precision_init_val=True):
+    with nc.quantized_model_init(
+        recipe=nc.recipe.Float8CurrentScaling(), preserve_high_precision_init_val=True
+    ):
         weight: Any = nc.Linear(16, 32, device="cpu").weight
     kept = weight.get_high_precision_init_val()
     assert type(kept) is torch.Tensor and kept.device.type == "cpu"

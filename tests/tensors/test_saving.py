@@ -19,7 +19,8 @@ WITH_DELAYED = {**VARIANTS, "delayed": delayed()}
 def mixed(usage: tuple[bool, bool], internal: bool, shape: tuple[int, ...]) -> list[Any]:
     """Plain tensors, None and one quantized tensor of every kind."""
     quantized = [
-        quantize(q.with_usage(*usage).replace(internal=internal), normal(shape, BF16)) for q in WITH_DELAYED.values()
+        quantize(q.with_usage(*usage).replace(internal=internal), normal(shape, BF16))
+        for q in WITH_DELAYED.values()
     ]
     return [torch.ones(3), None, *quantized, None, torch.zeros(2)]
 
@@ -27,12 +28,16 @@ def mixed(usage: tuple[bool, bool], internal: bool, shape: tuple[int, ...]) -> l
 @pytest.mark.parametrize("shape", [(64, 96), (33, 50), (2, 3, 50)], ids=str)
 @pytest.mark.parametrize("internal", [False, True], ids=["wrapper", "internal"])
 @pytest.mark.parametrize("usage", USAGES.values(), ids=USAGES)
-def test_saved_tensors_come_back_twice(usage: tuple[bool, bool], internal: bool, shape: tuple[int, ...]) -> None:
+def test_saved_tensors_come_back_twice(
+    usage: tuple[bool, bool], internal: bool, shape: tuple[int, ...]
+) -> None:
     originals = mixed(usage, internal, shape)
     before = [None if not hasattr(t, "get_data_tensors") else t.get_data_tensors() for t in originals]
     flat, objects = nc.prepare_for_saving(*originals)
     assert all(tensor is None or type(tensor) is torch.Tensor for tensor in flat)
-    assert not any(isinstance(saved, torch.Tensor) for o in objects if o is not None for saved in vars(o).values())
+    assert not any(
+        isinstance(saved, torch.Tensor) for o in objects if o is not None for saved in vars(o).values()
+    )
     for original, kept in zip(originals, before, strict=True):
         if kept is not None:
             assert all(a is b for a, b in zip(original.get_data_tensors(), kept, strict=True))

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from quantizers.catalog import ONE_OF_EACH, USAGES, VARIANTS, assert_own_memory, assert_same_buffers, delayed, quantize
+from quantizers.catalog import (
+    ONE_OF_EACH,
+    USAGES,
+    VARIANTS,
+    assert_own_memory,
+    assert_same_buffers,
+    delayed,
+    quantize,
+)
 from recipes import QUANTIZED
 from reference.checks import normal
 from torch import nn
@@ -88,7 +96,10 @@ def test_a_state_dict_holds_plain_tensors(name: str) -> None:
 def test_a_whole_module_pickles(name: str) -> None:
     module = quantized_linear(name)
     again = pickle.loads(pickle.dumps(module))
-    assert isinstance(again.weight, nn.Parameter) and [n for n, _ in again.named_parameters()] == ["weight", "bias"]
+    assert isinstance(again.weight, nn.Parameter) and [n for n, _ in again.named_parameters()] == [
+        "weight",
+        "bias",
+    ]
     assert_same_buffers(again.weight, module.weight)
     x = normal((8, 50), BF16)
     with nc.autocast(recipe=QUANTIZED[name]):

@@ -106,7 +106,9 @@ def test_unflatten_refuses_what_it_does_not_know() -> None:
         type(tensor).__tensor_unflatten__({**inner, "_data": torch.ones(1)}, context, None, None)
     with pytest.raises(KeyError, match=r"no\.such:Class.*known: .*narrowcast\.tensors\.mxfp8:MXFP8Tensor"):
         type(tensor).__tensor_unflatten__(inner, {**context, "class": "no.such:Class"}, None, None)
-    with pytest.raises(TypeError, match=r"MXFP8TensorStorage got unknown buffers \['payload'\]; it takes \['rowwise_data'"):
+    with pytest.raises(
+        TypeError, match=r"MXFP8TensorStorage got unknown buffers \['payload'\]; it takes \['rowwise_data'"
+    ):
         nc.MXFP8TensorStorage(quantizer=tensor._quantizer, payload=torch.ones(1))
     with pytest.raises(ValueError, match="MXFP8Tensor needs at least one buffer"):
         nc.MXFP8Tensor(quantizer=tensor._quantizer)
@@ -117,7 +119,9 @@ def test_equal_class_names_in_two_modules_do_not_collide() -> None:
     for module in ("narrowcast_test_one", "narrowcast_test_two"):
 
         def body(namespace: dict[str, Any], module: str = module) -> None:
-            namespace.update(__module__=module, __qualname__="Twin", _FLATTEN_TENSOR_BUFFERS=((f"_{module}", module),))
+            namespace.update(
+                __module__=module, __qualname__="Twin", _FLATTEN_TENSOR_BUFFERS=((f"_{module}", module),)
+            )
 
         made.append(types.new_class("Twin", (Float8TensorStorage,), {}, body))
     try:
@@ -153,7 +157,9 @@ def test_views_share_buffers_and_keep_one_direction(name: str, internal: bool) -
     ):
         assert not isinstance(view, torch.Tensor) and type(view) is type(tensor)._bare_class()
         assert list(map(id, buffers(view).values())) == list(map(id, operand))
-        expected = quantize(quantizer.with_usage(side == "rowwise", side == "columnwise"), normal((32, 48), BF16))
+        expected = quantize(
+            quantizer.with_usage(side == "rowwise", side == "columnwise"), normal((32, 48), BF16)
+        )
         if name != "nvfp4 stochastic":
             assert torch.equal(view.dequantize(), expected.dequantize())
     assert tensor.get_usages() == {"rowwise": True, "columnwise": True}
@@ -178,7 +184,10 @@ def test_a_direction_that_is_not_there(name: str) -> None:
 @pytest.mark.parametrize("internal", [False, True], ids=["wrapper", "internal"])
 def test_copying_bytes(name: str, internal: bool) -> None:
     quantizer = WITH_DELAYED[name].replace(internal=internal)
-    source, target = quantize(quantizer, normal((33, 50), BF16)), quantize(quantizer, torch.ones(33, 50, dtype=BF16))
+    source, target = (
+        quantize(quantizer, normal((33, 50), BF16)),
+        quantize(quantizer, torch.ones(33, 50, dtype=BF16)),
+    )
     pointers = [b.data_ptr() for b in buffers(target).values()]
     target.copy_from_storage(source)
     assert_same_buffers(target, source)

@@ -56,7 +56,9 @@ def test_column_wise_that_cannot_be_made(name: str, internal: bool) -> None:
     quantizer = WITH_DELAYED[name].replace(internal=internal)
     tensor = quantize(quantizer.with_usage(columnwise=False), normal((64, 96), BF16))
     expected = dict(buffers(tensor))
-    with pytest.raises(RuntimeError, match=rf"{type(tensor).__name__} cannot make column-wise data.*columnwise=True"):
+    with pytest.raises(
+        RuntimeError, match=rf"{type(tensor).__name__} cannot make column-wise data.*columnwise=True"
+    ):
         tensor.update_usage(columnwise_usage=True)
     assert buffers(tensor) == expected
     assert tensor.get_usages() == tensor._quantizer.get_usages() == {"rowwise": True, "columnwise": False}
@@ -67,7 +69,9 @@ def test_column_wise_that_cannot_be_made(name: str, internal: bool) -> None:
 def test_row_wise_cannot_be_made(name: str, internal: bool) -> None:
     quantizer = WITH_DELAYED[name].replace(internal=internal)
     tensor = quantize(quantizer.with_usage(rowwise=False), normal((64, 96), BF16))
-    with pytest.raises(RuntimeError, match=rf"{type(tensor).__name__} cannot make row-wise data.*rowwise=True"):
+    with pytest.raises(
+        RuntimeError, match=rf"{type(tensor).__name__} cannot make row-wise data.*rowwise=True"
+    ):
         tensor.update_usage(rowwise_usage=True)
     assert tensor.get_usages() == {"rowwise": False, "columnwise": True}
 
@@ -77,7 +81,10 @@ def test_row_wise_cannot_be_made(name: str, internal: bool) -> None:
 def test_dropping_a_direction(name: str, internal: bool) -> None:
     quantizer = WITH_DELAYED[name].replace(internal=internal)
     x = normal((33, 50), BF16)
-    for keep, arguments in (("rowwise", {"columnwise_usage": False}), ("columnwise", {"rowwise_usage": False})):
+    for keep, arguments in (
+        ("rowwise", {"columnwise_usage": False}),
+        ("columnwise", {"rowwise_usage": False}),
+    ):
         tensor = quantize(quantizer, x)
         operand = getattr(tensor, f"{keep}_operand")()
         tensor.update_usage(**arguments)

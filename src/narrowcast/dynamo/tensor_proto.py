@@ -110,7 +110,9 @@ class TensorProto:
         storage_class = self.quantizer._resolve_storage_cls()
         return storage_class.__tensor_unflatten__(buffers, self.create_metadata(), self.shape, None)
 
-    def update_usage(self, *, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+    def update_usage(
+        self, *, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
         """Switch directions on or off, as the method of the tensor does.
 
         Raises:

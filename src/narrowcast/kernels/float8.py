@@ -52,7 +52,8 @@ def _accumulate_amax(amax_ptr, previous, value):
 
 
 @triton.jit(
-    do_not_specialize=["partials"], do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"]
+    do_not_specialize=["band_bits", "partials"],
+    do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"],
 )
 def _cast_transpose_kernel(
     x_ptr,
@@ -63,6 +64,7 @@ def _cast_transpose_kernel(
     amax_ptr,
     M,
     K,
+    band_bits,
     partials,
     epsilon,
     E5M2: tl.constexpr,
@@ -73,7 +75,6 @@ def _cast_transpose_kernel(
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
     PARTIALS: tl.constexpr,
-    BAND: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -82,7 +83,7 @@ def _cast_transpose_kernel(
     EMULATE: tl.constexpr,
 ):
     # The amax pass ends at the last rows, so what L2 still holds is there: start there.
-    tile_m, tile_k = tile_position(BAND, CURRENT)
+    tile_m, tile_k = tile_position(band_bits, CURRENT)
     m0 = tile_m * TILE_ROWS
     k0 = tile_k * TILE_COLUMNS
     if m0 >= M:
@@ -192,13 +193,13 @@ def _amax_kernel(x_ptr, partials_ptr, n, BLOCK: tl.constexpr, EMULATE: tl.conste
     tl.store(partials_ptr + program, tl.max(largest, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["band_bits"])
 def _transpose_kernel(
     data_ptr,
     transpose_ptr,
     M,
     K,
-    BAND: tl.constexpr,
+    band_bits,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -206,7 +207,7 @@ def _transpose_kernel(
     WIDE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    tile_m, tile_k = tile_position(BAND, False)
+    tile_m, tile_k = tile_position(band_bits, False)
     m0 = tile_m * TILE_ROWS
     k0 = tile_k * TILE_COLUMNS
     if m0 >= M:
@@ -282,13 +283,13 @@ def _run_cast(
             (x.dtype, is_aligned(x), dim_class(n)),
         )
     else:
-        grid, band = tile_grid(cdiv(M, TILE_ROWS), cdiv(K, TILE_COLUMNS))
+        grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(K, TILE_COLUMNS))
         even = M % TILE_ROWS == 0 and K % TILE_COLUMNS == 0
         wide = max(M, K) >= 2**23
-        tile = (band, TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, wide, INTERPRETING)
+        tile = (TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, wide, INTERPRETING)
         _cast_transpose(
             grid,
-            (*pointers, M, K, partials, float(epsilon)),
+            (*pointers, M, K, band_bits, partials, float(epsilon)),
             (fmt.name == "e5m2", rowwise, amax is not None, *rule, *tile),
             (x.dtype, is_aligned(x), dim_class(M), dim_class(K)),
         )
@@ -389,12 +390,12 @@ def transpose(data: Tensor) -> Tensor:
     if M <= 1 or K <= 1:
         result.view(-1).copy_(data.view(-1))
         return result
-    grid, band = tile_grid(cdiv(M, TILE_ROWS), cdiv(K, TILE_COLUMNS))
+    grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(K, TILE_COLUMNS))
     even = M % TILE_ROWS == 0 and K % TILE_COLUMNS == 0
     _transpose(
         grid,
-        (data, result, M, K),
-        (band, TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, max(M, K) >= 2**23, INTERPRETING),
+        (data, result, M, K, band_bits),
+        (TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, max(M, K) >= 2**23, INTERPRETING),
         (is_aligned(data), dim_class(M), dim_class(K)),
     )
     return result

@@ -34,7 +34,9 @@ def _scales(
     return scale, reciprocal(scale, EMULATE)
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"])
+@triton.jit(
+    do_not_specialize=["band_bits"], do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"]
+)
 def _vector_kernel(
     x_ptr,
     data_ptr,
@@ -43,6 +45,7 @@ def _vector_kernel(
     column_scale_ptr,
     M,
     K,
+    band_bits,
     epsilon,
     E5M2: tl.constexpr,
     ROWWISE: tl.constexpr,
@@ -51,7 +54,6 @@ def _vector_kernel(
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
     EPSILON: tl.constexpr,
-    BAND: tl.constexpr,
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -59,7 +61,7 @@ def _vector_kernel(
 ):
     # Blocks of 128 along K for the row-wise data, along M for the column-wise data: one tile holds both whole.
     BLOCK: tl.constexpr = 128
-    tile_m, tile_k = tile_position(BAND, False)
+    tile_m, tile_k = tile_position(band_bits, False)
     m0 = tile_m * BLOCK
     k0 = tile_k * BLOCK
     if m0 >= M:
@@ -121,7 +123,9 @@ def _vector_kernel(
             tl.store(target, tl.where(line < columns_left, scale_inv, 0.0), mask=line < padded)
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"])
+@triton.jit(
+    do_not_specialize=["band_bits"], do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"]
+)
 def _tile_kernel(
     x_ptr,
     data_ptr,
@@ -130,6 +134,7 @@ def _tile_kernel(
     column_scale_ptr,
     M,
     K,
+    band_bits,
     epsilon,
     E5M2: tl.constexpr,
     ROWWISE: tl.constexpr,
@@ -138,7 +143,6 @@ def _tile_kernel(
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
     EPSILON: tl.constexpr,
-    BAND: tl.constexpr,
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -146,7 +150,7 @@ def _tile_kernel(
 ):
     # One scale per 128 x 128 tile; the column-wise data are the row-wise codes, transposed.
     BLOCK: tl.constexpr = 128
-    tile_m, tile_k = tile_position(BAND, False)
+    tile_m, tile_k = tile_position(band_bits, False)
     m0 = tile_m * BLOCK
     k0 = tile_k * BLOCK
     if m0 >= M:
@@ -256,11 +260,11 @@ def quantize(
     if not buffers or x.numel() == 0:
         return [buffer.zero_() for buffer in buffers]
     # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
-    grid, band = tile_grid(cdiv(M, FLOAT8_BLOCK), cdiv(K, FLOAT8_BLOCK))
+    grid, band_bits = tile_grid(cdiv(M, FLOAT8_BLOCK), cdiv(K, FLOAT8_BLOCK))
     launcher = _vector if block_dim == 1 else _tile
     launcher(
         grid,
-        (x, *buffers[:2], *buffers[-2:], M, K, float(epsilon)),
+        (x, *buffers[:2], *buffers[-2:], M, K, band_bits, float(epsilon)),
         (
             fmt.name == "e5m2",
             rowwise,
@@ -269,7 +273,6 @@ def quantize(
             OVERFLOW_BY_DTYPE[str(x.dtype)],
             power_2,
             epsilon > 0.0,
-            band,
             M % FLOAT8_BLOCK == 0 and K % FLOAT8_BLOCK == 0,
             M % 4 == 0,
             max(M, K) >= 2**23,

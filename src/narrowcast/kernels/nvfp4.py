@@ -349,18 +349,18 @@ def _raise_one(amax_ptr, value):
     _raise(amax_ptr, value, value >= 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["band_bits"])
 def _amax_kernel(
     x_ptr,
     amax_ptr,
     M,
     K,
+    band_bits,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     RHT: tl.constexpr,
     SIGN_MASK: tl.constexpr,
     ROW_SCALED: tl.constexpr,
-    BAND: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
@@ -368,7 +368,7 @@ def _amax_kernel(
     EMULATE: tl.constexpr,
 ):
     # Per tensor: amax_ptr[0] is max|x|, amax_ptr[1] that of the rotated columns. Row-scaled: M rows, then K columns.
-    tile_m, tile_k = tile_position(BAND, False)
+    tile_m, tile_k = tile_position(band_bits, False)
     m0 = tile_m * TILE_M
     k0 = tile_k * TILE_K
     if m0 >= M:
@@ -404,7 +404,7 @@ def _amax_kernel(
             _raise_one(amax_ptr, tl.maximum(tl.max(size), 0.0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["seed_ptr"])
+@triton.jit(do_not_specialize=["band_bits"], do_not_specialize_on_alignment=["seed_ptr"])
 def _encode_kernel(
     x_ptr,
     amax_ptr,
@@ -417,6 +417,7 @@ def _encode_kernel(
     column_amax_ptr,
     M,
     K,
+    band_bits,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     TWO_D: tl.constexpr,
@@ -427,7 +428,6 @@ def _encode_kernel(
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    BAND: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
@@ -437,7 +437,7 @@ def _encode_kernel(
     GROUPS_M: tl.constexpr = TILE_M // 16
     GROUPS_K: tl.constexpr = TILE_K // 16
     # The amax pass ends at the last rows, so what L2 still holds is there: start there.
-    tile_m, tile_k = tile_position(BAND, True)
+    tile_m, tile_k = tile_position(band_bits, True)
     m0 = tile_m * TILE_M
     k0 = tile_k * TILE_K
     if m0 >= M:
@@ -612,17 +612,28 @@ def quantize(
     rht = rht and columnwise
     sign_mask = RHT_SIGN_MASK if rht and random_signs else 0
     # Tiles cover the matrix rounded up to 128 x 128, so that they also write the zeros that pad the scales.
-    grid, band = tile_grid(cdiv(M, TILE_M), round_up(K, SCALE_TILE_ROWS) // TILE_K)
+    grid, band_bits = tile_grid(cdiv(M, TILE_M), round_up(K, SCALE_TILE_ROWS) // TILE_K)
     even = M % SCALE_TILE_ROWS == 0 and K % SCALE_TILE_ROWS == 0
-    tile = (band, TILE_M, TILE_K, even, max(M, K) >= 2**23, INTERPRETING)
+    tile = (TILE_M, TILE_K, even, max(M, K) >= 2**23, INTERPRETING)
     key = (x.dtype, is_aligned(x), dim_class(M), dim_class(K))
     amax = torch.zeros(M + K if row_scaled else 2, dtype=torch.float32, device=x.device)
-    _amax(grid, (x, amax, M, K), (rowwise, columnwise, rht, sign_mask, row_scaled, *tile), key)
+    _amax(grid, (x, amax, M, K, band_bits), (rowwise, columnwise, rht, sign_mask, row_scaled, *tile), key)
     # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
     encode = _encode_tiles_four_over_six if four_over_six else _encode_tiles
     encode(
         grid,
-        (x, amax, amax if seed is None else seed, *buffers[:2], *buffers[-2:], amaxes[0], amaxes[-1], M, K),
+        (
+            x,
+            amax,
+            amax if seed is None else seed,
+            *buffers[:2],
+            *buffers[-2:],
+            amaxes[0],
+            amaxes[-1],
+            M,
+            K,
+            band_bits,
+        ),
         (
             rowwise,
             columnwise,

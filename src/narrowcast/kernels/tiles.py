@@ -4,8 +4,8 @@ Kernels that also write a transpose cut the matrix [M, K] into tiles and read ea
 [rows / 4, columns], tensor ``j`` holding rows ``4 * i + j``. Codes of four consecutive rows then meet in one thread,
 where they become one 32-bit word (``codecs.pack_codes``), and the tile is transposed as words.
 
-Programs walk the matrix in bands of ``BAND`` tile rows, down a band first: the programs in flight then cover a region
-that is long in both directions, so that reads and transposed writes both touch long contiguous runs of memory.
+Programs walk the matrix in bands of ``2**BAND_BITS`` tile rows, down a band first: the programs in flight then cover
+a region that is long in both directions, so that reads and transposed writes both touch long runs of memory.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BAND = 8
+BAND_BITS = 3
 
 
 @triton.jit
-def tile_position(BAND: tl.constexpr, REVERSE: tl.constexpr):
+def tile_position(band_bits, REVERSE: tl.constexpr):
     """Tile row and tile column of this program, as 64-bit integers; ``REVERSE`` walks from the last tile back."""
     x = tl.program_id(0)
     band = tl.program_id(1)
     if REVERSE:
         x = tl.num_programs(0) - 1 - x
         band = tl.num_programs(1) - 1 - band
-    return (band * BAND + x % BAND).to(tl.int64), (x // BAND).to(tl.int64)
+    tile_k = x >> band_bits
+    return ((band << band_bits) + (x - (tile_k << band_bits))).to(tl.int64), tile_k.to(tl.int64)
 
 
 def tile_grid(tile_rows: int, tile_columns: int) -> tuple[tuple[int, int, int], int]:
-    """Grid and band height for a matrix of that many tiles; the second grid dimension is limited to 65535."""
-    band = BAND
-    while band > 1 and band // 2 >= tile_rows:
-        band //= 2
-    while -(-tile_rows // band) > 65535:
-        band *= 2
-    return (band * tile_columns, -(-tile_rows // band), 1), band
+    """Grid and ``band_bits`` for a matrix of that many tiles; the second grid dimension is limited to 65535."""
+    bits = min(BAND_BITS, (tile_rows - 1).bit_length())
+    while (tile_rows - 1 >> bits) >= 65535:
+        bits += 1
+    return (tile_columns << bits, (tile_rows - 1 >> bits) + 1, 1), bits
 
 
 @triton.jit

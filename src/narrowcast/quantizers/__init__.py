@@ -12,7 +12,13 @@ from .nvfp4 import NVFP4Quantizer
 from .quantizer import Quantizer
 
 # a quantized tensor's quantizer travels with it through torch.load(weights_only=True)
-_VALUES = (Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer, IdentityQuantizer)
+_VALUES = (
+    Float8CurrentScalingQuantizer,
+    Float8BlockQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    IdentityQuantizer,
+)
 torch.serialization.add_safe_globals([DType, Float8Quantizer, *_VALUES])
 
 __all__ = [

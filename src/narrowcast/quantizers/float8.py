@@ -181,7 +181,9 @@ class DelayedFloat8Quantizer(_Float8Base):
         return True
 
     def _buffers_of(self, tensor: Tensor) -> list[Tensor]:
-        raise RuntimeError("a delayed-scaling slot needs its state; use Float8Quantizer(scale, amax, fp8_dtype)")
+        raise RuntimeError(
+            "a delayed-scaling slot needs its state; use Float8Quantizer(scale, amax, fp8_dtype)"
+        )
 
     def is_requantization_safe(self) -> bool:
         return False
@@ -233,7 +235,9 @@ class Float8Quantizer(_Float8Base):
             return super().update_quantized(src, dst)
         before = self.amax.clone()
         super().update_quantized(src, dst, noop_flag=noop_flag)
-        self.amax.copy_(torch.where(noop_flag != 0, before, self.amax))  # a skipped update records no amax either
+        self.amax.copy_(
+            torch.where(noop_flag != 0, before, self.amax)
+        )  # a skipped update records no amax either
         return dst
 
     def _slot_quantizer(self) -> DelayedFloat8Quantizer:

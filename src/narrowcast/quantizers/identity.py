@@ -30,7 +30,9 @@ class IdentityQuantizer(Quantizer):
     _tensor_class = IdentityTensor
     _layout_fields = ()
 
-    def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:
+    def __init__(
+        self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True
+    ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         name = "" if dtype is None else str(dtype).removeprefix("torch.")
         if name and name not in _HIGH_PRECISION:

@@ -87,7 +87,9 @@ class NVFP4Quantizer(Quantizer):
         with_random_sign_mask: bool = True,
     ) -> None:
         if with_amax_reduction or amax_reduction_group is not None:
-            raise NotImplementedError("NVFP4Quantizer does not reduce amax over a process group: with_amax_reduction")
+            raise NotImplementedError(
+                "NVFP4Quantizer does not reduce amax over a process group: with_amax_reduction"
+            )
         if to_dtype_enum(fp4_dtype) is not DType.kFloat4E2M1:
             raise ValueError(f"fp4_dtype is {fp4_dtype!r}; the only FP4 format is DType.kFloat4E2M1")
         super().__init__(rowwise=rowwise, columnwise=columnwise)
@@ -118,7 +120,9 @@ class NVFP4Quantizer(Quantizer):
         )
         for first, second in clashes:
             if getattr(self, first) and getattr(self, second):
-                raise ValueError(f"NVFP4 does not define {first} together with {second}; switch one of them off")
+                raise ValueError(
+                    f"NVFP4 does not define {first} together with {second}; switch one of them off"
+                )
         if self.nvfp4_e4m3_max not in (448, 256):
             raise ValueError(f"nvfp4_e4m3_max is {self.nvfp4_e4m3_max}; use 448 or 256")
         if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
@@ -172,7 +176,7 @@ class NVFP4Quantizer(Quantizer):
             "error_mode": self.nvfp4_4over6_err_mode,
             "seed": seed,
         }
-        if numerics is kernels and not kernels.nvfp4.supports(**options):
+        if numerics is kernels and not numerics.nvfp4.supports(**options):
             numerics = reference
         return numerics.nvfp4.quantize(
             x, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage, **options
@@ -199,6 +203,8 @@ class NVFP4Quantizer(Quantizer):
         # E2M1 * E4M3 has at most six significant bits: exact in bf16; the amax waits for the fp32 result.
         # Column-wise values stay rotated: the rotation cancels between the two operands of the wgrad.
         data, scale_inv, amax = buffers
-        values = reference.nvfp4.decode_block_scaled(data.reshape(matrix_dims(tuple(data.shape))), scale_inv, dtype)
+        values = reference.nvfp4.decode_block_scaled(
+            data.reshape(matrix_dims(tuple(data.shape))), scale_inv, dtype
+        )
         factor = amax * round_to_float32(1.0 / round_to_float32(6.0 * self.nvfp4_e4m3_max))
         return GemmOperand(values, factor.view(-1, 1) if self.row_scaled_nvfp4 else factor)

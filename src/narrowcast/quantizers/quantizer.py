@@ -56,11 +56,17 @@ def value_fields(cls: type[Quantizer]) -> dict[str, type]:
     for base in reversed(cls.__mro__):
         names.extend(name for name in base.__dict__.get("__annotations__", {}) if name not in names)
     hints = typing.get_type_hints(cls)
-    fields = [name for name in names if typing.get_origin(hints[name]) is not ClassVar and hints[name] is not ClassVar]
+    fields = [
+        name
+        for name in names
+        if typing.get_origin(hints[name]) is not ClassVar and hints[name] is not ClassVar
+    ]
     for name in fields:
         hint = hints[name]
         if not (isinstance(hint, type) and issubclass(hint, (*_FIELD_TYPES, enum.Enum))):
-            raise TypeError(f"{cls.__qualname__}.{name} is {hint}; a value field must be bool, int, float, str or enum")
+            raise TypeError(
+                f"{cls.__qualname__}.{name} is {hint}; a value field must be bool, int, float, str or enum"
+            )
     return {name: hints[name] for name in fields}
 
 
@@ -108,7 +114,10 @@ class Quantizer(QuantizerValue):
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self._freeze(
-            rowwise_usage=bool(rowwise), columnwise_usage=bool(columnwise), internal=False, optimize_for_gemm=False
+            rowwise_usage=bool(rowwise),
+            columnwise_usage=bool(columnwise),
+            internal=False,
+            optimize_for_gemm=False,
         )
 
     def _freeze(self, **fields: Any) -> None:
@@ -146,7 +155,9 @@ class Quantizer(QuantizerValue):
                     "group to each quantize call instead"
                 )
             if isinstance(held, Tensor):
-                raise TypeError(f"{type(self).__qualname__}.{name} holds a tensor and cannot be used as a value")
+                raise TypeError(
+                    f"{type(self).__qualname__}.{name} holds a tensor and cannot be used as a value"
+                )
         values = ((name, getattr(self, name)) for name in fields)
         return type(self).__qualname__, tuple(
             (name, v.value if isinstance(v, enum.Enum) else v) for name, v in values
@@ -197,7 +208,9 @@ class Quantizer(QuantizerValue):
         """
         unknown = [name for name in changes if name not in vars(self)]
         if unknown:
-            raise AttributeError(f"{type(self).__qualname__} has no field {unknown[0]!r}; fields: {sorted(vars(self))}")
+            raise AttributeError(
+                f"{type(self).__qualname__} has no field {unknown[0]!r}; fields: {sorted(vars(self))}"
+            )
         return _rebuild_quantizer(type(self), tuple({**vars(self), **changes}.items()))
 
     def copy(self) -> Quantizer:
@@ -279,7 +292,7 @@ class Quantizer(QuantizerValue):
         arguments = dict(cls._FLATTEN_TENSOR_BUFFERS)
         names = cls.buffer_attributes(self.rowwise_usage, self.columnwise_usage)
         named = {arguments[name]: buffer for name, buffer in zip(names, buffers, strict=True)}
-        extra = {} if self.internal else {"requires_grad": requires_grad}
+        extra: dict[str, Any] = {} if self.internal else {"requires_grad": requires_grad}
         return cls(shape=shape, **self._storage_scalars(dtype), **named, **extra)
 
     def _result_name(self) -> str:
@@ -291,7 +304,9 @@ class Quantizer(QuantizerValue):
 
     def get_scale_shape(self, shape: tuple[int, ...], columnwise: bool) -> tuple[int, ...]:
         """Shape of the scale buffer of one direction."""
-        attributes = self._storage_class._COLUMNWISE_BUFFERS if columnwise else self._storage_class._ROWWISE_BUFFERS
+        attributes = (
+            self._storage_class._COLUMNWISE_BUFFERS if columnwise else self._storage_class._ROWWISE_BUFFERS
+        )
         return self._described(shape, attributes[1])
 
     def _described(self, shape: tuple[int, ...], attribute: str) -> tuple[int, ...]:
@@ -404,7 +419,9 @@ class Quantizer(QuantizerValue):
 
     def _check_input(self, tensor: Tensor) -> None:
         if not (self.rowwise_usage or self.columnwise_usage):
-            raise ValueError(f"{type(self).__qualname__} has both directions switched off; ask for at least one")
+            raise ValueError(
+                f"{type(self).__qualname__} has both directions switched off; ask for at least one"
+            )
         if tensor.dtype not in _INPUT_DTYPES:
             raise TypeError(f"cannot quantize a {tensor.dtype} tensor; use float32, bfloat16 or float16")
         if tensor.dim() < self._minimum_rank:
@@ -470,4 +487,6 @@ def warn_ignored(**arguments: Any) -> None:
     """Warn about deprecated constructor arguments that were given and have no effect."""
     given = [name for name, value in arguments.items() if value is not None]
     if given:
-        warnings.warn(f"{', '.join(given)} no longer have an effect and are ignored", DeprecationWarning, stacklevel=3)
+        warnings.warn(
+            f"{', '.join(given)} no longer have an effect and are ignored", DeprecationWarning, stacklevel=3
+        )

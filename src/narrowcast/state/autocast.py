@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from .._device import get_device_compute_capability, is_mxfp8_available
 from ..recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe

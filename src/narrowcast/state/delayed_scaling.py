@@ -45,7 +45,9 @@ _STATES: list[_Registered] = []
 _OWNERS: dict[int, int] = {}  # id of a state -> how many objects keep it in _STATES
 
 
-def delayed_slots(tensors: int, history_length: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+def delayed_slots(
+    tensors: int, history_length: int, device: torch.device | str | None
+) -> tuple[Tensor, Tensor]:
     """Fresh (scale (n,), amax_history (L, n)): scales 1, no amax."""
     scale = torch.ones(tensors, dtype=torch.float32, device=device)
     return scale, torch.zeros(history_length, tensors, dtype=torch.float32, device=device)
@@ -122,7 +124,9 @@ class DelayedScalingState(nn.Module):
         """Move with the module, but stay fp32: half-precision scales would lose amax values."""
         for name in _BUFFERS:
             moved = fn(getattr(self, name))
-            setattr(self, name, moved if moved.dtype == torch.float32 else getattr(self, name).to(moved.device))
+            setattr(
+                self, name, moved if moved.dtype == torch.float32 else getattr(self, name).to(moved.device)
+            )
         return self
 
     def _was_used(self) -> bool:
@@ -136,7 +140,9 @@ class DelayedScalingState(nn.Module):
             return
         for name in _BUFFERS:
             tensor = getattr(self, name)
-            saved = tensor[: self.history_lengths[name.endswith("bwd")]] if name.startswith("amax") else tensor
+            saved = (
+                tensor[: self.history_lengths[name.endswith("bwd")]] if name.startswith("amax") else tensor
+            )
             destination[prefix + name] = saved if keep_vars else saved.detach().clone()
 
     def _load_from_state_dict(
@@ -154,9 +160,13 @@ class DelayedScalingState(nn.Module):
             return  # a checkpoint of another recipe, or of other modules
         for name, tensor in saved.items():
             ours = getattr(self, name)
-            fits = tensor.shape[1:] == ours.shape[1:] if name.startswith("amax") else tensor.shape == ours.shape
+            fits = (
+                tensor.shape[1:] == ours.shape[1:] if name.startswith("amax") else tensor.shape == ours.shape
+            )
             if not fits or tensor.dim() != ours.dim():
-                error_msgs.append(f"{prefix + name} has shape {tuple(tensor.shape)}, expected {tuple(ours.shape)}")
+                error_msgs.append(
+                    f"{prefix + name} has shape {tuple(tensor.shape)}, expected {tuple(ours.shape)}"
+                )
                 return
         if self.scale_fwd.is_meta and local_metadata.get("assign_to_params_buffers"):
             self.to_empty(device=next(iter(saved.values())).device)
@@ -182,7 +192,8 @@ class DelayedBuffers:
     def __init__(
         self, recipe: DelayedScaling, mode: Mode, tensors: int, device: torch.device | str | None
     ) -> None:
-        self.recipe, self.mode = recipe, mode
+        self.recipe = recipe
+        self.mode: Mode = mode
         self.scale, self.amax_history = delayed_slots(tensors, recipe.amax_history_len, device)
 
     def slots(self, entered: Recipe) -> list[Slots]:

@@ -38,7 +38,9 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         # a 16x16 tile keeps its scale when transposed; it is repeated on each of its rows
         tiles = scale[:rows:NVFP4_BLOCK, : cdiv(columns, NVFP4_BLOCK)]
         columnwise_scale = scale.new_zeros(described["_columnwise_scale_inv"][0])
-        columnwise_scale[:columns, : tiles.shape[0]] = tiles.t().repeat_interleave(NVFP4_BLOCK, dim=0)[:columns]
+        columnwise_scale[:columns, : tiles.shape[0]] = tiles.t().repeat_interleave(NVFP4_BLOCK, dim=0)[
+            :columns
+        ]
         self._columnwise_scale_inv = columnwise_scale
         self._amax_columnwise = amax.clone()
 

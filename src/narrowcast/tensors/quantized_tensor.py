@@ -53,7 +53,8 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         if not present:
             raise ValueError(f"{cls.__name__} needs at least one buffer")
         if shape is None:
-            bare = cls._bare_class()(quantizer=quantizer, fake_dtype=fake_dtype, **buffers)
+            described: dict[str, Any] = {"quantizer": quantizer, "fake_dtype": fake_dtype, **buffers}
+            bare = cls._bare_class()(**described)
             shape = tuple(bare.size())
         return torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=fake_dtype, device=present[0].device, requires_grad=requires_grad
@@ -88,9 +89,12 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        source: Any = value if isinstance(value, QuantizedTensor) else self._quantizer.quantize(value.detach())  # type: ignore[attr-defined]
+        quantizer: Any = self._quantizer
+        source: Any = value if isinstance(value, QuantizedTensor) else quantizer.quantize(value.detach())
         if type(source) is not type(self):
-            raise ValueError(f"cannot make a {type(self).__name__} hold the data of a {type(source).__name__}")
+            raise ValueError(
+                f"cannot make a {type(self).__name__} hold the data of a {type(source).__name__}"
+            )
         Tensor.data.__set__(self, source)  # type: ignore[attr-defined]
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, attribute, getattr(source, attribute))
@@ -103,7 +107,9 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             RuntimeError: this tensor needs a gradient, as for a plain leaf.
         """
         if self.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(f"cannot assign into a {type(self).__name__} that requires grad; use torch.no_grad()")
+            raise RuntimeError(
+                f"cannot assign into a {type(self).__name__} that requires grad; use torch.no_grad()"
+            )
         plain = _plain(self)
         plain[index] = _plain(value) if isinstance(value, QuantizedTensor) else value
         self.quantize_(plain)
@@ -129,12 +135,8 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             argument: None if getattr(self, attribute) is None else map_buffer(getattr(self, attribute))
             for attribute, argument in self._FLATTEN_TENSOR_BUFFERS
         }
-        return type(self)(
-            shape=tuple(self.shape),
-            quantizer=self._quantizer,
-            fake_dtype=self._dtype,
-            **buffers,
-        )
+        described: dict[str, Any] = {"quantizer": self._quantizer, "fake_dtype": self._dtype, **buffers}
+        return type(self)(shape=tuple(self.shape), **described)
 
     @classmethod
     def make_like(
@@ -192,16 +194,20 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self._dtype}, {usages}, {self._quantizer!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild_quantized_tensor, (type(self), self.get_metadata(), isinstance(self, torch.nn.Parameter))
+        return rebuild_quantized_tensor, (
+            type(self),
+            self.get_metadata(),
+            isinstance(self, torch.nn.Parameter),
+        )
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         present = [a for a, _ in self._FLATTEN_TENSOR_BUFFERS if getattr(self, a) is not None]
         return present, flatten_context(type(self), self.requires_grad, self._quantizer, self._dtype)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -253,7 +259,9 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     result = func(*positional, **{name: plain[name] for name in kwargs})
     originals: dict[int, Any] = {}
     for name in written & given.keys():
-        for target, source in zip(pytree.tree_leaves(given[name]), pytree.tree_leaves(plain[name]), strict=True):
+        for target, source in zip(
+            pytree.tree_leaves(given[name]), pytree.tree_leaves(plain[name]), strict=True
+        ):
             originals[id(source)] = target
             if isinstance(target, QuantizedTensor):
                 target.quantize_(source)
@@ -289,7 +297,9 @@ def _copy(func: Any, destination: Tensor, source: Tensor, *args: Any) -> Tensor:
 @_handles(aten._to_copy.default)
 def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
-    moved = tensor._like(lambda buffer: buffer.to(device, copy=True) if device is not None else buffer.clone())
+    moved = tensor._like(
+        lambda buffer: buffer.to(device, copy=True) if device is not None else buffer.clone()
+    )
     return moved if dtype is None else moved.to_dtype(dtype)
 
 

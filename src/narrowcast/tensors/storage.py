@@ -60,7 +60,9 @@ class QuantizedTensorStorage:
         super().__init_subclass__(**kwargs)
         _STORAGE_REGISTRY[storage_identifier(cls)] = cls
         cls._BARE_NAME = storage_identifier(cls._bare_class())
-        cls._INNER_TENSORS = cls._FLATTEN_TENSOR_BUFFERS  # the name later versions of the upstream project use
+        cls._INNER_TENSORS = (
+            cls._FLATTEN_TENSOR_BUFFERS
+        )  # the name later versions of the upstream project use
 
     def __init__(
         self,
@@ -81,7 +83,9 @@ class QuantizedTensorStorage:
             setattr(self, attribute, remaining.pop(argument, None))
         if remaining:
             accepted = [argument for _, argument in self._FLATTEN_TENSOR_BUFFERS]
-            raise TypeError(f"{type(self).__name__} got unknown buffers {sorted(remaining)}; it takes {accepted}")
+            raise TypeError(
+                f"{type(self).__name__} got unknown buffers {sorted(remaining)}; it takes {accepted}"
+            )
 
     # -- what is there --------------------------------------------------------------------------------------------
 
@@ -178,7 +182,9 @@ class QuantizedTensorStorage:
             self._create_columnwise()
         if rowwise and not usages["rowwise"]:
             self._create_rowwise()
-        kept = set(self._ROWWISE_BUFFERS if rowwise else ()) | set(self._COLUMNWISE_BUFFERS if columnwise else ())
+        kept = set(self._ROWWISE_BUFFERS if rowwise else ()) | set(
+            self._COLUMNWISE_BUFFERS if columnwise else ()
+        )
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
             if attribute not in kept:
                 setattr(self, attribute, None)
@@ -250,7 +256,9 @@ class QuantizedTensorStorage:
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
         """Buffers to save, and an object without buffers that takes them back; this storage stays untouched."""
-        emptied = type(self)._bare_class()(quantizer=self._quantizer, fake_dtype=self._dtype, shape=self._shape)
+        emptied = type(self)._bare_class()(
+            quantizer=self._quantizer, fake_dtype=self._dtype, shape=self._shape
+        )
         return list(self.get_data_tensors()), emptied
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
@@ -304,7 +312,9 @@ class QuantizedTensorStorage:
         buffers = {arguments[name]: tensor for name, tensor in inner_tensors.items()}
         extra = {"requires_grad": context["requires_grad"]} if context["is_wrapper"] else {}
         shape = None if outer_size is None else tuple(outer_size)
-        return cls(shape=shape, quantizer=context["quantizer"], fake_dtype=context["fake_dtype"], **buffers, **extra)
+        return cls(
+            shape=shape, quantizer=context["quantizer"], fake_dtype=context["fake_dtype"], **buffers, **extra
+        )
 
 
 def _shapes(buffers: tuple[Tensor | None, ...]) -> list[torch.Size | None]:

@@ -28,7 +28,9 @@ TOLERANCES = {
     "fp8_flips": Tolerance(3e-2, "an ulp of bf16 before a quantizer flips some FP8 roundings"),
     "fp8_layer": Tolerance(6e-2, "a linear layer in FP8 against the same layer in high precision"),
     "fp4_layer": Tolerance(2.5e-1, "a linear layer in NVFP4 against the same layer in high precision"),
-    "training_loss": Tolerance(2e-2, "final loss: scaling the initial weights by 1 + 1e-5 moves it by about half that"),
+    "training_loss": Tolerance(
+        2e-2, "final loss: scaling the initial weights by 1 + 1e-5 moves it by about half that"
+    ),
 }
 
 

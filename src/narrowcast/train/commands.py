@@ -123,7 +123,9 @@ def train(
         "seconds": result.seconds,
         "history": result.history.to_json(),
     }
-    write_json(out / "result.json", content)
+    report = out / "result.json"
+    if run.first_step < config.steps or not report.exists():  # resuming a finished run measures no speed
+        write_json(report, content)
     speed = f", {result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else ""
     typer.echo(
         f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per byte after {result.steps} steps "

@@ -18,12 +18,12 @@ from .report import Row, compare, rows_to_json
 # Sized so that six eager runs take well under four minutes on two CPU cores and still learn visibly. The learning
 # rate is below the fastest one: there, a change of the last bit moves the final loss by as much as a recipe does.
 CONFIG = TrainConfig(
-    steps=300,
+    steps=240,
     batch_size=8,
     seq_len=128,
     lr=1e-3,
     warmup=40,
-    eval_every=25,
+    eval_every=30,
     eval_batches=8,
     model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=2, hidden=352),
 )

@@ -4,7 +4,7 @@ import time
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 QUIET_SECONDS = 10.0  # longest silence of the plain form
@@ -33,9 +33,8 @@ class Bar:
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}  held-out {task.fields[held_out]}  {task.fields[speed]}"),
-            TimeElapsedColumn(),
             TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
+            TimeRemainingColumn(compact=True),
             console=console,
             expand=True,
         )

@@ -1,0 +1,133 @@
+"""Delayed scaling on two processes: amaxes are reduced, so both ranks hold the same scales."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from delayed_simulation import Simulation, draw, make_layer
+
+import narrowcast as nc
+from narrowcast.recipe import DelayedScaling
+
+WORLD, STEPS, SECONDS = 2, 5, 120
+REDUCED = DelayedScaling(amax_history_len=3)
+LOCAL = DelayedScaling(amax_history_len=3, reduce_amax=False)
+FUNCTIONS = DelayedScaling(
+    amax_history_len=2, scaling_factor_compute_algo=lambda amax, *_: 448.0 / amax.clamp(min=1.0)
+)
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+
+
+def batch(rank: int, step: int, salt: int) -> tuple[torch.Tensor, torch.Tensor]:
+    magnitude = 1.0 + 3.0 * ((rank + step) % 2)  # the larger one changes sides
+    return draw(step, 4, 24, salt=salt) * magnitude, draw(step, 4, 40, salt=salt + 1) * magnitude
+
+
+def runs_second(rank: int, step: int) -> bool:
+    """The second layer rests on rank 1 at first, and on rank 0 in the last step."""
+    return (rank == 0 or step >= 2) and not (rank == 0 and step == STEPS - 1)
+
+
+def train(rank: int, first: nc.Linear, second: nc.Linear, recipe: DelayedScaling, group: Any) -> None:
+    for step in range(STEPS):
+        pairs = [(first, *batch(rank, step, 0))]
+        if runs_second(rank, step):
+            pairs.append((second, *batch(rank, step, 5)))
+        with nc.autocast(recipe=recipe, amax_reduction_group=group):
+            ys = [layer(x) for layer, x, _ in pairs]
+        torch.autograd.backward(ys, [dy for _, _, dy in pairs])
+        with torch.no_grad(), nc.autocast(recipe=recipe):
+            if rank == 0:  # evaluation on one rank must not wait for the other
+                first(torch.zeros(1, 24))
+    with nc.autocast(recipe=recipe, amax_reduction_group=group):
+        pass
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    try:
+        everyone, alone = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(WORLD)][rank]
+        cases = {"default": (REDUCED, None), "group": (REDUCED, everyone), "alone": (REDUCED, alone)}
+        cases |= {"local": (LOCAL, None), "functions": (FUNCTIONS, None)}
+        results = {}
+        for name, (recipe, group) in cases.items():
+            layers = make_layer(seed=1), make_layer(seed=2)
+            train(rank, *layers, recipe, group)
+            results[name] = [layer.state_dict() for layer in layers]
+        torch.save(results, f"{folder}/rank{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    processes = mp.spawn(work, args=(str(folder),), nprocs=WORLD, join=False)
+    assert processes is not None
+    deadline = time.monotonic() + SECONDS
+    try:
+        while not processes.join(timeout=1):
+            if time.monotonic() > deadline:
+                pytest.fail(f"two ranks did not finish within {SECONDS} s: their collectives do not match")
+    finally:
+        for process in processes.processes:
+            process.kill()
+    return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(WORLD)]
+
+
+def expected(recipe: DelayedScaling, layer: int, ranks_: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The rule on the largest amax of the given ranks."""
+    rule, weight = Simulation(recipe), make_layer(seed=layer + 1).weight
+    for step in range(STEPS + 1):
+        rule.renew()
+        for rank in ranks_:
+            if step < STEPS and (layer == 0 or runs_second(rank, step)):
+                x, dy = batch(rank, step, 5 * layer)
+                rule.collect(input=x, weight=weight, grad_output=dy)
+    (scale_fwd, history_fwd), (scale_bwd, history_bwd) = (
+        rule.tensors(kinds) for kinds in (("input", "weight", "output"), ("grad_output", "grad_input"))
+    )
+    return {
+        "scale_fwd": scale_fwd,
+        "amax_history_fwd": history_fwd,
+        "scale_bwd": scale_bwd,
+        "amax_history_bwd": history_bwd,
+    }
+
+
+def assert_states(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    for name, tensor in wanted.items():
+        assert torch.equal(state[f"delayed_scaling.{name}"], tensor), name
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("case", ["default", "group"])
+def test_reduced_amax_gives_equal_scales(ranks: list[dict[str, Any]], case: str, layer: int) -> None:
+    for rank in range(WORLD):
+        assert_states(ranks[rank][case][layer], expected(REDUCED, layer, (0, 1)))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("case", ["local", "alone"])
+def test_unreduced_amax_stays_local(ranks: list[dict[str, Any]], case: str, layer: int) -> None:
+    for rank in range(WORLD):
+        assert_states(ranks[rank][case][layer], expected(LOCAL, layer, (rank,)))
+    ours, theirs = (ranks[rank][case][layer]["delayed_scaling.scale_fwd"] for rank in range(WORLD))
+    assert not torch.equal(ours, theirs)
+
+
+def test_functions_see_the_reduced_amax(ranks: list[dict[str, Any]]) -> None:
+    for layer in range(2):
+        ours, theirs = (ranks[rank]["functions"][layer] for rank in range(WORLD))
+        assert sorted(ours) == sorted(theirs)
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name]), name
+    assert ours["delayed_scaling.scale_fwd"][0] != 1

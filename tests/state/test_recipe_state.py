@@ -1,0 +1,306 @@
+"""RecipeState: quantizers per slot, and delayed-scaling buffers that outlive them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from typing import Any
+
+import pytest
+import torch
+from delayed_simulation import BACKWARD, FORWARD, Simulation, clean_autocast, draw
+
+import narrowcast as nc
+from narrowcast import custom_recipes
+from narrowcast.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from narrowcast.roles import QuantizerRole
+from narrowcast.state import RecipeState, delayed_scaling
+
+__all__ = ["clean_autocast"]
+E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
+STATELESS: list[Recipe] = [
+    Float8CurrentScaling(),
+    MXFP8BlockScaling(fp8_format=Format.HYBRID, enable_2d_quantization=True),
+    Float8BlockScaling(),
+    NVFP4BlockScaling(),
+]
+
+
+def create(recipe: Any, mode: Any = "forward", num_quantizers: int = 3, **kwargs: Any) -> RecipeState:
+    return RecipeState.create(recipe, mode=mode, num_quantizers=num_quantizers, device="cpu", **kwargs)
+
+
+def delayed(**fields: Any) -> DelayedScaling:
+    return DelayedScaling(**{"amax_history_len": 4, **fields})
+
+
+# -- which quantizer for which slot -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", STATELESS, ids=lambda recipe: type(recipe).__name__)
+def test_slots_by_position(recipe: Recipe) -> None:
+    handles = recipe.linear_handles()
+    inp, weight, grad = (getattr(handles, kind).both.quantizer for kind in ("input", "weight", "grad_output"))
+    forward = [q.with_usage(True, True) for q in create(recipe, num_quantizers=6).make_quantizers()]
+    assert forward[0] == forward[3] == inp
+    assert forward[1] == forward[4] == weight
+    assert forward[2] == forward[5] == recipe.make_quantizer("output", 2).with_usage(True, True)
+    backward = [q.with_usage(True, True) for q in create(recipe, "backward", 4).make_quantizers()]
+    assert backward == [grad] * 4
+    state = create(recipe)
+    assert state.scale is None
+    assert state.amax_history is None
+
+
+def test_slots_by_role() -> None:
+    recipe = Float8BlockScaling()
+    roles = [
+        QuantizerRole("linear", "weight", "fc1"),
+        None,
+        QuantizerRole("dpa", "qkv"),
+        QuantizerRole(tensor_type="input"),
+    ]
+    state = create(recipe, num_quantizers=4, roles=roles)
+    assert [q.block_scaling_dim for q in state.make_quantizers()] == [2, 2, 1, 1]  # type: ignore[attr-defined]
+    assert state.roles == [roles[0], QuantizerRole(tensor_type="weight"), roles[2], roles[3]]
+
+
+def test_one_quantizer_by_default() -> None:
+    state = RecipeState.create(MXFP8BlockScaling(), mode="backward")
+    assert state.num_quantizers == 1
+    assert len(state.make_quantizers()) == 1
+
+
+@pytest.mark.parametrize("mode, kinds", [("forward", FORWARD), ("backward", BACKWARD)])
+@pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3], ids=str)
+def test_delayed_quantizers_are_views(mode: Any, kinds: tuple[str, ...], fp8_format: Format) -> None:
+    count = 2 * len(kinds)
+    state = create(delayed(fp8_format=fp8_format), mode, count)
+    assert torch.equal(state.scale, torch.ones(count))
+    assert torch.equal(state.amax_history, torch.zeros(4, count))
+    assert state.scale.dtype == state.amax_history.dtype == torch.float32
+    made: list[Any] = state.make_quantizers()
+    element = E5M2 if mode == "backward" and fp8_format is Format.HYBRID else E4M3
+    for slot, quantizer in enumerate(made):
+        assert type(quantizer) is nc.Float8Quantizer
+        assert quantizer.dtype == element
+        assert quantizer.scale.data_ptr() == state.scale[slot].data_ptr()
+        assert quantizer.amax.data_ptr() == state.amax_history[0, slot].data_ptr()
+        quantizer.quantize(torch.full((2, 2), 3.0 + slot))
+    assert torch.equal(state.amax_history[0], 3.0 + torch.arange(count))
+    assert not state.amax_history[1:].any()
+
+
+# -- delayed scaling --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode, kinds", [("forward", FORWARD), ("backward", BACKWARD)])
+def test_quantizers_see_the_renewed_scales(mode: Any, kinds: tuple[str, ...]) -> None:
+    recipe = delayed(margin=1)
+    state, rule = create(recipe, mode, len(kinds)), Simulation(recipe)
+    made: list[Any] = state.make_quantizers()
+    for step in range(6):
+        with nc.autocast(recipe=MXFP8BlockScaling()):  # any outermost entry of a training step
+            rule.renew()
+            for slot, kind in enumerate(kinds):
+                x = draw(step, 4, 4, salt=slot)
+                storage = made[slot].quantize(x)
+                assert torch.equal(storage._scale_inv, 1 / torch.tensor([rule.columns[kind].scale]))
+                rule.collect(**{kind: x})
+        scale, history = rule.tensors(kinds)
+        assert torch.equal(state.scale, scale)
+        assert torch.equal(state.amax_history, history)
+
+
+def test_dead_states_leave_the_registry() -> None:
+    def registered() -> int:
+        gc.collect()
+        with nc.autocast(recipe=delayed()):
+            pass
+        return len(delayed_scaling._STATES)
+
+    before = registered()
+    state = create(delayed())
+    heir = create(delayed())
+    assert registered() == before + 2
+    heir.inherit_state_from(state)  # one set of buffers for both
+    assert registered() == before + 1
+    del state
+    assert registered() == before + 1
+    del heir
+    assert registered() == before
+
+
+def test_rebuilding_for_new_roles_keeps_the_buffers() -> None:
+    state = create(delayed())
+    made: list[Any] = state.make_quantizers()
+    made[1].quantize(torch.full((2, 2), 7.0))
+    again: list[Any] = state.make_quantizers()
+    assert again[1].amax.data_ptr() == made[1].amax.data_ptr()
+
+    heir = create(delayed(), roles=[QuantizerRole("linear", kind, "fc2") for kind in FORWARD])
+    assert heir.inherit_state_from(state)
+    assert heir.scale is state.scale
+    assert heir.amax_history is state.amax_history
+    inherited: Any = heir.make_quantizers()[1]
+    assert float(inherited.amax) == 7.0
+    with nc.autocast(recipe=delayed()):
+        pass
+    assert float(inherited.scale) == 64.0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: create(delayed(margin=1)),
+        lambda: create(delayed(amax_history_len=5)),
+        lambda: create(delayed(), "backward"),
+        lambda: create(delayed(), num_quantizers=2),
+        lambda: create(Float8CurrentScaling()),
+        lambda: RecipeState.create(delayed(), mode="forward", num_quantizers=3, device="meta"),
+    ],
+    ids=["margin", "length", "mode", "count", "recipe", "device"],
+)
+def test_another_recipe_inherits_nothing(other: Any) -> None:
+    state, source = create(delayed()), other()
+    scale, history = state.scale, state.amax_history
+    assert not state.inherit_state_from(source)
+    assert state.scale is scale
+    assert state.amax_history is history
+
+
+def test_stateless_recipes_inherit_by_value() -> None:
+    assert create(MXFP8BlockScaling()).inherit_state_from(create(MXFP8BlockScaling()))
+    assert not create(MXFP8BlockScaling()).inherit_state_from(
+        create(MXFP8BlockScaling(enable_2d_quantization=True))
+    )
+
+
+# -- custom recipes ---------------------------------------------------------------------------------------------------
+
+
+def test_factory_sees_the_roles() -> None:
+    seen = []
+
+    def factory(role: QuantizerRole) -> nc.Quantizer:
+        seen.append(role)
+        return nc.IdentityQuantizer()
+
+    roles = [QuantizerRole("linear", "input", "fc1"), QuantizerRole("dpa", "qkv"), None]
+    create(CustomRecipe(qfactory=factory), roles=roles).make_quantizers()
+    assert seen == [*roles[:2], QuantizerRole(tensor_type="output")]
+    seen.clear()
+    create(CustomRecipe(qfactory=factory), "backward", 2).make_quantizers()
+    assert seen == [QuantizerRole(tensor_type=kind) for kind in BACKWARD]
+
+
+def test_requested_state() -> None:
+    request = DelayedScalingRequest(amax_history_len=4, margin=1)
+
+    def factory(role: QuantizerRole) -> Any:
+        return nc.MXFP8Quantizer(E4M3) if role.tensor_type == "weight" else request
+
+    recipe = CustomRecipe(qfactory=factory)
+    state = create(recipe)
+    made: list[Any] = state.make_quantizers()
+    assert [type(q) for q in made] == [nc.Float8Quantizer, nc.MXFP8Quantizer, nc.Float8Quantizer]
+    assert state.scale.shape == (3,)
+    assert state.amax_history.shape == (4, 3)
+    made[2].quantize(torch.full((2, 2), 7.0))
+    with nc.autocast(recipe=Float8CurrentScaling()):
+        pass
+    assert state.scale.tolist() == [1.0, 1.0, 32.0]
+
+    heir, stranger = create(recipe), create(CustomRecipe(qfactory=lambda role: factory(role)))
+    assert heir.inherit_state_from(state)
+    assert not stranger.inherit_state_from(state)  # another factory is another recipe
+    assert heir.make_quantizers()[2].scale.data_ptr() == made[2].scale.data_ptr()  # type: ignore[attr-defined]
+    assert heir.scale is state.scale
+
+
+@pytest.mark.parametrize(
+    "mode, fp8_format, expected",
+    [("forward", Format.HYBRID, E4M3), ("backward", Format.HYBRID, E5M2), ("backward", Format.E4M3, E4M3)],
+)
+def test_requested_element_type(mode: Any, fp8_format: Format, expected: nc.DType) -> None:
+    request = DelayedScalingRequest(fp8_format=fp8_format)
+    made: Any = create(CustomRecipe(qfactory=lambda role: request), mode, 1).make_quantizers()[0]
+    assert made.dtype == expected
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DelayedScalingRequest)])
+def test_differing_requests(field: str) -> None:
+    others = {
+        "fp8_format": Format.E4M3,
+        "margin": 1,
+        "amax_history_len": 2,
+        "amax_compute_algo": "most_recent",
+        "scaling_factor_compute_algo": print,
+        "reduce_amax": False,
+    }
+    other = DelayedScalingRequest(**{field: others[field]})
+
+    def factory(role: QuantizerRole) -> DelayedScalingRequest:
+        return other if role.tensor_type == "weight" else DelayedScalingRequest()
+
+    with pytest.raises(
+        ValueError, match="delayed-scaling requests of one module and direction must be equal"
+    ):
+        create(CustomRecipe(qfactory=factory)).make_quantizers()
+
+
+def test_request_defaults_are_those_of_the_recipe() -> None:
+    assert DelayedScalingRequest().as_recipe() == DelayedScaling()
+    assert issubclass(DelayedScalingRequest, nc.QuantizerRequest)
+    state = create(CustomRecipe(qfactory=custom_recipes.delayed_scaling_factory))
+    state.make_quantizers()
+    assert state.amax_history.shape == (1024, 3)
+
+
+@pytest.mark.parametrize("wrong, error", [(None, ValueError), ("mxfp8", TypeError), (E4M3, TypeError)])
+def test_wrong_answers_of_a_factory_name_the_role(wrong: Any, error: type[Exception]) -> None:
+    def factory(role: QuantizerRole) -> Any:
+        return wrong if role.name == "fc7" else nc.IdentityQuantizer()
+
+    roles = [QuantizerRole("linear", "input", name) for name in ("fc6", "fc7")]
+    with pytest.raises(error, match="tensor_type='input', name='fc7'"):
+        create(CustomRecipe(qfactory=factory), num_quantizers=2, roles=roles).make_quantizers()
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe, kwargs, message",
+    [
+        (MXFP8BlockScaling(), {"mode": "sideways"}, "mode is 'sideways'; use 'forward' or 'backward'"),
+        (MXFP8BlockScaling(), {"roles": []}, "got 0 roles for num_quantizers=3"),
+        (MXFP8BlockScaling(), {"roles": [QuantizerRole()] * 4}, "got 4 roles for num_quantizers=3"),
+        (MXFP8BlockScaling(), {"num_quantizers": 0}, "num_quantizers is 0; use at least 1"),
+        (MXFP8BlockScaling, {}, "recipe is a type; pass one of narrowcast.recipe's recipes"),
+        ("mxfp8", {}, "recipe is a str"),
+        (None, {}, "recipe is a NoneType"),
+    ],
+)
+def test_wrong_arguments(recipe: Any, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create(recipe, **kwargs)
+
+
+def test_unknown_kinds_of_recipe() -> None:
+    class Unfinished(Recipe):
+        def __post_init__(self) -> None:
+            pass
+
+    with pytest.raises(NotImplementedError, match="Unfinished makes no quantizers of its own"):
+        create(Unfinished()).make_quantizers()

@@ -1,0 +1,349 @@
+"""CustomRecipe and the factories: what they are asked, what they may answer, and what a layer then computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import narrowcast as nc
+from narrowcast import custom_recipes
+from narrowcast.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from narrowcast.roles import QuantizerRole
+from narrowcast.state import STATE
+
+E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
+K, N = 48, 80
+LINEAR_ROLES = [QuantizerRole("linear", kind, "fc1") for kind in ("input", "weight", "grad_output")]
+LIKE: dict[str, Recipe] = {
+    "current_scaling": Float8CurrentScaling(),
+    "float8_block_scaling": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+}
+FACTORIES: dict[str, Callable[[QuantizerRole], Any]] = {
+    name: getattr(custom_recipes, f"{name}_factory") for name in ("high_precision", "delayed_scaling", *LIKE)
+}
+
+
+@pytest.fixture(autouse=True)
+def clean_autocast() -> Iterator[None]:
+    STATE.reset()
+    yield
+    STATE.reset()
+
+
+def make_layer(**kwargs: Any) -> nc.Linear:
+    torch.manual_seed(1)
+    kwargs.setdefault("name", "fc1")
+    return nc.Linear(K, N, device="cpu", **kwargs)
+
+
+def make_input(seed: int = 2) -> torch.Tensor:
+    return torch.randn(24, K, generator=torch.Generator().manual_seed(seed)).requires_grad_(True)
+
+
+def results(layer: nc.Linear, recipe: Recipe | None, x: torch.Tensor, run: Any = None) -> list[torch.Tensor]:
+    """Output and gradients of one step."""
+    torch.manual_seed(7)  # stochastic rounding repeats
+    with nc.autocast(enabled=recipe is not None, recipe=recipe):
+        y = (layer if run is None else run)(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))]
+
+
+def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b), f"differ by {(a - b).abs().max()}"
+
+
+def compiled(function: Any, **kwargs: Any) -> Any:
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **kwargs)
+
+
+# -- the factories ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_factories_equal_the_recipes_of_their_name(name: str) -> None:
+    for slot, role in enumerate(
+        LINEAR_ROLES + [QuantizerRole("linear", kind) for kind in ("output", "grad_input")]
+    ):
+        ours, theirs = FACTORIES[name](role), LIKE[name].make_quantizer(role.tensor_type, slot)
+        assert ours.with_usage(True, True) == theirs.with_usage(True, True), role
+    layer, x = make_layer(), make_input()
+    assert_equal(results(layer, CustomRecipe(qfactory=FACTORIES[name]), x), results(layer, LIKE[name], x))
+
+
+def test_delayed_scaling_factory_trains_like_the_recipe() -> None:
+    custom, plain = CustomRecipe(qfactory=FACTORIES["delayed_scaling"]), DelayedScaling()
+    layer, twin = make_layer(), make_layer()
+    for seed in range(4):
+        x = make_input(seed)
+        assert_equal(results(layer, custom, x), results(twin, plain, x))
+    with nc.autocast(recipe=custom):
+        pass
+    for name in ("scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"):
+        assert torch.equal(getattr(layer.delayed_scaling, name), getattr(twin.delayed_scaling, name))
+    assert (layer.delayed_scaling.scale_fwd[:2] != 1).all()
+    assert layer.delayed_scaling.scale_bwd[0] != 1
+
+
+def test_high_precision_factory_computes_what_no_recipe_computes() -> None:
+    layer, x = make_layer(), make_input()
+    recipe = CustomRecipe(qfactory=FACTORIES["high_precision"])
+    for a, b in zip(results(layer, recipe, x), results(layer, None, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+def test_factories_compile(name: str, dynamic: bool | None) -> None:
+    layer, recipe = make_layer(), CustomRecipe(qfactory=FACTORIES[name])
+    twin = copy.deepcopy(layer)
+    run = compiled(twin, dynamic=dynamic)
+    for seed in range(2):
+        assert_equal(results(twin, recipe, make_input(seed), run), results(layer, recipe, make_input(seed)))
+
+
+# -- mixed recipes ----------------------------------------------------------------------------------------------------
+
+
+def quantized_forward(role: QuantizerRole) -> nc.Quantizer:
+    """Gradients stay in high precision: they are multiplied with the quantized operands as they are."""
+    if role.tensor_type == "grad_output":
+        return nc.IdentityQuantizer()
+    return nc.MXFP8Quantizer(E4M3)
+
+
+def test_high_precision_gradient() -> None:
+    layer, x = make_layer(bias=False), make_input()
+    recipe = CustomRecipe(qfactory=quantized_forward)
+    y, dx, dw = results(layer, recipe, x)
+    quantizer = nc.MXFP8Quantizer(E4M3, rowwise=True, columnwise=True)
+    with torch.no_grad():
+        xq, wq = quantizer.quantize(x.detach()), quantizer.quantize(layer.weight.detach())
+        dy = 2 * y
+        expected = (
+            xq.dequantize() @ wq.dequantize().t(),
+            dy @ columnwise_value(wq),
+            dy.t() @ columnwise_value(xq),
+        )
+    for a, b in zip((y, dx, dw), expected):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+    assert not torch.equal(dx, results(layer, MXFP8BlockScaling(), x)[1])
+    assert_equal(results(layer, recipe, x, compiled(layer)), [y, dx, dw])
+
+
+def columnwise_value(tensor: Any) -> torch.Tensor:
+    """What the column-wise buffers of a quantized tensor hold."""
+    storage = tensor.columnwise_view()
+    return storage.dequantize(dtype=torch.float32)
+
+
+def mixed_by_name(role: QuantizerRole) -> nc.Quantizer:
+    return FACTORIES["high_precision"](role) if role.name == "fc1" else FACTORIES["mxfp8"](role)
+
+
+def test_layers_by_name() -> None:
+    recipe, x = CustomRecipe(qfactory=mixed_by_name), make_input()
+    first, second = make_layer(name="fc1"), make_layer(name="fc2")
+    assert_equal(
+        results(first, recipe, x), results(first, CustomRecipe(qfactory=FACTORIES["high_precision"]), x)
+    )
+    assert_equal(results(second, recipe, x), results(second, MXFP8BlockScaling(), x))
+    assert_equal(results(second, recipe, x, compiled(second)), results(second, recipe, x))
+
+
+def test_different_state_per_direction() -> None:
+    """Requests must agree within a direction; the backward may keep its state by other rules than the forward."""
+    requests = {
+        "input": DelayedScalingRequest(amax_history_len=2),
+        "weight": DelayedScalingRequest(amax_history_len=2),
+        "grad_output": DelayedScalingRequest(amax_history_len=3, margin=2),
+    }
+    recipe = CustomRecipe(qfactory=lambda role: requests[role.tensor_type])
+    handles = recipe.linear_handles()
+    assert handles.forward_state == DelayedScaling(amax_history_len=2)
+    assert handles.backward_state == DelayedScaling(amax_history_len=3, margin=2)
+    layer, x = make_layer(bias=False), make_input()
+    with nc.autocast(recipe=recipe):
+        y = layer(x)
+    y.backward(torch.full_like(y, 7.0))
+    with nc.autocast(recipe=recipe):
+        pass
+    state = layer.delayed_scaling
+    assert state.scale_fwd[0] == torch.tensor(448.0) / x.detach().abs().max()
+    assert state.scale_bwd[0] == 57344 / 4 / 7
+    assert state.amax_history_bwd[:3, 0].tolist() == [0, 0, 7]
+    assert state.amax_history_fwd[:2, 0].tolist() == [0, float(x.detach().abs().max())]
+
+
+def test_only_the_gradient_is_delayed() -> None:
+    def factory(role: QuantizerRole) -> Any:
+        return (
+            DelayedScalingRequest()
+            if role.tensor_type == "grad_output"
+            else nc.Float8CurrentScalingQuantizer(E4M3)
+        )
+
+    recipe, layer, x = CustomRecipe(qfactory=factory), make_layer(), make_input()
+    first = results(layer, recipe, x)
+    assert_equal(first[:1], results(layer, Float8CurrentScaling(), x)[:1])
+    assert layer.delayed_scaling.amax_history_bwd[:, 0].any()
+    assert not layer.delayed_scaling.amax_history_fwd.any()
+
+
+# -- what the factory is asked, and when ------------------------------------------------------------------------------
+
+
+def recording(seen: list[QuantizerRole], *names: str) -> CustomRecipe:
+    def factory(role: QuantizerRole) -> Any:
+        if role.name in names:  # it is asked for every module alive, also those of other tests
+            seen.append(role)
+        return custom_recipes.mxfp8_factory(role)
+
+    return CustomRecipe(qfactory=factory)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_roles_are_asked_for_once_per_name(how: str) -> None:
+    seen: list[QuantizerRole] = []
+    names = (f"{how}.0", f"{how}.1")
+    recipe = recording(seen, *names)
+    layers = [make_layer(name=name) for name in (*names, names[0])]
+    runs = [compiled(layer) if how == "compiled" else layer for layer in layers]
+    for _ in range(3):
+        for layer, run in zip(layers, runs):
+            results(layer, recipe, make_input(), run)
+    kinds = ("input", "weight", "grad_output")
+    expected = [QuantizerRole("linear", kind, name) for name in names for kind in kinds]
+    assert seen == expected
+
+
+def test_a_new_recipe_asks_anew() -> None:
+    seen: list[QuantizerRole] = []
+    layer = make_layer(name="asked twice")
+    for _ in range(2):
+        results(layer, recording(seen, "asked twice"), make_input())
+    assert len(seen) == 6
+
+
+def test_modules_without_a_name() -> None:
+    roles: list[QuantizerRole] = []
+
+    def factory(role: QuantizerRole) -> nc.Quantizer:
+        roles.append(role)
+        return nc.MXFP8Quantizer(E4M3)
+
+    results(make_layer(name=None), CustomRecipe(qfactory=factory), make_input())
+    assert QuantizerRole("linear", "weight", "") in roles
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled_outside", "compiled_inside"])
+def test_nested_recipes_keep_their_own_quantizers(how: str) -> None:
+    """One module under R0, nested R1, nested R2: each output, and its gradient, is that of its recipe alone."""
+    factories = [FACTORIES["mxfp8"], FACTORIES["current_scaling"], mixed_dimensions]
+    recipes, layer, x = [CustomRecipe(qfactory=factory) for factory in factories], make_layer(), make_input()
+    alone = [results(layer, recipe, x) for recipe in recipes]
+    for a, b in ((0, 1), (1, 2), (0, 2)):
+        assert not torch.equal(alone[a][0], alone[b][0])
+        assert not torch.equal(alone[a][1], alone[b][1])
+
+    def nested(module: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        with nc.autocast(recipe=recipes[0]):
+            ys = [module(x)]
+            with nc.autocast(recipe=recipes[1]):
+                ys.append(module(x))
+                with nc.autocast(recipe=recipes[2]):
+                    ys.append(module(x))
+                again = module(x)
+            return [*ys, again, module(x)]
+
+    module = compiled(layer) if how == "compiled_outside" else layer
+    run = compiled(nested) if how == "compiled_inside" else nested
+    ys = run(module, x)
+    for y, which in zip(ys, (0, 1, 2, 1, 0), strict=True):
+        gradients = torch.autograd.grad(y.square().sum(), (x, *layer.parameters()), retain_graph=True)
+        assert_equal([y.detach(), *gradients], alone[which])
+
+
+def mixed_dimensions(role: QuantizerRole) -> nc.Quantizer:
+    return nc.MXFP8Quantizer(E5M2, with_2d_quantization=role.tensor_type == "weight")
+
+
+def test_factory_identity_is_part_of_the_value() -> None:
+    def twin(role: QuantizerRole) -> nc.Quantizer:
+        return custom_recipes.mxfp8_factory(role)
+
+    recipe = CustomRecipe(qfactory=custom_recipes.mxfp8_factory)
+    assert recipe == CustomRecipe(qfactory=custom_recipes.mxfp8_factory)
+    assert recipe != CustomRecipe(qfactory=twin)
+    assert recipe != CustomRecipe(qfactory=custom_recipes.nvfp4_factory)
+
+
+def test_two_recipes_do_not_share_graphs_or_quantizers() -> None:
+    layer, x = make_layer(), make_input()
+    run = compiled(layer)
+    first, second = CustomRecipe(qfactory=FACTORIES["mxfp8"]), CustomRecipe(qfactory=mixed_dimensions)
+    for recipe in (first, second, first, second):
+        assert_equal(results(layer, recipe, x, run), results(layer, recipe, x))
+    assert not torch.equal(results(layer, first, x)[0], results(layer, second, x)[0])
+
+
+# -- wrong answers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize(
+    "wrong, error", [(None, ValueError), (nc.MXFP8Quantizer, TypeError), ("mxfp8", TypeError)]
+)
+def test_wrong_answers_name_the_role(kind: str, wrong: Any, error: type[Exception]) -> None:
+    recipe = CustomRecipe(qfactory=lambda role: wrong if role.tensor_type == kind else nc.IdentityQuantizer())
+    layer, x = make_layer(), make_input()
+    with pytest.raises(
+        error, match=f"qfactory returned .* for QuantizerRole.*tensor_type='{kind}', name='fc1'"
+    ):
+        results(layer, recipe, x)
+    assert STATE.recipe is None
+
+
+def test_differing_requests_are_refused() -> None:
+    requests = {"input": DelayedScalingRequest(margin=1), "weight": DelayedScalingRequest(margin=2)}
+    recipe = CustomRecipe(qfactory=lambda role: requests.get(role.tensor_type, nc.IdentityQuantizer()))
+    with pytest.raises(
+        ValueError, match="requests of one module and direction must be equal.*margin=1.*margin=2"
+    ):
+        results(make_layer(), recipe, make_input())
+
+
+@pytest.mark.parametrize("fields", [{"amax_history_len": 0}, {"amax_compute_algo": "mean"}, {"margin": 0.5}])
+def test_requests_are_checked_like_recipes(fields: dict[str, Any]) -> None:
+    recipe = CustomRecipe(qfactory=lambda role: DelayedScalingRequest(**fields))
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        results(make_layer(), recipe, make_input())
+
+
+def test_a_factory_need_not_know_other_models() -> None:
+    bystander = make_layer(name="someone else's")
+
+    def strict(role: QuantizerRole) -> nc.Quantizer:
+        return {"fc1": nc.MXFP8Quantizer(E4M3)}[role.name]
+
+    recipe, layer = CustomRecipe(qfactory=strict), make_layer()
+    for _ in range(2):
+        results(layer, recipe, make_input())
+    with pytest.raises(KeyError):
+        results(bystander, recipe, make_input())
