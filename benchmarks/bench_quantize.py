@@ -26,6 +26,10 @@ from torch import Tensor
 from narrowcast import kernels, reference
 from narrowcast.formats import E4M3
 
+if kernels.AVAILABLE:
+    from narrowcast.kernels import float8, float8_block, mxfp8, nvfp4, tiles
+    from narrowcast.kernels.launch import Launcher
+
 SHAPES = ((8192, 4096), (16384, 4096), (16384, 14336), (14336, 4096))
 CHECKED_SHAPES = ((1000, 1144), (1024, 1536))
 RING_BYTES = 512 * 2**20  # several times the last-level cache
@@ -177,9 +181,6 @@ def summarize(
 
 def sweep_cases(scale: Tensor, amax: Tensor) -> dict[str, tuple[Case, float]]:
     """Variants of the kernels whose tiles or registers can be chosen; each run sets the launcher it names."""
-    from narrowcast.kernels import float8, float8_block, mxfp8, nvfp4, tiles
-    from narrowcast.kernels.launch import Launcher
-
     table: dict[str, tuple[Case, float]] = {}
 
     def add(name: str, per_element: float, settings: list[tuple[Any, str, Any]], run: Case) -> None:

@@ -118,6 +118,23 @@ def test_factories_compile(name: str, dynamic: bool | None) -> None:
         assert_equal(results(twin, recipe, make_input(seed), run), results(layer, recipe, make_input(seed)))
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "delayed_scaling"])
+def test_recipe_built_inside_the_compiled_function(name: str) -> None:
+    x, outs = make_input(), []
+    for compile_ in (compiled, lambda function: function):
+        layer = make_layer()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with nc.autocast(recipe=CustomRecipe(qfactory=FACTORIES[name])):
+                return layer(x)
+
+        run = compile_(step)
+        for _ in range(3):
+            y = run(x)
+        outs.append([y.detach(), layer.delayed_scaling.scale_fwd.clone()])
+    assert_equal(*outs)
+
+
 # -- mixed recipes ----------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from quantizers.catalog import (
 from reference.checks import normal
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._library import opaque_object
+from torch.torch_version import TorchVersion
 
 import narrowcast as nc
 from narrowcast.dynamo import is_value_opaque_quantizer, register_value_opaque_quantizer
@@ -28,7 +29,7 @@ from narrowcast.quantizers import handle_of, quantize_operand
 
 BF16 = torch.bfloat16
 METHODS_TRACE = (
-    torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+    TorchVersion(torch.__version__) >= "2.13"
     or opaque_object.get_member_type(nc.MXFP8Quantizer, "quantize") is not None
 )
 needs_methods = pytest.mark.skipif(

@@ -18,6 +18,7 @@ from quantizers.catalog import (
 )
 from reference.checks import normal
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.torch_version import TorchVersion
 
 import narrowcast as nc
 from narrowcast._device import default_device
@@ -41,9 +42,14 @@ def proto(
     return TensorProto(shape, BF16, quantizer, device="cpu")
 
 
+def usages(described: TensorProto) -> dict[str, bool]:
+    assert described.quantizer is not None
+    return described.quantizer.get_usages()
+
+
 def facts(tensor: Any) -> list[tuple]:
     """Everything about a tensor but its data."""
-    described = [(type(tensor), tuple(tensor.shape), tensor.dtype, torch.device(tensor.device))]
+    described: list[tuple] = [(type(tensor), tuple(tensor.shape), tensor.dtype, torch.device(tensor.device))]
     if isinstance(tensor, torch.Tensor):
         described.append((tensor.stride(), tensor.requires_grad, tensor.is_leaf))
     if isinstance(tensor, QuantizedTensorStorage):
@@ -94,19 +100,18 @@ def test_plain_tensors() -> None:
 def test_a_prototype_equals_the_real_tensor(name: str, usage: tuple[bool, bool], internal: bool) -> None:
     for shape in SHAPES:
         described = proto(name, usage, internal, shape)
-        real = quantize(described.quantizer, normal(shape, BF16))
+        quantizer: Any = described.quantizer
+        real = quantize(quantizer, normal(shape, BF16))
         names, context = real.__tensor_flatten__()
         assert described.inner_names() == tuple(names)
-        assert (
-            described.create_metadata() == context == described.quantizer.create_metadata(shape, dtype=BF16)
-        )
+        assert described.create_metadata() == context == quantizer.create_metadata(shape, dtype=BF16)
         inner = described.create_inner_tensors()
         assert [(tuple(t.shape), t.dtype, t.stride()) for t in inner] == [
             (tuple(t.shape), t.dtype, t.stride()) for t in buffers(real).values()
         ]
         made = described.create_tensor()
         assert facts(made) == facts(real)
-        assert facts(made) == facts(described.quantizer.make_empty(shape, dtype=BF16, device="cpu"))
+        assert facts(made) == facts(quantizer.make_empty(shape, dtype=BF16, device="cpu"))
 
 
 @each_kind
@@ -145,7 +150,8 @@ def test_assemble_rebuilds_around_given_buffers(name: str, usage: tuple[bool, bo
 def test_bare_storages_report_their_nominal_dtype() -> None:
     storage = nc.MXFP8Quantizer(E4M3).replace(internal=True).quantize(torch.ones(32, 32), dtype=torch.float16)
     assert to_tensor_proto(storage).dtype == torch.float16
-    assert to_tensor_proto(storage).quantizer.internal
+    quantizer = to_tensor_proto(storage).quantizer
+    assert quantizer is not None and quantizer.internal
 
 
 @one_of_each
@@ -162,7 +168,7 @@ def test_a_view_of_one_direction_describes_that_direction(name: str) -> None:
 @one_of_each
 def test_gradients(name: str) -> None:
     described = TensorProto((32, 48), BF16, ONE_OF_EACH[name], requires_grad=True, device="cpu")
-    made = described.create_tensor()
+    made: Any = described.create_tensor()
     assert made.requires_grad and made.is_leaf
     assert described.create_metadata()["requires_grad"]
     assert to_tensor_proto(made) == TensorProto((32, 48), BF16, ONE_OF_EACH[name], True, torch.device("cpu"))
@@ -176,12 +182,12 @@ def test_usage_is_changed_on_a_copy(name: str) -> None:
     described.update_usage(columnwise_usage=False)
     described.update_usage()
     assert shared.get_usages() == {"rowwise": True, "columnwise": True}
-    assert described.quantizer.get_usages() == {"rowwise": True, "columnwise": False}
+    assert usages(described) == {"rowwise": True, "columnwise": False}
     tensor = shared.quantize(normal((32, 48), BF16))
     tensor.update_usage(columnwise_usage=False)
     assert facts(described.create_tensor()) == facts(tensor)
     described.update_usage(rowwise_usage=False, columnwise_usage=True)
-    assert described.quantizer.get_usages() == {"rowwise": False, "columnwise": True}
+    assert usages(described) == {"rowwise": False, "columnwise": True}
 
 
 class Extra(nc.MXFP8Quantizer):
@@ -220,7 +226,8 @@ def test_fake_tensors(name: str, usage: tuple[bool, bool], internal: bool) -> No
         if not internal:
             values = made.dequantize()
             assert values.shape == (33, 50) and values.dtype == BF16
-        again = described.quantizer.quantize(torch.empty(33, 50, dtype=BF16))
+        quantizer: Any = described.quantizer
+        again = quantizer.quantize(torch.empty(33, 50, dtype=BF16))
         assert facts(again) == facts(made)
 
 
@@ -230,7 +237,7 @@ def test_created_in_a_graph(name: str, internal: bool) -> None:
     quantizers = [proto(name, usage, internal).quantizer for usage in USAGES.values()]
 
     def create(x: torch.Tensor) -> Any:
-        made = [TensorProto(x.shape, x.dtype, q, device="cpu").create_tensor() for q in quantizers]
+        made: list[Any] = [TensorProto(x.shape, x.dtype, q, device="cpu").create_tensor() for q in quantizers]
         # a bare storage is no graph output, its buffers are
         return x + 1, [[b for b in t.get_data_tensors() if b is not None] if internal else t for t in made]
 
@@ -249,7 +256,7 @@ def test_created_in_a_graph(name: str, internal: bool) -> None:
 
 
 @pytest.mark.skipif(
-    torch.torch_version.TorchVersion(torch.__version__) < (2, 13),
+    TorchVersion(torch.__version__) < "2.13",
     reason="before torch 2.13 a graph reads a quantizer's description only with constant sizes",
 )
 @one_of_each

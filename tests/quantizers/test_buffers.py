@@ -216,7 +216,7 @@ def test_one_description_in_two_spellings() -> None:
 
 
 def test_construction_takes_torch_dtypes_and_integers() -> None:
-    assert nc.MXFP8Quantizer(torch.float8_e4m3fn) == nc.MXFP8Quantizer(E4M3) == nc.MXFP8Quantizer(int(E4M3))
+    assert nc.MXFP8Quantizer(torch.float8_e4m3fn) == nc.MXFP8Quantizer(E4M3) == nc.MXFP8Quantizer(int(E4M3))  # type: ignore[arg-type]
     for bad, named in (
         (torch.float32, "kFloat32"),
         (nc.DType.kFloat4E2M1, "kFloat4E2M1"),
@@ -224,4 +224,4 @@ def test_construction_takes_torch_dtypes_and_integers() -> None:
         (torch.int8, "int8"),
     ):
         with pytest.raises(ValueError, match=named):
-            nc.MXFP8Quantizer(bad)
+            nc.MXFP8Quantizer(bad)  # type: ignore[arg-type]

@@ -109,7 +109,7 @@ def test_nvfp4(name: str, device: torch.device) -> None:
         matrix = quantizer.rht_matrix.float()
         stored = (stored.view(stored.shape[0], -1, 16) @ matrix.t()).view_as(stored)
         assert torch.allclose(
-            columnwise.reshape(-1, x.shape[-1]), stored.t(), rtol=1e-5, atol=1e-6 * stored.abs().max()
+            columnwise.reshape(-1, x.shape[-1]), stored.t(), rtol=1e-5, atol=1e-6 * stored.abs().max().item()
         )
     else:
         assert_bitwise(columnwise.reshape(-1, x.shape[-1]), stored.t().contiguous(), "column-wise values")

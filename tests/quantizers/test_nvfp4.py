@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def test_the_rotation_depends_on_the_sign_flag_alone(with_rht: bool, with_signs:
     expected = sylvester() / 4
     if with_signs:
         expected = torch.diag(torch.tensor(SIGNS).float()) @ expected
-    for each in (quantizer, rebuilt(quantizer), quantizer.copy()):
+    copied: Any = quantizer.copy()
+    for each in (quantizer, rebuilt(quantizer), copied):
         assert each.rht_matrix.dtype == BF16
         assert torch.equal(each.rht_matrix.float(), expected)
         assert each.with_random_sign_mask is with_signs
@@ -80,8 +82,9 @@ def test_post_rotation_amax_is_what_always_happens() -> None:
     ],
 )
 def test_undefined_combinations_name_both_options(options: tuple[str, str]) -> None:
+    arguments: dict[str, Any] = dict.fromkeys(options, True)
     with pytest.raises(ValueError, match=rf"{options[0]} together with {options[1]}"):
-        nc.NVFP4Quantizer(**dict.fromkeys(options, True))
+        nc.NVFP4Quantizer(**arguments)
 
 
 def test_values_outside_the_choices() -> None:

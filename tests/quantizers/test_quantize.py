@@ -133,7 +133,7 @@ def test_out_of_another_kind(name: str) -> None:
         with pytest.raises(
             ValueError, match=rf"out is a {type(out).__name__}.*{type(quantizer).__name__} writes"
         ):
-            quantizer.quantize(x, out=out)
+            quantizer.quantize(x, out=out)  # type: ignore[arg-type]
     narrow = quantizer.quantize(torch.ones(32, 16))
     with pytest.raises(ValueError, match=r"out has shape \(32, 16\), the source has \(32, 32\)"):
         quantizer.quantize(x, out=narrow)

@@ -100,14 +100,14 @@ def test_exceptions_restore_everything(decorated: bool) -> None:
         with nc.autocast(enabled=False, calibrating=True, recipe=DELAYED):
             raise Stop
 
+    def fail_inside() -> None:
+        with nc.autocast(recipe=MXFP8):
+            fail()
+
     with nc.autocast(recipe=CURRENT):
         before = snapshot()
         with pytest.raises(Stop):
-            if decorated:
-                nc.autocast(recipe=MXFP8)(fail)()
-            else:
-                with nc.autocast(recipe=MXFP8):
-                    fail()
+            (nc.autocast(recipe=MXFP8)(fail) if decorated else fail_inside)()
         assert snapshot() == before
     assert not any(snapshot())
     context = nc.autocast(recipe=CURRENT)

@@ -76,7 +76,7 @@ def test_a_step_computes_with_the_scales_of_the_steps_before() -> None:
 
 
 def test_amax_that_gives_no_scale() -> None:
-    """Zero leaves everything alone, infinity and NaN enter the history but not the scale, tiny ones overflow to FLT_MAX."""
+    """Zero leaves everything alone; infinity enters the history, not the scale; a tiny amax gives FLT_MAX."""
     recipe = DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent")
     layer, dy = make_layer(), torch.zeros(4, 40)
     state, scales = layer.delayed_scaling, []
@@ -134,6 +134,9 @@ def test_only_one_function() -> None:
     )
     layer = make_layer()
     train_step(layer, recipe, torch.full((2, 24), 8.0), torch.full((2, 40), 16.0))
+    assert (
+        layer.delayed_scaling.scale_fwd.tolist() == [1.0] * 3
+    )  # the first entry found nothing and asked nothing
     with nc.autocast(recipe=recipe):
         pass
     assert float(layer.delayed_scaling.scale_fwd[0]) == 440.0

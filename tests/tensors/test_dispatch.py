@@ -145,7 +145,7 @@ def test_several_outputs_come_back_as_given() -> None:
 
 
 def test_lists_of_tensors() -> None:
-    tensors = [tensor_of("current"), torch.ones(SHAPE, dtype=BF16), tensor_of("mxfp8")]
+    tensors: list[Any] = [tensor_of("current"), torch.ones(SHAPE, dtype=BF16), tensor_of("mxfp8")]
     expected = [t.dequantize() + 1 if isinstance(t, nc.QuantizedTensor) else t + 1 for t in tensors]
     torch._foreach_add_(tensors, 1.0)
     for tensor, value in zip(tensors, expected, strict=True):
@@ -212,7 +212,7 @@ def test_optimizers_change_the_value(name: str, optimizer: str, mode: str) -> No
     cls, options = OPTIMIZERS[optimizer]
     options = options if mode == "default" else {**options, mode: True}
     value = normal((32, 48), torch.float32)
-    weight = nn.Parameter(quantize(ONE_OF_EACH[name], value))
+    weight: Any = nn.Parameter(quantize(ONE_OF_EACH[name], value))
     plain = nn.Parameter(weight.detach().dequantize())
     pointers = {key: b.data_ptr() for key, b in buffers(weight).items()}
     ours, theirs = cls([weight], **options), cls([plain], **options)

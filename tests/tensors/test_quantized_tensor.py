@@ -30,7 +30,7 @@ each_quantizer = pytest.mark.parametrize("name", WITH_DELAYED)
 one_of_each = pytest.mark.parametrize("name", ONE_OF_EACH)
 
 
-def parameter(name: str, shape: tuple[int, ...] = (33, 50), dtype: torch.dtype = BF16) -> nn.Parameter:
+def parameter(name: str, shape: tuple[int, ...] = (33, 50), dtype: torch.dtype = BF16) -> Any:
     return nn.Parameter(quantize(WITH_DELAYED[name], normal(shape, dtype)))
 
 
@@ -38,7 +38,7 @@ def parameter(name: str, shape: tuple[int, ...] = (33, 50), dtype: torch.dtype =
 def test_a_parameter_is_the_wrapper_itself(name: str) -> None:
     for shape in SHAPES:
         tensor = quantize(WITH_DELAYED[name], normal(shape, BF16))
-        weight = nn.Parameter(tensor)
+        weight: Any = nn.Parameter(tensor)
         assert isinstance(weight, nn.Parameter) and type(weight) is type(tensor)
         assert weight.requires_grad and weight.is_leaf
         assert tuple(weight.shape) == shape and weight.dtype == BF16 and weight.device.type == "cpu"
@@ -197,7 +197,7 @@ def test_assigning_data_of_another_format() -> None:
 
 @one_of_each
 def test_modules_move_and_cast_their_quantized_parameters(name: str) -> None:
-    module = nn.Module()
+    module: Any = nn.Module()
     module.weight = parameter(name)
     value = module.weight.detach().float()
     module.weight.marker = "kept"

@@ -54,7 +54,9 @@ def test_round_trips(name: str, usage: tuple[bool, bool]) -> None:
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_parameters_come_back_as_parameters(name: str) -> None:
     for trainable in (True, False):
-        weight = nn.Parameter(quantize(ONE_OF_EACH[name], normal((33, 50), BF16)), requires_grad=trainable)
+        weight: Any = nn.Parameter(
+            quantize(ONE_OF_EACH[name], normal((33, 50), BF16)), requires_grad=trainable
+        )
         for again in (pickle.loads(pickle.dumps(weight)), saved_and_loaded(weight, weights_only=True)):
             assert isinstance(again, nn.Parameter) and type(again) is type(weight)
             assert again.requires_grad is trainable and again.is_leaf
@@ -70,7 +72,7 @@ def test_bare_storages_pickle(name: str) -> None:
     assert torch.equal(again.dequantize(), storage.dequantize())
 
 
-def quantized_linear(name: str) -> nc.Linear:
+def quantized_linear(name: str) -> Any:
     with nc.quantized_model_init(recipe=QUANTIZED[name]):
         return nc.Linear(50, 33, device="cpu", params_dtype=BF16)
 

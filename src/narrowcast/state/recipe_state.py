@@ -27,7 +27,8 @@ class RecipeState:
     """
 
     def __init__(self, recipe: Recipe, mode: Mode, roles: list[QuantizerRole], device: torch.device) -> None:
-        self.recipe, self.mode, self.roles, self.device = recipe, mode, roles, device
+        self.recipe, self.roles, self.device = recipe, roles, device
+        self.mode: Mode = mode
         self._buffers: DelayedBuffers | None = None
         self._registration: weakref.finalize | None = None
         managed = recipe.delayed_scaling()
