@@ -11,16 +11,14 @@ With --sweep, other tile shapes are timed for the kernels that have a choice.
 
 from __future__ import annotations
 
-import csv
 import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Row, machine, parser
+from harness import Row, parser, report
 from torch import Tensor
 
 from narrowcast import kernels, reference
@@ -251,32 +249,8 @@ def sweep_cases(scale: Tensor, amax: Tensor) -> dict[str, tuple[Case, float]]:
     return table
 
 
-def save(rows: list[Row], folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "quantize.csv"
-    where = machine("cuda")
-    kept = [
-        {**row, "gpu": where["device"], **{key: where[key] for key in ("torch", "triton", "commit")}}
-        for row in rows
-    ]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(kept[0]))
-        writer.writeheader()
-        writer.writerows(kept)
-    return path
-
-
-def show(rows: list[Row]) -> None:
-    print(", ".join(f"{key} {value}" for key, value in machine("cuda").items()))
-    cells = [[str(value) for value in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(rows[0], *cells, strict=True)]
-    for line in (list(rows[0]), *cells):
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-
-
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--out", type=Path, help="folder for quantize.csv")
     flags.add_argument(
         "--shapes", type=int, default=len(SHAPES), help="how many of the shapes, from the first on"
     )
@@ -291,11 +265,7 @@ def main() -> None:
     extra = {}
     if chosen.sweep:
         extra = sweep_cases(torch.full((1,), 90.0, device="cuda"), torch.zeros(1, device="cuda"))
-    rows = measure(chosen, extra)
-    show(rows)
-    folder = chosen.out or (Path(__file__).parent / "results" if chosen.save else None)
-    if folder is not None:
-        print(f"wrote {save(rows, folder)}")
+    report("quantize", measure(chosen, extra), chosen)
 
 
 if __name__ == "__main__":

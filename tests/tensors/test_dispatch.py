@@ -186,7 +186,7 @@ def test_a_leaf_that_needs_a_gradient_is_protected() -> None:
 
 def test_empty_like_goes_through_the_quantizer_and_the_rest_is_plain() -> None:
     tensor = tensor_of("mxfp8")
-    empty = torch.empty_like(tensor, dtype=torch.float16)
+    empty: Any = torch.empty_like(tensor, dtype=torch.float16)
     assert type(empty) is type(tensor) and empty.dtype == torch.float16 and empty.shape == tensor.shape
     assert empty._quantizer == tensor._quantizer
     for other in (

@@ -185,7 +185,7 @@ def test_assigning_data(name: str) -> None:
     assert isinstance(weight, nn.Parameter) and weight.requires_grad
     assert_same_buffers(weight, quantize(WITH_DELAYED[name], value * 2))
     weight.data = torch.ones(5, 16, dtype=torch.float16)
-    assert tuple(weight.shape) == (5, 16) and weight.dtype == weight._dtype == torch.float16
+    assert tuple(weight.shape) == (5, 16) and weight.dtype == torch.float16
     assert torch.allclose(weight.detach().float(), torch.ones(5, 16), rtol=0.07)
 
 

@@ -94,7 +94,7 @@ class _Square(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (x,) = nc.restore_from_func_ctx(ctx)
+        x: Any = nc.restore_from_func_ctx(ctx)[0]
         return 2 * grad * x.dequantize(), None
 
 
