@@ -24,7 +24,7 @@ from narrowcast.train.recipes import CHOICES
 SIZES = {
     "cpu": TrainConfig(steps=20, batch_size=4, seq_len=64, eval_every=10, eval_batches=2, warmup=5),
     "cuda": TrainConfig(
-        steps=300,
+        steps=200,
         batch_size=32,
         seq_len=512,
         lr=3e-4,
