@@ -35,3 +35,8 @@ def read_flag(name: str, default: bool = False) -> bool:
     if text in _FALSE:
         return False
     raise ValueError(f"environment variable NARROWCAST_{name} is {text!r}; use 1 or 0")
+
+
+def read_foreign(name: str) -> str | None:
+    """Value of a variable that belongs to other tools, such as ``CXX``; None where it is not set."""
+    return os.environ.get(name)

@@ -19,12 +19,23 @@ from ..quantizers.quantizer import value_fields
 
 # what handles and TensorProto use of a quantizer in traced code
 _MAKERS = ("_value_text", "copy", "replace", "with_usage")
-_MEMBERS = (
+_TRACED = (
     "_assemble",
+    "_buffers_of",
+    "_check_input",
+    "_quantize_detached",
+    "_reduced_buffers",
+    "_reduction_group",
+    "_seed",
+    "quantize",
+)
+_MEMBERS = (
     "_describe_buffers",
     "_is_delayed",
     "_is_stochastic",
+    "_minimum_rank",
     "_resolve_storage_cls",
+    "_result_name",
     "_storage_class",
     "_storage_metadata",
     "_storage_name",
@@ -54,7 +65,7 @@ def register_value_opaque_quantizer(cls: type) -> type:
     cls._registered_fields = tuple(fields)
     cls._registered_enums = {name: kind for name, kind in fields.items() if issubclass(kind, enum.Enum)}
     cls._te_compile_value_opaque = True
-    _opaque.register_value_type(cls, _MAKERS, (*fields, *_MEMBERS))
+    _opaque.register_value_type(cls, _MAKERS, (*fields, *_MEMBERS), _TRACED)
     return cls
 
 

@@ -22,22 +22,31 @@ except (ImportError, AttributeError):
 __all__ = ["AVAILABLE", "OpaqueBase", "register_value_type", "schema_type"]
 
 
-def register_value_type(cls: type, makers: tuple[str, ...] = (), members: tuple[str, ...] = ()) -> bool:
+def register_value_type(
+    cls: type,
+    makers: tuple[str, ...] = (),
+    members: tuple[str, ...] = (),
+    traced: tuple[str, ...] = (),
+) -> bool:
     """Register exactly ``cls`` as a value-opaque type.
 
     Args:
         cls: the class; needs ``__eq__``, ``__hash__`` and ``__fx_repr__``.
         makers: methods that make another value or describe this one; traced code runs them for real.
         members: other attributes and methods that traced code may use.
+        traced: methods that the compiler traces through, with their tensor arguments.
     Returns:
         False when this PyTorch lacks the API or refuses the class; value semantics work in eager all the same.
     """
     if not AVAILABLE:
         return False
     # From 2.13 on the compiler traces through members by itself; before, it must be told of each.
-    named = makers if TorchVersion(torch.__version__) >= "2.13" else (*makers, *members)
+    old = TorchVersion(torch.__version__) < "2.13"
+    named = {name: MemberType.USE_REAL for name in ((*makers, *members) if old else makers)}
+    if old:
+        named.update({name: MemberType.INLINED for name in traced})
     try:
-        register_opaque_type(cls, typ="value", members={name: MemberType.USE_REAL for name in named})
+        register_opaque_type(cls, typ="value", members=named)
     except (RuntimeError, TypeError):  # a half-implemented API must not break the import
         return False
     return True

@@ -83,10 +83,12 @@ def _dequantize(
     if list(decoded.shape) == list(shape):
         return decoded
     # formats that pack or pad hold more than the logical tensor, along the first and the last dim of the matrix
-    matrix = decoded.reshape(-1, decoded.shape[-1])
     rows = 1
     for size in shape[:-1]:
         rows *= size
+    if rows * shape[-1] == 0:
+        return decoded.new_empty(shape)
+    matrix = decoded.reshape(-1, decoded.shape[-1])
     return matrix[:rows, : shape[-1]].reshape(shape).contiguous()
 
 

@@ -1,12 +1,12 @@
 """What a run is: the settings of the model and of its training, checked when they are made."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 import torch
 
+from .. import _environment as environment
 from .errors import SettingsError
 from .recipes import recipe_name
 
@@ -161,7 +161,7 @@ def require_compiler(device: str) -> None:
     Raises:
         SettingsError: the device is the CPU and the machine has no C++ compiler.
     """
-    named = os.environ.get("CXX")
+    named = environment.read_foreign("CXX")
     if device == "cpu" and not any(shutil.which(name) for name in ([named] if named else CPP_COMPILERS)):
         wanted = named or ", ".join(CPP_COMPILERS)
         raise SettingsError(
