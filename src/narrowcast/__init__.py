@@ -1,6 +1,6 @@
 """narrowcast: low-precision training for PyTorch that compiles."""
 
-from . import dynamo, nn, recipe
+from . import custom_recipes, dynamo, nn, recipe, state
 from ._device import (
     get_device_compute_capability,
     is_bf16_available,
@@ -77,6 +77,7 @@ __all__ = [
     "__version__",
     "autocast",
     "checkpoint",
+    "custom_recipes",
     "dynamo",
     "fp8_autocast",
     "fp8_model_init",
@@ -93,4 +94,5 @@ __all__ = [
     "recipe",
     "restore_from_func_ctx",
     "restore_from_saved",
+    "state",
 ]

@@ -347,6 +347,13 @@ def test_calibration_overwrites_the_slots_and_nothing_else() -> None:
     assert layer.delayed_scaling.scale_fwd[0] == torch.tensor(448.0) / x.abs().max()
 
 
+def test_calibrating_a_custom_recipe_that_requests_state() -> None:
+    recipe, layer = nc.recipe.CustomRecipe(qfactory=lambda role: nc.DelayedScalingRequest()), make_layer()
+    with nc.autocast(enabled=False, calibrating=True, recipe=recipe):
+        layer(torch.full((2, 24), 7.0))
+    assert float(layer.delayed_scaling.amax_history_fwd[0, 0]) == 7.0
+
+
 def test_calibrating_needs_delayed_scaling() -> None:
     layer = make_layer()
     with nc.autocast(enabled=False, calibrating=True, recipe=nc.recipe.MXFP8BlockScaling()):
@@ -522,7 +529,9 @@ def test_strict_load_both_ways() -> None:
         state.scale_fwd.data_ptr(),
         state.amax_history_fwd.data_ptr(),
     ] == addresses  # quantizers keep their views
-    make_layer().load_state_dict(plain)
+    used.load_state_dict(plain)  # saved before the first step: scales 1, no amax
+    assert_same(buffers(used), buffers(make_layer()))
+    assert sorted(used.state_dict()) == ["bias", "weight"]
 
 
 def test_loading_other_parts_leaves_the_state() -> None:

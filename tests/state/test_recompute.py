@@ -129,6 +129,26 @@ def test_keyword_arguments_reach_the_function() -> None:
     assert torch.equal(nc.checkpoint(lambda x, *, factor: x * factor, x, factor=3.0), 3 * x)
 
 
+def test_recomputing_a_compiled_function_that_enters_autocast() -> None:
+    results = []
+    for recomputed in (False, True):
+        layer = make_layer()
+
+        def block(x: torch.Tensor) -> torch.Tensor:
+            with nc.autocast(recipe=RECIPE):
+                return layer(x)
+
+        compiled, states = torch.compile(block, fullgraph=True, backend="aot_eager"), []
+        for step in range(4):
+            x = draw(step, 6, 24).requires_grad_(True)
+            y = torch_checkpoint(compiled, x, use_reentrant=False) if recomputed else compiled(x)
+            y.backward(draw(step, 6, 40, salt=1))
+            states += [*buffers(layer), x.grad]
+        results.append([*states, layer.weight.grad])
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+
+
 def test_compiled_recompute_keeps_scales() -> None:
     """Autocast outside of the compiled function, the checkpoint inside."""
     results = []

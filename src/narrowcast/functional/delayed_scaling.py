@@ -14,6 +14,8 @@ def _update(
     scales: list[Tensor], histories: list[Tensor], fp8_max: float, margin: int, length: int, algorithm: str
 ) -> None:
     """All states of one direction in one batch: joined, updated by the reference rule, written back in place."""
+    if torch._C._current_graph_task_id() != -1:
+        return  # a compiled forward, recomputed in the backward: it must see the scales of the first one
     widths = [scale.numel() for scale in scales]
     scale, history = numerics_for(scales[0]).delayed.update(
         torch.cat(scales),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..autograd import LinearCaching, LinearFwdArgs, LinearNeeds, LinearNumerics, linear
 from ..functional import calibrate_
-from ..recipe import INPUT_SLOT, WEIGHT_SLOT, DelayedScaling, LinearHandles, Recipe
+from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearHandles, Recipe
 from ..state import STATE
 from ..tensors import QuantizedTensor, QuantizedTensorStorage, storage_of
 from ..tensors.storage import resolve_storage_class
@@ -142,8 +142,10 @@ class Linear(QuantizedModule):
 
     def _high_precision(self, inp: Tensor, bias: Tensor | None) -> Tensor:
         weight = self.weight.dequantize() if isinstance(self.weight, QuantizedTensor) else self.weight
-        if STATE.calibrating is not None and isinstance(STATE.calibrating, DelayedScaling):
-            history = self._delayed_tensors(STATE.calibrating, STATE.calibrating).amax_fwd
+        calibrating = STATE.calibrating
+        managed = None if calibrating is None else calibrating.linear_handles(self.name).forward_state
+        if calibrating is not None and managed is not None:
+            history = self._delayed_tensors(managed, calibrating).amax_fwd
             calibrate_(inp.detach(), history, INPUT_SLOT)
             calibrate_(weight.detach(), history, WEIGHT_SLOT)
         return F.linear(inp, weight.to(inp.dtype), None if bias is None else bias.to(inp.dtype))

@@ -50,6 +50,9 @@ class QuantizedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self._fp8_workspaces.clear()
+        ours = [key for key in state_dict if key.startswith(prefix)]
+        if ours and not any(key.startswith(prefix + "delayed_scaling.") for key in ours):
+            self.delayed_scaling.reset()  # saved before its first step, or under another recipe
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
