@@ -272,3 +272,16 @@ def test_entering_without_gradients_in_the_middle_of_nothing() -> None:
     with torch.inference_mode(), nc.autocast(recipe=DELAYED):
         assert state.get_fp8_recipe() is DELAYED
     assert not any(snapshot())
+
+
+def test_state_can_be_taken_and_put_back() -> None:
+    outside = nc.state.get_autocast_state()
+    with nc.autocast(recipe=CURRENT):
+        inside = nc.state.get_autocast_state()
+    assert inside[0] is CURRENT and outside[0] is None
+    nc.state.set_autocast_state(inside)
+    try:
+        assert nc.state.is_fp8_enabled() and nc.state.get_fp8_recipe() is CURRENT
+    finally:
+        nc.state.set_autocast_state(outside)
+    assert not nc.state.is_fp8_enabled()

@@ -6,6 +6,7 @@ from ..formats import DType
 from .float8 import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Float8Quantizer
 from .float8_blockwise import Float8BlockQuantizer
 from .handle import OperandHandles, QuantizerHandle, handle_of, quantize_operand
+from .hybrid import HybridQuantizer
 from .identity import IdentityQuantizer
 from .mxfp8 import MXFP8Quantizer
 from .nvfp4 import NVFP4Quantizer
@@ -26,6 +27,7 @@ __all__ = [
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
+    "HybridQuantizer",
     "IdentityQuantizer",
     "MXFP8Quantizer",
     "NVFP4Quantizer",

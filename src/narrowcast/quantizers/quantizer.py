@@ -80,6 +80,15 @@ def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...])
     return quantizer
 
 
+_CLASSES: dict[str, type[Quantizer]] = {}
+
+
+def rebuild_from_text(described: tuple[str, tuple[tuple[str, Any], ...]]) -> Quantizer:
+    """Quantizer from what :meth:`Quantizer._class_and_value` wrote, read back as a literal."""
+    name, items = described
+    return _rebuild_quantizer(_CLASSES[name], items)
+
+
 class Quantizer(QuantizerValue):
     """Base of all quantizers.
 
@@ -106,6 +115,7 @@ class Quantizer(QuantizerValue):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        _CLASSES[storage_identifier(cls)] = cls
         cls._te_compile_value_opaque = False  # of each class itself: a subclass registers for itself
         if "_describe_buffers" in cls.__dict__:  # the name later versions of the upstream project use
             cls.inner_tensor_specs = cls._describe_buffers  # type: ignore[attr-defined]
@@ -166,6 +176,10 @@ class Quantizer(QuantizerValue):
     def _value_text(self) -> str:
         """The value as text, or "" for identity semantics: what traced code compares."""
         return "" if self._value_fields() is None else repr(self._value_key())
+
+    def _class_and_value(self) -> str:
+        """Class and field values as a literal, for a quantizer made of others."""
+        return repr((storage_identifier(type(self)), self._value_key()[1]))
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -6,12 +6,14 @@ from .autocast import (
     checkpoint,
     fp8_autocast,
     fp8_model_init,
+    get_autocast_state,
     get_default_recipe,
     get_fp8_group,
     get_fp8_recipe,
     is_fp8_calibration,
     is_fp8_enabled,
     quantized_model_init,
+    set_autocast_state,
     with_fp8_parameters,
 )
 from .delayed_scaling import DelayedScalingState, register_delayed_state, update_delayed_states
@@ -25,6 +27,7 @@ __all__ = [
     "checkpoint",
     "fp8_autocast",
     "fp8_model_init",
+    "get_autocast_state",
     "get_default_recipe",
     "get_fp8_group",
     "get_fp8_recipe",
@@ -32,6 +35,7 @@ __all__ = [
     "is_fp8_enabled",
     "quantized_model_init",
     "register_delayed_state",
+    "set_autocast_state",
     "update_delayed_states",
     "with_fp8_parameters",
 ]

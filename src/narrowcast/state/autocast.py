@@ -61,6 +61,16 @@ def get_fp8_group() -> Any:
     return STATE.group
 
 
+def get_autocast_state() -> tuple[Recipe | None, Recipe | None, Any]:
+    """(recipe in force, recipe that only calibrates, reduction group), for :func:`set_autocast_state`."""
+    return STATE.recipe, STATE.calibrating, STATE.group
+
+
+def set_autocast_state(state: tuple[Recipe | None, Recipe | None, Any]) -> None:
+    """Put back what :func:`get_autocast_state` gave; scales are not renewed."""
+    STATE.recipe, STATE.calibrating, STATE.group = state
+
+
 def with_fp8_parameters() -> bool:
     """Whether parameters created now are quantized."""
     return STATE.init_recipe is not None

@@ -4,6 +4,7 @@ import torch
 
 from .float8 import Float8Tensor, Float8TensorStorage
 from .float8_blockwise import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+from .hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage
 from .identity import IdentityTensor, IdentityTensorStorage
 from .mxfp8 import MXFP8Tensor, MXFP8TensorStorage
 from .nvfp4 import NVFP4Tensor, NVFP4TensorStorage
@@ -19,6 +20,8 @@ __all__ = [
     "Float8BlockwiseQTensorStorage",
     "Float8Tensor",
     "Float8TensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
     "IdentityTensor",
     "IdentityTensorStorage",
     "MXFP8Tensor",

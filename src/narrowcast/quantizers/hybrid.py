@@ -1,0 +1,136 @@
+"""Hybrid quantizer: one format row-wise, another column-wise."""
+
+from __future__ import annotations
+
+import ast
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..functional import BufferTable, GemmOperand, NativeOperand
+from ..tensors import HybridQuantizedTensor, HybridQuantizedTensorStorage
+from .quantizer import Quantizer, rebuild_from_text
+
+_BUFFERS_PER_DIRECTION = 3
+_SOURCES = ("original", "rowwise_dequantized")
+
+
+class HybridQuantizer(Quantizer):
+    """Two quantizers, one per direction; the forward GEMM sees the first, the backward ones the second.
+
+    Args:
+        rowwise_quantizer, columnwise_quantizer: two different objects; their own usages do not matter.
+        columnwise_source: what the second quantizes: the "original" tensor, or what the first made of it
+            ("rowwise_dequantized").
+    Raises:
+        ValueError: one object given twice, or another source. TypeError: a quantizer that holds state or is not
+        registered as a value.
+    """
+
+    rowwise_value: str
+    columnwise_value: str
+    columnwise_source: str
+
+    rowwise_quantizer = None  # derived from its value, as is the other: a quantizer's fields are plain
+    columnwise_quantizer = None
+
+    _storage_class = HybridQuantizedTensorStorage
+    _tensor_class = HybridQuantizedTensor
+    _layout_fields = ("rowwise_value", "columnwise_value")
+
+    def __init__(
+        self,
+        *,
+        rowwise_quantizer: Quantizer,
+        columnwise_quantizer: Quantizer,
+        columnwise_source: str = "original",
+    ) -> None:
+        if rowwise_quantizer is columnwise_quantizer:
+            raise ValueError(
+                "rowwise_quantizer and columnwise_quantizer are one object; give each direction its own"
+            )
+        if columnwise_source not in _SOURCES:
+            raise ValueError(
+                f"columnwise_source is {columnwise_source!r}; use 'original' or 'rowwise_dequantized'"
+            )
+        for quantizer in (rowwise_quantizer, columnwise_quantizer):
+            if not isinstance(quantizer, Quantizer) or quantizer._is_delayed() or not quantizer._value_text():
+                raise TypeError(f"{quantizer!r} cannot be half of a hybrid; use quantizers that are values")
+        super().__init__(rowwise=True, columnwise=True)
+        self._freeze(
+            rowwise_value=rowwise_quantizer.with_usage(rowwise=True, columnwise=False)._class_and_value(),
+            columnwise_value=columnwise_quantizer.with_usage(
+                rowwise=False, columnwise=True
+            )._class_and_value(),
+            columnwise_source=columnwise_source,
+        )
+        self._rebuild_derived_state()
+
+    __call__ = Quantizer.quantize
+
+    def _rebuild_derived_state(self) -> None:
+        self._freeze(
+            rowwise_quantizer=rebuild_from_text(ast.literal_eval(self.rowwise_value)),
+            columnwise_quantizer=rebuild_from_text(ast.literal_eval(self.columnwise_value)),
+        )
+
+    def _half(self, columnwise: bool) -> Quantizer:
+        half = self.columnwise_quantizer if columnwise else self.rowwise_quantizer
+        assert half is not None
+        return half
+
+    def _is_stochastic(self) -> bool:
+        return self._half(False)._is_stochastic() or self._half(True)._is_stochastic()
+
+    def _check_input(self, tensor: Tensor) -> None:
+        super()._check_input(tensor)
+        for columnwise in (False, True):
+            self._half(columnwise)._check_input(tensor)
+
+    def _directions(self) -> list[bool]:
+        return [
+            columnwise
+            for columnwise, on in ((False, self.rowwise_usage), (True, self.columnwise_usage))
+            if on
+        ]
+
+    def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
+        buffers: BufferTable = {}
+        for columnwise in self._directions():
+            described = list(self._half(columnwise)._describe_buffers(shape, dtype).values())
+            described += [((0,), torch.uint8)] * (_BUFFERS_PER_DIRECTION - len(described))
+            direction = "columnwise" if columnwise else "rowwise"
+            buffers.update({f"_{direction}_{index}": entry for index, entry in enumerate(described)})
+        return buffers
+
+    def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
+        buffers: list[Tensor] = []
+        for columnwise in self._directions():
+            source = x
+            if columnwise and self.columnwise_source == "rowwise_dequantized":
+                rows = self._encode_half(numerics, x, False, seed)
+                source = self._half(False)._decode(rows, False, x.dtype)[..., : x.shape[-1]]
+            made = self._encode_half(numerics, source, columnwise, seed)
+            missing = _BUFFERS_PER_DIRECTION - len(made)
+            buffers += [*made, *(x.new_empty((0,), dtype=torch.uint8) for _ in range(missing))]
+        return buffers
+
+    def _encode_half(
+        self, numerics: ModuleType, x: Tensor, columnwise: bool, seed: Tensor | None
+    ) -> list[Tensor]:
+        half = self._half(columnwise)
+        return half._encode(numerics, x, seed if half._is_stochastic() else None)
+
+    def _own(self, buffers: list[Tensor], columnwise: bool) -> list[Tensor]:
+        """Without the empty ones that fill up to three."""
+        return buffers[: len(self._half(columnwise)._describe_buffers((1, 1)))]
+
+    def _decode(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> Tensor:
+        return self._half(columnwise)._decode(self._own(buffers, columnwise), columnwise, dtype)
+
+    def _gemm_operand(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> GemmOperand:
+        return self._half(columnwise)._gemm_operand(self._own(buffers, columnwise), columnwise, dtype)
+
+    def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
+        return self._half(columnwise)._native_operand(self._own(buffers, columnwise), columnwise)

@@ -1,0 +1,101 @@
+"""HybridQuantizer: each direction is its own quantizer's work, as a value, in tensors, in layers and compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recipes import E4M3, E5M2
+
+import narrowcast as nc
+
+
+def halves() -> dict[str, tuple[nc.Quantizer, nc.Quantizer]]:
+    return {
+        "mxfp8+nvfp4": (nc.MXFP8Quantizer(E4M3), nc.NVFP4Quantizer(with_rht=True)),
+        "nvfp4+current": (nc.NVFP4Quantizer(), nc.Float8CurrentScalingQuantizer(E5M2)),
+        "block+identity": (
+            nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
+            nc.IdentityQuantizer(),
+        ),
+    }
+
+
+def hybrid(name: str, **options: str) -> nc.HybridQuantizer:
+    row, column = halves()[name]
+    return nc.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, **options)
+
+
+@pytest.mark.parametrize("name", halves())
+@pytest.mark.parametrize("shape", [(32, 64), (7, 5), (3, 5, 40)], ids=str)
+def test_each_direction_is_its_own_quantizers_work(name: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape).bfloat16()
+    row, column = halves()[name]
+    made = hybrid(name).quantize(x)
+    expected_row = row.with_usage(rowwise=True, columnwise=False).replace(internal=True).quantize(x)
+    expected_column = column.with_usage(rowwise=False, columnwise=True).replace(internal=True).quantize(x)
+    for ours, theirs in (
+        (made.rowwise_operand(), expected_row.rowwise_operand()),
+        (made.columnwise_operand(), expected_column.columnwise_operand()),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+        assert all(t.numel() == 0 for t in ours[len(theirs) :])
+    assert torch.equal(made.dequantize(), expected_row.dequantize())
+    made.update_usage(rowwise_usage=False)
+    assert torch.equal(made.dequantize(), expected_column.dequantize())
+
+
+def test_the_second_may_quantize_what_the_first_made() -> None:
+    x = torch.randn(32, 64).bfloat16()
+    row, column = halves()["nvfp4+current"]
+    made = hybrid("nvfp4+current", columnwise_source="rowwise_dequantized").quantize(x)
+    seen = row.with_usage(columnwise=False).quantize(x).dequantize()
+    expected = column.with_usage(rowwise=False).replace(internal=True).quantize(seen)
+    assert torch.equal(made.columnwise_operand()[0], expected.columnwise_operand()[0])
+
+
+def test_value_semantics() -> None:
+    one, two = hybrid("mxfp8+nvfp4"), hybrid("mxfp8+nvfp4")
+    assert one == two and hash(one) == hash(two) and one is not two
+    assert one != hybrid("nvfp4+current") and one != one.with_usage(columnwise=False)
+    expression, names = one.__fx_repr__()
+    rebuilt = eval(expression, names)
+    assert rebuilt == one and rebuilt is not one
+    x = torch.randn(32, 64).bfloat16()
+    for a, b in zip(rebuilt.quantize(x).get_data_tensors(), one.quantize(x).get_data_tensors()):
+        assert torch.equal(a, b)
+
+
+def test_refuses_what_is_no_pair_of_values() -> None:
+    row, column = halves()["mxfp8+nvfp4"]
+    with pytest.raises(ValueError, match="one object"):
+        nc.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=row)
+    with pytest.raises(ValueError, match="columnwise_source is 'x'"):
+        nc.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source="x")
+    stateful = nc.Float8Quantizer(torch.ones(1), torch.zeros(1), E4M3)
+    with pytest.raises(TypeError, match="Float8Quantizer"):
+        nc.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=stateful)
+
+
+def factory(role: nc.QuantizerRole) -> nc.Quantizer:
+    """MXFP8 forward; every backward GEMM multiplies current-scaled FP8."""
+    backward = nc.Float8CurrentScalingQuantizer(E5M2 if role.tensor_type == "grad_output" else E4M3)
+    if role.tensor_type == "grad_output":
+        return backward
+    return nc.HybridQuantizer(rowwise_quantizer=nc.MXFP8Quantizer(E4M3), columnwise_quantizer=backward)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_linear_compiled_equals_eager(dynamic: bool | None) -> None:
+    layer = nc.Linear(48, 80, device="cpu", params_dtype=torch.bfloat16)
+    recipe = nc.recipe.CustomRecipe(qfactory=factory)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (40, 24):
+        x = torch.randn(tokens, 48).bfloat16().requires_grad_(True)
+        results = []
+        for forward in (layer, compiled):
+            with nc.autocast(recipe=recipe):
+                y = forward(x)
+            results.append([y, *torch.autograd.grad(y.float().square().sum(), (x, layer.weight))])
+        assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(*results))
+        exact = (2 * results[0][0].float()) @ layer.weight.float()
+        assert (results[0][1].float() - exact).norm() < 0.1 * exact.norm()
