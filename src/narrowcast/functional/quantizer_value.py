@@ -32,8 +32,8 @@ class NativeOperand(NamedTuple):
     """A GEMM operand the tensor cores read as it is.
 
     ``data``: (rows, contraction) in an fp8 dtype, row-major. ``scale``: decoding scales in the layout of
-    ``torch.nn.functional.scaled_mm`` for the left operand. ``scaling``: ``"tensor"``, ``"1x128"``, ``"128x128"``, or ``"plain"`` for a
-    matrix in high precision, whose scale is 1.
+    ``torch.nn.functional.scaled_mm`` for the left operand. ``scaling``: ``"tensor"``, ``"1x128"``, ``"128x128"``, or
+    ``"plain"`` for a matrix in high precision, whose scale is 1.
     """
 
     data: Tensor
