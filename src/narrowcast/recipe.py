@@ -95,8 +95,8 @@ class LinearHandles:
 
 
 # Slots of a linear layer's delayed-scaling state.
-INPUT_SLOT, WEIGHT_SLOT, OUTPUT_SLOT = 0, 1, 2
-GRAD_OUTPUT_SLOT, GRAD_INPUT_SLOT = 0, 1
+INPUT_SLOT, WEIGHT_SLOT = 0, 1
+GRAD_OUTPUT_SLOT = 0
 
 FORWARD_TENSOR_TYPES = ("input", "weight", "output")
 BACKWARD_TENSOR_TYPES = ("grad_output", "grad_input")
@@ -426,15 +426,15 @@ class Float8BlockScaling(Recipe):
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
         params = _qparams_of(self, "fp8_quant", tensor_type)
-        dim = {"weight": self.w_block_scaling_dim, "grad_output": self.grad_block_scaling_dim}
-        dim["grad_input"] = self.grad_block_scaling_dim
+        dims: dict[str, int] = {"weight": self.w_block_scaling_dim}
+        dims.update((kind, self.grad_block_scaling_dim) for kind in BACKWARD_TENSOR_TYPES)
         return Float8BlockQuantizer(
             _fp8_dtype(self.fp8_format, tensor_type),
             rowwise=True,
             columnwise=True,
             amax_epsilon=params.amax_epsilon,
             force_pow_2_scales=params.power_2_scale,
-            block_scaling_dim=dim.get(tensor_type, self.x_block_scaling_dim),
+            block_scaling_dim=dims.get(tensor_type, self.x_block_scaling_dim),
         )
 
 

@@ -51,9 +51,14 @@ class QuantizerValue(_opaque.OpaqueBase):
         return id(self)
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        raise TypeError(
-            f"{type(self).__qualname__} is not registered as a compile-time value; call "
-            f"narrowcast.dynamo.register_value_opaque_quantizer({type(self).__qualname__}) after defining it"
+        raise TypeError(self._not_a_value())
+
+    @classmethod
+    def _not_a_value(cls) -> str:
+        """What to say when a quantizer of this class is met in compiled code."""
+        return (
+            f"{cls.__qualname__} is not registered as a compile-time value; call "
+            f"narrowcast.dynamo.register_value_opaque_quantizer({cls.__qualname__}) after defining it"
         )
 
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:

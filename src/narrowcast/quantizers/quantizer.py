@@ -193,21 +193,13 @@ class Quantizer(QuantizerValue):
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         if self._value_fields() is None:
-            raise TypeError(self._not_a_value())
+            return super().__fx_repr__()
         _, items = self._value_key()
         cls = type(self)
         return f"_rebuild_quantizer({cls.__name__}, {items!r})", {
             "_rebuild_quantizer": _rebuild_quantizer,
             cls.__name__: cls,
         }
-
-    @classmethod
-    def _not_a_value(cls) -> str:
-        """What to say when a quantizer of this class is met in compiled code."""
-        return (
-            f"{cls.__qualname__} is not registered as a compile-time value; call "
-            f"narrowcast.dynamo.register_value_opaque_quantizer({cls.__qualname__}) after defining it"
-        )
 
     def __repr__(self) -> str:
         fields = self._value_fields() or tuple(vars(self))
