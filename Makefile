@@ -1,4 +1,4 @@
-# make demo | test | lint | bench: each makes the virtual environment it needs and installs into it, once.
+# make demo | test | lint | bench | plots: each makes the virtual environment it needs and installs into it, once.
 VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
@@ -8,7 +8,7 @@ bin := $(VENV)/bin
 # Threads that wait sleep: by default they spin, and slow down everything where other programs share the cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench plots
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -27,6 +27,9 @@ lint: $(VENV)/.installed-lint
 
 bench: $(VENV)/.installed-train
 	for file in benchmarks/bench_*.py; do $(bin)/python $$file $(BENCH_ARGS) || exit 1; done
+
+plots: $(VENV)/.installed-train
+	$(bin)/python benchmarks/plot.py
 
 $(VENV)/.installed-%: pyproject.toml .ci/venv
 	.ci/venv $(VENV) $*

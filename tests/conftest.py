@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before anything imports Triton, which reads it once
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

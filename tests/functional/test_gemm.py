@@ -1,17 +1,22 @@
-"""The GEMM operator against the golden products, and its padding, bias and errors."""
+"""The GEMM operators against the golden products, and their padding, bias, accumulation and errors."""
 
 from __future__ import annotations
+
+import importlib
 
 import golden_vectors
 import pytest
 import torch
 from recipes import E4M3, E5M2
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 import narrowcast as nc
 from narrowcast import functional
 from narrowcast.quantizers import DelayedFloat8Quantizer
-from narrowcast.testing import aliased, assert_within_magnitude
+from narrowcast.testing import aliased, assert_close, assert_within_magnitude
+
+gemm_module = importlib.import_module("narrowcast.functional.gemm")
 
 Quantizers = tuple[nc.Quantizer, nc.Quantizer, nc.Quantizer]
 
@@ -135,14 +140,161 @@ def test_any_size_equals_the_zero_padded_product(name: str, m: int, n: int, k: i
         )
 
 
-def test_bias_is_added_before_the_one_rounding() -> None:
-    quantizer = nc.Float8CurrentScalingQuantizer(E4M3).replace(internal=True)
-    x, w, bias = torch.randn(16, 32).bfloat16(), torch.randn(8, 32).bfloat16(), torch.randn(8).bfloat16()
-    xs, ws = quantizer.quantize(x), quantizer.quantize(w)
-    plain = multiply("fprop", xs, ws, 16, 8)
-    out = multiply("fprop", xs, ws, 16, 8, bias=bias, dtype=torch.bfloat16)
-    assert torch.equal(out, (plain + bias.float()).bfloat16())
-    assert not aliased([out], [*xs.rowwise_operand(), *ws.rowwise_operand(), bias])
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ROUNDED = {torch.float32: "fp32_sum_order", torch.bfloat16: "bf16_output", torch.float16: "bf16_output"}
+
+
+def quantized(name: str, m: int, n: int, k: int, device: str = "cpu") -> list[nc.QuantizedTensorStorage]:
+    """x (m, k), w (n, k) and dy (m, n), quantized."""
+    tensors = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
+    return [
+        q.replace(internal=True).quantize(t.bfloat16().to(device))
+        for q, t in zip(QUANTIZERS[name], tensors, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_bias_is_added_before_the_one_rounding(
+    name: str, dtype: torch.dtype, bias_dtype: torch.dtype
+) -> None:
+    x, w, _ = quantized(name, 33, 24, 96)
+    bias = torch.randn(24).to(bias_dtype)
+    plain = multiply("fprop", x, w, 33, 24)
+    out = multiply("fprop", x, w, 33, 24, bias=bias, dtype=dtype)
+    assert torch.equal(out, (plain + bias.to(dtype).float()).to(dtype))
+    assert not aliased([out], [*x.rowwise_operand(), *w.rowwise_operand(), bias])
+    exact = x.dequantize(dtype=torch.float32).double() @ w.dequantize(dtype=torch.float32).double().t()
+    assert_close(out, exact + bias.to(dtype).double(), ROUNDED[dtype])
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["gemm_fp8_current_hybrid", "identity"])
+def test_the_native_path_adds_bias_as_the_decoded_one(
+    name: str, dtype: torch.dtype, bias_dtype: torch.dtype, device: torch.device
+) -> None:
+    """The plain product, and from torch 2.13 on the per-tensor library GEMM, run on the CPU too."""
+    if name != "identity" and device.type == "cpu" and TorchVersion(torch.__version__) < "2.13":
+        pytest.skip(f"torch {torch.__version__} has no scaled_mm on the CPU")
+    quantizer = nc.IdentityQuantizer() if name == "identity" else QUANTIZERS[name][0]
+    x, w = (
+        quantizer.replace(internal=True).quantize(torch.randn(size, 40, device=device)) for size in (33, 23)
+    )
+    bias = torch.randn(23, device=device).to(bias_dtype)
+    a, b = (t._quantizer._native_operand(t.rowwise_operand(), False) for t in (x, w))
+    out = gemm_module._multiply_native(a, b, bias, dtype, 33, 23, False)
+    exact = x.dequantize(dtype=torch.float32).double() @ w.dequantize(dtype=torch.float32).double().t()
+    assert out.dtype == dtype
+    native_fp8 = name != "identity" and device.type == "cuda"
+    assert_close(out, exact + bias.to(dtype).double(), "fast_accumulation" if native_fp8 else ROUNDED[dtype])
+
+
+def accumulate(
+    kind: str,
+    out: Tensor,
+    left: nc.QuantizedTensorStorage,
+    right: nc.QuantizedTensorStorage,
+    fast: bool = False,
+    emulate: bool = False,
+) -> None:
+    left_columns, right_columns = {"fprop": (0, 0), "dgrad": (0, 1), "wgrad": (1, 1)}[kind]
+    functional.gemm_accumulate_(
+        kind,
+        out,
+        left.columnwise_operand() if left_columns else left.rowwise_operand(),
+        left._quantizer,
+        right.columnwise_operand() if right_columns else right.rowwise_operand(),
+        right._quantizer,
+        fast,
+        emulate,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (7, 5, 3), (40, 24, 136), (0, 16, 32)])
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_accumulation_rounds_once_after_the_sum(
+    name: str, m: int, n: int, k: int, dtype: torch.dtype
+) -> None:
+    x, w, dy = quantized(name, m, n, k)
+    for kind, left, right, rows, columns in (
+        ("fprop", x, w, m, n),
+        ("dgrad", dy, w, m, k),
+        ("wgrad", dy, x, n, k),
+    ):
+        before = torch.randn(rows, columns).to(dtype)
+        out = before.clone()
+        accumulate(kind, out, left, right)
+        expected = before.float() + multiply(kind, left, right, rows, columns)
+        assert torch.equal(out, expected.to(dtype)), kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_accumulation_into_a_part_of_a_buffer_leaves_the_rest(dtype: torch.dtype) -> None:
+    x, _, dy = quantized("gemm_fp8_current_hybrid", 48, 24, 40)
+    plain = torch.zeros(24, 40, dtype=dtype)
+    accumulate("wgrad", plain, dy, x)
+    buffer = torch.full((30, 50), 3.0, dtype=dtype)
+    for whole in (buffer, buffer.t().contiguous().t()):
+        part = whole[2:26, 3:43]
+        part.zero_()
+        accumulate("wgrad", part, dy, x)
+        assert torch.equal(part, plain)
+        part.fill_(3.0)
+        assert bool((whole == 3.0).all())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gemm_fp8_current_hybrid", "gemm_mxfp8"])
+def test_compiled_accumulation_equals_eager(name: str, dtype: torch.dtype, dynamic: bool) -> None:
+    x_quantizer, _, dy_quantizer = (q.with_usage(False, True) for q in QUANTIZERS[name])
+
+    def step(out: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+        left, right = functional.quantize(dy, dy_quantizer), functional.quantize(x, x_quantizer)
+        functional.gemm_accumulate_("wgrad", out, left, dy_quantizer, right, x_quantizer, False, False)
+        return out * 2
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for m in (32, 48):
+        dy, x, main_grad = torch.randn(m, 24), torch.randn(m, 40), torch.randn(24, 40).to(dtype)
+        ours, expected = main_grad.clone(), main_grad.clone()
+        assert torch.equal(compiled(ours, dy, x), step(expected, dy, x))
+        assert torch.equal(ours, expected) and not torch.equal(ours, main_grad)
+
+
+@pytest.mark.parametrize(
+    ("out", "named"),
+    [
+        (torch.zeros(24, 40, dtype=torch.float16), "out is torch.float16; accumulate into torch.float32"),
+        (torch.zeros(24, 40, dtype=torch.int32), "out is torch.int32"),
+        (torch.zeros(2, 12, 40), r"out has shape \(2, 12, 40\)"),
+    ],
+)
+def test_accumulators_that_are_refused(out: Tensor, named: str) -> None:
+    x, _, dy = quantized("gemm_mxfp8", 32, 24, 40)
+    with pytest.raises(ValueError, match=named):
+        accumulate("wgrad", out, dy, x)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    x, w, _ = quantized("gemm_mxfp8", 32, 24, 40)
+    with pytest.raises(ValueError, match="kind is 'forward'; use one of .*'fprop', 'dgrad', 'wgrad'"):
+        functional.gemm(
+            "forward",
+            x.rowwise_operand(),
+            x._quantizer,
+            w.rowwise_operand(),
+            w._quantizer,
+            None,
+            torch.float32,
+            32,
+            24,
+            False,
+            False,
+        )
 
 
 def test_output_does_not_alias_in_any_dtype() -> None:
@@ -213,3 +365,61 @@ def test_emulation_on_the_gpu_equals_the_cpu(name: str) -> None:
         )
     for cpu, cuda in zip(*results, strict=True):
         torch.testing.assert_close(cuda.cpu(), cpu, rtol=1e-4, atol=1e-4 * float(cpu.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["gemm_fp8_current_hybrid", "gemm_fp8_block_pow2", "gemm_fp8_block_fp32"])
+def test_native_bias_is_rounded_once(name: str, dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+    x, w, _ = quantized(name, 130, 72, 256, "cuda")
+    bias = (1000 * torch.randn(72, device="cuda")).to(bias_dtype)  # two roundings would show
+    out = multiply("fprop", x, w, 130, 72, bias=bias, dtype=dtype)
+    product = multiply("fprop", x, w, 130, 72)
+    assert_close(out, product.double() + bias.to(dtype).double(), ROUNDED[dtype])
+    if name != "gemm_fp8_current_hybrid":  # the fused epilogue may sum in another order
+        assert torch.equal(out, (product + bias.to(dtype).float()).to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_kernel", [False, True], ids=["added", "epilogue"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(256, 128, 384), (64, 48, 256), (1, 1, 1), (1000, 130, 520), (0, 16, 32)]
+)
+@pytest.mark.parametrize("name", ["gemm_fp8_current_hybrid", "gemm_fp8_block_pow2", "gemm_fp8_block_fp32"])
+def test_native_accumulation(
+    name: str, m: int, n: int, k: int, dtype: torch.dtype, in_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm_module, "ACCUMULATE_IN_KERNEL", in_kernel)
+    x, _, dy = quantized(name, m, n, k, "cuda")
+    before = torch.randn(n, k, device="cuda").to(dtype)
+    # the values of the column-wise codes: scales that are no powers of two round them otherwise than the row-wise ones
+    values = [
+        functional.dequantize(
+            t.columnwise_operand(), t._quantizer, True, torch.float32, list(t.shape)
+        ).double()
+        for t in (dy, x)
+    ]
+    exact, magnitude = values[0].t() @ values[1], values[0].abs().t() @ values[1].abs()
+    for fast in (False, True):
+        out = before.clone()
+        accumulate("wgrad", out, dy, x, fast=fast)
+        share = 2.0**-7 if fast else 2.0**-9  # as TOLERANCES["fast_accumulation"]
+        assert_within_magnitude(out, before.double() + exact, magnitude + 1e-30, share)
+
+
+@pytest.mark.gpu
+def test_pairs_without_a_native_gemm_say_so() -> None:
+    e5m2 = nc.Float8CurrentScalingQuantizer(E5M2)
+    pairs = [
+        (e5m2, e5m2),
+        (block(2, True), block(2, True)),
+        (nc.Float8CurrentScalingQuantizer(E4M3), block(1, True)),
+        (nc.IdentityQuantizer(), nc.Float8CurrentScalingQuantizer(E4M3)),
+    ]
+    for left, right in pairs:
+        x, w = (q.replace(internal=True).quantize(torch.randn(32, 64, device="cuda")) for q in (left, right))
+        with pytest.raises(RuntimeError, match="emulate=True"):
+            multiply("fprop", x, w, 32, 32)
+        assert multiply("fprop", x, w, 32, 32, emulate=True).isfinite().all()

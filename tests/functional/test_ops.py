@@ -1,4 +1,4 @@
-"""Every operator: no aliasing, fakes that tell the truth, opcheck."""
+"""What the operators compute; that they keep their contracts is test_opcheck's business."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import pytest
 import torch
 from recipes import E4M3, E5M2
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowcast as nc
 from narrowcast import functional
 from narrowcast.quantizers import DelayedFloat8Quantizer
-from narrowcast.testing import aliased
 
 SHAPES = [(32, 64), (1, 16), (7, 5), (3, 5, 40), (0, 32), (130, 1)]
 QUANTIZERS = {
@@ -28,31 +26,10 @@ QUANTIZERS = {
     "identity": nc.IdentityQuantizer(),
 }
 USAGES = [(True, True), (True, False), (False, True)]
-# fp8 inputs and opaque operands are beyond opcheck's schema test
-CHECKS = ("test_autograd_registration", "test_faketensor")
 
 
 def data(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape).to(dtype)
-
-
-def same_kind(real: list[Tensor], fake: list[Tensor]) -> None:
-    assert len(real) == len(fake)
-    for a, b in zip(real, fake, strict=True):
-        assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", QUANTIZERS)
-def test_quantize(name: str, shape: tuple[int, ...]) -> None:
-    x = data(shape)
-    for rowwise, columnwise in USAGES:
-        quantizer = QUANTIZERS[name].with_usage(rowwise=rowwise, columnwise=columnwise)
-        out = functional.quantize(x, quantizer)
-        assert not aliased(out, [x])
-        with FakeTensorMode() as mode:
-            same_kind(out, functional.quantize(mode.from_tensor(x), quantizer))
-        torch.library.opcheck(functional.quantize, (x, quantizer), test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
@@ -63,31 +40,25 @@ def test_dequantize_gives_the_logical_shape(name: str) -> None:
         for columnwise, operand in ((False, storage.rowwise_operand()), (True, storage.columnwise_operand())):
             arguments = (operand, storage._quantizer, columnwise, torch.float32, list(shape))
             out = functional.dequantize(*arguments)
-            assert out.shape == x.shape and not aliased([out], operand)
+            assert out.shape == x.shape
             if name != "identity" and x.numel():
                 tolerance = 0.4 if name.startswith("nvfp4") else 0.14
                 assert (out - x.float()).abs().max() <= tolerance * x.float().abs().max()
-            torch.library.opcheck(functional.dequantize, arguments, test_utils=CHECKS)
 
 
 @pytest.mark.parametrize(("rowwise", "columnwise"), USAGES)
 def test_quantize_delayed_raises_its_slot_of_the_amax(rowwise: bool, columnwise: bool) -> None:
     x, scale = data((24, 40)), torch.tensor([1.0, 8.0, 1.0])
     quantizer = DelayedFloat8Quantizer(E4M3, 1, rowwise=rowwise, columnwise=columnwise)
-    both = rowwise and columnwise
-    op = functional.quantize_delayed_both if both else functional.quantize_delayed
+    op = functional.quantize_delayed
     history = torch.zeros(4, 3)
     history[0] = torch.tensor([5.0, 0.5, 7.0])
     out = list(op(x, scale, history, quantizer))
-    assert not aliased(out, [x, scale, history])
     assert history[0].tolist() == [5.0, x.abs().max().item(), 7.0] and not history[1:].any()
     assert out[-1].item() == 1 / 8
+    assert [out[0].numel() > 0, out[1].numel() > 0] == [rowwise, columnwise]
     op(x * 0.01, scale, history, quantizer)
     assert history[0, 1] == x.abs().max(), "a smaller tensor must not lower the amax"
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(t) for t in (x, scale, history)]
-        same_kind(out, list(op(*fakes, quantizer)))
-    torch.library.opcheck(op, (x, scale, history, quantizer), test_utils=CHECKS)
 
 
 def test_quantize_into_honours_the_noop_flag() -> None:

@@ -50,13 +50,13 @@ if kernels.AVAILABLE:
         tl.store(packed_ptr + index, pack_codes(c0, c1, c2, c3, EMULATE))
 
     @triton.jit
-    def fp4_kernel(x_ptr, word_ptr, N: tl.constexpr, EMULATE: tl.constexpr):
+    def fp4_kernel(x_ptr, word_ptr, one, N: tl.constexpr, EMULATE: tl.constexpr):
         index = tl.arange(0, N)
         sizes = ()
         signs = ()
         for j in tl.static_range(8):
             x = tl.load(x_ptr + 8 * index + j)
-            x = x * 1.0  # as in the kernels, whose products hold no negative NaN
+            x = x * one  # as in the kernels, whose products hold no negative NaN; a constant 1 is folded away
             sizes = sizes + (fp4_magnitude(x, 0, False, EMULATE),)  # noqa: RUF005 - Triton has no starred tuples
             signs = signs + (fp4_sign(x, EMULATE),)  # noqa: RUF005
         word = pack_fp4(
@@ -66,9 +66,9 @@ if kernels.AVAILABLE:
         tl.store(word_ptr + index, word)
 
     @triton.jit
-    def fp4_stochastic_kernel(x_ptr, random_ptr, code_ptr, N: tl.constexpr, EMULATE: tl.constexpr):
+    def fp4_stochastic_kernel(x_ptr, random_ptr, code_ptr, one, N: tl.constexpr, EMULATE: tl.constexpr):
         index = tl.arange(0, N)
-        x = tl.load(x_ptr + index) * 1.0
+        x = tl.load(x_ptr + index) * one
         size = fp4_magnitude(x, tl.load(random_ptr + index).to(tl.uint32), True, EMULATE)
         tl.store(code_ptr + index, (size | ((fp4_sign(x, EMULATE) >> 28) & 8)).to(tl.uint8))
 
@@ -162,7 +162,7 @@ def test_fp4(device: torch.device) -> None:
     fine = torch.linspace(-8, 8, COUNT)
     for values in (padded(golden["value"]), patterns(), fine, fine.bfloat16().float()):
         words = torch.empty(len(values) // 8, dtype=torch.int32, device=device)
-        fp4_kernel[(1,)](values.to(device), words, len(words), INTERPRETING)
+        fp4_kernel[(1,)](values.to(device), words, 1.0, len(words), INTERPRETING)
         assert_bitwise(words.view(torch.uint8), reference.pack_float4(reference.encode_float4(values)))
 
 
@@ -170,7 +170,7 @@ def test_fp4_stochastic(device: torch.device) -> None:
     for values in (torch.linspace(-8, 8, COUNT), patterns()):
         random = torch.randint(0, 256, (COUNT,), dtype=torch.uint8)
         codes = torch.empty(COUNT, dtype=torch.uint8, device=device)
-        fp4_stochastic_kernel[(1,)](values.to(device), random.to(device), codes, COUNT, INTERPRETING)
+        fp4_stochastic_kernel[(1,)](values.to(device), random.to(device), codes, 1.0, COUNT, INTERPRETING)
         assert_bitwise(codes, reference.encode_float4_stochastic_(values.clone(), random.float()))
 
 

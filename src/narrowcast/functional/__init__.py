@@ -1,22 +1,86 @@
 """The operators of the library. Nothing outside this room registers one."""
 
+from .activation import (
+    act,
+    act_backward,
+    act_backward_quantize,
+    act_backward_quantize_delayed,
+    act_quantize,
+    act_quantize_delayed,
+)
 from .delayed_scaling import calibrate_, delayed_scaling_update_
-from .gemm import gemm
-from .quantize import dequantize, draw_seed, quantize, quantize_delayed, quantize_delayed_both, quantize_into
+from .gemm import gemm, gemm_accumulate_
+from .grouped import pad_rows, unpad_rows
+from .grouped_gemm import grouped_dequantize, grouped_gemm, grouped_mm
+from .grouped_quantize import (
+    grouped_column_sum,
+    grouped_quantize,
+    grouped_quantize_delayed,
+    grouped_quantize_weights,
+    grouped_quantize_weights_delayed,
+    operand_of,
+)
+from .norm import (
+    norm,
+    norm_backward,
+    norm_backward_quantize,
+    norm_backward_quantize_delayed,
+    norm_quantize,
+    norm_quantize_delayed,
+)
+from .quantize import (
+    dequantize,
+    draw_seed,
+    quantize,
+    quantize_dbias,
+    quantize_dbias_delayed,
+    quantize_delayed,
+    quantize_into,
+)
 from .quantizer_value import BufferTable, GemmOperand, NativeOperand, QuantizerValue
+from .swizzle import swizzle_scales, unswizzle_scales
+from .transpose import transpose_codes
 
 __all__ = [
     "BufferTable",
     "GemmOperand",
     "NativeOperand",
     "QuantizerValue",
+    "act",
+    "act_backward",
+    "act_backward_quantize",
+    "act_backward_quantize_delayed",
+    "act_quantize",
+    "act_quantize_delayed",
     "calibrate_",
     "delayed_scaling_update_",
     "dequantize",
     "draw_seed",
     "gemm",
+    "gemm_accumulate_",
+    "grouped_column_sum",
+    "grouped_dequantize",
+    "grouped_gemm",
+    "grouped_mm",
+    "grouped_quantize",
+    "grouped_quantize_delayed",
+    "grouped_quantize_weights",
+    "grouped_quantize_weights_delayed",
+    "norm",
+    "norm_backward",
+    "norm_backward_quantize",
+    "norm_backward_quantize_delayed",
+    "norm_quantize",
+    "norm_quantize_delayed",
+    "operand_of",
+    "pad_rows",
     "quantize",
+    "quantize_dbias",
+    "quantize_dbias_delayed",
     "quantize_delayed",
-    "quantize_delayed_both",
     "quantize_into",
+    "swizzle_scales",
+    "transpose_codes",
+    "unpad_rows",
+    "unswizzle_scales",
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import kernels
+from ..formats import E4M3
 from ._library import define
 from .numerics import numerics_for
 
@@ -13,11 +14,17 @@ from .numerics import numerics_for
 def _update(
     scales: list[Tensor], histories: list[Tensor], fp8_max: float, margin: int, length: int, algorithm: str
 ) -> None:
-    """All states of one direction in one batch: joined, updated by the reference rule, written back in place."""
+    """All states of one direction in one batch: in one launch where they lie, else joined and written back."""
     if torch._C._current_graph_task_id() != -1:
         return  # a compiled forward, recomputed in the backward: it must see the scales of the first one
+    numerics = numerics_for(scales[0])
+    if numerics is kernels:
+        table = numerics.delayed.address_table(scales, histories, length)
+        if table is not None:
+            numerics.delayed.update_(table, fp8_max=fp8_max, margin=margin, length=length, algo=algorithm)
+            return
     widths = [scale.numel() for scale in scales]
-    scale, history = numerics_for(scales[0]).delayed.update(
+    scale, history = numerics.delayed.update(
         torch.cat(scales),
         torch.cat([history[:length] for history in histories], dim=1),
         fp8_max=fp8_max,
@@ -44,7 +51,9 @@ delayed_scaling_update_ = define(
 
 
 def _calibrate(x: Tensor, amax: Tensor, slot: int) -> None:
-    amax.view(-1)[slot : slot + 1].copy_(reference.scaling.amax(x))
+    taken = amax.view(-1)[slot : slot + 1].zero_()
+    # a cast without outputs raises the amax and nothing else; its scale does not matter
+    numerics_for(x).float8.quantize(x, taken, E4M3, rowwise=False, columnwise=False, amax=taken)
 
 
 def _calibrate_fake(x: Tensor, amax: Tensor, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""``narrowcast::gemm``: the three GEMMs of a linear layer on quantized operands.
+"""``narrowcast::gemm`` and ``gemm_accumulate_``: the three GEMMs of a linear layer on quantized operands.
 
 Both operands arrive with the contraction along their last dim, so every GEMM is ``left @ right.T``:
 
@@ -12,17 +12,33 @@ wgrad    grad_output, column  input, columnwise      [N, K]
 
 On CPU, and on a GPU when emulation is asked for, operands are decoded to values that are exact in the compute dtype
 and multiplied with fp32 accumulation. Otherwise ``torch.nn.functional.scaled_mm`` reads the payload as it is.
+
+A bias is rounded to the dtype of the result and added to the fp32 product before the one rounding.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
+from torch.torch_version import TorchVersion
 
+from .. import kernels
+from . import _opaque
 from ._library import QUANTIZER, define
+from .numerics import numerics_for
 from .quantizer_value import GemmOperand, NativeOperand, QuantizerValue
+
+if kernels.AVAILABLE:
+    from ..kernels import gemm as gemm_kernels
+else:
+    gemm_kernels: Any = None
+
+ACCUMULATE_IN_KERNEL: bool = False
+"""Whether a native ``gemm_accumulate_`` adds in the Triton GEMM's epilogue, where it covers the operands."""
 
 _COLUMNWISE = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
 _SCALING = {
@@ -30,6 +46,13 @@ _SCALING = {
     "1x128": ScalingType.BlockWise1x128,
     "128x128": ScalingType.BlockWise128x128,
 }
+_NATIVE_PAIRS = (
+    ("tensor", "tensor"),
+    ("1x128", "1x128"),
+    ("1x128", "128x128"),
+    ("128x128", "1x128"),
+    ("plain", "plain"),
+)
 
 
 def _gemm(
@@ -45,18 +68,12 @@ def _gemm(
     fast_accumulation: bool,
     emulate: bool,
 ) -> Tensor:
-    left_columnwise, right_columnwise = _COLUMNWISE[kind]
-    on_cuda = left[0].is_cuda
-    if not on_cuda or emulate:
-        compute = torch.bfloat16 if on_cuda else torch.float32
-        a = left_quantizer._gemm_operand(left, left_columnwise, compute)
-        b = right_quantizer._gemm_operand(right, right_columnwise, compute)
+    _check_kind(kind)
+    if _runs_decoded(left, emulate):
+        a, b = _decoded_operands(kind, left, left_quantizer, right, right_quantizer)
         return _multiply_decoded(a, b, bias, dtype, rows, columns)
-    a = left_quantizer._native_operand(left, left_columnwise)
-    b = right_quantizer._native_operand(right, right_columnwise)
-    if a is None or b is None:
-        raise RuntimeError(_no_native_gemm(left_quantizer, right_quantizer))
-    return _multiply_native(a, b, bias, dtype, rows, columns, fast_accumulation)
+    a, b = _native_operands(kind, left, left_quantizer, right, right_quantizer)
+    return _multiply_native(a, b, bias, dtype, rows, columns, fast_accumulation).contiguous()
 
 
 def _gemm_fake(
@@ -72,6 +89,7 @@ def _gemm_fake(
     fast_accumulation: bool,
     emulate: bool,
 ) -> Tensor:
+    _check_kind(kind)
     return left[0].new_empty((rows, columns), dtype=dtype)
 
 
@@ -81,7 +99,178 @@ gemm = define(
     _gemm,
     _gemm_fake,
 )
-"""Multiply two quantized operands; ``rows`` x ``columns`` is the logical result, padding is cut away."""
+"""Multiply two quantized operands; ``rows`` x ``columns`` is the logical result, padding is cut away.
+
+Args:
+    kind: "fprop", "dgrad" or "wgrad"; says which direction of each operand was passed.
+    left, right: the buffers of that direction, as ``rowwise_operand`` or ``columnwise_operand`` of a storage give them.
+    bias: (columns,) or None.
+    dtype: bf16, fp16 or fp32.
+    fast_accumulation: let per-tensor FP8 accumulate in the tensor cores' short registers; ignored elsewhere.
+    emulate: on a GPU, decode and multiply in bf16 or fp32.
+
+Returns:
+    (rows, columns) of ``dtype``, contiguous.
+
+Raises:
+    ValueError: another ``kind``. RuntimeError: the pair of formats has no native GEMM and ``emulate`` is off.
+
+Numerics:
+    ``RN_dtype(left @ right.T + RN_dtype(bias))``, product and sum in fp32.
+"""
+
+
+def _gemm_accumulate(
+    kind: str,
+    out: Tensor,
+    left: list[Tensor],
+    left_quantizer: QuantizerValue,
+    right: list[Tensor],
+    right_quantizer: QuantizerValue,
+    fast_accumulation: bool,
+    emulate: bool,
+) -> None:
+    _check_accumulator(kind, out)
+    rows, columns = out.shape
+    if _runs_decoded(left, emulate):
+        a, b = _decoded_operands(kind, left, left_quantizer, right, right_quantizer)
+        out.add_(_multiply_decoded(a, b, None, torch.float32, rows, columns))
+        return
+    a, b = _native_operands(kind, left, left_quantizer, right, right_quantizer)
+    if ACCUMULATE_IN_KERNEL and _accumulates_in_kernel(out, a, b):
+        accumulate = gemm_kernels.accumulate_ if a.scaling == "tensor" else gemm_kernels.accumulate_block_
+        accumulate(out, a.data, a.scale, b.data, b.scale, fast_accumulation=fast_accumulation)
+    else:
+        out.add_(_multiply_native(a, b, None, torch.float32, rows, columns, fast_accumulation))
+
+
+def _gemm_accumulate_fake(
+    kind: str,
+    out: Tensor,
+    left: list[Tensor],
+    left_quantizer: QuantizerValue,
+    right: list[Tensor],
+    right_quantizer: QuantizerValue,
+    fast_accumulation: bool,
+    emulate: bool,
+) -> None:
+    _check_accumulator(kind, out)
+
+
+_accumulate_op = define(
+    f"gemm_accumulate_(str kind, Tensor(a!) out, Tensor[] left, {QUANTIZER} left_quantizer, Tensor[] right, "
+    f"{QUANTIZER} right_quantizer, bool fast_accumulation, bool emulate) -> ()",
+    _gemm_accumulate,
+    _gemm_accumulate_fake,
+)
+
+
+# Before 2.13 the functionalization of a mutating operator replaces arguments that are callable, and quantizers are.
+_COMPILES_MUTATION = TorchVersion(torch.__version__) >= "2.13" or not _opaque.AVAILABLE
+
+
+def gemm_accumulate_(
+    kind: str,
+    out: Tensor,
+    left: list[Tensor],
+    left_quantizer: QuantizerValue,
+    right: list[Tensor],
+    right_quantizer: QuantizerValue,
+    fast_accumulation: bool,
+    emulate: bool,
+) -> None:
+    """Add the product of two quantized operands to ``out`` in place, as a weight gradient accumulates.
+
+    Args:
+        kind, left, right, fast_accumulation, emulate: as :data:`gemm` takes them.
+        out: (rows, columns) fp32 or bf16, any strides; padding of the operands is cut to it.
+
+    Raises:
+        ValueError: another ``kind``, or an ``out`` that is no matrix or has another dtype.
+        RuntimeError: the pair of formats has no native GEMM and ``emulate`` is off.
+
+    Numerics:
+        ``out = RN(out + left @ right.T)``, product and sum in fp32, one rounding to the dtype of ``out``.
+    """
+    if _COMPILES_MUTATION or not torch.compiler.is_compiling():
+        _accumulate_op(kind, out, left, left_quantizer, right, right_quantizer, fast_accumulation, emulate)
+        return
+    _check_accumulator(kind, out)
+    rows, columns = out.shape
+    product = gemm(
+        kind,
+        left,
+        left_quantizer,
+        right,
+        right_quantizer,
+        None,
+        torch.float32,
+        rows,
+        columns,
+        fast_accumulation,
+        emulate,
+    )
+    out.add_(product)
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in _COLUMNWISE:
+        raise ValueError(f"kind is {kind!r}; use one of {list(_COLUMNWISE)}")
+
+
+def _check_accumulator(kind: str, out: Tensor) -> None:
+    _check_kind(kind)
+    if out.dim() != 2:
+        raise ValueError(f"out has shape {tuple(out.shape)}; accumulate into a matrix (rows, columns)")
+    if out.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"out is {out.dtype}; accumulate into torch.float32 or torch.bfloat16")
+
+
+def _runs_decoded(left: list[Tensor], emulate: bool) -> bool:
+    return emulate or not left[0].is_cuda
+
+
+def _decoded_operands(
+    kind: str,
+    left: list[Tensor],
+    left_quantizer: QuantizerValue,
+    right: list[Tensor],
+    right_quantizer: QuantizerValue,
+) -> tuple[GemmOperand, GemmOperand]:
+    left_columnwise, right_columnwise = _COLUMNWISE[kind]
+    numerics = numerics_for(left[0])
+    compute = torch.bfloat16 if left[0].is_cuda else torch.float32
+    return (
+        left_quantizer._gemm_operand(numerics, left, left_columnwise, compute),
+        right_quantizer._gemm_operand(numerics, right, right_columnwise, compute),
+    )
+
+
+def _native_operands(
+    kind: str,
+    left: list[Tensor],
+    left_quantizer: QuantizerValue,
+    right: list[Tensor],
+    right_quantizer: QuantizerValue,
+) -> tuple[NativeOperand, NativeOperand]:
+    left_columnwise, right_columnwise = _COLUMNWISE[kind]
+    a = left_quantizer._native_operand(left, left_columnwise)
+    b = right_quantizer._native_operand(right, right_columnwise)
+    if a is None or b is None or not _multiplies_natively(a, b):
+        raise RuntimeError(_no_native_gemm(left_quantizer, right_quantizer))
+    return a, b
+
+
+def _multiplies_natively(a: NativeOperand, b: NativeOperand) -> bool:
+    e5m2 = [operand.data.dtype == torch.float8_e5m2 for operand in (a, b)]
+    # block scaling takes E4M3 alone, per-tensor scaling E5M2 on one side
+    return (a.scaling, b.scaling) in _NATIVE_PAIRS and not (
+        all(e5m2) or (a.scaling != "tensor" and any(e5m2))
+    )
+
+
+def _accumulates_in_kernel(out: Tensor, a: NativeOperand, b: NativeOperand) -> bool:
+    return gemm_kernels is not None and a.scaling == b.scaling != "plain" and out.stride(1) == 1
 
 
 def _multiply_decoded(
@@ -101,7 +290,7 @@ def _multiply_decoded(
     if scale is not None:
         out.mul_(scale)
     if bias is not None:
-        out.add_(bias.float())
+        out.add_(bias.to(dtype))
     return out.to(dtype)
 
 
@@ -123,17 +312,18 @@ def _multiply_native(
     columns: int,
     fast_accumulation: bool,
 ) -> Tensor:
-    """``a @ b.T`` on the tensor cores, zero-padding what the library GEMM needs aligned."""
+    """``a @ b.T`` on the tensor cores, zero-padding what the library GEMM needs aligned; rows may be strided."""
     if rows == 0 or columns == 0 or a.data.shape[1] == 0:
         out = a.data.new_zeros((rows, columns), dtype=dtype)
         return out if bias is None else out + bias.to(dtype)
-    if a.scaling == "plain" and b.scaling == "plain":
-        out = a.data @ b.data.t().to(a.data.dtype)
-        return (out if bias is None else out + bias).to(dtype)
-    per_tensor = a.scaling == b.scaling == "tensor"
+    if a.scaling == "plain":
+        return _multiply_plain(a.data, b.data.to(a.data.dtype), bias, dtype)
+    per_tensor = a.scaling == "tensor"
     align = 16 if per_tensor else 128
-    left, right = _pad_to(a.data, 16, align), _pad_to(b.data, 16 if per_tensor else 128, align)
-    fused = bias.to(dtype) if bias is not None and per_tensor and dtype != torch.float32 else None
+    left, right = _pad_to(a.data, 16, align), _pad_to(b.data, align, align)
+    # Only the per-tensor GEMM adds a bias, and not to fp32. Elsewhere the product is rounded before the sum: keeping it
+    # in fp32 for one rounding would take a 128-block GEMM 1.7 times as long.
+    fused = bias is not None and per_tensor and dtype != torch.float32
     out = F.scaled_mm(
         left,
         right.t(),
@@ -141,13 +331,25 @@ def _multiply_native(
         _SCALING[a.scaling],
         _pad_scale(b, right),
         _SCALING[b.scaling],
-        bias=None if fused is None else _pad_bias(fused, right.shape[0]),
+        bias=_pad_bias(bias.to(dtype), right.shape[0]) if bias is not None and fused else None,
         output_dtype=dtype,
         use_fast_accum=fast_accumulation and per_tensor,
-    )
-    if bias is not None and fused is None:
-        out = out[:, :columns] + bias.to(dtype)
-    return out[:rows, :columns].contiguous()
+    )[:rows, :columns]
+    return out if bias is None or fused else out.add_(bias.to(dtype))
+
+
+def _multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``a @ b.T`` of high-precision matrices, rounded once."""
+    if dtype == a.dtype:
+        return F.linear(a, b, None if bias is None else bias.to(dtype))
+    out = a @ b.t() if a.dtype == torch.float32 else torch.mm(a, b.t(), out_dtype=torch.float32)
+    return out.to(dtype) if bias is None else _add_bias(out, bias, dtype)
+
+
+def _add_bias(product: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """``RN_dtype(product + RN_dtype(bias))`` of an fp32 product, in one pass."""
+    out = torch.empty(product.shape, dtype=dtype, device=product.device)
+    return torch.add(product, bias.to(dtype), out=out)
 
 
 def _pad_to(data: Tensor, row_multiple: int, column_multiple: int) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,9 +13,25 @@ from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
 
 
+def describe(
+    like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, quantizer: QuantizerValue
+) -> list[Tensor]:
+    """Empty buffers as quantizing a tensor of that shape and dtype yields."""
+    described = quantizer._describe_buffers(shape, dtype)
+    return [like.new_empty(size, dtype=kind) for size, kind in described.values()]
+
+
 def _described(x: Tensor, quantizer: QuantizerValue) -> list[Tensor]:
-    described = quantizer._describe_buffers(tuple(x.shape), x.dtype)
-    return [x.new_empty(size, dtype=dtype) for size, dtype in described.values()]
+    return describe(x, tuple(x.shape), x.dtype, quantizer)
+
+
+def encode_source(
+    numerics: ModuleType, source: Any, quantizer: QuantizerValue, seed: Tensor | None
+) -> list[Tensor]:
+    """Quantize what a source of ``numerics`` describes, in one pass where the quantizer's kernels take sources."""
+    return quantizer._encode(
+        numerics, source if quantizer._takes_sources else numerics.sources.materialize(source), seed
+    )
 
 
 def _quantize(x: Tensor, quantizer: QuantizerValue, seed: Tensor | None = None) -> list[Tensor]:
@@ -29,28 +48,101 @@ quantize = define(
 """Quantize ``x``; buffers in the order of the quantizer's description. ``seed``: int64[1] for stochastic rounding."""
 
 
+def encode_slots(
+    numerics: ModuleType, x: Any, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
+) -> tuple[Tensor, ...]:
+    """(data, transpose, scale_inv) of a delayed quantizer; an absent direction is an empty tensor.
+
+    An operator that mutates cannot return a list, so those that max-accumulate into ``amax`` return all three.
+    """
+    encoded = iter(quantizer._encode_scaled(numerics, x, scale, amax))
+    present = quantizer._describe_buffers(tuple(x.shape), x.dtype)
+    return tuple(next(encoded) if name in present else _absent(scale) for name in _DELAYED_SLOTS)
+
+
+def describe_slots(
+    like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, quantizer: QuantizerValue
+) -> tuple[Tensor, ...]:
+    """What :func:`encode_slots` returns for a tensor of that shape and dtype."""
+    present = quantizer._describe_buffers(shape, dtype)
+    return tuple(
+        like.new_empty(present[name][0], dtype=present[name][1]) if name in present else _absent(like)
+        for name in _DELAYED_SLOTS
+    )
+
+
+_DELAYED_SLOTS = ("_data", "_transpose", "_scale_inv")
+
+
+def _absent(like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.uint8)
+
+
 def _quantize_delayed(
     x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
 ) -> tuple[Tensor, ...]:
-    return tuple(quantizer._encode_scaled(numerics_for(x), x, scale, amax))
+    return encode_slots(numerics_for(x), x, scale, amax, quantizer)
 
 
 def _quantize_delayed_fake(
     x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
 ) -> tuple[Tensor, ...]:
-    return tuple(_described(x, quantizer))
+    return describe_slots(x, tuple(x.shape), x.dtype, quantizer)
 
 
-# an operator that mutates cannot return a list, so there is one per number of buffers
-_DELAYED = "(Tensor x, Tensor scale, Tensor(a!) amax, " + QUANTIZER + " quantizer)"
 quantize_delayed = define(
-    f"quantize_delayed{_DELAYED} -> (Tensor, Tensor)", _quantize_delayed, _quantize_delayed_fake
+    f"quantize_delayed(Tensor x, Tensor scale, Tensor(a!) amax, {QUANTIZER} quantizer) -> (Tensor, Tensor, Tensor)",
+    _quantize_delayed,
+    _quantize_delayed_fake,
 )
-"""Quantize in one direction with the scale in the quantizer's slot, max-accumulating into that slot of ``amax``."""
-quantize_delayed_both = define(
-    f"quantize_delayed_both{_DELAYED} -> (Tensor, Tensor, Tensor)", _quantize_delayed, _quantize_delayed_fake
+"""Quantize with the scale in the quantizer's slot, max-accumulating into that slot of ``amax``.
+
+Returns data, transpose and scale_inv; a direction the quantizer does not ask for is an empty tensor.
+"""
+
+
+def _quantize_dbias(x: Tensor, quantizer: QuantizerValue, seed: Tensor | None = None) -> list[Tensor]:
+    numerics = numerics_for(x)
+    source = numerics.sources.tensor(x, column_sums=True)
+    return [*encode_source(numerics, source, quantizer, seed), numerics.sources.column_sum(source)]
+
+
+def _quantize_dbias_fake(x: Tensor, quantizer: QuantizerValue, seed: Tensor | None = None) -> list[Tensor]:
+    return [*_described(x, quantizer), x.new_empty(x.shape[-1:], dtype=torch.float32)]
+
+
+quantize_dbias = define(
+    f"quantize_dbias(Tensor x, {QUANTIZER} quantizer, Tensor? seed=None) -> Tensor[]",
+    _quantize_dbias,
+    _quantize_dbias_fake,
 )
-"""As :data:`quantize_delayed`, in both directions."""
+"""As :data:`quantize`, with the sums of ``x`` over all but its last dim, fp32 (K,), as the last output."""
+
+
+def _quantize_dbias_delayed(
+    x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
+) -> tuple[Tensor, ...]:
+    numerics = numerics_for(x)
+    source = numerics.sources.tensor(x, column_sums=True)
+    return (*encode_slots(numerics, source, scale, amax, quantizer), numerics.sources.column_sum(source))
+
+
+def _quantize_dbias_delayed_fake(
+    x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
+) -> tuple[Tensor, ...]:
+    return (
+        *_quantize_delayed_fake(x, scale, amax, quantizer),
+        x.new_empty(x.shape[-1:], dtype=torch.float32),
+    )
+
+
+quantize_dbias_delayed = define(
+    f"quantize_dbias_delayed(Tensor x, Tensor scale, Tensor(a!) amax, {QUANTIZER} quantizer) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _quantize_dbias_delayed,
+    _quantize_dbias_delayed_fake,
+)
+"""As :data:`quantize_delayed`, with the column sums of ``x`` as the last output."""
 
 
 def _quantize_into(
@@ -79,7 +171,7 @@ quantize_into = define(
 def _dequantize(
     buffers: list[Tensor], quantizer: QuantizerValue, columnwise: bool, dtype: torch.dtype, shape: list[int]
 ) -> Tensor:
-    decoded = quantizer._decode(buffers, columnwise, dtype)
+    decoded = quantizer._decode(numerics_for(buffers[0]), buffers, columnwise, dtype)
     if list(decoded.shape) == list(shape):
         return decoded
     # formats that pack or pad hold more than the logical tensor, along the first and the last dim of the matrix

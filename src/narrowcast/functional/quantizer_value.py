@@ -7,7 +7,7 @@ the real object, inside the operator or its fake, where nothing is traced.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,12 @@ class NativeOperand(NamedTuple):
 class QuantizerValue(_opaque.OpaqueBase):
     """Base of every quantizer: a frozen description that operators take by value."""
 
+    _takes_sources: ClassVar[bool] = False
+    """Whether ``_encode`` passes its input to the numerics' quantize functions alone, which take sources too."""
+
+    _needs_amax: ClassVar[bool] = False
+    """Whether all of the tensor must be seen before any of it can be encoded."""
+
     def __eq__(self, other: object) -> bool:
         return self is other
 
@@ -75,11 +81,15 @@ class QuantizerValue(_opaque.OpaqueBase):
         """Quantize with a scale from state, max-accumulating into ``amax``; only delayed scaling does."""
         raise NotImplementedError(f"{type(self).__qualname__} takes no scale from outside")
 
-    def _decode(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> Tensor:
-        """Dequantize the buffers of one direction to the logical orientation."""
+    def _decode(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> Tensor:
+        """Dequantize the buffers of one direction to the logical orientation with the functions of ``numerics``."""
         raise NotImplementedError(f"{type(self).__qualname__} cannot dequantize")
 
-    def _gemm_operand(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> GemmOperand:
+    def _gemm_operand(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> GemmOperand:
         """Decode the buffers of one direction for an emulated GEMM in ``dtype`` (fp32 or bf16)."""
         raise NotImplementedError(f"{type(self).__qualname__} cannot feed a GEMM")
 

@@ -13,8 +13,42 @@ import importlib.util
 AVAILABLE: bool = importlib.util.find_spec("triton") is not None
 
 if AVAILABLE:
-    from . import delayed, float8, float8_block, mxfp8, nvfp4
+    from . import (
+        activation,
+        delayed,
+        dequantize,
+        float8,
+        float8_block,
+        grouped,
+        grouped_gemm,
+        grouped_quantize,
+        mxfp8,
+        norm,
+        nvfp4,
+        reduction,
+        sources,
+        swizzle,
+    )
 else:
-    delayed = float8 = float8_block = mxfp8 = nvfp4 = None
+    activation = delayed = dequantize = float8 = float8_block = grouped = grouped_gemm = grouped_quantize = (
+        None
+    )
+    mxfp8 = norm = nvfp4 = reduction = sources = swizzle = None
 
-__all__ = ["AVAILABLE", "delayed", "float8", "float8_block", "mxfp8", "nvfp4"]
+__all__ = [
+    "AVAILABLE",
+    "activation",
+    "delayed",
+    "dequantize",
+    "float8",
+    "float8_block",
+    "grouped",
+    "grouped_gemm",
+    "grouped_quantize",
+    "mxfp8",
+    "norm",
+    "nvfp4",
+    "reduction",
+    "sources",
+    "swizzle",
+]

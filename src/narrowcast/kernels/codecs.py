@@ -225,6 +225,44 @@ def round_pair_to_bfloat16(a, b, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def _round_to_float16_emulated(x):
+    bits = x.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0xFFF + ((size >> 13) & 1)) >> 13) - (112 << 10)
+    # From 0.5 on, the ulp of fp32 is the smallest subnormal of fp16.
+    sum_ = tl.abs(x) + 0.5
+    subnormal = sum_.to(tl.uint32, bitcast=True) - 0x3F000000
+    code = tl.where(size < 0x38800000, subnormal, normal)
+    code = tl.where(size >= 0x47800000, 0x7C00, code)
+    code = code | ((bits >> 16) & 0x8000)
+    return tl.where(x == x, code, 0x7FFF).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def round_to_dtype(x, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
+    """fp32 ``x`` rounded to nearest even bf16, fp16 or fp32; a NaN becomes a GPU's one NaN, 0x7F and all ones."""
+    if DTYPE == tl.float32:
+        bits = x.to(tl.uint32, bitcast=True)
+        return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+    elif not EMULATE and DTYPE == tl.bfloat16:
+        # The conversion of a pair has several times the rate of single conversions.
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif not EMULATE:
+        # The compiler's own conversion would cancel against the widening of a NaN and keep its bits.
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
+    elif DTYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, 0x7FFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return _round_to_float16_emulated(x)
+
+
+@triton.jit
 def fp4_magnitude(x, random, STOCHASTIC: tl.constexpr, EMULATE: tl.constexpr):
     """E2M1 magnitude codes 0..7 of fp32 ``x`` in the low byte of uint32; what lies above that byte is unspecified.
 

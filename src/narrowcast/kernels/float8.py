@@ -9,12 +9,21 @@ from torch import Tensor
 
 from ..formats import FLT_MAX, ElementFormat, cdiv
 from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, to_float32
-from .launch import INTERPRETING, Launcher, check_device, check_input, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
 from .scaling import scale_from_amax
-from .tiles import load_row, store_row, store_transposed, tile_grid, tile_position
+from .sources import Source, load_four_rows, source_of, store_column_sums
+from .tiles import (
+    is_wide,
+    load_row,
+    store_row,
+    store_transposed,
+    tile_grid,
+    tile_position,
+)
 
-TILE_ROWS = 128
-TILE_COLUMNS = 64
+TILE_ROWS = 64
+TILE_COLUMNS = 128
+PAIRED_COLUMNS = 64  # of each half, for the gradient of a gated activation
 FLAT_BLOCK = 8192
 AMAX_BLOCK = 8192
 AMAX_PROGRAMS = 1024  # at most; a cast program reads all their partial results at once
@@ -51,17 +60,69 @@ def _accumulate_amax(amax_ptr, previous, value):
     )
 
 
+@triton.jit
+def _emit_tile(
+    x0,
+    x1,
+    x2,
+    x3,
+    scale,
+    data_ptr,
+    transpose_ptr,
+    sums_ptr,
+    tile_m,
+    m0,
+    k0,
+    M,
+    K,
+    rows_left,
+    columns_left,
+    E5M2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    SUMS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Encode four interleaved rows and store their codes, the codes' transpose and the sums over the tile's rows."""
+    row = tl.arange(0, x0.shape[0])[:, None] * 4
+    column = tl.arange(0, x0.shape[1])[None, :]
+    f0 = to_float32(x0, EMULATE)
+    f1 = to_float32(x1, EMULATE)
+    f2 = to_float32(x2, EMULATE)
+    f3 = to_float32(x3, EMULATE)
+    if SUMS:
+        parts = sums_ptr + (m0 // 16 * K + k0)
+        store_column_sums(parts, x0, x1, x2, x3, K, rows_left, columns_left, EMULATE)
+    c0 = fp8_code(f0 * scale, E5M2, EMULATE)
+    c1 = fp8_code(f1 * scale, E5M2, EMULATE)
+    c2 = fp8_code(f2 * scale, E5M2, EMULATE)
+    c3 = fp8_code(f3 * scale, E5M2, EMULATE)
+    if ROWWISE:
+        offsets = row * K + column
+        data = data_ptr + (m0 * K + k0)
+        store_row(data, offsets, c0, row, column, rows_left, columns_left, EVEN)
+        store_row(data + K, offsets, c1, row + 1, column, rows_left, columns_left, EVEN)
+        store_row(data + 2 * K, offsets, c2, row + 2, column, rows_left, columns_left, EVEN)
+        store_row(data + 3 * K, offsets, c3, row + 3, column, rows_left, columns_left, EVEN)
+    if COLUMNWISE:
+        words = pack_codes(c0, c1, c2, c3, EMULATE)
+        store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
+
+
 @triton.jit(
     do_not_specialize=["band_bits", "partials"],
     do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"],
 )
-def _cast_transpose_kernel(
-    x_ptr,
+def _cast_tile_kernel(
+    operands,
     scale_ptr,
     data_ptr,
     transpose_ptr,
     scale_inv_ptr,
     amax_ptr,
+    sums_ptr,
     M,
     K,
     band_bits,
@@ -69,12 +130,20 @@ def _cast_transpose_kernel(
     epsilon,
     E5M2: tl.constexpr,
     ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
     AMAX: tl.constexpr,
+    SUMS: tl.constexpr,
     CURRENT: tl.constexpr,
     FP8_MAX: tl.constexpr,
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
     PARTIALS: tl.constexpr,
+    SOURCE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+    P2: tl.constexpr,
+    PAIRED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -82,8 +151,9 @@ def _cast_transpose_kernel(
     WIDE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    # The amax pass ends at the last rows, so what L2 still holds is there: start there.
-    tile_m, tile_k = tile_position(band_bits, CURRENT)
+    # The pass before, over all rows, ends at the last ones, so what L2 still holds is there: start there.
+    REVERSE: tl.constexpr = CURRENT or SOURCE == "norm" or SOURCE == "norm_backward"
+    tile_m, tile_k = tile_position(band_bits, REVERSE)
     m0 = tile_m * TILE_ROWS
     k0 = tile_k * TILE_COLUMNS
     if m0 >= M:
@@ -91,36 +161,32 @@ def _cast_transpose_kernel(
     if WIDE:
         M = M.to(tl.int64)
         K = K.to(tl.int64)
+    width = K // 2 if PAIRED else K
     rows_left = tl.minimum(M - m0, TILE_ROWS).to(tl.int32)
-    columns_left = tl.minimum(K - k0, TILE_COLUMNS).to(tl.int32)
-    row = tl.arange(0, TILE_ROWS // 4)[:, None] * 4
-    column = tl.arange(0, TILE_COLUMNS)[None, :]
-    offsets = row * K + column
-    x_tile = x_ptr + (m0 * K + k0)
+    columns_left = tl.minimum(width - k0, TILE_COLUMNS).to(tl.int32)
 
     # The tile first: under current scaling its latency covers that of the partial maxima.
-    x0 = load_row(x_tile, offsets, row, column, rows_left, columns_left, EVEN)
-    x1 = load_row(x_tile + K, offsets, row + 1, column, rows_left, columns_left, EVEN)
-    x2 = load_row(x_tile + 2 * K, offsets, row + 2, column, rows_left, columns_left, EVEN)
-    x3 = load_row(x_tile + 3 * K, offsets, row + 3, column, rows_left, columns_left, EVEN)
+    x0, x1, x2, x3, y0, y1, y2, y3 = load_four_rows(
+        operands, m0, k0, K, rows_left, columns_left, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2,
+        PAIRED, EVEN, EMULATE,
+    )  # fmt: skip
     if AMAX:
         previous = tl.load(amax_ptr)
     scale = _tensor_scale(scale_ptr, partials, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS)
     if AMAX:
-        _accumulate_amax(amax_ptr, previous, tl.max(magnitude_of_four(x0, x1, x2, x3, EMULATE)))
-
-    c0 = fp8_code(to_float32(x0, EMULATE) * scale, E5M2, EMULATE)
-    c1 = fp8_code(to_float32(x1, EMULATE) * scale, E5M2, EMULATE)
-    c2 = fp8_code(to_float32(x2, EMULATE) * scale, E5M2, EMULATE)
-    c3 = fp8_code(to_float32(x3, EMULATE) * scale, E5M2, EMULATE)
-    if ROWWISE:
-        data_tile = data_ptr + (m0 * K + k0)
-        store_row(data_tile, offsets, c0, row, column, rows_left, columns_left, EVEN)
-        store_row(data_tile + K, offsets, c1, row + 1, column, rows_left, columns_left, EVEN)
-        store_row(data_tile + 2 * K, offsets, c2, row + 2, column, rows_left, columns_left, EVEN)
-        store_row(data_tile + 3 * K, offsets, c3, row + 3, column, rows_left, columns_left, EVEN)
-    words = pack_codes(c0, c1, c2, c3, EMULATE)
-    store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
+        size = magnitude_of_four(x0, x1, x2, x3, EMULATE)
+        if PAIRED:
+            size = tl.maximum(size, magnitude_of_four(y0, y1, y2, y3, EMULATE))
+        _accumulate_amax(amax_ptr, previous, tl.max(size))
+    _emit_tile(
+        x0, x1, x2, x3, scale, data_ptr, transpose_ptr, sums_ptr, tile_m, m0, k0, M, K, rows_left, columns_left,
+        E5M2, ROWWISE, COLUMNWISE, SUMS, EVEN, WORDS, EMULATE,
+    )  # fmt: skip
+    if PAIRED:
+        _emit_tile(
+            y0, y1, y2, y3, scale, data_ptr, transpose_ptr, sums_ptr, tile_m, m0, width + k0, M, K, rows_left,
+            columns_left, E5M2, ROWWISE, COLUMNWISE, SUMS, EVEN, WORDS, EMULATE,
+        )  # fmt: skip
     if (tile_m == 0) & (tile_k == 0):
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
 
@@ -229,7 +295,7 @@ def _transpose_kernel(
     store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 
-_cast_transpose = Launcher(_cast_transpose_kernel, num_warps=4)
+_cast_tile = Launcher(_cast_tile_kernel, num_warps=4)
 _cast = Launcher(_cast_kernel, num_warps=4)
 _amax = Launcher(_amax_kernel, num_warps=4)
 _transpose = Launcher(_transpose_kernel, num_warps=4)
@@ -242,7 +308,7 @@ def _sizes(x: Tensor) -> tuple[int, int]:
 
 
 def _run_cast(
-    x: Tensor,
+    source: Source,
     scale: Tensor,
     fmt: ElementFormat,
     rowwise: bool,
@@ -252,18 +318,17 @@ def _run_cast(
     power_2: bool,
     epsilon: float,
 ) -> list[Tensor]:
-    x = x.contiguous()
-    M, K = _sizes(x)
-    data = torch.empty_like(x, dtype=torch.uint8) if rowwise else None
-    transpose = torch.empty((K, *x.shape[:-1]), dtype=torch.uint8, device=x.device) if columnwise else None
-    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    M, K = source.matrix
+    data = source.empty(source.shape, torch.uint8) if rowwise else None
+    transpose = source.empty((K, *source.shape[:-1]), torch.uint8) if columnwise else None
+    scale_inv = source.empty((1,), torch.float32)
     current = partials >= 0
-    # An absent buffer passes any pointer: the constants keep the kernel from touching it.
+    # An absent buffer passes any pointer: the constants keep the kernel from touching them.
+    absent = source.operands[0]
     pointers = (
-        x,
         scale,
-        data if rowwise else x,
-        transpose if columnwise else x,
+        data if rowwise else absent,
+        transpose if columnwise else absent,
         scale_inv,
         scale if amax is None else amax,
     )
@@ -274,30 +339,34 @@ def _run_cast(
         power_2 and current,
         1 << (partials - 1).bit_length() if partials > 0 else 1,
     )
-    if transpose is None or M <= 1 or K <= 1:
-        n = x.numel()
+    n = M * K
+    if n == 0 or (source.is_plain and (transpose is None or M <= 1 or K <= 1)):
         _cast(
             (max(cdiv(n, FLAT_BLOCK), 1), 1, 1),
-            (*pointers, n, partials, float(epsilon)),
+            (source.operands[0], *pointers, n, partials, float(epsilon)),
             (fmt.name == "e5m2", rowwise, columnwise, amax is not None, *rule, FLAT_BLOCK, INTERPRETING),
-            (x.dtype, is_aligned(x), dim_class(n)),
+            (source.key, dim_class(n)),
         )
     else:
-        grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(K, TILE_COLUMNS))
-        even = M % TILE_ROWS == 0 and K % TILE_COLUMNS == 0
-        wide = max(M, K) >= 2**23
-        tile = (TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, wide, INTERPRETING)
-        _cast_transpose(
+        paired = source.paired_tiles(PAIRED_COLUMNS)
+        width, columns = (K // 2, PAIRED_COLUMNS) if paired else (K, TILE_COLUMNS)
+        grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(width, columns))
+        even = M % TILE_ROWS == 0 and width % columns == 0
+        sums = source.partial_sums()
+        _cast_tile(
             grid,
-            (*pointers, M, K, band_bits, partials, float(epsilon)),
-            (fmt.name == "e5m2", rowwise, amax is not None, *rule, *tile),
-            (x.dtype, is_aligned(x), dim_class(M), dim_class(K)),
-        )
+            (source.operands, *pointers, absent if sums is None else sums, M, K, band_bits, partials, float(epsilon)),
+            (
+                fmt.name == "e5m2", rowwise, columnwise, amax is not None, sums is not None, *rule,
+                *source.constants, paired, TILE_ROWS, columns, even, M % 4 == 0, is_wide(M, K), INTERPRETING,
+            ),
+            (source.key, dim_class(M), dim_class(K)),
+        )  # fmt: skip
     return [buffer for buffer in (data, transpose, scale_inv) if buffer is not None]
 
 
 def quantize(
-    x: Tensor,
+    x: Tensor | Source,
     scale: Tensor,
     fmt: ElementFormat,
     *,
@@ -308,7 +377,7 @@ def quantize(
     """Encode with a given scale, both directions and the amax from one read of ``x``.
 
     Args:
-        x: (*lead, K), rank >= 1, bf16, fp16 or fp32, any strides.
+        x: (*lead, K), rank >= 1, bf16, fp16 or fp32, any strides; or a source of it.
         scale: fp32, one element; multiplies before the cast.
         fmt: E4M3 or E5M2.
         rowwise: return the data in the logical orientation.
@@ -324,12 +393,11 @@ def quantize(
     Numerics:
         ``code = sat(RN(x * scale))``, ``scale_inv = RN(1 / scale)``; equal to ``reference.float8.quantize``.
     """
-    check_input(x, 1)
-    return _run_cast(x, scale, fmt, rowwise, columnwise, amax, -1, False, 0.0)
+    return _run_cast(source_of(x, 1), scale, fmt, rowwise, columnwise, amax, -1, False, 0.0)
 
 
 def quantize_current(
-    x: Tensor,
+    x: Tensor | Source,
     fmt: ElementFormat,
     *,
     power_2: bool,
@@ -340,7 +408,7 @@ def quantize_current(
     """Encode with the scale of the tensor's own amax: an amax pass and a cast pass, no host synchronisation.
 
     Args:
-        x: (*lead, K), rank >= 1, bf16, fp16 or fp32, any strides.
+        x: (*lead, K), rank >= 1, bf16, fp16 or fp32, any strides; or a source of it.
         fmt: E4M3 or E5M2.
         power_2: round the scale down to a power of two.
         epsilon: lower bound of the amax.
@@ -356,19 +424,29 @@ def quantize_current(
     Numerics:
         ``scale = scale_from_amax(max|x|)``; equal to ``reference.float8.quantize_current``.
     """
-    check_input(x, 1)
-    x = x.contiguous()
+    source = source_of(x, 1)
+    partial = source.amax_partials
+    if partial is None:
+        # All of the matrix must be seen before any of it can be encoded: computing it once and reading it twice moves
+        # less than computing it twice.
+        source = source.materialized()
+        partial = _amax_partials(source.operands[0])
+    return _run_cast(source, partial, fmt, rowwise, columnwise, None, partial.numel(), power_2, epsilon)
+
+
+def _amax_partials(x: Tensor) -> Tensor:
+    """Maxima of parts of a contiguous tensor; none for an empty one."""
     n = x.numel()
     programs = min(cdiv(n, AMAX_BLOCK), AMAX_PROGRAMS)
-    partial = torch.empty(max(programs, 1), dtype=torch.float32, device=x.device)
+    partials = torch.empty(programs, dtype=torch.float32, device=x.device)
     if programs:
         _amax(
             (programs, 1, 1),
-            (x, partial, n),
+            (x, partials, n),
             (AMAX_BLOCK, INTERPRETING),
             (x.dtype, is_aligned(x), dim_class(n)),
         )
-    return _run_cast(x, partial, fmt, rowwise, columnwise, None, programs, power_2, epsilon)
+    return partials
 
 
 def transpose(data: Tensor) -> Tensor:
@@ -395,7 +473,7 @@ def transpose(data: Tensor) -> Tensor:
     _transpose(
         grid,
         (data, result, M, K, band_bits),
-        (TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, max(M, K) >= 2**23, INTERPRETING),
+        (TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, is_wide(M, K), INTERPRETING),
         (is_aligned(data), dim_class(M), dim_class(K)),
     )
     return result

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -11,9 +9,12 @@ from torch import Tensor
 
 from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, ElementFormat, cdiv, round_up
 from .codecs import fp8_code, fp8_word, magnitude, magnitude_of_four, pack_codes, reciprocal, to_float32
-from .launch import INTERPRETING, Launcher, check_input, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, dim_class
 from .scaling import OVERFLOW_BY_DTYPE, power_2_scales, scale_from_amax
-from .tiles import load_row, store_row, store_transposed, tile_grid, tile_position
+from .sources import Source, load_four_rows, source_of, store_column_sums
+from .tiles import is_wide, store_row, store_transposed, tile_grid, tile_position
+
+_BLOCK = tl.constexpr(FLOAT8_BLOCK)
 
 
 @triton.jit
@@ -34,19 +35,23 @@ def _scales(
     return scale, reciprocal(scale, EMULATE)
 
 
-@triton.jit(
-    do_not_specialize=["band_bits"], do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"]
-)
-def _vector_kernel(
-    x_ptr,
+@triton.jit
+def _emit_vectors(
+    x0,
+    x1,
+    x2,
+    x3,
+    epsilon,
     data_ptr,
     row_scale_ptr,
     transpose_ptr,
     column_scale_ptr,
+    tile_m,
+    k0,
     M,
     K,
-    band_bits,
-    epsilon,
+    rows_left,
+    columns_left,
     E5M2: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
@@ -56,56 +61,16 @@ def _vector_kernel(
     EPSILON: tl.constexpr,
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
-    WIDE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    # Blocks of 128 along K for the row-wise data, along M for the column-wise data: one tile holds both whole.
-    BLOCK: tl.constexpr = 128
-    tile_m, tile_k = tile_position(band_bits, False)
-    m0 = tile_m * BLOCK
-    k0 = tile_k * BLOCK
-    if m0 >= M:
-        return
-    row_scale_stride = (M + 3) // 4 * 4
-    column_scale_stride = (K + 3) // 4 * 4
-    if WIDE:
-        M = M.to(tl.int64)
-        K = K.to(tl.int64)
-    rows_left = tl.minimum(M - m0, BLOCK).to(tl.int32)
-    columns_left = tl.minimum(K - k0, BLOCK).to(tl.int32)
-    line = tl.arange(0, BLOCK)
-    start = m0 * K + k0
-    x_tile = x_ptr + start
-
-    if ROWWISE:
-        row = line[:, None]
-        column = line[None, :]
-        offsets = row * K + column
-        x = load_row(x_tile, offsets, row, column, rows_left, columns_left, EVEN)
-        amax = tl.max(magnitude(x, EMULATE), axis=1)
-        scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
-        code = fp8_code(to_float32(x, EMULATE) * tl.expand_dims(scale, 1), E5M2, EMULATE)
-        store_row(data_ptr + start, offsets, code, row, column, rows_left, columns_left, EVEN)
-        target = row_scale_ptr + (tile_k * row_scale_stride + m0) + line
-        if EVEN:
-            tl.store(target, scale_inv)
-        else:
-            # The tile's last lines may be padding of the scale buffer, which holds zeros.
-            padded = tl.minimum(row_scale_stride - m0, BLOCK).to(tl.int32)
-            tl.store(target, tl.where(line < rows_left, scale_inv, 0.0), mask=line < padded)
-
+    """Blocks of 128 along K for the row-wise data, along M for the column-wise data: one tile holds both whole."""
+    m0 = tile_m * _BLOCK
+    tile_k = k0 // _BLOCK
+    row = tl.arange(0, _BLOCK // 4)[:, None] * 4
+    column = tl.arange(0, _BLOCK)[None, :]
     if COLUMNWISE:
-        # Read again, from L1: holding the tile across the row-wise part would cost half of the occupancy.
-        row = tl.arange(0, BLOCK // 4)[:, None] * 4
-        column = line[None, :]
-        offsets = row * K + column
-        x0 = load_row(x_tile, offsets, row, column, rows_left, columns_left, EVEN)
-        x1 = load_row(x_tile + K, offsets, row + 1, column, rows_left, columns_left, EVEN)
-        x2 = load_row(x_tile + 2 * K, offsets, row + 2, column, rows_left, columns_left, EVEN)
-        x3 = load_row(x_tile + 3 * K, offsets, row + 3, column, rows_left, columns_left, EVEN)
-        amax = tl.max(magnitude_of_four(x0, x1, x2, x3, EMULATE), axis=0)
+        amax = tl.max(magnitude_of_four(x0, x1, x2, x3, EMULATE), axis=0, keep_dims=True)
         scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
-        scale = tl.expand_dims(scale, 0)
         words = fp8_word(
             to_float32(x0, EMULATE) * scale,
             to_float32(x1, EMULATE) * scale,
@@ -114,28 +79,53 @@ def _vector_kernel(
             E5M2,
             EMULATE,
         )
-        store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
-        target = column_scale_ptr + (tile_m * column_scale_stride + k0) + line
+        stride = (K + 3) // 4 * 4
+        target = column_scale_ptr + (tile_m * stride + k0) + column
         if EVEN:
             tl.store(target, scale_inv)
         else:
-            padded = tl.minimum(column_scale_stride - k0, BLOCK).to(tl.int32)
-            tl.store(target, tl.where(line < columns_left, scale_inv, 0.0), mask=line < padded)
+            # The tile's last lines may be padding of the scale buffer, which holds zeros.
+            padded = tl.minimum(stride - k0, _BLOCK).to(tl.int32)
+            tl.store(target, tl.where(column < columns_left, scale_inv, 0.0), mask=column < padded)
+    if ROWWISE:
+        offsets = row * K + column
+        data = data_ptr + (m0 * K + k0)
+        stride = (M + 3) // 4 * 4
+        scales = row_scale_ptr + (tile_k * stride + m0)
+        padded = tl.minimum(stride - m0, _BLOCK).to(tl.int32)
+        xs = (x0, x1, x2, x3)
+        for j in tl.static_range(4):
+            amax = tl.max(magnitude(xs[j], EMULATE), axis=1, keep_dims=True)
+            scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
+            code = fp8_code(to_float32(xs[j], EMULATE) * scale, E5M2, EMULATE)
+            store_row(data + j * K, offsets, code, row + j, column, rows_left, columns_left, EVEN)
+            if EVEN:
+                tl.store(scales + j + row, scale_inv)
+            else:
+                scale_inv = tl.where(row + j < rows_left, scale_inv, 0.0)
+                tl.store(scales + j + row, scale_inv, mask=row + j < padded)
+    if COLUMNWISE:
+        # Last, so that the tile's registers are free for the exchange between threads.
+        store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 
-@triton.jit(
-    do_not_specialize=["band_bits"], do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"]
-)
-def _tile_kernel(
-    x_ptr,
+@triton.jit
+def _emit_square(
+    x0,
+    x1,
+    x2,
+    x3,
+    epsilon,
     data_ptr,
     row_scale_ptr,
     transpose_ptr,
     column_scale_ptr,
+    tile_m,
+    k0,
     M,
     K,
-    band_bits,
-    epsilon,
+    rows_left,
+    columns_left,
     E5M2: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
@@ -145,37 +135,16 @@ def _tile_kernel(
     EPSILON: tl.constexpr,
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
-    WIDE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    # One scale per 128 x 128 tile; the column-wise data are the row-wise codes, transposed.
-    BLOCK: tl.constexpr = 128
-    tile_m, tile_k = tile_position(band_bits, False)
-    m0 = tile_m * BLOCK
-    k0 = tile_k * BLOCK
-    if m0 >= M:
-        return
-    tiles_m = (M + 127) // BLOCK
-    tiles_k = (K + 127) // BLOCK
-    if WIDE:
-        M = M.to(tl.int64)
-        K = K.to(tl.int64)
-    rows_left = tl.minimum(M - m0, BLOCK).to(tl.int32)
-    columns_left = tl.minimum(K - k0, BLOCK).to(tl.int32)
-    row = tl.arange(0, BLOCK // 4)[:, None] * 4
-    column = tl.arange(0, BLOCK)[None, :]
-    offsets = row * K + column
-    start = m0 * K + k0
-    x_tile = x_ptr + start
-    x0 = load_row(x_tile, offsets, row, column, rows_left, columns_left, EVEN)
-    x1 = load_row(x_tile + K, offsets, row + 1, column, rows_left, columns_left, EVEN)
-    x2 = load_row(x_tile + 2 * K, offsets, row + 2, column, rows_left, columns_left, EVEN)
-    x3 = load_row(x_tile + 3 * K, offsets, row + 3, column, rows_left, columns_left, EVEN)
-
+    """One scale for the whole tile; the column-wise data are the row-wise codes, transposed."""
+    m0 = tile_m * _BLOCK
+    tile_k = k0 // _BLOCK
+    row = tl.arange(0, _BLOCK // 4)[:, None] * 4
+    column = tl.arange(0, _BLOCK)[None, :]
     size = magnitude_of_four(x0, x1, x2, x3, EMULATE)
     amax = tl.max(tl.max(size, axis=1, keep_dims=True), axis=0, keep_dims=True)
     scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
-
     c0 = fp8_code(to_float32(x0, EMULATE) * scale, E5M2, EMULATE)
     c1 = fp8_code(to_float32(x1, EMULATE) * scale, E5M2, EMULATE)
     c2 = fp8_code(to_float32(x2, EMULATE) * scale, E5M2, EMULATE)
@@ -184,24 +153,87 @@ def _tile_kernel(
     pad = tl.arange(0, 4)[None, :]
     padded_scale = tl.where(pad == 0, scale_inv, 0.0)
     if ROWWISE:
-        data = data_ptr + start
+        offsets = row * K + column
+        data = data_ptr + (m0 * K + k0)
         store_row(data, offsets, c0, row, column, rows_left, columns_left, EVEN)
         store_row(data + K, offsets, c1, row + 1, column, rows_left, columns_left, EVEN)
         store_row(data + 2 * K, offsets, c2, row + 2, column, rows_left, columns_left, EVEN)
         store_row(data + 3 * K, offsets, c3, row + 3, column, rows_left, columns_left, EVEN)
+        tiles_k = (K + 127) // _BLOCK
         stride = (tiles_k + 3) // 4 * 4
         padding = (tile_k + pad >= tiles_k) & (tile_k + pad < stride)
         tl.store(row_scale_ptr + (tile_m * stride + tile_k) + pad, padded_scale, mask=(pad == 0) | padding)
     if COLUMNWISE:
         words = pack_codes(c0, c1, c2, c3, EMULATE)
         store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
+        tiles_m = (M + 127) // _BLOCK
         stride = (tiles_m + 3) // 4 * 4
         padding = (tile_m + pad >= tiles_m) & (tile_m + pad < stride)
         tl.store(column_scale_ptr + (tile_k * stride + tile_m) + pad, padded_scale, mask=(pad == 0) | padding)
 
 
-_vector = Launcher(_vector_kernel, num_warps=8)
-_tile = Launcher(_tile_kernel, num_warps=8)
+@triton.jit(
+    do_not_specialize=["band_bits"], do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"]
+)
+def _quantize_kernel(
+    operands,
+    data_ptr,
+    row_scale_ptr,
+    transpose_ptr,
+    column_scale_ptr,
+    sums_ptr,
+    M,
+    K,
+    band_bits,
+    epsilon,
+    SQUARE: tl.constexpr,
+    SUMS: tl.constexpr,
+    SOURCE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+    P2: tl.constexpr,
+    WIDE: tl.constexpr,
+    E5M2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    POWER_2: tl.constexpr,
+    EPSILON: tl.constexpr,
+    EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    # The statistics of a norm come from a pass over all rows; the last ones are still in L2: start there.
+    REVERSE: tl.constexpr = SOURCE == "norm" or SOURCE == "norm_backward"
+    tile_m, tile_k = tile_position(band_bits, REVERSE)
+    m0 = tile_m * _BLOCK
+    k0 = tile_k * _BLOCK
+    if m0 >= M:
+        return
+    if WIDE:
+        M = M.to(tl.int64)
+        K = K.to(tl.int64)
+    rows_left = tl.minimum(M - m0, _BLOCK).to(tl.int32)
+    columns_left = tl.minimum(K - k0, _BLOCK).to(tl.int32)
+    x0, x1, x2, x3, _y0, _y1, _y2, _y3 = load_four_rows(
+        operands, m0, k0, K, rows_left, columns_left, _BLOCK, _BLOCK, SOURCE, FUNCTION, P0, P1, P2, False, EVEN,
+        EMULATE,
+    )  # fmt: skip
+    if SUMS:
+        store_column_sums(sums_ptr + (m0 // 16 * K + k0), x0, x1, x2, x3, K, rows_left, columns_left, EMULATE)
+    emit: tl.constexpr = _emit_square if SQUARE else _emit_vectors
+    emit(
+        x0, x1, x2, x3, epsilon, data_ptr, row_scale_ptr, transpose_ptr, column_scale_ptr, tile_m, k0, M, K,
+        rows_left, columns_left, E5M2, ROWWISE, COLUMNWISE, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, WORDS, EMULATE,
+    )  # fmt: skip
+
+
+# A thread holds its part of the tile across both directions: few warps with many registers are fastest, unless
+# computing the tile takes many registers too.
+_four_warps = Launcher(_quantize_kernel, num_warps=4)
+_eight_warps = Launcher(_quantize_kernel, num_warps=8)
 
 
 def _scale_shapes(M: int, K: int, block_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -213,7 +245,7 @@ def _scale_shapes(M: int, K: int, block_dim: int) -> tuple[tuple[int, int], tupl
 
 
 def quantize(
-    x: Tensor,
+    x: Tensor | Source,
     fmt: ElementFormat,
     *,
     rowwise: bool,
@@ -225,7 +257,7 @@ def quantize(
     """Encode in blocks of 128 or tiles of 128 x 128, both directions from one read of ``x``.
 
     Args:
-        x: (*lead, K), rank >= 2, bf16, fp16 or fp32, any strides; M is the product of ``lead``.
+        x: (*lead, K), rank >= 2, bf16, fp16 or fp32, any strides, or a source of it; M is the product of ``lead``.
         fmt: E4M3 or E5M2.
         rowwise: blocks along K.
         columnwise: blocks along M.
@@ -243,41 +275,52 @@ def quantize(
     Numerics:
         Equal to ``reference.float8_block.quantize``, byte for byte.
     """
-    check_input(x, 2)
     if block_dim not in (1, 2):
         raise ValueError(f"block_dim is {block_dim}; use 1 (blocks of 128) or 2 (tiles of 128 x 128)")
-    x = x.contiguous()
-    K = x.shape[-1]
-    M = math.prod(x.shape[:-1])
+    source = source_of(x, 2).within_registers()
+    M, K = source.matrix
     row_shape, column_shape = _scale_shapes(M, K, block_dim)
     buffers: list[Tensor] = []
     if rowwise:
-        buffers.append(torch.empty_like(x, dtype=torch.uint8))
-        buffers.append(torch.empty(row_shape, dtype=torch.float32, device=x.device))
+        buffers.append(source.empty(source.shape, torch.uint8))
+        buffers.append(source.empty(row_shape, torch.float32))
     if columnwise:
-        buffers.append(torch.empty((K, *x.shape[:-1]), dtype=torch.uint8, device=x.device))
-        buffers.append(torch.empty(column_shape, dtype=torch.float32, device=x.device))
-    if not buffers or x.numel() == 0:
+        buffers.append(source.empty((K, *source.shape[:-1]), torch.uint8))
+        buffers.append(source.empty(column_shape, torch.float32))
+    if not buffers or M * K == 0:
         return [buffer.zero_() for buffer in buffers]
-    # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
+    sums = source.partial_sums()
     grid, band_bits = tile_grid(cdiv(M, FLOAT8_BLOCK), cdiv(K, FLOAT8_BLOCK))
-    launcher = _vector if block_dim == 1 else _tile
+    launcher = _four_warps if block_dim == 1 and not source.is_activation else _eight_warps
+    # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
     launcher(
         grid,
-        (x, *buffers[:2], *buffers[-2:], M, K, band_bits, float(epsilon)),
         (
+            source.operands,
+            *buffers[:2],
+            *buffers[-2:],
+            buffers[0] if sums is None else sums,
+            M,
+            K,
+            band_bits,
+            float(epsilon),
+        ),
+        (
+            block_dim == 2,
+            sums is not None,
+            *source.constants,
+            is_wide(M, K),
             fmt.name == "e5m2",
             rowwise,
             columnwise,
             fmt.max,
-            OVERFLOW_BY_DTYPE[str(x.dtype)],
+            OVERFLOW_BY_DTYPE[str(source.dtype)],
             power_2,
             epsilon > 0.0,
             M % FLOAT8_BLOCK == 0 and K % FLOAT8_BLOCK == 0,
             M % 4 == 0,
-            max(M, K) >= 2**23,
             INTERPRETING,
         ),
-        (x.dtype, is_aligned(x), dim_class(M), dim_class(K)),
+        (source.key, dim_class(M), dim_class(K)),
     )
     return buffers

@@ -45,12 +45,13 @@ class Launcher:
 
         Args:
             grid: programs along x, y, z; none may be zero.
-            arguments: run-time arguments, the first of them a tensor.
+            arguments: run-time arguments, the first of them a tensor or a tuple of tensors.
             constants: values of the kernel's constexpr parameters, in order.
             key: everything beside ``constants`` that Triton specializes on: dtypes and alignments that vary, and
                 ``dim_class`` of the sizes.
         """
-        device = arguments[0].get_device()
+        first = arguments[0]
+        device = (first[0] if isinstance(first, tuple) else first).get_device()
         full_key = (device, key, constants)
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):

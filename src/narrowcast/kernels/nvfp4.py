@@ -125,15 +125,21 @@ def _butterflies(xs, DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def _rotate(xs, SIGN_MASK: tl.constexpr, EMULATE: tl.constexpr):
-    """The random Hadamard transform of a group, in the order of additions that ``reference.hadamard`` fixes."""
+def _rotate(xs, SIGN_MASK: tl.constexpr):
+    """The random Hadamard transform of a group, in the order of additions that ``reference.hadamard`` fixes, in fp32;
+    ``_round_group`` completes it."""
     ys = ()
     for i in tl.static_range(16):
         ys = ys + (xs[i] * (-0.25 if (SIGN_MASK >> i) & 1 else 0.25),)
     ys = _butterflies(ys, 8)
     ys = _butterflies(ys, 4)
     ys = _butterflies(ys, 2)
-    ys = _butterflies(ys, 1)
+    return _butterflies(ys, 1)
+
+
+@triton.jit
+def _round_group(ys, EMULATE: tl.constexpr):
+    """A group rounded to bf16, as fp32."""
     rounded = ()
     for i in tl.static_range(8):
         first, second = round_pair_to_bfloat16(ys[2 * i], ys[2 * i + 1], EMULATE)
@@ -383,7 +389,10 @@ def _amax_kernel(
         xs = _load_rows(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN, EMULATE)
         if ROWWISE:
             _raise_one(amax_ptr, tl.max(_group_amax(xs, EMULATE)))
-        _raise_one(amax_ptr + 1, tl.max(_group_amax(_rotate(xs, SIGN_MASK, EMULATE), EMULATE)))
+        # Rounding is monotonic: the largest rounded magnitude is the largest one, rounded.
+        largest = _group_amax(_rotate(xs, SIGN_MASK), EMULATE)
+        largest, _same = round_pair_to_bfloat16(largest, largest, EMULATE)
+        _raise_one(amax_ptr + 1, tl.max(largest))
     else:
         row = tl.arange(0, TILE_M)
         column = tl.arange(0, TILE_K)
@@ -481,7 +490,7 @@ def _encode_kernel(
     if COLUMNWISE:
         xs = _load_rows(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN, EMULATE)
         if RHT:
-            xs = _rotate(xs, SIGN_MASK, EMULATE)
+            xs = _round_group(_rotate(xs, SIGN_MASK), EMULATE)
         column = tl.arange(0, TILE_K)[None, :]
         block = tl.arange(0, GROUPS_M)[:, None]
         if ROW_SCALED:
@@ -514,8 +523,9 @@ def _encode_kernel(
 
 _amax = Launcher(_amax_kernel, num_warps=4)
 _encode_tiles = Launcher(_encode_kernel, num_warps=4)
-# Two candidates at once need twice the registers per element.
-_encode_tiles_four_over_six = Launcher(_encode_kernel, num_warps=8)
+# Two candidates at once need twice the registers per element. Tiles of 16 x 16: with four warps, Triton 3.6 for sm_90
+# packs the column-wise codes of other groups, though their scales are right.
+_encode_tiles_wide = Launcher(_encode_kernel, num_warps=8)
 
 
 def _check_options(
@@ -589,8 +599,6 @@ def quantize(
     """
     check_input(x, 2)
     _check_options(two_d, rht, row_scaled, four_over_six, error_mode, seed is not None)
-    if two_d and columnwise and not four_over_six:
-        return _quantize_tiles(x, rowwise, e4m3_max)
     x = x.contiguous()
     K = x.shape[-1]
     M = math.prod(x.shape[:-1])
@@ -619,7 +627,7 @@ def quantize(
     amax = torch.zeros(M + K if row_scaled else 2, dtype=torch.float32, device=x.device)
     _amax(grid, (x, amax, M, K, band_bits), (rowwise, columnwise, rht, sign_mask, row_scaled, *tile), key)
     # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
-    encode = _encode_tiles_four_over_six if four_over_six else _encode_tiles
+    encode = _encode_tiles_wide if four_over_six or two_d else _encode_tiles
     encode(
         grid,
         (
@@ -650,17 +658,3 @@ def quantize(
         key,
     )
     return buffers + amaxes
-
-
-def _quantize_tiles(x: Tensor, rowwise: bool, e4m3_max: int) -> list[Tensor]:
-    """16 x 16 tiles, where quantizing columns is quantizing the rows of the transpose.
-
-    The kernel's own column-wise direction is right with "4 over 6" only: without it, Triton 3.6 for sm_90 packs the
-    codes of other groups, though their scales are right.
-    """
-    options = {"rowwise": True, "columnwise": False, "two_d": True, "e4m3_max": e4m3_max}
-    columns = quantize(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).t(), **options)
-    if not rowwise:
-        return columns
-    rows = quantize(x, **options)
-    return [*rows[:2], *columns[:2], rows[2], columns[2]]

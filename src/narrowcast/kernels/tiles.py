@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BAND_BITS = 3
+BAND_BITS = 1
 
 
 @triton.jit
@@ -34,6 +34,11 @@ def tile_grid(tile_rows: int, tile_columns: int) -> tuple[tuple[int, int, int], 
     while (tile_rows - 1 >> bits) >= 65535:
         bits += 1
     return (tile_columns << bits, (tile_rows - 1 >> bits) + 1, 1), bits
+
+
+def is_wide(M: int, K: int) -> bool:
+    """Whether offsets within a tile, twice as wide for gated operands, may need 64 bits."""
+    return max(M, K) >= 2**22
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import FLT_MAX, DType
-from ..functional import BufferTable, GemmOperand, NativeOperand, quantize_delayed, quantize_delayed_both
+from ..functional import BufferTable, GemmOperand, NativeOperand, calibrate_, quantize_delayed
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
 from .quantizer import Quantizer, describe_usage, fp8_dtype_of, torch_fp8_dtype, warn_ignored
 
@@ -32,9 +32,11 @@ class _Float8Base(Quantizer):
         }
         return describe_usage(buffers, kept)
 
-    def _decode(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> Tensor:
+    def _decode(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> Tensor:
         data, scale_inv = buffers
-        decode = reference.float8.dequantize_transpose if columnwise else reference.float8.dequantize
+        decode = numerics.dequantize.float8_transpose if columnwise else numerics.dequantize.float8
         return decode(data, scale_inv, self._element_format(), dtype)
 
     def _codes(self, buffers: list[Tensor], columnwise: bool) -> Tensor:
@@ -42,7 +44,9 @@ class _Float8Base(Quantizer):
         data = buffers[0].view(torch_fp8_dtype(self._element_format()))
         return data.reshape(data.shape[0], -1) if columnwise else data.reshape(-1, data.shape[-1])
 
-    def _gemm_operand(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> GemmOperand:
+    def _gemm_operand(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> GemmOperand:
         return GemmOperand(self._codes(buffers, columnwise).to(dtype), buffers[1])
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
@@ -70,6 +74,8 @@ class Float8CurrentScalingQuantizer(_Float8Base):
     amax_epsilon: float
 
     _compatible_recipe = "Float8CurrentScaling"
+    _takes_sources = True
+    _needs_amax = True
 
     def __init__(
         self,
@@ -246,16 +252,16 @@ class Float8Quantizer(_Float8Base):
         )
 
     def _buffers_of(self, tensor: Tensor) -> list[Tensor]:
-        both = self.rowwise_usage and self.columnwise_usage
-        quantize_scaled = quantize_delayed_both if both else quantize_delayed
-        return list(quantize_scaled(tensor, self.scale, self.amax, self._slot_quantizer()))
+        data, transpose, scale_inv = quantize_delayed(tensor, self.scale, self.amax, self._slot_quantizer())
+        wanted = (data, self.rowwise_usage), (transpose, self.columnwise_usage), (scale_inv, True)
+        return [buffer for buffer, asked in wanted if asked]
 
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
         return self._slot_quantizer()._encode_scaled(numerics, x, self.scale, self.amax)
 
     def calibrate(self, tensor: Tensor) -> None:
         """Overwrite ``amax`` with max|x|."""
-        self.amax.copy_(reference.scaling.amax(tensor))
+        calibrate_(tensor.detach(), self.amax, 0)
 
     def is_requantization_safe(self) -> bool:
         return False

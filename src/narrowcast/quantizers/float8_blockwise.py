@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import reference
 from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, DType, cdiv, round_up
 from ..functional import BufferTable, GemmOperand, NativeOperand
 from ..tensors import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
@@ -36,6 +35,7 @@ class Float8BlockQuantizer(Quantizer):
     block_len: ClassVar[int] = FLOAT8_BLOCK
     _storage_class = Float8BlockwiseQTensorStorage
     _tensor_class = Float8BlockwiseQTensor
+    _takes_sources = True
     _minimum_rank = 2
     _layout_fields = ("dtype", "block_scaling_dim", "force_pow_2_scales")
     _compatible_recipe = "Float8BlockScaling"
@@ -92,16 +92,20 @@ class Float8BlockQuantizer(Quantizer):
             epsilon=self.amax_epsilon,
         )
 
-    def _decode(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> Tensor:
+    def _decode(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> Tensor:
         data, scale_inv = buffers
-        block = reference.float8_block
-        decode = block.dequantize_columnwise if columnwise else block.dequantize_rowwise
+        decoders = numerics.dequantize
+        decode = decoders.float8_block_columnwise if columnwise else decoders.float8_block_rowwise
         return decode(data, scale_inv, self._element_format(), dtype, two_d=self.block_scaling_dim == 2)
 
-    def _gemm_operand(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> GemmOperand:
+    def _gemm_operand(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> GemmOperand:
         # only power-of-two scales fold into bf16 without rounding
         exact = dtype if self.force_pow_2_scales else torch.float32
-        decoded = self._decode(buffers, columnwise, exact)
+        decoded = self._decode(numerics, buffers, columnwise, exact)
         matrix = decoded.reshape(-1, decoded.shape[-1])
         return GemmOperand(matrix.t() if columnwise else matrix, None)
 

@@ -6,12 +6,13 @@ PyTorch versions an error. A handle carries the few plain facts that the code ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..functional import draw_seed, quantize, quantize_delayed, quantize_delayed_both
+from ..functional import draw_seed, quantize, quantize_dbias, quantize_dbias_delayed, quantize_delayed
 from ..tensors import QuantizedTensorStorage
 from ..tensors.storage import resolve_storage_class
 from .quantizer import Quantizer
@@ -32,6 +33,12 @@ class QuantizerHandle:
     columnwise: bool
     stochastic: bool
     delayed: bool
+
+    def present(self, slots: Sequence[Tensor]) -> list[Tensor]:
+        """Of (data, transpose, scale_inv), what this quantizer asked for; for delayed quantizers."""
+        data, transpose, scale_inv = slots
+        directions = ([data] if self.rowwise else []) + ([transpose] if self.columnwise else [])
+        return [*directions, scale_inv]
 
     def assemble(self, buffers: list[Tensor], dtype: torch.dtype) -> QuantizedTensorStorage:
         """Storage around what the operator returned."""
@@ -82,10 +89,22 @@ def quantize_operand(
         scale, amax: state tensors of a delayed quantizer; unused by the others.
     """
     if handle.delayed:
-        quantize_scaled = quantize_delayed_both if handle.rowwise and handle.columnwise else quantize_delayed
-        buffers = quantize_scaled(x, scale, amax, handle.quantizer)
+        buffers = handle.present(quantize_delayed(x, scale, amax, handle.quantizer))
     elif handle.stochastic:
         buffers = quantize(x, handle.quantizer, draw_seed(x))
     else:
         buffers = quantize(x, handle.quantizer)
     return handle.assemble(buffers, x.dtype)
+
+
+def quantize_gradient(
+    grad: Tensor, handle: QuantizerHandle, scale: Tensor | None = None, amax: Tensor | None = None
+) -> tuple[QuantizedTensorStorage, Tensor]:
+    """:func:`quantize_operand` with the gradient's sum over all but its last dim from the same read, fp32 (K,)."""
+    if handle.delayed:
+        *slots, dbias = quantize_dbias_delayed(grad, scale, amax, handle.quantizer)
+        buffers = handle.present(slots)
+    else:
+        seed = draw_seed(grad) if handle.stochastic else None
+        *buffers, dbias = quantize_dbias(grad, handle.quantizer, seed)
+    return handle.assemble(buffers, grad.dtype), dbias

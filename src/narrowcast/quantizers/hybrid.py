@@ -110,7 +110,7 @@ class HybridQuantizer(Quantizer):
             source = x
             if columnwise and self.columnwise_source == "rowwise_dequantized":
                 rows = self._encode_half(numerics, x, False, seed)
-                source = self._half(False)._decode(rows, False, x.dtype)[..., : x.shape[-1]]
+                source = self._half(False)._decode(numerics, rows, False, x.dtype)[..., : x.shape[-1]]
             made = self._encode_half(numerics, source, columnwise, seed)
             missing = _BUFFERS_PER_DIRECTION - len(made)
             buffers += [*made, *(x.new_empty((0,), dtype=torch.uint8) for _ in range(missing))]
@@ -126,11 +126,16 @@ class HybridQuantizer(Quantizer):
         """Without the empty ones that fill up to three."""
         return buffers[: len(self._half(columnwise)._describe_buffers((1, 1)))]
 
-    def _decode(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> Tensor:
-        return self._half(columnwise)._decode(self._own(buffers, columnwise), columnwise, dtype)
+    def _decode(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> Tensor:
+        return self._half(columnwise)._decode(numerics, self._own(buffers, columnwise), columnwise, dtype)
 
-    def _gemm_operand(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> GemmOperand:
-        return self._half(columnwise)._gemm_operand(self._own(buffers, columnwise), columnwise, dtype)
+    def _gemm_operand(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> GemmOperand:
+        own = self._own(buffers, columnwise)
+        return self._half(columnwise)._gemm_operand(numerics, own, columnwise, dtype)
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
         return self._half(columnwise)._native_operand(self._own(buffers, columnwise), columnwise)

@@ -51,14 +51,18 @@ class IdentityQuantizer(Quantizer):
         # a copy: an operator's output must not alias its input
         return [x.to(self._kept_dtype(x.dtype), copy=True, memory_format=torch.contiguous_format)]
 
-    def _decode(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> Tensor:
+    def _decode(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> Tensor:
         return buffers[0].to(dtype, copy=True)
 
     def _matrix(self, buffers: list[Tensor], columnwise: bool) -> Tensor:
         matrix = buffers[0].reshape(-1, buffers[0].shape[-1])
         return matrix.t() if columnwise else matrix
 
-    def _gemm_operand(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> GemmOperand:
+    def _gemm_operand(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> GemmOperand:
         matrix = self._matrix(buffers, columnwise)
         return GemmOperand(matrix.float() if dtype == torch.float32 else matrix, None)
 

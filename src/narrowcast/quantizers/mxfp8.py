@@ -7,7 +7,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .. import reference
 from ..formats import MXFP8_BLOCK, SCALE_TILE_COLUMNS, SCALE_TILE_ROWS, DType, cdiv, round_up
 from ..functional import BufferTable, GemmOperand
 from ..tensors import MXFP8Tensor, MXFP8TensorStorage
@@ -28,6 +27,7 @@ class MXFP8Quantizer(Quantizer):
 
     _storage_class = MXFP8TensorStorage
     _tensor_class = MXFP8Tensor
+    _takes_sources = True
     _minimum_rank = 2
     _compatible_recipe = "MXFP8BlockScaling"
 
@@ -71,13 +71,17 @@ class MXFP8Quantizer(Quantizer):
             two_d=self.with_2d_quantization,
         )
 
-    def _decode(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> Tensor:
+    def _decode(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> Tensor:
         data, scale_inv = buffers
-        decode = reference.mxfp8.dequantize_columnwise if columnwise else reference.mxfp8.dequantize_rowwise
+        decode = numerics.dequantize.mxfp8_columnwise if columnwise else numerics.dequantize.mxfp8_rowwise
         return decode(data, scale_inv, self._element_format(), dtype)
 
-    def _gemm_operand(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> GemmOperand:
+    def _gemm_operand(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> GemmOperand:
         # code * 2^e has at most four significant bits: exact in bf16
-        decoded = self._decode(buffers, columnwise, dtype)
+        decoded = self._decode(numerics, buffers, columnwise, dtype)
         matrix = decoded.reshape(-1, decoded.shape[-1])
         return GemmOperand(matrix.t() if columnwise else matrix, None)

@@ -182,10 +182,12 @@ class NVFP4Quantizer(Quantizer):
             x, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage, **options
         )
 
-    def _decode(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> Tensor:
+    def _decode(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> Tensor:
         data, scale_inv, amax = buffers
         if columnwise:
-            return reference.nvfp4.dequantize_columnwise(
+            return numerics.dequantize.nvfp4_columnwise(
                 data,
                 scale_inv,
                 amax,
@@ -195,15 +197,17 @@ class NVFP4Quantizer(Quantizer):
                 rht=self.with_rht,
                 random_signs=self.with_random_sign_mask,
             )
-        return reference.nvfp4.dequantize_rowwise(
+        return numerics.dequantize.nvfp4_rowwise(
             data, scale_inv, amax, self.nvfp4_e4m3_max, dtype, columns=2 * data.shape[-1]
         )
 
-    def _gemm_operand(self, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype) -> GemmOperand:
+    def _gemm_operand(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> GemmOperand:
         # E2M1 * E4M3 has at most six significant bits: exact in bf16; the amax waits for the fp32 result.
         # Column-wise values stay rotated: the rotation cancels between the two operands of the wgrad.
         data, scale_inv, amax = buffers
-        values = reference.nvfp4.decode_block_scaled(
+        values = numerics.dequantize.nvfp4_block_scaled(
             data.reshape(matrix_dims(tuple(data.shape))), scale_inv, dtype
         )
         factor = amax * round_to_float32(1.0 / round_to_float32(6.0 * self.nvfp4_e4m3_max))

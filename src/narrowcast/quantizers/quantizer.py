@@ -117,6 +117,8 @@ class Quantizer(QuantizerValue):
         super().__init_subclass__(**kwargs)
         _CLASSES[storage_identifier(cls)] = cls
         cls._te_compile_value_opaque = False  # of each class itself: a subclass registers for itself
+        if "_encode" in cls.__dict__ and "_takes_sources" not in cls.__dict__:
+            cls._takes_sources = False  # what another class's encoding does with its input is its own affair
         if "_describe_buffers" in cls.__dict__:  # the name later versions of the upstream project use
             cls.inner_tensor_specs = cls._describe_buffers  # type: ignore[attr-defined]
         if "_storage_class" in cls.__dict__:

@@ -4,6 +4,7 @@ import torch
 
 from .float8 import Float8Tensor, Float8TensorStorage
 from .float8_blockwise import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+from .grouped import GroupedTensor, GroupedTensorStorage, grouped_layout, grouped_storage_of, quantize_members
 from .hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage
 from .identity import IdentityTensor, IdentityTensorStorage
 from .mxfp8 import MXFP8Tensor, MXFP8TensorStorage
@@ -20,6 +21,8 @@ __all__ = [
     "Float8BlockwiseQTensorStorage",
     "Float8Tensor",
     "Float8TensorStorage",
+    "GroupedTensor",
+    "GroupedTensorStorage",
     "HybridQuantizedTensor",
     "HybridQuantizedTensorStorage",
     "IdentityTensor",
@@ -31,7 +34,10 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "TensorOrQuantized",
+    "grouped_layout",
+    "grouped_storage_of",
     "prepare_for_saving",
+    "quantize_members",
     "restore_from_func_ctx",
     "restore_from_saved",
     "storage_of",

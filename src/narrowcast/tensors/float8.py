@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .. import reference
 from ..formats import DType
+from ..functional import transpose_codes
 from .quantized_tensor import QuantizedTensor
 from .storage import QuantizedTensorStorage
 
@@ -28,7 +28,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return self._transpose is None  # type: ignore[attr-defined]
 
     def _create_columnwise(self) -> None:
-        self._transpose = reference.float8.transpose(self._data)  # type: ignore[attr-defined]
+        self._transpose = transpose_codes(self._data)  # type: ignore[attr-defined]
 
 
 class Float8Tensor(Float8TensorStorage, QuantizedTensor):

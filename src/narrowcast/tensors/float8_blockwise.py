@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import reference
+from ..functional import transpose_codes
 from .quantized_tensor import QuantizedTensor
 from .storage import QuantizedTensorStorage
 
@@ -29,7 +29,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         # a 128x128 tile keeps its scale when transposed: only the padding of the scale rows moves
         described = self._quantizer.with_usage(columnwise=True)._describe_buffers(tuple(self.size()))  # type: ignore[attr-defined]
         data, scale = self._rowwise_data, self._rowwise_scale_inv  # type: ignore[attr-defined]
-        self._columnwise_data = reference.float8.transpose(data)
+        self._columnwise_data = transpose_codes(data)
         columnwise_scale = scale.new_zeros(described["_columnwise_scale_inv"][0])
         rows_of_tiles, columns_of_tiles = scale.shape[0], columnwise_scale.shape[0]
         columnwise_scale[:, :rows_of_tiles] = scale[:, :columns_of_tiles].t()

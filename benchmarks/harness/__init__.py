@@ -1,0 +1,30 @@
+"""What every benchmark shares: shapes, timing, the description of the machine, the table, the rows and the plot."""
+
+from .contenders import SWEEP, Table, compiled, gate, measure, summarize
+from .machine import Row, machine
+from .report import append, parser, report, runs_on_gpu
+from .shapes import FFN, HIDDEN, TENSORS, Shape
+from .timing import ring, spread, time_in_turns, time_ms
+
+__all__ = [
+    "FFN",
+    "HIDDEN",
+    "SWEEP",
+    "TENSORS",
+    "Row",
+    "Shape",
+    "Table",
+    "append",
+    "compiled",
+    "gate",
+    "machine",
+    "measure",
+    "parser",
+    "report",
+    "ring",
+    "runs_on_gpu",
+    "spread",
+    "summarize",
+    "time_in_turns",
+    "time_ms",
+]

@@ -1,0 +1,54 @@
+"""Where a row comes from: the device, the versions, the commit."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import narrowcast as nc
+
+Row = dict[str, object]
+
+
+def machine(device: str, commit: str) -> Row:
+    """Columns that say where a row comes from."""
+    name = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    )
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "narrowcast": nc.__version__,
+        "commit": commit,
+    }
+
+
+def commit() -> str:
+    """The checkout's commit as git names it, "unknown" without git."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:  # no git on this machine
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,188 @@
+"""The picture of a benchmark: the share of the copy's bandwidth that each kernel reaches, its peers beside it."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from .contenders import COPY, RATIOS, SWEEP
+
+REACHED, MISSED, FREE = "#009E73", "#D55E00", "#0072B2"  # from Okabe and Ito's palette
+PEERS = {
+    "torch.compile": "0.66",
+    "torchao": "#B4A7C7",
+    "liger": "#C9B79C",
+    "unfused": "#9DBBD0",
+    "torch": "0.84",
+}
+# The share a kernel is to reach, by the first part of its name that matches.
+TARGETS: dict[str, tuple[tuple[str, float], ...]] = {
+    "quantize": (
+        ("nvfp4 RHT + SR", 0.0),
+        ("given scale", 0.90),
+        ("current", 0.88),
+        ("128-block", 0.85),
+        ("mxfp8", 0.85),
+        ("nvfp4 RHT", 0.60),
+    ),
+    "activation": (("", 0.85),),
+    "norm": (("", 0.85),),
+}
+TITLES = {
+    "quantize": "Quantizing bf16 in both directions",
+    "dequantize": "Dequantizing to bf16",
+    "transpose": "Transposing FP8 codes",
+    "activation": "SwiGLU, quantized in both directions",
+    "norm": "RMSNorm, quantized in both directions",
+}
+
+Row = dict[str, str]
+
+
+def plot(path: Path, folder: Path | None = None) -> Path | None:
+    """Draw ``<folder>/<stem>.png`` from the newest commit's rows of ``<stem>.csv``.
+
+    Args:
+        path: the rows.
+        folder: where the picture goes; None means beside the rows.
+
+    Returns:
+        The picture's path; None where the rows have no share of a copy's bandwidth.
+    """
+    rows = [row for row in newest(path) if {"shape", "kernel", "share"} <= row.keys()]
+    rows = [row for row in rows if row["kernel"] != COPY and not row["kernel"].startswith(SWEEP)]
+    if not rows:
+        return None
+    picture = (folder or path.parent) / f"{path.stem}.png"
+    _draw(path.stem, rows).savefig(picture, dpi=150)
+    return picture
+
+
+def newest(path: Path) -> list[Row]:
+    """The rows of the commit and the device that were appended last; of equal measurements the last one."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    same = [row for row in rows if all(row.get(key) == rows[-1].get(key) for key in ("commit", "device"))]
+    return list({(row.get("shape"), row.get("kernel")): row for row in same}.values()) if same else []
+
+
+def target(stem: str, kernel: str) -> float:
+    """The share that a kernel is to reach, 0 where none is set."""
+    return next((share for part, share in TARGETS.get(stem, ()) if part in kernel), 0.0)
+
+
+def split_peer(name: str) -> tuple[str, str]:
+    """``torchao: fp8 current`` -> (``torchao``, ``fp8 current``); no peer for our own kernels."""
+    peer, separator, kernel = name.partition(": ")
+    return (peer, kernel) if separator and peer in RATIOS else ("", name)
+
+
+def _draw(stem: str, rows: Sequence[Row]) -> Figure:
+    shares = {(row["shape"], *split_peer(row["kernel"])): float(row["share"]) for row in rows}
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    kernels = list(dict.fromkeys(kernel for _, _, kernel in shares))
+    peers = [peer for peer in PEERS if any(found == peer for _, found, _ in shares)]
+    names = {row["shape"]: row.get("name") or "" for row in rows}
+
+    # A kernel without a measured peer takes less room than one with several.
+    lines = {
+        kernel: ["", *(p for p in peers if any((s, p, kernel) in shares for s in shapes))]
+        for kernel in kernels
+    }
+    heights = {kernel: 1.0 + 0.55 * (len(found) - 1) + 0.55 for kernel, found in lines.items()}
+    figure = Figure(
+        figsize=(2.6 + max(2.75 * len(shapes), 7.5), 0.21 * sum(heights.values()) + 2.0), layout="constrained"
+    )
+    panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
+    limit = max(1.0, *shares.values())
+    for axes, shape in zip(panels, shapes):
+        size = shape.replace("x", "\N{MULTIPLICATION SIGN}")
+        _panel(axes, f"{size}\n{names[shape]}".strip(), limit)
+        top = 0.0
+        for kernel in kernels:
+            _bars(
+                axes, stem, kernel, {peer: shares.get((shape, peer, kernel)) for peer in lines[kernel]}, top
+            )
+            top += heights[kernel]
+        axes.set_ylim(top - 0.3, -0.75)
+    tops = [sum(list(heights.values())[:index]) for index in range(len(kernels))]
+    panels[0].set_yticks(tops, [kernel.replace("->", "→") for kernel in kernels])
+    figure.legend(
+        handles=_legend(stem, kernels, peers),
+        title=TITLES.get(stem, stem),
+        title_fontproperties={"size": 15, "weight": "bold"},
+        alignment="left",
+        loc="outside upper left",
+        ncols=8,
+        frameon=False,
+        fontsize=9,
+    )
+    where = rows[-1]
+    figure.supxlabel(
+        "share of the bandwidth of a device copy, timed in the same rounds   |   "
+        f"{where['device']}, torch {where['torch']}, triton {where['triton']}, commit {where['commit']}",
+        x=0.01,
+        ha="left",
+        size=8.5,
+        color="0.35",
+    )
+    return figure
+
+
+def _panel(axes: Axes, title: str, limit: float) -> None:
+    axes.set_title(title, loc="left", size=10)
+    axes.set_xlim(0, 1.03 * limit)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0", "", "0.5", "", "1"])
+    axes.axvline(1.0, color="0.6", linewidth=0.9, zorder=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="0.93", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _bars(axes: Axes, stem: str, kernel: str, shares: dict[str, float | None], top: float) -> None:
+    """Our bar with its number and its target, then the thinner ones of the peers below."""
+    wanted = target(stem, kernel)
+    y = top
+    for peer, share in shares.items():
+        bar = 0.92 if not peer else 0.48
+        if share is not None:
+            axes.barh(y, share, height=bar, color=PEERS[peer] if peer else _color(share, wanted), linewidth=0)
+            # At the left end, where no target's mark can cover it.
+            inside = not peer and share > 0.16
+            axes.text(
+                0.015 if inside else share + 0.015,
+                y,
+                f"{share:.2f}",
+                va="center",
+                color="white" if inside else "0.1" if not peer else "0.45",
+                size=6.5 if peer else 8.5,
+                weight="normal" if peer else "bold",
+            )
+        y += 0.78 if not peer else 0.55
+    if wanted and shares.get("") is not None:
+        axes.plot([wanted, wanted], [top - 0.46, top + 0.46], color="black", linewidth=1.6, zorder=3)
+
+
+def _color(share: float, wanted: float) -> str:
+    if not wanted:
+        return FREE
+    return REACHED if share >= wanted else MISSED
+
+
+def _legend(stem: str, kernels: Sequence[str], peers: Sequence[str]) -> list[Patch]:
+    wanted = [target(stem, kernel) > 0 for kernel in kernels]
+    handles = []
+    if any(wanted):
+        handles += [
+            Patch(color=REACHED, label="ours, target (black) reached"),
+            Patch(color=MISSED, label="ours, below it"),
+        ]
+    if not all(wanted):
+        handles.append(Patch(color=FREE, label="ours, no target"))
+    return handles + [Patch(color=PEERS[peer], label=peer) for peer in peers]

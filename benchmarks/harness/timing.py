@@ -1,0 +1,101 @@
+"""Clocks: one function alone with the cache flushed, or many in turns over a ring of inputs larger than the cache."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .machine import Row
+
+FLUSHED_BYTES = 256 * 2**20  # more than the last-level cache of the GPUs at hand
+RING_BYTES = 512 * 2**20  # several times the last-level cache
+LAUNCHES = 4  # per turn
+UNCOUNTED_TURNS = 2
+# Long enough for the host to queue a turn's launches behind it, so that its time stays out of the events.
+QUEUE_CYCLES = 4_000_000
+
+
+def time_ms(run: Callable[[], object], device: str, repeats: int) -> Row:
+    """Median, 20th and 80th percentile in milliseconds, after three runs that are not counted."""
+    for _ in range(3):
+        run()
+    timed = _time_cuda(run, repeats) if device == "cuda" else [_cpu_us(run) / 1e3 for _ in range(repeats)]
+    return spread(timed, "ms")
+
+
+def spread(times: Sequence[float], unit: str) -> Row:
+    """Median, 20th and 80th percentile as columns ``p50_<unit>``, ``p20_<unit>``, ``p80_<unit>``."""
+    fifths = statistics.quantiles(times, n=5, method="inclusive")
+    return {
+        f"p50_{unit}": statistics.median(times),
+        f"p20_{unit}": fifths[0],
+        f"p80_{unit}": fifths[3],
+    }
+
+
+def ring(make: Callable[[], tuple[Any, ...]], size: int = RING_BYTES) -> list[tuple[Any, ...]]:
+    """Independent inputs, so many that their first tensors together are larger than the cache; at least two."""
+    first = make()
+    count = max(2, -(-size // max(first[0].nbytes, 1)))
+    return [first, *(make() for _ in range(count - 1))]
+
+
+def time_in_turns(
+    contenders: Mapping[str, Callable[..., object]],
+    inputs: Sequence[tuple[Any, ...]],
+    repeats: int,
+    *,
+    device: str = "cuda",
+    launches: int = LAUNCHES,
+    queued: bool = True,
+) -> dict[str, list[float]]:
+    """Microseconds per launch of every contender, one value per round.
+
+    A contender is called with the tensors of one input; consecutive launches take consecutive inputs of the ring.
+    ``queued`` keeps the host's time out of what is measured, as long as the launches of a turn fit in the queue.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    position = 0
+    for turn in range(repeats + UNCOUNTED_TURNS):
+        for name, run in contenders.items():
+            chosen = [inputs[(position + launch) % len(inputs)] for launch in range(launches)]
+            position += launches
+
+            def launch_all(run: Callable[..., object] = run, chosen: list[tuple[Any, ...]] = chosen) -> None:
+                for tensors in chosen:
+                    run(*tensors)
+
+            elapsed = _cuda_us(launch_all, queued) if device == "cuda" else _cpu_us(launch_all)
+            if turn >= UNCOUNTED_TURNS:
+                times[name].append(elapsed / launches)
+    return times
+
+
+def _cuda_us(run: Callable[[], object], queued: bool) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if queued:
+        torch.cuda._sleep(QUEUE_CYCLES)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def _cpu_us(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e6
+
+
+def _time_cuda(run: Callable[[], object], repeats: int) -> list[float]:
+    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(repeats):
+        flushed.zero_()
+        times.append(_cuda_us(run, queued=False) / 1e3)
+    return times

@@ -1,0 +1,500 @@
+"""``narrowcast::grouped_gemm``: the three GEMMs of G linear layers, each on its own rows, as one operator.
+
+=======  ===============================  ==============================  ===========
+kind     left                             right                           result
+=======  ===============================  ==============================  ===========
+fprop    input, rowwise                   weights, rowwise                [T, N]
+dgrad    grad_output, rowwise             weights, columnwise             [T, K]
+wgrad    grad_output, columnwise          input, columnwise               [G, N, K]
+=======  ===============================  ==============================  ===========
+
+Operands lie as ``grouped_quantize`` left them. On CPU, and on a GPU when emulation is asked for, every group is
+multiplied as ``narrowcast::gemm`` would multiply it. Otherwise per-tensor E4M3 goes to ``scaled_grouped_mm``, which
+takes nothing else here, and the other pairs to the Triton kernel; neither waits for the splits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from .. import kernels, reference
+from ..formats import FLOAT8_BLOCK
+from ._library import QUANTIZER, define
+from .gemm import gemm
+from .grouped_quantize import ALIGNMENT, group_operands, stack
+from .numerics import numerics_for
+from .quantizer_value import QuantizerValue
+
+if kernels.AVAILABLE:
+    from ..kernels import grouped_gemm as kernel
+else:
+    kernel: Any = None
+
+LIBRARY_PER_TENSOR: bool = True
+"""Whether per-tensor E4M3 is multiplied by ``scaled_grouped_mm`` where it can be; else by the Triton kernel."""
+
+_COLUMNWISE = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
+_BLOCK_OF = {"1x128": 1, "128x128": 128}
+
+
+def _grouped_gemm(
+    kind: str,
+    left: list[Tensor],
+    left_quantizer: QuantizerValue,
+    left_layout: str,
+    left_dtype: torch.dtype,
+    right: list[Tensor],
+    right_quantizer: QuantizerValue,
+    right_layout: str,
+    right_dtype: torch.dtype,
+    splits: Tensor,
+    biases: list[Tensor],
+    dtype: torch.dtype,
+    rows: int,
+    out_features: int,
+    in_features: int,
+    covered: bool,
+    fast_accumulation: bool,
+    emulate: bool,
+) -> Tensor:
+    _check_kind(kind)
+    if emulate or not left[0].is_cuda:
+        return _multiply_each(
+            kind, left, left_quantizer, left_layout, left_dtype, right, right_quantizer, right_layout, right_dtype,
+            splits, biases, dtype, rows, out_features, in_features, fast_accumulation, emulate,
+        )  # fmt: skip
+    return _multiply_native(
+        kind, left, left_quantizer, left_layout, right, right_quantizer, right_layout, splits, biases, dtype, rows,
+        out_features, in_features, covered, fast_accumulation,
+    )  # fmt: skip
+
+
+def _grouped_gemm_fake(
+    kind: str,
+    left: list[Tensor],
+    left_quantizer: QuantizerValue,
+    left_layout: str,
+    left_dtype: torch.dtype,
+    right: list[Tensor],
+    right_quantizer: QuantizerValue,
+    right_layout: str,
+    right_dtype: torch.dtype,
+    splits: Tensor,
+    biases: list[Tensor],
+    dtype: torch.dtype,
+    rows: int,
+    out_features: int,
+    in_features: int,
+    covered: bool,
+    fast_accumulation: bool,
+    emulate: bool,
+) -> Tensor:
+    _check_kind(kind)
+    return left[0].new_empty(
+        _result_shape(kind, splits.shape[0], rows, out_features, in_features), dtype=dtype
+    )
+
+
+grouped_gemm = define(
+    f"grouped_gemm(str kind, Tensor[] left, {QUANTIZER} left_quantizer, str left_layout, ScalarType left_dtype, "
+    f"Tensor[] right, {QUANTIZER} right_quantizer, str right_layout, ScalarType right_dtype, Tensor splits, "
+    "Tensor[] biases, ScalarType dtype, SymInt rows, SymInt out_features, SymInt in_features, bool covered, "
+    "bool fast_accumulation, bool emulate) -> Tensor",
+    _grouped_gemm,
+    _grouped_gemm_fake,
+)
+"""Multiply the groups of two quantized operands.
+
+Args:
+    kind: "fprop", "dgrad" or "wgrad".
+    left, right: operands of the kind's directions, as ``operand_of`` finds them; with quantizer, layout and the dtype
+        of what was quantized.
+    splits: int32 or int64 (G,) on the operands' device: rows of each group.
+    biases: G of (N,), or one (G, N), or none; in fprop alone.
+    dtype: of the result.
+    rows, out_features, in_features: T, N, K.
+    covered: the splits are known to sum to ``rows``; otherwise rows beyond the sum become zero.
+    fast_accumulation: let per-tensor FP8 accumulate in the tensor cores' short registers.
+    emulate: on a GPU, decode and multiply in bf16; that reads the splits on the host.
+
+Returns:
+    (T, N), (T, K) or (G, N, K) of ``dtype``; the weight gradient of an empty group is zero.
+
+Raises:
+    ValueError: another ``kind``. RuntimeError: the pair of formats has no native grouped GEMM and ``emulate`` is off.
+"""
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in _COLUMNWISE:
+        raise ValueError(f"kind is {kind!r}; use one of {list(_COLUMNWISE)}")
+
+
+def _result_shape(kind: str, groups: int, rows: int, out_features: int, in_features: int) -> tuple[int, ...]:
+    if kind == "wgrad":
+        return groups, out_features, in_features
+    return rows, out_features if kind == "fprop" else in_features
+
+
+def _multiply_each(
+    kind: str,
+    left: list[Tensor],
+    left_quantizer: QuantizerValue,
+    left_layout: str,
+    left_dtype: torch.dtype,
+    right: list[Tensor],
+    right_quantizer: QuantizerValue,
+    right_layout: str,
+    right_dtype: torch.dtype,
+    splits: Tensor,
+    biases: list[Tensor],
+    dtype: torch.dtype,
+    rows: int,
+    out_features: int,
+    in_features: int,
+    fast_accumulation: bool,
+    emulate: bool,
+) -> Tensor:
+    """Group by group as the ordinary GEMM."""
+    groups = splits.shape[0]
+    sizes, starts, _ = reference.grouped_quantize.extents(splits, rows, 1)
+    left_columnwise, right_columnwise = _COLUMNWISE[kind]
+    left_columns = in_features if kind == "fprop" else out_features
+    right_sizes = sizes if kind == "wgrad" else [out_features] * groups
+    lefts = group_operands(
+        left, left_layout, left_quantizer, left_columnwise, sizes, left_columns, left_dtype
+    )
+    rights = group_operands(
+        right, right_layout, right_quantizer, right_columnwise, right_sizes, in_features, right_dtype
+    )
+    out = left[0].new_zeros(_result_shape(kind, groups, rows, out_features, in_features), dtype=dtype)
+    stacked = stack_biases(biases)
+    for group, (start, size) in enumerate(zip(starts, sizes)):
+        if size == 0:
+            continue
+        place = out[group] if kind == "wgrad" else out[start : start + size]
+        product = gemm(
+            kind,
+            lefts[group],
+            left_quantizer,
+            rights[group],
+            right_quantizer,
+            None if stacked is None else stacked[group],
+            dtype,
+            *place.shape,
+            fast_accumulation,
+            emulate,
+        )
+        place.copy_(product)
+    return out
+
+
+def stack_biases(biases: list[Tensor]) -> Tensor | None:
+    """(G, N) from G biases or from one that holds them all; None without any."""
+    if not biases:
+        return None
+    return biases[0] if biases[0].dim() == 2 else torch.stack(biases)
+
+
+def _multiply_native(
+    kind: str,
+    left: list[Tensor],
+    left_quantizer: QuantizerValue,
+    left_layout: str,
+    right: list[Tensor],
+    right_quantizer: QuantizerValue,
+    right_layout: str,
+    splits: Tensor,
+    biases: list[Tensor],
+    dtype: torch.dtype,
+    rows: int,
+    out_features: int,
+    in_features: int,
+    covered: bool,
+    fast_accumulation: bool,
+) -> Tensor:
+    """All groups at once, on the codes as they are."""
+    left_columnwise, right_columnwise = _COLUMNWISE[kind]
+    a = _native(left, left_quantizer, left_layout, left_columnwise, 0)
+    weights = 0 if kind == "wgrad" else splits.shape[0]
+    b = _native(right, right_quantizer, right_layout, right_columnwise, weights)
+    if a is None or b is None or a.block_scaled != b.block_scaled:
+        raise RuntimeError(
+            f"this GPU has no native grouped GEMM for {type(left_quantizer).__qualname__} x "
+            f"{type(right_quantizer).__qualname__}; pass emulate=True to the recipe or set NARROWCAST_EMULATE=1 to "
+            "run it emulated (decode to bf16, bf16 GEMM)"
+        )
+    if kind == "wgrad":
+        return _weight_gradients(a, b, splits, dtype, fast_accumulation)
+    columns = out_features if kind == "fprop" else in_features
+    return _rows(a, b, splits, biases, dtype, rows, columns, covered, fast_accumulation)
+
+
+class _NativeOperand(NamedTuple):
+    """What the kernels read.
+
+    ``codes``: rows of groups (T or P, contraction); columns of groups (rows, P); weights (G, rows, contraction).
+    ``scale``: (G,), or of ``block`` rows x 128 each: (row blocks, contraction blocks), of weights with G before.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    block_scaled: bool
+    block: int
+
+
+def _native(
+    operand: list[Tensor], quantizer: QuantizerValue, layout: str, columnwise: bool, weights: int
+) -> _NativeOperand | None:
+    """The operand as the kernels read it, or None when they do not; ``weights``: how many, 0 for groups of rows."""
+    if layout == "split":
+        return None
+    if layout == "tensor":
+        codes, scale = operand
+        native = quantizer._native_operand([codes.view(-1, codes.shape[-1]), scale], columnwise)
+        return None if native is None else _NativeOperand(native.data.view(codes.shape), scale, False, 1)
+    native = quantizer._native_operand(operand, columnwise)
+    if native is None or native.scaling not in _BLOCK_OF:
+        return None
+    block = _BLOCK_OF[native.scaling]
+    # the buffers of 1 x 128 blocks hold the contraction first, those of 128 x 128 tiles as the operand's matrix
+    scale = native.scale if block == 1 else native.scale.t()
+    codes = native.data
+    if weights:
+        dim = 1 if columnwise else 0  # column-wise data has the groups along the contraction
+        size = codes.shape[dim] // weights
+        blocks = size // (FLOAT8_BLOCK if columnwise else block)
+        codes = codes.unflatten(dim, (weights, size))
+        scale = scale.narrow(dim, 0, weights * blocks).unflatten(dim, (weights, blocks))
+        if columnwise:
+            codes, scale = codes.transpose(0, 1), scale.transpose(0, 1)
+    return _NativeOperand(codes, scale, True, block)
+
+
+def _rows(
+    a: _NativeOperand,
+    b: _NativeOperand,
+    splits: Tensor,
+    biases: list[Tensor],
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    covered: bool,
+    fast_accumulation: bool,
+) -> Tensor:
+    bias = stack_biases(biases)
+    if rows == 0 or columns == 0:
+        return a.codes.new_zeros((rows, columns), dtype=dtype)
+    if _library_takes(a, b, dtype) and columns % 16 == 0:
+        out = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+            a.codes,
+            b.codes.transpose(-2, -1),
+            kernel.scale_of_rows(a.scale, splits, rows),
+            ScalingType.RowWise,
+            _for_each(b.scale, columns),
+            ScalingType.RowWise,
+            offs=splits.cumsum(0, dtype=torch.int32),
+            output_dtype=dtype,
+            use_fast_accum=fast_accumulation,
+        )
+        if bias is not None or not covered:
+            kernel.finish_rows_(out, splits, bias)
+        return out
+    return kernel.rows(
+        a.codes,
+        a.scale,
+        b.codes,
+        b.scale,
+        splits,
+        bias,
+        left_block=a.block,
+        right_block=b.block,
+        alignment=ALIGNMENT["padded"] if a.block_scaled else 1,
+        dtype=dtype,
+        rows=rows,
+        columns=columns,
+        fast_accumulation=fast_accumulation,
+    )
+
+
+def _weight_gradients(
+    a: _NativeOperand, b: _NativeOperand, splits: Tensor, dtype: torch.dtype, fast_accumulation: bool
+) -> Tensor:
+    out_features, in_features = a.codes.shape[0], b.codes.shape[0]
+    alignment = ALIGNMENT["padded" if a.block_scaled else "tensor"]
+    if _library_takes(a, b, dtype) and in_features % 16 == 0:
+        padded = (splits + (alignment - 1)).div(alignment, rounding_mode="floor").mul(alignment)
+        return F.scaled_grouped_mm(  # type: ignore[attr-defined]
+            a.codes,
+            b.codes.t(),
+            _for_each(a.scale, out_features).view(-1),
+            ScalingType.RowWise,
+            _for_each(b.scale, in_features).view(-1),
+            ScalingType.RowWise,
+            offs=padded.cumsum(0, dtype=torch.int32),
+            output_dtype=dtype,
+            use_fast_accum=fast_accumulation,
+        )
+    return kernel.contraction(
+        a.codes,
+        a.scale,
+        b.codes,
+        b.scale,
+        splits,
+        left_block=a.block,
+        right_block=b.block,
+        alignment=alignment,
+        dtype=dtype,
+        fast_accumulation=fast_accumulation,
+    )
+
+
+def _for_each(scale: Tensor, count: int) -> Tensor:
+    """(G, count): every group's scale for each of its rows or columns."""
+    return scale.unsqueeze(1).expand(-1, count).contiguous()
+
+
+def _library_takes(a: _NativeOperand, b: _NativeOperand, dtype: torch.dtype) -> bool:
+    both_e4m3 = a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn
+    aligned = a.codes.shape[-1] % 16 == 0 and b.codes.shape[-1] % 16 == 0
+    return LIBRARY_PER_TENSOR and not a.block_scaled and both_e4m3 and aligned and dtype == torch.bfloat16
+
+
+def _grouped_mm(
+    kind: str, left: Tensor, right: list[Tensor], splits: Tensor, biases: list[Tensor], covered: bool
+) -> Tensor:
+    _check_kind(kind)
+    weights = right[0] if kind == "wgrad" else stack(right)
+    shape = _plain_shape(kind, left, right, splits)
+    if not left.is_cuda or 0 in shape or 0 in left.shape:
+        return _mm_each(kind, left, weights, splits, biases, shape)
+    ends = splits.cumsum(0, dtype=torch.int32)
+    multiple = 16 // left.element_size()
+    a, b = left.contiguous(), weights.contiguous()
+    if kind == "wgrad":
+        product = F.grouped_mm(_pad_columns(a, multiple).t(), _pad_columns(b, multiple), offs=ends)
+        return product[:, : shape[1], : shape[2]].contiguous()
+    # the contraction and the columns of the result in whole 16 bytes
+    columns = b.shape[2] if kind == "dgrad" else b.shape[1]
+    missing = -b.shape[1] % multiple, -b.shape[2] % multiple
+    b = F.pad(b, (0, missing[1], 0, missing[0])) if any(missing) else b
+    b = b if kind == "dgrad" else b.transpose(-2, -1)
+    out = F.grouped_mm(_pad_columns(a, multiple), b, offs=ends)
+    if out.shape[1] != columns:
+        out = out[:, :columns].contiguous()
+    bias = stack_biases(biases)
+    if bias is not None or not covered:
+        kernel.finish_rows_(out, splits, bias)
+    return out
+
+
+def _pad_columns(x: Tensor, multiple: int) -> Tensor:
+    missing = -x.shape[1] % multiple
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def _mm_each(
+    kind: str, left: Tensor, right: Tensor, splits: Tensor, biases: list[Tensor], shape: tuple[int, ...]
+) -> Tensor:
+    """Group by group as an ordinary linear layer."""
+    out = left.new_zeros(shape)
+    bias = stack_biases(biases)
+    sizes, starts, _ = reference.grouped_quantize.extents(splits, left.shape[0], 1)
+    for group, (start, size) in enumerate(zip(starts, sizes)):
+        if size == 0:
+            continue
+        at = slice(start, start + size)
+        if kind == "wgrad":
+            out[group] = left[at].t() @ right[at]
+        elif kind == "dgrad":
+            out[at] = left[at] @ right[group]
+        else:
+            out[at] = F.linear(left[at], right[group], None if bias is None else bias[group])
+    return out
+
+
+def _plain_shape(kind: str, left: Tensor, right: list[Tensor], splits: Tensor) -> tuple[int, ...]:
+    first = right[0]
+    if kind == "wgrad":
+        return splits.shape[0], left.shape[1], first.shape[1]
+    return left.shape[0], first.shape[-1 if kind == "dgrad" else -2]
+
+
+def _grouped_mm_fake(
+    kind: str, left: Tensor, right: list[Tensor], splits: Tensor, biases: list[Tensor], covered: bool
+) -> Tensor:
+    _check_kind(kind)
+    return left.new_empty(_plain_shape(kind, left, right, splits))
+
+
+grouped_mm = define(
+    "grouped_mm(str kind, Tensor left, Tensor[] right, Tensor splits, Tensor[] biases, bool covered) -> Tensor",
+    _grouped_mm,
+    _grouped_mm_fake,
+)
+"""The GEMMs of :data:`grouped_gemm` in high precision.
+
+Args:
+    kind: "fprop", "dgrad" or "wgrad".
+    left: (T, K) in fprop, (T, N) otherwise.
+    right: the weights, G of (N, K) or one (G, N, K); in wgrad the input (T, K) alone.
+    splits, biases, covered: as in :data:`grouped_gemm`.
+
+Returns:
+    (T, N), (T, K) or (G, N, K), dtype of ``left``.
+
+Raises:
+    ValueError: another ``kind``.
+"""
+
+
+def _grouped_dequantize(
+    operand: list[Tensor],
+    quantizer: QuantizerValue,
+    layout: str,
+    splits: Tensor | None,
+    dtype: torch.dtype,
+    shape: list[int],
+) -> Tensor:
+    out = operand[0].new_zeros(shape, dtype=dtype)
+    if splits is None:
+        sizes = [shape[1]] * shape[0]
+        places = list(out.unbind(0))
+    else:
+        sizes, starts, _ = reference.grouped_quantize.extents(splits, shape[0], 1)
+        places = [out[start : start + size] for start, size in zip(starts, sizes)]
+    for place, buffers in zip(
+        places, group_operands(operand, layout, quantizer, False, sizes, shape[-1], dtype)
+    ):
+        if place.numel():
+            decoded = quantizer._decode(numerics_for(buffers[0]), buffers, False, dtype)
+            place.copy_(decoded[: place.shape[0], : place.shape[1]])
+    return out
+
+
+def _grouped_dequantize_fake(
+    operand: list[Tensor],
+    quantizer: QuantizerValue,
+    layout: str,
+    splits: Tensor | None,
+    dtype: torch.dtype,
+    shape: list[int],
+) -> Tensor:
+    return operand[0].new_empty(shape, dtype=dtype)
+
+
+grouped_dequantize = define(
+    f"grouped_dequantize(Tensor[] operand, {QUANTIZER} quantizer, str layout, Tensor? splits, ScalarType dtype, "
+    "SymInt[] shape) -> Tensor",
+    _grouped_dequantize,
+    _grouped_dequantize_fake,
+)
+"""Decode a row-wise operand of groups to (T, K), or without ``splits`` of weights to (G, N, K).
+
+The splits are read on the host; ``dtype`` is the one that was quantized from.
+"""

@@ -1,0 +1,415 @@
+"""Operators that quantize groups: the tokens of every expert, the experts' weights, each as if it were alone.
+
+How the groups lie in the buffers is the *layout*; its row-wise and its column-wise operand are two buffers or one:
+
+========  =====================================  ================================================================
+layout    operand                                of
+========  =====================================  ================================================================
+tensor    codes, scale_inv (G,)                  per-tensor FP8: rows as they come, transposed codes with every group
+                                                 at a multiple of 16; weights (G, N, K) and (G, K, N)
+padded    codes, scales                          block formats: the quantization of the matrix whose groups are padded
+                                                 to 128 rows, so that no block lies in two groups
+split     one buffer of bytes                    every other quantizer: group after group, each group's buffers
+========  =====================================  ================================================================
+
+The sizes of the buffers depend on the number of rows and groups alone. Only the split layout, and what runs decoded,
+reads the splits on the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import reference
+from ..formats import round_up
+from ._library import QUANTIZER, define
+from .numerics import numerics_for
+from .quantizer_value import QuantizerValue
+
+ALIGNMENT = {"tensor": 16, "padded": 128, "split": 1}
+"""Rows that groups are padded to, by layout; of the tensor layout in the transposed codes."""
+
+_ARENA_ALIGNMENT = 16
+_LARGE = 1 << 16  # rows so many that the padding of a buffer does not show
+
+
+def operand_of(buffers: list[Tensor], layout: str, columnwise: bool) -> list[Tensor]:
+    """Of what an operator of this file returned, the operand of one direction; traceable."""
+    if layout == "tensor":
+        return [buffers[-2] if columnwise else buffers[0], buffers[-1]]
+    count = 1 if layout == "split" else 2
+    return buffers[-count:] if columnwise else buffers[:count]
+
+
+class GroupedNumerics(NamedTuple):
+    """Numerics whose per-tensor functions work on groups: what a quantizer that knows no groups is handed."""
+
+    float8: Any
+
+
+class _GroupedFloat8:
+    def __init__(
+        self, x: Tensor, splits: Tensor | None, groups: int, scale: Tensor | None, amax: Tensor | None
+    ):
+        self.numerics, self.splits, self.groups = numerics_for(x).grouped_quantize, splits, groups
+        self.scale, self.amax = scale, amax
+
+    def quantize_current(self, x: Tensor, fmt: Any, **options: Any) -> list[Tensor]:
+        return self.numerics.quantize_current(
+            x, self.splits, fmt, groups=self.groups, alignment=ALIGNMENT["tensor"], **options
+        )
+
+    def quantize(
+        self, x: Tensor, scale: Tensor, fmt: Any, *, amax: Tensor | None, **options: Any
+    ) -> list[Tensor]:
+        """With the scales and amaxes of all groups in the place of the one slot a quantizer reads."""
+        return self.numerics.quantize(
+            x, self.splits, self.scale, fmt, amax=self.amax, alignment=ALIGNMENT["tensor"], **options
+        )
+
+
+def _encode(
+    x: Tensor, splits: Tensor | None, groups: int, quantizer: QuantizerValue, seed: Tensor | None, layout: str
+) -> list[Tensor]:
+    """Quantize rows (T, K) in groups, or weights (G, N, K) without splits."""
+    if layout == "tensor":
+        numerics: Any = GroupedNumerics(_GroupedFloat8(x, splits, groups, None, None))
+        return quantizer._encode(numerics, x, seed)
+    if layout == "padded":
+        return quantizer._encode(numerics_for(x), _padded(x, splits), seed)
+    matrix = x.reshape(-1, x.shape[-1])
+    sizes = (
+        [x.shape[1]] * groups
+        if splits is None
+        else reference.grouped_quantize.extents(splits, x.shape[0], 1)[0]
+    )
+    return _encode_split(matrix, sizes, groups, quantizer, seed)
+
+
+def _padded(x: Tensor, splits: Tensor | None) -> Tensor:
+    """The matrix whose groups start at multiples of 128 rows."""
+    alignment = ALIGNMENT["padded"]
+    if splits is None:
+        missing = -x.shape[1] % alignment
+        return (F.pad(x, (0, 0, 0, missing)) if missing else x).reshape(-1, x.shape[2])
+    rows = reference.grouped_quantize.padded_rows(x.shape[0], splits.shape[0], alignment)
+    return numerics_for(x).grouped.pad_rows(x, splits, alignment, rows)[0]
+
+
+def _encode_split(
+    x: Tensor, sizes: list[int], groups: int, quantizer: QuantizerValue, seed: Tensor | None
+) -> list[Tensor]:
+    parts = x.split([*sizes, x.shape[0] - sum(sizes)])[:groups]
+    made: list[list[Tensor]] = []
+    for group, part in enumerate(parts):
+        own = None if seed is None else seed + group
+        made.append(quantizer._encode(numerics_for(x), part, own) if part.numel() else [])
+    arenas = []
+    for columnwise in _directions(quantizer):
+        arena = x.new_zeros(
+            _arena_bytes(x.shape[0], x.shape[1], groups, quantizer, columnwise, x.dtype), dtype=torch.uint8
+        )
+        views = split_arena(arena, sizes, x.shape[1], quantizer, columnwise, x.dtype)
+        for part, buffers, own_views in zip(parts, made, views, strict=True):
+            names = list(quantizer._describe_buffers(tuple(part.shape), x.dtype))
+            wanted = _direction(quantizer, columnwise)._describe_buffers(tuple(part.shape), x.dtype)
+            for name, view in zip(wanted, own_views):
+                if buffers:
+                    view.copy_(buffers[names.index(name)])
+        arenas.append(arena)
+    return arenas
+
+
+def split_arena(
+    arena: Tensor,
+    sizes: list[int],
+    columns: int,
+    quantizer: QuantizerValue,
+    columnwise: bool,
+    dtype: torch.dtype,
+) -> list[list[Tensor]]:
+    """Buffers of every group's operand, as views."""
+    one = _direction(quantizer, columnwise)
+    at = 0
+    groups = []
+    for size in sizes:
+        views = []
+        for shape, kind in one._describe_buffers((size, columns), dtype).values():
+            count = kind.itemsize
+            for length in shape:
+                count *= length
+            views.append(arena[at : at + count].view(kind).view(shape))
+            at += round_up(count, _ARENA_ALIGNMENT)
+        groups.append(views)
+    return groups
+
+
+def _arena_bytes(
+    rows: int, columns: int, groups: int, quantizer: QuantizerValue, columnwise: bool, dtype: torch.dtype
+) -> int:
+    """Bytes that groups of that many rows can need: each is as long as one of whole 128 rows at most."""
+    one = _direction(quantizer, columnwise)
+    aligned = round_up(rows, 128)
+    return _bytes(one, aligned, columns, dtype) + groups * _bytes(one, 128, columns, dtype)
+
+
+def _bytes(quantizer: QuantizerValue, rows: int, columns: int, dtype: torch.dtype) -> int:
+    total = 0
+    for shape, kind in quantizer._describe_buffers((rows, columns), dtype).values():
+        count = kind.itemsize
+        for length in shape:
+            count *= length
+        total += round_up(count, _ARENA_ALIGNMENT)
+    return total
+
+
+def _direction(quantizer: Any, columnwise: bool) -> Any:
+    return quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
+
+
+def _directions(quantizer: Any) -> list[bool]:
+    """Directions a quantizer produces: False for row-wise, True for column-wise."""
+    return [False] * quantizer.rowwise_usage + [True] * quantizer.columnwise_usage
+
+
+def _describe(like: Tensor, shape: tuple[int, ...], groups: int, quantizer: Any, layout: str) -> list[Tensor]:
+    """Empty buffers as ``_encode`` gives them for rows (T, K), or weights (G, N, K)."""
+    columns = shape[-1]
+    weights = len(shape) == 3
+    rows = shape[0] * shape[1] if weights else shape[0]
+    if layout == "split":
+        return [
+            like.new_empty(
+                _arena_bytes(rows, columns, groups, quantizer, columnwise, like.dtype), dtype=torch.uint8
+            )
+            for columnwise in _directions(quantizer)
+        ]
+    if layout == "padded":
+        alignment = ALIGNMENT["padded"]
+        if weights:
+            padded = groups * round_up(shape[1], alignment)
+        else:
+            padded = reference.grouped_quantize.padded_rows(rows, groups, alignment)
+        described = quantizer._describe_buffers((padded, columns), like.dtype)
+        return [like.new_empty(size, dtype=kind) for size, kind in described.values()]
+    if weights:
+        transposed: tuple[int, ...] = (groups, columns, shape[1])
+    else:
+        transposed = (columns, reference.grouped_quantize.padded_rows(rows, groups, ALIGNMENT["tensor"]))
+    codes = [like.new_empty(transposed if c else shape, dtype=torch.uint8) for c in _directions(quantizer)]
+    return [*codes, like.new_empty((groups,), dtype=torch.float32)]
+
+
+def _grouped_quantize(
+    x: Tensor, splits: Tensor, quantizer: QuantizerValue, seed: Tensor | None, layout: str
+) -> list[Tensor]:
+    return _encode(x, splits, splits.shape[0], quantizer, seed, layout)
+
+
+def _grouped_quantize_fake(
+    x: Tensor, splits: Tensor, quantizer: QuantizerValue, seed: Tensor | None, layout: str
+) -> list[Tensor]:
+    return _describe(x, tuple(x.shape), splits.shape[0], quantizer, layout)
+
+
+grouped_quantize = define(
+    f"grouped_quantize(Tensor x, Tensor splits, {QUANTIZER} quantizer, Tensor? seed, str layout) -> Tensor[]",
+    _grouped_quantize,
+    _grouped_quantize_fake,
+)
+"""Quantize the groups of rows of ``x``, each as if it were alone.
+
+Args:
+    x: (T, K), fp32, bf16 or fp16; the groups one after the other.
+    splits: int32 or int64 (G,) on the device of ``x``: rows of each group.
+    seed: int64[1] for stochastic rounding; group ``g`` takes ``seed + g``.
+    layout: "tensor", "padded" or "split", as the quantizer's format needs.
+
+Returns:
+    The buffers of the layout; :func:`operand_of` finds the operands in them.
+"""
+
+
+def _quantize_weights(
+    weights: list[Tensor], quantizer: QuantizerValue, seed: Tensor | None, layout: str
+) -> list[Tensor]:
+    stacked = stack(weights)
+    return _encode(stacked, None, stacked.shape[0], quantizer, seed, layout)
+
+
+def _quantize_weights_fake(
+    weights: list[Tensor], quantizer: QuantizerValue, seed: Tensor | None, layout: str
+) -> list[Tensor]:
+    shape = _stacked_shape(weights)
+    return _describe(weights[0], shape, shape[0], quantizer, layout)
+
+
+grouped_quantize_weights = define(
+    f"grouped_quantize_weights(Tensor[] weights, {QUANTIZER} quantizer, Tensor? seed, str layout) -> Tensor[]",
+    _quantize_weights,
+    _quantize_weights_fake,
+)
+"""As :data:`grouped_quantize` for G matrices (N, K), or for one (G, N, K) that holds them all."""
+
+
+def _grouped_quantize_delayed(
+    x: Tensor, splits: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
+) -> tuple[Tensor, ...]:
+    return _encode_delayed(x, splits, splits.shape[0], scale, amax, quantizer)
+
+
+def _grouped_quantize_delayed_fake(
+    x: Tensor, splits: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
+) -> tuple[Tensor, ...]:
+    return _slots(_describe(x, tuple(x.shape), splits.shape[0], quantizer, "tensor"), quantizer)
+
+
+grouped_quantize_delayed = define(
+    f"grouped_quantize_delayed(Tensor x, Tensor splits, Tensor scale, Tensor(a!) amax, {QUANTIZER} quantizer) "
+    "-> (Tensor, Tensor, Tensor)",
+    _grouped_quantize_delayed,
+    _grouped_quantize_delayed_fake,
+)
+"""As :data:`grouped_quantize` in the tensor layout, with a scale and an amax per group from state.
+
+The quantizer's slot says which G entries of ``scale`` and of the first row of ``amax`` are the operand's. Returns data,
+transpose and scale_inv; a direction the quantizer does not ask for is an empty tensor.
+"""
+
+
+def _quantize_weights_delayed(
+    weights: list[Tensor], scale: Tensor, amax: Tensor, quantizer: QuantizerValue
+) -> tuple[Tensor, ...]:
+    stacked = stack(weights)
+    return _encode_delayed(stacked, None, stacked.shape[0], scale, amax, quantizer)
+
+
+def _quantize_weights_delayed_fake(
+    weights: list[Tensor], scale: Tensor, amax: Tensor, quantizer: QuantizerValue
+) -> tuple[Tensor, ...]:
+    shape = _stacked_shape(weights)
+    return _slots(_describe(weights[0], shape, shape[0], quantizer, "tensor"), quantizer)
+
+
+grouped_quantize_weights_delayed = define(
+    f"grouped_quantize_weights_delayed(Tensor[] weights, Tensor scale, Tensor(a!) amax, {QUANTIZER} quantizer) "
+    "-> (Tensor, Tensor, Tensor)",
+    _quantize_weights_delayed,
+    _quantize_weights_delayed_fake,
+)
+"""As :data:`grouped_quantize_delayed` for G matrices (N, K), or for one (G, N, K) that holds them all."""
+
+
+def _encode_delayed(
+    x: Tensor, splits: Tensor | None, groups: int, scale: Tensor, amax: Tensor, quantizer: Any
+) -> tuple[Tensor, ...]:
+    at = slice(quantizer.slot * groups, (quantizer.slot + 1) * groups)
+    numerics: Any = GroupedNumerics(_GroupedFloat8(x, splits, groups, scale.view(-1)[at], amax.view(-1)[at]))
+    return _slots(quantizer._encode_scaled(numerics, x, scale, amax), quantizer)
+
+
+def _slots(buffers: list[Tensor], quantizer: Any) -> tuple[Tensor, ...]:
+    """(data, transpose, scale_inv); an operator that mutates cannot return a list."""
+    absent = buffers[-1].new_empty(0, dtype=torch.uint8)
+    data = buffers[0] if quantizer.rowwise_usage else absent
+    transpose = buffers[-2] if quantizer.columnwise_usage else absent
+    return data, transpose, buffers[-1]
+
+
+def _column_sum(x: Tensor, splits: Tensor) -> Tensor:
+    return numerics_for(x).grouped_quantize.column_sum(x, splits)
+
+
+def _column_sum_fake(x: Tensor, splits: Tensor) -> Tensor:
+    return x.new_empty((splits.shape[0], x.shape[1]), dtype=torch.float32)
+
+
+grouped_column_sum = define(
+    "grouped_column_sum(Tensor x, Tensor splits) -> Tensor", _column_sum, _column_sum_fake
+)
+"""Sums over the rows of every group of ``x`` (T, K): fp32 (G, K)."""
+
+
+def stack(tensors: list[Tensor]) -> Tensor:
+    """G equal tensors as one, without a copy where they lie one after the other in memory."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first if first.dim() == 3 else first.unsqueeze(0)
+    size = first.numel()
+    place, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    adjacent = all(
+        tensor.is_contiguous()
+        and tensor.untyped_storage().data_ptr() == place
+        and tensor.storage_offset() == start + index * size
+        for index, tensor in enumerate(tensors)
+    )
+    if not adjacent:
+        return torch.stack(tensors)
+    return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
+
+
+def _stacked_shape(weights: list[Tensor]) -> tuple[int, ...]:
+    first = weights[0]
+    return tuple(first.shape) if first.dim() == 3 else (len(weights), *first.shape)
+
+
+def group_operands(
+    operand: list[Tensor],
+    layout: str,
+    quantizer: QuantizerValue,
+    columnwise: bool,
+    sizes: list[int],
+    columns: int,
+    dtype: torch.dtype,
+) -> list[list[Tensor]]:
+    """The operand of every group by itself, as quantizing that group alone would give it.
+
+    Args:
+        operand: one direction's buffers in ``layout``.
+        sizes: rows of every group, on the host; also of weights, where all are equal.
+        columns: K.
+        dtype: of what was quantized.
+    """
+    if layout == "split":
+        return split_arena(operand[0], sizes, columns, quantizer, columnwise, dtype)
+    alignment = ALIGNMENT[layout]
+    if layout == "tensor" and operand[0].dim() == 3:
+        return [[codes, operand[1][g : g + 1]] for g, codes in enumerate(operand[0].unbind(0))]
+    groups: list[list[Tensor]] = []
+    start = padded_start = 0
+    for group, size in enumerate(sizes):
+        if layout == "tensor":
+            at = padded_start if columnwise else start
+            codes = operand[0].narrow(1 if columnwise else 0, at, size)
+            groups.append([codes.contiguous(), operand[1][group : group + 1]])
+        else:
+            groups.append(_narrowed(operand, quantizer, columnwise, padded_start, size, columns, dtype))
+        start, padded_start = start + size, padded_start + round_up(size, alignment)
+    return groups
+
+
+def _narrowed(
+    operand: list[Tensor],
+    quantizer: QuantizerValue,
+    columnwise: bool,
+    start: int,
+    size: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """The buffers of ``size`` rows from row ``start`` on: along the dim that grows with the rows."""
+    one = _direction(quantizer, columnwise)
+    large = list(one._describe_buffers((_LARGE, columns), dtype).values())
+    larger = list(one._describe_buffers((2 * _LARGE, columns), dtype).values())
+    wanted = list(one._describe_buffers((size, columns), dtype).values())
+    narrowed = []
+    for buffer, (shape, _), (grown, _), (own, _) in zip(operand, large, larger, wanted, strict=True):
+        dim = next(d for d in range(len(shape)) if shape[d] != grown[d])
+        held = buffer.narrow(dim, start * shape[dim] // _LARGE, -(-size * shape[dim] // _LARGE))
+        missing = [0, 0] * (len(shape) - 1 - dim) + [0, own[dim] - held.shape[dim]]
+        narrowed.append(F.pad(held, missing) if missing[-1] else held.contiguous())
+    return narrowed

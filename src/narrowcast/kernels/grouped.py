@@ -1,0 +1,145 @@
+"""Padding and unpadding of grouped rows: one launch for all groups, which finds every row's group on the device."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import cdiv
+from .launch import Launcher, check_device, dim_class, is_aligned
+
+ROWS = 16
+BYTES = 2048  # of a row, per program
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@triton.jit(
+    do_not_specialize=["source_rows", "rows", "groups"],
+    do_not_specialize_on_alignment=["splits_ptr", "padded_splits_ptr", "padded_ends_ptr"],
+)
+def _move_kernel(
+    x_ptr,
+    splits_ptr,
+    out_ptr,
+    padded_splits_ptr,
+    padded_ends_ptr,
+    source_rows,
+    rows,
+    K,
+    groups,
+    alignment,
+    PAD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    group = tl.arange(0, GROUPS)
+    splits = tl.load(splits_ptr + group, mask=group < groups, other=0).to(tl.int64)
+    padded_splits = (splits + (alignment - 1)) // alignment * alignment
+    ends = tl.cumsum(splits, axis=0)
+    padded_ends = tl.cumsum(padded_splits, axis=0)
+    if PAD:
+        source_ends = ends[None, :]
+        target_ends = padded_ends[None, :]
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            written = padded_splits.to(padded_splits_ptr.dtype.element_ty)
+            tl.store(padded_splits_ptr + group, written, mask=group < groups)
+            tl.store(padded_ends_ptr + group, padded_ends.to(tl.int32), mask=group < groups)
+    else:
+        source_ends = padded_ends[None, :]
+        target_ends = ends[None, :]
+
+    # Ends grow with the group, so a maximum over the groups before a row and a minimum over the others find its own.
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    before = target_ends <= row
+    start = tl.max(tl.where(before, target_ends, 0), axis=1, keep_dims=True)
+    source_start = tl.max(tl.where(before, source_ends, 0), axis=1, keep_dims=True)
+    source_end = tl.min(tl.where(before, 0x7FFFFFFFFFFFFFFF, source_ends), axis=1, keep_dims=True)
+    last = tl.max(target_ends, axis=1, keep_dims=True)
+    source = source_start + (row - start)
+    inside = (row < last) & (source < source_end) & (source < source_rows)
+
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    values = tl.load(x_ptr + source * K + column, mask=inside & (column < K), other=0)
+    tl.store(out_ptr + row * K + column, values, mask=(row < rows) & (column < K))
+
+
+_move = Launcher(_move_kernel, num_warps=4)
+
+
+def pad_rows(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Zero-pad each group of rows to a multiple of ``alignment`` rows.
+
+    Args:
+        x: (T, K), dtype of 1, 2 or 4 bytes; the groups one after the other.
+        splits: int32 or int64 (G,) on the device of ``x``, rows of each group, non-negative; a group may be empty.
+        alignment: rows that every padded group is a multiple of.
+        rows: rows of the result; padded groups that do not fit are cut.
+
+    Returns:
+        Padded rows (rows, K), zero outside of the groups; padded splits (G,) like ``splits``; their running sum
+        int32 (G,).
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach, or a dtype of another size.
+
+    Numerics:
+        Bytes are moved; equal to ``reference.grouped.pad_rows``.
+    """
+    padded_splits = torch.empty(splits.shape, dtype=splits.dtype, device=splits.device)
+    padded_ends = torch.empty(splits.shape, dtype=torch.int32, device=splits.device)
+    return _run(x, splits, alignment, rows, (padded_splits, padded_ends)), padded_splits, padded_ends
+
+
+def unpad_rows(padded: Tensor, splits: Tensor, alignment: int, rows: int) -> Tensor:
+    """Undo ``pad_rows``.
+
+    Args:
+        padded: (P, K), dtype of 1, 2 or 4 bytes.
+        splits: int32 or int64 (G,), as they were when padding.
+        alignment: as it was when padding.
+        rows: T, the rows of the result.
+
+    Returns:
+        (T, K); rows beyond the sum of the splits are zero.
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach, or a dtype of another size.
+
+    Numerics:
+        Bytes are moved; equal to ``reference.grouped.unpad_rows``.
+    """
+    return _run(padded, splits, alignment, rows, None)
+
+
+def _run(
+    x: Tensor, splits: Tensor, alignment: int, rows: int, written: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    check_device(x)
+    if x.element_size() not in _RAW:
+        raise ValueError(f"cannot move rows of {x.dtype}; use a dtype of 1, 2 or 4 bytes")
+    x, splits = x.contiguous(), splits.contiguous()
+    K, G = x.shape[1], splits.shape[0]
+    out = torch.empty((rows, K), dtype=x.dtype, device=x.device)
+    columns = BYTES // x.element_size()
+    raw = _RAW[x.element_size()]
+    # One program at least, which writes the padded splits even if there is no row.
+    _move(
+        (max(cdiv(rows, ROWS), 1), max(cdiv(K, columns), 1), 1),
+        (
+            x.view(raw),
+            splits,
+            out.view(raw),
+            *(written or (splits, splits)),
+            x.shape[0],
+            rows,
+            K,
+            G,
+            alignment,
+        ),
+        (written is not None, max(triton.next_power_of_2(G), 1), ROWS, columns),
+        (raw, splits.dtype, is_aligned(x), dim_class(K), dim_class(alignment)),
+    )
+    return out

@@ -1,0 +1,514 @@
+"""FP8 GEMMs of groups in one launch: on each group's rows, or over each group's part of the contraction.
+
+Both operands are K-major: rows of codes whose last dim is the contraction. Programs stay on their multiprocessor and
+take tile after tile of all groups; where a group starts is computed from the splits on the device, so nothing waits
+for them. Sums are promoted to fp32 registers, and scaled there with block scales, as ``kernels.gemm`` says.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import FLOAT8_BLOCK, cdiv
+from .codecs import round_to_dtype, to_float32
+from .grouped_quantize import group_ends
+from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+
+TILE_M = 128
+TILE_N = 128
+FAST_TILE_N = 256  # without a second accumulator for the promotion there are registers for twice the columns
+TILE_K = 128
+BAND = 8
+PROMOTION = 128
+ROWS = 16
+COLUMNS = 1024
+
+INTERPRETED_PROGRAMS = 3
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@triton.jit
+def _pick(values, index, group):
+    """The entry of one group."""
+    return tl.sum(tl.where(index == group, values, 0), axis=0)
+
+
+@triton.jit
+def _tile_origin(tile, rows, columns, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BAND: tl.constexpr):
+    """First row and column of a tile of one group; consecutive tiles run down ``BAND`` tile rows first."""
+    tile_rows = tl.cdiv(rows, TILE_M)
+    per_band = BAND * tl.cdiv(columns, TILE_N)
+    first = (tile // per_band) * BAND
+    height = tl.minimum(tile_rows - first, BAND)
+    inside = tile % per_band
+    return (first + inside % height) * TILE_M, (inside // height) * TILE_N
+
+
+@triton.jit
+def _load_codes(pointers, left, EVEN: tl.constexpr, TILE_K: tl.constexpr):
+    """Codes of one step; what lies past the contraction reads as zero."""
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=tl.arange(0, TILE_K)[None, :] < left, other=0.0)
+
+
+@triton.jit
+def _product(
+    left,
+    right,
+    left_scale,
+    right_scale,
+    length,
+    left_scale_step,
+    right_scale_step,
+    BLOCK_SCALED: tl.constexpr,
+    EVEN: tl.constexpr,
+    PROMOTION: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """fp32 tile of ``left @ right.T`` over ``length`` of the contraction, from pointers to the first step."""
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for step in tl.range(0, tl.cdiv(length, TILE_K)):
+        a = _load_codes(left, length - step * TILE_K, EVEN, TILE_K)
+        b = _load_codes(right, length - step * TILE_K, EVEN, TILE_K)
+        if BLOCK_SCALED:
+            scale_a = tl.load(left_scale)
+            scale_b = tl.load(right_scale)
+            partial = tl.dot(a, tl.trans(b))
+            total = tl.fma(partial * scale_a[:, None], scale_b[None, :], total)
+            left_scale += left_scale_step
+            right_scale += right_scale_step
+        else:
+            total = tl.dot(a, tl.trans(b), total, max_num_imprecise_acc=PROMOTION)
+        left += TILE_K
+        right += TILE_K
+    return total
+
+
+@triton.jit(
+    do_not_specialize=["groups"],
+    do_not_specialize_on_alignment=["left_scale_ptr", "right_scale_ptr", "bias_ptr", "splits_ptr"],
+)
+def _rows_kernel(
+    out_ptr,
+    left_ptr,
+    left_scale_ptr,
+    right_ptr,
+    right_scale_ptr,
+    bias_ptr,
+    splits_ptr,
+    T,
+    N,
+    K,
+    groups,
+    right_group,
+    right_row,
+    left_scale_row,
+    left_scale_step,
+    right_scale_group,
+    right_scale_row,
+    right_scale_step,
+    BLOCK_SCALED: tl.constexpr,
+    LEFT_BLOCK: tl.constexpr,
+    RIGHT_BLOCK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PROMOTION: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BAND: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    index = tl.arange(0, GROUPS)
+    ends, padded_ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
+    # The rows behind the last group are one more group, whose contraction is empty: it becomes zeros.
+    ends = tl.where(index == groups, T, tl.minimum(ends, T))
+    starts = tl.where(
+        index == 0, 0, tl.max(tl.where(index[None, :] < index[:, None], ends[None, :], 0), axis=1)
+    )
+    padded_starts = tl.where(
+        index == 0, 0, tl.max(tl.where(index[None, :] < index[:, None], padded_ends[None, :], 0), axis=1)
+    )
+    tiles = tl.where(index <= groups, tl.cdiv(ends - starts, TILE_M) * tl.cdiv(N, TILE_N), 0)
+    tile_ends = tl.cumsum(tiles, axis=0)
+    for tile in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
+        group = tl.sum((tile_ends <= tile).to(tl.int32), axis=0)
+        start = _pick(starts, index, group)
+        size = _pick(ends, index, group) - start
+        padded_start = _pick(padded_starts, index, group)
+        first = _pick(tile_ends, index, group) - _pick(tiles, index, group)
+        m0, n0 = _tile_origin(tile - first, size, N, TILE_M, TILE_N, BAND)
+        member = tl.minimum(group, groups - 1).to(tl.int64)
+        row = m0 + tl.arange(0, TILE_M)
+        column = n0 + tl.arange(0, TILE_N)
+        # rows past the end repeat the last one
+        left_row = (padded_start + tl.minimum(row, size - 1)).to(tl.int64)
+        right_row_index = tl.minimum(column, N - 1).to(tl.int64)
+        step = tl.arange(0, TILE_K)[None, :]
+        left = left_ptr + left_row[:, None] * K + step
+        right = right_ptr + member * right_group + right_row_index[:, None] * right_row + step
+        left_scale = left_scale_ptr + (left_row // LEFT_BLOCK) * left_scale_row
+        right_scale = (
+            right_scale_ptr + member * right_scale_group + (right_row_index // RIGHT_BLOCK) * right_scale_row
+        )
+        total = _product(
+            left, right, left_scale, right_scale, tl.where(group < groups, K, 0), left_scale_step, right_scale_step,
+            BLOCK_SCALED, EVEN, PROMOTION, TILE_M, TILE_N, TILE_K,
+        )  # fmt: skip
+        if not BLOCK_SCALED:
+            total *= tl.load(left_scale_ptr + member) * tl.load(right_scale_ptr + member)
+        if BIAS:
+            bias = to_float32(tl.load(bias_ptr + member * N + column, mask=column < N, other=0.0), EMULATE)
+            bias = to_float32(round_to_dtype(bias, OUT, EMULATE), EMULATE)
+            total += tl.where(group < groups, bias, 0.0)[None, :]
+        target = out_ptr + (start + row).to(tl.int64)[:, None] * N + column[None, :]
+        inside = (row < size)[:, None] & (column < N)[None, :]
+        tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["groups"],
+    do_not_specialize_on_alignment=["left_scale_ptr", "right_scale_ptr", "splits_ptr"],
+)
+def _contraction_kernel(
+    out_ptr,
+    left_ptr,
+    left_scale_ptr,
+    right_ptr,
+    right_scale_ptr,
+    splits_ptr,
+    M,
+    N,
+    P,
+    groups,
+    left_scale_row,
+    left_scale_step,
+    right_scale_row,
+    right_scale_step,
+    BLOCK_SCALED: tl.constexpr,
+    LEFT_BLOCK: tl.constexpr,
+    RIGHT_BLOCK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PROMOTION: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BAND: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    index = tl.arange(0, GROUPS)
+    _, ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
+    ends = tl.minimum(ends, P)
+    starts = tl.where(
+        index == 0, 0, tl.max(tl.where(index[None, :] < index[:, None], ends[None, :], 0), axis=1)
+    )
+    per_group = tl.cdiv(M, TILE_M) * tl.cdiv(N, TILE_N)
+    for tile in tl.range(tl.program_id(0), groups * per_group, tl.num_programs(0)):
+        group = tile // per_group
+        # multiplied out, which tells the compiler how far the loads are aligned
+        start = _pick(starts // ALIGNMENT, index, group) * ALIGNMENT
+        length = _pick((ends - starts) // ALIGNMENT, index, group) * ALIGNMENT
+        m0, n0 = _tile_origin(tile - group * per_group, M, N, TILE_M, TILE_N, BAND)
+        row = m0 + tl.arange(0, TILE_M)
+        column = n0 + tl.arange(0, TILE_N)
+        left_row = tl.minimum(row, M - 1).to(tl.int64)
+        right_row = tl.minimum(column, N - 1).to(tl.int64)
+        step = start + tl.arange(0, TILE_K)[None, :]
+        block = start // TILE_K
+        total = _product(
+            left_ptr + left_row[:, None] * P + step,
+            right_ptr + right_row[:, None] * P + step,
+            left_scale_ptr + (left_row // LEFT_BLOCK) * left_scale_row + block * left_scale_step,
+            right_scale_ptr + (right_row // RIGHT_BLOCK) * right_scale_row + block * right_scale_step,
+            length, left_scale_step, right_scale_step, BLOCK_SCALED, ALIGNMENT % TILE_K == 0, PROMOTION, TILE_M, TILE_N,
+            TILE_K,
+        )  # fmt: skip
+        if not BLOCK_SCALED:
+            total *= tl.load(left_scale_ptr + group) * tl.load(right_scale_ptr + group)
+        target = out_ptr + (group.to(tl.int64) * M + row)[:, None] * N + column[None, :]
+        inside = (row < M)[:, None] & (column < N)[None, :]
+        tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
+
+
+@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["bias_ptr", "splits_ptr"])
+def _finish_kernel(
+    out_ptr,
+    bias_ptr,
+    splits_ptr,
+    T,
+    N,
+    groups,
+    BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
+    group = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
+    behind = row >= tl.max(ends, axis=0)
+    if BIAS:
+        needed = row < T
+    else:
+        needed = behind & (row < T)
+        if tl.max(needed.to(tl.int32), axis=0) == 0:
+            return
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    target = out_ptr + row[:, None] * N + column[None, :]
+    inside = needed[:, None] & (column < N)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if BIAS:
+        kept = inside & (group < groups)[:, None]
+        bias = tl.load(bias_ptr + group.to(tl.int64)[:, None] * N + column[None, :], mask=kept, other=0.0)
+        bias = to_float32(round_to_dtype(to_float32(bias, EMULATE), OUT, EMULATE), EMULATE)
+        total = to_float32(tl.load(target, mask=kept, other=0.0), EMULATE) + bias
+    tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "groups"], do_not_specialize_on_alignment=["scale_ptr", "splits_ptr"])
+def _scale_kernel(rows_ptr, scale_ptr, splits_ptr, T, groups, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
+    group = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
+    scale = tl.load(scale_ptr + group, mask=group < groups, other=0.0)
+    tl.store(rows_ptr + row, scale, mask=row < T)
+
+
+_rows = Launcher(_rows_kernel, num_warps=8, num_stages=4)
+_contraction = Launcher(_contraction_kernel, num_warps=8, num_stages=4)
+_finish = Launcher(_finish_kernel, num_warps=4)
+_scale = Launcher(_scale_kernel, num_warps=4)
+
+
+def rows(
+    left: Tensor,
+    left_scale: Tensor,
+    right: Tensor,
+    right_scale: Tensor,
+    splits: Tensor,
+    bias: Tensor | None,
+    *,
+    left_block: int,
+    right_block: int,
+    alignment: int,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """Multiply every group of rows with its own matrix.
+
+    Args:
+        left: (P, K) float8_e4m3fn or float8_e5m2, contiguous; groups start at multiples of ``alignment``.
+        left_scale: fp32 (G,), one per group; or per block, (P / left_block, K / 128) of any strides.
+        right: (G, >= columns, >= K), the last dim contiguous; elements past K are not read.
+        right_scale: fp32 (G,), or per block, (G, columns / right_block, K / 128) of any strides.
+        splits: int32 or int64 (G,) on the device of ``left``; not read by the host.
+        bias: (G, columns) or None.
+        left_block, right_block: rows that share a scale.
+        alignment: rows that groups of ``left`` are padded to.
+        dtype: bf16, fp16 or fp32.
+        rows, columns: size of the result; its groups lie one after the other.
+        fast_accumulation: leave sums in the tensor cores' registers; ignored with block scales.
+
+    Returns:
+        (rows, columns) of ``dtype``.
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach, another dtype or layout, or sizes that do not fit.
+
+    Numerics:
+        As ``reference.grouped_gemm.rows``, the sums in the order of the hardware.
+    """
+    _check(left, right, 3)
+    if right.shape[1] < columns or right.shape[2] < left.shape[1]:
+        raise ValueError(
+            f"right has shape {tuple(right.shape)}; give at least {columns} rows of at least {left.shape[1]} elements "
+            "per group"
+        )
+    groups, K = splits.shape[0], left.shape[1]
+    out = torch.empty((rows, columns), dtype=dtype, device=left.device)
+    if out.numel() == 0:
+        return out
+    block_scaled = left_scale.dim() > 1
+    strides = (right.stride(0), right.stride(1))
+    strides += (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0, 0)
+    tile_n = FAST_TILE_N if fast_accumulation and not block_scaled else TILE_N
+    most_tiles = (cdiv(rows, TILE_M) + groups + 1) * cdiv(columns, tile_n)
+    bias = None if bias is None else bias.contiguous()
+    _rows(
+        (min(most_tiles, _programs(left.device)), 1, 1),
+        (
+            out, left, left_scale, right, right_scale, left_scale if bias is None else bias, splits, rows, columns, K,
+            groups, *strides,
+        ),
+        (
+            block_scaled, left_block, right_block, alignment, bias is not None, K % TILE_K == 0,
+            None if fast_accumulation else PROMOTION, triton.next_power_of_2(groups + 1), TILE_M, tile_n, TILE_K, BAND,
+            INTERPRETING,
+        ),
+        (
+            *_key(out, left, right), splits.dtype, None if bias is None else bias.dtype,
+            *map(dim_class, (rows, columns, K, *strides)),
+        ),
+    )  # fmt: skip
+    return out
+
+
+def contraction(
+    left: Tensor,
+    left_scale: Tensor,
+    right: Tensor,
+    right_scale: Tensor,
+    splits: Tensor,
+    *,
+    left_block: int,
+    right_block: int,
+    alignment: int,
+    dtype: torch.dtype,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """Multiply two matrices over every group's part of the contraction.
+
+    Args:
+        left: (N, P) float8_e4m3fn or float8_e5m2, contiguous; groups of columns start at multiples of ``alignment``,
+            zeros in between.
+        left_scale: fp32 (G,), or per block, (N / left_block, P / 128) of any strides.
+        right: (K, P), as ``left``.
+        right_scale: as ``left_scale``.
+        splits: int32 or int64 (G,) on the device of ``left``; not read by the host.
+        left_block, right_block: rows that share a scale.
+        alignment: columns that groups are padded to; a multiple of 128 with block scales.
+        dtype: bf16, fp16 or fp32.
+        fast_accumulation: leave sums in the tensor cores' registers; ignored with block scales.
+
+    Returns:
+        (G, N, K) of ``dtype``; 0 for an empty group.
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach, another dtype or layout, or sizes that do not fit.
+
+    Numerics:
+        As ``reference.grouped_gemm.contraction``, the sums in the order of the hardware.
+    """
+    _check(left, right, 2)
+    block_scaled = left_scale.dim() > 1
+    if left.shape[1] != right.shape[1] or not right.is_contiguous():
+        raise ValueError(
+            f"left and right contract over {left.shape[1]} and {right.shape[1]} elements; give contiguous matrices of "
+            "one length"
+        )
+    if block_scaled and alignment % FLOAT8_BLOCK:
+        raise ValueError(f"alignment is {alignment}; with block scales use a multiple of {FLOAT8_BLOCK}")
+    (M, P), N, groups = left.shape, right.shape[0], splits.shape[0]
+    out = torch.empty((groups, M, N), dtype=dtype, device=left.device)
+    if out.numel() == 0:
+        return out
+    strides = (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0)
+    tile_n = FAST_TILE_N if fast_accumulation and not block_scaled else TILE_N
+    _contraction(
+        (min(groups * cdiv(M, TILE_M) * cdiv(N, tile_n), _programs(left.device)), 1, 1),
+        (out, left, left_scale, right, right_scale, splits, M, N, P, groups, *strides),
+        (
+            block_scaled, left_block, right_block, alignment, None if fast_accumulation else PROMOTION,
+            triton.next_power_of_2(max(groups, 1)), TILE_M, tile_n, TILE_K, BAND, INTERPRETING,
+        ),
+        (*_key(out, left, right), splits.dtype, *map(dim_class, (M, N, P, *strides))),
+    )  # fmt: skip
+    return out
+
+
+def finish_rows_(out: Tensor, splits: Tensor, bias: Tensor | None) -> None:
+    """Add every group's bias to its rows, and make the rows behind the last group zero.
+
+    Args:
+        out: (T, N) bf16, fp16 or fp32, contiguous.
+        splits: int32 or int64 (G,) on the device of ``out``.
+        bias: (G, N) or None.
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach.
+
+    Numerics:
+        ``RN(out + RN(bias))``.
+    """
+    check_device(out)
+    (T, N), groups = out.shape, splits.shape[0]
+    if out.numel() == 0:
+        return
+    bias = None if bias is None else bias.contiguous()
+    _finish(
+        (cdiv(T, ROWS), cdiv(N, COLUMNS), 1),
+        (out, out if bias is None else bias, splits, T, N, groups),
+        (bias is not None, triton.next_power_of_2(max(groups, 1)), ROWS, COLUMNS, INTERPRETING),
+        (
+            out.dtype, is_aligned(out), None if bias is None else bias.dtype, splits.dtype, dim_class(T), dim_class(N),
+        ),
+    )  # fmt: skip
+
+
+def scale_of_rows(scale: Tensor, splits: Tensor, rows: int) -> Tensor:
+    """The scale of every row's group, 0 behind the last one.
+
+    Args:
+        scale: fp32 (G,).
+        splits: int32 or int64 (G,) on the device of ``scale``.
+        rows: length of the result.
+
+    Returns:
+        fp32 (rows,).
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach.
+    """
+    check_device(scale)
+    groups = splits.shape[0]
+    out = torch.empty(rows, dtype=torch.float32, device=scale.device)
+    if rows:
+        _scale(
+            (cdiv(rows, COLUMNS), 1, 1),
+            (out, scale, splits, rows, groups),
+            (triton.next_power_of_2(max(groups, 1)), COLUMNS),
+            (splits.dtype,),
+        )
+    return out
+
+
+def _check(left: Tensor, right: Tensor, right_rank: int) -> None:
+    check_device(left)
+    for name, data, rank in (("left", left, 2), ("right", right, right_rank)):
+        if data.dtype not in _FP8:
+            raise ValueError(f"{name} is {data.dtype}; give torch.float8_e4m3fn or torch.float8_e5m2")
+        if data.dim() != rank or (data.numel() and data.stride(-1) != 1):
+            raise ValueError(
+                f"{name} has shape {tuple(data.shape)} and strides {data.stride()}; give rank {rank} with a contiguous "
+                "last dim"
+            )
+    if not left.is_contiguous():
+        raise ValueError(f"left has strides {left.stride()}; give a contiguous matrix")
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS  # few, so that a program takes several tiles
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _key(out: Tensor, left: Tensor, right: Tensor) -> tuple[object, ...]:
+    return tuple((x.dtype, is_aligned(x)) for x in (out, left, right))

@@ -1,0 +1,475 @@
+"""Per-tensor FP8 of groups in one launch: every row finds its group, and the group's scale, on the device.
+
+Rows (T, K) are walked in the order of the transposed codes, where groups start at multiples of an alignment. Four
+interleaved rows of a tile are then in one group, and what lies between two groups is written as zeros on the way.
+Behind the last group there is room for the rows beyond the sum of the splits; their codes become zero, too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import FLT_MAX, ElementFormat, cdiv, round_up
+from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, round_to_dtype, to_float32
+from .launch import INTERPRETING, Launcher, check_device, check_input, dim_class, is_aligned
+from .scaling import scale_from_amax
+from .tiles import is_wide, load_row, store_row, store_transposed, tile_grid, tile_position
+
+TILE_ROWS = 64
+TILE_COLUMNS = 128
+AMAX_ROWS = 16
+AMAX_COLUMNS = 512
+BLOCK_ROWS = 64  # whose order of summation ``reference.reduction`` fixes
+FOLD_COLUMNS = 128
+
+
+@triton.jit
+def group_ends(splits_ptr, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr):
+    """Where the groups end in rows one after the other, and in rows with every group padded: int64 [GROUPS] each."""
+    index = tl.arange(0, GROUPS)
+    splits = tl.load(splits_ptr + index, mask=index < groups, other=0).to(tl.int64)
+    padded = (splits + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    return tl.cumsum(splits, axis=0), tl.cumsum(padded, axis=0)
+
+
+@triton.jit
+def _groups_of(row, ends, groups, GROUPS: tl.constexpr):
+    """Number of the group of every row of [R]; ``groups`` for rows behind the last one."""
+    return tl.minimum(tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1), groups)
+
+
+@triton.jit
+def _raise_amax(amax_ptr, group, value, groups):
+    """Raise every group's amax to the values of its rows, all [R]; one atomic where all rows are in one group."""
+    # A maximum over nothing but NaN is NaN.
+    value = tl.where(group < groups, tl.maximum(value, 0.0), 0.0)
+    first = tl.min(group, axis=0)
+    bits = amax_ptr.to(tl.pointer_type(tl.int32))
+    if first == tl.max(group, axis=0):
+        largest = tl.max(value, axis=0)
+        inside = first < groups
+        before = tl.load(amax_ptr + first, mask=inside, other=0.0)
+        tl.atomic_max(
+            bits + first, largest.to(tl.int32, bitcast=True), mask=inside & (largest > before), sem="relaxed"
+        )
+    else:
+        known = tl.load(amax_ptr + group, mask=group < groups, other=0.0)
+        tl.atomic_max(bits + group, value.to(tl.int32, bitcast=True), mask=value > known, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["splits_ptr", "amax_ptr"])
+def _amax_kernel(
+    x_ptr,
+    splits_ptr,
+    amax_ptr,
+    T,
+    K,
+    size,
+    groups,
+    RAGGED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    largest = tl.zeros([ROWS, COLUMNS], tl.float32)
+    column = tl.arange(0, COLUMNS)
+    for start in tl.range(0, K, COLUMNS):
+        inside = (row < T)[:, None] & (column < K - start)[None, :]
+        x = tl.load(x_ptr + row[:, None] * K + (start + column)[None, :], mask=inside, other=0.0)
+        largest = tl.maximum(largest, magnitude(x, EMULATE))
+    if RAGGED:
+        ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
+        group = _groups_of(row, ends, groups, GROUPS)
+    else:
+        group = tl.minimum(row // size, groups).to(tl.int32)
+    _raise_amax(amax_ptr, group, tl.max(largest, axis=1), groups)
+
+
+@triton.jit
+def _encoding_scale(
+    scale,
+    epsilon,
+    CURRENT: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    POWER_2: tl.constexpr,
+):
+    """The scale from what was loaded: a scale, or an amax under current scaling."""
+    if CURRENT:
+        return scale_from_amax(scale, epsilon, FP8_MAX, OVERFLOW, POWER_2)
+    return scale
+
+
+@triton.jit(
+    do_not_specialize=["groups", "band_bits"],
+    do_not_specialize_on_alignment=["splits_ptr", "scale_ptr", "scale_inv_ptr", "amax_ptr"],
+)
+def _cast_kernel(
+    x_ptr,
+    splits_ptr,
+    scale_ptr,
+    data_ptr,
+    transpose_ptr,
+    scale_inv_ptr,
+    amax_ptr,
+    T,
+    K,
+    rows,
+    groups,
+    band_bits,
+    epsilon,
+    E5M2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    AMAX: tl.constexpr,
+    CURRENT: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    POWER_2: tl.constexpr,
+    RAGGED: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    WIDE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    # ``rows``: of the transposed codes, all groups padded; without RAGGED of every matrix of the batch.
+    tile_m, tile_k = tile_position(band_bits, CURRENT)
+    m0 = tile_m * TILE_ROWS
+    k0 = tile_k * TILE_COLUMNS
+    if m0 >= rows:
+        return
+    if WIDE:
+        rows = rows.to(tl.int64)
+        K = K.to(tl.int64)
+    rows_left = tl.minimum(rows - m0, TILE_ROWS).to(tl.int32)
+    columns_left = tl.minimum(K - k0, TILE_COLUMNS).to(tl.int32)
+    quad = tl.arange(0, TILE_ROWS // 4) * 4
+    column = tl.arange(0, TILE_COLUMNS)[None, :]
+    if RAGGED:
+        ends, padded_ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
+        position = (m0 + quad)[:, None]
+        before = padded_ends[None, :] <= position
+        group = tl.minimum(tl.sum(before.to(tl.int32), axis=1), groups)
+        start = tl.max(tl.where(before, ends[None, :], 0), axis=1)
+        padded_start = tl.max(tl.where(before, padded_ends[None, :], 0), axis=1)
+        end = tl.minimum(tl.min(tl.where(before, 0x7FFFFFFFFFFFFFFF, ends[None, :]), axis=1), T)
+        source = start + (m0 + quad - padded_start)
+        # rows that lie in the tile before ``left`` are the group's
+        left = (end - source)[:, None]
+        tile = x_ptr + (source[:, None] * K + k0 + column)
+        mask = (column < columns_left) & (group < groups)[:, None]
+        x0 = tl.load(tile, mask=mask & (left > 0), other=0.0)
+        x1 = tl.load(tile + K, mask=mask & (left > 1), other=0.0)
+        x2 = tl.load(tile + 2 * K, mask=mask & (left > 2), other=0.0)
+        x3 = tl.load(tile + 3 * K, mask=mask & (left > 3), other=0.0)
+        loaded = tl.load(scale_ptr + group, mask=group < groups, other=1.0)
+        scale = _encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
+    else:
+        member = tl.program_id(2).to(tl.int64)
+        group = tl.zeros([TILE_ROWS // 4], tl.int32) + member.to(tl.int32)
+        offsets = quad[:, None] * K + column
+        tile = x_ptr + (member * rows * K + m0 * K + k0)
+        row = quad[:, None]
+        x0 = load_row(tile, offsets, row, column, rows_left, columns_left, EVEN)
+        x1 = load_row(tile + K, offsets, row + 1, column, rows_left, columns_left, EVEN)
+        x2 = load_row(tile + 2 * K, offsets, row + 2, column, rows_left, columns_left, EVEN)
+        x3 = load_row(tile + 3 * K, offsets, row + 3, column, rows_left, columns_left, EVEN)
+        scale = _encoding_scale(tl.load(scale_ptr + member), epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)
+    if AMAX:
+        _raise_amax(amax_ptr, group, tl.max(magnitude_of_four(x0, x1, x2, x3, EMULATE), axis=1), groups)
+
+    c0 = fp8_code(to_float32(x0, EMULATE) * scale, E5M2, EMULATE)
+    c1 = fp8_code(to_float32(x1, EMULATE) * scale, E5M2, EMULATE)
+    c2 = fp8_code(to_float32(x2, EMULATE) * scale, E5M2, EMULATE)
+    c3 = fp8_code(to_float32(x3, EMULATE) * scale, E5M2, EMULATE)
+    if ROWWISE:
+        if RAGGED:
+            data = data_ptr + (source[:, None] * K + k0 + column)
+            inside = column < columns_left
+            tl.store(data, c0, mask=inside & (left > 0))
+            tl.store(data + K, c1, mask=inside & (left > 1))
+            tl.store(data + 2 * K, c2, mask=inside & (left > 2))
+            tl.store(data + 3 * K, c3, mask=inside & (left > 3))
+        else:
+            data = data_ptr + (member * rows * K + m0 * K + k0)
+            store_row(data, offsets, c0, row, column, rows_left, columns_left, EVEN)
+            store_row(data + K, offsets, c1, row + 1, column, rows_left, columns_left, EVEN)
+            store_row(data + 2 * K, offsets, c2, row + 2, column, rows_left, columns_left, EVEN)
+            store_row(data + 3 * K, offsets, c3, row + 3, column, rows_left, columns_left, EVEN)
+    if COLUMNWISE:
+        words = pack_codes(c0, c1, c2, c3, EMULATE)
+        target = transpose_ptr
+        if not RAGGED:
+            target += member * rows * K
+        store_transposed(target, words, m0, k0, rows, rows_left, columns_left, WORDS, EVEN)
+    if (tile_m == 0) & (tile_k == 0):
+        if RAGGED:
+            index = tl.arange(0, GROUPS)
+            every = tl.load(scale_ptr + index, mask=index < groups, other=1.0)
+            every = _encoding_scale(every, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)
+            inverse = tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), every)
+            tl.store(scale_inv_ptr + index, inverse, mask=index < groups)
+        else:
+            tl.store(scale_inv_ptr + member, tl.div_rn(1.0, scale))
+
+
+@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["splits_ptr"])
+def _fold_kernel(
+    x_ptr,
+    splits_ptr,
+    sums_ptr,
+    source_rows,
+    K,
+    column_tiles,
+    groups,
+    ROUND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    # One sum per block of 64 rows of a group, one block at least; after enough rounds every group has one block.
+    block = tl.program_id(0) // column_tiles
+    column = (tl.program_id(0) - block * column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    block = block.to(tl.int64)
+    index = tl.arange(0, GROUPS)
+    splits = tl.load(splits_ptr + index, mask=index < groups, other=0).to(tl.int64)
+    for _ in tl.static_range(ROUND):
+        splits = tl.where(index < groups, tl.maximum((splits + (ROWS - 1)) // ROWS, 1), 0)
+    blocks = tl.where(index < groups, tl.maximum((splits + (ROWS - 1)) // ROWS, 1), 0)
+    ends = tl.cumsum(splits, axis=0)
+    block_ends = tl.cumsum(blocks, axis=0)
+    if block >= tl.max(block_ends, axis=0):
+        return
+    before = block_ends <= block
+    start = tl.max(tl.where(before, ends, 0), axis=0)
+    block_start = tl.max(tl.where(before, block_ends, 0), axis=0)
+    end = tl.minimum(tl.min(tl.where(before, 0x7FFFFFFFFFFFFFFF, ends), axis=0), source_rows)
+    first = start + (block - block_start) * ROWS + tl.arange(0, ROWS // 8) * 8
+    eight = ()
+    for j in tl.static_range(8):
+        inside = (first + j < end)[:, None] & (column < K)[None, :]
+        x = tl.load(x_ptr + (first + j)[:, None] * K + column[None, :], mask=inside, other=0.0)
+        eight = eight + (to_float32(x, EMULATE),)
+    low = (eight[0] + eight[1]) + (eight[2] + eight[3])
+    high = (eight[4] + eight[5]) + (eight[6] + eight[7])
+    # A sum over an axis of size two has one possible result.
+    fours = tl.sum(tl.reshape(low + high, [4, 2, COLUMNS]), axis=1)
+    pairs = tl.sum(tl.reshape(fours, [2, 2, COLUMNS]), axis=1)
+    # A sum that is zero is +0.
+    total = round_to_dtype(tl.sum(pairs, axis=0) + 0.0, tl.float32, EMULATE)
+    tl.store(sums_ptr + block * K + column, total, mask=column < K)
+
+
+_amax = Launcher(_amax_kernel, num_warps=4)
+_cast = Launcher(_cast_kernel, num_warps=4)
+_fold = Launcher(_fold_kernel, num_warps=4)
+
+
+def _check(x: Tensor, splits: Tensor | None, alignment: int) -> None:
+    check_input(x, 2)
+    rank = 3 if splits is None else 2
+    if x.dim() != rank:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; give rank {rank}, {'with' if rank == 2 else 'without'} splits"
+        )
+    if splits is not None and (alignment < 4 or alignment & (alignment - 1)):
+        raise ValueError(f"alignment is {alignment}; use a power of two, 4 or more")
+
+
+def _amaxes(x: Tensor, splits: Tensor | None, groups: int) -> Tensor:
+    amax = torch.zeros(groups, dtype=torch.float32, device=x.device)
+    K = x.shape[-1]
+    T = x.numel() // K if K else 0
+    if T:
+        size = T if splits is not None else x.shape[1]
+        _amax(
+            (cdiv(T, AMAX_ROWS), 1, 1),
+            (x, amax if splits is None else splits, amax, T, K, size, groups),
+            (splits is not None, _power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
+            (*_key(x, splits), dim_class(T), dim_class(K), dim_class(size)),
+        )
+    return amax
+
+
+def _run_cast(
+    x: Tensor,
+    splits: Tensor | None,
+    scale: Tensor,
+    fmt: ElementFormat,
+    rowwise: bool,
+    columnwise: bool,
+    alignment: int,
+    amax: Tensor | None,
+    current: bool,
+    power_2: bool,
+    epsilon: float,
+) -> list[Tensor]:
+    groups, K = scale.shape[0], x.shape[-1]
+    data = torch.empty(x.shape, dtype=torch.uint8, device=x.device) if rowwise else None
+    transpose = None
+    rows = x.shape[1] if splits is None else round_up(x.shape[0] + groups * (alignment - 1), alignment)
+    if columnwise:
+        shape = (groups, K, rows) if splits is None else (K, rows)
+        transpose = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    scale_inv = torch.empty(groups, dtype=torch.float32, device=x.device)
+    if groups:
+        # One program at least, which writes the scales; the second dim is what a band of tiles may reach.
+        (across, down, _), band_bits = tile_grid(max(cdiv(rows, TILE_ROWS), 1), max(cdiv(K, TILE_COLUMNS), 1))
+        even = rows % TILE_ROWS == 0 and K % TILE_COLUMNS == 0
+        # An absent buffer passes any pointer: the constants keep the kernel from touching them.
+        _cast(
+            (across, down, groups if splits is None else 1),
+            (
+                x,
+                scale if splits is None else splits,
+                scale,
+                x if data is None else data,
+                x if transpose is None else transpose,
+                scale_inv,
+                scale if amax is None else amax,
+                x.shape[0],
+                K,
+                rows,
+                groups,
+                band_bits,
+                float(epsilon),
+            ),
+            (
+                fmt.name == "e5m2", rowwise, columnwise, amax is not None, current, fmt.max, FLT_MAX,
+                power_2 and current, splits is not None, alignment, _power_of_2(groups), TILE_ROWS, TILE_COLUMNS, even,
+                rows % 4 == 0, is_wide(rows, K), INTERPRETING,
+            ),
+            (*_key(x, splits), dim_class(x.shape[0]), dim_class(K), dim_class(rows)),
+        )  # fmt: skip
+    return [buffer for buffer in (data, transpose, scale_inv) if buffer is not None]
+
+
+def quantize(
+    x: Tensor,
+    splits: Tensor | None,
+    scale: Tensor,
+    fmt: ElementFormat,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    alignment: int,
+    amax: Tensor | None = None,
+) -> list[Tensor]:
+    """Quantize every group with its given scale: both directions and the amaxes from one read of ``x``.
+
+    Args:
+        x: bf16, fp16 or fp32: (T, K), groups of rows one after the other; or (G, N, K) without ``splits``.
+        splits: int32 or int64 (G,) on the device of ``x``, rows of each group, non-negative; a group may be empty.
+        scale: fp32 (G,), multiplies when encoding.
+        fmt: E4M3 or E5M2.
+        rowwise: return the codes in the order of ``x``.
+        columnwise: return the transposed codes.
+        alignment: where groups start in the transposed codes of rows; a power of two, 4 or more.
+        amax: fp32 (G,), non-negative; raised in place to the groups' max|x| (NaN ignored). None: no amax is taken.
+
+    Returns:
+        ``[data, as x] [transpose (K, P) or (G, K, N)] scale_inv (G,)``, as ``reference.grouped_quantize.quantize``.
+
+    Raises:
+        ValueError: a tensor the kernels cannot reach, another dtype or rank, or a bad alignment.
+
+    Numerics:
+        Equal to ``reference.grouped_quantize.quantize``.
+    """
+    _check(x, splits, alignment)
+    x = x.contiguous()
+    return _run_cast(x, splits, scale, fmt, rowwise, columnwise, alignment, amax, False, False, 0.0)
+
+
+def quantize_current(
+    x: Tensor,
+    splits: Tensor | None,
+    fmt: ElementFormat,
+    *,
+    groups: int,
+    power_2: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    alignment: int,
+) -> list[Tensor]:
+    """Quantize every group with the scale of its own amax: an amax pass and a cast pass, no host synchronisation.
+
+    Args:
+        x, splits, fmt, rowwise, columnwise, alignment: as in :func:`quantize`.
+        groups: G.
+        power_2: round the scales down to powers of two.
+        epsilon: lower bound of an amax.
+
+    Returns:
+        As :func:`quantize`.
+
+    Raises:
+        ValueError: as :func:`quantize`.
+
+    Numerics:
+        Equal to ``reference.grouped_quantize.quantize_current``.
+    """
+    _check(x, splits, alignment)
+    x = x.contiguous()
+    amax = _amaxes(x, splits, groups)
+    return _run_cast(x, splits, amax, fmt, rowwise, columnwise, alignment, None, True, power_2, epsilon)
+
+
+def column_sum(x: Tensor, splits: Tensor) -> Tensor:
+    """Sum over the rows of every group.
+
+    Args:
+        x: (T, K), fp32, bf16 or fp16; the groups one after the other.
+        splits: int32 or int64 (G,) on the device of ``x``.
+
+    Returns:
+        fp32 (G, K).
+
+    Raises:
+        ValueError: a tensor the kernels cannot reach, or no matrix.
+
+    Numerics:
+        Equal to ``reference.grouped_quantize.column_sum``.
+    """
+    check_device(x)
+    if x.dim() != 2:
+        raise ValueError(f"column_sum takes a matrix, got shape {tuple(x.shape)}; flatten its leading dims")
+    x = x.contiguous()
+    K, groups = x.shape[1], splits.shape[0]
+    most = x.shape[0]  # rows that one group may have
+    done = 0
+    while True:
+        most = cdiv(most, BLOCK_ROWS)
+        # a group's last rows may need a block of their own
+        blocks = groups if most <= 1 else cdiv(x.shape[0], BLOCK_ROWS) + groups
+        sums = torch.empty((blocks, K), dtype=torch.float32, device=x.device)
+        if sums.numel():
+            tiles = cdiv(K, FOLD_COLUMNS)
+            _fold(
+                (tiles * blocks, 1, 1),
+                (x, splits, sums, x.shape[0], K, tiles, groups),
+                (done, _power_of_2(groups), BLOCK_ROWS, FOLD_COLUMNS, INTERPRETING),
+                (*_key(x, splits), *map(dim_class, (x.shape[0], K, tiles))),
+            )
+        if most <= 1:
+            return sums
+        x, done = sums, done + 1
+
+
+def _power_of_2(groups: int) -> int:
+    return triton.next_power_of_2(max(groups, 1))
+
+
+def _key(x: Tensor, splits: Tensor | None) -> tuple[object, ...]:
+    return x.dtype, is_aligned(x), None if splits is None else splits.dtype

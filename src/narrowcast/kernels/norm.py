@@ -1,0 +1,644 @@
+"""LayerNorm and RMSNorm: the sums over rows and columns, and the elementwise steps as device functions and kernels.
+
+A warp takes a row at a time: 256 lanes, eight of a row's elements per thread, are 16-byte loads of bf16 and the lanes
+of ``reference.reduction.row_sum``, so a lane's sum stays in one thread.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import cdiv
+from .codecs import magnitude, reciprocal, round_to_dtype, to_float32
+from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .reduction import PARTIAL_ROWS, fold_lanes, fold_partials, fold_rows
+
+LANES = 256
+ROWS = 4
+TILE_ROWS = 8
+UNROLL = 4  # chunks of a row that are requested at once
+PROGRAMS = 1024  # at most; a cast program reads the amax partials of all at once
+REREAD_BYTES = 32 * 2**20  # rows in work that are read again should still be in L2
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@triton.jit
+def normalize(x, mean, rstd, gamma, beta, LAYER_NORM: tl.constexpr, BIAS: tl.constexpr):
+    """``((x - mean) * rstd) * gamma + beta`` of fp32 tensors that broadcast; RMSNorm reads no mean."""
+    if LAYER_NORM:
+        x = x - mean
+    y = (x * rstd) * gamma
+    if BIAS:
+        y = y + beta
+    return y
+
+
+@triton.jit
+def norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM: tl.constexpr):
+    """Gradient with respect to ``x`` from that of the result, in fp32 tensors that broadcast."""
+    if LAYER_NORM:
+        projection = ((x - mean) * rstd) * c1 + c2
+    else:
+        projection = (x * rstd) * c1
+    return (g * gamma - projection) * rstd
+
+
+@triton.jit
+def _load_vector(pointer, column, K, EMULATE: tl.constexpr):
+    """Entries of a weight or bias; with ``column`` of a tile's whole shape they arrive in the tile's layout."""
+    return to_float32(tl.load(pointer + column, mask=column < K, other=0.0), EMULATE)
+
+
+@triton.jit
+def _load_gamma(weight_ptr, column, K, ZERO_CENTERED: tl.constexpr, EMULATE: tl.constexpr):
+    gamma = _load_vector(weight_ptr, column, K, EMULATE)
+    if ZERO_CENTERED:
+        gamma = gamma + 1.0
+    return gamma
+
+
+@triton.jit
+def _load_chunks(
+    x_ptr,
+    residual_ptr,
+    base,
+    column,
+    here,
+    K,
+    RESIDUAL: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Consecutive chunks of the rows at ``base``, summed with the residual, in their dtype."""
+    chunks = ()
+    for j in tl.static_range(UNROLL):
+        offsets = column + j * column.shape[1]
+        inside = here & (offsets < K)
+        x = tl.load(x_ptr + base + offsets, mask=inside, other=0.0)
+        if RESIDUAL:
+            residual = tl.load(residual_ptr + base + offsets, mask=inside, other=0.0)
+            x = round_to_dtype(to_float32(x, EMULATE) + to_float32(residual, EMULATE), x.dtype, EMULATE)
+        chunks = chunks + (x,)
+    return chunks
+
+
+@triton.jit
+def _row_mean(lanes, K):
+    total = fold_lanes(lanes)
+    return tl.div_rn(total, tl.full(total.shape, K, tl.float32))
+
+
+@triton.jit(do_not_specialize_on_alignment=["bias_ptr", "mean_ptr", "rstd_ptr", "partials_ptr"])
+def _statistics_kernel(
+    x_ptr,
+    residual_ptr,
+    summed_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    partials_ptr,
+    M,
+    K,
+    eps,
+    LAYER_NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    BIAS: tl.constexpr,
+    AMAX: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    row = tl.arange(0, ROWS)[:, None]
+    lane = tl.broadcast_to(tl.arange(0, LANES)[None, :], [ROWS, LANES])
+    largest = tl.zeros([ROWS, LANES], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    while first < M:
+        here = row < tl.minimum(M - first, ROWS).to(tl.int32)
+        base = (first + row) * K
+        lanes = tl.zeros([ROWS, LANES], tl.float32)
+        k = 0
+        while k < K:
+            chunks = _load_chunks(x_ptr, residual_ptr, base, k + lane, here, K, RESIDUAL, UNROLL, EMULATE)
+            for j in tl.static_range(UNROLL):
+                if RESIDUAL:
+                    column = k + j * LANES + lane
+                    tl.store(summed_ptr + base + column, chunks[j], mask=here & (column < K))
+                value = to_float32(chunks[j], EMULATE)
+                if LAYER_NORM:
+                    lanes += value
+                else:
+                    lanes += value * value
+            k += UNROLL * LANES
+        mean = _row_mean(lanes, K)
+        store = (first + tl.arange(0, ROWS)) < M
+        if LAYER_NORM:
+            tl.store(
+                mean_ptr + first + tl.arange(0, ROWS), round_to_dtype(mean, tl.float32, EMULATE), mask=store
+            )
+            lanes = tl.zeros([ROWS, LANES], tl.float32)
+            k = 0
+            while k < K:
+                chunks = _load_chunks(x_ptr, residual_ptr, base, k + lane, here, K, RESIDUAL, UNROLL, EMULATE)
+                for j in tl.static_range(UNROLL):
+                    inside = here & (k + j * LANES + lane < K)
+                    d = tl.where(inside, to_float32(chunks[j], EMULATE) - mean[:, None], 0.0)
+                    lanes += d * d
+                k += UNROLL * LANES
+            variance = _row_mean(lanes, K)
+        else:
+            variance = mean
+        rstd = reciprocal(tl.sqrt_rn(variance + eps), EMULATE)
+        tl.store(rstd_ptr + first + tl.arange(0, ROWS), round_to_dtype(rstd, tl.float32, EMULATE), mask=store)
+        if AMAX:
+            k = 0
+            while k < K:
+                chunks = _load_chunks(x_ptr, residual_ptr, base, k + lane, here, K, RESIDUAL, UNROLL, EMULATE)
+                for j in tl.static_range(UNROLL):
+                    column = k + j * LANES + lane
+                    gamma = _load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)
+                    beta = gamma
+                    if BIAS:
+                        beta = _load_vector(bias_ptr, column, K, EMULATE)
+                    value = to_float32(chunks[j], EMULATE)
+                    y = normalize(value, mean[:, None], rstd[:, None], gamma, beta, LAYER_NORM, BIAS)
+                    size = magnitude(round_to_dtype(y, chunks[j].dtype, EMULATE), EMULATE)
+                    largest = tl.maximum(largest, tl.where(here & (column < K), size, 0.0))
+                k += UNROLL * LANES
+        first += tl.num_programs(0).to(tl.int64) * ROWS
+    if AMAX:
+        tl.store(partials_ptr + tl.program_id(0), tl.max(largest))
+
+
+@triton.jit
+def _tile_position(K, TILE_ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Row indices [TILE_ROWS], 64 bits, and column indices [TILE_ROWS, LANES] of this program."""
+    column_tiles = tl.cdiv(K, LANES)
+    tile = tl.program_id(0) // column_tiles
+    row = tile.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = (tl.program_id(0) - tile * column_tiles) * LANES + tl.arange(0, LANES)
+    return row, tl.broadcast_to(column[None, :], [TILE_ROWS, LANES])
+
+
+@triton.jit
+def _load_rows(pointer, row, M):
+    """One value per row, as a column."""
+    return tl.load(pointer + row, mask=row < M, other=0.0)[:, None]
+
+
+@triton.jit(do_not_specialize_on_alignment=["bias_ptr", "mean_ptr", "rstd_ptr"])
+def _forward_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    y_ptr,
+    M,
+    K,
+    LAYER_NORM: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    BIAS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    row, column = _tile_position(K, TILE_ROWS, LANES)
+    inside = (row < M)[:, None] & (column < K)
+    offsets = row[:, None] * K + column
+    x = to_float32(tl.load(x_ptr + offsets, mask=inside, other=0.0), EMULATE)
+    gamma = _load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)
+    beta = gamma
+    if BIAS:
+        beta = _load_vector(bias_ptr, column, K, EMULATE)
+    rstd = _load_rows(rstd_ptr, row, M)
+    mean = rstd
+    if LAYER_NORM:
+        mean = _load_rows(mean_ptr, row, M)
+    y = normalize(x, mean, rstd, gamma, beta, LAYER_NORM, BIAS)
+    tl.store(y_ptr + offsets, round_to_dtype(y, y_ptr.dtype.element_ty, EMULATE), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "c1_ptr", "c2_ptr"])
+def _backward_kernel(
+    x_ptr,
+    grad_ptr,
+    residual_grad_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    c1_ptr,
+    c2_ptr,
+    dx_ptr,
+    M,
+    K,
+    LAYER_NORM: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    row, column = _tile_position(K, TILE_ROWS, LANES)
+    inside = (row < M)[:, None] & (column < K)
+    offsets = row[:, None] * K + column
+    x = to_float32(tl.load(x_ptr + offsets, mask=inside, other=0.0), EMULATE)
+    g = to_float32(tl.load(grad_ptr + offsets, mask=inside, other=0.0), EMULATE)
+    gamma = _load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)
+    rstd = _load_rows(rstd_ptr, row, M)
+    c1 = _load_rows(c1_ptr, row, M)
+    mean = rstd
+    c2 = c1
+    if LAYER_NORM:
+        mean = _load_rows(mean_ptr, row, M)
+        c2 = _load_rows(c2_ptr, row, M)
+    dx = norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM)
+    if RESIDUAL:
+        dx = dx + to_float32(tl.load(residual_grad_ptr + offsets, mask=inside, other=0.0), EMULATE)
+    tl.store(dx_ptr + offsets, round_to_dtype(dx, dx_ptr.dtype.element_ty, EMULATE), mask=inside)
+
+
+@triton.jit
+def _gradient_terms(x, g, mean, rstd, gamma, inside, LAYER_NORM: tl.constexpr, EMULATE: tl.constexpr):
+    """``grad``, ``grad * xhat``, ``xhat * wdy`` and ``wdy``, zero outside of the matrix."""
+    xhat = to_float32(x, EMULATE)
+    if LAYER_NORM:
+        xhat = xhat - mean
+    xhat = xhat * rstd
+    g = to_float32(g, EMULATE)
+    wdy = g * gamma
+    return g, tl.where(inside, g * xhat, 0.0), tl.where(inside, xhat * wdy, 0.0), wdy
+
+
+@triton.jit
+def _load_statistics(mean_ptr, rstd_ptr, row, M, LAYER_NORM: tl.constexpr):
+    rstd = _load_rows(rstd_ptr, row, M)
+    if LAYER_NORM:
+        return _load_rows(mean_ptr, row, M), rstd
+    return rstd, rstd
+
+
+@triton.jit
+def _store_row_mean(pointer, lanes, row, M, K, EMULATE: tl.constexpr):
+    tl.store(pointer + row, round_to_dtype(_row_mean(lanes, K), tl.float32, EMULATE), mask=row < M)
+
+
+@triton.jit(do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "c1_ptr", "c2_ptr"])
+def _gradient_statistics_kernel(
+    x_ptr,
+    grad_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    c1_ptr,
+    c2_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    M,
+    K,
+    LAYER_NORM: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    GROUPS: tl.constexpr = ROWS // 4
+    tile = tl.program_id(0).to(tl.int64)
+    # Tensor j holds rows 4 * i + j, so a thread has four adjacent rows of a column and adds them in registers.
+    row = tile * ROWS + tl.arange(0, GROUPS) * 4
+    lane = tl.arange(0, LANES)
+    tile_lane = tl.broadcast_to(lane[None, :], [GROUPS, LANES])
+    m0, r0 = _load_statistics(mean_ptr, rstd_ptr, row, M, LAYER_NORM)
+    m1, r1 = _load_statistics(mean_ptr, rstd_ptr, row + 1, M, LAYER_NORM)
+    m2, r2 = _load_statistics(mean_ptr, rstd_ptr, row + 2, M, LAYER_NORM)
+    m3, r3 = _load_statistics(mean_ptr, rstd_ptr, row + 3, M, LAYER_NORM)
+    a0 = tl.zeros([GROUPS, LANES], tl.float32)
+    a1 = a0
+    a2 = a0
+    a3 = a0
+    b0 = a0
+    b1 = a0
+    b2 = a0
+    b3 = a0
+    k = 0
+    while k < K:
+        column = k + lane
+        offsets = row[:, None] * K + column[None, :]
+        i0 = (row < M)[:, None] & (column < K)[None, :]
+        i1 = (row + 1 < M)[:, None] & (column < K)[None, :]
+        i2 = (row + 2 < M)[:, None] & (column < K)[None, :]
+        i3 = (row + 3 < M)[:, None] & (column < K)[None, :]
+        x0 = tl.load(x_ptr + offsets, mask=i0, other=0.0)
+        x1 = tl.load(x_ptr + K + offsets, mask=i1, other=0.0)
+        x2 = tl.load(x_ptr + 2 * K + offsets, mask=i2, other=0.0)
+        x3 = tl.load(x_ptr + 3 * K + offsets, mask=i3, other=0.0)
+        g0 = tl.load(grad_ptr + offsets, mask=i0, other=0.0)
+        g1 = tl.load(grad_ptr + K + offsets, mask=i1, other=0.0)
+        g2 = tl.load(grad_ptr + 2 * K + offsets, mask=i2, other=0.0)
+        g3 = tl.load(grad_ptr + 3 * K + offsets, mask=i3, other=0.0)
+        gamma = _load_gamma(weight_ptr, k + tile_lane, K, ZERO_CENTERED, EMULATE)
+        f0, w0, p0, q0 = _gradient_terms(x0, g0, m0, r0, gamma, i0, LAYER_NORM, EMULATE)
+        f1, w1, p1, q1 = _gradient_terms(x1, g1, m1, r1, gamma, i1, LAYER_NORM, EMULATE)
+        f2, w2, p2, q2 = _gradient_terms(x2, g2, m2, r2, gamma, i2, LAYER_NORM, EMULATE)
+        f3, w3, p3, q3 = _gradient_terms(x3, g3, m3, r3, gamma, i3, LAYER_NORM, EMULATE)
+        a0 += p0
+        a1 += p1
+        a2 += p2
+        a3 += p3
+        tl.store(dweight_ptr + tile * K + column, fold_rows((w0 + w1) + (w2 + w3)), mask=column < K)
+        if LAYER_NORM:
+            b0 += q0
+            b1 += q1
+            b2 += q2
+            b3 += q3
+            tl.store(dbias_ptr + tile * K + column, fold_rows((f0 + f1) + (f2 + f3)), mask=column < K)
+        k += LANES
+    _store_row_mean(c1_ptr, a0, row, M, K, EMULATE)
+    _store_row_mean(c1_ptr, a1, row + 1, M, K, EMULATE)
+    _store_row_mean(c1_ptr, a2, row + 2, M, K, EMULATE)
+    _store_row_mean(c1_ptr, a3, row + 3, M, K, EMULATE)
+    if LAYER_NORM:
+        _store_row_mean(c2_ptr, b0, row, M, K, EMULATE)
+        _store_row_mean(c2_ptr, b1, row + 1, M, K, EMULATE)
+        _store_row_mean(c2_ptr, b2, row + 2, M, K, EMULATE)
+        _store_row_mean(c2_ptr, b3, row + 3, M, K, EMULATE)
+
+
+_statistics = Launcher(_statistics_kernel, num_warps=4)
+_forward = Launcher(_forward_kernel, num_warps=4)
+_backward = Launcher(_backward_kernel, num_warps=4)
+_gradient_statistics = Launcher(_gradient_statistics_kernel, num_warps=4)
+
+
+def _sizes(x: Tensor) -> tuple[int, int]:
+    """Rows and columns of the matrix behind ``x``; refuses what the kernels cannot read."""
+    check_device(x)
+    if x.dtype not in DTYPES:
+        raise ValueError(f"norms take {' or '.join(map(str, DTYPES))}, got {x.dtype}; cast it first")
+    if x.dim() == 0:
+        raise ValueError("norms need a last dim, got a tensor of rank 0")
+    return math.prod(x.shape[:-1]), x.shape[-1]
+
+
+def _check(
+    expected: tuple[int, ...], *, dtypes: tuple[torch.dtype, ...] = DTYPES, **tensors: Tensor | None
+) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tuple(tensor.shape) != expected:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
+        if tensor is not None and tensor.dtype not in dtypes:
+            raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+
+
+def _key(*tensors: Tensor) -> tuple[object, ...]:
+    """What Triton specializes on in tensors whose dtype or alignment vary."""
+    return tuple((tensor.dtype, is_aligned(tensor)) for tensor in tensors)
+
+
+def statistics(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+    normalization: str,
+    residual: Tensor | None = None,
+    zero_centered_gamma: bool = False,
+    amax_partials: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Mean and reciprocal standard deviation of every row, and if asked the largest normalized magnitudes.
+
+    Args:
+        x: (*lead, K), bf16, fp16 or fp32, any strides.
+        weight, bias, zero_centered_gamma: of the norm, used for ``amax_partials``.
+        eps: added to the variance.
+        normalization: "LayerNorm" or "RMSNorm".
+        residual: shape and dtype of ``x``, added to it first.
+        amax_partials: also return maxima over parts of ``|forward(...)|``, NaN ignored.
+
+    Returns:
+        ``(summed, mean, rstd)``, shape of ``x`` or None, fp32 (M,) or None, fp32 (M,); with ``amax_partials`` also
+        fp32 (programs,), one value at least and 1024 at most.
+
+    Raises:
+        ValueError: a tensor the kernels cannot reach, another dtype, rank 0, shapes that do not fit, an unknown
+            normalization, or ``amax_partials`` without a weight.
+
+    Numerics:
+        Equal to ``reference.norm.statistics``; the largest partial is the amax of ``forward``'s result.
+    """
+    M, K = _sizes(x)
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"unknown normalization {normalization!r}; use one of {', '.join(NORMALIZATIONS)}")
+    _check(tuple(x.shape), dtypes=(x.dtype,), residual=residual)
+    _check((K,), weight=weight, bias=bias)
+    if amax_partials and weight is None:
+        raise ValueError("amax_partials needs the weight, got None; pass the norm's weight and bias")
+    layer_norm = normalization == "LayerNorm"
+    x = x.contiguous()
+    summed = None
+    if residual is not None:
+        residual = residual.contiguous()
+        summed = torch.empty_like(x)
+    mean = torch.empty(M, dtype=torch.float32, device=x.device) if layer_norm else None
+    rstd = torch.empty(M, dtype=torch.float32, device=x.device)
+    programs = min(cdiv(M, ROWS), PROGRAMS)
+    if layer_norm or amax_partials:
+        in_work = ROWS * K * x.element_size() * (1 if residual is None else 2)
+        programs = min(programs, max(REREAD_BYTES // max(in_work, 1), PROGRAMS // 4))
+    # The kernel writes no partial where no program runs.
+    partials = (
+        torch.empty(programs, dtype=torch.float32, device=x.device) if programs else x.new_zeros(1).float()
+    )
+    if programs:
+        # An absent tensor passes another one: the constants keep the kernel from touching it.
+        scale = x if weight is None else weight.contiguous()
+        shift = scale if bias is None else bias.contiguous()
+        other = x if residual is None else residual
+        target = x if summed is None else summed
+        _statistics(
+            (programs, 1, 1),
+            (
+                x,
+                other,
+                target,
+                scale,
+                shift,
+                rstd if mean is None else mean,
+                rstd,
+                partials,
+                M,
+                K,
+                float(eps),
+            ),
+            (
+                layer_norm,
+                residual is not None,
+                zero_centered_gamma,
+                bias is not None,
+                amax_partials,
+                *(ROWS, LANES, UNROLL, INTERPRETING),
+            ),
+            (*_key(x, other, scale), is_aligned(target), shift.dtype, dim_class(M), dim_class(K)),
+        )
+    return (summed, mean, rstd, partials) if amax_partials else (summed, mean, rstd)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    *,
+    zero_centered_gamma: bool,
+) -> Tensor:
+    """Normalize with given statistics.
+
+    Args:
+        x: (*lead, K), bf16, fp16 or fp32, any strides.
+        weight: (K,), one of these dtypes.
+        bias: (K,), or None.
+        mean: fp32 (M,), or None for RMSNorm.
+        rstd: fp32 (M,).
+        zero_centered_gamma: the factor is ``1 + weight``.
+
+    Returns:
+        Shape and dtype of ``x``.
+
+    Raises:
+        ValueError: a tensor the kernels cannot reach, another dtype, rank 0, or shapes that do not fit.
+
+    Numerics:
+        Equal to ``reference.norm.forward``.
+    """
+    M, K = _sizes(x)
+    _check((K,), weight=weight, bias=bias)
+    _check((M,), dtypes=(torch.float32,), mean=mean, rstd=rstd)
+    x, weight = x.contiguous(), weight.contiguous()
+    y = torch.empty_like(x)
+    if x.numel():
+        shift = weight if bias is None else bias.contiguous()
+        _forward(
+            (cdiv(M, TILE_ROWS) * cdiv(K, LANES), 1, 1),
+            (x, weight, shift, rstd if mean is None else mean, rstd, y, M, K),
+            (mean is not None, zero_centered_gamma, bias is not None, TILE_ROWS, LANES, INTERPRETING),
+            (*_key(x, weight), shift.dtype, dim_class(M), dim_class(K)),
+        )
+    return y
+
+
+def gradient_statistics(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    *,
+    zero_centered_gamma: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """The sums that the gradients of a norm need, from one read of ``grad`` and ``x``.
+
+    Args:
+        grad: gradient of the result, shape of ``x``; bf16, fp16 or fp32, any strides.
+        x, weight, mean, rstd, zero_centered_gamma: as given to ``forward``.
+
+    Returns:
+        ``(c1, c2, dweight, dbias)``, fp32 (M,), (M,) or None, (K,), (K,) or None; None for RMSNorm.
+
+    Raises:
+        ValueError: as ``forward``, or a gradient of another shape.
+
+    Numerics:
+        Equal to ``reference.norm.gradient_statistics``.
+    """
+    M, K = _sizes(x)
+    _check(tuple(x.shape), grad=grad)
+    _check((K,), weight=weight)
+    _check((M,), dtypes=(torch.float32,), mean=mean, rstd=rstd)
+    x, grad, weight = x.contiguous(), grad.contiguous(), weight.contiguous()
+    tiles = cdiv(M, PARTIAL_ROWS)
+    layer_norm = mean is not None
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+    c1 = empty(M)
+    c2 = empty(M) if layer_norm else None
+    dweight = empty(tiles, K)
+    dbias = empty(tiles, K) if layer_norm else None
+    if tiles:
+        rows = (rstd if mean is None else mean, rstd, c1, c1 if c2 is None else c2)
+        _gradient_statistics(
+            (tiles, 1, 1),
+            (x, grad, weight, *rows, dweight, dweight if dbias is None else dbias, M, K),
+            (layer_norm, zero_centered_gamma, PARTIAL_ROWS, LANES, INTERPRETING),
+            (*_key(x, grad, weight), dim_class(M), dim_class(K)),
+        )
+    return (
+        c1,
+        c2,
+        fold_partials(dweight),
+        None if dbias is None else fold_partials(dbias),
+    )
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    c1: Tensor,
+    c2: Tensor | None,
+    *,
+    zero_centered_gamma: bool,
+    residual_grad: Tensor | None = None,
+) -> Tensor:
+    """Gradient of a norm with respect to its input.
+
+    Args:
+        grad, x, weight, mean, rstd, zero_centered_gamma: as given to ``gradient_statistics``.
+        c1, c2: from ``gradient_statistics``.
+        residual_grad: shape of ``x``; added, the gradient of the sum with the residual from elsewhere.
+
+    Returns:
+        Shape and dtype of ``x``.
+
+    Raises:
+        ValueError: as ``forward``, or a gradient of another shape.
+
+    Numerics:
+        Equal to ``reference.norm.backward``.
+    """
+    M, K = _sizes(x)
+    _check(tuple(x.shape), grad=grad, residual_grad=residual_grad)
+    _check((K,), weight=weight)
+    _check((M,), dtypes=(torch.float32,), mean=mean, rstd=rstd, c1=c1, c2=c2)
+    x, grad, weight = x.contiguous(), grad.contiguous(), weight.contiguous()
+    dx = torch.empty_like(x)
+    if x.numel():
+        other = x if residual_grad is None else residual_grad.contiguous()
+        rows = (rstd if mean is None else mean, rstd, c1, c1 if c2 is None else c2)
+        _backward(
+            (cdiv(M, TILE_ROWS) * cdiv(K, LANES), 1, 1),
+            (x, grad, other, weight, *rows, dx, M, K),
+            (
+                mean is not None,
+                zero_centered_gamma,
+                residual_grad is not None,
+                TILE_ROWS,
+                LANES,
+                INTERPRETING,
+            ),
+            (*_key(x, grad, other, weight), dim_class(M), dim_class(K)),
+        )
+    return dx

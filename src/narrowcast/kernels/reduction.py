@@ -1,0 +1,124 @@
+"""Sums in the fixed order of ``reference.reduction``: pairs of adjacent rows or lanes, until one is left.
+
+A reduction over an axis of size two has one possible result, so a chain of them fixes the order whatever the layout.
+A subtree may be summed anywhere: kernels leave the sums of 16 rows each as partials, which shuffles within a warp can
+make, and ``fold_partials`` adds those.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import cdiv
+from .codecs import round_to_dtype, to_float32
+from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+
+PARTIAL_ROWS = 16
+FOLDED_ROWS = 128
+FOLD_COLUMNS = 64
+
+
+@triton.jit
+def fold_pairs(v):
+    """Add adjacent rows: [R, C] -> [R / 2, C]."""
+    return tl.sum(tl.reshape(v, [v.shape[0] // 2, 2, v.shape[1]]), axis=1)
+
+
+@triton.jit
+def fold_rows(v):
+    """Add adjacent rows until one is left: [R, C] -> [C], R a power of two."""
+    if v.shape[0] == 1:
+        return tl.reshape(v, [v.shape[1]])
+    else:
+        return fold_rows(fold_pairs(v))
+
+
+@triton.jit
+def fold_lanes(v):
+    """Add adjacent columns until one is left: [R, C] -> [R], C a power of two."""
+    if v.shape[1] == 1:
+        return tl.reshape(v, [v.shape[0]])
+    else:
+        return fold_lanes(tl.sum(tl.reshape(v, [v.shape[0], v.shape[1] // 2, 2]), axis=2))
+
+
+@triton.jit
+def _fold_kernel(
+    x_ptr, sums_ptr, M, K, column_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EMULATE: tl.constexpr
+):
+    tile = tl.program_id(0) // column_tiles
+    column = (tl.program_id(0) - tile * column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tile.to(tl.int64) * ROWS
+    # Rows 8 * i + j of one column meet in one thread, so three of the seven levels stay in registers.
+    row = tl.arange(0, ROWS // 8)[:, None] * 8
+    rows_left = tl.minimum(M - first, ROWS).to(tl.int32)
+    eight = ()
+    for j in tl.static_range(8):
+        inside = (row + j < rows_left) & (column < K)[None, :]
+        pointer = x_ptr + (first + row + j) * K + column[None, :]
+        eight = eight + (to_float32(tl.load(pointer, mask=inside, other=0.0), EMULATE),)
+    low = (eight[0] + eight[1]) + (eight[2] + eight[3])
+    high = (eight[4] + eight[5]) + (eight[6] + eight[7])
+    # A sum that is zero is +0.
+    total = round_to_dtype(fold_rows(low + high) + 0.0, tl.float32, EMULATE)
+    tl.store(sums_ptr + tile.to(tl.int64) * K + column, total, mask=column < K)
+
+
+_fold = Launcher(_fold_kernel, num_warps=4)
+
+
+def column_sum(x: Tensor) -> Tensor:
+    """Sum over the rows of a matrix.
+
+    Args:
+        x: (M, K), fp32, bf16 or fp16.
+
+    Returns:
+        fp32 (K,).
+
+    Raises:
+        ValueError: a tensor the kernels cannot reach, or no matrix.
+
+    Numerics:
+        Equal to ``reference.reduction.column_sum`` of the values in fp32.
+    """
+    check_device(x)
+    if x.dim() != 2:
+        raise ValueError(f"column_sum takes a matrix, got shape {tuple(x.shape)}; flatten its leading dims")
+    x = x.contiguous()
+    while True:
+        M, K = x.shape
+        sums = torch.empty((cdiv(M, FOLDED_ROWS) or 1, K), dtype=torch.float32, device=x.device)
+        if K:
+            tiles = cdiv(K, FOLD_COLUMNS)
+            _fold(
+                (tiles * sums.shape[0], 1, 1),
+                (x, sums, M, K, tiles),
+                (FOLDED_ROWS, FOLD_COLUMNS, INTERPRETING),
+                (x.dtype, is_aligned(x), dim_class(M), dim_class(K), dim_class(tiles)),
+            )
+        if sums.shape[0] == 1:
+            return sums[0]
+        x = sums
+
+
+def fold_partials(partials: Tensor) -> Tensor:
+    """Sum over rows of a matrix from the sums of its consecutive groups of rows.
+
+    Args:
+        partials: fp32 (P, K); row ``i`` is the sum in pairs of rows ``i * R`` to ``(i + 1) * R - 1``, R a power of
+            two, zeros where the matrix ends.
+
+    Returns:
+        fp32 (K,).
+
+    Raises:
+        ValueError: as ``column_sum``.
+
+    Numerics:
+        Equal to ``column_sum`` of the matrix.
+    """
+    return column_sum(partials)

@@ -1,0 +1,447 @@
+"""Sources: what a quantize kernel reads, a tensor or a function of tensors that is computed on the way in.
+
+A fused producer is not a kernel of its own. The quantize kernels read their tile through ``load_source``, which for a
+plain tensor is a load, and for an activation, a norm or the gradient of one loads the operands, computes in fp32 and
+rounds to the input's dtype: exactly what the unfused operator would have written to memory and the quantize kernel
+read back. A fused result is therefore equal to the unfused one, bit for bit, in every format.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import cdiv
+from . import activation as activations
+from . import norm as norms
+from . import reduction
+from .activation import activate, activate_backward, activate_gated, activate_gated_backward
+from .codecs import round_to_dtype, to_float32
+from .launch import check_input
+from .norm import norm_gradient, normalize
+from .reduction import fold_pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A matrix to quantize that need not exist in memory.
+
+    ``shape``, ``dtype``: of the matrix. ``operands``: contiguous tensors the device code reads, in its order.
+    ``constants``: kind, function and three numbers that the kernel is compiled for. ``compute``: writes the matrix, for
+    kernels that must see all of it before they can encode. ``amax_partials``: maxima of parts of it, where an earlier
+    pass over the operands took them already.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    operands: tuple[Tensor, ...]
+    constants: tuple[str, str, float, float, float]
+    compute: Callable[[], Tensor]
+    amax_partials: Tensor | None = None
+    column_sums: ColumnSums | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the operands."""
+        return self.operands[0].device
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns with the last dim kept."""
+        return math.prod(self.shape[:-1]), self.shape[-1]
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the matrix is there already."""
+        return self.constants[0] == "tensor"
+
+    @property
+    def is_activation(self) -> bool:
+        """Whether an activation or its gradient is computed on the way in, which takes many registers."""
+        return self.constants[0] in ("activation", "activation_backward", "gated", "gated_backward")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is to be computed on the way in."""
+        return self.is_tensor and self.column_sums is None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What Triton specializes on: dtypes and alignments of the operands."""
+        return tuple((operand.dtype, operand.data_ptr() % 16 == 0) for operand in self.operands)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An output beside the operands."""
+        return torch.empty(shape, dtype=dtype, device=self.operands[0].device)
+
+    def paired_tiles(self, tile_columns: int) -> bool:
+        """Whether tiles can take both halves of a gated activation's gradient from one read of its operands."""
+        return self.constants[0] == "gated_backward" and self.shape[-1] // 2 % tile_columns == 0
+
+    def partial_sums(self) -> Tensor | None:
+        """Where a kernel leaves the sums of 16 rows each, fp32; None if nobody asks."""
+        if self.column_sums is None:
+            return None
+        M, K = self.matrix
+        self.column_sums.partials = self.empty((cdiv(M, reduction.PARTIAL_ROWS), K), torch.float32)
+        return self.column_sums.partials
+
+    def within_registers(self) -> Source:
+        """The source itself, or its matrix where computing a tile with scales of its own takes too many registers.
+
+        That is the gradient of a gated activation: written to memory and read back it is quantized sooner.
+        """
+        return self.materialized() if self.constants[0] == "gated_backward" else self
+
+    def materialized(self) -> Source:
+        """The source of the matrix written to memory."""
+        return self if self.is_tensor else replace(tensor(self.compute()), column_sums=self.column_sums)
+
+
+class ColumnSums:
+    """Sums over the rows of a source's matrix, as a kernel that reads all of it can leave them behind."""
+
+    def __init__(self) -> None:
+        self.partials: Tensor | None = None
+
+
+_TENSOR = ("tensor", "", 0.0, 0.0, 0.0)
+
+
+def tensor(x: Tensor, *, column_sums: bool = False) -> Source:
+    """The source that reads ``x``; with ``column_sums`` a kernel that reads all of it also sums its columns."""
+    x = x.contiguous()
+    sums = ColumnSums() if column_sums else None
+    return Source(tuple(x.shape), x.dtype, (x,), _TENSOR, lambda: x, column_sums=sums)
+
+
+def activation(x: Tensor, name: str, **parameters: float) -> Source:
+    """``activation.forward(x, name, **parameters)``, computed on the way in.
+
+    Raises:
+        ValueError: an unknown name or parameter, or an odd last dim of a gated activation.
+    """
+    record = activations.checked(x, name, parameters)
+    numbers = activations.numbers(name, parameters)
+    x = x.contiguous()
+    return Source(
+        (*x.shape[:-1], x.shape[-1] // 2) if record.gated else tuple(x.shape),
+        x.dtype,
+        (x,),
+        ("gated" if record.gated else "activation", name, *numbers),
+        lambda: activations.forward(x, name, **parameters),
+    )
+
+
+def activation_backward(
+    grad: Tensor, x: Tensor, name: str, *, column_sums: bool = False, **parameters: float
+) -> Source:
+    """``activation.backward(grad, x, name, **parameters)``, computed on the way in.
+
+    Raises:
+        ValueError: as :func:`activation`.
+    """
+    record = activations.checked(x, name, parameters)
+    numbers = activations.numbers(name, parameters)
+    x, grad = x.contiguous(), grad.contiguous()
+    return Source(
+        tuple(x.shape),
+        x.dtype,
+        (x, grad),
+        ("gated_backward" if record.gated else "activation_backward", name, *numbers),
+        lambda: activations.backward(grad, x, name, **parameters),
+        column_sums=ColumnSums() if column_sums else None,
+    )
+
+
+def normalized(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    normalization: str,
+    zero_centered_gamma: bool,
+    with_amax: bool = False,
+) -> tuple[Source, Tensor | None, Tensor, Tensor | None]:
+    """``norm.forward`` of ``x``, or of ``x + residual``, computed on the way in: (source, mean, rstd, sum).
+
+    Args:
+        with_amax: take the amax of the result in the pass that takes the statistics.
+    """
+    summed, mean, rstd, *amax_partials = norms.statistics(
+        x,
+        eps=eps,
+        normalization=normalization,
+        residual=residual,
+        weight=weight,
+        bias=bias,
+        zero_centered_gamma=zero_centered_gamma,
+        amax_partials=with_amax,
+    )
+    inner = x.contiguous() if summed is None else summed
+    weight = weight.contiguous()
+    source = Source(
+        tuple(x.shape),
+        x.dtype,
+        # An absent vector passes another one: the constants keep the kernel from reading it.
+        (inner, weight, rstd, rstd if mean is None else mean, weight if bias is None else bias.contiguous()),
+        ("norm", normalization, zero_centered_gamma, bias is not None, 0.0),
+        lambda: norms.forward(inner, weight, bias, mean, rstd, zero_centered_gamma=zero_centered_gamma),
+        *amax_partials,
+    )
+    return source, mean, rstd, summed
+
+
+def norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    c1: Tensor,
+    c2: Tensor | None,
+    *,
+    zero_centered_gamma: bool,
+    residual_grad: Tensor | None = None,
+) -> Source:
+    """``norm.backward``, computed on the way in."""
+    x, grad, weight = x.contiguous(), grad.contiguous(), weight.contiguous()
+    rows = (rstd, rstd if mean is None else mean, c1, c1 if c2 is None else c2)
+    return Source(
+        tuple(x.shape),
+        x.dtype,
+        (x, grad, weight, *rows, x if residual_grad is None else residual_grad.contiguous()),
+        (
+            "norm_backward",
+            "RMSNorm" if mean is None else "LayerNorm",
+            zero_centered_gamma,
+            residual_grad is not None,
+            0.0,
+        ),
+        lambda: norms.backward(
+            grad, x, weight, mean, rstd, c1, c2,
+            zero_centered_gamma=zero_centered_gamma, residual_grad=residual_grad,
+        ),
+    )  # fmt: skip
+
+
+def materialize(source: Source) -> Tensor:
+    """The matrix as a tensor."""
+    return source.compute()
+
+
+def column_sum(source: Source) -> Tensor:
+    """Sums over all but the last dim, fp32 (K,), from what the quantize kernel left where it did."""
+    sums = source.column_sums
+    if sums is None or sums.partials is None:
+        return reduction.column_sum(source.compute().reshape(source.matrix))
+    return reduction.fold_partials(sums.partials)
+
+
+def source_of(x: Tensor | Source, min_rank: int) -> Source:
+    """The source itself, or the one that reads a tensor.
+
+    Raises:
+        ValueError: a tensor the kernels cannot reach, another dtype, or a rank below ``min_rank``.
+    """
+    if isinstance(x, Source):
+        return x
+    check_input(x, min_rank)
+    return tensor(x)
+
+
+@triton.jit
+def load_four_rows(
+    operands,
+    m,
+    k,
+    K,
+    rows_left,
+    columns_left,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SOURCE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+    P2: tl.constexpr,
+    PAIRED: tl.constexpr,
+    EVEN: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """A tile as four tensors [ROWS / 4, COLUMNS], tensor ``j`` holding rows ``4 * i + j``, and four of its pair.
+
+    ``PAIRED``: the second four are the same columns of the matrix's other half; else they repeat the first.
+    """
+    row = tl.arange(0, ROWS // 4) * 4
+    column = tl.arange(0, COLUMNS)
+    first = ()
+    second = ()
+    for j in tl.static_range(4):
+        if PAIRED:
+            x, y = load_pair(
+                operands, m + j, k, row, column, K // 2, rows_left - j, columns_left, FUNCTION, P0, P1, P2, EVEN,
+                EMULATE,
+            )  # fmt: skip
+        else:
+            x = load_source(
+                operands, m + j, k, row, column, K, rows_left - j, columns_left, SOURCE, FUNCTION, P0, P1, P2, EVEN,
+                EMULATE,
+            )  # fmt: skip
+            y = x
+        first = first + (x,)
+        second = second + (y,)
+    return first[0], first[1], first[2], first[3], second[0], second[1], second[2], second[3]
+
+
+@triton.jit
+def load_source(
+    operands,
+    m,
+    k,
+    row,
+    column,
+    K,
+    rows_left,
+    columns_left,
+    SOURCE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+    P2: tl.constexpr,
+    EVEN: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Rows ``m + row``, columns ``k + column`` of the matrix [.., K], in its dtype; zero outside of it.
+
+    Args:
+        operands: tuple of pointers, in the order the source's constructor fixes.
+        row, column: offsets, one-dimensional.
+        rows_left, columns_left: how many rows from ``m`` and columns from ``k`` are inside.
+    """
+    DTYPE: tl.constexpr = operands[0].dtype.element_ty
+    # Vectors are loaded along rows in one dimension, along columns in two: so that no thread waits for another's.
+    across = tl.broadcast_to(column[None, :], (row.shape[0], column.shape[0]))
+    inside = (row < rows_left)[:, None] & (across < columns_left)
+    offsets = row[:, None] * K + across
+    if SOURCE == "tensor":
+        return _load(operands[0] + (m * K + k) + offsets, inside, EVEN)
+    elif SOURCE == "activation":
+        a = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        return round_to_dtype(activate(a, FUNCTION, EMULATE), DTYPE, EMULATE)
+    elif SOURCE == "activation_backward":
+        a = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        g = to_float32(_load(operands[1] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        return round_to_dtype(activate_backward(g, a, FUNCTION, EMULATE), DTYPE, EMULATE)
+    elif SOURCE == "gated":
+        wide = m * (2 * K) + k
+        offsets = row[:, None] * (2 * K) + across
+        a = to_float32(_load(operands[0] + wide + offsets, inside, EVEN), EMULATE)
+        b = to_float32(_load(operands[0] + (wide + K) + offsets, inside, EVEN), EMULATE)
+        return round_to_dtype(activate_gated(a, b, FUNCTION, P0, P1, P2, EMULATE), DTYPE, EMULATE)
+    elif SOURCE == "gated_backward":
+        # The general way, for widths that no tile divides: each element finds its own half.
+        F = K // 2
+        second = k + across >= F
+        source = k + across - tl.where(second, F, 0)
+        gate = operands[0] + m * K + (row[:, None] * K + source)
+        a = to_float32(tl.load(gate, mask=inside, other=0.0), EMULATE)
+        b = to_float32(tl.load(gate + F, mask=inside, other=0.0), EMULATE)
+        gradient = operands[1] + m * F + (row[:, None] * F + source)
+        g = to_float32(tl.load(gradient, mask=inside, other=0.0), EMULATE)
+        da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2, EMULATE)
+        return round_to_dtype(tl.where(second, db, da), DTYPE, EMULATE)
+    elif SOURCE == "norm":
+        x = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        gamma = _load_gamma(operands[1] + k, across, columns_left, P0, EVEN, EMULATE)
+        beta = gamma
+        if P1:
+            beta = to_float32(_load(operands[4] + k + across, across < columns_left, EVEN), EMULATE)
+        rstd = _load(operands[2] + m + row, row < rows_left, EVEN)[:, None]
+        mean = _load(operands[3] + m + row, row < rows_left, EVEN)[:, None]
+        y = normalize(x, mean, rstd, gamma, beta, FUNCTION == "LayerNorm", P1)
+        if not EVEN:
+            y = tl.where(inside, y, 0.0)  # a shifted zero is none
+        return round_to_dtype(y, DTYPE, EMULATE)
+    else:
+        tl.static_assert(SOURCE == "norm_backward")
+        x = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        g = to_float32(_load(operands[1] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        gamma = _load_gamma(operands[2] + k, across, columns_left, P0, EVEN, EMULATE)
+        rstd = _load(operands[3] + m + row, row < rows_left, EVEN)[:, None]
+        mean = _load(operands[4] + m + row, row < rows_left, EVEN)[:, None]
+        c1 = _load(operands[5] + m + row, row < rows_left, EVEN)[:, None]
+        c2 = _load(operands[6] + m + row, row < rows_left, EVEN)[:, None]
+        dx = norm_gradient(g, x, mean, rstd, gamma, c1, c2, FUNCTION == "LayerNorm")
+        if P1:
+            dx += to_float32(_load(operands[7] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        if not EVEN:
+            dx = tl.where(inside, dx, 0.0)
+        return round_to_dtype(dx, DTYPE, EMULATE)
+
+
+@triton.jit
+def load_pair(
+    operands,
+    m,
+    k,
+    row,
+    column,
+    F,
+    rows_left,
+    columns_left,
+    FUNCTION: tl.constexpr,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+    P2: tl.constexpr,
+    EVEN: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Both halves of a gated activation's gradient, columns ``k + column`` and ``F + k + column``, from one read."""
+    DTYPE: tl.constexpr = operands[0].dtype.element_ty
+    inside = (row < rows_left)[:, None] & (column < columns_left)[None, :]
+    wide = m * (2 * F) + k
+    offsets = row[:, None] * (2 * F) + column[None, :]
+    a = to_float32(_load(operands[0] + wide + offsets, inside, EVEN), EMULATE)
+    b = to_float32(_load(operands[0] + (wide + F) + offsets, inside, EVEN), EMULATE)
+    g = to_float32(
+        _load(operands[1] + (m * F + k) + (row[:, None] * F + column[None, :]), inside, EVEN), EMULATE
+    )
+    da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2, EMULATE)
+    return round_to_dtype(da, DTYPE, EMULATE), round_to_dtype(db, DTYPE, EMULATE)
+
+
+@triton.jit
+def _load(pointers, inside, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_gamma(
+    pointer, column, columns_left, CENTERED: tl.constexpr, EVEN: tl.constexpr, EMULATE: tl.constexpr
+):
+    gamma = to_float32(_load(pointer + column, column < columns_left, EVEN), EMULATE)
+    if CENTERED:
+        gamma = gamma + 1.0
+    return gamma
+
+
+@triton.jit
+def store_column_sums(pointer, x0, x1, x2, x3, K, rows_left, columns_left, EMULATE: tl.constexpr):
+    """Store the sums of 16 of the tile's rows each, fp32, as rows of ``pointer`` [.., K]."""
+    low = to_float32(x0, EMULATE) + to_float32(x1, EMULATE)
+    high = to_float32(x2, EMULATE) + to_float32(x3, EMULATE)
+    sums = fold_pairs(fold_pairs(low + high))
+    part = tl.arange(0, sums.shape[0])[:, None]
+    column = tl.arange(0, sums.shape[1])[None, :]
+    tl.store(pointer + part * K + column, sums, mask=(part * 16 < rows_left) & (column < columns_left))

@@ -1,0 +1,126 @@
+"""Operands that come out of a norm or an activation already quantized, in traced or eager code, without gradient.
+
+Each is ``quantize_operand`` of what the producer computes, in one pass over memory where the format allows it, and bit
+for bit the same as the two steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..functional import (
+    act_backward_quantize,
+    act_backward_quantize_delayed,
+    act_quantize,
+    act_quantize_delayed,
+    draw_seed,
+    norm_quantize,
+    norm_quantize_delayed,
+)
+from ..tensors import QuantizedTensorStorage
+from .handle import QuantizerHandle
+
+
+@dataclass(frozen=True)
+class NormSettings:
+    """How to normalize. ``normalization``: "LayerNorm" or "RMSNorm"; ``zero_centered_gamma``: gamma is weight + 1."""
+
+    normalization: str
+    eps: float
+    zero_centered_gamma: bool
+
+
+@dataclass(frozen=True)
+class ActivationSettings:
+    """Which activation, and the numbers it takes in the order of its record; none of them means its defaults."""
+
+    activation: str
+    parameters: tuple[float, ...]
+
+
+def quantize_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: NormSettings,
+    handle: QuantizerHandle,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> tuple[QuantizedTensorStorage, Tensor, Tensor]:
+    """Quantized norm of ``x``, with the statistics its backward wants.
+
+    Args:
+        x: (M, K), fp32, bf16 or fp16.
+        weight, bias: (K,); no bias for RMSNorm.
+        settings: how to normalize.
+        handle: the quantizer to use.
+        scale, amax: state tensors of a delayed quantizer; unused by the others.
+    Returns:
+        (operand, mean, rstd); statistics fp32 (M,), the mean of RMSNorm is empty.
+    """
+    how = (settings.eps, settings.normalization, settings.zero_centered_gamma)
+    if handle.delayed:
+        made = norm_quantize_delayed(x, None, weight, bias, *how, scale, amax, handle.quantizer)
+        buffers, (mean, rstd, _) = handle.present(made[:3]), made[3:]
+    else:
+        seed = draw_seed(x) if handle.stochastic else None
+        *buffers, mean, rstd, _ = norm_quantize(x, None, weight, bias, *how, handle.quantizer, seed)
+    return handle.assemble(buffers, x.dtype), mean, rstd
+
+
+def quantize_activation(
+    x: Tensor,
+    settings: ActivationSettings,
+    handle: QuantizerHandle,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> QuantizedTensorStorage:
+    """Quantized activation of ``x``.
+
+    Args:
+        x: (M, F), or (M, 2F) for a gated activation; fp32, bf16 or fp16.
+        settings: which activation.
+        handle: the quantizer to use.
+        scale, amax: state tensors of a delayed quantizer; unused by the others.
+    Returns:
+        (M, F) operand.
+    """
+    name, parameters = settings.activation, list(settings.parameters)
+    if handle.delayed:
+        slots = act_quantize_delayed(x, name, scale, amax, handle.quantizer, parameters)
+        buffers = handle.present(slots)
+    else:
+        seed = draw_seed(x) if handle.stochastic else None
+        buffers = act_quantize(x, name, handle.quantizer, seed, parameters)
+    return handle.assemble(buffers, x.dtype)
+
+
+def quantize_activation_gradient(
+    grad: Tensor,
+    x: Tensor,
+    settings: ActivationSettings,
+    handle: QuantizerHandle,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> tuple[QuantizedTensorStorage, Tensor]:
+    """Quantized gradient of an activation with respect to its input, and that gradient's sum over the rows.
+
+    Args:
+        grad: (M, F), gradient of the activation.
+        x: (M, F) or (M, 2F), the activation's input.
+        settings: which activation.
+        handle: the quantizer to use.
+        scale, amax: state tensors of a delayed quantizer; unused by the others.
+    Returns:
+        (operand of the shape of ``x``, fp32 sums (F,) or (2F,)).
+    """
+    name, parameters = settings.activation, list(settings.parameters)
+    if handle.delayed:
+        *slots, sums = act_backward_quantize_delayed(grad, x, name, scale, amax, handle.quantizer, parameters)
+        buffers = handle.present(slots)
+    else:
+        seed = draw_seed(grad) if handle.stochastic else None
+        *buffers, sums = act_backward_quantize(grad, x, name, handle.quantizer, seed, parameters)
+    return handle.assemble(buffers, x.dtype), sums

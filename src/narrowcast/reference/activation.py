@@ -1,0 +1,229 @@
+"""Activations and their gradients, from operations that IEEE 754 fixes to the last bit.
+
+Exponentials of libraries differ between devices, so the sigmoid has its own: additions, multiplications, minima, bit
+moves and one division in fp32, each rounded once, in the order written. Every activation is built on it. A gated
+activation splits the last dimension: the first half is the gate, to which the function applies, the second multiplies.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..formats import FLT_MAX
+from .layout import INPUT_DTYPES
+from .reduction import round_to_dtype
+
+_LOG2_E = 1.4426950408889634
+_MAGIC = 1.5 * 2**23 + 127
+_EXP2 = (
+    0.0013269521296024323,
+    0.009671291336417198,
+    0.0555071085691452,
+    0.24022246897220612,
+    0.6931470036506653,
+    1.0,
+)
+_GELU_LINEAR = 1.5957691216057308  # 2 * sqrt(2 / pi)
+_GELU_CUBIC = 0.07135481627159508  # the same * 0.044715
+_GELU_CUBIC_SLOPE = 0.21406444881478524  # 3 times that
+_QGELU = 1.702
+
+Function = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """The logistic function.
+
+    Args:
+        x: fp32, any shape.
+
+    Raises:
+        Nothing of its own.
+
+    Numerics:
+        ``1 / (1 + 2**t)`` with ``t = clamp(x * -log2(e), -125, 125)``. The sum ``t + (1.5 * 2**23 + 127)`` rounds ``t``
+        to an integer ``n`` and holds the bits of ``2**n``; ``2**(t - n)`` is a polynomial of degree 5 in Horner form,
+        within 1e-7. The relative error is below ``(0.7 * |x| + 3) * 2**-23`` down to 2**-125, where the result stays;
+        NaN gives NaN.
+    """
+    t = (x * -_LOG2_E).clamp(-125.0, 125.0)
+    shifted = t + _MAGIC
+    f = t - (shifted - _MAGIC)
+    p = torch.full_like(f, _EXP2[0])
+    for coefficient in _EXP2[1:]:
+        p = p * f + coefficient
+    power = (shifted.view(torch.int32) << 23).view(torch.float32)
+    denominator = p * power + 1.0
+    return torch.ones_like(denominator) / denominator
+
+
+def _gelu(a: Tensor) -> tuple[Tensor, Tensor]:
+    square = (a * a).clamp(max=FLT_MAX)  # so that the slope is no 0 * inf far out
+    s = sigmoid(a * (square * _GELU_CUBIC + _GELU_LINEAR))
+    return a * s, s + (a * (s * (1.0 - s))) * (square * _GELU_CUBIC_SLOPE + _GELU_LINEAR)
+
+
+def _swish(a: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    s = sigmoid(a * alpha)
+    return a * s, s + (a * (s * (1.0 - s))) * alpha
+
+
+def _qgelu(a: Tensor) -> tuple[Tensor, Tensor]:
+    return _swish(a, _QGELU)
+
+
+def _silu(a: Tensor) -> tuple[Tensor, Tensor]:
+    return _swish(a, 1.0)
+
+
+def _sigmoid(a: Tensor) -> tuple[Tensor, Tensor]:
+    s = sigmoid(a)
+    return s, s * (1.0 - s)
+
+
+def _relu(a: Tensor) -> tuple[Tensor, Tensor]:
+    return a.masked_fill(a <= 0.0, 0.0), (~(a <= 0.0)).float()
+
+
+def _srelu(a: Tensor) -> tuple[Tensor, Tensor]:
+    r, _ = _relu(a)
+    return r * r, r + r
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A named activation.
+
+    ``function`` gives value and derivative. ``gated``: it applies to the first half of the last dim and multiplies
+    the second. ``params``: the numbers it takes, with their defaults.
+    """
+
+    function: Function
+    gated: bool
+    params: Mapping[str, float] = field(default_factory=dict)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": Activation(_gelu, False),
+    "qgelu": Activation(_qgelu, False),
+    "relu": Activation(_relu, False),
+    "srelu": Activation(_srelu, False),
+    "silu": Activation(_silu, False),
+    "geglu": Activation(_gelu, True),
+    "glu": Activation(_sigmoid, True),
+    "qgeglu": Activation(_qgelu, True),
+    "reglu": Activation(_relu, True),
+    "sreglu": Activation(_srelu, True),
+    "swiglu": Activation(_silu, True),
+    "clamped_swiglu": Activation(_silu, True, {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}),
+}
+
+
+def checked(activation: str, shape: Sequence[int], params: Mapping[str, float] | None = None) -> Activation:
+    """The activation of a name, for an input of a shape.
+
+    Args:
+        activation: a name in ``ACTIVATIONS``.
+        shape: of the input.
+        params: parameters given by name.
+
+    Raises:
+        ValueError: an unknown name or parameter, rank 0, or an odd last dim of a gated activation.
+
+    Numerics:
+        The entry of ``ACTIVATIONS``.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; use one of {', '.join(ACTIVATIONS)}")
+    found = ACTIVATIONS[activation]
+    for name in params or ():
+        if name not in found.params:
+            takes = ", ".join(found.params) or "none"
+            raise ValueError(f"{activation} has no parameter {name!r}; it takes {takes}")
+    if len(shape) == 0 or (found.gated and shape[-1] % 2):
+        needs = "an even last dim" if found.gated else "a last dim"
+        raise ValueError(f"{activation} needs {needs}, got shape {tuple(shape)}")
+    return found
+
+
+def forward(x: Tensor, activation: str, **params: float) -> Tensor:
+    """Apply an activation.
+
+    Args:
+        x: fp32, bf16 or fp16, shape (*lead, F), or (*lead, 2F) for a gated one.
+        activation: a name in ``ACTIVATIONS``.
+        params: ``limit``, ``alpha`` and ``glu_linear_offset`` of "clamped_swiglu".
+
+    Raises:
+        ValueError: as ``checked``.
+        TypeError: another dtype.
+
+    Numerics:
+        Shape (*lead, F), computed in fp32, rounded once to the dtype of ``x``; ``f(a)``, or ``f(a) * b`` for the
+        halves a, b. "clamped_swiglu" is ``(a' * sigmoid(alpha * a')) * (b' + offset)`` with a' = min(a, limit) and
+        b' = clamp(b, -limit, limit). "gelu" is ``x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3))``.
+    """
+    found = checked(activation, x.shape, params)
+    values = _widened(x, activation)
+    if activation == "clamped_swiglu":
+        a, b, limits = _clamped(values, found, params)
+        y = _swish(a, limits["alpha"])[0] * (b + limits["glu_linear_offset"])
+    elif found.gated:
+        a, b = values.chunk(2, dim=-1)
+        y = found.function(a)[0] * b
+    else:
+        y = found.function(values)[0]
+    return round_to_dtype(y, x.dtype)
+
+
+def backward(grad: Tensor, x: Tensor, activation: str, **params: float) -> Tensor:
+    """Gradient of ``forward`` with respect to ``x``.
+
+    Args:
+        grad: fp32, bf16 or fp16, the gradient of the result, of its shape.
+        x: as given to ``forward``.
+        activation: as given to ``forward``.
+        params: as given to ``forward``.
+
+    Raises:
+        ValueError: as ``checked``, or ``grad`` has another shape.
+        TypeError: another dtype.
+
+    Numerics:
+        Shape and dtype of ``x``, computed in fp32, rounded once: ``grad * f'(a)``, or for a gated activation
+        ``(grad * b) * f'(a)`` beside ``grad * f(a)``; clamped values have the gradient 0. ``f'`` is 0 at 0 for
+        "relu".
+    """
+    found = checked(activation, x.shape, params)
+    expected = (*x.shape[:-1], x.shape[-1] // 2) if found.gated else tuple(x.shape)
+    if tuple(grad.shape) != expected:
+        raise ValueError(f"the gradient of {activation} has shape {tuple(grad.shape)}, expected {expected}")
+    values, g = _widened(x, activation), _widened(grad, activation)
+    if not found.gated:
+        return round_to_dtype(g * found.function(values)[1], x.dtype)
+    a, b = values.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        x1, x2, limits = _clamped(values, found, params)
+        value, slope = _swish(x1, limits["alpha"])
+        da = ((g * (x2 + limits["glu_linear_offset"])) * slope).masked_fill(a > limits["limit"], 0.0)
+        db = (g * value).masked_fill(b.abs() > limits["limit"], 0.0)
+    else:
+        value, slope = found.function(a)
+        da, db = (g * b) * slope, g * value
+    return round_to_dtype(torch.cat((da, db), dim=-1), x.dtype)
+
+
+def _widened(x: Tensor, activation: str) -> Tensor:
+    if x.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{activation} takes float32, bfloat16 or float16, got {x.dtype}; cast it first")
+    return x.detach().contiguous().float()
+
+
+def _clamped(
+    values: Tensor, found: Activation, given: Mapping[str, float]
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    params = {**found.params, **given}
+    a, b = values.chunk(2, dim=-1)
+    return a.clamp(max=params["limit"]), b.clamp(-params["limit"], params["limit"]), params

@@ -1,0 +1,23 @@
+"""The decoders of every format under the names that ``kernels.dequantize`` gives them."""
+
+from .float8 import dequantize as float8
+from .float8 import dequantize_transpose as float8_transpose
+from .float8_block import dequantize_columnwise as float8_block_columnwise
+from .float8_block import dequantize_rowwise as float8_block_rowwise
+from .mxfp8 import dequantize_columnwise as mxfp8_columnwise
+from .mxfp8 import dequantize_rowwise as mxfp8_rowwise
+from .nvfp4 import decode_block_scaled as nvfp4_block_scaled
+from .nvfp4 import dequantize_columnwise as nvfp4_columnwise
+from .nvfp4 import dequantize_rowwise as nvfp4_rowwise
+
+__all__ = [
+    "float8",
+    "float8_block_columnwise",
+    "float8_block_rowwise",
+    "float8_transpose",
+    "mxfp8_columnwise",
+    "mxfp8_rowwise",
+    "nvfp4_block_scaled",
+    "nvfp4_columnwise",
+    "nvfp4_rowwise",
+]

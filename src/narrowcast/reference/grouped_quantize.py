@@ -1,0 +1,167 @@
+"""Per-tensor FP8 of groups: rows of one matrix, or a batch of matrices, each group with a scale of its own.
+
+Row-wise codes keep the place of their rows. Transposed codes are the second operand of a weight gradient, which
+contracts over a group's rows, so there each group starts at a multiple of an alignment, zeros in between.
+"""
+
+import torch
+from torch import Tensor
+
+from ..formats import FLT_MAX, ElementFormat, round_up
+from . import reduction, scaling
+from .float8 import quantize as quantize_tensor
+
+
+def quantize(
+    x: Tensor,
+    splits: Tensor | None,
+    scale: Tensor,
+    fmt: ElementFormat,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    alignment: int,
+    amax: Tensor | None = None,
+) -> list[Tensor]:
+    """Quantize every group with its given scale.
+
+    Args:
+        x: fp32, bf16 or fp16: (T, K), groups of rows one after the other; or (G, N, K) without ``splits``.
+        splits: int32 or int64 (G,), rows of each group, non-negative; a group may be empty.
+        scale: fp32 (G,), multiplies when encoding.
+        fmt: E4M3 or E5M2.
+        rowwise: produce the codes in the order of ``x``.
+        columnwise: produce the transposed codes.
+        alignment: where groups start in the transposed codes of rows.
+        amax: fp32 (G,); raised to the groups' max|x| (NaN ignored). None: no amax is taken.
+
+    Raises:
+        TypeError: ``x`` has another dtype.
+
+    Numerics:
+        ``[data uint8, as x] [transpose uint8 (K, P) or (G, K, N)] scale_inv fp32 (G,)``; of every group what
+        ``float8.quantize`` gives; ``P = round_up(T + G * (alignment - 1), alignment)``. Codes of rows beyond the sum of
+        the splits, and between the groups, are 0.
+    """
+    groups = scale.shape[0]
+    if splits is None:
+        parts = list(x.unbind(0))
+        data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+        transpose = data.new_empty((groups, x.shape[2], x.shape[1]))
+        places = list(data.unbind(0))
+        transposed = list(transpose.unbind(0))
+    else:
+        T, K = x.shape
+        sizes, starts, padded_starts = extents(splits, T, alignment)
+        data = torch.zeros((T, K), dtype=torch.uint8, device=x.device)
+        transpose = data.new_zeros((K, padded_rows(T, groups, alignment)))
+        parts = [x[start : start + size] for start, size in zip(starts, sizes)]
+        places = [data[start : start + size] for start, size in zip(starts, sizes)]
+        transposed = [transpose[:, start : start + size] for start, size in zip(padded_starts, sizes)]
+    for group in range(groups):
+        at = slice(group, group + 1)
+        own = None if amax is None else amax[at]
+        codes, _ = quantize_tensor(parts[group], scale[at], fmt, rowwise=True, columnwise=False, amax=own)
+        places[group].copy_(codes)
+        transposed[group].copy_(codes.t())
+    return ([data] if rowwise else []) + ([transpose] if columnwise else []) + [scaling.reciprocal(scale)]
+
+
+def quantize_current(
+    x: Tensor,
+    splits: Tensor | None,
+    fmt: ElementFormat,
+    *,
+    groups: int,
+    power_2: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    alignment: int,
+) -> list[Tensor]:
+    """Quantize every group with the scale of its own amax.
+
+    Args:
+        x, splits, fmt, rowwise, columnwise, alignment: as in ``quantize``.
+        groups: G.
+        power_2: round the scales down to powers of two.
+        epsilon: lower bound of an amax.
+
+    Raises:
+        TypeError: ``x`` has another dtype.
+
+    Numerics:
+        Buffers as in ``quantize``; the scale of a group is ``scale_from_amax`` with fp32's maximum on overflow.
+    """
+    if splits is None:
+        parts = list(x.unbind(0))
+    else:
+        sizes, starts, _ = extents(splits, x.shape[0], alignment)
+        parts = [x[start : start + size] for start, size in zip(starts, sizes)]
+    amax = (
+        torch.cat([scaling.amax(part) for part in parts]) if groups else x.new_zeros(0, dtype=torch.float32)
+    )
+    scale = scaling.scale_from_amax(amax, fmt.max, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX)
+    return quantize(x, splits, scale, fmt, rowwise=rowwise, columnwise=columnwise, alignment=alignment)
+
+
+def column_sum(x: Tensor, splits: Tensor) -> Tensor:
+    """Sum over the rows of every group.
+
+    Args:
+        x: fp32, bf16 or fp16 (T, K), the groups one after the other.
+        splits: int32 or int64 (G,).
+
+    Raises:
+        Nothing of its own.
+
+    Numerics:
+        fp32 (G, K), of every group what ``reduction.column_sum`` gives; an empty group gives 0.
+    """
+    sizes, starts, _ = extents(splits, x.shape[0], 1)
+    sums = [reduction.column_sum(x[start : start + size].float()) for start, size in zip(starts, sizes)]
+    return torch.stack(sums) if sums else x.new_zeros((0, x.shape[1]), dtype=torch.float32)
+
+
+def padded_rows(rows: int, groups: int, alignment: int) -> int:
+    """Rows that groups padded to whole alignments can need, whatever their splits.
+
+    Args:
+        rows: T, of all groups together.
+        groups: G.
+        alignment: rows that every padded group is a multiple of.
+
+    Raises:
+        Nothing of its own.
+
+    Numerics:
+        ``round_up(T + G * (alignment - 1), alignment)``.
+    """
+    return round_up(rows + groups * (alignment - 1), alignment)
+
+
+def extents(splits: Tensor, rows: int, alignment: int) -> tuple[list[int], list[int], list[int]]:
+    """Sizes, starts and padded starts of the groups on the host.
+
+    Args:
+        splits: int32 or int64 (G,).
+        rows: T; what does not fit is cut.
+        alignment: rows that every padded group is a multiple of.
+
+    Raises:
+        Nothing of its own.
+
+    Numerics:
+        Three lists of G numbers.
+    """
+    sizes: list[int] = []
+    starts: list[int] = []
+    padded_starts: list[int] = []
+    start = padded_start = 0
+    for size in splits.tolist():
+        starts.append(min(start, rows))
+        sizes.append(max(min(size, rows - start), 0))
+        padded_starts.append(padded_start)
+        start += size
+        padded_start += round_up(size, alignment)
+    return sizes, starts, padded_starts

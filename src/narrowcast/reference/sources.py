@@ -1,0 +1,83 @@
+"""Sources of the reference: what kernels compute on the way into a quantize kernel is simply computed here.
+
+Functions and signatures are those of ``kernels.sources``; a source is a tensor.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import activation as _activation
+from . import norm as _norm
+from . import reduction
+
+
+def tensor(x: Tensor, *, column_sums: bool = False) -> Tensor:
+    """A tensor as it is."""
+    return x
+
+
+def activation(x: Tensor, name: str, **parameters: float) -> Tensor:
+    """``activation.forward``."""
+    return _activation.forward(x, name, **parameters)
+
+
+def activation_backward(
+    grad: Tensor, x: Tensor, name: str, *, column_sums: bool = False, **parameters: float
+) -> Tensor:
+    """``activation.backward``."""
+    return _activation.backward(grad, x, name, **parameters)
+
+
+def normalized(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    normalization: str,
+    zero_centered_gamma: bool,
+    with_amax: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """``norm.forward`` of ``x``, or of ``x + residual``: (y, mean, rstd, sum)."""
+    summed, mean, rstd = _norm.statistics(x, eps=eps, normalization=normalization, residual=residual)
+    inner = x if summed is None else summed
+    y = _norm.forward(inner, weight, bias, mean, rstd, zero_centered_gamma=zero_centered_gamma)
+    return y, mean, rstd, summed
+
+
+def norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    c1: Tensor,
+    c2: Tensor | None,
+    *,
+    zero_centered_gamma: bool,
+    residual_grad: Tensor | None = None,
+) -> Tensor:
+    """``norm.backward``."""
+    return _norm.backward(
+        grad,
+        x,
+        weight,
+        mean,
+        rstd,
+        c1,
+        c2,
+        zero_centered_gamma=zero_centered_gamma,
+        residual_grad=residual_grad,
+    )
+
+
+def materialize(source: Tensor) -> Tensor:
+    """The matrix as a tensor."""
+    return source
+
+
+def column_sum(source: Tensor) -> Tensor:
+    """Sums over all but the last dim, fp32 (K,)."""
+    return reduction.column_sum(source.reshape(-1, source.shape[-1]).float())

@@ -1,0 +1,207 @@
+"""The grouped operators: what they describe is what they give, and on a GPU the native GEMMs equal the decoded ones."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from recipes import DEVICE
+from torch import Tensor
+
+import narrowcast as nc
+from narrowcast import functional
+from narrowcast.tensors import grouped_layout
+
+E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
+K, N = 48, 144
+
+
+def block(dim: int) -> nc.Quantizer:
+    return nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)
+
+
+QUANTIZERS: dict[str, tuple[Any, Any, Any]] = {  # of input, weight and grad_output
+    "e4m3": tuple(nc.Float8CurrentScalingQuantizer(element) for element in (E4M3, E4M3, E4M3)),
+    "hybrid": tuple(nc.Float8CurrentScalingQuantizer(element) for element in (E4M3, E4M3, E5M2)),
+    "block": (block(1), block(2), block(1)),
+    "mxfp8": tuple(nc.MXFP8Quantizer(E4M3) for _ in range(3)),
+    "nvfp4": tuple(nc.NVFP4Quantizer() for _ in range(3)),
+    "identity": tuple(nc.IdentityQuantizer() for _ in range(3)),
+}
+NATIVE = ("e4m3", "hybrid", "block")
+KINDS = {"fprop": (0, 1, False, False), "dgrad": (2, 1, False, True), "wgrad": (2, 0, True, True)}
+
+
+class Case:
+    """Operands of the three GEMMs of one grouped layer."""
+
+    def __init__(
+        self, name: str, splits: list[int], beyond: int = 4, sizes: tuple[int, int] = (K, N)
+    ) -> None:
+        self.K, self.N = sizes
+        self.rows = sum(splits) + beyond
+        self.splits = torch.tensor(splits, device=DEVICE)
+        self.quantizers = QUANTIZERS[name]
+        self.layout = grouped_layout(self.quantizers[0]._storage_name)
+        generator = torch.Generator().manual_seed(0)
+        x, dy = (torch.randn(self.rows, n, generator=generator).bfloat16().to(DEVICE) for n in sizes)
+        self.weights = [
+            torch.randn(self.N, self.K, generator=generator).bfloat16().to(DEVICE) for _ in splits
+        ]
+        self.bias = torch.randn(len(splits), self.N, generator=generator).bfloat16().to(DEVICE)
+        self.inputs = (x, self.weights, dy)
+        quantize, layout = functional.grouped_quantize, self.layout
+        self.made = (
+            quantize(x, self.splits, self.quantizers[0], None, layout),
+            functional.grouped_quantize_weights(self.weights, self.quantizers[1], None, layout),
+            quantize(dy, self.splits, self.quantizers[2], None, layout),
+        )
+
+    def arguments(
+        self, kind: str, dtype: torch.dtype = torch.bfloat16, emulate: bool = False, with_bias: bool = True
+    ) -> tuple[Any, ...]:
+        left, right, a, b = KINDS[kind]
+        operands = []
+        for index, columnwise in ((left, a), (right, b)):
+            operand = functional.operand_of(self.made[index], self.layout, columnwise)
+            operands += [operand, self.quantizers[index], self.layout, torch.bfloat16]
+        biases = [self.bias] if kind == "fprop" and with_bias else []
+        return (kind, *operands, self.splits, biases, dtype, self.rows, self.N, self.K, False, False, emulate)
+
+    def multiply(self, kind: str, **kwargs: Any) -> Tensor:
+        return functional.grouped_gemm(*self.arguments(kind, **kwargs))
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_fakes_describe_what_the_operators_give(name: str) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    case = Case(name, [20, 0, 13])
+    for index, op in ((0, functional.grouped_quantize), (1, functional.grouped_quantize_weights)):
+        given = (case.inputs[index],) if index else (case.inputs[0], case.splits)
+        with FakeTensorMode() as mode:
+            fake = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, given)
+            described = op(*fake, case.quantizers[index], None, case.layout)
+        for a, b in zip(described, case.made[index], strict=True):
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        pointers = [buffer.untyped_storage().data_ptr() for buffer in case.made[index]]
+        assert len(set(pointers)) == len(pointers)
+    for kind in KINDS:
+        arguments = case.arguments(kind, emulate=True)
+        real = functional.grouped_gemm(*arguments)
+        with FakeTensorMode() as mode:
+            fake = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, arguments)
+            described = functional.grouped_gemm(*fake)
+        assert (described.shape, described.dtype, described.stride()) == (
+            real.shape,
+            real.dtype,
+            real.stride(),
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_high_precision(kind: str) -> None:
+    """Padding of features to what the library GEMM needs included."""
+    for sizes in ((K, N), (7, 13)):
+        case = Case("identity", [20, 0, 13], sizes=sizes)
+        x, weights, dy = case.inputs
+        left = x if kind == "fprop" else dy
+        right = [x] if kind == "wgrad" else weights
+        biases = [case.bias] if kind == "fprop" else []
+        out = functional.grouped_mm(kind, left, right, case.splits, biases, False)
+        parts, others = left.split([20, 0, 13, 4]), x.split([20, 0, 13, 4])
+        for group, at in ((0, slice(0, 20)), (2, slice(20, 33))):
+            if kind == "wgrad":
+                ours, expected = out[group], parts[group].float().t() @ others[group].float()
+            elif kind == "dgrad":
+                ours, expected = out[at], parts[group].float() @ weights[group].float()
+            else:
+                product = parts[group].float() @ weights[group].float().t()
+                ours, expected = out[at], product + case.bias[group].float()
+            assert torch.allclose(ours.float(), expected, rtol=2e-2, atol=5e-2)
+        assert (out[1 if kind == "wgrad" else slice(33, None)] == 0).all()
+
+
+def test_stacking_copies_only_what_lies_apart() -> None:
+    module = importlib.import_module("narrowcast.functional.grouped_quantize")
+    whole = torch.arange(24.0).view(2, 3, 4)
+    views = list(whole.unbind(0))
+    assert module.stack(views).data_ptr() == whole.data_ptr()
+    assert torch.equal(module.stack(views), whole)
+    for apart in ([views[1], views[0]], [views[0], views[1].clone()], [views[0].t(), views[1].t()]):
+        stacked = module.stack(apart)
+        assert stacked.data_ptr() != whole.data_ptr()
+        assert torch.equal(stacked, torch.stack(apart))
+    assert module.stack([whole]).data_ptr() == whole.data_ptr()
+
+
+def test_refuses_another_kind() -> None:
+    case = Case("e4m3", [4])
+    with pytest.raises(ValueError, match="kind is 'forward'"):
+        functional.grouped_gemm("forward", *case.arguments("fprop")[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [[24, 0, 9], [130, 20, 5], [0, 0, 0], [512, 256, 128]], ids=str)
+@pytest.mark.parametrize("library", [False, True], ids=["triton", "library"])
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_equals_decoded(
+    name: str, library: bool, splits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("narrowcast.functional.grouped_gemm")
+    monkeypatch.setattr(module, "LIBRARY_PER_TENSOR", library)
+    for sizes in ((K, N), (50, 70), (512, 256)):
+        case = Case(name, splits, sizes=sizes)
+        for kind in KINDS:
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                native, decoded = (
+                    case.multiply(kind, dtype=dtype),
+                    case.multiply(kind, dtype=dtype, emulate=True),
+                )
+                assert native.shape == decoded.shape and native.dtype == dtype and native.is_contiguous()
+                bound = 2e-2 * max(float(decoded.float().abs().max()), 1e-6)
+                assert (native.float() - decoded.float()).abs().max() <= bound, (sizes, kind, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NATIVE)
+def test_nothing_waits_for_the_splits(name: str) -> None:
+    """No synchronisation, and a captured graph follows the splits."""
+    case = Case(name, [100, 30, 126], beyond=0)
+
+    def step() -> list[Tensor]:
+        x, weights, dy = case.inputs
+        quantize, layout = functional.grouped_quantize, case.layout
+        case.made = (
+            quantize(x, case.splits, case.quantizers[0], None, layout),
+            functional.grouped_quantize_weights(weights, case.quantizers[1], None, layout),
+            quantize(dy, case.splits, case.quantizers[2], None, layout),
+        )
+        sums = functional.grouped_column_sum(dy, case.splits)
+        return [*(case.multiply(kind) for kind in KINDS), sums]
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for splits in ([100, 30, 126], [0, 200, 40], [256, 0, 0]):
+        case.splits.copy_(torch.tensor(splits))
+        graph.replay()
+        for ours, expected in zip(captured, step(), strict=True):
+            assert torch.equal(ours, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_formats_without_a_native_gemm(name: str) -> None:
+    case = Case(name, [20, 12])
+    with pytest.raises(RuntimeError, match="emulate=True"):
+        case.multiply("fprop")
+    assert case.multiply("fprop", emulate=True).abs().sum() > 0

@@ -1,0 +1,387 @@
+"""The contracts of every operator: opcheck, outputs that alias nothing, fakes that tell the truth.
+
+An operator without a function in ``FAMILIES`` fails here. To add one, write a generator that takes a sample input and
+yields argument tuples, and decorate it with the operator's name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from quantizers.catalog import E4M3, ONE_OF_EACH, USAGES, VARIANTS
+from reference.checks import awkward_layouts
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
+from torch.utils import _pytree as pytree
+
+import narrowcast as nc
+from narrowcast import functional
+from narrowcast.functional.wgrad_store import WeightGradStore
+from narrowcast.quantizers import DelayedFloat8Quantizer
+from narrowcast.tensors import grouped_layout
+from narrowcast.testing import aliased
+
+Arguments = tuple[Any, ...]
+Family = Callable[[Tensor], Iterator[Arguments]]
+
+SHAPES = [(33, 50), (2, 3, 50), (1, 16), (16, 1), (0, 32), (130, 136)]
+UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor")
+AOT_UTILITIES = ("test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FAMILIES: dict[str, Family] = {}
+
+
+def family(*names: str) -> Callable[[Family], Family]:
+    """The decorated function yields arguments for the operators of these names."""
+
+    def register(cases: Family) -> Family:
+        FAMILIES.update(dict.fromkeys(names, cases))
+        return cases
+
+    return register
+
+
+def seed_for(quantizer: nc.Quantizer, x: Tensor) -> Tensor | None:
+    return torch.tensor([7], device=x.device) if quantizer._is_stochastic() else None
+
+
+@family("quantize")
+def quantize_cases(x: Tensor) -> Iterator[Arguments]:
+    for quantizer in VARIANTS.values():
+        for usage in USAGES.values():
+            yield x, quantizer.with_usage(*usage), seed_for(quantizer, x)
+
+
+@family("quantize_into")
+def quantize_into_cases(x: Tensor) -> Iterator[Arguments]:
+    flag = torch.zeros(1, device=x.device)
+    for quantizer in VARIANTS.values():
+        seed = seed_for(quantizer, x)
+        for noop_flag in (None, flag, flag + 1):
+            yield x, functional.quantize(x, quantizer, seed), quantizer, noop_flag, seed
+
+
+@family("quantize_dbias")
+def quantize_dbias_cases(x: Tensor) -> Iterator[Arguments]:
+    for quantizer in VARIANTS.values():
+        yield x, quantizer, seed_for(quantizer, x)
+
+
+@family("quantize_delayed", "quantize_dbias_delayed")
+def quantize_delayed_cases(x: Tensor) -> Iterator[Arguments]:
+    for rowwise, columnwise in USAGES.values():
+        quantizer = DelayedFloat8Quantizer(E4M3, 1, rowwise=rowwise, columnwise=columnwise)
+        yield x, torch.ones(3, device=x.device), torch.zeros(4, 3, device=x.device), quantizer
+
+
+@family("dequantize")
+def dequantize_cases(x: Tensor) -> Iterator[Arguments]:
+    for quantizer in VARIANTS.values():
+        storage = storage_of(quantizer, x)
+        for columnwise, buffers in ((False, storage.rowwise_operand()), (True, storage.columnwise_operand())):
+            for dtype in (torch.float32, torch.bfloat16):
+                yield buffers, quantizer, columnwise, dtype, list(x.shape)
+
+
+@family("transpose_codes")
+def transpose_codes_cases(x: Tensor) -> Iterator[Arguments]:
+    yield (x.view(torch.int16).to(torch.uint8),)
+
+
+@family("swizzle_scales", "unswizzle_scales")
+def swizzle_cases(x: Tensor) -> Iterator[Arguments]:
+    for rows, columns in ((128, 4), (256, 12)):
+        yield (torch.randint(0, 256, (rows, columns), device=x.device).to(torch.uint8),)
+
+
+@family("pad_rows")
+def pad_rows_cases(x: Tensor) -> Iterator[Arguments]:
+    for matrix, splits in group_rows(x):
+        yield matrix, splits, 16, matrix.shape[0] + 16 * splits.numel()
+
+
+@family("unpad_rows")
+def unpad_rows_cases(x: Tensor) -> Iterator[Arguments]:
+    for matrix, splits in group_rows(x):
+        rows = matrix.shape[0] + 16 * splits.numel()
+        yield matrix.new_zeros(rows, matrix.shape[1]), splits, 16, matrix.shape[0]
+
+
+def group_rows(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of ``x`` and the sizes of three groups of them, one group empty."""
+    matrix = x.flatten(0, -2)
+    first = matrix.shape[0] // 3
+    yield matrix, torch.tensor([first, 0, matrix.shape[0] - first], device=x.device)
+
+
+Tail = Callable[[Tensor], Iterator[Arguments]]
+
+
+def no_tail(x: Tensor) -> Iterator[Arguments]:
+    yield ()
+
+
+def quantizer_tail(x: Tensor) -> Iterator[Arguments]:
+    """What a fused operator takes after its own arguments: a quantizer and a seed."""
+    for quantizer in (*ONE_OF_EACH.values(), VARIANTS["nvfp4 stochastic"]):
+        yield quantizer, seed_for(quantizer, x)
+
+
+def delayed_tail(x: Tensor) -> Iterator[Arguments]:
+    """The same with the state of delayed scaling."""
+    for _, scale, amax, quantizer in quantize_delayed_cases(x):
+        yield scale, amax, quantizer
+
+
+def act_family(name: str, tail: Tail, backward: bool) -> None:
+    @family(name)
+    def cases(x: Tensor) -> Iterator[Arguments]:
+        for activation in ("gelu", "clamped_swiglu") if x.shape[-1] % 2 == 0 else ("gelu",):
+            gated = activation == "clamped_swiglu"
+            result = x[..., : x.shape[-1] // 2] if gated else x
+            for end in tail(x):
+                yield *((result, x) if backward else (x,)), activation, *end
+
+
+def norm_family(name: str, tail: Tail) -> None:
+    @family(name)
+    def cases(x: Tensor) -> Iterator[Arguments]:
+        weight = torch.ones(x.shape[-1], device=x.device)
+        for end in tail(x):
+            yield x, None, weight, None, 1e-5, "RMSNorm", False, *end
+            yield x, x.clone(), weight, weight.clone(), 1e-5, "LayerNorm", True, *end
+
+
+def norm_backward_family(name: str, tail: Tail) -> None:
+    @family(name)
+    def cases(x: Tensor) -> Iterator[Arguments]:
+        weight = torch.ones(x.shape[-1], device=x.device)
+        rstd = torch.ones(x.numel() // x.shape[-1], device=x.device)
+        for end in tail(x):
+            yield x.clone(), x, weight, rstd.new_empty(0), rstd, False, None, *end
+            yield x.clone(), x, weight, torch.zeros_like(rstd), rstd, True, x.clone(), *end
+
+
+for suffix, tail in (("", no_tail), ("_quantize", quantizer_tail), ("_quantize_delayed", delayed_tail)):
+    act_family(f"act{suffix}", tail, backward=False)
+    act_family(f"act_backward{suffix}", tail, backward=True)
+    norm_family(f"norm{suffix}", tail)
+    norm_backward_family(f"norm_backward{suffix}", tail)
+
+
+@family("draw_seed")
+def draw_seed_cases(x: Tensor) -> Iterator[Arguments]:
+    yield (x,)
+
+
+@family("calibrate_")
+def calibrate_cases(x: Tensor) -> Iterator[Arguments]:
+    yield x, torch.zeros(4, 3, device=x.device), 1
+
+
+@family("delayed_scaling_update_")
+def delayed_scaling_update_cases(x: Tensor) -> Iterator[Arguments]:
+    for algorithm in ("max", "most_recent"):
+        scales = [torch.ones(n, device=x.device) for n in (3, 1)]
+        histories = [torch.rand(5, n, device=x.device) for n in (3, 1)]
+        yield scales, histories, 448.0, 0, 4, algorithm
+
+
+@family("gemm")
+def gemm_cases(x: Tensor) -> Iterator[Arguments]:
+    bias = torch.randn(24, device=x.device)
+    for index, (kind, left, right, sizes) in enumerate(products(x)):
+        dtype = (torch.bfloat16, torch.float32, torch.float16)[index % 3]
+        for added in (None, bias) if kind == "fprop" else (None,):
+            yield kind, *left, *right, added, dtype, *sizes, False, x.is_cuda
+
+
+@family("gemm_accumulate_")
+def gemm_accumulate_cases(x: Tensor) -> Iterator[Arguments]:
+    for index, (kind, left, right, (rows, columns)) in enumerate(products(x)):
+        out = torch.randn(rows, columns + 3, device=x.device)[:, 1:-2]
+        yield kind, out.bfloat16() if index % 2 else out, *left, *right, False, x.is_cuda
+
+
+def storage_of(quantizer: nc.Quantizer, x: Tensor) -> nc.QuantizedTensorStorage:
+    return quantizer.replace(internal=True).quantize(x)
+
+
+def products(x: Tensor) -> Iterator[tuple[str, Any, Any, tuple[int, int]]]:
+    """A layer's products in every format: (kind, left, right, sizes); an operand is (buffers, quantizer)."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    for quantizer in (*ONE_OF_EACH.values(), VARIANTS["block fp32 scales"], VARIANTS["nvfp4 row-scaled"]):
+        input_, weight, grad = (
+            storage_of(quantizer, t)
+            for t in (x, x.new_ones(24, columns), x.new_full((*x.shape[:-1], 24), 0.5))
+        )
+        rowwise = [(t.rowwise_operand(), quantizer) for t in (input_, weight, grad)]
+        columnwise = [(t.columnwise_operand(), quantizer) for t in (input_, weight, grad)]
+        yield "fprop", rowwise[0], rowwise[1], (rows, 24)
+        yield "dgrad", rowwise[2], columnwise[1], (rows, columns)
+        yield "wgrad", columnwise[2], columnwise[0], (24, columns)
+
+
+@family("grouped_quantize")
+def grouped_quantize_cases(x: Tensor) -> Iterator[Arguments]:
+    for rows, splits in group_rows(x):
+        for quantizer in (*ONE_OF_EACH.values(), VARIANTS["nvfp4 stochastic"]):
+            yield rows, splits, quantizer, seed_for(quantizer, x), grouped_layout(quantizer._storage_name)
+
+
+@family("grouped_quantize_weights")
+def grouped_quantize_weights_cases(x: Tensor) -> Iterator[Arguments]:
+    matrix = x.flatten(0, -2)
+    for weights in ([matrix, matrix + 1], [torch.stack([matrix, matrix, matrix])]):
+        for quantizer in (*ONE_OF_EACH.values(), VARIANTS["nvfp4 stochastic"]):
+            yield weights, quantizer, seed_for(quantizer, x), grouped_layout(quantizer._storage_name)
+
+
+@family("grouped_quantize_delayed")
+def grouped_quantize_delayed_cases(x: Tensor) -> Iterator[Arguments]:
+    for rows, splits in group_rows(x):
+        for scale, amax, quantizer in grouped_delayed_tail(x, splits.numel()):
+            yield rows, splits, scale, amax, quantizer
+
+
+@family("grouped_quantize_weights_delayed")
+def grouped_quantize_weights_delayed_cases(x: Tensor) -> Iterator[Arguments]:
+    matrix = x.flatten(0, -2)
+    for scale, amax, quantizer in grouped_delayed_tail(x, 2):
+        yield [matrix, matrix + 1], scale, amax, quantizer
+
+
+def grouped_delayed_tail(x: Tensor, groups: int) -> Iterator[Arguments]:
+    """State of ``groups`` groups and three kinds of tensors."""
+    for _, _, _, quantizer in quantize_delayed_cases(x):
+        yield torch.ones(3 * groups, device=x.device), torch.zeros(4, 3 * groups, device=x.device), quantizer
+
+
+@family("grouped_column_sum")
+def grouped_column_sum_cases(x: Tensor) -> Iterator[Arguments]:
+    yield from group_rows(x)
+
+
+@family("grouped_gemm")
+def grouped_gemm_cases(x: Tensor) -> Iterator[Arguments]:
+    for rows, splits in group_rows(x):
+        weights = x.new_ones(3, 24, rows.shape[1])
+        tail = (rows.shape[0], 24, rows.shape[1], False, False, x.is_cuda)
+        for quantizer in ONE_OF_EACH.values():
+            layout_ = grouped_layout(quantizer._storage_name)
+            made = [
+                functional.grouped_quantize(rows, splits, quantizer, None, layout_),
+                functional.grouped_quantize_weights([weights], quantizer, None, layout_),
+                functional.grouped_quantize(
+                    rows.new_ones(rows.shape[0], 24), splits, quantizer, None, layout_
+                ),
+            ]
+            for kind, *sides in (
+                ("fprop", (0, False), (1, False)), ("dgrad", (2, False), (1, True)), ("wgrad", (2, True), (0, True)),
+            ):  # fmt: skip
+                operands = []
+                for index, columnwise in sides:
+                    operand = functional.operand_of(made[index], layout_, columnwise)
+                    operands += [operand, quantizer, layout_, x.dtype]
+                biases = [x.new_ones(24) for _ in range(3)] if kind == "fprop" else []
+                yield kind, *operands, splits, biases, torch.float32, *tail
+
+
+@family("grouped_mm")
+def grouped_mm_cases(x: Tensor) -> Iterator[Arguments]:
+    for rows, splits in group_rows(x):
+        weights = [x.new_ones(24, rows.shape[1]) for _ in range(3)]
+        yield "fprop", rows, weights, splits, [x.new_ones(24) for _ in range(3)], False
+        yield "dgrad", rows.new_ones(rows.shape[0], 24), [torch.stack(weights)], splits, [], False
+        yield "wgrad", rows.new_ones(rows.shape[0], 24), [rows], splits, [], True
+
+
+@family("grouped_dequantize")
+def grouped_dequantize_cases(x: Tensor) -> Iterator[Arguments]:
+    for rows, splits in group_rows(x):
+        for quantizer in ONE_OF_EACH.values():
+            layout_ = grouped_layout(quantizer._storage_name)
+            made = functional.grouped_quantize(rows, splits, quantizer, None, layout_)
+            operand = functional.operand_of(made, layout_, False)
+            yield operand, quantizer, layout_, splits, x.dtype, list(rows.shape)
+
+
+STORE = WeightGradStore()
+
+
+@family("defer_wgrad")
+def defer_wgrad_cases(x: Tensor) -> Iterator[Arguments]:
+    for quantizer in ONE_OF_EACH.values():
+        operand = storage_of(quantizer, x).columnwise_operand()
+        for grad_bias in (None, x.new_ones(3)):
+            yield STORE.key, operand, quantizer, operand, quantizer, grad_bias, False, False, True
+
+
+def operator(name: str) -> Any:
+    return getattr(torch.ops.narrowcast, name).default
+
+
+def test_every_operator_has_cases() -> None:
+    for module in pkgutil.iter_modules(functional.__path__, "narrowcast.functional."):
+        importlib.import_module(module.name)
+    registered = {
+        name.removeprefix("narrowcast::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("narrowcast::")
+    }
+    assert registered == set(FAMILIES), "an operator without cases, or cases without an operator"
+
+
+def utilities(op: Any, arguments: Arguments) -> tuple[str, ...]:
+    """Every utility of opcheck takes opaque quantizers, with one exception.
+
+    Functionalizing a mutating operator, torch before 2.13 wraps each argument that is callable, as quantizers are, and
+    then meets its own wrapper where the schema wants the quantizer.
+    """
+    wrapped = op._schema.is_mutable and any(callable(argument) for argument in arguments)
+    old = TorchVersion(torch.__version__) < "2.13"
+    return UTILITIES if wrapped and old else UTILITIES + AOT_UTILITIES
+
+
+def sample(shape: tuple[int, ...], device: str) -> Tensor:
+    return torch.randn(shape).bfloat16().to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_opcheck(name: str, device: str) -> None:
+    op = operator(name)
+    x = awkward_layouts(sample((33, 50), device))["transposed"]
+    for arguments in FAMILIES[name](x):
+        torch.library.opcheck(op, arguments, test_utils=utilities(op, arguments))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_outputs_are_fresh_and_as_the_fake_says(name: str, shape: tuple[int, ...], device: str) -> None:
+    op = operator(name)
+    x = sample(shape, device)
+    for view in (x, *awkward_layouts(x).values()):
+        for arguments in FAMILIES[name](view):
+            inputs = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+            outputs = pytree.tree_leaves(op(*arguments))
+            outputs = [leaf for leaf in outputs if leaf is not None]
+            assert not aliased(outputs, inputs), arguments
+            with FakeTensorMode() as mode:
+                faked = pytree.tree_map_only(Tensor, mode.from_tensor, arguments)
+                fakes = [leaf for leaf in pytree.tree_leaves(op(*faked)) if leaf is not None]
+            assert [layout(t) for t in outputs] == [layout(t) for t in fakes], arguments
+
+
+def layout(x: Tensor) -> tuple[Any, ...]:
+    """What compiled code relies on; the stride of a dim that is never stepped along is not part of it."""
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
+    return tuple(x.shape), x.dtype, strides, x.storage_offset(), x.device

@@ -1,0 +1,208 @@
+"""Grouped FP8 GEMMs: the kernels against the reference, on operands that the grouped quantize functions made."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowcast as nc
+from narrowcast import functional, kernels, reference
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SPLITS = ([5], [0, 40, 3], [130, 0, 7, 20], [16, 16, 16, 0])
+SIZES = ((130, 72), (48, 40), (16, 136), (256, 130))  # K, N
+CASES = [(splits, *sizes) for splits, sizes in zip(SPLITS, SIZES, strict=True)]
+
+if kernels.AVAILABLE:
+    from narrowcast.kernels import grouped_gemm as kernel
+
+
+def codes(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def scales(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+def padded(sizes: list[int], alignment: int) -> list[int]:
+    return [-(-size // alignment) * alignment for size in sizes]
+
+
+def moved(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[actual.dtype]
+    assert torch.allclose(actual.cpu().float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("splits", "K", "N"), CASES, ids=str)
+@pytest.mark.parametrize("scaling", ["tensor", "1x128", "128x128"])
+def test_rows(splits: list[int], K: int, N: int, scaling: str, device: torch.device) -> None:
+    groups, alignment = len(splits), 1 if scaling == "tensor" else 128
+    total = sum(padded(splits, alignment))
+    rows = sum(splits) + 6
+    block = 128 if scaling == "128x128" else 1
+    blocks = -(-K // 128)
+    arguments = {
+        "left": codes((max(total, rows), K), 0, torch.float8_e5m2 if N == 72 else torch.float8_e4m3fn),
+        "right": codes((groups, N, K), 1),
+        "left_scale": scales((groups,), 2)
+        if scaling == "tensor"
+        else scales((blocks, max(total, rows)), 2).t(),
+        "right_scale": scales((groups,), 3)
+        if scaling == "tensor"
+        else scales((groups, -(-N // block), blocks), 3),
+        "splits": torch.tensor(splits),
+        "bias": None if K == 48 else scales((groups, N), 4).to(torch.bfloat16),
+    }
+    options = {
+        "left_block": 1,
+        "right_block": block,
+        "alignment": alignment,
+        "dtype": DTYPES[(groups + K) % 3],
+        "rows": rows,
+        "columns": N,
+    }
+    expected = reference.grouped_gemm.rows(**arguments, **options)
+    for fast in (False, True) if scaling == "tensor" else (False,):
+        actual = kernel.rows(**moved(arguments, device), **options, fast_accumulation=fast)
+        assert_close(actual, expected)
+        assert (actual[sum(splits) :] == 0).all()
+
+
+@pytest.mark.parametrize(("splits", "K", "N"), CASES, ids=str)
+@pytest.mark.parametrize("scaling", ["tensor", "1x128"])
+def test_contraction(splits: list[int], K: int, N: int, scaling: str, device: torch.device) -> None:
+    groups, alignment = len(splits), 16 if scaling == "tensor" else 128
+    length = sum(padded(splits, alignment)) + alignment
+    inside = torch.zeros(length, dtype=torch.bool)
+    start = 0
+    for size in splits:
+        inside[start : start + size] = True
+        start += padded([size], alignment)[0]
+
+    def zeroed(data: Tensor) -> Tensor:
+        return torch.where(inside, data.float(), torch.zeros(())).to(data.dtype)
+
+    blocks = length // 128
+    arguments = {
+        "left": zeroed(codes((N, length), 0, torch.float8_e5m2)),
+        "right": zeroed(codes((K, length), 1)),
+        "left_scale": scales((groups,), 2) if scaling == "tensor" else scales((blocks, N), 2).t(),
+        "right_scale": scales((groups,), 3) if scaling == "tensor" else scales((blocks, K), 3).t(),
+        "splits": torch.tensor(splits, dtype=torch.int32),
+    }
+    options = {"left_block": 1, "right_block": 1, "alignment": alignment, "dtype": DTYPES[(groups + N) % 3]}
+    expected = reference.grouped_gemm.contraction(**arguments, **options)
+    actual = kernel.contraction(**moved(arguments, device), **options)
+    assert_close(actual, expected)
+    for group, size in enumerate(splits):
+        assert (size > 0) == bool(actual[group].any())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["zeros", "bias"])
+def test_finish_rows(dtype: torch.dtype, with_bias: bool, device: torch.device) -> None:
+    splits, N = [3, 0, 20], 70
+    out = torch.randn(40, N, generator=torch.Generator().manual_seed(0)).to(dtype)
+    bias = torch.randn(3, N, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = out.clone()
+    expected[23:] = 0
+    if with_bias:
+        expected[:23] += bias.repeat_interleave(torch.tensor(splits), 0)
+    actual = out.to(device)
+    kernel.finish_rows_(actual, torch.tensor(splits, device=device), bias.to(device) if with_bias else None)
+    assert torch.equal(actual.cpu(), expected)
+
+
+def test_scale_of_rows(device: torch.device) -> None:
+    scale, splits = scales((4,), 0), torch.tensor([3, 0, 1030, 2])
+    actual = kernel.scale_of_rows(scale.to(device), splits.to(device), 1040)
+    expected = torch.cat([scale.repeat_interleave(splits), torch.zeros(5)])
+    assert torch.equal(actual.cpu(), expected)
+
+
+def test_refuses() -> None:
+    left, right, scale = codes((4, 32), 0), codes((1, 8, 32), 1), torch.ones(1)
+    options = {"left_block": 1, "right_block": 1, "alignment": 1, "dtype": torch.bfloat16, "rows": 4}
+    splits = torch.tensor([4])
+    with pytest.raises(ValueError, match="left is torch.float32"):
+        kernel.rows(left.float(), scale, right, scale, splits, None, columns=8, **options)
+    with pytest.raises(ValueError, match="at least 9 rows"):
+        kernel.rows(left, scale, right, scale, splits, None, columns=9, **options)
+    with pytest.raises(ValueError, match="one length"):
+        kernel.contraction(
+            left,
+            scale,
+            codes((4, 16), 0),
+            scale,
+            splits,
+            left_block=1,
+            right_block=1,
+            alignment=16,
+            dtype=torch.bfloat16,
+        )
+
+
+E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
+
+
+def block(dim: int) -> nc.Quantizer:
+    return nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)
+
+
+QUANTIZERS = {  # of input, weight and grad_output
+    "tensor": tuple(nc.Float8CurrentScalingQuantizer(element) for element in (E4M3, E4M3, E5M2)),
+    "block": (block(1), block(2), block(1)),
+    "block 1d": (block(1), block(1), block(1)),
+    "block 2d inputs": (block(2), block(2), block(2)),
+}
+
+
+@pytest.mark.parametrize("splits", [[24, 0, 9], [130, 20, 5]], ids=str)
+@pytest.mark.parametrize("scaling", QUANTIZERS)
+def test_native_equals_decoded(
+    splits: list[int], scaling: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the operator hands the kernels is what it decodes."""
+    module = importlib.import_module("narrowcast.functional.grouped_gemm")
+    monkeypatch.setattr(module, "LIBRARY_PER_TENSOR", False)
+    K, N, rows, groups = 48, 144, sum(splits) + 4, len(splits)
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(rows, n, generator=generator).bfloat16().to(device) for n in (K, N))
+    w = [torch.randn(N, K, generator=generator).bfloat16().to(device) for _ in splits]
+    bias = torch.randn(groups, N, generator=generator).bfloat16().to(device)
+    sizes = torch.tensor(splits, device=device)
+    layout = "tensor" if scaling == "tensor" else "padded"
+    quantizers = QUANTIZERS[scaling]
+    made = (
+        functional.grouped_quantize(x, sizes, quantizers[0], None, layout),
+        functional.grouped_quantize_weights(w, quantizers[1], None, layout),
+        functional.grouped_quantize(dy, sizes, quantizers[2], None, layout),
+    )
+    for kind, (left, right), (a, b) in (
+        ("fprop", (0, 1), (False, False)), ("dgrad", (2, 1), (False, True)), ("wgrad", (2, 0), (True, True)),
+    ):  # fmt: skip
+        operands = [
+            functional.operand_of(made[index], layout, columnwise)
+            for index, columnwise in ((left, a), (right, b))
+        ]
+        biases = [bias] if kind == "fprop" else []
+        common = (sizes, biases, torch.float32, rows, N, K, False, False)
+        native = module._multiply_native(
+            kind, operands[0], quantizers[left], layout, operands[1], quantizers[right], layout, *common
+        )
+        decoded = functional.grouped_gemm(
+            kind, operands[0], quantizers[left], layout, torch.bfloat16, operands[1], quantizers[right], layout,
+            torch.bfloat16, *common, True,
+        )  # fmt: skip
+        assert native.shape == decoded.shape
+        assert torch.allclose(native, decoded, rtol=1e-4, atol=1e-3), kind

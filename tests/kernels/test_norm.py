@@ -1,0 +1,241 @@
+"""Norm kernels against the reference: statistics, amax partials, forward, sums and gradient."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from reference.checks import assert_bitwise, assert_fresh, awkward_layouts
+from torch import Tensor
+
+from narrowcast import kernels
+from narrowcast.reference import norm as reference
+from narrowcast.reference import scaling
+
+from .checks import DTYPES, KINDS, SHAPES, compare, grid, make
+
+EPS = 1e-5
+INTERPRETED_SHAPES = [(1, 1), (5,), (7, 3), (17, 300), (3, 1030), (2, 3, 10), (0, 4), (4, 0)]
+
+
+def present(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def on(device: torch.device, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if tensor is None else tensor.to(device) for tensor in tensors)
+
+
+def check(
+    shape, kind, dtype, device, normalization: str, *, residual: bool, zero_centered_gamma: bool, bias: bool
+) -> None:
+    """All four steps, each from the reference's results of the one before."""
+    what = f"{normalization} {kind} {residual=} {zero_centered_gamma=} {bias=}"
+    K = shape[-1]
+    x, grad = make(kind, shape, dtype), make(kind, shape, dtype, seed=1)
+    other = make(kind, shape, dtype, seed=2) if residual else None
+    weight = make("normal", (K,), dtype, seed=3)
+    shift = make("normal", (K,), torch.float32, seed=4) if bias else None
+    options = {"eps": EPS, "normalization": normalization}
+    summed, mean, rstd = reference.statistics(x, **options, residual=other)
+    compare(
+        lambda x: present(*kernels.norm.statistics(x, **options, residual=on(device, other)[0])),
+        lambda x: present(summed, mean, rstd),
+        x,
+        device,
+        f"statistics of {what}",
+    )
+
+    source = x if summed is None else summed
+    gamma = {"zero_centered_gamma": zero_centered_gamma}
+    statistics = on(device, weight, shift, mean, rstd)
+    (y,) = compare(
+        lambda x: [kernels.norm.forward(x, *statistics, **gamma)],
+        lambda x: [reference.forward(x, weight, shift, mean, rstd, **gamma)],
+        source,
+        device,
+        what,
+    )
+    *with_amax, partials = kernels.norm.statistics(
+        x.to(device), *statistics[:2], **options, **gamma, residual=on(device, other)[0], amax_partials=True
+    )
+    for actual, expected in zip(present(*with_amax), present(summed, mean, rstd), strict=True):
+        assert_bitwise(actual, expected, what)
+    assert 1 <= partials.numel() <= 1024
+    assert_bitwise(partials.amax().reshape(1), scaling.amax(y.cpu()), f"amax of {what}")
+
+    sums = reference.gradient_statistics(grad, source, weight, mean, rstd, **gamma)
+    arguments = on(device, weight, mean, rstd)
+    compare(
+        lambda x: present(*kernels.norm.gradient_statistics(grad.to(device), x, *arguments, **gamma)),
+        lambda x: present(*sums),
+        source,
+        device,
+        f"gradient statistics of {what}",
+    )
+    c1, c2 = sums[:2]
+    c = on(device, c1, c2)
+    compare(
+        lambda x: [
+            kernels.norm.backward(
+                grad.to(device), x, *arguments, *c, **gamma, residual_grad=on(device, other)[0]
+            )
+        ],
+        lambda x: [reference.backward(grad, x, weight, mean, rstd, c1, c2, **gamma, residual_grad=other)],
+        source,
+        device,
+        f"gradient of {what}",
+    )
+
+
+@pytest.mark.parametrize("normalization", reference.NORMALIZATIONS)
+@pytest.mark.parametrize("shape", INTERPRETED_SHAPES, ids=str)
+def test_shapes(shape: tuple[int, ...], normalization: str, device: torch.device) -> None:
+    for dtype in DTYPES:
+        check(
+            shape,
+            "normal",
+            dtype,
+            device,
+            normalization,
+            residual=False,
+            zero_centered_gamma=False,
+            bias=True,
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("normalization", reference.NORMALIZATIONS)
+def test_kinds_and_options(normalization: str, kind: str, device: torch.device) -> None:
+    for index, (residual, zero_centered_gamma) in enumerate(itertools.product((False, True), repeat=2)):
+        check(
+            (6, 270), kind, DTYPES[index % 3], device, normalization,
+            residual=residual, zero_centered_gamma=zero_centered_gamma, bias=index % 2 == 0,
+        )  # fmt: skip
+
+
+def test_one_program_takes_many_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.norm, "PROGRAMS", 2)
+    check(
+        (19, 20), "normal", torch.bfloat16, device, "LayerNorm",
+        residual=True, zero_centered_gamma=True, bias=True,
+    )  # fmt: skip
+
+
+def test_amax_ignores_nan_and_sees_the_rounded_result(device: torch.device) -> None:
+    x = make("normal", (5, 40), torch.bfloat16)
+    x[2] = float("nan")
+    weight = torch.full((40,), 1.01, dtype=torch.float32)
+    *_, rstd, partials = kernels.norm.statistics(
+        x.to(device), weight.to(device), eps=EPS, normalization="RMSNorm", amax_partials=True
+    )
+    y = reference.forward(x, weight, None, None, rstd.cpu(), zero_centered_gamma=False)
+    assert_bitwise(partials.amax().reshape(1), scaling.amax(y))
+    *_, partials = kernels.norm.statistics(
+        torch.full((2, 3), float("nan"), device=device),
+        torch.ones(3, device=device), eps=EPS, normalization="LayerNorm", amax_partials=True,
+    )  # fmt: skip
+    assert_bitwise(partials, torch.zeros(1))
+
+
+def test_strides(device: torch.device) -> None:
+    x, grad = make("normal", (34, 20), torch.bfloat16), make("normal", (34, 20), torch.float32, seed=1)
+    weight = make("normal", (20,), torch.float16, seed=2)
+    _, mean, rstd = reference.statistics(x, eps=EPS, normalization="LayerNorm")
+    gamma = {"zero_centered_gamma": True}
+    sums = reference.gradient_statistics(grad, x, weight, mean, rstd, **gamma)
+    dx = reference.backward(grad, x, weight, mean, rstd, *sums[:2], **gamma)
+    arguments = on(device, weight, mean, rstd)
+    layouts = zip(
+        awkward_layouts(x.to(device)).values(), awkward_layouts(grad.to(device)).values(), strict=True
+    )
+    for strided, strided_grad in layouts:
+        actual = kernels.norm.statistics(strided, eps=EPS, normalization="LayerNorm", residual=strided)
+        expected = reference.statistics(x, eps=EPS, normalization="LayerNorm", residual=x)
+        actual += kernels.norm.gradient_statistics(strided_grad, strided, *arguments, **gamma)
+        for a, b in zip(actual, expected + sums, strict=True):
+            assert_bitwise(a, b)
+        result = kernels.norm.backward(strided_grad, strided, *arguments, *on(device, *sums[:2]), **gamma)
+        assert_bitwise(result, dx)
+        assert_fresh([*actual, result], [strided, strided_grad])
+
+
+def test_refuses(device: torch.device) -> None:
+    x, weight, rstd = (torch.ones(size, device=device) for size in ((2, 4), 4, 2))
+    gamma = {"zero_centered_gamma": False}
+    with pytest.raises(ValueError, match="unknown normalization 'BatchNorm'; use one of LayerNorm, RMSNorm"):
+        kernels.norm.statistics(x, eps=EPS, normalization="BatchNorm")
+    with pytest.raises(ValueError, match="rank 0"):
+        kernels.norm.statistics(x[0, 0], eps=EPS, normalization="RMSNorm")
+    with pytest.raises(ValueError, match="residual is torch.float16, expected torch.float32"):
+        kernels.norm.statistics(x, eps=EPS, normalization="RMSNorm", residual=x.half())
+    with pytest.raises(ValueError, match="amax_partials needs the weight"):
+        kernels.norm.statistics(x, eps=EPS, normalization="RMSNorm", amax_partials=True)
+    with pytest.raises(ValueError, match="got torch.float64"):
+        kernels.norm.forward(x.double(), weight, None, None, rstd, **gamma)
+    with pytest.raises(ValueError, match="weight is torch.float64"):
+        kernels.norm.forward(x, weight.double(), None, None, rstd, **gamma)
+    with pytest.raises(ValueError, match="rstd is torch.bfloat16"):
+        kernels.norm.forward(x, weight, None, None, rstd.bfloat16(), **gamma)
+    with pytest.raises(ValueError, match=r"weight has shape \(2,\), expected \(4,\)"):
+        kernels.norm.forward(x, rstd, None, None, rstd, **gamma)
+    with pytest.raises(ValueError, match=r"rstd has shape \(4,\), expected \(2,\)"):
+        kernels.norm.gradient_statistics(x, x, weight, None, weight, **gamma)
+    with pytest.raises(ValueError, match=r"residual_grad has shape \(1, 4\), expected \(2, 4\)"):
+        kernels.norm.backward(x, x, weight, None, rstd, rstd, None, **gamma, residual_grad=x[:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("normalization", reference.NORMALIZATIONS)
+def test_every_shape_and_kind(normalization: str, device: torch.device) -> None:
+    for index, (shape, kind, dtype) in enumerate(grid([*SHAPES, (33, 4096), (1030, 2880), (5000, 256)])):
+        check(
+            shape, kind, dtype, device, normalization,
+            residual=index % 2 == 0, zero_centered_gamma=index % 3 == 0, bias=index % 5 < 3,
+        )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_more_than_two_billion_elements(device: torch.device) -> None:
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GiB of free GPU memory")
+    x = torch.empty((2**20 + 3, 2056), dtype=torch.bfloat16, device=device).normal_()
+    weight = torch.randn(2056, dtype=torch.bfloat16, device=device)
+    gamma = {"zero_centered_gamma": False}
+    _, mean, rstd = kernels.norm.statistics(x, eps=EPS, normalization="LayerNorm")
+    y = kernels.norm.forward(x, weight, None, mean, rstd, **gamma)
+    c1, c2, _, _ = kernels.norm.gradient_statistics(y, x, weight, mean, rstd, **gamma)
+    dx = kernels.norm.backward(y, x, weight, mean, rstd, c1, c2, **gamma)
+    last = x[-100:].cpu()
+    _, expected_mean, expected_rstd = reference.statistics(last, eps=EPS, normalization="LayerNorm")
+    assert_bitwise(mean[-100:], expected_mean)
+    assert_bitwise(rstd[-100:], expected_rstd)
+    statistics = (weight.cpu(), expected_mean, expected_rstd)
+    expected_y = reference.forward(last, statistics[0], None, *statistics[1:], **gamma)
+    assert_bitwise(y[-100:], expected_y)
+    expected_c1, expected_c2, _, _ = reference.gradient_statistics(expected_y, last, *statistics, **gamma)
+    assert_bitwise(c1[-100:], expected_c1)
+    assert_bitwise(
+        dx[-100:], reference.backward(expected_y, last, *statistics, expected_c1, expected_c2, **gamma)
+    )
+
+
+@pytest.mark.gpu
+def test_captures_into_a_graph(device: torch.device) -> None:
+    x = torch.randn(256, 384, dtype=torch.bfloat16, device=device)
+    weight = torch.ones(384, device=device)
+
+    def run() -> list[Tensor]:
+        _, mean, rstd = kernels.norm.statistics(x, eps=EPS, normalization="LayerNorm")
+        return present(*kernels.norm.gradient_statistics(x, x, weight, mean, rstd, zero_centered_gamma=False))
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    x.add_(1.0)
+    graph.replay()
+    for actual, expected in zip(captured, run(), strict=True):
+        assert_bitwise(actual, expected)

@@ -1,0 +1,182 @@
+"""Fused producers: what the quantize kernels compute on the way in equals the reference's two steps, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from reference.checks import assert_bitwise
+from torch import Tensor
+
+from narrowcast import kernels, reference
+from narrowcast.formats import E4M3, E5M2
+
+from .checks import DTYPES, make
+
+# Ragged in every way, and one that tiles divide, so that gradients of gated activations take the paired path.
+SHAPES = [(1, 2), (5, 6), (33, 34), (2, 9, 130), (130, 128), (64, 256), (0, 8)]
+GPU_SHAPES = [(33, 34), (2, 9, 130), (128, 512), (257, 1024), (1000, 520), (384, 768), (1024, 2048)]
+
+Quantize = Callable[..., list[Tensor]]
+
+
+def _scale(x: object) -> Tensor:
+    return torch.tensor([24.0], device=x.device)  # type: ignore[attr-defined]
+
+
+QUANTIZERS: dict[str, Callable[[object, object, bool, bool], list[Tensor]]] = {
+    "given scale": lambda numerics, x, rows, columns: numerics.float8.quantize(
+        x, _scale(x), E4M3, rowwise=rows, columnwise=columns
+    ),
+    "current": lambda numerics, x, rows, columns: numerics.float8.quantize_current(
+        x, E5M2, power_2=False, epsilon=0.0, rowwise=rows, columnwise=columns
+    ),
+    "block 1-D": lambda numerics, x, rows, columns: numerics.float8_block.quantize(
+        x, E4M3, rowwise=rows, columnwise=columns, block_dim=1, power_2=True, epsilon=0.0
+    ),
+    "block 2-D": lambda numerics, x, rows, columns: numerics.float8_block.quantize(
+        x, E4M3, rowwise=rows, columnwise=columns, block_dim=2, power_2=False, epsilon=0.0
+    ),
+    "mxfp8": lambda numerics, x, rows, columns: numerics.mxfp8.quantize(
+        x, E4M3, rowwise=rows, columnwise=columns
+    ),
+    "mxfp8 2-D": lambda numerics, x, rows, columns: numerics.mxfp8.quantize(
+        x, E5M2, rowwise=rows, columnwise=columns, two_d=True
+    ),
+}
+
+
+def _half(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def _norm_operands(
+    shape: tuple[int, ...], kind: str, dtype: torch.dtype, normalization: str
+) -> dict[str, Tensor | None]:
+    return {
+        "x": make(kind, shape, dtype),
+        "residual": make("normal", shape, dtype, 1) if shape[0] % 2 else None,
+        "weight": make("normal", shape[-1:], dtype, 2),
+        "bias": make("normal", shape[-1:], dtype, 3) if normalization == "LayerNorm" else None,
+    }
+
+
+def _activation(name: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype, **parameters: float):
+    x = make(kind, shape, dtype)
+    return lambda numerics, device: numerics.sources.activation(x.to(device), name, **parameters)
+
+
+def _activation_backward(
+    name: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype, **parameters: float
+):
+    gated = reference.activation.ACTIVATIONS[name].gated
+    x, grad = make(kind, shape, dtype), make("normal", _half(shape) if gated else shape, dtype, 1)
+    return lambda numerics, device: numerics.sources.activation_backward(
+        grad.to(device), x.to(device), name, column_sums=True, **parameters
+    )
+
+
+def _norm(normalization: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype, centered: bool):
+    operands = _norm_operands(shape, kind, dtype, normalization)
+
+    def build(numerics, device):
+        moved = {name: None if t is None else t.to(device) for name, t in operands.items()}
+        options = {"eps": 1e-5, "normalization": normalization, "zero_centered_gamma": centered}
+        return numerics.sources.normalized(**moved, **options, with_amax=not centered)[0]
+
+    return build
+
+
+def _norm_backward(normalization: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype, centered: bool):
+    operands = _norm_operands(shape, kind, dtype, normalization)
+    x, residual, weight = operands["x"], operands["residual"], operands["weight"]
+    grad = make("normal", shape, dtype, 4)
+    _, mean, rstd = reference.norm.statistics(x, eps=1e-5, normalization=normalization)
+    c1, c2, _, _ = reference.norm.gradient_statistics(
+        grad, x, weight, mean, rstd, zero_centered_gamma=centered
+    )
+
+    def build(numerics, device):
+        moved = [None if t is None else t.to(device) for t in (grad, x, weight, mean, rstd, c1, c2, residual)]
+        return numerics.sources.norm_backward(
+            *moved[:7], zero_centered_gamma=centered, residual_grad=moved[7]
+        )
+
+    return build
+
+
+def _check(build, quantize: str, device: torch.device, directions: tuple[bool, bool] = (True, True)) -> None:
+    source, expected_source = build(kernels, device), build(reference, torch.device("cpu"))
+    actual = QUANTIZERS[quantize](kernels, source, *directions)
+    expected = QUANTIZERS[quantize](reference, expected_source, *directions)
+    assert len(actual) == len(expected)
+    for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert_bitwise(a, b, f"{quantize} {source.constants} {source.shape} {source.dtype} buffer {index}")
+    assert_bitwise(kernels.sources.materialize(source), expected_source)
+    if source.column_sums is not None:
+        assert_bitwise(
+            kernels.sources.column_sum(source), reference.sources.column_sum(expected_source), "column sums"
+        )
+
+
+@pytest.mark.parametrize("quantize", QUANTIZERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sources(quantize: str, shape: tuple[int, ...], device: torch.device) -> None:
+    dtype = DTYPES[SHAPES.index(shape) % 3]
+    _check(_activation("swiglu", shape, "normal", dtype), quantize, device)
+    _check(_activation_backward("swiglu", shape, "normal", dtype), quantize, device)
+    _check(_norm("RMSNorm", shape, "normal", dtype, False), quantize, device)
+    _check(_norm_backward("LayerNorm", shape, "normal", dtype, True), quantize, device)
+
+
+@pytest.mark.parametrize("name", reference.activation.ACTIVATIONS)
+def test_activations(name: str, device: torch.device) -> None:
+    parameters = {"limit": 0.5, "alpha": 1.5} if name == "clamped_swiglu" else {}
+    for kind, quantize in (("normal", "given scale"), ("special", "block 1-D"), ("wide", "mxfp8")):
+        _check(_activation(name, (33, 36), kind, torch.bfloat16, **parameters), quantize, device)
+        _check(_activation_backward(name, (33, 36), kind, torch.bfloat16, **parameters), quantize, device)
+
+
+@pytest.mark.parametrize("normalization", reference.norm.NORMALIZATIONS)
+@pytest.mark.parametrize("centered", [False, True])
+def test_norms(normalization: str, centered: bool, device: torch.device) -> None:
+    cases = {"given scale": (True, False), "current": (False, True), "block 2-D": (True, True)}
+    for quantize, directions in cases.items():
+        _check(_norm(normalization, (35, 40), "wide", torch.float32, centered), quantize, device, directions)
+        _check(
+            _norm_backward(normalization, (35, 40), "wide", torch.float16, centered),
+            quantize,
+            device,
+            directions,
+        )
+
+
+@pytest.mark.parametrize("quantize", QUANTIZERS)
+@pytest.mark.parametrize("shape", [(1, 4), (5, 3), (130, 132), (64, 128), (0, 4)], ids=str)
+def test_column_sums(quantize: str, shape: tuple[int, ...], device: torch.device) -> None:
+    x = make("zeros", shape, torch.bfloat16)
+    _check(lambda numerics, device: numerics.sources.tensor(x.to(device), column_sums=True), quantize, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantize", QUANTIZERS)
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "wide", "huge", "special"])
+def test_every_source(quantize: str, shape: tuple[int, ...], kind: str, device: torch.device) -> None:
+    dtype = DTYPES[GPU_SHAPES.index(shape) % 3]
+    for name in ("swiglu", "gelu", "clamped_swiglu", "sreglu"):
+        _check(_activation(name, shape, kind, dtype), quantize, device)
+        _check(_activation_backward(name, shape, kind, dtype), quantize, device)
+    for normalization in reference.norm.NORMALIZATIONS:
+        _check(_norm(normalization, shape, kind, dtype, False), quantize, device)
+        _check(_norm_backward(normalization, shape, kind, dtype, False), quantize, device)
+
+
+def test_refuses_an_unknown_activation(device: torch.device) -> None:
+    x = torch.ones(4, 4, device=device)
+    for numerics in (kernels, reference):
+        with pytest.raises(ValueError, match="unknown activation 'swish'"):
+            numerics.sources.activation(x, "swish")
+        with pytest.raises(ValueError, match="has no parameter 'limit'"):
+            numerics.sources.activation(x, "silu", limit=1.0)

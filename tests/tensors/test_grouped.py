@@ -1,0 +1,237 @@
+"""Grouped tensors: members of one allocation, operations on the dequantized members, in-place ones requantized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowcast as nc
+from narrowcast import functional
+from narrowcast.tensors import grouped, grouped_layout, quantize_members
+from narrowcast.tensors.grouped import GroupedTensorStorage
+
+E4M3 = nc.DType.kFloat8E4M3
+G, N, K = 3, 40, 48
+QUANTIZERS: dict[str, nc.Quantizer] = {
+    "tensor": nc.Float8CurrentScalingQuantizer(E4M3),
+    "mxfp8": nc.MXFP8Quantizer(E4M3),
+    "block 1d": nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
+    "block 2d": nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=2),
+    "nvfp4": nc.NVFP4Quantizer(),
+    "identity": nc.IdentityQuantizer(),
+}
+each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
+
+
+def values(seed: int = 0) -> Tensor:
+    return torch.randn(G, N, K, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def make(name: str = "tensor", seed: int = 0, **kwargs: Any) -> nc.GroupedTensor:
+    return nc.GroupedTensor(quantize_members([values(seed)], QUANTIZERS[name]), **kwargs)
+
+
+def assert_same_buffers(a: GroupedTensorStorage, b: GroupedTensorStorage) -> None:
+    for one, other in zip(a.get_data_tensors(), b.get_data_tensors(), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)  # type: ignore[arg-type]
+
+
+@each_quantizer
+def test_members_are_those_of_the_quantizer(name: str) -> None:
+    quantizer = QUANTIZERS[name]
+    storage = quantize_members(list(values().unbind(0)), quantizer)
+    assert_same_buffers(storage, quantize_members([values()], quantizer))
+    members = storage.split_into_quantized_tensors()
+    expected = [quantizer.replace(internal=True).quantize(value) for value in values().unbind(0)]
+    for member, alone in zip(members, expected, strict=True):
+        assert type(member) is type(alone) and member.shape == (N, K)
+        for ours, theirs in zip(member.get_data_tensors(), alone.get_data_tensors(), strict=True):
+            assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+            if (
+                ours.dtype == torch.uint8 or name != "block 2d"
+            ):  # where rows of scales are padded, others' follow
+                assert torch.equal(ours, theirs)
+    assert torch.equal(storage.dequantize(), torch.stack([alone.dequantize() for alone in expected]))
+
+
+@each_quantizer
+def test_ragged_members(name: str) -> None:
+    """Groups of rows: every member equals what quantizing it alone gives."""
+    quantizer: Any = QUANTIZERS[name]
+    sizes = [20, 0, 33]
+    x = values().reshape(-1, K)[: sum(sizes) + 5]
+    layout = grouped_layout(quantizer._storage_name)
+    storage = GroupedTensorStorage(
+        functional.grouped_quantize(x, torch.tensor(sizes), quantizer, None, layout),
+        quantizer=quantizer,
+        storage_name=quantizer._storage_name,
+        rowwise=True,
+        columnwise=True,
+        num_tensors=3,
+        logical_shape=tuple(x.shape),
+        fake_dtype=x.dtype,
+        first_dims=torch.tensor(sizes),
+    )
+    assert storage.tensor_shapes == [(size, K) for size in sizes]
+    for part, member in zip(x.split([*sizes, 5]), storage.split_into_quantized_tensors()):
+        if part.numel():
+            alone = quantizer.replace(internal=True).quantize(part)
+            assert torch.equal(member.dequantize(), alone.dequantize())
+    assert (storage.dequantize()[sum(sizes) :] == 0).all()
+    with pytest.raises(NotImplementedError, match="different shapes"):
+        nc.GroupedTensor(storage)
+    with pytest.raises(NotImplementedError, match="different shapes"):
+        storage.quantize([x])
+
+
+@each_quantizer
+def test_quantize_overwrites(name: str) -> None:
+    storage, other = make(name), make(name, seed=1)
+    pointers = [b.data_ptr() for b in storage.get_data_tensors() if b is not None]
+    storage.quantize(values(1), noop_flag=torch.ones(1))
+    assert_same_buffers(storage, make(name))
+    storage.quantize(list(values(1).unbind(0)), noop_flag=torch.zeros(1))
+    assert_same_buffers(storage, other)
+    assert pointers == [b.data_ptr() for b in storage.get_data_tensors() if b is not None]
+
+
+def test_one_operator_for_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    run = grouped.grouped_quantize_weights
+    monkeypatch.setattr(grouped, "grouped_quantize_weights", lambda *args: calls.append(args) or run(*args))
+    for name in QUANTIZERS:
+        with torch.no_grad():
+            make(name).mul_(2.0)
+    assert len(calls) == 2 * len(QUANTIZERS)
+
+
+def test_members_that_cannot_be() -> None:
+    quantizer = QUANTIZERS["tensor"]
+    with pytest.raises(ValueError, match="one shape"):
+        quantize_members([torch.zeros(2, 3), torch.zeros(3, 3)], quantizer)
+    with pytest.raises(ValueError, match="give matrices"):
+        quantize_members([torch.zeros(3), torch.zeros(3)], quantizer)
+
+
+def test_directions() -> None:
+    storage = quantize_members([values()], QUANTIZERS["mxfp8"].with_usage(rowwise=True, columnwise=False))
+    assert storage.get_usages() == {"rowwise": True, "columnwise": False}
+    with pytest.raises(RuntimeError, match="no column-wise data"):
+        storage.columnwise_operand()
+    storage.clear()
+    assert storage.get_data_tensors() == (None,) * 4
+    with pytest.raises(RuntimeError, match="no row-wise data"):
+        storage.rowwise_operand()
+
+
+def test_repr_names_what_it_is() -> None:
+    text = repr(quantize_members([values()], QUANTIZERS["tensor"]))
+    for part in (
+        "GroupedTensorStorage(",
+        "num_tensors=3",
+        "(40, 48)",
+        "(3, 40, 48)",
+        "Float8Current",
+        "bfloat16",
+    ):
+        assert part in text
+    assert repr(make()).startswith("GroupedTensor(")
+
+
+@each_quantizer
+def test_operations_run_on_the_dequantized_members(name: str) -> None:
+    tensor, plain = make(name), make(name).dequantize()
+    assert tensor.shape == (G, N, K) and tensor.dtype == torch.bfloat16
+    other = torch.ones(G, N, K, dtype=torch.bfloat16)
+    for result, expected in (
+        (tensor + other, plain + other),
+        (other * tensor, other * plain),
+        (torch.bmm(tensor, other.transpose(1, 2)), torch.bmm(plain, other.transpose(1, 2))),
+        (tensor.sum(), plain.sum()),
+        (
+            torch.addcmul(other, tensor1=tensor, tensor2=other, value=0.5),
+            torch.addcmul(other, plain, other, value=0.5),
+        ),
+    ):
+        assert type(result) is Tensor and torch.equal(result, expected)
+
+
+@each_quantizer
+def test_in_place_operations_requantize(name: str) -> None:
+    tensor = make(name)
+    pointers = [b.data_ptr() for b in tensor.get_data_tensors() if b is not None]
+    plain = tensor.dequantize().mul_(3.0)
+    assert tensor.mul_(3.0) is tensor
+    assert_same_buffers(tensor, quantize_members([plain], QUANTIZERS[name]))
+    assert pointers == [b.data_ptr() for b in tensor.get_data_tensors() if b is not None]
+    tensor.copy_(values(2))
+    assert_same_buffers(tensor, make(name, seed=2))
+
+
+def test_keywords_are_paired_by_name() -> None:
+    """Optional arguments that are left out before the first keyword do not shift the pairing."""
+    tensor, ones = make(), torch.ones(G, N, K, dtype=torch.bfloat16)
+    result = torch.add(ones, ones, out=tensor)
+    assert result is tensor
+    assert_same_buffers(tensor, quantize_members([ones + ones], QUANTIZERS["tensor"]))
+    other = make()
+    plain = other.dequantize().addcmul_(ones, ones, value=0.5)
+    other.addcmul_(ones, tensor2=ones, value=0.5)
+    assert_same_buffers(other, quantize_members([plain], QUANTIZERS["tensor"]))
+    with pytest.raises(TypeError):
+        torch.add(ones, ones, nonsense=tensor)
+
+
+def test_detach_and_alias_are_new_objects_on_the_same_buffers() -> None:
+    tensor = make(requires_grad=True)
+    for made, needs_grad in ((tensor.detach(), False), (torch.ops.aten.alias.default(tensor), True)):
+        assert made is not tensor and isinstance(made, nc.GroupedTensor)
+        assert made.requires_grad == needs_grad
+        for one, other in zip(made.get_data_tensors(), tensor.get_data_tensors(), strict=True):
+            assert one is other
+    plain = make()
+    parameter = torch.nn.Parameter(plain)
+    assert isinstance(parameter, nc.GroupedTensor) and parameter is not plain and not plain.requires_grad
+    copied = tensor.clone()
+    assert_same_buffers(copied, tensor)
+    assert copied.rowwise_data is not tensor.rowwise_data
+
+
+def test_shapes_cannot_be_changed() -> None:
+    tensor = make()
+    assert tensor.view(-1).shape == (G * N * K,) and tensor.view(-1).dtype == torch.uint8
+    assert isinstance(tensor.expand(G, N, K), nc.GroupedTensor) and isinstance(
+        tensor.expand_as(tensor), nc.GroupedTensor
+    )
+    for change in (
+        lambda: tensor.view(G * N, K),
+        lambda: tensor.reshape(N, G, K),
+        lambda: tensor[0],
+        lambda: tensor[:, 1:3],
+        lambda: torch.cat([tensor, tensor]),
+        lambda: tensor.transpose(0, 1),
+        lambda: tensor.unbind(0),
+    ):
+        with pytest.raises(RuntimeError, match="cannot change the shape"):
+            change()
+
+
+def test_gradient_passes_through_dequantize() -> None:
+    tensor = make(requires_grad=True)
+    tensor.dequantize(dtype=torch.float32).square().sum().backward()
+    assert tensor.grad is not None and tensor.grad.dtype == torch.bfloat16
+    assert torch.equal(tensor.grad, (2 * tensor.detach().dequantize(dtype=torch.float32)).bfloat16())
+
+
+@each_quantizer
+def test_flatten_and_back(name: str) -> None:
+    tensor = make(name, requires_grad=True)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    rebuilt = nc.GroupedTensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    assert_same_buffers(rebuilt, tensor)
+    assert rebuilt.requires_grad and rebuilt.shape == tensor.shape and rebuilt.dtype == tensor.dtype
