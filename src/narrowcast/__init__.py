@@ -11,7 +11,7 @@ from ._device import (
 )
 from ._version import __version__
 from .formats import DType
-from .nn import Linear
+from .nn import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -37,6 +37,8 @@ from .tensors import (
     Float8BlockwiseQTensorStorage,
     Float8Tensor,
     Float8TensorStorage,
+    GroupedTensor,
+    GroupedTensorStorage,
     HybridQuantizedTensor,
     HybridQuantizedTensorStorage,
     IdentityTensor,
@@ -62,12 +64,18 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "GroupedLinear",
+    "GroupedTensor",
+    "GroupedTensorStorage",
     "HybridQuantizedTensor",
     "HybridQuantizedTensorStorage",
     "HybridQuantizer",
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
@@ -80,6 +88,7 @@ __all__ = [
     "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
+    "RMSNorm",
     "__version__",
     "autocast",
     "checkpoint",

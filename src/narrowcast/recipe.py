@@ -7,6 +7,7 @@ equal fields are equal, so entering one instead of the other changes nothing and
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,6 +24,8 @@ from .quantizers import (
     NVFP4Quantizer,
     OperandHandles,
     Quantizer,
+    QuantizerHandle,
+    handle_of,
 )
 from .roles import QuantizerRole
 
@@ -94,9 +97,17 @@ class LinearHandles:
         return self.backward_state if self.forward_state is None else self.forward_state
 
 
+@dataclass(frozen=True)
+class BoundaryHandles:
+    """Quantizers of what a linear layer hands to its neighbours, both directions at once."""
+
+    output: QuantizerHandle
+    grad_input: QuantizerHandle
+
+
 # Slots of a linear layer's delayed-scaling state.
-INPUT_SLOT, WEIGHT_SLOT = 0, 1
-GRAD_OUTPUT_SLOT = 0
+INPUT_SLOT, WEIGHT_SLOT, OUTPUT_SLOT = 0, 1, 2
+GRAD_OUTPUT_SLOT, GRAD_INPUT_SLOT = 0, 1
 
 FORWARD_TENSOR_TYPES = ("input", "weight", "output")
 BACKWARD_TENSOR_TYPES = ("grad_output", "grad_input")
@@ -155,6 +166,14 @@ class Recipe:
             backward_state,
         )
 
+    def boundary_handles(self, name: str = "") -> BoundaryHandles:
+        """Quantizers of a linear layer called ``name`` for its output and for the gradient of its input.
+
+        Raises:
+            ValueError: one of them is scaled with delay where the layer's operands are not.
+        """
+        return _boundary_handles(self, name)
+
     def resolve(
         self, mode: Mode, roles: Sequence[QuantizerRole]
     ) -> tuple[list[Quantizer], DelayedScaling | None]:
@@ -208,6 +227,29 @@ class Recipe:
     def custom(cls) -> bool:
         """Whether this is a custom recipe."""
         return issubclass(cls, CustomRecipe)
+
+
+@functools.lru_cache(maxsize=1024)
+def _boundary_handles(recipe: Recipe, name: str) -> BoundaryHandles:
+    forward, _ = recipe.resolve("forward", [QuantizerRole("linear", t, name) for t in FORWARD_TENSOR_TYPES])
+    backward, _ = recipe.resolve(
+        "backward", [QuantizerRole("linear", t, name) for t in BACKWARD_TENSOR_TYPES]
+    )
+    made = BoundaryHandles(
+        handle_of(forward[OUTPUT_SLOT].with_usage(rowwise=True, columnwise=True)),
+        handle_of(backward[GRAD_INPUT_SLOT].with_usage(rowwise=True, columnwise=True)),
+    )
+    handles = recipe.linear_handles(name)
+    for kind, handle, state in (
+        ("output", made.output, handles.forward_state),
+        ("grad_input", made.grad_input, handles.backward_state),
+    ):
+        if handle.delayed and state is None:
+            raise ValueError(
+                f"the recipe scales only {kind} of {name!r} with delay, so nothing renews that scale; request delayed "
+                "scaling for the operands of the GEMM in that direction, too"
+            )
+    return made
 
 
 def _fp8_dtype(fp8_format: Format, tensor_type: str) -> DType:

@@ -258,12 +258,12 @@ def test_cache_is_reused_only_when_asked() -> None:
 def test_cache_dies_with_its_weight(change: str) -> None:
     module, x = layer(), torch.randn(8, 48)
     run(module, x, QUANTIZED["mxfp8"], is_first_microbatch=True)
-    assert module._fp8_workspaces
+    assert module._fp8_workspaces["weight"]
     if change == "load":
         module.load_state_dict(copy.deepcopy(module.state_dict()))
     else:
         module.to(torch.bfloat16)
-    assert not module._fp8_workspaces
+    assert not module._fp8_workspaces["weight"]
 
 
 def test_inference_cache_is_completed_for_training() -> None:
@@ -287,5 +287,5 @@ def test_deepcopy_and_pickle_leave_the_cache_behind() -> None:
     module, x = layer(), torch.randn(8, 48)
     run(module, x, QUANTIZED["current"], is_first_microbatch=True)
     twin = copy.deepcopy(module)
-    assert not twin._fp8_workspaces and module._fp8_workspaces
+    assert not twin._fp8_workspaces["weight"] and module._fp8_workspaces["weight"]
     assert torch.equal(run(twin, x, QUANTIZED["current"])[0], run(module, x, QUANTIZED["current"])[0])

@@ -1,6 +1,18 @@
 """Modules: parameters, resolution of the recipe, one call."""
 
+from .grouped_linear import GroupedLinear
+from .layernorm_linear import LayerNormLinear
+from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
 from .module import QuantizedModule
+from .norm import LayerNorm, RMSNorm
 
-__all__ = ["Linear", "QuantizedModule"]
+__all__ = [
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "QuantizedModule",
+    "RMSNorm",
+]

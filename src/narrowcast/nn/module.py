@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._device import default_device
-from ..autograd import DelayedTensors
-from ..quantizers import Float8CurrentScalingQuantizer, Quantizer
+from ..autograd import DelayedTensors, LinearNumerics, LinearWgrad, add_to_main_grad_, compute_wgrad
+from ..functional.wgrad_store import WeightGradStore
+from ..quantizers import Float8CurrentScalingQuantizer, OperandHandles, Quantizer
 from ..recipe import DelayedScaling, Recipe
 from ..state import DelayedScalingState, register_delayed_state
-from ..tensors import QuantizedTensor, QuantizedTensorStorage
+from ..tensors import QuantizedTensor, QuantizedTensorStorage, storage_of
+from ..tensors.storage import resolve_storage_class
 
 
 class QuantizedModule(nn.Module):
@@ -21,15 +24,35 @@ class QuantizedModule(nn.Module):
     Args:
         name: the module's name in quantizer roles.
         device: where parameters and state are made; None takes the default accelerator, or the CPU without one.
+        fuse_wgrad_accumulation: add weight gradients to the parameter's ``main_grad`` instead of its ``grad``.
+        delay_wgrad_compute: weight and bias gradients wait for :meth:`backward_dw`.
+        gemms: the parameters of each GEMM: (name of the weight, name of the bias).
     """
 
-    def __init__(self, name: str | None, device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        name: str | None,
+        device: torch.device | str | None,
+        *,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        gemms: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         super().__init__()
         self.name = name or ""
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self._gemms = gemms
+        # weight name -> its queue; in the order in which a backward meets them
+        self.wgrad_stores = {w: WeightGradStore(device) for w, _ in gemms} if delay_wgrad_compute else {}
+        self._wgrad_hooks: list[Callable[[], Any]] = []
         self.delayed_scaling = DelayedScalingState(self.name, device)
         register_delayed_state(self, self.delayed_scaling)
-        # parameter name -> (value of the quantizer that made it, quantized weight)
-        self._fp8_workspaces: dict[str, tuple[str, QuantizedTensorStorage]] = {}
+        # Parameter name -> (value of the quantizer that made it, quantized weight), or None. All names are there from
+        # the start: a compiled graph is guarded on the keys of a dict that it writes to.
+        self._fp8_workspaces: dict[str, tuple[str, QuantizedTensorStorage] | None] = {
+            w: None for w, _ in gemms
+        }
 
     def _delayed_tensors(self, managed: DelayedScaling | None, recipe: Recipe) -> DelayedTensors:
         """State tensors for quantizers that scale with delay; empty without any."""
@@ -42,14 +65,144 @@ class QuantizedModule(nn.Module):
             state.scale_fwd, state.amax_history_fwd, state.scale_bwd, state.amax_history_bwd
         )
 
+    def _numerics(
+        self,
+        recipe: Recipe | None,
+        activation_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        save_original_input: bool = False,
+    ) -> LinearNumerics:
+        """How a GEMM of this module computes under a recipe; None is high precision."""
+        if recipe is None:
+            return LinearNumerics(
+                activation_dtype, weight_dtype, "high_precision", False, False, False, False
+            )
+        return LinearNumerics(
+            activation_dtype=activation_dtype,
+            weight_dtype=weight_dtype,
+            backward_override=recipe.backward_override,  # type: ignore[attr-defined]
+            emulate=recipe.emulate,  # type: ignore[attr-defined]
+            fast_fprop=not recipe.fp8_gemm_fprop.use_split_accumulator,
+            fast_dgrad=not recipe.fp8_gemm_dgrad.use_split_accumulator,
+            fast_wgrad=not recipe.fp8_gemm_wgrad.use_split_accumulator,
+            save_original_input=save_original_input,
+        )
+
+    def _workspace(
+        self, name: str, handles: OperandHandles, is_first_microbatch: bool | None
+    ) -> QuantizedTensorStorage | None:
+        """The quantized weight that need not be made: a quantized parameter, or what the first microbatch left.
+
+        Raises:
+            RuntimeError: the parameter is quantized in another format than the recipe's.
+        """
+        weight = getattr(self, name)
+        if isinstance(weight, QuantizedTensor):
+            storage = storage_of(weight)
+            wanted = resolve_storage_class(handles.both.storage_name)
+            if not isinstance(storage, wanted):
+                raise RuntimeError(
+                    f"parameter {name!r} of {self.name or type(self).__name__} is a {type(weight).__name__}, the "
+                    f"recipe in force wants {wanted.__name__}; enter autocast with the recipe of quantized_model_init"
+                )
+            return storage
+        cached = self._fp8_workspaces.get(name) if is_first_microbatch is False else None
+        if cached is not None and cached[0] == handles.both.value:
+            return cached[1]
+        return None  # nothing kept, or kept for another recipe
+
+    # -- where weight gradients go ----------------------------------------------------------------------------------
+
+    def _wgrad(self, name: str, is_first_microbatch: bool | None) -> LinearWgrad:
+        """Where the gradient of one weight goes.
+
+        Raises:
+            RuntimeError: it should go to ``main_grad``, and the parameter has none.
+        """
+        weight = getattr(self, name)
+        store = self.wgrad_stores.get(name)
+        ticket = None if store is None else store.ticket
+        if not (self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()):
+            return LinearWgrad(None, False, "", store, ticket)
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None:
+            raise RuntimeError(
+                f"fuse_wgrad_accumulation=True needs parameter {name!r} of {self.name or type(self).__name__} to "
+                "have a main_grad; assign a fp32 tensor of its shape before the forward"
+            )
+        overwrite = is_first_microbatch is True or getattr(weight, "overwrite_main_grad", False)
+        dummy = ""
+        if hasattr(weight, "grad_added_to_main_grad"):
+            dummy = "zeros" if getattr(weight, "zero_out_wgrad", False) else "empty"
+        return LinearWgrad(main_grad, overwrite, dummy, store, ticket)
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients of this module wait for :meth:`backward_dw`."""
+        return self.delay_wgrad_compute
+
+    @torch.no_grad()
+    def backward_dw(self) -> None:
+        """Compute the weight and bias gradients of the oldest backward, and add them to ``grad`` or ``main_grad``.
+
+        Does nothing without ``delay_wgrad_compute``. Then the hooks of
+        :meth:`register_wgrad_accumulation_and_reduce_hooks` run.
+
+        Raises:
+            RuntimeError: there was no backward since the last call.
+        """
+        if not self.need_backward_dw():
+            return
+        for weight_name, bias_name in self._gemms:
+            weight = getattr(self, weight_name)
+            if not weight.requires_grad:
+                continue
+            deferred = self.wgrad_stores[weight_name].pop()
+            if self.fuse_wgrad_accumulation:
+                add_to_main_grad_(deferred, weight.main_grad)
+                _mark_added_to_main_grad(weight)
+            else:
+                shape = (weight.shape[0], weight.shape[1])
+                _accumulate(weight, compute_wgrad(deferred, shape, weight.dtype))
+            if deferred.grad_bias is not None:
+                _accumulate(getattr(self, bias_name), deferred.grad_bias)
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Have ``hook()`` called at the end of every :meth:`backward_dw`."""
+        self._wgrad_hooks.append(hook)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if name in self._fp8_workspaces:  # made from the parameter that was here
+            self._fp8_workspaces[name] = None
+        self._prepare_parameters()
+
+    def _prepare_parameters(self) -> None:
+        """Tell data-parallel wrappers what to expect of the gradients; again for every new parameter object."""
+        for weight_name, bias_name in self._gemms:
+            weight, bias = self._parameters.get(weight_name), self._parameters.get(bias_name)
+            if weight is not None and self.fuse_wgrad_accumulation and not _is_marked(weight):
+                weight.register_post_accumulate_grad_hook(_mark_added_to_main_grad)
+            for parameter in (weight, bias):
+                if parameter is not None and self.delay_wgrad_compute:
+                    parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
     # -- the weight cache dies with what it was made from -----------------------------------------------------------
 
+    def _drop_workspaces(self) -> None:
+        self._fp8_workspaces.update(dict.fromkeys(self._fp8_workspaces))
+
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedModule:
-        self._fp8_workspaces.clear()
-        return super()._apply(fn, recurse)
+        self._drop_workspaces()
+        super()._apply(fn, recurse)
+        for store in self.wgrad_stores.values():
+            store.ticket = fn(store.ticket)
+        self._prepare_parameters()
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self._fp8_workspaces.clear()
+        self._drop_workspaces()
         ours = [key for key in state_dict if key.startswith(prefix)]
         if ours and not any(key.startswith(prefix + "delayed_scaling.") for key in ours):
             self.delayed_scaling.reset()  # saved before its first step, or under another recipe
@@ -64,11 +217,30 @@ class QuantizedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickling and deep copies; the cache is left behind."""
-        return {**self.__dict__, "_fp8_workspaces": {}}
+        return {**self.__dict__, "_fp8_workspaces": dict.fromkeys(self._fp8_workspaces)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         register_delayed_state(self, self.delayed_scaling)
+        self._prepare_parameters()
+
+
+def _accumulate(parameter: Tensor, grad: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)
+
+
+def _mark_added_to_main_grad(parameter: Tensor) -> None:
+    """Say that ``main_grad`` has what ``grad`` would hold, to those who asked by setting the attribute."""
+    if hasattr(parameter, "grad_added_to_main_grad"):
+        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
+def _is_marked(parameter: Tensor) -> bool:
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    return _mark_added_to_main_grad in hooks.values()
 
 
 def quantize_parameter(value: Tensor, recipe: Recipe, preserve: bool, name: str) -> nn.Parameter:

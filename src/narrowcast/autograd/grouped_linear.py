@@ -1,0 +1,375 @@
+"""The autograd functions of grouped linear layers: y_g = x_g w_g^T for every group of rows, in one operator per step.
+
+The rules are those of ``autograd.linear``. Groups are quantized as a linear layer of their own would quantize them;
+splits are a tensor that nothing here reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..functional import (
+    draw_seed,
+    grouped_column_sum,
+    grouped_dequantize,
+    grouped_gemm,
+    grouped_mm,
+    grouped_quantize,
+    grouped_quantize_delayed,
+    grouped_quantize_weights,
+    grouped_quantize_weights_delayed,
+)
+from ..quantizers import QuantizerHandle
+from ..recipe import LinearHandles
+from ..tensors import GroupedTensorStorage, grouped_layout
+from .linear import DelayedTensors, LinearNeeds, LinearNumerics
+
+
+@dataclass(slots=True)
+class GroupedLinearArgs:
+    """What a grouped layer reads beside its tensors.
+
+    ``quantizers`` None: high precision. ``covered``: the splits are known to sum to the rows. ``workspace``: the
+    quantized weights that need not be made. ``bias_dtype``: None without bias. ``split_weights``, ``split_biases``: the
+    weights and the biases are one tensor per group.
+    """
+
+    quantizers: LinearHandles | None
+    delayed: DelayedTensors
+    numerics: LinearNumerics
+    needs: LinearNeeds
+    covered: bool
+    workspace: GroupedTensorStorage | None
+    cache_weight: bool
+    out_features: int
+    in_features: int
+    num_gemms: int
+    bias_dtype: torch.dtype | None
+    split_weights: bool
+    split_biases: bool
+
+
+def quantize_rows(
+    x: Tensor, splits: Tensor, handle: QuantizerHandle, scale: Tensor | None, amax: Tensor | None
+) -> GroupedTensorStorage:
+    """Quantize groups of rows (T, K) in traced or eager code, without gradient."""
+    layout = grouped_layout(handle.storage_name)
+    if handle.delayed:
+        buffers = handle.present(grouped_quantize_delayed(x, splits, scale, amax, handle.quantizer))
+    else:
+        seed = draw_seed(x) if handle.stochastic else None
+        buffers = grouped_quantize(x, splits, handle.quantizer, seed, layout)
+    return _storage(buffers, handle, splits.shape[0], (x.shape[0], x.shape[1]), x.dtype, splits)
+
+
+def quantize_weights(
+    weights: list[Tensor],
+    handle: QuantizerHandle,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    shape: tuple[int, ...],
+) -> GroupedTensorStorage:
+    """Quantize weights, G of (N, K) or one (G, N, K), in traced or eager code, without gradient."""
+    layout = grouped_layout(handle.storage_name)
+    if handle.delayed:
+        buffers = handle.present(grouped_quantize_weights_delayed(weights, scale, amax, handle.quantizer))
+    else:
+        seed = draw_seed(weights[0]) if handle.stochastic else None
+        buffers = grouped_quantize_weights(weights, handle.quantizer, seed, layout)
+    return _storage(buffers, handle, shape[0], shape, weights[0].dtype, None)
+
+
+def _storage(
+    buffers: list[Tensor],
+    handle: QuantizerHandle,
+    groups: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    splits: Tensor | None,
+) -> GroupedTensorStorage:
+    return GroupedTensorStorage(
+        buffers,
+        quantizer=handle.quantizer,
+        storage_name=handle.storage_name,
+        rowwise=handle.rowwise,
+        columnwise=handle.columnwise,
+        num_tensors=groups,
+        logical_shape=shape,
+        fake_dtype=dtype,
+        first_dims=splits,
+    )
+
+
+def _multiply(
+    kind: str,
+    left: list[Tensor],
+    left_of: GroupedTensorStorage,
+    right: list[Tensor],
+    right_of: GroupedTensorStorage,
+    splits: Tensor,
+    biases: list[Tensor],
+    rows: int,
+    args: GroupedLinearArgs,
+) -> Tensor:
+    numerics = args.numerics
+    fast = {"fprop": numerics.fast_fprop, "dgrad": numerics.fast_dgrad, "wgrad": numerics.fast_wgrad}[kind]
+    return grouped_gemm(
+        kind,
+        left,
+        left_of.quantizer,
+        left_of.group_layout,
+        left_of.fake_dtype,
+        right,
+        right_of.quantizer,
+        right_of.group_layout,
+        right_of.fake_dtype,
+        splits,
+        biases,
+        numerics.weight_dtype if kind == "wgrad" else numerics.activation_dtype,
+        rows,
+        args.out_features,
+        args.in_features,
+        args.covered,
+        fast,
+        numerics.emulate,
+    )
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What the backward reads, flat: the operands' buffers of one direction, or high-precision tensors."""
+
+    tensors: list[Tensor]
+    input_count: int
+    inputmat: GroupedTensorStorage | None
+    weights: GroupedTensorStorage | None
+
+
+def _forward(
+    x: Tensor, splits: Tensor, weights: list[Tensor], biases: list[Tensor], args: GroupedLinearArgs
+) -> tuple[Tensor, GroupedTensorStorage | None, _Saved]:
+    """(output, new weight workspace or None, what to save). Pure."""
+    needs = args.needs
+    if args.quantizers is None:
+        out = grouped_mm(
+            "fprop",
+            x,
+            [w.to(x.dtype) for w in weights],
+            splits,
+            [b.to(x.dtype) for b in biases],
+            args.covered,
+        )
+        return out, None, _high_precision_saved(x, weights, needs)
+    override, delayed = args.numerics.backward_override, args.delayed
+    input_handles, weight_handles = args.quantizers.input, args.quantizers.weight
+    input_handle = input_handles.both if needs.weight and override is None else input_handles.rowwise
+    keep_columns = (needs.inp and override is None) or args.cache_weight
+    weight_handle = weight_handles.both if keep_columns else weight_handles.rowwise
+    inputmat = quantize_rows(x, splits, input_handle, delayed.scale_fwd, delayed.amax_fwd)
+    new_workspace = None
+    weight = args.workspace
+    if weight is None or (keep_columns and weight.columnwise_data is None):
+        shape = (args.num_gemms, args.out_features, args.in_features)
+        weight = quantize_weights(weights, weight_handle, delayed.scale_fwd, delayed.amax_fwd, shape)
+        new_workspace = weight if args.cache_weight else None
+    out = _multiply(
+        "fprop",
+        inputmat.rowwise_operand(),
+        inputmat,
+        weight.rowwise_operand(),
+        weight,
+        splits,
+        biases,
+        x.shape[0],
+        args,
+    )
+    if override == "high_precision":
+        return out, new_workspace, _high_precision_saved(x, weights, needs)
+    dequantized = override == "dequantized"
+    from_input: list[Tensor] = []
+    from_weight: list[Tensor] = []
+    if needs.weight:
+        from_input = inputmat.rowwise_operand() if dequantized else inputmat.columnwise_operand()
+    if needs.inp:
+        from_weight = weight.rowwise_operand() if dequantized else weight.columnwise_operand()
+    return out, new_workspace, _Saved([*from_input, *from_weight], len(from_input), inputmat, weight)
+
+
+def _high_precision_saved(x: Tensor, weights: list[Tensor], needs: LinearNeeds) -> _Saved:
+    from_input = [x] if needs.weight else []
+    return _Saved([*from_input, *(weights if needs.inp else [])], len(from_input), None, None)
+
+
+@dataclass(slots=True)
+class _Described:
+    """Of a saved quantized operand, everything but its buffers."""
+
+    quantizer: Any
+    group_layout: str
+    fake_dtype: torch.dtype
+
+
+def _described(storage: GroupedTensorStorage | None) -> _Described | None:
+    return (
+        None if storage is None else _Described(storage.quantizer, storage.group_layout, storage.fake_dtype)
+    )
+
+
+def _backward(
+    dy: Tensor,
+    splits: Tensor,
+    from_input: list[Tensor],
+    from_weight: list[Tensor],
+    inputmat: Any,
+    weight: Any,
+    args: GroupedLinearArgs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dgrad, wgrad (G, N, K), grad_bias (G, N))."""
+    needs = args.needs
+    grad_bias = None
+    if needs.bias:
+        grad_bias = grouped_column_sum(dy, splits).to(args.bias_dtype)
+    if not (needs.inp or needs.weight):
+        return None, None, grad_bias
+    if args.quantizers is None or args.numerics.backward_override is not None:
+        return *_high_precision_gradients(
+            dy, splits, from_input, from_weight, inputmat, weight, args
+        ), grad_bias
+    handles = args.quantizers.grad_output
+    handle = (
+        handles.both if needs.inp and needs.weight else (handles.rowwise if needs.inp else handles.columnwise)
+    )
+    grad = quantize_rows(dy, splits, handle, args.delayed.scale_bwd, args.delayed.amax_bwd)
+    dgrad = wgrad = None
+    if needs.inp:
+        dgrad = _multiply(
+            "dgrad", grad.rowwise_operand(), grad, from_weight, weight, splits, [], dy.shape[0], args
+        )
+    if needs.weight:
+        wgrad = _multiply(
+            "wgrad", grad.columnwise_operand(), grad, from_input, inputmat, splits, [], dy.shape[0], args
+        )
+    return dgrad, wgrad, grad_bias
+
+
+def _high_precision_gradients(
+    dy: Tensor,
+    splits: Tensor,
+    from_input: list[Tensor],
+    from_weight: list[Tensor],
+    inputmat: Any,
+    weight: Any,
+    args: GroupedLinearArgs,
+) -> tuple[Tensor | None, Tensor | None]:
+    """On the original or the dequantized operands; the gradient itself is not quantized."""
+    dtype = args.numerics.activation_dtype
+    dy = dy.to(dtype)
+    dgrad = wgrad = None
+    if args.needs.inp:
+        weights = from_weight
+        if weight is not None:
+            shape = [args.num_gemms, args.out_features, args.in_features]
+            weights = [
+                grouped_dequantize(
+                    from_weight, weight.quantizer, weight.group_layout, None, weight.fake_dtype, shape
+                )
+            ]
+        dgrad = grouped_mm("dgrad", dy, [w.to(dtype) for w in weights], splits, [], args.covered)
+    if args.needs.weight:
+        x = from_input[0]
+        if inputmat is not None:
+            shape = [dy.shape[0], args.in_features]
+            x = grouped_dequantize(
+                from_input, inputmat.quantizer, inputmat.group_layout, splits, inputmat.fake_dtype, shape
+            )
+        wgrad = grouped_mm("wgrad", dy, [x.to(dtype)], splits, [], args.covered).to(
+            args.numerics.weight_dtype
+        )
+    return dgrad, wgrad
+
+
+class _GroupedLinearFunction(torch.autograd.Function):
+    """Boundary of :func:`grouped_linear`: input, splits, arguments, then the weights and the biases."""
+
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, splits: Tensor, args: GroupedLinearArgs, *parameters: Tensor) -> Any:
+        weights, biases = _parted(list(parameters), args)
+        out, new_workspace, saved = _forward(inp, splits, weights, biases, args)
+        ctx.save_for_backward(splits, *saved.tensors)
+        ctx.input_count = saved.input_count
+        ctx.inputmat, ctx.weight = _described(saved.inputmat), _described(saved.weights)
+        ctx.backward_objects = args
+        ctx.parameter_count = len(parameters)
+        out = out.view_as(out)
+        if new_workspace is None:
+            return out
+        buffers = [buffer for buffer in new_workspace.get_data_tensors() if buffer is not None]
+        ctx.mark_non_differentiable(*buffers)
+        return (out, *buffers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, *workspace_grads: Any) -> Any:
+        splits, *tensors = ctx.saved_tensors
+        args = ctx.backward_objects
+        dgrad, wgrad, grad_bias = _backward(
+            grad_output,
+            splits,
+            list(tensors[: ctx.input_count]),
+            list(tensors[ctx.input_count :]),
+            ctx.inputmat,
+            ctx.weight,
+            args,
+        )
+        grads = _per_parameter(wgrad, args.num_gemms, args.split_weights)
+        if args.bias_dtype is not None:
+            grads += _per_parameter(grad_bias, args.num_gemms, args.split_biases)
+        return (dgrad, None, None, *grads)
+
+
+def _parted(parameters: list[Tensor], args: GroupedLinearArgs) -> tuple[list[Tensor], list[Tensor]]:
+    count = args.num_gemms if args.split_weights else 1
+    return parameters[:count], parameters[count:]
+
+
+def _per_parameter(grad: Tensor | None, groups: int, split: bool) -> list[Any]:
+    if not split:
+        return [grad]
+    return [None] * groups if grad is None else list(grad.unbind(0))
+
+
+def grouped_linear(
+    inp: Tensor, splits: Tensor, weights: list[Tensor], biases: list[Tensor], args: GroupedLinearArgs
+) -> tuple[Tensor, GroupedTensorStorage | None]:
+    """Linear layers on consecutive groups of rows, differentiable in input, weights and biases.
+
+    Args:
+        inp: (T, K).
+        splits: int32 or int64 (G,) on the device of ``inp``; not read by the host where the GEMMs are native.
+        weights: G of (N, K), or one (G, N, K).
+        biases: G of (N,), or one (G, N), or none.
+        args: quantizers, state and options; not modified.
+
+    Returns:
+        (T, N) in the activation dtype, zero in rows beyond the sum of the splits; and the freshly quantized weights
+        when ``args.cache_weight`` asks for them.
+    """
+    needs = args.needs
+    if not (torch.is_grad_enabled() and (needs.inp or needs.weight or needs.bias)):
+        out, new_workspace, _ = _forward(inp, splits, weights, biases, args)
+        return out, new_workspace
+    result = _GroupedLinearFunction.apply(inp, splits, args, *weights, *biases)
+    if isinstance(result, Tensor):
+        return result, None
+    out, *buffers = result
+    assert args.quantizers is not None
+    handle = args.quantizers.weight.both
+    if grouped_layout(handle.storage_name) == "tensor":  # as the operator ordered them
+        buffers = [buffers[0], buffers[2], buffers[1]]
+    shape = (args.num_gemms, args.out_features, args.in_features)
+    return out, _storage(buffers, handle, args.num_gemms, shape, weights[0].dtype, None)

@@ -1,0 +1,57 @@
+"""LayerNorm and RMSNorm as differentiable functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..functional import norm, norm_backward
+from ..quantizers import NormSettings
+
+
+class _NormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, weight: Tensor, bias: Tensor | None, settings: NormSettings) -> Tensor:
+        out, mean, rstd, _ = norm(
+            inp, None, weight, bias, settings.eps, settings.normalization, settings.zero_centered_gamma
+        )
+        ctx.save_for_backward(inp, weight, mean, rstd)
+        ctx.settings = settings
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        inp, weight, mean, rstd = ctx.saved_tensors
+        return (*norm_gradients(grad_output, inp, weight, mean, rstd, ctx.settings), None)
+
+
+def norm_gradients(
+    grad: Tensor, inp: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, settings: NormSettings
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dx, dweight, dbias) of a norm; no dbias for RMSNorm.
+
+    Args:
+        grad: gradient of the output, as many elements as ``inp`` (*lead, K).
+        weight, mean, rstd: as given to, and returned by, the forward.
+    """
+    dx, dweight, dbias = norm_backward(
+        grad.reshape(inp.shape), inp, weight, mean, rstd, settings.zero_centered_gamma, None
+    )
+    return dx, dweight, dbias if settings.normalization == "LayerNorm" else None
+
+
+def normalize(inp: Tensor, weight: Tensor, bias: Tensor | None, settings: NormSettings) -> Tensor:
+    """Normalize over the last dim, differentiable in the three tensors; twice is a RuntimeError.
+
+    Args:
+        inp: (*lead, K), fp32, bf16 or fp16.
+        weight, bias: (K,), of any of these dtypes; no bias for RMSNorm.
+        settings: how to normalize.
+    Returns:
+        (*lead, K) in the dtype of ``inp``.
+    """
+    return _NormFunction.apply(inp, weight, bias, settings)

@@ -1,0 +1,82 @@
+"""What the tests of the fused modules share: one step with all gradients, eager against compiled, bitwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from recipes import DEVICE
+from torch import Tensor, nn
+
+import narrowcast as nc
+
+TOKENS = 40
+
+
+def make_input(features: int, *lead: int, seed: int = 2, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(*(lead or (TOKENS,)), features, generator=generator)
+    return values.to(dtype).to(DEVICE).requires_grad_(True)
+
+
+def step(
+    module: nn.Module,
+    x: Tensor,
+    recipe: nc.recipe.Recipe | None,
+    forward: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
+    """Outputs, and the gradients of the input and of every parameter that wants one; random numbers repeat."""
+    torch.manual_seed(7)
+    with nc.autocast(enabled=recipe is not None, recipe=recipe):
+        result = (module if forward is None else forward)(x, **kwargs)
+    outs = [out for out in (result if isinstance(result, tuple) else (result,)) if out is not None]
+    loss = sum((i + 1) * out.float().square().sum() for i, out in enumerate(outs) if out.requires_grad)
+    wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if x.requires_grad:
+        wanted["input"] = x
+    grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    results = {f"out{i}": out.detach() for i, out in enumerate(outs)}
+    results.update({f"d {name}": grad for name, grad in zip(wanted, grads) if grad is not None})
+    return results
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Equal names, shapes, dtypes and values, and no tensor that is all zero."""
+    assert ours.keys() == theirs.keys()
+    for name, a in ours.items():
+        b = theirs[name]
+        assert a.shape == b.shape and a.dtype == b.dtype, name
+        assert torch.equal(a, b), f"{name} differs by {(a.float() - b.float()).abs().max()}"
+        assert not a.numel() or a.float().abs().sum() > 0, f"{name} is zero"
+
+
+def compare_compiled(
+    module: nn.Module,
+    features: int,
+    recipe: nc.recipe.Recipe | None,
+    *,
+    steps: int = 2,
+    dynamic: bool | None = None,
+    backend: str = "aot_eager",
+    calls: list[dict[str, Any]] | None = None,
+) -> None:
+    """Several steps of a module and of its compiled copy; ``calls``: keyword arguments of each forward."""
+    compiled = copy.deepcopy(module)
+    forward = torch.compile(compiled, fullgraph=True, dynamic=dynamic, backend=backend)
+    for index, kwargs in enumerate(calls or [{}] * steps):
+        x = make_input(features, TOKENS + (8 * index if dynamic else 0), seed=index)
+        ours = step(compiled, x, recipe, forward, **kwargs)
+        assert_same(ours, step(module, x, recipe, **kwargs))
+
+
+def randomized(module: nn.Module) -> nn.Module:
+    """With norm parameters and biases that are not 1 and 0."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator).to(parameter))
+    return module

@@ -1,0 +1,537 @@
+"""GroupedLinear equals linear layers of their own, group by group, and compiles for every recipe."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from recipes import DEVICE, EMULATE, QUANTIZED, RECIPES
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import narrowcast as nc
+from narrowcast.testing import assert_close
+
+K, N = 48, 80  # not multiples of every block size
+SPLITS = [24, 0, 9, 40]
+GROUPS = len(SPLITS)
+CPU_ONLY = pytest.mark.skipif(DEVICE != "cpu", reason="the order of sums within a GEMM is the CPU's only")
+
+DETERMINISTIC = dict(RECIPES) | {
+    "nvfp4": nc.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True, emulate=EMULATE)
+}
+
+
+def make_layer(groups: int = GROUPS, **kwargs: Any) -> nc.GroupedLinear:
+    torch.manual_seed(1)
+    layer = nc.GroupedLinear(groups, K, N, device=DEVICE, **{"params_dtype": torch.bfloat16, **kwargs})
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.startswith("bias"):
+                parameter.normal_()
+    return layer
+
+
+def make_input(rows: int = sum(SPLITS), seed: int = 2, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, K, generator=generator).to(DEVICE, dtype).requires_grad_(True)
+
+
+def linears_of(layer: nc.GroupedLinear) -> list[nc.Linear]:
+    """A linear layer per group, with the group's parameters."""
+    made = []
+    weights, biases = layer._parameters_of("weight"), layer._parameters_of("bias")
+    for group in range(layer.num_gemms):
+        dtype = weights[0].dtype
+        linear = nc.Linear(K, N, bias=bool(biases), params_dtype=dtype, device=DEVICE)
+        with torch.no_grad():
+            linear.weight.copy_((weights[0] if len(weights) == 1 else weights)[group])
+            if biases:
+                linear.bias.copy_((biases[0] if len(biases) == 1 else biases)[group])
+        made.append(linear)
+    return made
+
+
+def step(
+    layer: Any,
+    name: str | nc.recipe.Recipe | None,
+    x: Tensor,
+    splits: Any,
+    forward: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    recipe = DETERMINISTIC[name] if isinstance(name, str) else name
+    with nc.autocast(enabled=recipe is not None, recipe=recipe):
+        return (layer if forward is None else forward)(x, splits, **kwargs)
+
+
+def gradients(y: Tensor, wanted: list[Tensor], **kwargs: Any) -> list[Tensor]:
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted, **kwargs)]
+
+
+def run(layer: Any, name: Any, x: Tensor, splits: Any, forward: Any = None, **kwargs: Any) -> list[Tensor]:
+    """Output and gradients; the seed makes stochastic rounding repeat."""
+    torch.manual_seed(7)
+    y = step(layer, name, x, splits, forward, **kwargs)
+    return gradients(y, [t for t in (x, *layer.parameters()) if t.requires_grad])
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype, index
+        assert torch.equal(a, b), f"{index} differ by {(a.float() - b.float()).abs().max()}"
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("single", [False, True], ids=["per_group", "single"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_equals_linear_layers(name: str, dtype: torch.dtype, single: bool) -> None:
+    layer = make_layer(params_dtype=dtype, single_grouped_parameter=single)
+    linears = linears_of(layer)
+    for seed in range(2):  # delayed scaling takes its second scale from the first step
+        x = make_input(seed=seed, dtype=dtype)
+        y, dx, *dw = run(layer, name, x, SPLITS)
+        parts = [part.detach().requires_grad_(True) for part in x.split(SPLITS)]
+        recipe = DETERMINISTIC[name]
+        with nc.autocast(enabled=recipe is not None, recipe=recipe):
+            outs = [linear(part) for linear, part in zip(linears, parts)]
+        theirs = [
+            gradients(out, [part, linear.weight, linear.bias])
+            for out, part, linear in zip(outs, parts, linears, strict=True)
+        ]
+        assert torch.equal(y, torch.cat([g[0] for g in theirs]))
+        assert torch.equal(dx, torch.cat([g[1] for g in theirs]))
+        wgrad = dw[0] if single else torch.stack(dw[:GROUPS])
+        assert torch.equal(wgrad, torch.stack([g[2] for g in theirs]))
+        bias_grad = dw[1] if single else torch.stack(dw[GROUPS:])
+        expected = torch.stack([g[3] for g in theirs])
+        if name == "none":  # F.linear's own gradient sums in another order
+            assert torch.allclose(bias_grad.float(), expected.float(), rtol=2e-2, atol=2e-2)
+        else:
+            assert torch.equal(bias_grad, expected)
+        assert (wgrad[SPLITS.index(0)] == 0).all() and wgrad.abs().sum() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_close_to_linear_layers(name: str, bias: bool) -> None:
+    """On a GPU the order of sums differs, and a bias may be added after the product was rounded."""
+    layer = make_layer(bias=bias)
+    linears = linears_of(layer)
+    for seed in range(2):
+        x = make_input(seed=seed)
+        ours = run(layer, name, x, SPLITS)
+        parts = [part.detach().requires_grad_(True) for part in x.split(SPLITS)]
+        recipe = DETERMINISTIC[name]
+        with nc.autocast(enabled=recipe is not None, recipe=recipe):
+            outs = [linear(part) for linear, part in zip(linears, parts)]
+        wanted = [[part, *linear.parameters()] for part, linear in zip(parts, linears, strict=True)]
+        theirs = [gradients(out, tensors) for out, tensors in zip(outs, wanted, strict=True)]
+        columns = list(zip(*theirs, strict=True))
+        expected = [
+            torch.cat(columns[0]),
+            torch.cat(columns[1]),
+            *(g for column in columns[2:] for g in column),
+        ]
+        for a, b in zip(ours, expected, strict=True):
+            assert_close(a, b, "fp8_flips")
+
+
+FORMS: dict[str, Callable[[list[int]], Any]] = {
+    "list": lambda splits: splits,
+    "host tensor": lambda splits: torch.tensor(splits, dtype=torch.int32),
+    "device tensor": lambda splits: torch.tensor(splits, device=DEVICE),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_forms_of_splits(name: str, form: str) -> None:
+    layer, x = make_layer(), make_input()
+    expected = run(layer, name, x, SPLITS)
+    layer.delayed_scaling.reset()
+    assert_equal(run(layer, name, x, FORMS[form](SPLITS)), expected)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_rows_beyond_the_splits_are_zero(name: str) -> None:
+    layer = make_layer()
+    x = make_input(sum(SPLITS) + 13)
+    y, dx, *others = run(layer, name, x, SPLITS)
+    assert (y[sum(SPLITS) :] == 0).all() and (dx[sum(SPLITS) :] == 0).all()
+    layer.delayed_scaling.reset()
+    inner = x.detach()[: sum(SPLITS)].requires_grad_(True)
+    expected = run(layer, name, inner, SPLITS)
+    assert_equal([y[: sum(SPLITS)], dx[: sum(SPLITS)], *others], expected)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_all_groups_empty(name: str) -> None:
+    layer, x = make_layer(), make_input(0)
+    y, dx, *others = run(layer, name, x, [0] * GROUPS)
+    assert y.shape == (0, N) and dx.shape == (0, K)
+    assert all((other == 0).all() for other in others)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_leading_dims(name: str) -> None:
+    layer, x = make_layer(2), make_input(48)
+    folded = x.detach().view(3, 16, K).requires_grad_(True)
+    y, dx, *others = run(layer, name, folded, [20, 28])
+    assert y.shape == (3, 16, N)
+    layer.delayed_scaling.reset()
+    assert_equal([y.view(48, N), dx.view(48, K), *others], run(layer, name, x, [20, 28]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_return_bias(name: str) -> None:
+    layer, x = make_layer(return_bias=True), make_input()
+    plain = make_layer(bias=False)
+    y, biases = step(layer, name, x, SPLITS)
+    assert torch.equal(y, step(plain, name, x, SPLITS))
+    assert [b is p for b, p in zip(biases, layer._parameters_of("bias"), strict=True)] == [True] * GROUPS
+
+
+# -- compiled -----------------------------------------------------------------------------------------------------
+
+
+def compare(
+    name: Any,
+    splits: Any,
+    x_rows: list[int],
+    steps: int = 2,
+    dynamic: bool | None = None,
+    backend: str = "aot_eager",
+    **kwargs: Any,
+) -> None:
+    """Several steps eager and compiled, on copies of one layer."""
+    eager = make_layer(**kwargs)
+    compiled = copy.deepcopy(eager)
+    forward = torch.compile(compiled, fullgraph=True, dynamic=dynamic, backend=backend)
+    for index in range(steps):
+        x = make_input(x_rows[index % len(x_rows)], seed=index)
+        ours = run(compiled, name, x, splits, forward)
+        theirs = run(eager, name, x, splits)
+        assert_equal(ours, theirs)
+        assert ours[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["per_group", "single"])
+@pytest.mark.parametrize("form", ["list", "device tensor"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled(name: str, form: str, single: bool) -> None:
+    compare(name, FORMS[form](SPLITS), [sum(SPLITS)], single_grouped_parameter=single)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", ["none", "delayed", "current", "block"])
+def test_inductor(name: str) -> None:
+    compare(name, FORMS["device tensor"](SPLITS), [sum(SPLITS)], steps=1, backend="inductor")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled_dynamic_tokens(name: str) -> None:
+    compare(name, FORMS["device tensor"](SPLITS), [80, 96, 75], steps=3, dynamic=True)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_graph_count(name: str) -> None:
+    """One graph whatever the values of a tensor of splits, one more for other token counts, none after."""
+    layer = make_layer(2)
+    counter = CompileCounterWithBackend("aot_eager")
+    forward = torch.compile(layer, fullgraph=True, backend=counter)
+    for first in (10, 0, 48):
+        splits = torch.tensor([first, 48 - first], device=DEVICE)
+        step(layer, name, make_input(48), splits, forward).float().sum().backward()
+    assert counter.frame_count == 1
+    for rows in range(60, 68):
+        splits = torch.tensor([20, rows - 20], device=DEVICE)
+        step(layer, name, make_input(rows), splits, forward).float().sum().backward()
+    assert counter.frame_count <= 2
+
+
+def test_the_cache_ends_with_a_parameter() -> None:
+    layer, x = make_layer(), make_input()
+    step(layer, "current", x, SPLITS, is_first_microbatch=True)
+    layer.weight2 = torch.nn.Parameter(torch.zeros_like(layer.weight2))
+    y = step(layer, "current", x, SPLITS, is_first_microbatch=False)
+    at = slice(SPLITS[0], SPLITS[0] + SPLITS[2])
+    assert torch.equal(y[at], layer.bias2.expand_as(y[at]))
+    assert torch.equal(y, step(layer, "current", x, SPLITS))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_microbatch_cache(name: str, compiled: bool) -> None:
+    layer, x = make_layer(), make_input()
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    splits = FORMS["device tensor"](SPLITS)
+    first = run(layer, name, x, splits, forward, is_first_microbatch=True)
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    with torch.no_grad():
+        layer.weight0.mul_(2.0)
+    layer.delayed_scaling.reset()
+    assert_equal(run(layer, name, x, splits, forward, is_first_microbatch=False), first)
+    layer.delayed_scaling.reset()
+    assert not torch.equal(run(layer, name, x, splits, forward)[0], first[0])
+    layer.load_state_dict({**layer.state_dict(), **before})
+    layer.delayed_scaling.reset()
+    assert_equal(run(layer, name, x, splits, forward, is_first_microbatch=False), first)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("frozen", ["weight", "input", "bias", "weight+bias"])
+@pytest.mark.parametrize("name", ["none", "current", "block"])
+def test_frozen(name: str, frozen: str, compiled: bool) -> None:
+    layer, x = make_layer(), make_input()
+    expected = run(layer, name, x, SPLITS)
+    kinds = frozen.split("+")
+    for kind in kinds:
+        for parameter in layer._parameters_of(kind) if kind != "input" else []:
+            parameter.requires_grad_(False)
+    if "input" in kinds:
+        x = x.detach()
+    kept = [
+        g
+        for g, t in zip(expected[1:], ("input", *dict(layer.named_parameters())))
+        if t.rstrip("0123456789") not in kinds
+    ]
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    assert_equal(run(layer, name, x, SPLITS, forward), [expected[0], *kept])
+
+
+@pytest.mark.parametrize("manager", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_grad(name: str, manager: Any) -> None:
+    layer, x = make_layer(), make_input().detach()
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with manager():
+        y = step(layer, name, x, SPLITS, forward)
+        assert torch.equal(y, step(layer, name, x, SPLITS))
+    assert not y.requires_grad
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_retain_graph(name: str, compiled: bool) -> None:
+    layer, x = make_layer(), make_input()
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    y = step(layer, name, x, SPLITS, forward)
+    wanted = [x, *layer.parameters()]
+    results = []
+    for retain in (True, False):
+        torch.manual_seed(7)
+        results.append(gradients(y, wanted, retain_graph=retain))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recompute(name: str) -> None:
+    layer, x = make_layer(), make_input()
+    splits = FORMS["device tensor"](SPLITS)
+
+    def recomputed(x: Tensor, splits: Tensor) -> Tensor:
+        return nc.checkpoint(layer, x, splits)
+
+    results = []
+    for function in (layer, recomputed, torch.compile(recomputed, fullgraph=True, backend="aot_eager")):
+        layer.delayed_scaling.reset()
+        results.append(run(layer, name, x, splits, function))
+    assert_equal(results[1], results[0])
+    assert_equal(results[2], results[0])
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("name", ["current", "mxfp8", "block", "nvfp4"])
+def test_backward_override(name: str, override: str) -> None:
+    recipe = dataclasses.replace(DETERMINISTIC[name], backward_override=override)  # type: ignore[type-var]
+    layer, x = make_layer(), make_input()
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    theirs = run(layer, recipe, x, SPLITS)
+    assert_equal(run(layer, recipe, x, SPLITS, forward), theirs)
+    weights = torch.stack(layer._parameters_of("weight")).float()
+    expected = [2 * dy.float() @ weight for dy, weight in zip(theirs[0].split(SPLITS), weights, strict=True)]
+    relative = (theirs[1].float() - torch.cat(expected)).norm() / torch.cat(expected).norm()
+    assert relative < (0.01 if override == "high_precision" else 0.15)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_torch_autocast(name: str) -> None:
+    """fp32 parameters under torch.autocast: quantized from fp32, gradients in fp32."""
+    layer = make_layer(params_dtype=torch.float32)
+    x = make_input(dtype=torch.float32)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (layer, forward):
+        layer.delayed_scaling.reset()
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            results.append(run(layer, name, x, SPLITS, function))
+    assert_equal(*results)
+    assert results[0][0].dtype == torch.bfloat16 and all(g.dtype == torch.float32 for g in results[0][1:])
+
+
+# -- parameters ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["current", "mxfp8", "block"])
+def test_quantized_parameter(name: str) -> None:
+    plain = make_layer(single_grouped_parameter=True)
+    torch.manual_seed(1)
+    with nc.quantized_model_init(recipe=RECIPES[name], preserve_high_precision_init_val=True):
+        layer = nc.GroupedLinear(
+            GROUPS, K, N, device=DEVICE, params_dtype=torch.bfloat16, single_grouped_parameter=True
+        )
+    with torch.no_grad():
+        layer.bias.copy_(plain.bias)
+    assert isinstance(layer.weight, nc.GroupedTensor) and isinstance(layer.weight, torch.nn.Parameter)
+    assert torch.equal(layer.weight.get_high_precision_init_val().to(DEVICE), plain.weight)
+    layer.weight.clear_high_precision_init_val()
+    assert layer.weight.get_high_precision_init_val() is None
+    x = make_input()
+    expected = run(plain, name, x, SPLITS)
+    assert_equal(run(layer, name, x, SPLITS), expected)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_equal(run(layer, name, x, SPLITS, forward), expected)
+    state = layer.state_dict()
+    assert set(state) == {"weight", "bias"} and type(state["weight"]) is Tensor
+    other = make_layer()
+    other.load_state_dict(state)
+    assert torch.equal(other.weight2, state["weight"][2])
+    y = run(layer, None, x, SPLITS)[0]
+    assert torch.equal(y, run(other, None, x, SPLITS)[0])
+
+
+def test_quantized_parameters_that_cannot_be() -> None:
+    def make(**kwargs: Any) -> nc.GroupedLinear:
+        return nc.GroupedLinear(2, K, N, device=DEVICE, **kwargs)
+
+    with (
+        nc.quantized_model_init(recipe=RECIPES["current"]),
+        pytest.raises(NotImplementedError, match="single_grouped"),
+    ):
+        make()
+    for name in ("delayed", "nvfp4"):
+        with (
+            nc.quantized_model_init(recipe=RECIPES[name]),
+            pytest.raises(NotImplementedError, match="grouped"),
+        ):
+            make(single_grouped_parameter=True)
+
+
+def test_quantized_parameter_of_another_recipe() -> None:
+    with nc.quantized_model_init(recipe=RECIPES["current"]):
+        layer = nc.GroupedLinear(2, K, N, device=DEVICE, single_grouped_parameter=True)
+    with pytest.raises(RuntimeError, match="recipe of quantized_model_init"):
+        step(layer, "mxfp8", make_input(dtype=torch.float32), [10, 20])
+
+
+def test_state_dict_between_both_forms() -> None:
+    per_group, single = make_layer(), make_layer(single_grouped_parameter=True)
+    with torch.no_grad():
+        single.weight.normal_()
+        single.bias.normal_()
+    given = single.state_dict()
+    keys = list(given)
+    per_group.load_state_dict(given)
+    assert list(given) == keys == ["weight", "bias"]
+    assert torch.equal(torch.stack(per_group._parameters_of("weight")), single.weight)
+    assert torch.equal(torch.stack(per_group._parameters_of("bias")), single.bias)
+    another = make_layer(single_grouped_parameter=True)
+    another.load_state_dict(per_group.state_dict())
+    assert torch.equal(another.weight, single.weight) and torch.equal(another.bias, single.bias)
+    expected = [f"{kind}{group}" for kind in ("weight", "bias") for group in range(GROUPS)]
+    assert list(per_group.state_dict()) == expected
+    partial = per_group.state_dict()
+    del partial["weight3"]
+    with pytest.raises(RuntimeError, match='Missing key.*"weight"'):
+        another.load_state_dict(partial)
+
+
+def test_delayed_state_has_a_slot_per_group() -> None:
+    layer = make_layer()
+    run(layer, "delayed", make_input(), SPLITS)
+    state = {k: v for k, v in layer.state_dict().items() if k.startswith("delayed")}
+    assert state["delayed_scaling.scale_fwd"].shape == (3 * GROUPS,)
+    assert state["delayed_scaling.amax_history_bwd"].shape == (4, 2 * GROUPS)
+    x_amax = state["delayed_scaling.amax_history_fwd"][0, :GROUPS]
+    parts = make_input().detach().float().split(SPLITS)
+    assert torch.equal(
+        x_amax.cpu(), torch.stack([p.abs().amax() if p.numel() else p.new_zeros(()) for p in parts]).cpu()
+    )
+    other = make_layer()
+    other.load_state_dict(layer.state_dict())
+    assert_equal(run(other, "delayed", make_input(), SPLITS), run(layer, "delayed", make_input(), SPLITS))
+
+
+def test_meta_device() -> None:
+    layer = nc.GroupedLinear(2, K, N, device="meta")
+    with pytest.raises(RuntimeError, match="reset_parameters"):
+        layer(torch.zeros(4, K), [2, 2])
+    layer.reset_parameters()
+    assert layer.weight1.device.type == DEVICE and layer.weight1.std() > 0
+    assert layer.weight0.untyped_storage().data_ptr() == layer.weight1.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["per_group", "single"])
+def test_partition_dims(single: bool) -> None:
+    column = nc.GroupedLinear(
+        2, K, N, bias=False, parallel_mode="column", tp_size=2, single_grouped_parameter=single, device=DEVICE
+    )
+    row = nc.GroupedLinear(
+        2, K, N, bias=False, parallel_mode="row", tp_size=2, single_grouped_parameter=single, device=DEVICE
+    )
+    for layer, shape, dim in ((column, (N // 2, K), 0), (row, (N, K // 2), 1)):
+        for weight in layer._parameters_of("weight"):
+            assert tuple(weight.shape[-2:]) == shape
+            assert weight.partition_dim == dim + single and weight.tensor_model_parallel
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_gemms": 0}, "num_gemms"),
+        ({"parallel_mode": "rows"}, "parallel_mode"),
+        ({"parallel_mode": "column", "tp_size": 3, "bias": False}, "multiple of tp_size=3"),
+        ({"parallel_mode": "column", "tp_size": 2}, "bias"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nc.GroupedLinear(
+            **{"num_gemms": 2, "in_features": K, "out_features": N, "device": DEVICE, **arguments}
+        )
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ([10, 20, 30], "3 entries"),
+        ([-1, 20], "non-negative"),
+        ([40, 20], "at most the 48 rows"),
+        (torch.tensor([40, 20]), "at most the 48 rows"),
+        (torch.tensor([1.0, 2.0]), "torch.int32"),
+        (torch.tensor([[1, 2]]), "torch.int32"),
+    ],
+    ids=str,
+)
+def test_splits_that_cannot_be(splits: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_layer(2)(make_input(48), splits)
+
+
+def test_inputs_that_cannot_be() -> None:
+    layer = make_layer(2)
+    with pytest.raises(ValueError, match="in_features"):
+        layer(torch.zeros(4, K + 1, device=DEVICE, dtype=torch.bfloat16), [2, 2])
+    with pytest.raises(TypeError, match="parameters are"):
+        layer(torch.zeros(4, K, device=DEVICE), [2, 2])
+    quantized = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)(make_input(4).detach())
+    with pytest.raises(TypeError, match="plain tensor"):
+        layer(quantized, [2, 2])

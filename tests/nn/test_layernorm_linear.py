@@ -1,0 +1,405 @@
+"""LayerNormLinear equals LayerNorm or RMSNorm and then Linear, bit for bit, eager and compiled, in every recipe."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from modules import TOKENS, assert_same, compare_compiled, make_input, randomized, step
+from recipes import DEVICE, QUANTIZED, RECIPES
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import narrowcast as nc
+from narrowcast.testing import assert_close
+
+K, N = 48, 80  # not multiples of every block size
+
+
+def make_layer(k: int = K, n: int = N, **kwargs: Any) -> nc.LayerNormLinear:
+    torch.manual_seed(1)
+    kwargs.setdefault("params_dtype", torch.bfloat16)
+    return randomized(nc.LayerNormLinear(k, n, device=DEVICE, **kwargs))
+
+
+class Composed(nn.Module):
+    """The same layer made of two modules."""
+
+    def __init__(self, layer: nc.LayerNormLinear, also_norm: bool = False) -> None:
+        super().__init__()
+        kind = nc.LayerNorm if layer.norm.normalization == "LayerNorm" else nc.RMSNorm
+        dtype, zero_centered = layer.weight.dtype, layer.norm.zero_centered_gamma
+        self.norm = kind(layer.in_features, zero_centered_gamma=zero_centered, device=DEVICE, dtype=dtype)
+        self.linear = nc.Linear(
+            layer.in_features, layer.out_features, layer.bias is not None, params_dtype=dtype, device=DEVICE
+        )
+        self.also_norm = also_norm
+        with torch.no_grad():
+            self.norm.weight.copy_(layer.layer_norm_weight)
+            self.linear.weight.copy_(layer.weight)
+            for ours, theirs in ((self.norm.bias, layer.layer_norm_bias), (self.linear.bias, layer.bias)):
+                if ours is not None:
+                    ours.copy_(theirs)
+
+    def forward(self, x: Tensor) -> Any:
+        normalized = self.norm(x)
+        out = self.linear(normalized)
+        return (out, normalized) if self.also_norm else out
+
+
+NAMES = {
+    "d norm.weight": "d layer_norm_weight",
+    "d norm.bias": "d layer_norm_bias",
+    "d linear.weight": "d weight",
+    "d linear.bias": "d bias",
+}
+
+
+def renamed(results: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {NAMES.get(name, name): tensor for name, tensor in results.items()}
+    return {name: found[name] for name in like}
+
+
+def compare_composed(layer: nc.LayerNormLinear, recipe: Any, steps: int = 1, **kwargs: Any) -> None:
+    composed = Composed(layer, layer.return_layernorm_output)
+    for index in range(steps):
+        x = make_input(layer.in_features, seed=index, **kwargs)
+        ours, theirs = step(layer, x, recipe), step(composed, x, recipe)
+        assert len(ours) == len(theirs)
+        assert_same(ours, renamed(theirs, ours))
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_equals_the_two_modules(name: str, normalization: str, zero_centered: bool) -> None:
+    layer = make_layer(normalization=normalization, zero_centered_gamma=zero_centered)
+    compare_composed(layer, RECIPES[name], steps=3)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradient_of_the_returned_norm_output_counts(name: str) -> None:
+    compare_composed(make_layer(return_layernorm_output=True), RECIPES[name], steps=2)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    compare_composed(make_layer(params_dtype=dtype), RECIPES[name], dtype=dtype)
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("kind", ["current", "mxfp8", "block", "nvfp4"])
+def test_backward_override(kind: str, override: str) -> None:
+    recipe = dataclasses.replace(RECIPES[kind], backward_override=override)  # type: ignore[type-var]
+    compare_composed(make_layer(), recipe)
+    compare_compiled(make_layer(), K, recipe, steps=1)
+
+
+def test_is_torchs_layer_in_high_precision() -> None:
+    layer, x = make_layer(params_dtype=torch.float32), make_input(K, dtype=torch.float32)
+    normalized = F.layer_norm(x, (K,), layer.layer_norm_weight, layer.layer_norm_bias)
+    assert_close(layer(x), F.linear(normalized, layer.weight, layer.bias), "fp32_sum_order")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("lead", [(1,), (7,), (0,), (3, 5), (2, 0, 4)], ids=str)
+@pytest.mark.parametrize(("k", "n"), [(48, 80), (5, 3), (130, 1), (1, 17)])
+def test_any_shape(name: str, lead: tuple[int, ...], k: int, n: int) -> None:
+    layer = make_layer(k, n)
+    x = make_input(k, *lead)
+    ours, theirs = (
+        step(layer, x, RECIPES[name]),
+        renamed(step(Composed(layer), x, RECIPES[name]), NAMES_OF_ALL),
+    )
+    for key, value in ours.items():
+        assert torch.equal(value, theirs[key]), key
+        assert torch.isfinite(value).all()
+    assert ours["out0"].shape == (*lead, n) and ours["d input"].shape == x.shape
+
+
+NAMES_OF_ALL = dict.fromkeys(["out0", "d input", *NAMES.values()])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_non_contiguous_input(name: str) -> None:
+    x = make_input(TOKENS, K).detach().t().requires_grad_(True)
+    assert not x.is_contiguous()
+    ours = step(make_layer(), x, RECIPES[name])
+    assert_same(ours, step(make_layer(), x.detach().contiguous().requires_grad_(True), RECIPES[name]))
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled(name: str) -> None:
+    compare_compiled(make_layer(), K, RECIPES[name], steps=3)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    "name", ["delayed", "nvfp4"]
+)  # without a recipe, inductor fuses sums into matrix products
+def test_inductor(name: str) -> None:
+    compare_compiled(make_layer(return_layernorm_output=True), K, RECIPES[name], backend="inductor")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled_with_everything_returned(name: str) -> None:
+    options = {"return_layernorm_output": True, "return_bias": True, "normalization": "RMSNorm"}
+    compare_compiled(make_layer(**options), K, RECIPES[name])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled_with_dynamic_shapes(name: str) -> None:
+    compare_compiled(make_layer(), K, RECIPES[name], steps=3, dynamic=True)
+
+
+@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+def test_weight_cache(name: str) -> None:
+    calls = [{"is_first_microbatch": first} for first in (True, False, False, True, None)]
+    compare_compiled(make_layer(), K, RECIPES[name], calls=calls)
+
+
+@pytest.mark.parametrize("name", ["none", "delayed", "nvfp4"])
+@pytest.mark.parametrize(
+    "frozen", ["weight", "input", "weight+bias", "layer_norm_weight+layer_norm_bias+input"]
+)
+def test_frozen(name: str, frozen: str) -> None:
+    layer, x = make_layer(), make_input(K)
+    everything = step(copy.deepcopy(layer), x, RECIPES[name])
+    for part in frozen.split("+"):
+        if part == "input":
+            x = x.detach()
+        else:
+            getattr(layer, part).requires_grad_(False)
+    compiled = copy.deepcopy(layer)
+    forward = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    eager = step(copy.deepcopy(layer), x, RECIPES[name])
+    assert {f"d {part}" for part in frozen.split("+")} == everything.keys() - eager.keys()
+    assert_same(step(compiled, x, RECIPES[name], forward), eager)
+    if name != "nvfp4":  # stochastic rounding draws other bits when fewer operands are made
+        assert_same(eager, {key: everything[key] for key in eager})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_retain_graph(name: str) -> None:
+    layer, x = make_layer(), make_input(K)
+    for forward in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        with nc.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
+            loss = forward(x).float().square().sum()
+        results = []
+        for retain in (True, False):
+            torch.manual_seed(7)
+            results.append(torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=retain))
+        assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_grad(name: str) -> None:
+    layer, x = make_layer(), make_input(K)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with nc.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
+        expected = layer(x)
+        for manager in (torch.no_grad, torch.inference_mode):
+            with manager():
+                assert torch.equal(layer(x), expected)
+                assert torch.equal(forward(x), expected)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_parameters(name: str) -> None:
+    with nc.quantized_model_init(recipe=RECIPES[name]):
+        layer = make_layer()
+    assert isinstance(layer.weight, nc.QuantizedTensor)
+    assert not isinstance(layer.layer_norm_weight, nc.QuantizedTensor)
+    results = []
+    for forward in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        layer.delayed_scaling.reset()
+        results.append(step(layer, make_input(K), RECIPES[name], forward))
+    assert_same(*results)
+    other = RECIPES["mxfp8" if name != "mxfp8" and name != "custom" else "block"]
+    with nc.autocast(recipe=other), pytest.raises(RuntimeError, match="quantized_model_init"):
+        layer(make_input(K))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_torch_autocast(name: str) -> None:
+    layer = make_layer(params_dtype=torch.float32)
+    x = make_input(K, dtype=torch.float32)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        results = step(layer, x, RECIPES[name])
+    assert results.pop("out0").dtype == torch.bfloat16
+    assert all(t.dtype == torch.float32 and torch.isfinite(t).all() for t in results.values())
+
+
+@pytest.mark.parametrize("name", ["none", "delayed"])
+def test_graph_count(name: str) -> None:
+    layer, counter = make_layer(), CompileCounterWithBackend("aot_eager")
+    forward = torch.compile(layer, fullgraph=True, backend=counter)
+    for _ in range(3):
+        step(layer, make_input(K), RECIPES[name], forward)
+    assert counter.frame_count == 1
+    for tokens in range(33, 43):
+        step(layer, make_input(K, tokens), RECIPES[name], forward)
+    assert counter.frame_count <= 2
+
+
+# -- what runs and what is kept ----------------------------------------------------------------------------------------
+
+
+class Spy(TorchDispatchMode):
+    """Names of the library's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "narrowcast":
+            self.seen.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_norm_and_quantize_are_one_operator(name: str) -> None:
+    layer, x = make_layer(), make_input(K)
+    with Spy() as spy, nc.autocast(recipe=RECIPES[name]):
+        layer(x)
+    assert "norm" not in spy.seen
+    assert len([op for op in spy.seen if op.startswith("norm_quantize")]) == 1
+
+
+def test_frozen_weight_runs_no_wgrad() -> None:
+    layer, x = make_layer(), make_input(K)
+    layer.weight.requires_grad_(False)
+    with nc.autocast(recipe=RECIPES["current"]):
+        y = layer(x)
+    with Spy() as spy:
+        y.float().sum().backward()
+    assert spy.seen.count("gemm") == 1
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_saves_the_input_and_one_byte_per_element_of_the_norm(name: str) -> None:
+    layer, x = make_layer(256, 128), make_input(256, 128)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), nc.autocast(recipe=RECIPES[name]):
+        layer(x)
+    wide = [t for t in saved if t.dtype == torch.bfloat16]
+    assert {t.data_ptr() for t in wide} == {x.data_ptr(), layer.layer_norm_weight.data_ptr()}
+    payload = sum(t.numel() * t.element_size() for t in saved) - sum(2 * t.numel() for t in wide)
+    assert payload <= 0.6 * 2 * (x.numel() + layer.weight.numel())
+
+
+# -- state and errors --------------------------------------------------------------------------------------------------
+
+
+def test_parameter_names() -> None:
+    plain = ["layer_norm_weight", "layer_norm_bias", "weight", "bias"]
+    assert list(make_layer().state_dict()) == plain
+    assert list(make_layer(normalization="RMSNorm", bias=False).state_dict()) == [
+        "layer_norm_weight",
+        "weight",
+    ]
+    with nc.quantized_model_init(recipe=RECIPES["mxfp8"]):
+        layer = make_layer()
+    assert {key: type(value) for key, value in layer.state_dict().items()} == dict.fromkeys(plain, Tensor)
+
+
+def test_state_dict_of_delayed_scaling_continues() -> None:
+    layer, recipe = make_layer(), RECIPES["delayed"]
+    for seed in range(3):
+        step(layer, make_input(K, seed=seed), recipe)
+    other = make_layer()
+    other.load_state_dict(layer.state_dict())
+    x = make_input(K, seed=9)
+    assert_same(step(other, x, recipe), step(layer, x, recipe))
+
+
+def test_meta_device() -> None:
+    layer = nc.LayerNormLinear(K, N, device="meta", params_dtype=torch.bfloat16, zero_centered_gamma=True)
+    with pytest.raises(RuntimeError, match="reset_parameters"):
+        layer(make_input(K))
+    layer.reset_parameters()
+    assert layer.layer_norm_weight.device.type == DEVICE and not layer.layer_norm_weight.any()
+    step(layer, make_input(K), RECIPES["delayed"])
+
+
+def test_initial_values() -> None:
+    layer = nc.LayerNormLinear(K, N, device=DEVICE, init_method=nn.init.ones_)
+    assert (layer.weight == 1).all() and (layer.layer_norm_weight == 1).all()
+    assert not layer.bias.any() and not layer.layer_norm_bias.any()
+
+
+def test_return_bias() -> None:
+    layer = make_layer(return_bias=True)
+    with nc.autocast(recipe=RECIPES["current"]):
+        out, bias = layer(make_input(K))
+        assert bias is layer.bias
+        layer.return_bias = False
+        assert not torch.equal(out, layer(make_input(K)))
+
+
+def test_second_order_is_refused() -> None:
+    layer, x = make_layer(), make_input(K)
+    with nc.autocast(recipe=RECIPES["current"]):
+        y = layer(x)
+    (dx,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(dx.float().sum(), x)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"normalization": "BatchNorm"}, "BatchNorm.*LayerNorm, RMSNorm"),
+        ({"return_layernorm_output_gathered": True}, "sequence_parallel"),
+        ({"in_features": 0}, "in_features is 0"),
+        ({"out_features": -1}, "out_features is -1"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_constructor_refuses(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nc.LayerNormLinear(**{"in_features": K, "out_features": N, "device": DEVICE, **kwargs})
+
+
+def test_forward_refuses() -> None:
+    layer = make_layer()
+    with pytest.raises(ValueError, match="in_features=48"):
+        layer(make_input(K + 1))
+    with pytest.raises(TypeError, match="torch.autocast"):
+        layer(make_input(K, dtype=torch.float32))
+    with pytest.raises(RuntimeError, match="meta"):
+        layer(torch.empty(4, K, dtype=torch.bfloat16, device="meta"))
+
+
+@pytest.mark.parametrize("kind", [nc.LayerNorm, nc.RMSNorm])
+def test_norm_modules(kind: Any) -> None:
+    x = make_input(K, 3, 5, dtype=torch.float32)
+    norm = randomized(kind(K, device=DEVICE))
+    functional = F.layer_norm if kind is nc.LayerNorm else F.rms_norm
+    arguments = (norm.weight, norm.bias) if kind is nc.LayerNorm else (norm.weight,)
+    expected = functional(x, (K,), *arguments, eps=1e-5)
+    ours = step(norm, x, None)
+    assert_close(ours["out0"], expected.detach(), "fp32_sum_order")
+    grads = torch.autograd.grad(expected.square().sum(), [*norm.parameters(), x])
+    for name, grad in zip([*dict(norm.named_parameters()), "input"], grads):
+        assert_close(ours[f"d {name}"], grad, "fp32_sum_order")
+    compare_compiled(randomized(kind(K, device=DEVICE, dtype=torch.bfloat16)), K, None)
+    with pytest.raises(ValueError, match="last dim"):
+        norm(make_input(K + 1))
+    with pytest.raises(ValueError, match="normalized_shape"):
+        kind((4, 5))

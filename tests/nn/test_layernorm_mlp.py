@@ -1,0 +1,523 @@
+"""LayerNormMLP equals norm, Linear, activation, Linear, bit for bit, eager and compiled, with and without recompute."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from modules import TOKENS, assert_same, compare_compiled, make_input, randomized, step
+from recipes import DEVICE, E4M3, QUANTIZED, RECIPES
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import narrowcast as nc
+from narrowcast.autograd import activate
+from narrowcast.reference.activation import ACTIVATIONS
+from narrowcast.testing import assert_close
+
+H, FFN = 48, 80  # not multiples of every block size
+
+
+def make_mlp(hidden: int = H, ffn: int = FFN, **kwargs: Any) -> nc.LayerNormMLP:
+    torch.manual_seed(1)
+    kwargs = {"params_dtype": torch.bfloat16, "activation": "swiglu", **kwargs}
+    for option in (
+        "init_method",
+        "output_layer_init_method",
+    ):  # large enough to leave the flat part of activations
+        kwargs.setdefault(option, lambda weight: nn.init.normal_(weight, std=0.3))
+    return randomized(nc.LayerNormMLP(hidden, ffn, device=DEVICE, **kwargs))
+
+
+class Composed(nn.Module):
+    """The same block made of small modules."""
+
+    def __init__(self, mlp: nc.LayerNormMLP) -> None:
+        super().__init__()
+        kind = nc.LayerNorm if mlp.norm.normalization == "LayerNorm" else nc.RMSNorm
+        dtype, zero_centered = mlp.fc1_weight.dtype, mlp.norm.zero_centered_gamma
+        self.norm = kind(mlp.hidden_size, zero_centered_gamma=zero_centered, device=DEVICE, dtype=dtype)
+        bias = mlp.fc1_bias is not None
+        rows, columns = mlp.fc1_weight.shape
+        self.fc1 = nc.Linear(columns, rows, bias, params_dtype=dtype, device=DEVICE)
+        self.fc2 = nc.Linear(mlp.ffn_hidden_size, columns, bias, params_dtype=dtype, device=DEVICE)
+        self.activation, self.also_norm = mlp.activation, mlp.return_layernorm_output
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(getattr(mlp, RENAMED[name]))
+
+    def forward(self, x: Tensor) -> Any:
+        normalized = self.norm(x)
+        out = self.fc2(activate(self.fc1(normalized), self.activation))
+        return (out, normalized) if self.also_norm else out
+
+
+RENAMED = {
+    "norm.weight": "layer_norm_weight",
+    "norm.bias": "layer_norm_bias",
+    "fc1.weight": "fc1_weight",
+    "fc1.bias": "fc1_bias",
+    "fc2.weight": "fc2_weight",
+    "fc2.bias": "fc2_bias",
+}
+
+
+def compare_composed(mlp: nc.LayerNormMLP, recipe: Any, steps: int = 1, **kwargs: Any) -> None:
+    composed = Composed(mlp)
+    for index in range(steps):
+        x = make_input(mlp.hidden_size, seed=index, **kwargs)
+        ours, theirs = step(mlp, x, recipe), step(composed, x, recipe)
+        found = {
+            "d " + RENAMED.get(name[2:], name[2:]) if name[1] == " " else name: t
+            for name, t in theirs.items()
+        }
+        assert_same(ours, {name: found[name] for name in ours})
+        assert len(ours) == len(theirs)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_equals_the_small_modules(name: str, activation: str, checkpoint: bool) -> None:
+    compare_composed(make_mlp(activation=activation, checkpoint=checkpoint), RECIPES[name], steps=3)
+
+
+@pytest.mark.parametrize("name", ["none", "delayed", "mxfp8"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str, name: str) -> None:
+    mlp = make_mlp(activation=activation, normalization="RMSNorm", zero_centered_gamma=True)
+    compare_composed(mlp, RECIPES[name], steps=2)
+
+
+def test_there_are_twelve_activations() -> None:
+    gated = {name for name in ACTIVATIONS if make_mlp(activation=name).fc1_weight.shape[0] == 2 * FFN}
+    assert len(ACTIVATIONS) == 12
+    assert gated == {"geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"}
+
+
+@pytest.mark.parametrize("name", ["none", "current"])
+def test_activation_params(name: str) -> None:
+    mlp = make_mlp(activation="clamped_swiglu", activation_params={"limit": 0.25, "glu_linear_offset": 0.5})
+    assert mlp.activation.parameters == (0.25, 1.702, 0.5)
+    compare_composed(mlp, RECIPES[name])
+    default = step(make_mlp(activation="clamped_swiglu"), make_input(H), RECIPES[name])
+    assert not torch.equal(step(mlp, make_input(H), RECIPES[name])["out0"], default["out0"])
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradient_of_the_returned_norm_output_counts(name: str, checkpoint: bool) -> None:
+    compare_composed(make_mlp(return_layernorm_output=True, checkpoint=checkpoint), RECIPES[name])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    compare_composed(make_mlp(params_dtype=dtype), RECIPES[name], dtype=dtype)
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("kind", ["current", "mxfp8", "block", "nvfp4"])
+def test_backward_override(kind: str, override: str) -> None:
+    recipe = dataclasses.replace(RECIPES[kind], backward_override=override)  # type: ignore[type-var]
+    compare_composed(make_mlp(), recipe)
+    compare_composed(make_mlp(checkpoint=True), recipe)
+    compare_compiled(make_mlp(checkpoint=kind == "current"), H, recipe, steps=1)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_mixed_override_of_a_norm_that_is_frozen(name: str) -> None:
+    """Nothing in front of fc1 wants a gradient: fc1 has no dgrad, the norm no backward."""
+    mlp, x = make_mlp(), make_input(H)
+    everything = step(mlp, x, RECIPES[name])
+    mlp.layer_norm_weight.requires_grad_(False)
+    mlp.layer_norm_bias.requires_grad_(False)
+    results = step(mlp, x.detach(), RECIPES[name])
+    assert results.keys() == everything.keys() - {"d input", "d layer_norm_weight", "d layer_norm_bias"}
+    if name not in ("delayed", "nvfp4"):  # scales move between the steps; other random bits
+        assert_same(results, {key: everything[key] for key in results})
+
+
+def test_is_torchs_block_in_high_precision() -> None:
+    mlp = make_mlp(params_dtype=torch.float32, activation="silu", normalization="RMSNorm")
+    x = make_input(H, dtype=torch.float32)
+    hidden = F.silu(F.linear(F.rms_norm(x, (H,), mlp.layer_norm_weight, 1e-5), mlp.fc1_weight, mlp.fc1_bias))
+    expected = F.linear(hidden, mlp.fc2_weight, mlp.fc2_bias)
+    assert_close(mlp(x).detach(), expected.detach(), "fp32_sum_order")
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("lead", [(1,), (0,), (3, 5), (2, 0, 4)], ids=str)
+@pytest.mark.parametrize(("hidden", "ffn"), [(48, 80), (5, 3), (130, 1), (1, 17)])
+def test_any_shape(name: str, lead: tuple[int, ...], hidden: int, ffn: int, checkpoint: bool) -> None:
+    mlp, x = make_mlp(hidden, ffn, checkpoint=checkpoint), make_input(hidden, *lead)
+    ours, theirs = step(mlp, x, RECIPES[name]), step(Composed(mlp), x, RECIPES[name])
+    assert ours["out0"].shape == ours["d input"].shape == x.shape
+    for key, value in theirs.items():
+        key = "d " + RENAMED.get(key[2:], key[2:]) if key[1] == " " else key
+        assert torch.equal(ours[key], value), key
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled(name: str, checkpoint: bool) -> None:
+    compare_compiled(make_mlp(checkpoint=checkpoint), H, RECIPES[name], steps=3)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    ("name", "checkpoint"), [("none", False), ("delayed", True), ("nvfp4", False)], ids=str
+)
+def test_inductor(name: str, checkpoint: bool) -> None:
+    compare_compiled(make_mlp(checkpoint=checkpoint), H, RECIPES[name], backend="inductor")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled_with_dynamic_shapes(name: str) -> None:
+    mlp = make_mlp(activation="gelu", return_layernorm_output=True, return_bias=True)
+    compare_compiled(mlp, H, RECIPES[name], steps=3, dynamic=True)
+
+
+@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+def test_recomputation_compiled_with_dynamic_shapes(name: str) -> None:
+    compare_compiled(make_mlp(checkpoint=True), H, RECIPES[name], steps=3, dynamic=True)
+
+
+@pytest.mark.parametrize("activation", sorted(set(ACTIVATIONS) - {"gelu", "swiglu"}))
+def test_every_activation_compiled(activation: str) -> None:
+    compare_compiled(make_mlp(activation=activation), H, RECIPES["current"], steps=1)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
+@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+def test_weight_cache(name: str, checkpoint: bool) -> None:
+    calls = [{"is_first_microbatch": first} for first in (True, False, False, True, None)]
+    compare_compiled(make_mlp(checkpoint=checkpoint), H, RECIPES[name], calls=calls)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_cached_weights_give_the_same_numbers(name: str) -> None:
+    mlp, x = make_mlp(), make_input(H)
+    results = []
+    for first in (None, True, False):
+        for state in (mlp.delayed_scaling, mlp.delayed_scaling_fc2):
+            state.reset()
+        results.append(step(mlp, x, RECIPES[name], is_first_microbatch=first))
+    assert set(mlp._fp8_workspaces) == {"fc1_weight", "fc2_weight"}
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+@pytest.mark.parametrize("name", ["delayed", "block"])
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
+@pytest.mark.parametrize(
+    "frozen",
+    ["fc1_weight", "fc2_weight+fc2_bias", "input", "fc1_weight+fc1_bias+fc2_weight", "all but fc2_bias"],
+)
+def test_frozen(name: str, frozen: str, checkpoint: bool) -> None:
+    mlp, x = make_mlp(checkpoint=checkpoint), make_input(H)
+    everything = step(copy.deepcopy(mlp), x, RECIPES[name])
+    names = ["input", *dict(mlp.named_parameters())]
+    parts = [n for n in names if n != "fc2_bias"] if frozen.startswith("all") else frozen.split("+")
+    for part in parts:
+        if part == "input":
+            x = x.detach()
+        else:
+            getattr(mlp, part).requires_grad_(False)
+    compiled = copy.deepcopy(mlp)
+    forward = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    eager = step(mlp, x, RECIPES[name])
+    assert {f"d {part}" for part in parts} == everything.keys() - eager.keys()
+    assert_same(eager, {key: everything[key] for key in eager})
+    assert_same(step(compiled, x, RECIPES[name], forward), eager)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_retain_graph(name: str, checkpoint: bool) -> None:
+    mlp, x = make_mlp(checkpoint=checkpoint), make_input(H)
+    forwards = [mlp]
+    if name in ("none", "delayed", "nvfp4"):
+        forwards.append(torch.compile(mlp, fullgraph=True, backend="aot_eager"))
+    for forward in forwards:
+        with nc.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
+            loss = forward(x).float().square().sum()
+        results = []
+        for retain in (True, False):
+            torch.manual_seed(7)
+            results.append(torch.autograd.grad(loss, [x, *mlp.parameters()], retain_graph=retain))
+        assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_grad(name: str) -> None:
+    mlp, x = make_mlp(checkpoint=True), make_input(H)
+    forward = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    with nc.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
+        expected = mlp(x)
+        for manager in (torch.no_grad, torch.inference_mode):
+            with manager():
+                assert torch.equal(mlp(x), expected)
+                assert torch.equal(forward(x), expected)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_parameters(name: str, checkpoint: bool) -> None:
+    with nc.quantized_model_init(recipe=RECIPES[name]):
+        mlp = make_mlp(checkpoint=checkpoint)
+    assert isinstance(mlp.fc1_weight, nc.QuantizedTensor)
+    assert isinstance(mlp.fc2_weight, nc.QuantizedTensor)
+    assert all(type(value) is Tensor for value in mlp.state_dict().values())
+    results = []
+    for forward in (mlp, torch.compile(mlp, fullgraph=True, backend="aot_eager")):
+        for state in (mlp.delayed_scaling, mlp.delayed_scaling_fc2):
+            state.reset()
+        results.append(step(mlp, make_input(H), RECIPES[name], forward))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_torch_autocast(name: str) -> None:
+    mlp, x = make_mlp(params_dtype=torch.float32), make_input(H, dtype=torch.float32)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        results = step(mlp, x, RECIPES[name])
+    assert results.pop("out0").dtype == torch.bfloat16
+    assert all(t.dtype == torch.float32 and torch.isfinite(t).all() for t in results.values())
+
+
+def test_graph_count() -> None:
+    mlp, counter = make_mlp(), CompileCounterWithBackend("aot_eager")
+    forward = torch.compile(mlp, fullgraph=True, backend=counter)
+    for _ in range(3):
+        step(mlp, make_input(H), RECIPES["delayed"], forward)
+    assert counter.frame_count == 1
+    for tokens in range(33, 43):
+        step(mlp, make_input(H, tokens), RECIPES["delayed"], forward)
+    assert counter.frame_count <= 2
+
+
+# -- recomputation -----------------------------------------------------------------------------------------------------
+
+
+def saved_by(mlp: nc.LayerNormMLP, x: Tensor, recipe: Any, **kwargs: Any) -> list[Tensor]:
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), nc.autocast(recipe=recipe):
+        mlp(x, **kwargs)
+    return saved
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_recomputation_saves_the_seven_operands(name: str) -> None:
+    mlp, x = make_mlp(checkpoint=True), make_input(H)
+    saved = saved_by(mlp, x, RECIPES[name])
+    operands = {x.data_ptr(), *(p.data_ptr() for p in mlp.parameters())}
+    others = [t for t in saved if t.data_ptr() not in operands]
+    assert len(saved) - len(others) == 7
+    # delayed scaling also keeps the three scales of either layer
+    assert [t.numel() for t in others] == ([3, 3] if name == "delayed" else [])
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_saves_little_without_recomputation(name: str) -> None:
+    """Input, fc1's output and the norm's weight in high precision, the rest in a byte per element or less."""
+    mlp, x = make_mlp(128, 256), make_input(128, 128)
+    saved = saved_by(mlp, x, RECIPES[name])
+    wide = sum(t.numel() for t in saved if t.dtype == torch.bfloat16)
+    assert wide == x.numel() + 128 * 2 * 256 + 128
+    payload = sum(t.numel() * t.element_size() for t in saved) - 2 * wide
+    assert payload <= 1.1 * (x.numel() + 128 * 256 + mlp.fc1_weight.numel() + mlp.fc2_weight.numel())
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_recomputation_uses_the_scales_of_its_forward(backend: str | None) -> None:
+    """Another step of delayed scaling begins, and the scales move, between a forward and its backward."""
+    results = []
+    for checkpoint in (False, True):
+        mlp = make_mlp(checkpoint=checkpoint)
+        forward = mlp if backend is None else torch.compile(mlp, fullgraph=True, backend=backend)
+        xs = [make_input(H, seed=seed) for seed in range(3)]
+        with torch.no_grad():
+            xs[1].mul_(20)
+        outs = []
+        for x in xs:
+            with nc.autocast(recipe=RECIPES["delayed"]):
+                outs.append(forward(x))
+        grads = [
+            torch.autograd.grad(out.float().square().sum(), [x, *mlp.parameters()])
+            for out, x in zip(outs, xs)
+        ]
+        state = [*mlp.delayed_scaling.buffers(), *mlp.delayed_scaling_fc2.buffers()]
+        results.append([*outs, *(g for one in grads for g in one), *(s.clone() for s in state)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "nvfp4"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen weights"])
+def test_compiled_recomputation_saves_no_activation(name: str, frozen: bool) -> None:
+    """The partitioner finds nothing to share between the first forward and the recomputation."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    saved: list[list[tuple[int, ...]]] = []
+
+    def forward_compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        names = {node.name for node in graph.graph.nodes if node.op == "placeholder"}
+        (outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
+        made = [node for node in outputs if isinstance(node, torch.fx.Node) and node.name not in names]
+        saved.append([tuple(node.meta["val"].shape) for node in made])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=forward_compiler,
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    mlp, x = make_mlp(checkpoint=True), make_input(H, 3 * TOKENS)
+    if frozen:
+        mlp.fc1_weight.requires_grad_(False)
+        mlp.fc2_weight.requires_grad_(False)
+    eager = step(copy.deepcopy(mlp), x, RECIPES[name])
+    assert_same(step(mlp, x, RECIPES[name], torch.compile(mlp, fullgraph=True, backend=backend)), eager)
+    (shapes,) = saved
+    by_token = [shape for shape in shapes if 3 * TOKENS in shape and shape != (3 * TOKENS, H)]
+    assert not by_token, shapes
+    assert shapes.count((3 * TOKENS, H)) == 1  # the output itself
+
+
+def rounding_up_and_down(role: nc.QuantizerRole) -> nc.Quantizer:
+    return nc.NVFP4Quantizer(stochastic_rounding=role.tensor_type == "input")
+
+
+def test_recomputation_refuses_operands_that_cannot_be_made_twice() -> None:
+    recipe = nc.recipe.CustomRecipe(qfactory=rounding_up_and_down, emulate=True)
+    with nc.autocast(recipe=recipe):
+        make_mlp()(make_input(H))
+        with pytest.raises(ValueError, match="narrowcast.checkpoint"):
+            make_mlp(checkpoint=True)(make_input(H))
+
+
+# -- state and errors --------------------------------------------------------------------------------------------------
+
+
+def test_parameter_names() -> None:
+    names = ["layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"]
+    mlp = make_mlp()
+    assert list(mlp.state_dict()) == names
+    assert mlp.fc1_weight.shape == (2 * FFN, H) and mlp.fc2_weight.shape == (H, FFN)
+    step(mlp, make_input(H), RECIPES["mxfp8"])
+    assert list(mlp.state_dict()) == names
+    assert list(make_mlp(normalization="RMSNorm", bias=False).state_dict()) == names[::2]
+
+
+def test_state_dict_of_delayed_scaling_continues() -> None:
+    mlp, recipe = make_mlp(), RECIPES["delayed"]
+    fresh = copy.deepcopy(mlp.state_dict())
+    for seed in range(3):
+        step(mlp, make_input(H, seed=seed), recipe)
+    other, x = make_mlp(), make_input(H, seed=9)
+    other.load_state_dict(mlp.state_dict())
+    assert_same(step(other, x, recipe), step(copy.deepcopy(mlp), x, recipe))
+    mlp.load_state_dict(fresh)  # saved before the first step: the scales begin anew
+    assert (mlp.delayed_scaling.scale_fwd == 1).all() and (mlp.delayed_scaling_fc2.scale_fwd == 1).all()
+
+
+def test_a_copy_takes_part_in_the_update_of_scales() -> None:
+    mlp = copy.deepcopy(make_mlp())
+    for seed in range(2):
+        step(mlp, make_input(H, seed=seed), RECIPES["delayed"])
+    for state in (mlp.delayed_scaling, mlp.delayed_scaling_fc2):
+        assert (state.scale_fwd[:2] != 1).all() and (state.scale_bwd[:1] != 1).all()
+
+
+def test_roles_name_both_layers() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def factory(role: nc.QuantizerRole) -> nc.Quantizer:
+        seen.append((role.name, role.tensor_type))
+        return nc.MXFP8Quantizer(E4M3)
+
+    mlp = make_mlp(name="block3")
+    step(mlp, make_input(H), nc.recipe.CustomRecipe(qfactory=factory, emulate=True))
+    ours = {entry for entry in seen if entry[0].startswith("block3")}
+    kinds = ("input", "weight", "grad_output")
+    assert ours == {(f"block3.{layer}", kind) for layer in ("fc1", "fc2") for kind in kinds}
+
+
+def test_calibration_reaches_both_layers() -> None:
+    mlp = make_mlp()
+    with nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
+        mlp(make_input(H))
+    for state in (mlp.delayed_scaling, mlp.delayed_scaling_fc2):
+        assert (state.amax_history_fwd[0, :2] > 0).all()
+
+
+def test_meta_device() -> None:
+    mlp = nc.LayerNormMLP(H, FFN, device="meta", params_dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="reset_parameters"):
+        mlp(make_input(H))
+    mlp.reset_parameters()
+    assert {p.device.type for p in mlp.parameters()} == {DEVICE}
+    step(mlp, make_input(H), RECIPES["delayed"])
+
+
+def test_init_methods() -> None:
+    mlp = nc.LayerNormMLP(
+        H, FFN, device=DEVICE, init_method=nn.init.ones_, output_layer_init_method=nn.init.zeros_
+    )
+    assert (mlp.fc1_weight == 1).all() and not mlp.fc2_weight.any()
+
+
+def test_return_bias() -> None:
+    mlp = make_mlp(return_bias=True, return_layernorm_output=True)
+    with nc.autocast(recipe=RECIPES["current"]):
+        out, bias, normalized = mlp(make_input(H))
+    assert bias is mlp.fc2_bias and out.shape == normalized.shape
+
+
+def test_second_order_is_refused() -> None:
+    mlp, x = make_mlp(), make_input(H)
+    with nc.autocast(recipe=RECIPES["current"]):
+        y = mlp(x)
+    (dx,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(dx.float().sum(), x)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"activation": "tanh"}, "tanh.*swiglu"),
+        ({"activation_params": {"limit": 1.0}}, "gelu has no parameter 'limit'"),
+        ({"activation": "clamped_swiglu", "activation_params": {"slope": 1.0}}, "slope.*limit"),
+        ({"normalization": "BatchNorm"}, "BatchNorm"),
+        ({"return_layernorm_output_gathered": True}, "sequence_parallel"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size is 0"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_constructor_refuses(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nc.LayerNormMLP(**{"hidden_size": H, "ffn_hidden_size": FFN, "device": DEVICE, **kwargs})
+
+
+def test_forward_refuses() -> None:
+    mlp = make_mlp()
+    with pytest.raises(ValueError, match="hidden_size=48"):
+        mlp(make_input(H + 1))
+    with pytest.raises(TypeError, match="torch.autocast"):
+        mlp(make_input(H, dtype=torch.float32))
