@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import reference
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
-from .quantize import describe, describe_slots, encode_slots, encode_source
+from .quantize import describe, describe_slots, encode_slots, encode_source, encode_with_sums
 from .quantizer_value import QuantizerValue
 
 
@@ -151,7 +151,7 @@ def _act_backward_quantize(
     numerics = numerics_for(x)
     named = _named(activation, parameters)
     source = numerics.sources.activation_backward(grad, x, activation, column_sums=True, **named)
-    return [*encode_source(numerics, source, quantizer, seed), numerics.sources.column_sum(source)]
+    return encode_with_sums(numerics, source, quantizer, seed)
 
 
 def _act_backward_quantize_fake(

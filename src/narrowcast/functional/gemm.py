@@ -18,8 +18,6 @@ A bias is rounded to the dtype of the result and added to the fp32 product befor
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,11 +29,6 @@ from . import _opaque
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
 from .quantizer_value import GemmOperand, NativeOperand, QuantizerValue
-
-if kernels.AVAILABLE:
-    from ..kernels import gemm as gemm_kernels
-else:
-    gemm_kernels: Any = None
 
 ACCUMULATE_IN_KERNEL: bool = False
 """Whether a native ``gemm_accumulate_`` adds in the Triton GEMM's epilogue, where it covers the operands."""
@@ -138,7 +131,7 @@ def _gemm_accumulate(
         return
     a, b = _native_operands(kind, left, left_quantizer, right, right_quantizer)
     if ACCUMULATE_IN_KERNEL and _accumulates_in_kernel(out, a, b):
-        accumulate = gemm_kernels.accumulate_ if a.scaling == "tensor" else gemm_kernels.accumulate_block_
+        accumulate = kernels.gemm.accumulate_ if a.scaling == "tensor" else kernels.gemm.accumulate_block_
         accumulate(out, a.data, a.scale, b.data, b.scale, fast_accumulation=fast_accumulation)
     else:
         out.add_(_multiply_native(a, b, None, torch.float32, rows, columns, fast_accumulation))
@@ -270,7 +263,7 @@ def _multiplies_natively(a: NativeOperand, b: NativeOperand) -> bool:
 
 
 def _accumulates_in_kernel(out: Tensor, a: NativeOperand, b: NativeOperand) -> bool:
-    return gemm_kernels is not None and a.scaling == b.scaling != "plain" and out.stride(1) == 1
+    return kernels.AVAILABLE and a.scaling == b.scaling != "plain" and out.stride(1) == 1
 
 
 def _multiply_decoded(

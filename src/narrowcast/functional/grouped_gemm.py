@@ -15,7 +15,7 @@ takes nothing else here, and the other pairs to the Triton kernel; neither waits
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +29,6 @@ from .gemm import gemm
 from .grouped_quantize import ALIGNMENT, group_operands, stack
 from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
-
-if kernels.AVAILABLE:
-    from ..kernels import grouped_gemm as kernel
-else:
-    kernel: Any = None
 
 LIBRARY_PER_TENSOR: bool = True
 """Whether per-tensor E4M3 is multiplied by ``scaled_grouped_mm`` where it can be; else by the Triton kernel."""
@@ -294,7 +289,7 @@ def _rows(
         out = F.scaled_grouped_mm(  # type: ignore[attr-defined]
             a.codes,
             b.codes.transpose(-2, -1),
-            kernel.scale_of_rows(a.scale, splits, rows),
+            kernels.grouped_gemm.scale_of_rows(a.scale, splits, rows),
             ScalingType.RowWise,
             _for_each(b.scale, columns),
             ScalingType.RowWise,
@@ -303,9 +298,9 @@ def _rows(
             use_fast_accum=fast_accumulation,
         )
         if bias is not None or not covered:
-            kernel.finish_rows_(out, splits, bias)
+            kernels.grouped_gemm.finish_rows_(out, splits, bias)
         return out
-    return kernel.rows(
+    return kernels.grouped_gemm.rows(
         a.codes,
         a.scale,
         b.codes,
@@ -340,7 +335,7 @@ def _weight_gradients(
             output_dtype=dtype,
             use_fast_accum=fast_accumulation,
         )
-    return kernel.contraction(
+    return kernels.grouped_gemm.contraction(
         a.codes,
         a.scale,
         b.codes,
@@ -389,7 +384,7 @@ def _grouped_mm(
         out = out[:, :columns].contiguous()
     bias = stack_biases(biases)
     if bias is not None or not covered:
-        kernel.finish_rows_(out, splits, bias)
+        kernels.grouped_gemm.finish_rows_(out, splits, bias)
     return out
 
 

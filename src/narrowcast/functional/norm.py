@@ -28,18 +28,15 @@ _GRADIENTS = (
 )
 
 
+Inputs = tuple[Any, ...]
+"""The seven arguments that ``_INPUTS`` names, or the seven of ``_GRADIENTS``: they travel together."""
+
+
 def _statistics(
-    numerics: ModuleType,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    normalization: str,
-    zero_centered_gamma: bool,
-    with_amax: bool,
-) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
+    numerics: ModuleType, inputs: Inputs, with_amax: bool = False
+) -> tuple[Any, tuple[Tensor, ...]]:
     """The normalized matrix as a source, and (mean, rstd, sum)."""
+    x, residual, weight, bias, eps, normalization, zero_centered_gamma = inputs
     source, mean, rstd, summed = numerics.sources.normalized(
         x,
         residual,
@@ -57,86 +54,47 @@ def _or_absent(tensor: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if tensor is None else tensor
 
 
-def _statistics_fake(x: Tensor, residual: Tensor | None, normalization: str) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics_fake(inputs: Inputs) -> tuple[Tensor, ...]:
+    x, residual, _, _, _, normalization, _ = inputs
     rows = x.numel() // x.shape[-1]
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = rstd.new_empty(rows if normalization == "LayerNorm" else 0)
     return mean, rstd, x.new_empty(0 if residual is None else x.shape)
 
 
-def _norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    normalization: str,
-    zero_centered_gamma: bool,
-) -> tuple[Tensor, ...]:
-    numerics = numerics_for(x)
-    source, statistics = _statistics(
-        numerics, x, residual, weight, bias, eps, normalization, zero_centered_gamma, False
-    )
+def _norm(*inputs: Any) -> tuple[Tensor, ...]:
+    numerics = numerics_for(inputs[0])
+    source, statistics = _statistics(numerics, inputs)
     return (numerics.sources.materialize(source), *statistics)
 
 
-def _norm_fake(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    normalization: str,
-    zero_centered_gamma: bool,
-) -> tuple[Tensor, ...]:
-    return (x.new_empty(x.shape), *_statistics_fake(x, residual, normalization))
+def _norm_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    return (inputs[0].new_empty(inputs[0].shape), *_statistics_fake(inputs))
 
 
 norm = define(f"norm({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)", _norm, _norm_fake)
 """Normalize over the last dim: (y, mean, rstd, sum); y and sum (*lead, K) in the dtype of ``x``, the others fp32."""
 
 
-def _norm_quantize(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    normalization: str,
-    zero_centered_gamma: bool,
-    quantizer: QuantizerValue,
-    seed: Tensor | None = None,
-) -> list[Tensor]:
-    numerics = numerics_for(x)
-    source, statistics = _statistics(
-        numerics,
-        x,
-        residual,
-        weight,
-        bias,
-        eps,
-        normalization,
-        zero_centered_gamma,
-        quantizer._needs_amax,
-    )
+def _norm_quantize(*arguments: Any) -> list[Tensor]:
+    inputs, quantizer, seed = _with_quantizer(arguments)
+    numerics = numerics_for(inputs[0])
+    source, statistics = _statistics(numerics, inputs, quantizer._needs_amax)
     return [*encode_source(numerics, source, quantizer, seed), *statistics]
 
 
-def _norm_quantize_fake(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    normalization: str,
-    zero_centered_gamma: bool,
-    quantizer: QuantizerValue,
-    seed: Tensor | None = None,
-) -> list[Tensor]:
-    return [
-        *describe(x, tuple(x.shape), x.dtype, quantizer),
-        *_statistics_fake(x, residual, normalization),
-    ]
+def _norm_quantize_fake(*arguments: Any) -> list[Tensor]:
+    inputs, quantizer, _ = _with_quantizer(arguments)
+    return [*_described(inputs[0], quantizer), *_statistics_fake(inputs)]
+
+
+def _with_quantizer(arguments: tuple[Any, ...]) -> tuple[Inputs, QuantizerValue, Tensor | None]:
+    """(inputs, quantizer, seed): an operator's implementation gets no argument that has its default."""
+    return arguments[:7], arguments[7], arguments[8] if len(arguments) > 8 else None
+
+
+def _described(x: Tensor, quantizer: QuantizerValue) -> list[Tensor]:
+    return describe(x, tuple(x.shape), x.dtype, quantizer)
 
 
 norm_quantize = define(
@@ -147,41 +105,17 @@ norm_quantize = define(
 """Normalize and quantize: the quantizer's buffers, then mean, rstd, sum; y itself reaches memory only if it must."""
 
 
-def _norm_quantize_delayed(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    normalization: str,
-    zero_centered_gamma: bool,
-    scale: Tensor,
-    amax: Tensor,
-    quantizer: QuantizerValue,
-) -> tuple[Tensor, ...]:
-    numerics = numerics_for(x)
-    source, statistics = _statistics(
-        numerics, x, residual, weight, bias, eps, normalization, zero_centered_gamma, False
-    )
+def _norm_quantize_delayed(*arguments: Any) -> tuple[Tensor, ...]:
+    *inputs, scale, amax, quantizer = arguments
+    numerics = numerics_for(inputs[0])
+    source, statistics = _statistics(numerics, tuple(inputs))
     return (*encode_slots(numerics, source, scale, amax, quantizer), *statistics)
 
 
-def _norm_quantize_delayed_fake(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    normalization: str,
-    zero_centered_gamma: bool,
-    scale: Tensor,
-    amax: Tensor,
-    quantizer: QuantizerValue,
-) -> tuple[Tensor, ...]:
-    return (
-        *describe_slots(x, tuple(x.shape), x.dtype, quantizer),
-        *_statistics_fake(x, residual, normalization),
-    )
+def _norm_quantize_delayed_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    *inputs, _, _, quantizer = arguments
+    x = inputs[0]
+    return (*describe_slots(x, tuple(x.shape), x.dtype, quantizer), *_statistics_fake(tuple(inputs)))
 
 
 norm_quantize_delayed = define(
@@ -193,17 +127,9 @@ norm_quantize_delayed = define(
 """As :data:`norm_quantize` with the slots of delayed scaling: (data, transpose, scale_inv, mean, rstd, sum)."""
 
 
-def _gradients(
-    numerics: ModuleType,
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    zero_centered_gamma: bool,
-    residual_grad: Tensor | None,
-) -> tuple[Any, tuple[Tensor, Tensor]]:
+def _gradients(numerics: ModuleType, inputs: Inputs) -> tuple[Any, tuple[Tensor, Tensor]]:
     """The input gradient as a source, and (dweight, dbias)."""
+    grad, x, weight, mean, rstd, zero_centered_gamma, residual_grad = inputs
     present = mean if mean.numel() == rstd.numel() else None
     c1, c2, dweight, dbias = numerics.norm.gradient_statistics(
         grad, x, weight, present, rstd, zero_centered_gamma=zero_centered_gamma
@@ -222,34 +148,19 @@ def _gradients(
     return source, (dweight.to(weight.dtype), _or_absent(dbias, dweight).to(weight.dtype))
 
 
-def _gradients_fake(weight: Tensor, normalization_has_bias: bool) -> tuple[Tensor, Tensor]:
-    return weight.new_empty(weight.shape), weight.new_empty(weight.shape if normalization_has_bias else 0)
+def _gradients_fake(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    _, _, weight, mean, rstd, _, _ = inputs
+    return weight.new_empty(weight.shape), weight.new_empty(weight.shape if mean.shape == rstd.shape else 0)
 
 
-def _norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    zero_centered_gamma: bool,
-    residual_grad: Tensor | None,
-) -> tuple[Tensor, ...]:
-    numerics = numerics_for(x)
-    source, parameters = _gradients(numerics, grad, x, weight, mean, rstd, zero_centered_gamma, residual_grad)
+def _norm_backward(*inputs: Any) -> tuple[Tensor, ...]:
+    numerics = numerics_for(inputs[1])
+    source, parameters = _gradients(numerics, inputs)
     return (numerics.sources.materialize(source), *parameters)
 
 
-def _norm_backward_fake(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    zero_centered_gamma: bool,
-    residual_grad: Tensor | None,
-) -> tuple[Tensor, ...]:
-    return (x.new_empty(x.shape), *_gradients_fake(weight, mean.shape == rstd.shape))
+def _norm_backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    return (inputs[1].new_empty(inputs[1].shape), *_gradients_fake(inputs))
 
 
 norm_backward = define(
@@ -262,37 +173,16 @@ empty too.
 """
 
 
-def _norm_backward_quantize(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    zero_centered_gamma: bool,
-    residual_grad: Tensor | None,
-    quantizer: QuantizerValue,
-    seed: Tensor | None = None,
-) -> list[Tensor]:
-    numerics = numerics_for(x)
-    source, parameters = _gradients(numerics, grad, x, weight, mean, rstd, zero_centered_gamma, residual_grad)
+def _norm_backward_quantize(*arguments: Any) -> list[Tensor]:
+    inputs, quantizer, seed = _with_quantizer(arguments)
+    numerics = numerics_for(inputs[1])
+    source, parameters = _gradients(numerics, inputs)
     return [*encode_source(numerics, source, quantizer, seed), *parameters]
 
 
-def _norm_backward_quantize_fake(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    zero_centered_gamma: bool,
-    residual_grad: Tensor | None,
-    quantizer: QuantizerValue,
-    seed: Tensor | None = None,
-) -> list[Tensor]:
-    return [
-        *describe(x, tuple(x.shape), x.dtype, quantizer),
-        *_gradients_fake(weight, mean.shape == rstd.shape),
-    ]
+def _norm_backward_quantize_fake(*arguments: Any) -> list[Tensor]:
+    inputs, quantizer, _ = _with_quantizer(arguments)
+    return [*_described(inputs[1], quantizer), *_gradients_fake(inputs)]
 
 
 norm_backward_quantize = define(
@@ -303,39 +193,17 @@ norm_backward_quantize = define(
 """As :data:`norm_backward`, with dx quantized: the quantizer's buffers, then dweight and dbias."""
 
 
-def _norm_backward_quantize_delayed(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    zero_centered_gamma: bool,
-    residual_grad: Tensor | None,
-    scale: Tensor,
-    amax: Tensor,
-    quantizer: QuantizerValue,
-) -> tuple[Tensor, ...]:
-    numerics = numerics_for(x)
-    source, parameters = _gradients(numerics, grad, x, weight, mean, rstd, zero_centered_gamma, residual_grad)
+def _norm_backward_quantize_delayed(*arguments: Any) -> tuple[Tensor, ...]:
+    *inputs, scale, amax, quantizer = arguments
+    numerics = numerics_for(inputs[1])
+    source, parameters = _gradients(numerics, tuple(inputs))
     return (*encode_slots(numerics, source, scale, amax, quantizer), *parameters)
 
 
-def _norm_backward_quantize_delayed_fake(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    zero_centered_gamma: bool,
-    residual_grad: Tensor | None,
-    scale: Tensor,
-    amax: Tensor,
-    quantizer: QuantizerValue,
-) -> tuple[Tensor, ...]:
-    return (
-        *describe_slots(x, tuple(x.shape), x.dtype, quantizer),
-        *_gradients_fake(weight, mean.shape == rstd.shape),
-    )
+def _norm_backward_quantize_delayed_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    *inputs, _, _, quantizer = arguments
+    x = inputs[1]
+    return (*describe_slots(x, tuple(x.shape), x.dtype, quantizer), *_gradients_fake(tuple(inputs)))
 
 
 norm_backward_quantize_delayed = define(

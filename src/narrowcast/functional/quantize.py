@@ -29,9 +29,19 @@ def encode_source(
     numerics: ModuleType, source: Any, quantizer: QuantizerValue, seed: Tensor | None
 ) -> list[Tensor]:
     """Quantize what a source of ``numerics`` describes, in one pass where the quantizer's kernels take sources."""
-    return quantizer._encode(
-        numerics, source if quantizer._takes_sources else numerics.sources.materialize(source), seed
-    )
+    return quantizer._encode(numerics, _taken(numerics, source, quantizer), seed)
+
+
+def encode_with_sums(
+    numerics: ModuleType, source: Any, quantizer: QuantizerValue, seed: Tensor | None
+) -> list[Tensor]:
+    """:func:`encode_source`, with the sums over all but the last dim, fp32 (K,), as the last output."""
+    x = _taken(numerics, source, quantizer)
+    return [*quantizer._encode(numerics, x, seed), numerics.sources.column_sum(x)]
+
+
+def _taken(numerics: ModuleType, source: Any, quantizer: QuantizerValue) -> Any:
+    return source if quantizer._takes_sources else numerics.sources.materialize(source)
 
 
 def _quantize(x: Tensor, quantizer: QuantizerValue, seed: Tensor | None = None) -> list[Tensor]:
@@ -103,8 +113,7 @@ Returns data, transpose and scale_inv; a direction the quantizer does not ask fo
 
 def _quantize_dbias(x: Tensor, quantizer: QuantizerValue, seed: Tensor | None = None) -> list[Tensor]:
     numerics = numerics_for(x)
-    source = numerics.sources.tensor(x, column_sums=True)
-    return [*encode_source(numerics, source, quantizer, seed), numerics.sources.column_sum(source)]
+    return encode_with_sums(numerics, numerics.sources.tensor(x, column_sums=True), quantizer, seed)
 
 
 def _quantize_dbias_fake(x: Tensor, quantizer: QuantizerValue, seed: Tensor | None = None) -> list[Tensor]:

@@ -1,47 +1,27 @@
 """Triton kernels: the reference's functions, equal bit for bit, for tensors on a GPU.
 
-Modules, functions and signatures are those of ``narrowcast.reference``; what a module here lacks has no kernel.
-This is the one place that copes with Triton being absent, as it is beside CPU builds of PyTorch: ``AVAILABLE`` is then
-False and the modules are None. Setting ``TRITON_INTERPRET=1`` before the first import runs the kernels on CPU tensors
-in Triton's interpreter, for tests.
+Modules, functions and signatures are those of ``narrowcast.reference``; what a module here lacks has no kernel. Each is
+imported when it is first used, because Triton takes a while: ``import narrowcast`` does not load it. This is the one
+place that copes with Triton being absent, as it is beside CPU builds of PyTorch: ``AVAILABLE`` is then False and the
+modules are None. Setting ``TRITON_INTERPRET=1`` before the first use runs the kernels on CPU tensors in Triton's
+interpreter, for tests.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from typing import Any
 
 AVAILABLE: bool = importlib.util.find_spec("triton") is not None
 
-if AVAILABLE:
-    from . import (
-        activation,
-        delayed,
-        dequantize,
-        float8,
-        float8_block,
-        grouped,
-        grouped_gemm,
-        grouped_quantize,
-        mxfp8,
-        norm,
-        nvfp4,
-        reduction,
-        sources,
-        swizzle,
-    )
-else:
-    activation = delayed = dequantize = float8 = float8_block = grouped = grouped_gemm = grouped_quantize = (
-        None
-    )
-    mxfp8 = norm = nvfp4 = reduction = sources = swizzle = None
-
-__all__ = [
-    "AVAILABLE",
+MODULES = (
     "activation",
     "delayed",
     "dequantize",
     "float8",
     "float8_block",
+    "gemm",
     "grouped",
     "grouped_gemm",
     "grouped_quantize",
@@ -51,4 +31,14 @@ __all__ = [
     "reduction",
     "sources",
     "swizzle",
-]
+)
+
+__all__ = ["AVAILABLE", "MODULES"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{name}", __name__) if AVAILABLE else None
+    globals()[name] = module
+    return module

@@ -238,12 +238,16 @@ def materialize(source: Source) -> Tensor:
     return source.compute()
 
 
-def column_sum(source: Source) -> Tensor:
+def column_sum(source: Tensor | Source) -> Tensor:
     """Sums over all but the last dim, fp32 (K,), from what the quantize kernel left where it did."""
-    sums = source.column_sums
-    if sums is None or sums.partials is None:
-        return reduction.column_sum(source.compute().reshape(source.matrix))
-    return reduction.fold_partials(sums.partials)
+    if (
+        isinstance(source, Source)
+        and source.column_sums is not None
+        and source.column_sums.partials is not None
+    ):
+        return reduction.fold_partials(source.column_sums.partials)
+    x = source.compute() if isinstance(source, Source) else source
+    return reduction.column_sum(x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((0, x.shape[-1])))
 
 
 def source_of(x: Tensor | Source, min_rank: int) -> Source:
