@@ -129,8 +129,8 @@ def test_column_sum(splits: list[int], dtype: torch.dtype, device: torch.device)
     )
 
 
-def test_refuses() -> None:
-    x, splits = torch.zeros(4, 4), torch.tensor([4])
+def test_refuses(device: torch.device) -> None:
+    x, splits = torch.zeros(4, 4, device=device), torch.tensor([4], device=device)
     options = {"groups": 1, "power_2": False, "epsilon": 0.0, "rowwise": True, "columnwise": True}
     quantize = kernels.grouped_quantize.quantize_current
     with pytest.raises(ValueError, match="alignment is 3"):

@@ -180,3 +180,12 @@ def test_refuses_an_unknown_activation(device: torch.device) -> None:
             numerics.sources.activation(x, "swish")
         with pytest.raises(ValueError, match="has no parameter 'limit'"):
             numerics.sources.activation(x, "silu", limit=1.0)
+
+
+def test_refuses_what_the_formats_cannot_take(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="cannot quantize torch.float64"):
+        kernels.sources.tensor(torch.ones(4, 4, dtype=torch.float64, device=device), column_sums=True)
+    row = kernels.sources.activation(torch.ones(8, device=device), "silu")
+    for name in ("block 1-D", "mxfp8"):
+        with pytest.raises(ValueError, match="rank 1; this format needs rank 2"):
+            QUANTIZERS[name](kernels, row, True, True)

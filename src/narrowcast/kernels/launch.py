@@ -102,7 +102,14 @@ def check_input(x: Tensor, min_rank: int) -> None:
     check_device(x)
     if x.dtype not in (torch.bfloat16, torch.float32, torch.float16):
         raise ValueError(f"cannot quantize {x.dtype}; use torch.bfloat16, torch.float16 or torch.float32")
-    if x.dim() < min_rank:
-        raise ValueError(
-            f"cannot quantize a tensor of rank {x.dim()}; this format needs rank {min_rank} or more"
-        )
+    check_rank(x.dim(), min_rank)
+
+
+def check_rank(rank: int, min_rank: int) -> None:
+    """Refuse a tensor of too few dims for a format.
+
+    Raises:
+        ValueError: ``rank`` is below ``min_rank``.
+    """
+    if rank < min_rank:
+        raise ValueError(f"cannot quantize a tensor of rank {rank}; this format needs rank {min_rank} or more")

@@ -23,7 +23,7 @@ from . import norm as norms
 from . import reduction
 from .activation import activate, activate_backward, activate_gated, activate_gated_backward
 from .codecs import round_to_dtype, to_float32
-from .launch import check_input
+from .launch import check_input, check_rank
 from .norm import norm_gradient, normalize
 from .reduction import fold_pairs
 
@@ -115,7 +115,12 @@ _TENSOR = ("tensor", "", 0.0, 0.0, 0.0)
 
 
 def tensor(x: Tensor, *, column_sums: bool = False) -> Source:
-    """The source that reads ``x``; with ``column_sums`` a kernel that reads all of it also sums its columns."""
+    """The source that reads ``x``; with ``column_sums`` a kernel that reads all of it also sums its columns.
+
+    Raises:
+        ValueError: a tensor the kernels cannot reach, another dtype, or rank 0.
+    """
+    check_input(x, 1)
     x = x.contiguous()
     sums = ColumnSums() if column_sums else None
     return Source(tuple(x.shape), x.dtype, (x,), _TENSOR, lambda: x, column_sums=sums)
@@ -257,6 +262,7 @@ def source_of(x: Tensor | Source, min_rank: int) -> Source:
         ValueError: a tensor the kernels cannot reach, another dtype, or a rank below ``min_rank``.
     """
     if isinstance(x, Source):
+        check_rank(len(x.shape), min_rank)
         return x
     check_input(x, min_rank)
     return tensor(x)
