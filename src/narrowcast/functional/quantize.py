@@ -65,9 +65,10 @@ def encode_slots(
 
     An operator that mutates cannot return a list, so those that max-accumulate into ``amax`` return all three.
     """
-    encoded = iter(quantizer._encode_scaled(numerics, x, scale, amax))
-    present = quantizer._describe_buffers(tuple(x.shape), x.dtype)
-    return tuple(next(encoded) if name in present else _absent(scale) for name in _DELAYED_SLOTS)
+    *directions, scale_inv = quantizer._encode_scaled(numerics, x, scale, amax)
+    made = iter(directions)
+    data, transpose = (next(made) if asked else _absent(scale) for asked in quantizer._usages())
+    return data, transpose, scale_inv
 
 
 def describe_slots(

@@ -67,6 +67,10 @@ class QuantizerValue(_opaque.OpaqueBase):
             f"narrowcast.dynamo.register_value_opaque_quantizer({cls.__qualname__}) after defining it"
         )
 
+    def _usages(self) -> tuple[bool, bool]:
+        """Whether it makes row-wise and column-wise data."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not tell its directions")
+
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
         """Buffers that quantizing a tensor of ``shape`` and ``dtype`` yields: name -> (shape, dtype), flatten order."""
         raise NotImplementedError(f"{type(self).__qualname__} does not describe its buffers")

@@ -239,6 +239,9 @@ class Quantizer(QuantizerValue):
             "`quantizer = quantizer.with_usage(rowwise=..., columnwise=...)`"
         )
 
+    def _usages(self) -> tuple[bool, bool]:
+        return self.rowwise_usage, self.columnwise_usage
+
     def get_usages(self) -> dict[str, bool]:
         """``{"rowwise": bool, "columnwise": bool}``."""
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
