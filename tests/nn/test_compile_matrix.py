@@ -87,6 +87,16 @@ NORM_OPTIONS = tuple(
     if option not in ("fp8_output", "fp8_grad", "quantized_input", "save_original_input")
 )
 
+# its input is quantized group by group, and its output and the gradient of its input stay in high precision
+GROUPED_OPTIONS = tuple(option for option in LINEAR_OPTIONS if option not in ("fp8_output", "fp8_grad"))
+
+
+def in_groups(forward: Callable[..., Any], x: Tensor, **arguments: Any) -> Any:
+    """Call with splits for the rows there are: an empty group, and rows that belong to none."""
+    rows = x.numel() // x.shape[-1]
+    return forward(x, torch.tensor([rows // 2, 0, rows // 4], device=DEVICE), **arguments)
+
+
 MODULES: dict[str, ModuleCase] = {
     "Linear": ModuleCase(functools.partial(nc.Linear, K, N), LINEAR_OPTIONS),
     "LayerNormLinear": ModuleCase(functools.partial(nc.LayerNormLinear, K, N), NORM_OPTIONS),
@@ -95,6 +105,12 @@ MODULES: dict[str, ModuleCase] = {
     ),
     "LayerNormMLP-swiglu": ModuleCase(
         functools.partial(nc.LayerNormMLP, K, N, activation="swiglu", normalization="RMSNorm"), NORM_OPTIONS
+    ),
+    "GroupedLinear": ModuleCase(functools.partial(nc.GroupedLinear, 3, K, N), GROUPED_OPTIONS, in_groups),
+    "GroupedLinear(single)": ModuleCase(
+        functools.partial(nc.GroupedLinear, 3, K, N, single_grouped_parameter=True),
+        GROUPED_OPTIONS,
+        in_groups,
     ),
 }
 
@@ -183,6 +199,10 @@ def delayed_wgrad(cell: Cell) -> list[Tensor]:
     for _ in range(2):
         cell.module.backward_dw()
     return results + cell.gradients()
+
+
+def weights_of_gemms(module: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in module.named_parameters() if "weight" in name and "layer_norm" not in name]
 
 
 def parameters_of_gemms(module: nn.Module) -> list[nn.Parameter]:
@@ -274,17 +294,15 @@ class Option:
 
 
 def give_main_grads(module: nn.Module, dummy: bool = False) -> None:
-    for parameter in module.parameters():
-        if parameter.dim() > 1:
-            parameter.main_grad = torch.full(parameter.shape, 0.5, device=parameter.device)
-            if dummy:
-                parameter.grad_added_to_main_grad, parameter.zero_out_wgrad = False, True
+    for weight in weights_of_gemms(module):
+        weight.main_grad = torch.full(weight.shape, 0.5, device=weight.device)
+        if dummy:
+            weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
 
 
 def freeze_weights(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        if parameter.dim() > 1:
-            parameter.requires_grad_(False)
+    for weight in weights_of_gemms(module):
+        weight.requires_grad_(False)
 
 
 def from_meta(module: nn.Module) -> None:
@@ -299,8 +317,8 @@ def quantized_init(recipe: Any, keep: bool = False) -> Any:
 
 
 def checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    def run(x: Tensor, **arguments: Any) -> Any:
-        return nc.checkpoint(forward, x, **options, **arguments)
+    def run(*inputs: Tensor, **arguments: Any) -> Any:
+        return nc.checkpoint(forward, *inputs, **options, **arguments)
 
     return run
 
@@ -321,7 +339,7 @@ def keep_gemms(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     """Save what the GEMMs give, compute the quantizations again."""
     return (
         CheckpointPolicy.MUST_SAVE
-        if op is torch.ops.narrowcast.gemm.default
+        if op in (torch.ops.narrowcast.gemm.default, torch.ops.narrowcast.grouped_gemm.default)
         else CheckpointPolicy.PREFER_RECOMPUTE
     )
 
@@ -384,14 +402,36 @@ OPTIONS: dict[str, Option] = {
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """The error of an impossible combination, and which recipes it concerns."""
+    """The error of an impossible combination, and which recipes and modules it concerns; of modules, () is all."""
 
     recipes: tuple[str, ...]
     error: type[Exception]
     match: str
+    modules: tuple[str, ...] = ()
+
+
+# a quantized parameter holds all groups, in a format that grouped parameters have
+UNGROUPED = tuple(
+    Reason(recipes, NotImplementedError, match, (module,))
+    for module, recipes, match in (
+        ("GroupedLinear", tuple(RECIPES), "single_grouped_parameter=True"),
+        ("GroupedLinear(single)", ("delayed", "nvfp4"), "cannot make one grouped parameter"),
+    )
+)
 
 
 IMPOSSIBLE: dict[str, tuple[Reason, ...]] = {
+    "quantized_input": (
+        Reason(
+            tuple(RECIPES),
+            TypeError,
+            "GroupedLinear quantizes its input itself",
+            ("GroupedLinear", "GroupedLinear(single)"),
+        ),
+    ),
+    "quantized_parameters": UNGROUPED,
+    "quantized_parameters_kept_init": UNGROUPED,
+    "quantized_parameters_fused_wgrad": UNGROUPED,
     "fp8_output": (Reason(("none",), RuntimeError, "fp8_output=True needs a recipe in force"),),
     "fp8_grad": (Reason(("none",), RuntimeError, "fp8_grad=True needs a recipe in force"),),
     "save_original_input": (Reason(("delayed",), ValueError, "does not work with DelayedScaling"),),
@@ -406,8 +446,12 @@ IMPOSSIBLE: dict[str, tuple[Reason, ...]] = {
 }
 
 
-def reason_against(option: str, recipe: str) -> Reason | None:
-    reasons = (reason for reason in IMPOSSIBLE.get(option, ()) if recipe in reason.recipes)
+def reason_against(module: str, recipe: str, option: str) -> Reason | None:
+    reasons = (
+        reason
+        for reason in IMPOSSIBLE.get(option, ())
+        if recipe in reason.recipes and module in (reason.modules or MODULES)
+    )
     return next(reasons, None)
 
 
@@ -459,7 +503,7 @@ def test_cell(module: str, recipe: str, option: str) -> None:
     row = OPTIONS[option]
     counter = CompileCounterWithBackend("aot_eager")
     compiled = functools.partial(torch.compile, fullgraph=True, backend=counter)
-    reason = reason_against(option, recipe)
+    reason = reason_against(module, recipe, option)
     if reason is not None:
         with pytest.raises(reason.error, match=reason.match):
             row.scenario(make_cell(module, recipe, row))

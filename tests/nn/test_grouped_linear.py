@@ -19,6 +19,7 @@ from narrowcast.testing import assert_close
 K, N = 48, 80  # not multiples of every block size
 SPLITS = [24, 0, 9, 40]
 GROUPS = len(SPLITS)
+FORMS_OF_WEIGHTS = pytest.mark.parametrize("single", [False, True], ids=["per_group", "single"])
 CPU_ONLY = pytest.mark.skipif(DEVICE != "cpu", reason="the order of sums within a GEMM is the CPU's only")
 
 DETERMINISTIC = dict(RECIPES) | {
@@ -535,3 +536,326 @@ def test_inputs_that_cannot_be() -> None:
     quantized = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)(make_input(4).detach())
     with pytest.raises(TypeError, match="plain tensor"):
         layer(quantized, [2, 2])
+
+
+# -- the weight cache ---------------------------------------------------------------------------------------------
+
+
+def edit_weight(layer: nc.GroupedLinear) -> None:
+    layer._parameters_of("weight")[-1].add_(0.1)
+
+
+def optimizer_step(layer: nc.GroupedLinear) -> None:
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    torch.optim.SGD(layer.parameters(), lr=1.0).step()
+
+
+def load_weight(layer: nc.GroupedLinear) -> None:
+    layer.load_state_dict({name: value + 0.1 for name, value in layer.state_dict().items()})
+
+
+def replace_weight(layer: nc.GroupedLinear) -> None:
+    name = layer._weight_names()[-1]
+    setattr(layer, name, torch.nn.Parameter(getattr(layer, name) + 0.1))
+
+
+def cast_weight(layer: nc.GroupedLinear) -> None:
+    layer.to(torch.float16).to(torch.bfloat16)
+    edit_weight(layer)
+
+
+EDITS, REPLACEMENTS = (edit_weight, optimizer_step), (load_weight, replace_weight, cast_weight)
+
+
+@FORMS_OF_WEIGHTS
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("change", [*EDITS, *REPLACEMENTS])
+def test_a_changed_weight_is_never_taken_from_the_cache(change: Any, compiled: bool, single: bool) -> None:
+    """Only a later microbatch trusts the cache, which is empty after the weight was replaced."""
+    layer = make_layer(bias=False, single_grouped_parameter=single)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    x, splits = make_input().detach(), FORMS["device tensor"](SPLITS)
+    with torch.no_grad():
+        before = step(layer, "current", x, splits, forward, is_first_microbatch=True)
+        change(layer)
+        fresh = make_layer(bias=False)
+        fresh.load_state_dict(layer.state_dict())
+        expected = step(fresh, "current", x, splits)
+        assert not torch.equal(expected, before)
+        if change in REPLACEMENTS:
+            later = step(layer, "current", x, splits, forward, is_first_microbatch=False)
+            assert torch.equal(later, expected)
+        for first in (None, True, False):
+            assert torch.equal(
+                step(layer, "current", x, splits, forward, is_first_microbatch=first), expected
+            )
+
+
+# -- where weight gradients go ------------------------------------------------------------------------------------
+
+
+def give_main_grads(layer: nc.GroupedLinear, dtype: torch.dtype = torch.float32, start: float = 0.0) -> None:
+    for weight in layer._parameters_of("weight"):
+        weight.main_grad = torch.full(weight.shape, start, dtype=dtype, device=DEVICE)
+
+
+def main_grads(layer: nc.GroupedLinear) -> Tensor:
+    """(G, N, K), whatever the form of the weights."""
+    found = [weight.main_grad.clone() for weight in layer._parameters_of("weight")]
+    return found[0] if layer.single_grouped_weight else torch.stack(found)
+
+
+def grads(layer: nc.GroupedLinear, kind: str = "weight") -> Tensor:
+    found = [parameter.grad.clone() for parameter in layer._parameters_of(kind)]
+    single = layer.single_grouped_weight if kind == "weight" else layer.single_grouped_bias
+    return found[0] if single else torch.stack(found)
+
+
+def train(layer: Any, name: Any, x: Tensor, splits: Any, forward: Any = None, **kwargs: Any) -> Tensor:
+    """A step whose gradients arrive at the parameters."""
+    torch.manual_seed(7)
+    y = step(layer, name, x, splits, forward, **kwargs)
+    y.float().square().sum().backward()
+    return y.detach()
+
+
+@CPU_ONLY
+@FORMS_OF_WEIGHTS
+@pytest.mark.parametrize("accumulator", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_main_grads_are_those_of_linear_layers(
+    name: str, dtype: torch.dtype, accumulator: torch.dtype, single: bool
+) -> None:
+    layer = make_layer(params_dtype=dtype, single_grouped_parameter=single, fuse_wgrad_accumulation=True)
+    give_main_grads(layer, accumulator, 0.5)
+    expected = []
+    for linear in linears_of(layer):
+        linear.fuse_wgrad_accumulation = True
+        linear.weight.main_grad = torch.full((N, K), 0.5, dtype=accumulator)
+        expected.append(linear)
+    for seed in range(2):
+        x = make_input(seed=seed, dtype=dtype)
+        train(layer, name, x, SPLITS)
+        for linear, part in zip(expected, x.detach().split(SPLITS), strict=True):
+            train(linear, name, part, None, lambda part, _, linear=linear: linear(part))
+    theirs = torch.stack([linear.weight.main_grad for linear in expected])
+    assert all(weight.grad is None for weight in layer._parameters_of("weight"))
+    if name == "none":  # the product is rounded before the sum
+        assert_close(main_grads(layer), theirs, "bf16_output")
+    else:
+        assert torch.equal(main_grads(layer), theirs)
+    assert (main_grads(layer)[SPLITS.index(0)] == 0.5).all()
+
+
+@FORMS_OF_WEIGHTS
+@pytest.mark.parametrize("why", ["attribute", "first microbatch"])
+def test_main_grads_are_overwritten(why: str, single: bool) -> None:
+    layer, x = make_layer(single_grouped_parameter=single, fuse_wgrad_accumulation=True), make_input()
+    give_main_grads(layer, start=1e6)
+    for weight in layer._parameters_of("weight"):
+        weight.overwrite_main_grad = why == "attribute"
+    train(layer, "current", x, SPLITS, is_first_microbatch=None if why == "attribute" else True)
+    once = main_grads(layer)
+    assert once.abs().max() < 1e5 and (once[SPLITS.index(0)] == 0).all()
+    train(layer, "current", x, SPLITS, is_first_microbatch=False)
+    assert torch.equal(main_grads(layer), once if why == "attribute" else once + once)
+
+
+def test_main_grads_that_cannot_be() -> None:
+    layer, x = make_layer(fuse_wgrad_accumulation=True, name="experts"), make_input()
+    with pytest.raises(RuntimeError, match=r"'weight0' of experts.*main_grad"):
+        layer(x, SPLITS)
+    give_main_grads(layer)
+    layer.weight2.overwrite_main_grad = True
+    with pytest.raises(RuntimeError, match="overwrite_main_grad is set on some weights of experts"):
+        layer(x, SPLITS)
+    layer.weight2.overwrite_main_grad = False
+    for wrong in (torch.zeros(K, N), torch.zeros(N, K, dtype=torch.float16)):
+        layer.weight1.main_grad = wrong.to(DEVICE)
+        with pytest.raises(ValueError, match=r"main_grad of parameter 'weight1' is"):
+            layer(x, SPLITS)
+    layer.weight1.requires_grad_(False)
+    layer(x, SPLITS)
+
+
+@FORMS_OF_WEIGHTS
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("zero", [False, True])
+def test_placeholder_gradients(zero: bool, delayed: bool, single: bool) -> None:
+    options = {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": delayed}
+    layer = copy.deepcopy(make_layer(single_grouped_parameter=single, **options))
+    give_main_grads(layer)
+    for weight in layer._parameters_of("weight"):
+        weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, zero
+    train(layer, "current", make_input(), SPLITS)
+    layer.backward_dw()
+    for weight in layer._parameters_of("weight"):
+        assert weight.grad_added_to_main_grad is True
+        assert weight.grad is None if delayed else weight.grad.shape == weight.shape
+        assert delayed or not zero or not weight.grad.any()
+        assert (getattr(weight, "skip_backward_post_hook", False)) is delayed
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("name", ["none", "current", "block", "nvfp4"])
+def test_frozen_groups_in_one_main_grad_buffer(name: str, delayed: bool, compiled: bool) -> None:
+    """Views of one allocation, as data-parallel wrappers make; a frozen group has none and is left alone."""
+    options = {"fuse_wgrad_accumulation": True}
+    reference = make_layer(**options)
+    give_main_grads(reference)
+    layer = make_layer(delay_wgrad_compute=delayed, **options)
+    buffer = torch.zeros(GROUPS, N, K, device=DEVICE)
+    for group, weight in enumerate(layer._parameters_of("weight")):
+        if group == 2:
+            weight.requires_grad_(False)
+        else:
+            weight.main_grad = buffer[group]
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    for seed in range(2):
+        train(reference, name, make_input(seed=seed), SPLITS)
+        train(layer, name, make_input(seed=seed), SPLITS, forward)
+        layer.backward_dw()
+    expected = main_grads(reference)
+    assert expected[2].any()
+    expected[2] = 0
+    assert torch.equal(buffer, expected)
+    assert layer.weight2.grad is None and torch.equal(grads(layer, "bias"), grads(reference, "bias"))
+
+
+@FORMS_OF_WEIGHTS
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_delayed_gradients_are_those_of_the_backward(
+    name: str, fused: bool, compiled: bool, single: bool
+) -> None:
+    """First in, first out, accumulating; the splits may change in place once the backward is done."""
+    options = {"single_grouped_parameter": single, "fuse_wgrad_accumulation": fused}
+    at_once, delayed = make_layer(**options), make_layer(delay_wgrad_compute=True, **options)
+    for layer in (at_once, delayed):
+        give_main_grads(layer)
+    forward = torch.compile(delayed, fullgraph=True, backend="aot_eager") if compiled else delayed
+    splits = torch.tensor(SPLITS, device=DEVICE)
+    wanted = main_grads if fused else grads
+    after_each = []
+    for seed, sizes in enumerate((SPLITS, [0, 30, 30, 5])):
+        splits.copy_(torch.tensor(sizes))
+        x, y = make_input(seed=seed), make_input(seed=seed)
+        ours, theirs = train(delayed, name, x, splits, forward), train(at_once, name, y, splits)
+        assert torch.equal(ours, theirs) and torch.equal(x.grad, y.grad)
+        after_each.append((wanted(at_once), grads(at_once, "bias")))
+    assert all(parameter.grad is None for parameter in delayed.parameters()) and not main_grads(delayed).any()
+    calls: list[int] = []
+    delayed.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append(1))
+    assert delayed.need_backward_dw()
+    for weight, bias in after_each:
+        delayed.backward_dw()
+        assert torch.equal(wanted(delayed), weight) and torch.equal(grads(delayed, "bias"), bias)
+    with pytest.raises(RuntimeError, match="no weight gradient is waiting"):
+        delayed.backward_dw()
+    assert len(calls) == 2 and not at_once.need_backward_dw()
+
+
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_delayed_gradient_of_a_quantized_parameter(name: str) -> None:
+    options = {"device": DEVICE, "params_dtype": torch.bfloat16, "single_grouped_parameter": True}
+    found = []
+    for delayed in (False, True):
+        torch.manual_seed(1)
+        with nc.quantized_model_init(recipe=RECIPES[name]):
+            layer = nc.GroupedLinear(GROUPS, K, N, delay_wgrad_compute=delayed, **options)
+        train(layer, name, make_input(), SPLITS)
+        layer.backward_dw()
+        found.append(layer.weight.grad)
+    assert found[0].any() and torch.equal(*found)
+
+
+def test_gradients_of_a_quantized_parameter_without_a_recipe() -> None:
+    """The gradient goes to main_grad and leaves nothing in grad."""
+    with nc.quantized_model_init(recipe=RECIPES["current"]):
+        layer = make_layer(single_grouped_parameter=True, fuse_wgrad_accumulation=True)
+    give_main_grads(layer)
+    train(layer, "none", make_input(), SPLITS)
+    assert layer.weight.main_grad.any() and layer.weight.grad is None
+
+
+@FORMS_OF_WEIGHTS
+@pytest.mark.parametrize("name", ["current", "mxfp8", "block", "nvfp4", "custom"])
+def test_original_input_is_all_that_is_saved_of_it(name: str, single: bool) -> None:
+    x = make_input()
+    expected = run(make_layer(single_grouped_parameter=single), name, x, SPLITS)
+    layer = make_layer(single_grouped_parameter=single, save_original_input=True)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        assert_equal(run(layer, name, x, SPLITS), expected)
+    assert any(t.data_ptr() == x.data_ptr() for t in saved)
+    assert not any(t.dtype == torch.uint8 and t.numel() == x.numel() for t in saved)
+
+
+def test_original_input_under_delayed_scaling() -> None:
+    layer, x = make_layer(save_original_input=True, name="experts"), make_input()
+    with pytest.raises(ValueError, match="save_original_input=True does not work with DelayedScaling"):
+        step(layer, "delayed", x, SPLITS)
+
+    def factory(role: nc.QuantizerRole) -> Any:
+        return (
+            nc.DelayedScalingRequest()
+            if role.tensor_type == "input"
+            else RECIPES["current"].make_quantizer(role.tensor_type, 1)
+        )
+
+    recipe = nc.recipe.CustomRecipe(qfactory=factory)
+    with pytest.warns(UserWarning, match="save_original_input is ignored.*experts"):
+        train(layer, recipe, x, SPLITS)
+    assert layer.weight0.grad.any()
+
+
+# -- calibration --------------------------------------------------------------------------------------------------
+
+
+@FORMS_OF_WEIGHTS
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_calibration_collects_what_a_step_would(dtype: torch.dtype, compiled: bool, single: bool) -> None:
+    """Of every group's input and weight, replacing what was there; the output is the high-precision one."""
+    layer, other = (make_layer(params_dtype=dtype, single_grouped_parameter=single) for _ in range(2))
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    for scale, seed in ((8.0, 0), (1.0, 1)):
+        x = make_input(sum(SPLITS) + 5, seed=seed, dtype=dtype).detach() * scale
+        with nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
+            y = forward(x, torch.tensor(SPLITS, device=DEVICE))
+        assert torch.equal(y, other(x, SPLITS))
+    state = layer.delayed_scaling
+    collected = (
+        state.amax_history_fwd.clone()
+    )  # the next step of any layer starts by taking it into the scales
+    assert (state.scale_fwd == 1).all() and not state.amax_history_bwd.any()
+    step(other, "delayed", x, SPLITS)
+    assert torch.equal(collected, other.delayed_scaling.amax_history_fwd)
+    assert (collected[0, : 2 * GROUPS] > 0).sum() == 2 * GROUPS - 1  # all but the empty group's input
+    assert (state.scale_fwd[:GROUPS] != 1).any()
+
+
+def test_calibration_leaves_other_recipes_alone() -> None:
+    layer = make_layer()
+    with nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["mxfp8"]):
+        y = layer(make_input(), SPLITS)
+    assert torch.equal(y, layer(make_input(), SPLITS)) and not layer.delayed_scaling.amax_history_fwd.any()
+
+
+def test_options_add_nothing_to_the_state_dict() -> None:
+    layer = make_layer(fuse_wgrad_accumulation=True, delay_wgrad_compute=True, save_original_input=True)
+    give_main_grads(layer)
+    train(layer, "current", make_input(), SPLITS, is_first_microbatch=True)
+    assert set(layer.state_dict()) == set(make_layer().state_dict())
+    assert list(layer._fp8_workspaces) == ["weight"] and layer._fp8_workspaces["weight"] is not None
+    layer.float()
+    assert layer._fp8_workspaces == {"weight": None}

@@ -1,10 +1,7 @@
 """Autograd functions: the boundaries between modules and operators."""
 
 from .activation import activate
-from .grouped_linear import GroupedLinearArgs, grouped_linear
-from .layernorm_linear import LayerNormLinearFwdArgs, layernorm_linear
-from .layernorm_mlp import LayerNormMLPFwdArgs, layernorm_mlp
-from .linear import (
+from .arguments import (
     DelayedTensors,
     LinearBwdArgs,
     LinearCaching,
@@ -12,14 +9,15 @@ from .linear import (
     LinearNeeds,
     LinearNumerics,
     LinearWgrad,
-    add_to_main_grad_,
-    compute_wgrad,
-    linear,
-    quantize_input_gradient,
-    quantize_output,
 )
+from .concatenate import concatenate
+from .grouped_linear import GroupedLinearArgs, grouped_linear
+from .layernorm_linear import LayerNormLinearFwdArgs, layernorm_linear
+from .layernorm_mlp import LayerNormMLPFwdArgs, layernorm_mlp
+from .linear import linear
 from .norm import normalize
-from .stages import NormNeeds
+from .quantized_boundary import quantize_input_gradient, quantize_output
+from .weight_gradient import add_to_main_grad_, compute_wgrad
 
 __all__ = [
     "DelayedTensors",
@@ -32,10 +30,10 @@ __all__ = [
     "LinearNeeds",
     "LinearNumerics",
     "LinearWgrad",
-    "NormNeeds",
     "activate",
     "add_to_main_grad_",
     "compute_wgrad",
+    "concatenate",
     "grouped_linear",
     "layernorm_linear",
     "layernorm_mlp",

@@ -24,10 +24,15 @@ from ..functional import (
     grouped_quantize_weights,
     grouped_quantize_weights_delayed,
 )
-from ..quantizers import QuantizerHandle
-from ..recipe import LinearHandles
-from ..tensors import GroupedTensorStorage, grouped_layout
-from .linear import DelayedTensors, LinearNeeds, LinearNumerics
+from ..functional.wgrad_store import DeferredWgrad, WeightGradStore, defer_wgrad
+from ..quantizers import IdentityQuantizer, QuantizerHandle
+from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearHandles
+from ..tensors import GroupedTensor, GroupedTensorStorage, grouped_layout
+from .arguments import DelayedTensors, LinearNeeds, LinearNumerics, LinearWgrad
+from .stages import usage
+
+# what says that an operand of a weight gradient was not quantized
+_PLAIN = IdentityQuantizer()
 
 
 @dataclass(slots=True)
@@ -36,7 +41,9 @@ class GroupedLinearArgs:
 
     ``quantizers`` None: high precision. ``covered``: the splits are known to sum to the rows. ``workspace``: the
     quantized weights that need not be made. ``bias_dtype``: None without bias. ``split_weights``, ``split_biases``: the
-    weights and the biases are one tensor per group.
+    weights and the biases are one tensor per group. ``wgrads``: where the gradient of each weight goes, and whether
+    ``main_grad`` is overwritten, alike for all. ``store``: queue the gradients of all weights and biases for
+    ``backward_dw``, at once; ``ticket``: of that store.
     """
 
     quantizers: LinearHandles | None
@@ -52,6 +59,9 @@ class GroupedLinearArgs:
     bias_dtype: torch.dtype | None
     split_weights: bool
     split_biases: bool
+    wgrads: list[LinearWgrad]
+    store: WeightGradStore | None
+    ticket: Tensor | None
 
 
 def quantize_rows(
@@ -82,6 +92,34 @@ def quantize_weights(
         seed = draw_seed(weights[0]) if handle.stochastic else None
         buffers = grouped_quantize_weights(weights, handle.quantizer, seed, layout)
     return _storage(buffers, handle, shape[0], shape, weights[0].dtype, None)
+
+
+def calibrate_groups_(
+    x: Tensor,
+    splits: Tensor,
+    weights: list[Tensor],
+    handles: LinearHandles,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    groups: int,
+) -> None:
+    """Overwrite the amax of every group's input and weight where they are scaled with delay.
+
+    What is quantized on the way is dropped: the operators that see a step's amax are those that quantize.
+
+    Args:
+        x: (T, K); splits: (G,); weights: G of (N, K) or one (G, N, K); without gradient.
+        handles: of the recipe that calibrates.
+        scale, amax: state of ``groups`` slots per operand.
+    """
+    if handles.input.rowwise.delayed:
+        assert amax is not None
+        amax[0].narrow(0, INPUT_SLOT * groups, groups).zero_()
+        grouped_quantize_delayed(x, splits, scale, amax, handles.input.rowwise.quantizer)
+    if handles.weight.rowwise.delayed:
+        assert amax is not None
+        amax[0].narrow(0, WEIGHT_SLOT * groups, groups).zero_()
+        grouped_quantize_weights_delayed(weights, scale, amax, handles.weight.rowwise.quantizer)
 
 
 def _storage(
@@ -117,7 +155,7 @@ def _multiply(
     args: GroupedLinearArgs,
 ) -> Tensor:
     numerics = args.numerics
-    fast = {"fprop": numerics.fast_fprop, "dgrad": numerics.fast_dgrad, "wgrad": numerics.fast_wgrad}[kind]
+    fast = numerics.fast_fprop if kind == "fprop" else numerics.fast_dgrad
     return grouped_gemm(
         kind,
         left,
@@ -130,7 +168,7 @@ def _multiply(
         right_of.fake_dtype,
         splits,
         biases,
-        numerics.weight_dtype if kind == "wgrad" else numerics.activation_dtype,
+        numerics.activation_dtype,
         rows,
         args.out_features,
         args.in_features,
@@ -156,6 +194,7 @@ def _forward(
     """(output, new weight workspace or None, what to save). Pure."""
     needs = args.needs
     if args.quantizers is None:
+        weights = [w.dequantize() if isinstance(w, GroupedTensor) else w for w in weights]
         out = grouped_mm(
             "fprop",
             x,
@@ -167,7 +206,9 @@ def _forward(
         return out, None, _high_precision_saved(x, weights, needs)
     override, delayed = args.numerics.backward_override, args.delayed
     input_handles, weight_handles = args.quantizers.input, args.quantizers.weight
-    input_handle = input_handles.both if needs.weight and override is None else input_handles.rowwise
+    wants_columns = needs.weight and override is None
+    original = wants_columns and args.numerics.save_original_input
+    input_handle = input_handles.both if wants_columns and not original else input_handles.rowwise
     keep_columns = (needs.inp and override is None) or args.cache_weight
     weight_handle = weight_handles.both if keep_columns else weight_handles.rowwise
     inputmat = quantize_rows(x, splits, input_handle, delayed.scale_fwd, delayed.amax_fwd)
@@ -193,11 +234,14 @@ def _forward(
     dequantized = override == "dequantized"
     from_input: list[Tensor] = []
     from_weight: list[Tensor] = []
-    if needs.weight:
+    if original:
+        from_input = [x]
+    elif needs.weight:
         from_input = inputmat.rowwise_operand() if dequantized else inputmat.columnwise_operand()
     if needs.inp:
         from_weight = weight.rowwise_operand() if dequantized else weight.columnwise_operand()
-    return out, new_workspace, _Saved([*from_input, *from_weight], len(from_input), inputmat, weight)
+    tensors = [*from_input, *from_weight]
+    return out, new_workspace, _Saved(tensors, len(from_input), None if original else inputmat, weight)
 
 
 def _high_precision_saved(x: Tensor, weights: list[Tensor], needs: LinearNeeds) -> _Saved:
@@ -220,6 +264,9 @@ def _described(storage: GroupedTensorStorage | None) -> _Described | None:
     )
 
 
+_Gradients = tuple[Tensor | None, list[Tensor | None], Tensor | None]
+
+
 def _backward(
     dy: Tensor,
     splits: Tensor,
@@ -228,33 +275,55 @@ def _backward(
     inputmat: Any,
     weight: Any,
     args: GroupedLinearArgs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dgrad, wgrad (G, N, K), grad_bias (G, N))."""
+) -> _Gradients:
+    """(dgrad, wgrad of each weight, grad_bias (G, N)) for autograd."""
     needs = args.needs
     grad_bias = None
     if needs.bias:
         grad_bias = grouped_column_sum(dy, splits).to(args.bias_dtype)
     if not (needs.inp or needs.weight):
-        return None, None, grad_bias
-    if args.quantizers is None or args.numerics.backward_override is not None:
-        return *_high_precision_gradients(
-            dy, splits, from_input, from_weight, inputmat, weight, args
-        ), grad_bias
-    handles = args.quantizers.grad_output
-    handle = (
-        handles.both if needs.inp and needs.weight else (handles.rowwise if needs.inp else handles.columnwise)
-    )
+        return None, [None] * len(args.wgrads), grad_bias
+    quantized = args.quantizers is not None and args.numerics.backward_override is None
+    run = _quantized_gradients if quantized else _high_precision_gradients
+    return run(dy, splits, from_input, from_weight, inputmat, weight, grad_bias, args)
+
+
+def _quantized_gradients(
+    dy: Tensor,
+    splits: Tensor,
+    from_input: list[Tensor],
+    from_weight: list[Tensor],
+    inputmat: Any,
+    weight: Any,
+    grad_bias: Tensor | None,
+    args: GroupedLinearArgs,
+) -> _Gradients:
+    needs, numerics = args.needs, args.numerics
+    assert args.quantizers is not None
+    handle = usage(args.quantizers.grad_output, needs.inp, needs.weight)
+    assert handle is not None
     grad = quantize_rows(dy, splits, handle, args.delayed.scale_bwd, args.delayed.amax_bwd)
-    dgrad = wgrad = None
+    dgrad = None
     if needs.inp:
         dgrad = _multiply(
             "dgrad", grad.rowwise_operand(), grad, from_weight, weight, splits, [], dy.shape[0], args
         )
-    if needs.weight:
-        wgrad = _multiply(
-            "wgrad", grad.columnwise_operand(), grad, from_input, inputmat, splits, [], dy.shape[0], args
-        )
-    return dgrad, wgrad, grad_bias
+    if not needs.weight:
+        return dgrad, [None] * len(args.wgrads), grad_bias
+    if inputmat is None:  # the original: quantized the other way, so not what the forward made
+        inputmat = quantize_rows(from_input[0], splits, args.quantizers.input.columnwise, None, None)
+        from_input = inputmat.columnwise_operand()
+    deferred = DeferredWgrad(
+        grad.columnwise_operand(),
+        grad.quantizer,
+        [*from_input, splits, dy.new_empty((dy.shape[0], 0))],
+        inputmat.quantizer,
+        grad_bias,
+        args.wgrads[0].overwrite,
+        numerics.fast_wgrad,
+        numerics.emulate,
+    )
+    return dgrad, *_weight_gradients(args, deferred)
 
 
 def _high_precision_gradients(
@@ -264,12 +333,13 @@ def _high_precision_gradients(
     from_weight: list[Tensor],
     inputmat: Any,
     weight: Any,
+    grad_bias: Tensor | None,
     args: GroupedLinearArgs,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> _Gradients:
     """On the original or the dequantized operands; the gradient itself is not quantized."""
     dtype = args.numerics.activation_dtype
     dy = dy.to(dtype)
-    dgrad = wgrad = None
+    dgrad = None
     if args.needs.inp:
         weights = from_weight
         if weight is not None:
@@ -280,17 +350,116 @@ def _high_precision_gradients(
                 )
             ]
         dgrad = grouped_mm("dgrad", dy, [w.to(dtype) for w in weights], splits, [], args.covered)
-    if args.needs.weight:
-        x = from_input[0]
-        if inputmat is not None:
-            shape = [dy.shape[0], args.in_features]
-            x = grouped_dequantize(
-                from_input, inputmat.quantizer, inputmat.group_layout, splits, inputmat.fake_dtype, shape
-            )
-        wgrad = grouped_mm("wgrad", dy, [x.to(dtype)], splits, [], args.covered).to(
-            args.numerics.weight_dtype
+    if not args.needs.weight:
+        return dgrad, [None] * len(args.wgrads), grad_bias
+    x = from_input[0]
+    if inputmat is not None:
+        shape = [dy.shape[0], args.in_features]
+        x = grouped_dequantize(
+            from_input, inputmat.quantizer, inputmat.group_layout, splits, inputmat.fake_dtype, shape
         )
-    return dgrad, wgrad
+    deferred = DeferredWgrad(
+        [dy],
+        _PLAIN,
+        [x.to(dtype), splits, dy.new_empty((dy.shape[0], 0))],
+        _PLAIN,
+        grad_bias,
+        args.wgrads[0].overwrite,
+        False,
+        args.numerics.emulate,
+    )
+    return dgrad, *_weight_gradients(args, deferred)
+
+
+def _weight_gradients(
+    args: GroupedLinearArgs, deferred: DeferredWgrad
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """(wgrad of each weight, grad_bias) for autograd, after what goes elsewhere went there."""
+    shape, dtype = (args.out_features, args.in_features), args.numerics.weight_dtype
+    if args.store is not None:
+        if torch.compiler.is_compiling():
+            assert args.ticket is not None
+            defer_wgrad(args.store.key, args.ticket, deferred)
+        else:
+            *operand, splits, like = deferred.inp  # the caller may count the next tokens in the same tensor
+            args.store.put(deferred._replace(inp=[*operand, splits.clone(), like]))
+        return [None] * len(args.wgrads), None
+    main_grads = [wgrad.main_grad for wgrad in args.wgrads]
+    if all(main_grad is None for main_grad in main_grads):
+        wgrad = compute_grouped_wgrad(deferred, shape, dtype)
+        return _per_parameter(wgrad, args.num_gemms, args.split_weights), deferred.grad_bias
+    add_to_main_grads_(deferred, main_grads, shape)
+    if not args.split_weights:
+        shape = (args.num_gemms, *shape)
+    return [_placeholder(deferred.grad[0], wgrad, shape, dtype) for wgrad in args.wgrads], deferred.grad_bias
+
+
+def _placeholder(
+    like: Tensor, wgrad: LinearWgrad, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor | None:
+    """What autograd gets in place of a gradient that went to ``main_grad``."""
+    if not wgrad.dummy:
+        return None
+    make = like.new_zeros if wgrad.dummy == "zeros" else like.new_empty
+    return make(shape, dtype=dtype)
+
+
+def compute_grouped_wgrad(deferred: DeferredWgrad, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The weight gradients ``dy_g^T x_g`` of all groups, (G, N, K) of ``dtype``.
+
+    Args:
+        deferred: its ``inp`` ends with the splits and an empty (T, 0) tensor of the dtype that was quantized.
+        shape: (N, K).
+    """
+    *inp, splits, like = deferred.inp
+    grad_layout = grouped_layout(deferred.grad_quantizer._storage_name)  # type: ignore[attr-defined]
+    if grad_layout == "split" and deferred.grad[0].dim() == 2:  # matrices, not an arena of quantized groups
+        return grouped_mm("wgrad", deferred.grad[0], inp, splits, [], False).to(dtype)
+    return grouped_gemm(
+        "wgrad",
+        deferred.grad,
+        deferred.grad_quantizer,
+        grad_layout,
+        like.dtype,
+        inp,
+        deferred.inp_quantizer,
+        grouped_layout(deferred.inp_quantizer._storage_name),  # type: ignore[attr-defined]
+        like.dtype,
+        splits,
+        [],
+        dtype,
+        like.shape[0],
+        shape[0],
+        shape[1],
+        False,
+        deferred.fast_accumulation,
+        deferred.emulate,
+    )
+
+
+def add_to_main_grads_(
+    deferred: DeferredWgrad, main_grads: list[Tensor | None], shape: tuple[int, int]
+) -> None:
+    """Add the weight gradients to ``main_grads``, or overwrite these if the operands say so.
+
+    Args:
+        deferred: as in :func:`compute_grouped_wgrad`.
+        main_grads: G of (N, K), or one (G, N, K), fp32 or bf16; None where no gradient is wanted.
+        shape: (N, K).
+
+    Numerics:
+        ``RN(main_grad + dy_g^T x_g)``, product and sum in fp32; a product of operands in high precision is rounded to
+        their dtype first.
+    """
+    wgrad = compute_grouped_wgrad(deferred, shape, torch.float32)
+    single = len(main_grads) == 1 and main_grads[0] is not None and main_grads[0].dim() == 3
+    values = [wgrad] if single else list(wgrad.unbind(0))
+    pairs = [(into, value) for into, value in zip(main_grads, values, strict=True) if into is not None]
+    into, added = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    if deferred.overwrite:
+        torch._foreach_copy_(into, added)
+    else:
+        torch._foreach_add_(into, added)
 
 
 class _GroupedLinearFunction(torch.autograd.Function):
@@ -317,7 +486,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor, *workspace_grads: Any) -> Any:
         splits, *tensors = ctx.saved_tensors
         args = ctx.backward_objects
-        dgrad, wgrad, grad_bias = _backward(
+        dgrad, grads, grad_bias = _backward(
             grad_output,
             splits,
             list(tensors[: ctx.input_count]),
@@ -326,9 +495,8 @@ class _GroupedLinearFunction(torch.autograd.Function):
             ctx.weight,
             args,
         )
-        grads = _per_parameter(wgrad, args.num_gemms, args.split_weights)
         if args.bias_dtype is not None:
-            grads += _per_parameter(grad_bias, args.num_gemms, args.split_biases)
+            grads = [*grads, *_per_parameter(grad_bias, args.num_gemms, args.split_biases)]
         return (dgrad, None, None, *grads)
 
 
@@ -337,7 +505,7 @@ def _parted(parameters: list[Tensor], args: GroupedLinearArgs) -> tuple[list[Ten
     return parameters[:count], parameters[count:]
 
 
-def _per_parameter(grad: Tensor | None, groups: int, split: bool) -> list[Any]:
+def _per_parameter(grad: Tensor | None, groups: int, split: bool) -> list[Tensor | None]:
     if not split:
         return [grad]
     return [None] * groups if grad is None else list(grad.unbind(0))

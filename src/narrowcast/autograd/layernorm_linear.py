@@ -20,15 +20,10 @@ from ..tensors import (
     prepare_for_saving,
     restore_from_func_ctx,
 )
-from .linear import (
-    LinearBwdArgs,
-    LinearFwdArgs,
-    LinearSaved,
-    _linear_backward,
-    _linear_setup_ctx,
-)
+from .arguments import LinearBwdArgs, LinearFwdArgs, LinearNeeds, LinearSaved
+from .linear import linear_backward, linear_setup_ctx
 from .norm import norm_gradients
-from .stages import NormNeeds, fprop, normalize_operand, saved_operands, stage_weight, with_cached_weight
+from .stages import fprop, normalize_operand, saved_operands, stage_weight, with_cached_weight
 
 
 @dataclass(slots=True)
@@ -50,7 +45,7 @@ class LayerNormLinearFwdArgs:
     """
 
     norm: NormSettings
-    norm_needs: NormNeeds
+    norm_needs: LinearNeeds
     linear: LinearFwdArgs
     return_layernorm_output: bool
     tensors: LayerNormLinearTensors | None = None
@@ -61,7 +56,7 @@ class LayerNormLinearBwdArgs:
     """Everything the backward reads besides saved tensors; never changed, so that it may run again."""
 
     norm: NormSettings
-    norm_needs: NormNeeds
+    norm_needs: LinearNeeds
     linear: LinearBwdArgs
 
     @property
@@ -100,7 +95,7 @@ def _forward_impl(
 def _setup_ctx(args: LayerNormLinearFwdArgs) -> LayerNormLinearBwdArgs:
     tensors = args.tensors
     assert tensors is not None
-    linear = _linear_setup_ctx(args.linear.bind(tensors.weight, tensors.inp, tensors.bias))
+    linear = linear_setup_ctx(args.linear.bind(tensors.weight, tensors.inp, tensors.bias))
     return LayerNormLinearBwdArgs(args.norm, args.norm_needs, linear)
 
 
@@ -133,7 +128,7 @@ class _LayerNormLinearFunction(torch.autograd.Function):
         inp, norm_weight, mean, rstd, operand, weight = saved
         args: LayerNormLinearBwdArgs = ctx.backward_objects
         dy = grad_output.reshape(-1, grad_output.shape[-1])
-        dw, grad, db = _linear_backward(args.linear.bind(LinearSaved(operand, weight), dy))
+        dw, grad, db = linear_backward(args.linear.bind(LinearSaved(operand, weight), dy))
         if grad is None:
             return None, None, None, dw, db, None
         if grad_normalized:
@@ -162,8 +157,7 @@ def layernorm_linear(
     """
     linear, new_workspace = with_cached_weight(args.linear, weight)
     args = replace(args, linear=linear)
-    needs = args.linear.needs
-    if not (needs.inp or needs.weight or needs.bias):
+    if not args.linear.needs.any():
         tensors = LayerNormLinearTensors(inp, norm_weight, norm_bias, weight, bias)
         out, normalized, _ = _forward_impl(replace(args, tensors=tensors))
         return out, normalized, new_workspace

@@ -35,28 +35,19 @@ from ..tensors import (
     restore_from_func_ctx,
     storage_of,
 )
-from .linear import (
-    DelayedTensors,
-    LinearBwdArgs,
-    LinearFwdArgs,
-    LinearNeeds,
-    LinearSaved,
-    LinearWgrad,
-    _linear_backward,
-    _linear_setup_ctx,
-)
+from .arguments import DelayedTensors, LinearBwdArgs, LinearFwdArgs, LinearNeeds, LinearSaved, LinearWgrad
+from .linear import linear_backward, linear_setup_ctx
 from .norm import norm_gradients
 from .stages import (
+    Gradients,
     Normalized,
-    NormNeeds,
-    dgrad,
     fprop,
     input_usage,
     normalize_operand,
+    quantized_gradients,
     saved_operands,
     stage_weight,
     usage,
-    wgrad,
     with_cached_weight,
 )
 
@@ -82,7 +73,7 @@ class LayerNormMLPFwdArgs:
     """
 
     norm: NormSettings
-    norm_needs: NormNeeds
+    norm_needs: LinearNeeds
     activation: ActivationSettings
     fc1: LinearFwdArgs
     fc2: LinearFwdArgs
@@ -133,7 +124,7 @@ class LayerNormMLPBwdArgs:
     """
 
     norm: NormSettings
-    norm_needs: NormNeeds
+    norm_needs: LinearNeeds
     activation: ActivationSettings
     fc1: LinearBwdArgs
     fc2: LinearBwdArgs
@@ -227,14 +218,12 @@ def _forward_impl(args: LayerNormMLPFwdArgs) -> tuple[Tensor, Tensor | None, Lay
 
 # -- backward ----------------------------------------------------------------------------------------------------------
 
-_Gradients = tuple[Tensor | None, ...]
-
 
 def _backward(
     args: LayerNormMLPBwdArgs, saved: LayerNormMLPSaved, dy: Tensor, grad_normalized: Tensor | None
-) -> _Gradients:
+) -> tuple[Tensor | None, ...]:
     """Gradients of the seven operands, in their order. Reads only its arguments."""
-    dw2, d_act, db2 = _linear_backward(args.fc2.bind(saved.fc2, dy))
+    dw2, d_act, db2 = linear_backward(args.fc2.bind(saved.fc2, dy))
     if d_act is None:
         return None, None, None, None, None, dw2, db2
     dw1, grad, db1 = _fc1_backward(args, saved, d_act)
@@ -248,9 +237,7 @@ def _backward(
     return (*norms, dw1, db1, dw2, db2)
 
 
-def _fc1_backward(
-    args: LayerNormMLPBwdArgs, saved: LayerNormMLPSaved, d_act: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _fc1_backward(args: LayerNormMLPBwdArgs, saved: LayerNormMLPSaved, d_act: Tensor) -> Gradients:
     """(wgrad, dgrad, grad_bias) of fc1 from the gradient of the activation."""
     fc1, fc1_out = args.fc1, saved.fc1_out
     assert fc1_out is not None
@@ -258,16 +245,13 @@ def _fc1_backward(
     if handle is None or fc1.numerics.backward_override is not None:
         parameters = list(args.activation.parameters)
         grad_hidden = act_backward(d_act, fc1_out, args.activation.activation, parameters)
-        return _linear_backward(fc1.bind(saved.fc1, grad_hidden))
+        return linear_backward(fc1.bind(saved.fc1, grad_hidden))
     state = fc1.delayed
     grad, sums = quantize_activation_gradient(
         d_act, fc1_out, args.activation, handle, state.scale_bwd, state.amax_bwd
     )
     db1 = sums.to(fc1.bias_dtype) if fc1.needs.bias else None
-    dw1 = None
-    if fc1.needs.weight:
-        dw1, db1 = wgrad(fc1, grad, saved.fc1.inputmat, db1)
-    return dw1, dgrad(fc1, grad, saved.fc1.weight, d_act.shape[0]) if fc1.needs.inp else None, db1
+    return quantized_gradients(fc1, saved.fc1, grad, db1, d_act.shape[0])
 
 
 # -- recomputation -----------------------------------------------------------------------------------------------------
@@ -413,8 +397,8 @@ class _LayerNormMLPFunction(torch.autograd.Function):
             args.norm,
             args.norm_needs,
             args.activation,
-            _linear_setup_ctx(args.fc1.bind(fc1_weight, inp, fc1_bias)),
-            _linear_setup_ctx(args.fc2.bind(fc2_weight, inp, fc2_bias)),
+            linear_setup_ctx(args.fc1.bind(fc1_weight, inp, fc1_bias)),
+            linear_setup_ctx(args.fc2.bind(fc2_weight, inp, fc2_bias)),
             recompute,
         )
         out = out.view_as(out)
@@ -459,8 +443,7 @@ def layernorm_mlp(
     fc2, new_fc2 = with_cached_weight(args.fc2, fc2_weight)
     args = replace(args, fc1=fc1, fc2=fc2)
     operands = (inp, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    needs = args.fc2.needs
-    if not (needs.inp or needs.weight or needs.bias):
+    if not args.fc2.needs.any():
         out, normalized, _ = _forward_impl(replace(args, tensors=LayerNormMLPTensors(*operands)))
         return out, normalized, new_fc1, new_fc2
     result = _LayerNormMLPFunction.apply(*operands, args)

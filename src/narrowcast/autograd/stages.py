@@ -1,6 +1,6 @@
-"""One linear layer as a stage of a larger boundary: its operands come quantized from a producer, its GEMMs run here.
+"""One linear layer as a stage of a boundary: how its operands are quantized, what is saved, its three GEMMs.
 
-``args`` are those of :mod:`.linear`, unbound: one group of options per GEMM.
+``args`` are those of :mod:`.arguments`, one group of options per layer.
 """
 
 from __future__ import annotations
@@ -14,27 +14,11 @@ from ..functional import gemm, norm
 from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import NormSettings, OperandHandles, QuantizerHandle, quantize_norm, quantize_operand
 from ..recipe import LinearHandles
-from ..tensors import QuantizedTensorStorage, TensorOrQuantized
-from .linear import (
-    LinearBwdArgs,
-    LinearFwdArgs,
-    _storage_or_tensor,
-    _weight_gradient,
-    quantize_weight,
-)
+from ..tensors import QuantizedTensor, QuantizedTensorStorage, TensorOrQuantized, storage_of
+from .arguments import LinearBwdArgs, LinearFwdArgs, LinearSaved
+from .weight_gradient import weight_gradient
 
-
-@dataclass(slots=True)
-class NormNeeds:
-    """Which gradients of a norm are wanted, captured before the boundary."""
-
-    inp: bool
-    weight: bool
-    bias: bool
-
-    def any(self) -> bool:
-        """Whether the norm has a backward at all."""
-        return self.inp or self.weight or self.bias
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(slots=True)
@@ -55,7 +39,7 @@ def usage(handles: OperandHandles, rowwise: bool, columnwise: bool) -> Quantizer
 
 
 def quantizers_of(args: LinearFwdArgs) -> LinearHandles:
-    """The quantizers of a stage, which always runs under a recipe."""
+    """The quantizers of a stage that runs under a recipe."""
     assert args.quantizers is not None
     return args.quantizers
 
@@ -79,12 +63,19 @@ def weight_usage(args: LinearFwdArgs, fprop: bool = True) -> QuantizerHandle | N
 def stage_weight(args: LinearFwdArgs, weight: Tensor, fprop: bool = True) -> QuantizedTensorStorage | None:
     """The weight as the GEMMs read it: from the cache, a quantized parameter, or made now."""
     handle = weight_usage(args, fprop)
-    if handle is None:
-        return None
-    operand, _ = quantize_weight(
-        tensor=weight, handle=handle, delayed=args.delayed, workspace=args.caching.workspace
-    )
-    return operand
+    return None if handle is None else _quantized_weight(args, weight, handle)
+
+
+def _quantized_weight(args: LinearFwdArgs, weight: Tensor, handle: QuantizerHandle) -> QuantizedTensorStorage:
+    workspace = args.caching.workspace
+    if workspace is not None and _holds(workspace, handle):
+        return workspace
+    return quantize_operand(weight, handle, args.delayed.scale_fwd, args.delayed.amax_fwd)
+
+
+def _holds(workspace: QuantizedTensorStorage, handle: QuantizerHandle) -> bool:
+    usages = workspace.get_usages()
+    return (usages["rowwise"] or not handle.rowwise) and (usages["columnwise"] or not handle.columnwise)
 
 
 def with_cached_weight(
@@ -98,13 +89,8 @@ def with_cached_weight(
     caching = args.caching
     if not caching.cache_weight:
         return args, None
-    used, made = quantize_weight(
-        tensor=weight.detach(),
-        handle=quantizers_of(args).weight.both,
-        delayed=args.delayed,
-        workspace=caching.workspace,
-        cache=True,
-    )
+    used = _quantized_weight(args, weight.detach(), quantizers_of(args).weight.both)
+    made = None if used is caching.workspace else used
     return replace(args, caching=replace(caching, workspace=used, cache_weight=False)), made
 
 
@@ -129,24 +115,37 @@ def normalize_operand(
     return Normalized(quantize_operand(output, handle, scale, amax), output, mean, rstd)
 
 
+def storage_or_tensor(tensor: Tensor) -> TensorOrQuantized:
+    """What can be saved and read in traced code: the storage behind a quantized tensor, a plain tensor as it is."""
+    return storage_of(tensor).rowwise_view() if isinstance(tensor, QuantizedTensor) else tensor
+
+
 def saved_operands(
     args: LinearFwdArgs,
-    operand: QuantizedTensorStorage | None,
-    high_precision: Tensor | None,
+    operand: TensorOrQuantized | None,
+    high_precision: TensorOrQuantized | None,
     weight: QuantizedTensorStorage | None,
     parameter: Tensor,
 ) -> tuple[TensorOrQuantized | None, TensorOrQuantized | None]:
-    """(input, weight) as the backward of the stage reads them; None what it does not read."""
+    """(input, weight) as the backward of the stage reads them; None what it does not read.
+
+    Args:
+        operand: the quantized input, or the plain one that the backward quantizes again.
+        high_precision: the input that a backward in high precision reads.
+        weight: the quantized weight. parameter: what it was made from.
+    """
     override, needs = args.numerics.backward_override, args.needs
     if override == "high_precision":
-        return high_precision if needs.weight else None, _storage_or_tensor(parameter) if needs.inp else None
+        return high_precision if needs.weight else None, storage_or_tensor(parameter) if needs.inp else None
     return (
         _direction(operand, override) if needs.weight else None,
         _direction(weight, override) if needs.inp else None,
     )
 
 
-def _direction(operand: Any, override: str | None) -> QuantizedTensorStorage:
+def _direction(operand: Any, override: str | None) -> TensorOrQuantized:
+    if not isinstance(operand, QuantizedTensorStorage):
+        return operand
     return operand.rowwise_view() if override == "dequantized" else operand.columnwise_view()
 
 
@@ -174,7 +173,25 @@ def fprop(
     )
 
 
-def dgrad(args: LinearBwdArgs, grad: QuantizedTensorStorage, weight: Any, rows: int) -> Tensor:
+def quantized_gradients(
+    args: LinearBwdArgs,
+    saved: LinearSaved,
+    grad: QuantizedTensorStorage,
+    grad_bias: Tensor | None,
+    rows: int,
+) -> Gradients:
+    """(wgrad, dgrad, grad_bias) for autograd from the quantized gradient of the output, each where it is needed.
+
+    ``grad_bias`` comes back, or goes with the weight gradient where ``args.wgrad`` sends that.
+    """
+    dx = _dgrad(args, grad, saved.weight, rows) if args.needs.inp else None
+    if not args.needs.weight:
+        return None, dx, grad_bias
+    dw, grad_bias = _wgrad(args, grad, saved.inputmat, grad_bias)
+    return dw, dx, grad_bias
+
+
+def _dgrad(args: LinearBwdArgs, grad: QuantizedTensorStorage, weight: Any, rows: int) -> Tensor:
     """dx = dy w, (rows, in_features) in the activation dtype."""
     return gemm(
         "dgrad",
@@ -191,7 +208,7 @@ def dgrad(args: LinearBwdArgs, grad: QuantizedTensorStorage, weight: Any, rows: 
     )
 
 
-def wgrad(
+def _wgrad(
     args: LinearBwdArgs, grad: QuantizedTensorStorage, operand: Any, grad_bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dw = dy^T x, bias gradient) for autograd: (out_features, in_features) in the weight's dtype, and as given.
@@ -208,4 +225,4 @@ def wgrad(
         args.numerics.fast_wgrad,
         args.numerics.emulate,
     )
-    return _weight_gradient(args, deferred)
+    return weight_gradient(args, deferred)

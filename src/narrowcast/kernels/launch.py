@@ -112,4 +112,6 @@ def check_rank(rank: int, min_rank: int) -> None:
         ValueError: ``rank`` is below ``min_rank``.
     """
     if rank < min_rank:
-        raise ValueError(f"cannot quantize a tensor of rank {rank}; this format needs rank {min_rank} or more")
+        raise ValueError(
+            f"cannot quantize a tensor of rank {rank}; this format needs rank {min_rank} or more"
+        )

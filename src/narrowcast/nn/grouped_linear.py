@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..autograd import DelayedTensors, GroupedLinearArgs, LinearNeeds, grouped_linear
+from ..autograd import DelayedTensors, GroupedLinearArgs, LinearNeeds, LinearWgrad, grouped_linear
+from ..autograd.grouped_linear import add_to_main_grads_, calibrate_groups_, compute_grouped_wgrad
+from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import Quantizer
 from ..recipe import LinearHandles, Recipe
 from ..state import STATE, DelayedScalingState
@@ -20,9 +23,14 @@ from ..tensors import (
     grouped_storage_of,
     quantize_members,
 )
-from .module import QuantizedModule, parameter_device
-
-_INIT_STD = 0.023
+from .module import (
+    QuantizedModule,
+    _accumulate,
+    _is_marked,
+    _mark_added_to_main_grad,
+    parameter_device,
+)
+from .stages import INIT_STD, checked_input, positive
 
 
 class GroupedLinear(QuantizedModule):
@@ -47,6 +55,10 @@ class GroupedLinear(QuantizedModule):
             and all biases in one ``bias`` (num_gemms, out_features), instead of ``weight0``, ``bias0`` and so on.
         single_grouped_weight, single_grouped_bias: the same for one of the two; None follows
             ``single_grouped_parameter``.
+        fuse_wgrad_accumulation: as in ``Linear``, for every weight: each has a ``main_grad`` of its shape, a single one
+            (num_gemms, out_features, in_features). ``overwrite_main_grad`` is set on all weights or on none.
+        delay_wgrad_compute: as in ``Linear``; :meth:`backward_dw` makes the gradients of all groups.
+        save_original_input: as in ``Linear``.
 
     Raises:
         ValueError: a size or a mode that cannot be, or a bias with tensor parallelism. NotImplementedError: inside
@@ -70,28 +82,30 @@ class GroupedLinear(QuantizedModule):
         single_grouped_parameter: bool = False,
         single_grouped_weight: bool | None = None,
         single_grouped_bias: bool | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
     ) -> None:
-        sizes = {
-            "num_gemms": num_gemms,
-            "in_features": in_features,
-            "out_features": out_features,
-            "tp_size": tp_size,
-        }
-        for label, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{label} is {size}; use a positive number")
+        positive(num_gemms=num_gemms, in_features=in_features, out_features=out_features, tp_size=tp_size)
         in_features, out_features = _sharded(in_features, out_features, parallel_mode, tp_size)
         if bias and tp_size > 1:
             raise ValueError(
                 f"bias=True with tp_size={tp_size}; GroupedLinear has no tensor-parallel bias, pass bias=False"
             )
         place = parameter_device(device)
-        super().__init__(name, place)
+        super().__init__(
+            name,
+            place,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+            gemms=(("weight", "bias"),),  # of all groups together, however many parameters they are
+        )
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.use_bias, self.return_bias, self.parallel_mode = bias, return_bias, parallel_mode
         single = single_grouped_parameter
         self.single_grouped_weight = single if single_grouped_weight is None else single_grouped_weight
         self.single_grouped_bias = single if single_grouped_bias is None else single_grouped_bias
+        self.save_original_input, self._warned_of_delayed_input = save_original_input, False
         self._init_method = init_method
         self._init_recipe, self._init_preserve = STATE.init_recipe, STATE.init_preserve
         if self._init_recipe is not None:
@@ -126,7 +140,16 @@ class GroupedLinear(QuantizedModule):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        self._fp8_workspaces.clear()  # one cache for the weights of all groups
+        self._drop_workspaces()  # one cache for the weights of all groups
+
+    def _prepare_parameters(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter is None:
+                continue
+            if self.fuse_wgrad_accumulation and name.startswith("weight") and not _is_marked(parameter):
+                parameter.register_post_accumulate_grad_hook(_mark_added_to_main_grad)
+            if self.delay_wgrad_compute:
+                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def extra_repr(self) -> str:
         """Sizes, as printed by the module."""
@@ -153,7 +176,7 @@ class GroupedLinear(QuantizedModule):
         device = self._parameters_of("weight")[0].device
         self.delayed_scaling.to_empty(device=device)
         self.delayed_scaling.reset()
-        self._fp8_workspaces.clear()
+        self._drop_workspaces()
 
     def _reset_weights(self) -> None:
         weights = self._parameters_of("weight")
@@ -166,7 +189,7 @@ class GroupedLinear(QuantizedModule):
         )
         for value in weights if values is None else values.unbind(0):
             if self._init_method is None:
-                nn.init.normal_(value, mean=0.0, std=_INIT_STD)
+                nn.init.normal_(value, mean=0.0, std=INIT_STD)
             else:
                 self._init_method(value)
         if single is None or values is None:
@@ -201,9 +224,10 @@ class GroupedLinear(QuantizedModule):
 
         Raises (before any kernel):
             ValueError: the input's last dim is not ``in_features``; splits of another length, negative, or of more rows
-            than there are, where the host knows them. TypeError: a quantized input, or one whose dtype is not the
+            than there are, where the host knows them; a ``main_grad`` of another shape or dtype;
+            ``save_original_input`` under delayed scaling. TypeError: a quantized input, or one whose dtype is not the
             parameters', outside ``torch.autocast``. RuntimeError: the input lives on another device, parameters are on
-            the meta device, or a quantized weight does not fit the recipe.
+            the meta device, a quantized weight does not fit the recipe, or a ``main_grad`` is missing.
         """
         weights, biases = self._parameters_of("weight"), self._parameters_of("bias")
         inp = self._checked_input(inp, weights[0])
@@ -213,8 +237,8 @@ class GroupedLinear(QuantizedModule):
         handles = None if recipe is None else recipe.linear_handles(self.name)
         added = [] if self.return_bias else biases
         args = self._arguments(x, weights, added, recipe, handles, covered, is_first_microbatch)
-        if handles is None and isinstance(weights[0], GroupedTensor):
-            weights = [weights[0].dequantize()]
+        if recipe is None:
+            self._calibrate(x, splits, weights)
         out, new_workspace = grouped_linear(x, splits, weights, added, args)
         if new_workspace is not None and handles is not None:
             self._fp8_workspaces["weight"] = (handles.weight.both.value, new_workspace)  # type: ignore[assignment]
@@ -232,13 +256,15 @@ class GroupedLinear(QuantizedModule):
         is_first_microbatch: bool | None,
     ) -> GroupedLinearArgs:
         grad = torch.is_grad_enabled()
-        delayed = DelayedTensors()
+        delayed, save_original = DelayedTensors(), False
         if handles is not None and recipe is not None:
             delayed = self._delayed_tensors(handles.managed, recipe)
+            save_original = self.save_original_input and self._can_save_original(recipe, handles)
+        store = self.wgrad_stores.get("weight")
         return GroupedLinearArgs(
             quantizers=handles,
             delayed=delayed,
-            numerics=self._numerics(recipe, x.dtype, weights[0].dtype),
+            numerics=self._numerics(recipe, x.dtype, weights[0].dtype, save_original),
             needs=LinearNeeds(
                 inp=grad and x.requires_grad,
                 weight=grad and any(weight.requires_grad for weight in weights),
@@ -255,6 +281,49 @@ class GroupedLinear(QuantizedModule):
             bias_dtype=biases[0].dtype if biases else None,
             split_weights=not self.single_grouped_weight,
             split_biases=not self.single_grouped_bias,
+            wgrads=self._wgrads(is_first_microbatch),
+            store=store,
+            ticket=None if store is None else store.ticket,
+        )
+
+    def _can_save_original(self, recipe: Recipe, handles: LinearHandles) -> bool:
+        """Whether quantizing the input again in the backward gives what the forward saw.
+
+        Raises:
+            ValueError: under delayed scaling, whose scale may have moved since.
+        """
+        if not handles.input.both.delayed:
+            return True
+        if recipe.delayed():
+            raise ValueError(
+                "save_original_input=True does not work with DelayedScaling, whose scale moves between forward and "
+                "backward; use another recipe or save_original_input=False"
+            )
+        if not self._warned_of_delayed_input and not torch.compiler.is_compiling():
+            self._warned_of_delayed_input = True
+            warnings.warn(
+                "save_original_input is ignored: the custom recipe scales the input of "
+                f"{self.name or 'GroupedLinear'} with delay",
+                stacklevel=2,
+            )
+        return False
+
+    def _calibrate(self, x: Tensor, splits: Tensor, weights: list[Tensor]) -> None:
+        """Collect amax for a recipe that only calibrates."""
+        calibrating = STATE.calibrating
+        handles = None if calibrating is None else calibrating.linear_handles(self.name)
+        if calibrating is None or handles is None or handles.forward_state is None:
+            return
+        state = self._delayed_tensors(handles.forward_state, calibrating)
+        plain = [w.dequantize() if isinstance(w, GroupedTensor) else w for w in weights]
+        calibrate_groups_(
+            x.detach(),
+            splits,
+            [w.detach() for w in plain],
+            handles,
+            state.scale_fwd,
+            state.amax_fwd,
+            self.num_gemms,
         )
 
     def _grouped_workspace(
@@ -276,30 +345,80 @@ class GroupedLinear(QuantizedModule):
             return cached[1]
         return None  # nothing kept, or kept for another recipe
 
+    # -- where weight gradients go ------------------------------------------------------------------------------------
+
+    def _weight_names(self) -> list[str]:
+        return (
+            ["weight"]
+            if self.single_grouped_weight
+            else [f"weight{group}" for group in range(self.num_gemms)]
+        )
+
+    def _wgrads(self, is_first_microbatch: bool | None) -> list[LinearWgrad]:
+        """Where the gradient of each weight goes.
+
+        Raises:
+            RuntimeError: one should go to ``main_grad``, and there is none, or some are overwritten and some are not.
+            ValueError: a ``main_grad`` of another shape than its weight, neither fp32 nor bf16.
+        """
+        names = self._weight_names()
+        made = [self._wgrad(name, is_first_microbatch) for name in names]
+        for name, wgrad in zip(names, made, strict=True):
+            main_grad, shape = wgrad.main_grad, self._parameters[name].shape  # type: ignore[union-attr]
+            if main_grad is None:
+                continue
+            if main_grad.shape != shape or main_grad.dtype not in (torch.float32, torch.bfloat16):
+                raise ValueError(
+                    f"main_grad of parameter {name!r} is {main_grad.dtype} {tuple(main_grad.shape)}; assign "
+                    f"torch.float32 or torch.bfloat16 {tuple(shape)}"
+                )
+        overwrites = [wgrad.overwrite for wgrad in made if wgrad.main_grad is not None]
+        if any(overwrites) and not all(overwrites):
+            raise RuntimeError(
+                f"overwrite_main_grad is set on some weights of {self.name or 'GroupedLinear'} only; set it on all or "
+                "on none"
+            )
+        overwrite = any(overwrites)
+        return [LinearWgrad(wgrad.main_grad, overwrite, wgrad.dummy) for wgrad in made]
+
+    @torch.no_grad()
+    def backward_dw(self) -> None:
+        """Compute the weight and bias gradients of the oldest backward, of all groups; as in ``Linear``.
+
+        Raises:
+            RuntimeError: there was no backward since the last call.
+        """
+        if not self.need_backward_dw():
+            return
+        weights = self._parameters_of("weight")
+        if any(weight.requires_grad for weight in weights):
+            self._finish_wgrad(self.wgrad_stores["weight"].pop(), weights)
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def _finish_wgrad(self, deferred: DeferredWgrad, weights: list[Tensor]) -> None:
+        shape = (self.out_features, self.in_features)
+        if self.fuse_wgrad_accumulation:
+            wanted = [weight.main_grad if weight.requires_grad else None for weight in weights]  # type: ignore[attr-defined]
+            add_to_main_grads_(deferred, wanted, shape)
+            for weight in weights:
+                if weight.requires_grad:
+                    _mark_added_to_main_grad(weight)
+        else:
+            wgrad = compute_grouped_wgrad(deferred, shape, weights[0].dtype)
+            _accumulate_each(weights, wgrad, self.single_grouped_weight)
+        if deferred.grad_bias is not None:
+            _accumulate_each(self._parameters_of("bias"), deferred.grad_bias, self.single_grouped_bias)
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
     def _checked_input(self, inp: Tensor, weight: Tensor) -> Tensor:
         """The input, cast where torch.autocast says so."""
         if isinstance(inp, (QuantizedTensorStorage, GroupedTensor)):
             raise TypeError(
                 f"input is a {type(inp).__name__}; GroupedLinear quantizes its input itself, pass a plain tensor"
             )
-        if inp.shape[-1] != self.in_features:
-            raise ValueError(
-                f"input has shape {tuple(inp.shape)}; its last dim must be in_features={self.in_features}"
-            )
-        if weight.is_meta:
-            raise RuntimeError("parameters are on the meta device; call reset_parameters() first")
-        if inp.device != weight.device:
-            raise RuntimeError(
-                f"input is on {inp.device}, the parameters are on {weight.device}; move one of them"
-            )
-        kind = inp.device.type
-        if torch.is_autocast_enabled(kind):
-            return inp.to(torch.get_autocast_dtype(kind))
-        if inp.dtype != weight.dtype:
-            raise TypeError(
-                f"input is {inp.dtype}, the parameters are {weight.dtype}; cast one of them or use torch.autocast"
-            )
-        return inp
+        return checked_input(inp, self.in_features, "in_features", weight)
 
     def _checked_splits(self, m_splits: Sequence[int] | Tensor, x: Tensor) -> tuple[Tensor, bool]:
         """The splits on the device of ``x``, and whether they are known to sum to its rows."""
@@ -350,6 +469,12 @@ class GroupedLinear(QuantizedModule):
             elif not single and prefix + kind in converted:
                 converted.update(zip(names, converted.pop(prefix + kind).unbind(0)))
         super()._load_from_state_dict(converted, prefix, *args)
+
+
+def _accumulate_each(parameters: list[Tensor], grad: Tensor, single: bool) -> None:
+    for parameter, own in zip(parameters, [grad] if single else grad.unbind(0), strict=True):
+        if parameter.requires_grad:
+            _accumulate(parameter, own)
 
 
 def _sharded(in_features: int, out_features: int, parallel_mode: str | None, tp_size: int) -> tuple[int, int]:

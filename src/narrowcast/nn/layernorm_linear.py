@@ -13,7 +13,9 @@ from ..recipe import Recipe
 from ..state import STATE
 from .module import parameter_device
 from .norm import norm_settings
-from .stages import NormLinearModule, Stage, checked_input, linear_needs, no_gathered_output, positive
+from .norm_linear import NormLinearModule, no_gathered_output
+from .parameters_split import ParametersSplit, parts_of
+from .stages import Stage, checked_input, linear_needs, positive
 
 
 class LayerNormLinear(NormLinearModule):
@@ -35,7 +37,7 @@ class LayerNormLinear(NormLinearModule):
         device: where the parameters live; default: the accelerator, or the CPU without one.
         init_method: fills the weight in place; default: normal with standard deviation 0.023.
         name: name in the quantizer roles of a custom recipe.
-        fuse_wgrad_accumulation, delay_wgrad_compute: as in :class:`Linear`.
+        fuse_wgrad_accumulation, delay_wgrad_compute, parameters_split: as in :class:`Linear`.
     Raises:
         ValueError: a size that is not positive, an unknown normalization, ``return_layernorm_output_gathered``. In
         forward, before any kernel, ValueError: the input's last dim is not ``in_features``. TypeError: its dtype is not
@@ -64,11 +66,13 @@ class LayerNormLinear(NormLinearModule):
         name: str | None = None,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        parameters_split: ParametersSplit | None = None,
     ) -> None:
         positive(in_features=in_features, out_features=out_features)
         no_gathered_output(return_layernorm_output_gathered)
         settings = norm_settings(normalization, eps, zero_centered_gamma)
         place, dtype = parameter_device(device), params_dtype or torch.get_default_dtype()
+        rows, parts = parts_of(parameters_split, out_features, place, fuse_wgrad_accumulation)
         super().__init__(
             in_features,
             settings,
@@ -80,18 +84,19 @@ class LayerNormLinear(NormLinearModule):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
             gemms=(("weight", "bias"),),
+            parts=parts,
         )
         self.in_features, self.out_features = in_features, out_features
         self._stage = Stage(self.name, "weight", "bias", init_method)
-        self._add_linear(self._stage, out_features, in_features, bias, dtype)
+        self._add_linear(self._stage, rows, in_features, bias, dtype, place)
         if place.type != "meta":
             self.reset_parameters()
 
     def extra_repr(self) -> str:
         """Sizes, as printed by the module."""
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"normalization={self.norm.normalization}"
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={bool(self._parts_of('bias'))}, normalization={self.norm.normalization}"
         )
 
     @torch.no_grad()
@@ -115,8 +120,9 @@ class LayerNormLinear(NormLinearModule):
             (*lead, out_features); with ``return_bias`` and ``return_layernorm_output`` a tuple of output, bias and
             norm output (*lead, in_features).
         """
-        inp = checked_input(inp, self.in_features, "in_features", self.weight)
-        bias = None if self.return_bias else self.bias
+        inp = checked_input(inp, self.in_features, "in_features", self._parts_of("weight")[0])
+        learned_bias = self._whole("bias")
+        bias = None if self.return_bias else learned_bias
         recipe = STATE.recipe
         if recipe is None:
             normalized = self._normalize(inp)
@@ -125,13 +131,15 @@ class LayerNormLinear(NormLinearModule):
             )
         else:
             out, normalized = self._quantized(inp, bias, recipe, is_first_microbatch)
-        return self._returned(out, self.bias, normalized)
+        return self._returned(out, learned_bias, normalized)
 
     def _quantized(
         self, inp: Tensor, bias: Tensor | None, recipe: Recipe, is_first_microbatch: bool | None
     ) -> tuple[Tensor, Tensor | None]:
+        weight = self._whole("weight")
+        assert weight is not None
         norm_needs = self._norm_needs(inp)
-        needs = linear_needs(norm_needs.any(), self.weight, bias)
+        needs = linear_needs(norm_needs.any(), weight, bias)
         args = LayerNormLinearFwdArgs(
             norm=self.norm,
             norm_needs=norm_needs,
@@ -141,7 +149,7 @@ class LayerNormLinear(NormLinearModule):
             return_layernorm_output=self.return_layernorm_output,
         )
         out, normalized, made = layernorm_linear(
-            inp, self.layer_norm_weight, self.layer_norm_bias, self.weight, bias, args
+            inp, self.layer_norm_weight, self.layer_norm_bias, weight, bias, args
         )
         self._keep(self._stage, recipe, made)
         return out, normalized

@@ -15,7 +15,8 @@ from ..reference.activation import ACTIVATIONS, checked
 from ..state import STATE, DelayedScalingState, checkpoint, register_delayed_state
 from .module import parameter_device
 from .norm import norm_settings
-from .stages import NormLinearModule, Stage, checked_input, linear_needs, no_gathered_output, positive
+from .norm_linear import NormLinearModule, no_gathered_output
+from .stages import Stage, checked_input, linear_needs, positive
 
 
 def activation_settings(activation: str, params: Mapping[str, float] | None) -> ActivationSettings:
@@ -113,8 +114,8 @@ class LayerNormMLP(NormLinearModule):
         self._fc1 = Stage(prefix + "fc1", "fc1_weight", "fc1_bias", init_method)
         self._fc2 = Stage(prefix + "fc2", "fc2_weight", "fc2_bias", output_layer_init_method)
         fc1_rows = ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
-        self._add_linear(self._fc1, fc1_rows, hidden_size, bias, dtype)
-        self._add_linear(self._fc2, hidden_size, ffn_hidden_size, bias, dtype)
+        self._add_linear(self._fc1, [fc1_rows], hidden_size, bias, dtype, place)
+        self._add_linear(self._fc2, [hidden_size], ffn_hidden_size, bias, dtype, place)
         self.delayed_scaling.name = self._fc1.name
         self.delayed_scaling_fc2 = DelayedScalingState(self._fc2.name, place)
         register_delayed_state(self, self.delayed_scaling_fc2)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from .._device import default_device
-from ..autograd import DelayedTensors, LinearNumerics, LinearWgrad, add_to_main_grad_, compute_wgrad
+from ..autograd import (
+    DelayedTensors,
+    LinearNumerics,
+    LinearWgrad,
+    add_to_main_grad_,
+    compute_wgrad,
+    concatenate,
+)
 from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import Float8CurrentScalingQuantizer, OperandHandles, Quantizer
 from ..recipe import DelayedScaling, Recipe
@@ -27,6 +34,7 @@ class QuantizedModule(nn.Module):
         fuse_wgrad_accumulation: add weight gradients to the parameter's ``main_grad`` instead of its ``grad``.
         delay_wgrad_compute: weight and bias gradients wait for :meth:`backward_dw`.
         gemms: the parameters of each GEMM: (name of the weight, name of the bias).
+        parts: names of the parameters that together are a weight or bias, by its name; none for one that is whole.
     """
 
     def __init__(
@@ -37,12 +45,14 @@ class QuantizedModule(nn.Module):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         gemms: tuple[tuple[str, str], ...] = (),
+        parts: dict[str, list[str]] | None = None,
     ) -> None:
         super().__init__()
         self.name = name or ""
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self._gemms = gemms
+        self._parts = parts or {}
         # weight name -> its queue; in the order in which a backward meets them
         self.wgrad_stores = {w: WeightGradStore(device) for w, _ in gemms} if delay_wgrad_compute else {}
         self._wgrad_hooks: list[Callable[[], Any]] = []
@@ -54,11 +64,32 @@ class QuantizedModule(nn.Module):
             w: None for w, _ in gemms
         }
 
-    def _delayed_tensors(self, managed: DelayedScaling | None, recipe: Recipe) -> DelayedTensors:
-        """State tensors for quantizers that scale with delay; empty without any."""
+    def _whole(self, name: str) -> Tensor | None:
+        """A weight or bias: the parameter, or what its parts are together."""
+        if name not in self._parts:
+            return getattr(self, name)
+        parts = self._parts_of(name)
+        return concatenate(parts) if parts else None
+
+    def _parts_of(self, name: str) -> list[Tensor]:
+        """The parameters that hold a weight or bias: one, several, or none where there is no bias."""
+        found = [self._parameters.get(part) for part in self._part_names(name)]
+        return [part for part in found if part is not None]
+
+    def _part_names(self, name: str) -> list[str]:
+        return self._parts.get(name, [name])
+
+    def _delayed_tensors(
+        self, managed: DelayedScaling | None, recipe: Recipe, state: DelayedScalingState | None = None
+    ) -> DelayedTensors:
+        """State tensors for quantizers that scale with delay, of the module's only layer or of ``state``.
+
+        Empty without such quantizers.
+        """
         if managed is None:
             return DelayedTensors()
-        state = self.delayed_scaling
+        if state is None:
+            state = self.delayed_scaling
         if not torch.compiler.is_compiling():
             state.ran_under = recipe
         return DelayedTensors(
@@ -96,7 +127,7 @@ class QuantizedModule(nn.Module):
         Raises:
             RuntimeError: the parameter is quantized in another format than the recipe's.
         """
-        weight = getattr(self, name)
+        weight = self._parameters.get(name)
         if isinstance(weight, QuantizedTensor):
             storage = storage_of(weight)
             wanted = resolve_storage_class(handles.both.storage_name)
@@ -119,10 +150,12 @@ class QuantizedModule(nn.Module):
         Raises:
             RuntimeError: it should go to ``main_grad``, and the parameter has none.
         """
-        weight = getattr(self, name)
         store = self.wgrad_stores.get(name)
         ticket = None if store is None else store.ticket
-        if not (self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()):
+        if not (self.fuse_wgrad_accumulation and torch.is_grad_enabled()):
+            return LinearWgrad(None, False, "", store, ticket)
+        weight = getattr(self, name)
+        if not weight.requires_grad:
             return LinearWgrad(None, False, "", store, ticket)
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:
@@ -153,18 +186,19 @@ class QuantizedModule(nn.Module):
         if not self.need_backward_dw():
             return
         for weight_name, bias_name in self._gemms:
-            weight = getattr(self, weight_name)
-            if not weight.requires_grad:
+            weights = self._parts_of(weight_name)
+            if not any(weight.requires_grad for weight in weights):
                 continue
             deferred = self.wgrad_stores[weight_name].pop()
             if self.fuse_wgrad_accumulation:
-                add_to_main_grad_(deferred, weight.main_grad)
+                (weight,) = weights
+                add_to_main_grad_(deferred, weight.main_grad)  # type: ignore[attr-defined]
                 _mark_added_to_main_grad(weight)
             else:
-                shape = (weight.shape[0], weight.shape[1])
-                _accumulate(weight, compute_wgrad(deferred, shape, weight.dtype))
+                shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
+                _accumulate_rows(weights, compute_wgrad(deferred, shape, weights[0].dtype))
             if deferred.grad_bias is not None:
-                _accumulate(getattr(self, bias_name), deferred.grad_bias)
+                _accumulate_rows(self._parts_of(bias_name), deferred.grad_bias)
         for hook in self._wgrad_hooks:
             hook()
 
@@ -174,18 +208,20 @@ class QuantizedModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        if name in self._fp8_workspaces:  # made from the parameter that was here
-            self._fp8_workspaces[name] = None
+        for whole in self._fp8_workspaces:  # made from the parameter that was here
+            if name in self._part_names(whole):
+                self._fp8_workspaces[whole] = None
         self._prepare_parameters()
 
     def _prepare_parameters(self) -> None:
         """Tell data-parallel wrappers what to expect of the gradients; again for every new parameter object."""
         for weight_name, bias_name in self._gemms:
-            weight, bias = self._parameters.get(weight_name), self._parameters.get(bias_name)
-            if weight is not None and self.fuse_wgrad_accumulation and not _is_marked(weight):
-                weight.register_post_accumulate_grad_hook(_mark_added_to_main_grad)
-            for parameter in (weight, bias):
-                if parameter is not None and self.delay_wgrad_compute:
+            weights, biases = self._parts_of(weight_name), self._parts_of(bias_name)
+            for weight in weights:
+                if self.fuse_wgrad_accumulation and not _is_marked(weight):
+                    weight.register_post_accumulate_grad_hook(_mark_added_to_main_grad)
+            for parameter in (*weights, *biases):
+                if self.delay_wgrad_compute:
                     parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     # -- the weight cache dies with what it was made from -----------------------------------------------------------
@@ -223,6 +259,13 @@ class QuantizedModule(nn.Module):
         super().__setstate__(state)
         register_delayed_state(self, self.delayed_scaling)
         self._prepare_parameters()
+
+
+def _accumulate_rows(parameters: list[Tensor], grad: Tensor) -> None:
+    """Give each parameter its rows of a gradient."""
+    for parameter, own in zip(parameters, grad.split([parameter.shape[0] for parameter in parameters])):
+        if parameter.requires_grad:
+            _accumulate(parameter, own)
 
 
 def _accumulate(parameter: Tensor, grad: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a module does for each of the linear layers inside it: checks, arguments, the weight cache."""
+"""What a module does for each of the linear layers inside it: checks, parameters, arguments, the weight cache."""
 
 from __future__ import annotations
 
@@ -9,32 +9,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd import (
-    DelayedTensors,
-    LinearCaching,
-    LinearFwdArgs,
-    LinearNeeds,
-    NormNeeds,
-    linear,
-    normalize,
-)
+from ..autograd import DelayedTensors, LinearCaching, LinearFwdArgs, LinearNeeds, linear
 from ..functional import calibrate_
-from ..quantizers import NormSettings
-from ..recipe import INPUT_SLOT, WEIGHT_SLOT, DelayedScaling, Recipe
+from ..recipe import INPUT_SLOT, WEIGHT_SLOT, Recipe
 from ..state import STATE, DelayedScalingState
 from ..tensors import QuantizedTensor, QuantizedTensorStorage
-from .module import QuantizedModule, parameter_device, quantize_parameter
-from .norm import norm_parameters, reset_norm_parameters
+from .module import QuantizedModule, quantize_parameter
 
 INIT_STD = 0.023
 
 
-def checked_input(inp: Tensor, features: int, label: str, weight: Tensor) -> Tensor:
+def positive(**sizes: int) -> None:
+    """Check sizes by name.
+
+    Raises:
+        ValueError: one that is not positive.
+    """
+    for label, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{label} is {size}; use a positive number")
+
+
+def checked_input(
+    inp: Tensor, features: int, label: str, weight: Tensor, quantized_as_it_is: bool = False
+) -> Tensor:
     """The input of a module, cast where torch.autocast says so.
 
     Args:
         features: what the last dim must be; ``label`` is its name.
         weight: a parameter to compare with.
+        quantized_as_it_is: torch.autocast does not cast a quantized input.
     Raises:
         ValueError: another last dim. TypeError: another dtype than the weight's, outside torch.autocast. RuntimeError:
         another device, or a weight on the meta device.
@@ -52,6 +56,8 @@ def checked_input(inp: Tensor, features: int, label: str, weight: Tensor) -> Ten
         )
     kind = inp.device.type
     if torch.is_autocast_enabled(kind):
+        if quantized_as_it_is and isinstance(inp, QuantizedTensor):
+            return inp
         return inp.to(torch.get_autocast_dtype(kind))
     if inp.dtype != weight.dtype:
         raise TypeError(
@@ -70,14 +76,6 @@ def linear_needs(inp: bool, weight: Tensor, bias: Tensor | None) -> LinearNeeds:
     )
 
 
-def new_linear_parameters(
-    out_features: int, in_features: int, bias: bool, dtype: torch.dtype, device: torch.device
-) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Uninitialised (weight, bias)."""
-    weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
-    return weight, nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
-
-
 class Stage:
     """One linear layer inside a module: its name, its parameters and how they begin.
 
@@ -93,52 +91,42 @@ class Stage:
         self.name, self.weight, self.bias, self.init_method = name, weight, bias, init_method
 
 
-class NormLinearModule(QuantizedModule):
-    """Base of the modules that begin with a norm: its parameters, and what they do for each linear layer.
+class LinearModule(QuantizedModule):
+    """Base of the modules with linear layers inside: what they do for each of these."""
 
-    Parameters ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``. ``wgrad``: keyword arguments of
-    :class:`QuantizedModule`, about the gradients of the weights.
-    """
-
-    layer_norm_weight: nn.Parameter
-    layer_norm_bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        features: int,
-        settings: NormSettings,
-        name: str | None,
-        dtype: torch.dtype,
-        place: torch.device,
-        return_bias: bool,
-        return_layernorm_output: bool,
-        **wgrad: Any,
-    ) -> None:
+    def __init__(self, name: str | None, place: torch.device, **wgrad: Any) -> None:
         super().__init__(name, place, **wgrad)
-        self.norm = settings
-        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         self._init_recipe, self._init_preserve = STATE.init_recipe, STATE.init_preserve
-        self.layer_norm_weight, norm_bias = norm_parameters(features, settings, dtype, place)
-        self.register_parameter("layer_norm_bias", norm_bias)
 
     # -- initialisation --------------------------------------------------------------------------------------------
 
     def _add_linear(
-        self, stage: Stage, out_features: int, in_features: int, bias: bool, dtype: torch.dtype
+        self,
+        stage: Stage,
+        rows: list[int],
+        in_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        place: torch.device,
     ) -> None:
-        place = self.layer_norm_weight.device
-        weight, bias_parameter = new_linear_parameters(out_features, in_features, bias, dtype, place)
-        self.register_parameter(stage.weight, weight)
-        self.register_parameter(stage.bias, bias_parameter)
+        """Uninitialised parameters of ``rows`` each, parts of one allocation."""
+        weight = torch.empty(sum(rows), in_features, dtype=dtype, device=place)
+        self._add_parts(stage.weight, weight, rows)
+        self._add_parts(stage.bias, torch.empty(sum(rows), dtype=dtype, device=place) if bias else None, rows)
 
-    def _reset_norm(self, device: torch.device) -> None:
-        self._materialize("layer_norm_weight", device)
-        self._materialize("layer_norm_bias", device)
-        reset_norm_parameters(self.layer_norm_weight, self.layer_norm_bias, self.norm)
+    def _add_parts(self, name: str, value: Tensor | None, rows: list[int]) -> None:
+        names = self._part_names(name)
+        if value is None:
+            parts = [None] * len(names)
+        else:
+            parts = [nn.Parameter(part) for part in (value.split(rows) if len(names) > 1 else (value,))]
+        for part_name, part in zip(names, parts, strict=True):
+            self.register_parameter(part_name, part)
 
     def _reset_linear(self, stage: Stage, device: torch.device) -> None:
-        weight = getattr(self, stage.weight)
-        value = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        weights = self._parts_of(stage.weight)
+        rows = [weight.shape[0] for weight in weights]
+        value = torch.empty(sum(rows), weights[0].shape[1], dtype=weights[0].dtype, device=device)
         if stage.init_method is None:
             value.normal_(0.0, INIT_STD)
         else:
@@ -147,11 +135,13 @@ class NormLinearModule(QuantizedModule):
             made = quantize_parameter(value, self._init_recipe, self._init_preserve, stage.name)
             setattr(self, stage.weight, made)
         else:
-            self._materialize(stage.weight, device)
-            getattr(self, stage.weight).copy_(value)
-        self._materialize(stage.bias, device)
-        if getattr(self, stage.bias) is not None:
-            getattr(self, stage.bias).zero_()
+            for name, part in zip(self._part_names(stage.weight), value.split(rows), strict=True):
+                self._materialize(name, device)
+                getattr(self, name).copy_(part)
+        for name in self._part_names(stage.bias):
+            self._materialize(name, device)
+        for bias in self._parts_of(stage.bias):
+            bias.zero_()
 
     def _materialize(self, name: str, device: torch.device) -> None:
         parameter = getattr(self, name)
@@ -159,19 +149,7 @@ class NormLinearModule(QuantizedModule):
             made = torch.empty_like(parameter, device=device)
             setattr(self, name, nn.Parameter(made, parameter.requires_grad))
 
-    def _initial_device(self) -> torch.device:
-        """Where to initialise: parameters on the meta device are made on the default one."""
-        norm_weight = self.layer_norm_weight
-        return parameter_device(None) if norm_weight.is_meta else norm_weight.device
-
     # -- forward ---------------------------------------------------------------------------------------------------
-
-    def _normalize(self, inp: Tensor) -> Tensor:
-        return normalize(inp, self.layer_norm_weight, self.layer_norm_bias, self.norm)
-
-    def _norm_needs(self, inp: Tensor) -> NormNeeds:
-        needs = linear_needs(inp.requires_grad, self.layer_norm_weight, self.layer_norm_bias)
-        return NormNeeds(needs.inp, needs.weight, needs.bias)
 
     def _stage_args(
         self,
@@ -181,14 +159,15 @@ class NormLinearModule(QuantizedModule):
         needs: LinearNeeds,
         dtype: torch.dtype,
         is_first_microbatch: bool | None,
+        save_original_input: bool = False,
     ) -> LinearFwdArgs:
         """What the boundary reads of one linear layer besides its operands; without a recipe for high precision."""
-        weight = getattr(self, stage.weight)
+        weight = self._parts_of(stage.weight)[0]
         handles = None if recipe is None else recipe.linear_handles(stage.name)
         if recipe is None or handles is None:
             delayed, caching = DelayedTensors(), LinearCaching(workspace=None, cache_weight=False)
         else:
-            delayed = delayed_tensors(state, handles.managed, recipe)
+            delayed = self._delayed_tensors(handles.managed, recipe, state)
             caching = LinearCaching(
                 workspace=self._workspace(stage.weight, handles.weight, is_first_microbatch),
                 cache_weight=is_first_microbatch is not None and not isinstance(weight, QuantizedTensor),
@@ -196,7 +175,7 @@ class NormLinearModule(QuantizedModule):
         return LinearFwdArgs(
             quantizers=handles,
             delayed=delayed,
-            numerics=self._numerics(recipe, dtype, weight.dtype),
+            numerics=self._numerics(recipe, dtype, weight.dtype, save_original_input),
             needs=needs,
             caching=caching,
             wgrad=self._wgrad(stage.weight, is_first_microbatch),
@@ -215,12 +194,13 @@ class NormLinearModule(QuantizedModule):
         bias: Tensor | None,
         is_first_microbatch: bool | None,
     ) -> Tensor:
-        weight = getattr(self, stage.weight)
+        weight = self._whole(stage.weight)
+        assert weight is not None
         calibrating = STATE.calibrating
         managed = None if calibrating is None else calibrating.linear_handles(stage.name).forward_state
         if calibrating is not None and managed is not None:
-            history = delayed_tensors(state, managed, calibrating).amax_fwd
-            calibrate_(inp.detach(), history, INPUT_SLOT)
+            history = self._delayed_tensors(managed, calibrating, state).amax_fwd
+            calibrate_(_plain(inp).detach(), history, INPUT_SLOT)
             calibrate_(_plain(weight).detach(), history, WEIGHT_SLOT)
         if (
             self.fuse_wgrad_accumulation or self.delay_wgrad_compute
@@ -228,50 +208,9 @@ class NormLinearModule(QuantizedModule):
             needs = linear_needs(inp.requires_grad, weight, bias)
             args = self._stage_args(stage, state, None, needs, inp.dtype, is_first_microbatch)
             return linear(weight, inp, bias, args)[0]
-        return F.linear(inp, _plain(weight).to(inp.dtype), None if bias is None else bias.to(inp.dtype))
-
-    def _returned(self, out: Tensor, bias: Tensor | None, normalized: Tensor | None) -> Any:
-        """The output alone, or a tuple with the bias and the norm's output as they were asked for."""
-        extra = ((bias,) if self.return_bias else ()) + (
-            (normalized,) if self.return_layernorm_output else ()
-        )
-        return (out, *extra) if extra else out
+        x = _plain(inp)
+        return F.linear(x, _plain(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def _plain(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-
-
-def delayed_tensors(
-    state: DelayedScalingState, managed: DelayedScaling | None, recipe: Recipe
-) -> DelayedTensors:
-    """State tensors for quantizers that scale with delay; empty without any."""
-    if managed is None:
-        return DelayedTensors()
-    if not torch.compiler.is_compiling():
-        state.ran_under = recipe
-    return DelayedTensors(state.scale_fwd, state.amax_history_fwd, state.scale_bwd, state.amax_history_bwd)
-
-
-def positive(**sizes: int) -> None:
-    """Check sizes by name.
-
-    Raises:
-        ValueError: one that is not positive.
-    """
-    for label, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{label} is {size}; use a positive number")
-
-
-def no_gathered_output(asked: bool) -> None:
-    """Check ``return_layernorm_output_gathered``.
-
-    Raises:
-        ValueError: it is set; the layer is not sequence parallel.
-    """
-    if asked:
-        raise ValueError(
-            "return_layernorm_output_gathered=True needs sequence_parallel and parallel_mode='column'; this layer is "
-            "not sequence parallel, use return_layernorm_output=True"
-        )

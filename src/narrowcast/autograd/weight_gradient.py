@@ -1,0 +1,64 @@
+"""Weight gradients and where they go: to autograd, to ``main_grad``, or into the queue of ``backward_dw``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..functional import gemm, gemm_accumulate_
+from ..functional.wgrad_store import DeferredWgrad, defer_wgrad
+from .arguments import LinearBwdArgs
+
+
+def weight_gradient(args: LinearBwdArgs, deferred: DeferredWgrad) -> tuple[Tensor | None, Tensor | None]:
+    """(wgrad, grad_bias) for autograd, after what goes elsewhere went there."""
+    options, shape = args.wgrad, (args.out_features, args.in_features)
+    if options.store is None:
+        if options.main_grad is None:
+            return compute_wgrad(deferred, shape, args.numerics.weight_dtype), deferred.grad_bias
+        add_to_main_grad_(deferred, options.main_grad)
+    elif torch.compiler.is_compiling():
+        assert options.ticket is not None
+        defer_wgrad(options.store.key, options.ticket, deferred)
+    else:
+        options.store.put(deferred)
+    grad_bias = deferred.grad_bias if options.store is None else None
+    if options.store is not None or not options.dummy:
+        return None, grad_bias
+    like = deferred.grad[0]
+    make = like.new_zeros if options.dummy == "zeros" else like.new_empty
+    return make(shape, dtype=args.numerics.weight_dtype), grad_bias
+
+
+def compute_wgrad(deferred: DeferredWgrad, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The weight gradient ``dy^T x``, of ``shape`` (N, K) and ``dtype``."""
+    return gemm(
+        "wgrad",
+        deferred.grad,
+        deferred.grad_quantizer,
+        deferred.inp,
+        deferred.inp_quantizer,
+        None,
+        dtype,
+        shape[0],
+        shape[1],
+        deferred.fast_accumulation,
+        deferred.emulate,
+    )
+
+
+def add_to_main_grad_(deferred: DeferredWgrad, main_grad: Tensor) -> None:
+    """Add the weight gradient to ``main_grad`` (N, K), fp32 or bf16, or overwrite it if the operands say so."""
+    if deferred.overwrite:
+        main_grad.copy_(compute_wgrad(deferred, (main_grad.shape[0], main_grad.shape[1]), main_grad.dtype))
+        return
+    gemm_accumulate_(
+        "wgrad",
+        main_grad,
+        deferred.grad,
+        deferred.grad_quantizer,
+        deferred.inp,
+        deferred.inp_quantizer,
+        deferred.fast_accumulation,
+        deferred.emulate,
+    )
