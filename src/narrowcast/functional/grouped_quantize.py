@@ -109,7 +109,7 @@ def _encode_split(
         own = None if seed is None else seed + group
         made.append(quantizer._encode(numerics_for(x), part, own) if part.numel() else [])
     arenas = []
-    for columnwise in _directions(quantizer):
+    for columnwise in quantizer._directions():
         arena = x.new_zeros(
             _arena_bytes(x.shape[0], x.shape[1], groups, quantizer, columnwise, x.dtype), dtype=torch.uint8
         )
@@ -171,11 +171,6 @@ def _direction(quantizer: Any, columnwise: bool) -> Any:
     return quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
 
 
-def _directions(quantizer: Any) -> list[bool]:
-    """Directions a quantizer produces: False for row-wise, True for column-wise."""
-    return [False] * quantizer.rowwise_usage + [True] * quantizer.columnwise_usage
-
-
 def _describe(like: Tensor, shape: tuple[int, ...], groups: int, quantizer: Any, layout: str) -> list[Tensor]:
     """Empty buffers as ``_encode`` gives them for rows (T, K), or weights (G, N, K)."""
     columns = shape[-1]
@@ -186,7 +181,7 @@ def _describe(like: Tensor, shape: tuple[int, ...], groups: int, quantizer: Any,
             like.new_empty(
                 _arena_bytes(rows, columns, groups, quantizer, columnwise, like.dtype), dtype=torch.uint8
             )
-            for columnwise in _directions(quantizer)
+            for columnwise in quantizer._directions()
         ]
     if layout == "padded":
         alignment = ALIGNMENT["padded"]
@@ -200,7 +195,7 @@ def _describe(like: Tensor, shape: tuple[int, ...], groups: int, quantizer: Any,
         transposed: tuple[int, ...] = (groups, columns, shape[1])
     else:
         transposed = (columns, reference.grouped_quantize.padded_rows(rows, groups, ALIGNMENT["tensor"]))
-    codes = [like.new_empty(transposed if c else shape, dtype=torch.uint8) for c in _directions(quantizer)]
+    codes = [like.new_empty(transposed if c else shape, dtype=torch.uint8) for c in quantizer._directions()]
     return [*codes, like.new_empty((groups,), dtype=torch.float32)]
 
 

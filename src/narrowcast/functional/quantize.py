@@ -65,9 +65,9 @@ def encode_slots(
 
     An operator that mutates cannot return a list, so those that max-accumulate into ``amax`` return all three.
     """
-    *directions, scale_inv = quantizer._encode_scaled(numerics, x, scale, amax)
-    made = iter(directions)
-    data, transpose = (next(made) if asked else _absent(scale) for asked in quantizer._usages())
+    *codes, scale_inv = quantizer._encode_scaled(numerics, x, scale, amax)
+    made = dict(zip(quantizer._directions(), codes, strict=True))
+    data, transpose = (made[c] if c in made else _absent(scale) for c in (False, True))
     return data, transpose, scale_inv
 
 

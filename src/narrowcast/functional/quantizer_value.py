@@ -67,8 +67,8 @@ class QuantizerValue(_opaque.OpaqueBase):
             f"narrowcast.dynamo.register_value_opaque_quantizer({cls.__qualname__}) after defining it"
         )
 
-    def _usages(self) -> tuple[bool, bool]:
-        """Whether it makes row-wise and column-wise data."""
+    def _directions(self) -> list[bool]:
+        """Directions it produces, in order: False for row-wise, True for column-wise."""
         raise NotImplementedError(f"{type(self).__qualname__} does not tell its directions")
 
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:

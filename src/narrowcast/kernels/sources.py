@@ -23,7 +23,7 @@ from . import norm as norms
 from . import reduction
 from .activation import activate, activate_backward, activate_gated, activate_gated_backward
 from .codecs import round_to_dtype, to_float32
-from .launch import check_input, check_rank
+from .launch import check_input, check_rank, is_aligned
 from .norm import norm_gradient, normalize
 from .reduction import fold_pairs
 
@@ -74,7 +74,7 @@ class Source:
     @property
     def key(self) -> tuple[object, ...]:
         """What Triton specializes on: dtypes and alignments of the operands."""
-        return tuple((operand.dtype, operand.data_ptr() % 16 == 0) for operand in self.operands)
+        return tuple((operand.dtype, is_aligned(operand)) for operand in self.operands)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An output beside the operands."""

@@ -88,13 +88,6 @@ class HybridQuantizer(Quantizer):
         for columnwise in (False, True):
             self._half(columnwise)._check_input(tensor)
 
-    def _directions(self) -> list[bool]:
-        return [
-            columnwise
-            for columnwise, on in ((False, self.rowwise_usage), (True, self.columnwise_usage))
-            if on
-        ]
-
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
         buffers: BufferTable = {}
         for columnwise in self._directions():

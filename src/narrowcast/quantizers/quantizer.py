@@ -239,8 +239,8 @@ class Quantizer(QuantizerValue):
             "`quantizer = quantizer.with_usage(rowwise=..., columnwise=...)`"
         )
 
-    def _usages(self) -> tuple[bool, bool]:
-        return self.rowwise_usage, self.columnwise_usage
+    def _directions(self) -> list[bool]:
+        return [False] * self.rowwise_usage + [True] * self.columnwise_usage
 
     def get_usages(self) -> dict[str, bool]:
         """``{"rowwise": bool, "columnwise": bool}``."""
