@@ -1,7 +1,7 @@
-"""RMSNorm and SwiGLU feed-forward block, forward and backward: bf16 compiled, and native recipes eager and compiled.
+"""RMSNorm and SwiGLU feed-forward block, forward and backward: native recipes, bf16 and torchao compiled beside them.
 
-`ratio` is the time over that of the bf16 block under torch.compile; `peak_mib` is the memory a step takes beside its
-parameters and inputs.
+Ours is there as `LayerNormMLP` and as a list of fusible operations, eager and compiled. `share` is the time over that
+of the bf16 block under torch.compile; `peak_mib` is the memory a step takes beside its parameters and inputs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from harness import Row, parser, report, time_ms
+from harness import Row, Step, measure_steps, parser, report, step_of
+from peers import torchao
 
 import narrowcast as nc
 
+YARDSTICK = "bf16, compiled"
 Available = Callable[[], bool]
 CASES: dict[str, tuple[Callable[[], nc.recipe.Recipe], Available]] = {
     "delayed": (nc.recipe.DelayedScaling, nc.is_fp8_available),
@@ -37,64 +39,52 @@ class Plain(torch.nn.Module):
         return self.fc2(F.silu(gate) * up)
 
 
-def step_of(block: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, recipe: nc.recipe.Recipe | None):
-    """A forward and backward of ``block``, as a function without arguments."""
-
-    def step() -> None:
-        block.zero_grad(set_to_none=True)
-        x.grad = None
-        with nc.autocast(enabled=recipe is not None, recipe=recipe):
-            y = block(x)
-        y.backward(dy)
-
-    return step
-
-
-def timed(step: Callable[[], None], options: argparse.Namespace) -> Row:
-    step()
-    step()  # delayed scaling needs a step to learn its scales
-    if options.device != "cuda":
-        return time_ms(step, options.device, options.repeats)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    return {**time_ms(step, options.device, options.repeats), "peak_mib": peak}
-
-
-def measure(options: argparse.Namespace) -> list[Row]:
-    tokens, hidden, ffn = options.shape
+def contenders(shape: tuple[int, int, int], chosen: argparse.Namespace) -> dict[str, Step]:
+    tokens, hidden, ffn = shape
     torch.manual_seed(0)
-    factory = {"device": options.device, "dtype": torch.bfloat16}
+    factory = {"device": chosen.device, "dtype": torch.bfloat16}
     x = torch.randn(tokens, hidden, **factory).requires_grad_()
     dy = torch.randn(tokens, hidden, **factory)
-    where: Row = {"tokens": tokens, "hidden": hidden, "ffn": ffn}
-    plain = torch.compile(Plain(hidden, ffn, **factory), fullgraph=True)
-    rows: list[Row] = [
-        {"recipe": "bf16", "mode": "compiled", **where, **timed(step_of(plain, x, dy, None), options)}
-    ]
+    plain = Plain(hidden, ffn, **factory)
+    steps = {YARDSTICK: step_of(plain, torch.compile(plain, fullgraph=True), x, dy, None)}
+    for name, block in torchao.converted(Plain(hidden, ffn, **factory)).items():
+        steps[f"torchao {name}, compiled"] = step_of(block, torch.compile(block, fullgraph=True), x, dy, None)
     for name, (build, available) in CASES.items():
-        if options.device == "cuda" and not available():
+        if chosen.device == "cuda" and not available():
             print(f"{name}: no native GEMM here, skipped")
             continue
-        block = nc.LayerNormMLP(
+        for form, block in forms(hidden, ffn, chosen.device).items():
+            steps[f"{name}, {form}, eager"] = step_of(block, block, x, dy, build())
+            compiled = torch.compile(block, fullgraph=True)
+            steps[f"{name}, {form}, compiled"] = step_of(block, compiled, x, dy, build())
+    chosen_names = [name for name in steps if name == YARDSTICK or chosen.only in name]
+    return {
+        name: steps[name]
+        for name in chosen_names
+        if name == YARDSTICK or not (chosen.skip_compile and "compiled" in name)
+    }
+
+
+def forms(hidden: int, ffn: int, device: str) -> dict[str, torch.nn.Module]:
+    """The block as one module and as a list of fusible operations."""
+    ops, factory = nc.ops, {"device": device, "dtype": torch.bfloat16}
+    return {
+        "LayerNormMLP": nc.LayerNormMLP(
             hidden,
             ffn,
             bias=False,
             normalization="RMSNorm",
             activation="swiglu",
             params_dtype=torch.bfloat16,
-            device=options.device,
-        )
-        for mode in ("eager", "compiled"):
-            torch.compiler.reset()
-            run = torch.compile(block, fullgraph=True) if mode == "compiled" else block
-            rows.append(
-                {"recipe": name, "mode": mode, **where, **timed(step_of(run, x, dy, build()), options)}
-            )
-    for row in rows:
-        row["ratio"] = float(str(row["p50_ms"])) / float(str(rows[0]["p50_ms"]))
-    return rows
+            device=device,
+        ),
+        "ops.Sequential": ops.Sequential(
+            ops.RMSNorm(hidden, **factory),
+            ops.BasicLinear(hidden, 2 * ffn, **factory),
+            ops.SwiGLU(),
+            ops.BasicLinear(ffn, hidden, **factory),
+        ),
+    }
 
 
 def main() -> None:
@@ -103,7 +93,11 @@ def main() -> None:
     chosen = options.parse_args()
     if chosen.shape is None:
         chosen.shape = (8192, 4096, 14336) if chosen.device == "cuda" else (64, 64, 128)
-    report("layernorm_mlp", measure(chosen), chosen)
+    tokens, hidden, ffn = chosen.shape
+    where: Row = {"tokens": tokens, "hidden": hidden, "ffn": ffn}
+    steps = contenders((tokens, hidden, ffn), chosen)
+    rows = [{**where, **row} for row in measure_steps(steps, YARDSTICK, chosen.repeats, chosen.device)]
+    report("layernorm_mlp", rows, chosen)
 
 
 if __name__ == "__main__":

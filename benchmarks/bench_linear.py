@@ -1,87 +1,110 @@
-"""One linear layer, forward and backward, in bf16 and in every recipe, eager and compiled.
+"""One linear layer, forward and backward: native recipes eager and compiled, bf16 and torchao compiled beside them.
 
-`error` is the relative difference of the weight gradient to bf16's, so that a fast wrong result shows.
-`native` is no where the recipe was emulated: such a time says nothing about the format.
+`share` is the time over that of the bf16 layer under torch.compile; `queued_share` the same without the host's time.
+`saved_mib` is what a forward keeps for its backward besides the parameters. Before anything is timed, every recipe's
+weight gradient is compared with bf16's.
 """
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable
 
 import torch
-from harness import Row, parser, report, time_ms
+from harness import Row, Step, measure_steps, parser, report, saved_mib, step_of
+from peers import torchao
 
 import narrowcast as nc
 
 LARGEST_ERROR = 0.5  # above this a result is wrong, not coarse
-
-Available = Callable[[], bool]
-CASES: dict[str, tuple[Callable[[bool], nc.recipe.Recipe], Available]] = {
-    "delayed": (lambda emulate: nc.recipe.DelayedScaling(emulate=emulate), nc.is_fp8_available),
-    "current": (lambda emulate: nc.recipe.Float8CurrentScaling(emulate=emulate), nc.is_fp8_available),
-    "block": (
-        lambda emulate: nc.recipe.Float8BlockScaling(emulate=emulate),
-        nc.is_fp8_block_scaling_available,
-    ),
-    "mxfp8": (lambda emulate: nc.recipe.MXFP8BlockScaling(emulate=emulate), nc.is_mxfp8_available),
-    "nvfp4": (lambda emulate: nc.recipe.NVFP4BlockScaling(emulate=emulate), nc.is_nvfp4_available),
+SHAPES = ((8192, 4096, 14336), (8192, 4096, 4096), (16384, 8192, 8192))
+SMALL = ((256, 512, 512),)
+YARDSTICK = "bf16, compiled"
+RECIPES: dict[str, Callable[[bool], nc.recipe.Recipe]] = {
+    "delayed": lambda emulate: nc.recipe.DelayedScaling(emulate=emulate),
+    "current": lambda emulate: nc.recipe.Float8CurrentScaling(emulate=emulate),
+    "block": lambda emulate: nc.recipe.Float8BlockScaling(emulate=emulate),
 }
 
 
-def step_of(
-    layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor, recipe: nc.recipe.Recipe | None, compiled: bool
-):
-    """A forward and backward of ``layer``, as a function without arguments."""
-    forward = torch.compile(layer, fullgraph=True) if compiled else layer
-
-    def step() -> None:
-        layer.zero_grad(set_to_none=True)
-        x.grad = None
-        with nc.autocast(enabled=recipe is not None, recipe=recipe):
-            y = forward(x)
-        y.backward(dy)
-
-    return step
+def measure(chosen: Namespace) -> list[Row]:
+    rows: list[Row] = []
+    shapes = (SHAPES if chosen.device == "cuda" else SMALL)[: chosen.shapes]
+    for tokens, in_features, out_features in shapes:
+        torch.compiler.reset()
+        where: Row = {"tokens": tokens, "in": in_features, "out": out_features}
+        steps, saved = contenders(tokens, in_features, out_features, chosen)
+        for row in measure_steps(steps, YARDSTICK, chosen.repeats, chosen.device):
+            row["saved_mib"] = round(saved[str(row["contender"])], 1)
+            rows.append({**where, **row})
+    return rows
 
 
-def measure(options: argparse.Namespace) -> list[Row]:
-    tokens, in_features, out_features = options.shape
+def contenders(
+    tokens: int, in_features: int, out_features: int, chosen: Namespace
+) -> tuple[dict[str, Step], dict[str, float]]:
     torch.manual_seed(0)
-    factory = {"device": options.device, "dtype": torch.bfloat16}
+    factory = {"device": chosen.device, "dtype": torch.bfloat16}
     x = torch.randn(tokens, in_features, **factory).requires_grad_()
     dy = torch.randn(tokens, out_features, **factory)
-    layer = nc.Linear(in_features, out_features, device=options.device, params_dtype=torch.bfloat16)
-    step_of(layer, x, dy, None, False)()
-    exact = layer.weight.grad.float()
+    plain = torch.nn.Linear(in_features, out_features, bias=False, **factory)
+    steps: dict[str, Step] = {}
+    saved: dict[str, float] = {}
 
-    rows = []
-    for name, (build, available) in {"bf16": (None, lambda: True), **CASES}.items():
-        native = options.device == "cuda" and available()
-        recipe = build(not native) if build else None
-        for compiled in (False, True):
-            torch.compiler.reset()
-            step = step_of(layer, x, dy, recipe, compiled)
-            step()
-            step()  # delayed scaling needs a step to learn its scales
-            error = ((layer.weight.grad.float() - exact).norm() / exact.norm()).item()
-            assert error < LARGEST_ERROR, f"{name}: the weight gradient is wrong (relative error {error:.3g})"
-            row: Row = {"recipe": name, "mode": "compiled" if compiled else "eager"}
-            row |= {"native": "yes" if native or recipe is None else "no"}
-            row |= {"tokens": tokens, "in": in_features, "out": out_features, "error": error}
-            row |= time_ms(step, options.device, options.repeats)
-            row["tflops"] = 6 * tokens * in_features * out_features / (float(str(row["p50_ms"])) * 1e9)
-            rows.append(row)
-    return rows
+    def add(name: str, layer: torch.nn.Module, recipe: nc.recipe.Recipe | None, compiled: bool) -> None:
+        if name != YARDSTICK and (chosen.only not in name or (compiled and chosen.skip_compile)):
+            return
+        run = torch.compile(layer, fullgraph=True) if compiled else layer
+        steps[name] = step_of(layer, run, x, dy, recipe)
+
+        def forward() -> object:
+            with nc.autocast(enabled=recipe is not None, recipe=recipe):
+                return layer(x)
+
+        saved[name] = saved_mib(forward, [*layer.parameters()])
+
+    add(YARDSTICK, plain, None, True)
+    add("bf16, eager", plain, None, False)
+    for name, converted in torchao.converted(torch.nn.Sequential(plain)).items():
+        add(f"torchao {name}, compiled", converted, None, True)
+    exact = gradient(plain, step_of(plain, plain, x, dy, None))
+    for name, build in RECIPES.items():
+        layer = nc.Linear(
+            in_features, out_features, bias=False, device=chosen.device, params_dtype=torch.bfloat16
+        )
+        with torch.no_grad():
+            layer.weight.copy_(plain.weight)
+        recipe = build(chosen.device != "cuda")
+        error = gradient(layer, step_of(layer, layer, x, dy, recipe)).sub(exact).norm() / exact.norm()
+        assert error < LARGEST_ERROR, f"{name}: the weight gradient is wrong (relative error {error:.3g})"
+        add(f"{name}, eager", layer, recipe, False)
+        add(f"{name}, compiled", layer, recipe, True)
+        with nc.quantized_model_init(recipe=recipe):
+            quantized = nc.Linear(
+                in_features, out_features, bias=False, device=chosen.device, params_dtype=torch.bfloat16
+            )
+        add(f"{name}, quantized parameter, eager", quantized, recipe, False)
+    return steps, saved
+
+
+def gradient(layer: torch.nn.Module, step: Step) -> torch.Tensor:
+    """Of the weight, after the second step: delayed scaling needs one to learn its scales."""
+    step()
+    step()
+    return layer.weight.grad.float()  # type: ignore[union-attr, operator]
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--shape", type=int, nargs=3, metavar=("TOKENS", "IN", "OUT"))
+    options.add_argument(
+        "--one-thread", action="store_true", help="run backwards in the calling thread, for all contenders"
+    )
     chosen = options.parse_args()
-    if chosen.shape is None:
-        chosen.shape = (8192, 4096, 4096) if chosen.device == "cuda" else (256, 512, 512)
-    report("linear", measure(chosen), chosen)
+    with torch.autograd.set_multithreading_enabled(not chosen.one_thread):
+        rows = measure(chosen)
+    for row in rows:
+        row["backward_in"] = "calling thread" if chosen.one_thread else "thread of its own"
+    report("linear", rows, chosen)
 
 
 if __name__ == "__main__":

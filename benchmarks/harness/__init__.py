@@ -4,6 +4,7 @@ from .contenders import SWEEP, Table, compiled, gate, measure, summarize
 from .machine import Row, machine
 from .report import append, parser, report, runs_on_gpu
 from .shapes import FFN, HIDDEN, TENSORS, Shape
+from .steps import Step, measure_steps, saved_mib, step_of
 from .timing import ring, spread, time_in_turns, time_ms
 
 __all__ = [
@@ -13,17 +14,21 @@ __all__ = [
     "TENSORS",
     "Row",
     "Shape",
+    "Step",
     "Table",
     "append",
     "compiled",
     "gate",
     "machine",
     "measure",
+    "measure_steps",
     "parser",
     "report",
     "ring",
     "runs_on_gpu",
+    "saved_mib",
     "spread",
+    "step_of",
     "summarize",
     "time_in_turns",
     "time_ms",

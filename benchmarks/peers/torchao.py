@@ -1,4 +1,4 @@
-"""torchao's Triton kernels that quantize, where it is installed; both directions take two of them.
+"""torchao where it is installed: its linear layers, and its Triton kernels that quantize, two for both directions.
 
 Its MXFP8 casts need an sm_100 GPU, so they have no place beside ours on an H200.
 """
@@ -6,10 +6,15 @@ Its MXFP8 casts need an sm_100 GPU, so they have no place beside ours on an H200
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
+
+float8: Any = None
+with contextlib.suppress(ImportError):
+    from torchao import float8
 
 blockwise: Any = None
 tensorwise: Any = None
@@ -39,3 +44,14 @@ def block_2d(x: Tensor) -> object:
         blockwise.triton_fp8_blockwise_weight_quant_transposed_rhs(x),
         blockwise.triton_fp8_blockwise_weight_quant_rhs(x),
     )
+
+
+def converted(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Copies of a module with FP8 linear layers, by the name of their recipe; none without torchao or off the GPU."""
+    if float8 is None or not next(module.parameters()).is_cuda:
+        return {}
+    found: dict[str, torch.nn.Module] = {}
+    for recipe in ("tensorwise", "rowwise"):
+        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+        found[recipe] = float8.convert_to_float8_training(copy.deepcopy(module), config=config)
+    return found

@@ -1,6 +1,6 @@
 """narrowcast: low-precision training for PyTorch that compiles."""
 
-from . import custom_recipes, dynamo, nn, recipe, state
+from . import custom_recipes, dynamo, nn, ops, recipe, state
 from ._device import (
     get_device_compute_capability,
     is_bf16_available,
@@ -104,6 +104,7 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "nn",
+    "ops",
     "prepare_for_saving",
     "quantized_model_init",
     "recipe",

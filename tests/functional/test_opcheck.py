@@ -142,11 +142,27 @@ def delayed_tail(x: Tensor) -> Iterator[Arguments]:
 def act_family(name: str, tail: Tail, backward: bool) -> None:
     @family(name)
     def cases(x: Tensor) -> Iterator[Arguments]:
-        for activation in ("gelu", "clamped_swiglu") if x.shape[-1] % 2 == 0 else ("gelu",):
-            gated = activation == "clamped_swiglu"
+        for activation in ("gelu", "situ_glu") if x.shape[-1] % 2 == 0 else ("gelu",):
+            gated = activation == "situ_glu"
             result = x[..., : x.shape[-1] // 2] if gated else x
             for end in tail(x):
                 yield *((result, x) if backward else (x,)), activation, *end
+
+
+@family("scaled_act")
+def scaled_act_cases(x: Tensor) -> Iterator[Arguments]:
+    for _, *tail in scaled_act_backward_cases(x):
+        yield tuple(tail)
+
+
+@family("scaled_act_backward")
+def scaled_act_backward_cases(x: Tensor) -> Iterator[Arguments]:
+    scale = torch.rand(x.shape[:-1], device=x.device)
+    yield x, x, scale, "srelu"
+    if x.shape[-1] % 2 == 0:
+        grad = x[..., : x.shape[-1] // 2]
+        yield grad, x, scale, "swiglu"
+        yield grad, x, scale.bfloat16(), "situ_glu", [3.0, 2.0]
 
 
 def norm_family(name: str, tail: Tail) -> None:

@@ -104,6 +104,7 @@ def test_kinds(name: str, kind: str, device: torch.device) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters(kind: str, device: torch.device) -> None:
     check((5, 66), kind, torch.bfloat16, device, "clamped_swiglu", **PARAMS)
+    check((5, 66), kind, torch.float32, device, "situ_glu", beta1=0.3, beta2=17.0)
 
 
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])

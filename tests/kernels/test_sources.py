@@ -132,7 +132,8 @@ def test_sources(quantize: str, shape: tuple[int, ...], device: torch.device) ->
 
 @pytest.mark.parametrize("name", reference.activation.ACTIVATIONS)
 def test_activations(name: str, device: torch.device) -> None:
-    parameters = {"limit": 0.5, "alpha": 1.5} if name == "clamped_swiglu" else {}
+    given = {"clamped_swiglu": {"limit": 0.5, "alpha": 1.5}, "situ_glu": {"beta1": 0.5, "beta2": 3.0}}
+    parameters = given.get(name, {})
     for kind, quantize in (("normal", "given scale"), ("special", "block 1-D"), ("wide", "mxfp8")):
         _check(_activation(name, (33, 36), kind, torch.bfloat16, **parameters), quantize, device)
         _check(_activation_backward(name, (33, 36), kind, torch.bfloat16, **parameters), quantize, device)

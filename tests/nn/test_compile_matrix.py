@@ -78,6 +78,12 @@ LINEAR_OPTIONS = (
     "dynamic_tokens",
     "three_dims",
     "meta_device",
+    "parameters_split",
+    "parameters_split_microbatches",
+    "parameters_split_delay_wgrad_compute",
+    "parameters_split_fuse_wgrad_accumulation",
+    "parameters_split_quantized_parameters",
+    "parameters_split_meta_device",
 )
 
 # a norm stands in front: there is no quantized input, nor an input that quantizing would need again
@@ -87,8 +93,15 @@ NORM_OPTIONS = tuple(
     if option not in ("fp8_output", "fp8_grad", "quantized_input", "save_original_input")
 )
 
+
+def without_split(options: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(option for option in options if not option.startswith("parameters_split"))
+
+
 # its input is quantized group by group, and its output and the gradient of its input stay in high precision
-GROUPED_OPTIONS = tuple(option for option in LINEAR_OPTIONS if option not in ("fp8_output", "fp8_grad"))
+GROUPED_OPTIONS = tuple(
+    option for option in without_split(LINEAR_OPTIONS) if option not in ("fp8_output", "fp8_grad")
+)
 
 
 def in_groups(forward: Callable[..., Any], x: Tensor, **arguments: Any) -> Any:
@@ -101,10 +114,11 @@ MODULES: dict[str, ModuleCase] = {
     "Linear": ModuleCase(functools.partial(nc.Linear, K, N), LINEAR_OPTIONS),
     "LayerNormLinear": ModuleCase(functools.partial(nc.LayerNormLinear, K, N), NORM_OPTIONS),
     "LayerNormMLP-gelu": ModuleCase(
-        functools.partial(nc.LayerNormMLP, K, N, activation="gelu"), NORM_OPTIONS
+        functools.partial(nc.LayerNormMLP, K, N, activation="gelu"), without_split(NORM_OPTIONS)
     ),
     "LayerNormMLP-swiglu": ModuleCase(
-        functools.partial(nc.LayerNormMLP, K, N, activation="swiglu", normalization="RMSNorm"), NORM_OPTIONS
+        functools.partial(nc.LayerNormMLP, K, N, activation="swiglu", normalization="RMSNorm"),
+        without_split(NORM_OPTIONS),
     ),
     "GroupedLinear": ModuleCase(functools.partial(nc.GroupedLinear, 3, K, N), GROUPED_OPTIONS, in_groups),
     "GroupedLinear(single)": ModuleCase(
@@ -349,6 +363,7 @@ def with_override(recipe: Any, override: str) -> Any:
 
 
 FUSED, DELAYED = {"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}
+SPLIT = {"parameters_split": {"query": 33, "key": 7, "value": N - 40}}
 OPTIONS: dict[str, Option] = {
     "plain": Option(),
     "no_bias": Option(build={"bias": False}),
@@ -394,6 +409,12 @@ OPTIONS: dict[str, Option] = {
     "dynamic_tokens": Option(scenario=dynamic_tokens),
     "three_dims": Option(scenario=three_dims),
     "meta_device": Option(build={"device": "meta"}, prepare=from_meta),
+    "parameters_split": Option(build=SPLIT),
+    "parameters_split_microbatches": Option(build=SPLIT, scenario=microbatches, graphs=3),
+    "parameters_split_delay_wgrad_compute": Option(build={**SPLIT, **DELAYED}, scenario=delayed_wgrad),
+    "parameters_split_fuse_wgrad_accumulation": Option(build={**SPLIT, **FUSED}),
+    "parameters_split_quantized_parameters": Option(build=SPLIT, context=quantized_init),
+    "parameters_split_meta_device": Option(build={**SPLIT, "device": "meta"}),
 }
 
 
@@ -432,6 +453,15 @@ IMPOSSIBLE: dict[str, tuple[Reason, ...]] = {
     "quantized_parameters": UNGROUPED,
     "quantized_parameters_kept_init": UNGROUPED,
     "quantized_parameters_fused_wgrad": UNGROUPED,
+    "parameters_split_fuse_wgrad_accumulation": (
+        Reason(tuple(RECIPES), ValueError, "no parameter has the main_grad of the whole weight"),
+    ),
+    "parameters_split_quantized_parameters": (
+        Reason(tuple(RECIPES), RuntimeError, "parameters_split inside quantized_model_init"),
+    ),
+    "parameters_split_meta_device": (
+        Reason(tuple(RECIPES), RuntimeError, "parameters_split with device='meta'"),
+    ),
     "fp8_output": (Reason(("none",), RuntimeError, "fp8_output=True needs a recipe in force"),),
     "fp8_grad": (Reason(("none",), RuntimeError, "fp8_grad=True needs a recipe in force"),),
     "save_original_input": (Reason(("delayed",), ValueError, "does not work with DelayedScaling"),),

@@ -538,6 +538,100 @@ def test_inputs_that_cannot_be() -> None:
         layer(quantized, [2, 2])
 
 
+# -- where results go ---------------------------------------------------------------------------------------------
+
+
+def filled(*shape: int) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_results_go_to_buffers(name: str, compiled: bool) -> None:
+    """Step after step into the same memory, which starts with nan and has room for rows of no group."""
+    layer, rows = make_layer(), sum(SPLITS) + 3
+    twin = copy.deepcopy(layer)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    out, dgrad_out = filled(rows, N), filled(rows, K)
+    for seed in range(2):
+        splits = FORMS["device tensor"](SPLITS)
+        x = make_input(rows, seed=seed)
+        results = run(layer, name, x, splits, forward, out=out, dgrad_out=dgrad_out)
+        assert_equal(results, run(twin, name, x, splits))
+        assert torch.equal(out, results[0]) and torch.equal(dgrad_out, results[1])
+        if not compiled:
+            assert results[0].data_ptr() == out.data_ptr() and results[1].data_ptr() == dgrad_out.data_ptr()
+    assert not out.requires_grad and out.grad_fn is None
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_buffers_with_leading_dims_and_without_gradients(compiled: bool) -> None:
+    layer, x = make_layer(2), make_input(48).detach().view(3, 16, K)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    out, dgrad_out = filled(3, 16, N), filled(3, 16, K)
+    splits = torch.tensor([20, 28], device=DEVICE)
+    expected = run(layer, "block", x.clone().requires_grad_(True), splits)
+    results = run(
+        layer, "block", x.clone().requires_grad_(True), splits, forward, out=out, dgrad_out=dgrad_out
+    )
+    assert_equal(results, expected)
+    assert torch.equal(out, expected[0]) and torch.equal(dgrad_out, expected[1])
+    out, dgrad_out = filled(3, 16, N), filled(3, 16, K)
+    with torch.no_grad():
+        y = step(layer, "block", x, splits, forward, out=out, dgrad_out=dgrad_out)
+    assert torch.equal(y, expected[0]) and torch.equal(out, expected[0]) and dgrad_out.isnan().all()
+    step(layer, "block", x, splits, forward, dgrad_out=dgrad_out).float().sum().backward()
+    assert dgrad_out.isnan().all()  # nobody asked for the gradient of the input
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_buffers_of_outstanding_forwards(compiled: bool) -> None:
+    """Each may have its own; what compiled code saved for the backward is gone once that has written to it."""
+    layer = make_layer()
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    splits, xs = FORMS["device tensor"](SPLITS), [make_input(seed=seed) for seed in range(2)]
+    buffers = [filled(sum(SPLITS), K) for _ in xs]
+    ys = [step(layer, "current", x, splits, forward, dgrad_out=b) for x, b in zip(xs, buffers, strict=True)]
+    for y, x, buffer in zip(ys, xs, buffers, strict=True):
+        (dx,) = torch.autograd.grad(y.float().square().sum(), [x], retain_graph=True)
+        assert torch.equal(dx, buffer)
+    assert not torch.equal(*buffers)
+    if compiled:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            ys[0].float().sum().backward()
+    else:
+        ys[0].float().sum().backward()
+        assert torch.equal(xs[0].grad, buffers[0])
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (torch.zeros(73, N + 1, dtype=torch.bfloat16), r"out is torch.bfloat16 \(73, 81\) .* \(73, 80\)"),
+        (torch.zeros(73 * N, dtype=torch.bfloat16), "the result is"),
+        (torch.zeros(73, N), "out is torch.float32"),
+        (torch.zeros(73, N, dtype=torch.bfloat16, device="meta"), "on meta"),
+        (torch.zeros(N, 73, dtype=torch.bfloat16).t(), "strides.*contiguous"),
+        (torch.zeros(73, N, dtype=torch.bfloat16, requires_grad=True), "requires a gradient"),
+        (
+            nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)(torch.ones(73, N, dtype=torch.bfloat16)),
+            "QuantizedTensor|Float8Tensor",
+        ),
+    ],
+    ids=["shape", "rank", "dtype", "device", "strides", "grad", "quantized"],
+)
+def test_buffers_that_cannot_be(buffer: Tensor, message: str) -> None:
+    if buffer.device.type != "meta":
+        buffer = (
+            buffer.to(DEVICE) if not buffer.requires_grad else buffer.detach().to(DEVICE).requires_grad_()
+        )
+    layer, x = make_layer(), make_input()
+    with pytest.raises(ValueError, match=message):
+        layer(x, SPLITS, out=buffer)
+    with pytest.raises(ValueError, match="dgrad_out"):
+        layer(x, SPLITS, dgrad_out=buffer)
+
+
 # -- the weight cache ---------------------------------------------------------------------------------------------
 
 

@@ -93,10 +93,10 @@ def test_every_activation(activation: str, name: str) -> None:
     compare_composed(mlp, RECIPES[name], steps=2)
 
 
-def test_there_are_twelve_activations() -> None:
+def test_there_are_thirteen_activations() -> None:
     gated = {name for name in ACTIVATIONS if make_mlp(activation=name).fc1_weight.shape[0] == 2 * FFN}
-    assert len(ACTIVATIONS) == 12
-    assert gated == {"geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"}
+    assert len(ACTIVATIONS) == 13
+    assert gated == {"geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu", "situ_glu"}
 
 
 @pytest.mark.parametrize("name", ["none", "current"])

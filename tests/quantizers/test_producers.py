@@ -11,6 +11,7 @@ from narrowcast.functional import (
     act_backward,
     draw_seed,
     norm,
+    norm_backward,
     quantize,
     quantize_dbias,
     quantize_delayed,
@@ -24,6 +25,7 @@ from narrowcast.quantizers import (
     quantize_activation,
     quantize_activation_gradient,
     quantize_norm,
+    quantize_norm_gradient,
 )
 from narrowcast.reference.activation import ACTIVATIONS
 from narrowcast.tensors import QuantizedTensorStorage
@@ -75,6 +77,27 @@ def test_norm(name: str, dtype: torch.dtype, settings: NormSettings) -> None:
         assert mean.numel() == (shape[0] if bias is not None else 0)
 
 
+@pytest.mark.parametrize("settings", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradient_of_a_norm(name: str, dtype: torch.dtype, settings: NormSettings) -> None:
+    handle = HANDLES[name]
+    for shape in SHAPES:
+        x, grad, residual_grad = (normal(shape, dtype, seed) for seed in range(3))
+        weight = normal(shape[-1:], torch.float32, 3)
+        bias = weight if settings.normalization == "LayerNorm" else None
+        how = (settings.eps, settings.normalization, settings.zero_centered_gamma)
+        _, mean, rstd, _ = norm(x, None, weight, bias, *how)
+        for added in (None, residual_grad):
+            inputs = (grad, x, weight, mean, rstd, settings.zero_centered_gamma, added)
+            dx, dweight, dbias = norm_backward(*inputs)
+            seed = seed_of(handle, grad)
+            operand, *parameters = quantize_norm_gradient(*inputs, handle)
+            assert_holds(operand, quantize(dx, handle.quantizer, seed), dtype)
+            for ours, theirs in zip(parameters, (dweight, dbias), strict=True):
+                assert_bitwise(ours, theirs)
+
+
 @pytest.mark.parametrize("settings", [GELU, SWIGLU], ids=lambda settings: settings.activation)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
@@ -100,7 +123,8 @@ def test_delayed_slots(usage: tuple[bool, bool]) -> None:
     x, weight = normal((33, 50), torch.bfloat16), normal((50,), torch.bfloat16, seed=1)
     grad = normal((33, 25), torch.bfloat16, seed=2)
     scale = torch.tensor([1.0, 2.0, 4.0])
-    y = norm(x, None, weight, None, 1e-5, "RMSNorm", False)[0]
+    y, mean, rstd, _ = norm(x, None, weight, None, 1e-5, "RMSNorm", False)
+    norm_inputs = (y, x, weight, mean, rstd, False, None)
     produced = {
         "norm": (
             y,
@@ -112,6 +136,10 @@ def test_delayed_slots(usage: tuple[bool, bool]) -> None:
         "gradient": (
             act_backward(grad, x, "swiglu"),
             lambda amax: quantize_activation_gradient(grad, x, SWIGLU, handle, scale, amax)[0],
+        ),
+        "norm gradient": (
+            norm_backward(*norm_inputs)[0],
+            lambda amax: quantize_norm_gradient(*norm_inputs, handle, scale, amax)[0],
         ),
     }
     for value, produce in produced.values():

@@ -29,19 +29,30 @@ GATE_OF = {
     "swiglu": "silu",
     "glu": "glu",
 }
-PARAMS = [{}, {"limit": 1.5}, {"limit": 0.75, "alpha": 2.0, "glu_linear_offset": 0.25}]
+PARAMS: dict[str, list[dict[str, float]]] = {
+    "clamped_swiglu": [{}, {"limit": 1.5}, {"limit": 0.75, "alpha": 2.0, "glu_linear_offset": 0.25}],
+    "situ_glu": [{}, {"beta1": 0.5}, {"beta1": 3.3, "beta2": 0.7}],
+}
 
 
-def expected(
-    x: Tensor, name: str, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0
+def clamped_swiglu(
+    a: Tensor, b: Tensor, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0
 ) -> Tensor:
+    a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+    return a * torch.sigmoid(alpha * a) * (b + glu_linear_offset)
+
+
+def situ_glu(a: Tensor, b: Tensor, beta1: float = 4.0, beta2: float = 25.0) -> Tensor:
+    return beta1 * torch.tanh(a / beta1) * torch.sigmoid(a) * beta2 * torch.tanh(b / beta2)
+
+
+def expected(x: Tensor, name: str, **params: float) -> Tensor:
     """The definition, in the precision of ``x``."""
     if name in GATES and name not in GATE_OF:
         return GATES[name](x)
     a, b = x.chunk(2, dim=-1)
-    if name == "clamped_swiglu":
-        a, b = a.clamp(max=limit), b.clamp(-limit, limit)
-        return a * torch.sigmoid(alpha * a) * (b + glu_linear_offset)
+    if name in PARAMS:
+        return {"clamped_swiglu": clamped_swiglu, "situ_glu": situ_glu}[name](a, b, **params)
     return GATES[GATE_OF[name]](a) * b
 
 
@@ -67,11 +78,30 @@ def test_sigmoid_of_special_values() -> None:
     assert activation.sigmoid(x)[6].isnan()
 
 
+def test_tanh_is_within_its_stated_error() -> None:
+    x = torch.cat([torch.linspace(-width, width, 100_001) for width in (42.5, 1.0, 1e-3)])
+    x = torch.cat((x, 0.625 + torch.arange(-500, 500) * 2.0**-24))
+    x = x[x != 0.0]
+    value, slope = activation.tanh(x)
+    wide = x.double()
+    assert ((value - wide.tanh()).abs() <= wide.tanh().abs() * (2.5 * 2.0**-23)).all()
+    exact = wide.cosh().square().reciprocal()
+    assert ((slope - exact).abs() <= exact * (1.4 * wide.abs() + 6) * 2.0**-23).all()
+    assert_bitwise(activation.tanh(-x)[0], -value)
+
+
+def test_tanh_of_special_values() -> None:
+    value, slope = activation.tanh(torch.tensor([0.0, math.inf, -math.inf, 3e38, 1e-40, math.nan]))
+    assert_bitwise(value[:5], torch.tensor([0.0, 1.0, -1.0, 1.0, 1e-40]))
+    assert slope[0] == 1.0 and (slope[1:4] < 1e-36).all()
+    assert value[5].isnan() and slope[5].isnan()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", activation.ACTIVATIONS)
 def test_forward_and_backward_are_those_of_pytorch(name: str, dtype: torch.dtype) -> None:
     x = normal((37, 64), dtype, std=2.0)
-    for params in PARAMS if name == "clamped_swiglu" else PARAMS[:1]:
+    for params in PARAMS.get(name, [{}]):
         exact = x.double().requires_grad_()
         y = expected(exact, name, **params)
         grad = normal(y.shape, dtype, seed=1)

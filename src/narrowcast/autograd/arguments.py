@@ -83,7 +83,7 @@ class LinearTensors:
     """The operands; bound inside the boundary."""
 
     weight: Tensor
-    inp: Tensor
+    inp: TensorOrQuantized
     bias: Tensor | None
 
 
@@ -99,7 +99,7 @@ class LinearFwdArgs:
     tensors: LinearTensors | None = None
     wgrad: LinearWgrad = field(default_factory=LinearWgrad)
 
-    def bind(self, weight: Tensor, inp: Tensor, bias: Tensor | None) -> LinearFwdArgs:
+    def bind(self, weight: Tensor, inp: TensorOrQuantized, bias: Tensor | None) -> LinearFwdArgs:
         """These arguments with their operands; the original is left alone, as a traced forward must."""
         return LinearFwdArgs(
             self.quantizers,
@@ -134,14 +134,14 @@ class LinearBwdArgs:
     wgrad: LinearWgrad = field(default_factory=LinearWgrad)
     input_handles: OperandHandles | None = None
     saved: LinearSaved | None = None
-    grad_output: Tensor | None = None
+    grad_output: TensorOrQuantized | None = None
 
     @property
     def backward_override(self) -> str | None:
         """The recipe's override."""
         return self.numerics.backward_override
 
-    def bind(self, saved: LinearSaved, grad_output: Tensor) -> LinearBwdArgs:
+    def bind(self, saved: LinearSaved, grad_output: TensorOrQuantized) -> LinearBwdArgs:
         """A per-call copy, so that a second backward over the same graph finds the original untouched."""
         return LinearBwdArgs(
             self.grad_quantizers,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -36,6 +37,26 @@ _PLAIN = IdentityQuantizer()
 
 
 @dataclass(slots=True)
+class ResultBuffers:
+    """Memory of the caller that results are written to: ``out`` (T, N), ``dgrad`` (T, K)."""
+
+    out: Tensor | None
+    dgrad: Tensor | None
+
+
+def _delivered(result: Tensor, buffer: Tensor | None) -> Tensor:
+    """The result, written to the buffer where there is one.
+
+    Eager code goes on with the buffer. Compiled code goes on with the result: that a graph's output and an operand it
+    writes to are one memory would cost the output its gradient.
+    """
+    if buffer is None:
+        return result
+    written = buffer.copy_(result)
+    return result if torch.compiler.is_compiling() else written
+
+
+@dataclass(slots=True)
 class GroupedLinearArgs:
     """What a grouped layer reads beside its tensors.
 
@@ -43,7 +64,7 @@ class GroupedLinearArgs:
     quantized weights that need not be made. ``bias_dtype``: None without bias. ``split_weights``, ``split_biases``: the
     weights and the biases are one tensor per group. ``wgrads``: where the gradient of each weight goes, and whether
     ``main_grad`` is overwritten, alike for all. ``store``: queue the gradients of all weights and biases for
-    ``backward_dw``, at once; ``ticket``: of that store.
+    ``backward_dw``, at once; ``ticket``: of that store. ``buffers``: where output and input gradient are written.
     """
 
     quantizers: LinearHandles | None
@@ -62,6 +83,7 @@ class GroupedLinearArgs:
     wgrads: list[LinearWgrad]
     store: WeightGradStore | None
     ticket: Tensor | None
+    buffers: ResultBuffers
 
 
 def quantize_rows(
@@ -179,20 +201,104 @@ def _multiply(
 
 
 @dataclass(slots=True)
-class _Saved:
-    """What the backward reads, flat: the operands' buffers of one direction, or high-precision tensors."""
+class SavedOperand:
+    """Of a saved quantized operand, everything but its buffers."""
 
-    tensors: list[Tensor]
+    quantizer: Any
+    group_layout: str
+    fake_dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class GroupedSaved:
+    """How to read what :func:`grouped_forward` saved: so many tensors of the input, then those of the weights.
+
+    An operand without description is one in high precision.
+    """
+
     input_count: int
-    inputmat: GroupedTensorStorage | None
-    weights: GroupedTensorStorage | None
+    inputmat: SavedOperand | None
+    weight: SavedOperand | None
+
+
+def saved_layout(args: GroupedLinearArgs) -> GroupedSaved:
+    """What :func:`grouped_forward` saves under these arguments."""
+    needs, numerics = args.needs, args.numerics
+    if args.quantizers is None or numerics.backward_override == "high_precision":
+        return GroupedSaved(int(needs.weight), None, None)
+    weight = args.workspace
+    if weight is None or (_keeps_columns(args) and weight.columnwise_data is None):
+        handle = _weight_handle(args, args.quantizers)
+        made = SavedOperand(handle.quantizer, grouped_layout(handle.storage_name), numerics.weight_dtype)
+    else:
+        made = SavedOperand(weight.quantizer, weight.group_layout, weight.fake_dtype)
+    if _saves_original(args):
+        return GroupedSaved(1, None, made)
+    handle = _input_handle(args, args.quantizers)
+    layout = grouped_layout(handle.storage_name)
+    count = (1 if layout == "split" else 2) if needs.weight else 0
+    return GroupedSaved(count, SavedOperand(handle.quantizer, layout, numerics.activation_dtype), made)
+
+
+def _wants_columns(args: GroupedLinearArgs) -> bool:
+    return args.needs.weight and args.numerics.backward_override is None
+
+
+def _saves_original(args: GroupedLinearArgs) -> bool:
+    return _wants_columns(args) and args.numerics.save_original_input
+
+
+def _input_handle(args: GroupedLinearArgs, quantizers: LinearHandles) -> QuantizerHandle:
+    columns = _wants_columns(args) and not _saves_original(args)
+    return quantizers.input.both if columns else quantizers.input.rowwise
+
+
+def _keeps_columns(args: GroupedLinearArgs) -> bool:
+    return (args.needs.inp and args.numerics.backward_override is None) or args.cache_weight
+
+
+def _weight_handle(args: GroupedLinearArgs, quantizers: LinearHandles) -> QuantizerHandle:
+    return quantizers.weight.both if _keeps_columns(args) else quantizers.weight.rowwise
+
+
+_Forward = tuple[Tensor, GroupedTensorStorage | None, list[Tensor]]
+
+
+def grouped_forward(
+    x: Tensor,
+    splits: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    args: GroupedLinearArgs,
+    bias_scales: Tensor | None = None,
+) -> _Forward:
+    """(output, new weight workspace or None, what to save), without gradient; arguments as :func:`grouped_linear`.
+
+    Args:
+        bias_scales: (T,) to multiply each row's bias with, or None.
+    """
+    added = biases if bias_scales is None else []
+    out, new_workspace, saved = _forward(x, splits, weights, added, args)
+    if bias_scales is not None:
+        added = biases_of_rows(biases, splits, x.shape[0]).float() * _column(bias_scales)
+        out = (out.float() + added).to(out.dtype)
+    return _delivered(out, args.buffers.out), new_workspace, saved
+
+
+def biases_of_rows(biases: list[Tensor], splits: Tensor, rows: int) -> Tensor:
+    """The bias of every row's group, (T, N); zeros for rows of no group."""
+    whole = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
+    group = torch.searchsorted(splits.cumsum(0), torch.arange(rows, device=splits.device), right=True)
+    return F.pad(whole, (0, 0, 0, 1)).index_select(0, group)
+
+
+def _column(scales: Tensor) -> Tensor:
+    return scales.reshape(-1, 1).float()
 
 
 def _forward(
     x: Tensor, splits: Tensor, weights: list[Tensor], biases: list[Tensor], args: GroupedLinearArgs
-) -> tuple[Tensor, GroupedTensorStorage | None, _Saved]:
-    """(output, new weight workspace or None, what to save). Pure."""
-    needs = args.needs
+) -> _Forward:
     if args.quantizers is None:
         weights = [w.dequantize() if isinstance(w, GroupedTensor) else w for w in weights]
         out = grouped_mm(
@@ -203,20 +309,32 @@ def _forward(
             [b.to(x.dtype) for b in biases],
             args.covered,
         )
-        return out, None, _high_precision_saved(x, weights, needs)
-    override, delayed = args.numerics.backward_override, args.delayed
-    input_handles, weight_handles = args.quantizers.input, args.quantizers.weight
-    wants_columns = needs.weight and override is None
-    original = wants_columns and args.numerics.save_original_input
-    input_handle = input_handles.both if wants_columns and not original else input_handles.rowwise
-    keep_columns = (needs.inp and override is None) or args.cache_weight
-    weight_handle = weight_handles.both if keep_columns else weight_handles.rowwise
-    inputmat = quantize_rows(x, splits, input_handle, delayed.scale_fwd, delayed.amax_fwd)
+        return out, None, _high_precision_saved(x, weights, args.needs)
+    delayed = args.delayed
+    inputmat = quantize_rows(
+        x, splits, _input_handle(args, args.quantizers), delayed.scale_fwd, delayed.amax_fwd
+    )
+    return forward_of_quantized(inputmat, x, splits, weights, biases, args)
+
+
+def forward_of_quantized(
+    inputmat: GroupedTensorStorage,
+    x: Tensor,
+    splits: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    args: GroupedLinearArgs,
+) -> _Forward:
+    """:func:`grouped_forward` under a recipe, of an input that is quantized already; ``x``: what it was made of."""
+    assert args.quantizers is not None
+    needs, override, delayed = args.needs, args.numerics.backward_override, args.delayed
+    keep_columns = _keeps_columns(args)
     new_workspace = None
     weight = args.workspace
     if weight is None or (keep_columns and weight.columnwise_data is None):
         shape = (args.num_gemms, args.out_features, args.in_features)
-        weight = quantize_weights(weights, weight_handle, delayed.scale_fwd, delayed.amax_fwd, shape)
+        handle = _weight_handle(args, args.quantizers)
+        weight = quantize_weights(weights, handle, delayed.scale_fwd, delayed.amax_fwd, shape)
         new_workspace = weight if args.cache_weight else None
     out = _multiply(
         "fprop",
@@ -234,58 +352,57 @@ def _forward(
     dequantized = override == "dequantized"
     from_input: list[Tensor] = []
     from_weight: list[Tensor] = []
-    if original:
+    if _saves_original(args):
         from_input = [x]
     elif needs.weight:
         from_input = inputmat.rowwise_operand() if dequantized else inputmat.columnwise_operand()
     if needs.inp:
         from_weight = weight.rowwise_operand() if dequantized else weight.columnwise_operand()
-    tensors = [*from_input, *from_weight]
-    return out, new_workspace, _Saved(tensors, len(from_input), None if original else inputmat, weight)
+    return out, new_workspace, [*from_input, *from_weight]
 
 
-def _high_precision_saved(x: Tensor, weights: list[Tensor], needs: LinearNeeds) -> _Saved:
-    from_input = [x] if needs.weight else []
-    return _Saved([*from_input, *(weights if needs.inp else [])], len(from_input), None, None)
-
-
-@dataclass(slots=True)
-class _Described:
-    """Of a saved quantized operand, everything but its buffers."""
-
-    quantizer: Any
-    group_layout: str
-    fake_dtype: torch.dtype
-
-
-def _described(storage: GroupedTensorStorage | None) -> _Described | None:
-    return (
-        None if storage is None else _Described(storage.quantizer, storage.group_layout, storage.fake_dtype)
-    )
+def _high_precision_saved(x: Tensor, weights: list[Tensor], needs: LinearNeeds) -> list[Tensor]:
+    return [*([x] if needs.weight else []), *(weights if needs.inp else [])]
 
 
 _Gradients = tuple[Tensor | None, list[Tensor | None], Tensor | None]
 
 
-def _backward(
+def grouped_backward(
     dy: Tensor,
     splits: Tensor,
-    from_input: list[Tensor],
-    from_weight: list[Tensor],
-    inputmat: Any,
-    weight: Any,
+    saved: list[Tensor],
+    layout: GroupedSaved,
     args: GroupedLinearArgs,
-) -> _Gradients:
-    """(dgrad, wgrad of each weight, grad_bias (G, N)) for autograd."""
+    bias_scales: Tensor | None = None,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """(dgrad, gradients of the weights and of the biases), without gradient.
+
+    Args:
+        dy: (T, N).
+        saved: what :func:`grouped_forward` saved; ``layout``: :func:`saved_layout` of its arguments.
+        args: as then; no gradient that they need may need more than was saved.
+        bias_scales: as then.
+    """
     needs = args.needs
     grad_bias = None
     if needs.bias:
-        grad_bias = grouped_column_sum(dy, splits).to(args.bias_dtype)
-    if not (needs.inp or needs.weight):
-        return None, [None] * len(args.wgrads), grad_bias
-    quantized = args.quantizers is not None and args.numerics.backward_override is None
-    run = _quantized_gradients if quantized else _high_precision_gradients
-    return run(dy, splits, from_input, from_weight, inputmat, weight, grad_bias, args)
+        summed = dy if bias_scales is None else dy.float() * _column(bias_scales)
+        grad_bias = grouped_column_sum(summed, splits).to(args.bias_dtype)
+    dgrad: Tensor | None = None
+    wgrads: list[Tensor | None] = [None] * len(args.wgrads)
+    if needs.inp or needs.weight:
+        quantized = args.quantizers is not None and args.numerics.backward_override is None
+        run = _quantized_gradients if quantized else _high_precision_gradients
+        from_input, from_weight = saved[: layout.input_count], saved[layout.input_count :]
+        dgrad, wgrads, grad_bias = run(
+            dy, splits, from_input, from_weight, layout.inputmat, layout.weight, grad_bias, args
+        )
+    if dgrad is not None:
+        dgrad = _delivered(dgrad, args.buffers.dgrad)
+    if args.bias_dtype is None:
+        return dgrad, wgrads
+    return dgrad, [*wgrads, *_per_parameter(grad_bias, args.num_gemms, args.split_biases)]
 
 
 def _quantized_gradients(
@@ -468,12 +585,10 @@ class _GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, splits: Tensor, args: GroupedLinearArgs, *parameters: Tensor) -> Any:
         weights, biases = _parted(list(parameters), args)
-        out, new_workspace, saved = _forward(inp, splits, weights, biases, args)
-        ctx.save_for_backward(splits, *saved.tensors)
-        ctx.input_count = saved.input_count
-        ctx.inputmat, ctx.weight = _described(saved.inputmat), _described(saved.weights)
+        out, new_workspace, saved = grouped_forward(inp, splits, weights, biases, args)
+        ctx.save_for_backward(splits, *saved)
+        ctx.layout = saved_layout(args)
         ctx.backward_objects = args
-        ctx.parameter_count = len(parameters)
         out = out.view_as(out)
         if new_workspace is None:
             return out
@@ -484,19 +599,8 @@ class _GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, *workspace_grads: Any) -> Any:
-        splits, *tensors = ctx.saved_tensors
-        args = ctx.backward_objects
-        dgrad, grads, grad_bias = _backward(
-            grad_output,
-            splits,
-            list(tensors[: ctx.input_count]),
-            list(tensors[ctx.input_count :]),
-            ctx.inputmat,
-            ctx.weight,
-            args,
-        )
-        if args.bias_dtype is not None:
-            grads = [*grads, *_per_parameter(grad_bias, args.num_gemms, args.split_biases)]
+        splits, *saved = ctx.saved_tensors
+        dgrad, grads = grouped_backward(grad_output, splits, saved, ctx.layout, ctx.backward_objects)
         return (dgrad, None, None, *grads)
 
 
@@ -529,7 +633,7 @@ def grouped_linear(
     """
     needs = args.needs
     if not (torch.is_grad_enabled() and (needs.inp or needs.weight or needs.bias)):
-        out, new_workspace, _ = _forward(inp, splits, weights, biases, args)
+        out, new_workspace, _ = grouped_forward(inp, splits, weights, biases, args)
         return out, new_workspace
     result = _GroupedLinearFunction.apply(inp, splits, args, *weights, *biases)
     if isinstance(result, Tensor):

@@ -41,6 +41,7 @@ from .norm import norm_gradients
 from .stages import (
     Gradients,
     Normalized,
+    after,
     fprop,
     input_usage,
     normalize_operand,
@@ -222,8 +223,9 @@ def _forward_impl(args: LayerNormMLPFwdArgs) -> tuple[Tensor, Tensor | None, Lay
 def _backward(
     args: LayerNormMLPBwdArgs, saved: LayerNormMLPSaved, dy: Tensor, grad_normalized: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the seven operands, in their order. Reads only its arguments."""
+    """Gradients of the seven operands, in their order. Drops from ``saved`` what was used, so that it can be freed."""
     dw2, d_act, db2 = linear_backward(args.fc2.bind(saved.fc2, dy))
+    saved.fc2 = LinearSaved(None, None)
     if d_act is None:
         return None, None, None, None, None, dw2, db2
     dw1, grad, db1 = _fc1_backward(args, saved, d_act)
@@ -240,6 +242,7 @@ def _backward(
 def _fc1_backward(args: LayerNormMLPBwdArgs, saved: LayerNormMLPSaved, d_act: Tensor) -> Gradients:
     """(wgrad, dgrad, grad_bias) of fc1 from the gradient of the activation."""
     fc1, fc1_out = args.fc1, saved.fc1_out
+    saved.fc1_out = None
     assert fc1_out is not None
     handle = usage(fc1.grad_quantizers, fc1.needs.inp, fc1.needs.weight)
     if handle is None or fc1.numerics.backward_override is not None:
@@ -248,9 +251,10 @@ def _fc1_backward(args: LayerNormMLPBwdArgs, saved: LayerNormMLPSaved, d_act: Te
         return linear_backward(fc1.bind(saved.fc1, grad_hidden))
     state = fc1.delayed
     grad, sums = quantize_activation_gradient(
-        d_act, fc1_out, args.activation, handle, state.scale_bwd, state.amax_bwd
+        d_act, fc1_out, args.activation, handle, state.scale_bwd, state.amax_bwd, fc1.needs.bias
     )
-    db1 = sums.to(fc1.bias_dtype) if fc1.needs.bias else None
+    del fc1_out
+    db1 = None if sums is None else sums.to(fc1.bias_dtype)
     return quantized_gradients(fc1, saved.fc1, grad, db1, d_act.shape[0])
 
 
@@ -325,7 +329,7 @@ def _recompute(args: LayerNormMLPFwdArgs, kept: list[Any], dy: Tensor, features:
     """What :func:`_forward_impl` would have saved, without the GEMM of fc2."""
     inp, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias = kept[:7]
     tensors = LayerNormMLPTensors(
-        inp, _after(dy, norm_weight), norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
+        inp, after(dy, norm_weight), norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
     )
     args = replace(
         args,
@@ -351,16 +355,6 @@ def _restored(
     if scale is not None:  # the amax was collected by the first forward; this one's goes nowhere
         delayed = DelayedTensors(scale_fwd=scale, amax_fwd=torch.zeros_like(scale))
     return replace(args, delayed=delayed, caching=replace(args.caching, workspace=workspace))
-
-
-def _after(dy: Tensor, tensor: Tensor) -> Tensor:
-    """``tensor``, available only once ``dy`` is.
-
-    Else the compiler finds the operators of the first forward again, and saves their results instead of repeating them.
-    """
-    if not torch.compiler.is_compiling():
-        return tensor
-    return torch.where(dy[:1, :1].sum().isnan(), tensor, tensor)
 
 
 # -- the boundary ------------------------------------------------------------------------------------------------------
@@ -414,6 +408,7 @@ class _LayerNormMLPFunction(torch.autograd.Function):
             saved = LayerNormMLPSaved.of(restored)
         else:
             saved = _recompute(args.recompute, restored, dy, args.fc1.out_features)
+        del restored  # the backward drops what it has used from ``saved``
         gradients = _backward(args, saved, dy, grad_normalized[0] if grad_normalized else None)
         return (*gradients, None)
 

@@ -51,7 +51,7 @@ _PLAIN = IdentityQuantizer()
 _Saved = tuple[TensorOrQuantized | None, TensorOrQuantized | None]
 
 
-def _linear_forward_impl(args: LinearFwdArgs) -> tuple[Tensor, _Saved]:
+def linear_forward(args: LinearFwdArgs) -> tuple[Tensor, _Saved]:
     """(output, (input, weight) to save). Pure; reads only ``args``."""
     if args.quantizers is None:
         return _high_precision_forward(args)
@@ -65,7 +65,7 @@ def _linear_forward_impl(args: LinearFwdArgs) -> tuple[Tensor, _Saved]:
     weight = stage_weight(args, tensors.weight)
     assert weight is not None
     out = fprop(args, inputmat, weight, tensors.bias, rows, out_features)
-    original = numerics.save_original_input and not isinstance(tensors.inp, QuantizedTensor)
+    original = numerics.save_original_input and not isinstance(tensors.inp, QuantizedTensorStorage)
     kept = tensors.inp if original and numerics.backward_override is None else inputmat
     saved = saved_operands(args, kept, storage_or_tensor(tensors.inp), weight, tensors.weight)
     return out.view(*lead, out_features), saved
@@ -89,8 +89,8 @@ def _input_operand(args: LinearFwdArgs, rows: int) -> QuantizedTensorStorage:
     tensors, numerics = args.tensors, args.numerics
     assert tensors is not None
     wanted = args.needs.weight and numerics.backward_override is None
-    if isinstance(tensors.inp, QuantizedTensor):
-        given = storage_of(tensors.inp)
+    if isinstance(tensors.inp, QuantizedTensorStorage):
+        given = storage_of(tensors.inp) if isinstance(tensors.inp, QuantizedTensor) else tensors.inp
         return with_columnwise(given) if wanted else given
     handles = quantizers_of(args).input
     handle = handles.both if wanted and not numerics.save_original_input else handles.rowwise
@@ -138,6 +138,8 @@ def linear_backward(args: LinearBwdArgs) -> Gradients:
     """(wgrad, dgrad, grad_bias). Reads only ``args``."""
     assert args.grad_output is not None and args.saved is not None
     grad_output = args.grad_output
+    if isinstance(grad_output, QuantizedTensorStorage):  # whoever made it summed it for the bias, too
+        return _gradients_of_quantized(args, args.saved, grad_output)
     dy = grad_output.reshape(-1, grad_output.shape[-1])
     quantized = args.numerics.backward_override is None and (args.needs.inp or args.needs.weight)
     quantized = quantized and args.grad_quantizers is not None
@@ -157,13 +159,28 @@ def _quantized_gradients(args: LinearBwdArgs, saved: LinearSaved, dy: Tensor) ->
         grad_bias = grad_bias.to(args.bias_dtype)
     else:
         grad = quantize_operand(dy, handle, delayed.scale_bwd, delayed.amax_bwd)
-    if isinstance(
-        saved.inputmat, Tensor
-    ):  # the original: quantized the other way, so not what the forward made
-        assert args.input_handles is not None
-        original = saved.inputmat.reshape(dy.shape[0], args.in_features)
-        saved = LinearSaved(quantize_operand(original, args.input_handles.columnwise), saved.weight)
-    return quantized_gradients(args, saved, grad, grad_bias, dy.shape[0])
+    return quantized_gradients(args, _with_quantized_input(args, saved), grad, grad_bias, dy.shape[0])
+
+
+def _gradients_of_quantized(
+    args: LinearBwdArgs, saved: LinearSaved, grad: QuantizedTensorStorage
+) -> Gradients:
+    lead = grad.shape[:-1]
+    rows = 1
+    for size in lead:
+        rows = rows * size
+    dw, dx, _ = quantized_gradients(args, _with_quantized_input(args, saved), grad, None, rows)
+    return dw, None if dx is None else dx.view(*lead, args.in_features), None
+
+
+def _with_quantized_input(args: LinearBwdArgs, saved: LinearSaved) -> LinearSaved:
+    """What was saved, with the input quantized where that is still the original."""
+    if not isinstance(saved.inputmat, Tensor):
+        return saved
+    assert args.input_handles is not None
+    original = saved.inputmat.reshape(-1, args.in_features)
+    # column-wise only: the other way than in the forward, so that the compiler finds nothing to merge it with
+    return LinearSaved(quantize_operand(original, args.input_handles.columnwise), saved.weight)
 
 
 def _high_precision_gradients(args: LinearBwdArgs, saved: LinearSaved, dy: Tensor) -> Gradients:
@@ -196,7 +213,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any, weight: Tensor, inp: Tensor, bias: Tensor | None, fwd_args: LinearFwdArgs
     ) -> Tensor:
         args = fwd_args.bind(weight, inp, bias)
-        out, tensors_to_save = _linear_forward_impl(args)
+        out, tensors_to_save = linear_forward(args)
         flat, objects = prepare_for_saving(*tensors_to_save)
         ctx.save_for_backward(*flat)
         ctx.tensor_objects = objects
@@ -225,5 +242,5 @@ def linear(
     args, new_workspace = with_cached_weight(args, weight)
     if args.needs.any() and torch.is_grad_enabled():
         return _LinearFunction.apply(weight, inp, bias, args), new_workspace
-    out, _ = _linear_forward_impl(args.bind(weight, inp, bias))
+    out, _ = linear_forward(args.bind(weight, inp, bias))
     return out, new_workspace

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..functional import gemm, norm
@@ -115,7 +116,7 @@ def normalize_operand(
     return Normalized(quantize_operand(output, handle, scale, amax), output, mean, rstd)
 
 
-def storage_or_tensor(tensor: Tensor) -> TensorOrQuantized:
+def storage_or_tensor(tensor: TensorOrQuantized) -> TensorOrQuantized:
     """What can be saved and read in traced code: the storage behind a quantized tensor, a plain tensor as it is."""
     return storage_of(tensor).rowwise_view() if isinstance(tensor, QuantizedTensor) else tensor
 
@@ -226,3 +227,14 @@ def _wgrad(
         args.numerics.emulate,
     )
     return weight_gradient(args, deferred)
+
+
+def after(grad: TensorOrQuantized, tensor: Tensor) -> Tensor:
+    """``tensor``, available only once ``grad`` is.
+
+    Else the compiler finds the operators of the forward again, and saves their results instead of repeating them.
+    """
+    if not torch.compiler.is_compiling():
+        return tensor
+    seen = grad if isinstance(grad, Tensor) else next(b for b in grad.get_data_tensors() if b is not None)
+    return torch.where(seen.reshape(-1)[:1].float().sum().isnan(), tensor, tensor)

@@ -8,7 +8,7 @@ from .activation import (
     act_quantize,
     act_quantize_delayed,
 )
-from .delayed_scaling import calibrate_, delayed_scaling_update_
+from .delayed_scaling import bind_delayed_scaling_update, calibrate_, delayed_scaling_update_
 from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
 from .grouped_gemm import grouped_dequantize, grouped_gemm, grouped_mm
@@ -38,6 +38,7 @@ from .quantize import (
     quantize_into,
 )
 from .quantizer_value import BufferTable, GemmOperand, NativeOperand, QuantizerValue
+from .scaled_activation import scaled_act, scaled_act_backward
 from .swizzle import swizzle_scales, unswizzle_scales
 from .transpose import transpose_codes
 
@@ -52,6 +53,7 @@ __all__ = [
     "act_backward_quantize_delayed",
     "act_quantize",
     "act_quantize_delayed",
+    "bind_delayed_scaling_update",
     "calibrate_",
     "delayed_scaling_update_",
     "dequantize",
@@ -79,6 +81,8 @@ __all__ = [
     "quantize_dbias_delayed",
     "quantize_delayed",
     "quantize_into",
+    "scaled_act",
+    "scaled_act_backward",
     "swizzle_scales",
     "transpose_codes",
     "unpad_rows",

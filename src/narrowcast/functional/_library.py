@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import _opaque
 from .quantizer_value import QuantizerValue
@@ -26,6 +27,8 @@ def define(
 
     One implementation serves CPU and CUDA tensors: it picks reference or kernels from the device. Outputs must alias
     neither an input nor each other, and the fake's strides must be the real ones; the compiler relies on both.
+    What is returned calls the overload, except where nobody but the implementation would see the call; see
+    :func:`_with_shortcut`.
     Without the opaque-object API an operator that takes a quantizer is its plain Python implementation, eager only.
     """
     if not _opaque.AVAILABLE and QUANTIZER in schema:
@@ -34,7 +37,42 @@ def define(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _LIBRARY.impl(name, _without_autocast(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"narrowcast::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.narrowcast, name).default
+    return _with_shortcut(getattr(torch.ops.narrowcast, name).default, implementation)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _with_shortcut(overload: Callable[..., Any], implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """``overload``, without the way through the dispatcher where that leads straight to ``implementation``.
+
+    So it does for plain CUDA tensors in eager code that records no gradient: inside the autograd functions. It would
+    cost as much as launching a kernel does. Traces, dispatch modes and the profiler do see the overload.
+    """
+    arguments = overload._schema.arguments  # type: ignore[attr-defined]
+    first = next(i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type))
+    in_list = "List" in str(arguments[first].type)
+    run = _without_autocast(implementation)
+    written = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return overload(*args)
+        x = args[first][0] if in_list else args[first]
+        if type(x) not in _PLAIN or not x.is_cuda or _is_watched():
+            return overload(*args)
+        result = (run if torch.is_autocast_enabled("cuda") else implementation)(*args)
+        for i in written:  # as the dispatcher does for saved tensors to be found out of date
+            if args[i] is not None:
+                torch.autograd.graph.increment_version(args[i])
+        return result
+
+    call.__doc__ = implementation.__doc__
+    return call
+
+
+def _is_watched() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0 or torch.autograd._profiler_enabled()
 
 
 def _without_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,8 +18,8 @@ from .quantize import describe, describe_slots, encode_slots, encode_source, enc
 from .quantizer_value import QuantizerValue
 
 
-def _named(activation: str, parameters: Sequence[float]) -> dict[str, float]:
-    """The parameters by name.
+def named_parameters(activation: str, parameters: Sequence[float]) -> dict[str, float]:
+    """The parameters of an activation by name.
 
     Raises:
         ValueError: an unknown activation, or another number of parameters than it has.
@@ -30,18 +30,23 @@ def _named(activation: str, parameters: Sequence[float]) -> dict[str, float]:
     return dict(zip(names, parameters)) if parameters else {}
 
 
-def _output_shape(x: Tensor, activation: str) -> tuple[int, ...]:
+def output_shape(x: Tensor, activation: str) -> tuple[int, ...]:
+    """Shape of an activation of ``x``.
+
+    Raises:
+        ValueError: an unknown activation, or an odd last dim of a gated one.
+    """
     gated = reference.activation.checked(activation, x.shape).gated
     return (*x.shape[:-1], x.shape[-1] // 2) if gated else tuple(x.shape)
 
 
 def _act(x: Tensor, activation: str, parameters: Sequence[float] = ()) -> Tensor:
-    named = _named(activation, parameters)
+    named = named_parameters(activation, parameters)
     return numerics_for(x).activation.forward(x, activation, **named)
 
 
 def _act_fake(x: Tensor, activation: str, parameters: Sequence[float] = ()) -> Tensor:
-    return x.new_empty(_output_shape(x, activation))
+    return x.new_empty(output_shape(x, activation))
 
 
 act = define("act(Tensor x, str activation, float[] parameters=[]) -> Tensor", _act, _act_fake)
@@ -54,7 +59,7 @@ def _act_backward(
     activation: str,
     parameters: Sequence[float] = (),
 ) -> Tensor:
-    named = _named(activation, parameters)
+    named = named_parameters(activation, parameters)
     return numerics_for(x).activation.backward(grad, x, activation, **named)
 
 
@@ -83,7 +88,7 @@ def _act_quantize(
     parameters: Sequence[float] = (),
 ) -> list[Tensor]:
     numerics = numerics_for(x)
-    named = _named(activation, parameters)
+    named = named_parameters(activation, parameters)
     return encode_source(numerics, numerics.sources.activation(x, activation, **named), quantizer, seed)
 
 
@@ -94,7 +99,7 @@ def _act_quantize_fake(
     seed: Tensor | None = None,
     parameters: Sequence[float] = (),
 ) -> list[Tensor]:
-    return describe(x, _output_shape(x, activation), x.dtype, quantizer)
+    return describe(x, output_shape(x, activation), x.dtype, quantizer)
 
 
 act_quantize = define(
@@ -115,7 +120,7 @@ def _act_quantize_delayed(
     parameters: Sequence[float] = (),
 ) -> tuple[Tensor, ...]:
     numerics = numerics_for(x)
-    named = _named(activation, parameters)
+    named = named_parameters(activation, parameters)
     source = numerics.sources.activation(x, activation, **named)
     return encode_slots(numerics, source, scale, amax, quantizer)
 
@@ -128,7 +133,7 @@ def _act_quantize_delayed_fake(
     quantizer: QuantizerValue,
     parameters: Sequence[float] = (),
 ) -> tuple[Tensor, ...]:
-    return describe_slots(x, _output_shape(x, activation), x.dtype, quantizer)
+    return describe_slots(x, output_shape(x, activation), x.dtype, quantizer)
 
 
 act_quantize_delayed = define(
@@ -140,6 +145,10 @@ act_quantize_delayed = define(
 """As :data:`act_quantize` with the scale and amax slots of delayed scaling; outputs as ``quantize_delayed``."""
 
 
+def _sums_like(x: Tensor, present: bool) -> Tensor:
+    return x.new_empty(x.shape[-1:] if present else 0, dtype=torch.float32)
+
+
 def _act_backward_quantize(
     grad: Tensor,
     x: Tensor,
@@ -147,11 +156,12 @@ def _act_backward_quantize(
     quantizer: QuantizerValue,
     seed: Tensor | None = None,
     parameters: Sequence[float] = (),
+    column_sums: bool = True,
 ) -> list[Tensor]:
     numerics = numerics_for(x)
-    named = _named(activation, parameters)
-    source = numerics.sources.activation_backward(grad, x, activation, column_sums=True, **named)
-    return encode_with_sums(numerics, source, quantizer, seed)
+    named = named_parameters(activation, parameters)
+    source = numerics.sources.activation_backward(grad, x, activation, column_sums=column_sums, **named)
+    return (encode_with_sums if column_sums else encode_source)(numerics, source, quantizer, seed)
 
 
 def _act_backward_quantize_fake(
@@ -161,18 +171,22 @@ def _act_backward_quantize_fake(
     quantizer: QuantizerValue,
     seed: Tensor | None = None,
     parameters: Sequence[float] = (),
+    column_sums: bool = True,
 ) -> list[Tensor]:
-    dbias = x.new_empty(x.shape[-1:], dtype=torch.float32)
-    return [*describe(x, tuple(x.shape), x.dtype, quantizer), dbias]
+    described = describe(x, tuple(x.shape), x.dtype, quantizer)
+    return [*described, _sums_like(x, True)] if column_sums else described
 
 
 act_backward_quantize = define(
     f"act_backward_quantize(Tensor grad, Tensor x, str activation, {QUANTIZER} quantizer, Tensor? seed=None, "
-    "float[] parameters=[]) -> Tensor[]",
+    "float[] parameters=[], bool column_sums=True) -> Tensor[]",
     _act_backward_quantize,
     _act_backward_quantize_fake,
 )
-"""Quantize the gradient of an activation; last comes its sum over all but the last dim, fp32: a bias gradient."""
+"""Quantize the gradient of an activation; last comes its sum over all but the last dim, fp32: a bias gradient.
+
+Without ``column_sums`` the sum is not there.
+"""
 
 
 def _act_backward_quantize_delayed(
@@ -183,11 +197,13 @@ def _act_backward_quantize_delayed(
     amax: Tensor,
     quantizer: QuantizerValue,
     parameters: Sequence[float] = (),
+    column_sums: bool = True,
 ) -> tuple[Tensor, ...]:
     numerics = numerics_for(x)
-    named = _named(activation, parameters)
-    source = numerics.sources.activation_backward(grad, x, activation, column_sums=True, **named)
-    return (*encode_slots(numerics, source, scale, amax, quantizer), numerics.sources.column_sum(source))
+    named = named_parameters(activation, parameters)
+    source = numerics.sources.activation_backward(grad, x, activation, column_sums=column_sums, **named)
+    slots = encode_slots(numerics, source, scale, amax, quantizer)
+    return (*slots, numerics.sources.column_sum(source) if column_sums else _sums_like(x, False))
 
 
 def _act_backward_quantize_delayed_fake(
@@ -198,15 +214,15 @@ def _act_backward_quantize_delayed_fake(
     amax: Tensor,
     quantizer: QuantizerValue,
     parameters: Sequence[float] = (),
+    column_sums: bool = True,
 ) -> tuple[Tensor, ...]:
-    dbias = x.new_empty(x.shape[-1:], dtype=torch.float32)
-    return (*describe_slots(x, tuple(x.shape), x.dtype, quantizer), dbias)
+    return (*describe_slots(x, tuple(x.shape), x.dtype, quantizer), _sums_like(x, column_sums))
 
 
 act_backward_quantize_delayed = define(
     "act_backward_quantize_delayed(Tensor grad, Tensor x, str activation, Tensor scale, Tensor(a!) amax, "
-    f"{QUANTIZER} quantizer, float[] parameters=[]) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"{QUANTIZER} quantizer, float[] parameters=[], bool column_sums=True) -> (Tensor, Tensor, Tensor, Tensor)",
     _act_backward_quantize_delayed,
     _act_backward_quantize_delayed_fake,
 )
-"""As :data:`act_backward_quantize` with the scale and amax slots of delayed scaling."""
+"""As :data:`act_backward_quantize` with the scale and amax slots of delayed scaling; an absent sum is empty."""

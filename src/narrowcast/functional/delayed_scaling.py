@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -48,6 +51,30 @@ delayed_scaling_update_ = define(
     _update_fake,
 )
 """Update scales ``(n,)`` from histories ``(L, n)`` whose row 0 collected the step; rows past ``length`` rest."""
+
+
+def bind_delayed_scaling_update(
+    scales: list[Tensor], histories: list[Tensor], fp8_max: float, margin: int, length: int, algorithm: str
+) -> Callable[[], None]:
+    """:data:`delayed_scaling_update_` for every step to come, in eager code, until the tensors move.
+
+    The addresses of the states are looked up once, where one launch serves them all.
+    """
+    step = functools.partial(delayed_scaling_update_, scales, histories, fp8_max, margin, length, algorithm)
+    numerics = numerics_for(scales[0])
+    if numerics is not kernels or torch.cuda.is_current_stream_capturing():
+        return step
+    table = numerics.delayed.address_table(scales, histories, length)
+    if table is None:
+        return step
+
+    def launch() -> None:
+        if torch.cuda.is_current_stream_capturing():  # a graph keeps its table: that one's owner sees to it
+            step()
+        else:
+            numerics.delayed.update_(table, fp8_max=fp8_max, margin=margin, length=length, algo=algorithm)
+
+    return launch
 
 
 def _calibrate(x: Tensor, amax: Tensor, slot: int) -> None:

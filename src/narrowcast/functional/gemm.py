@@ -35,7 +35,6 @@ ACCUMULATE_IN_KERNEL: bool = False
 
 _COLUMNWISE = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
 _SCALING = {
-    "tensor": ScalingType.TensorWise,
     "1x128": ScalingType.BlockWise1x128,
     "128x128": ScalingType.BlockWise128x128,
 }
@@ -66,7 +65,7 @@ def _gemm(
         a, b = _decoded_operands(kind, left, left_quantizer, right, right_quantizer)
         return _multiply_decoded(a, b, bias, dtype, rows, columns)
     a, b = _native_operands(kind, left, left_quantizer, right, right_quantizer)
-    return _multiply_native(a, b, bias, dtype, rows, columns, fast_accumulation).contiguous()
+    return _multiply_native(a, b, bias, dtype, rows, columns, fast_accumulation)
 
 
 def _gemm_fake(
@@ -311,24 +310,43 @@ def _multiply_native(
         return out if bias is None else out + bias.to(dtype)
     if a.scaling == "plain":
         return _multiply_plain(a.data, b.data.to(a.data.dtype), bias, dtype)
-    per_tensor = a.scaling == "tensor"
-    align = 16 if per_tensor else 128
-    left, right = _pad_to(a.data, 16, align), _pad_to(b.data, align, align)
-    # Only the per-tensor GEMM adds a bias, and not to fp32. Elsewhere the product is rounded before the sum: keeping it
-    # in fp32 for one rounding would take a 128-block GEMM 1.7 times as long.
-    fused = bias is not None and per_tensor and dtype != torch.float32
-    out = F.scaled_mm(
+    if a.scaling == "tensor":
+        fused = bias is not None and dtype != torch.float32  # the library adds no bias to fp32
+        product = _multiply_per_tensor(a, b, bias if fused else None, dtype, fast_accumulation)
+    else:
+        # Rounded before the bias: a product kept in fp32 for one rounding would take 1.7 times as long.
+        fused, product = False, _multiply_in_blocks(a, b, dtype)
+    out = product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
+    return out if bias is None or fused else out.add_(bias.to(dtype))
+
+
+def _multiply_per_tensor(
+    a: NativeOperand, b: NativeOperand, bias: Tensor | None, dtype: torch.dtype, fast_accumulation: bool
+) -> Tensor:
+    left, right = _pad_to(a.data, 16, 16), _pad_to(b.data, 16, 16)
+    # the older of the library's two entries: F.scaled_mm takes a third more of the host's time to reach the same GEMM
+    return torch._scaled_mm(
+        left,
+        right.t(),
+        a.scale,
+        b.scale,
+        bias=None if bias is None else _pad_bias(bias.to(dtype), right.shape[0]),
+        out_dtype=dtype,
+        use_fast_accum=fast_accumulation,
+    )
+
+
+def _multiply_in_blocks(a: NativeOperand, b: NativeOperand, dtype: torch.dtype) -> Tensor:
+    left, right = _pad_to(a.data, 16, 128), _pad_to(b.data, 128, 128)
+    return F.scaled_mm(
         left,
         right.t(),
         _pad_scale(a, left),
         _SCALING[a.scaling],
         _pad_scale(b, right),
         _SCALING[b.scaling],
-        bias=_pad_bias(bias.to(dtype), right.shape[0]) if bias is not None and fused else None,
         output_dtype=dtype,
-        use_fast_accum=fast_accumulation and per_tensor,
-    )[:rows, :columns]
-    return out if bias is None or fused else out.add_(bias.to(dtype))
+    )
 
 
 def _multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -358,15 +376,10 @@ def _pad_bias(bias: Tensor, columns: int) -> Tensor:
 
 
 def _pad_scale(operand: NativeOperand, padded: Tensor) -> Tensor:
-    """Scales of the padded operand; block scales keep the outer-dim-major layout the GEMM asks for."""
-    if operand.scaling == "tensor":
-        return operand.scale
-    stored = operand.scale.t()  # the buffer as the quantizer wrote it
-    if operand.scaling == "1x128":  # (K/128, rows), rows padded to a multiple of 4 already
-        missing = (0, padded.shape[0] - stored.shape[1])
-    else:  # (rows/128, K/128 padded to 4)
-        missing = (0, 0)
-    return F.pad(stored, missing, value=1.0).t() if any(missing) else operand.scale
+    """Block scales of the padded operand, in the outer-dim-major layout the GEMM asks for."""
+    # 1x128: (rows, K/128), rows padded to a multiple of 4 already; 128x128: padded as the GEMM wants it
+    missing = padded.shape[0] - operand.scale.shape[0] if operand.scaling == "1x128" else 0
+    return F.pad(operand.scale.t(), (0, missing), value=1.0).t() if missing else operand.scale
 
 
 def _no_native_gemm(left: QuantizerValue, right: QuantizerValue) -> str:

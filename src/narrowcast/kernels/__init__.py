@@ -29,6 +29,7 @@ MODULES = (
     "norm",
     "nvfp4",
     "reduction",
+    "scaled_activation",
     "sources",
     "swizzle",
 )

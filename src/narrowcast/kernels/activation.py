@@ -15,11 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
-from .codecs import reciprocal, round_to_dtype, to_float32
+from .codecs import magnitude, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
 
 BLOCK = 1024
 FLAT_BLOCK = 2048
+AMAX_SLOTS = 256  # so many programs raise the amax at once without waiting for each other
+_SLOTS = tl.constexpr(AMAX_SLOTS)
 _FLT_MAX = tl.constexpr(3.4028234663852886e38)
 _MAGIC = tl.constexpr(12583039.0)  # 1.5 * 2**23 + 127
 _GELU_LINEAR = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
@@ -79,6 +81,38 @@ def _relu(x):
 
 
 @triton.jit
+def _tanh(x, EMULATE: tl.constexpr):
+    """The hyperbolic tangent and its derivative, from the sigmoid, and near 0 from a polynomial."""
+    size = tl.abs(x)
+    s = sigmoid(-(size + size), EMULATE)
+    far = 1.0 - (s + s)
+    square = x * x
+    p = square * -0.006096714176237583 + 0.020997179672122
+    p = p * square + -0.05385090783238411
+    p = p * square + 0.1333276927471161
+    p = p * square + -0.333333283662796
+    near = x + x * (square * p)
+    value = tl.where(size < 0.625, near, tl.where(x < 0.0, -far, far))
+    return value, (s * (1.0 - s)) * 4.0
+
+
+@triton.jit
+def _bounded(x, beta, EMULATE: tl.constexpr):
+    """``beta * tanh(x / beta)`` and its derivative."""
+    inverse = reciprocal(tl.full(x.shape, beta, tl.float32), EMULATE)  # one for all of a thread's elements
+    value, slope = _tanh(x * inverse, EMULATE)
+    return value * beta, slope
+
+
+@triton.jit
+def _situ(a, beta, EMULATE: tl.constexpr):
+    """``beta * tanh(a / beta) * sigmoid(a)`` and its derivative."""
+    value, slope = _bounded(a, beta, EMULATE)
+    s = sigmoid(a, EMULATE)
+    return value * s, slope * s + value * (s * (1.0 - s))
+
+
+@triton.jit
 def activate(a, KIND: tl.constexpr, EMULATE: tl.constexpr):
     """The activation of ``a``; for a gated kind that of its gate."""
     if KIND == "gelu" or KIND == "geglu":
@@ -128,11 +162,15 @@ def _clamped(a, b, limit):
 
 
 @triton.jit
-def activate_gated(a, b, KIND: tl.constexpr, limit, alpha, offset, EMULATE: tl.constexpr):
-    """The activation of the gate ``a`` times ``b``; only "clamped_swiglu" reads the three numbers."""
+def activate_gated(a, b, KIND: tl.constexpr, P0, P1, P2, EMULATE: tl.constexpr):
+    """The activation of the gate ``a`` times ``b``; the three numbers are those of ``numbers``."""
     if KIND == "clamped_swiglu":
-        a, b = _clamped(a, b, limit)
-        return (a * sigmoid(a * alpha, EMULATE)) * (b + offset)
+        a, b = _clamped(a, b, P0)
+        return (a * sigmoid(a * P1, EMULATE)) * (b + P2)
+    elif KIND == "situ_glu":
+        value, _ = _situ(a, P0, EMULATE)
+        linear, _ = _bounded(b, P1, EMULATE)
+        return value * linear
     else:
         return activate(a, KIND, EMULATE) * b
 
@@ -145,29 +183,46 @@ def activate_backward(g, a, KIND: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def activate_gated_backward(g, a, b, KIND: tl.constexpr, limit, alpha, offset, EMULATE: tl.constexpr):
+def activate_gated_backward(g, a, b, KIND: tl.constexpr, P0, P1, P2, EMULATE: tl.constexpr):
     """Gradients with respect to the gate ``a`` and to ``b``; ``g`` is that of ``activate_gated``."""
     if KIND == "clamped_swiglu":
-        x, y = _clamped(a, b, limit)
-        s = sigmoid(x * alpha, EMULATE)
-        da = (g * (y + offset)) * (s + (x * (s * (1.0 - s))) * alpha)
-        return tl.where(a > limit, 0.0, da), tl.where(tl.abs(b) > limit, 0.0, g * (x * s))
+        x, y = _clamped(a, b, P0)
+        s = sigmoid(x * P1, EMULATE)
+        da = (g * (y + P2)) * (s + (x * (s * (1.0 - s))) * P1)
+        return tl.where(a > P0, 0.0, da), tl.where(tl.abs(b) > P0, 0.0, g * (x * s))
+    elif KIND == "situ_glu":
+        value, slope = _situ(a, P0, EMULATE)
+        linear, linear_slope = _bounded(b, P1, EMULATE)
+        return (g * linear) * slope, (g * value) * linear_slope
     else:
         value, slope = _with_slope(a, KIND, EMULATE)
         return (g * b) * slope, g * value
 
 
 @triton.jit
+def _raise_amax(amax_ptr, magnitudes, inside):
+    """Raise one of ``AMAX_SLOTS`` to the largest magnitude; NaN counts for nothing."""
+    slot = amax_ptr + tl.program_id(0) % _SLOTS
+    known = tl.load(slot)  # mostly larger already, and then there is nothing to wait for
+    largest = tl.maximum(tl.max(tl.where(inside, magnitudes, 0.0), axis=0), 0.0)
+    # non-negative floats order like their bits, and nothing is published by it
+    bits = largest.to(tl.int32, bitcast=True)
+    tl.atomic_max(slot.to(tl.pointer_type(tl.int32)), bits, mask=largest > known, sem="relaxed")
+
+
+@triton.jit
 def _forward_kernel(
     x_ptr,
     y_ptr,
+    amax_ptr,
     F,
     chunks,
-    limit,
-    alpha,
-    offset,
+    P0,
+    P1,
+    P2,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
+    AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
@@ -180,12 +235,15 @@ def _forward_kernel(
         gate = x_ptr + row.to(tl.int64) * F * 2 + start
         a = to_float32(tl.load(gate + index, mask=inside, other=0.0), EMULATE)
         b = to_float32(tl.load(gate + F + index, mask=inside, other=0.0), EMULATE)
-        y = activate_gated(a, b, KIND, limit, alpha, offset, EMULATE)
+        y = activate_gated(a, b, KIND, P0, P1, P2, EMULATE)
     else:
         y = activate(
             to_float32(tl.load(x_ptr + output + index, mask=inside, other=0.0), EMULATE), KIND, EMULATE
         )
-    tl.store(y_ptr + output + index, round_to_dtype(y, y_ptr.dtype.element_ty, EMULATE), mask=inside)
+    y = round_to_dtype(y, y_ptr.dtype.element_ty, EMULATE)
+    tl.store(y_ptr + output + index, y, mask=inside)
+    if AMAX:
+        _raise_amax(amax_ptr, magnitude(y, EMULATE), inside)
 
 
 @triton.jit
@@ -193,13 +251,15 @@ def _backward_kernel(
     x_ptr,
     grad_ptr,
     dx_ptr,
+    amax_ptr,
     F,
     chunks,
-    limit,
-    alpha,
-    offset,
+    P0,
+    P1,
+    P2,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
+    AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
@@ -214,13 +274,19 @@ def _backward_kernel(
         gate = row.to(tl.int64) * F * 2 + start
         a = to_float32(tl.load(x_ptr + gate + index, mask=inside, other=0.0), EMULATE)
         b = to_float32(tl.load(x_ptr + gate + F + index, mask=inside, other=0.0), EMULATE)
-        da, db = activate_gated_backward(g, a, b, KIND, limit, alpha, offset, EMULATE)
-        tl.store(dx_ptr + gate + index, round_to_dtype(da, DTYPE, EMULATE), mask=inside)
-        tl.store(dx_ptr + gate + F + index, round_to_dtype(db, DTYPE, EMULATE), mask=inside)
+        da, db = activate_gated_backward(g, a, b, KIND, P0, P1, P2, EMULATE)
+        da, db = round_to_dtype(da, DTYPE, EMULATE), round_to_dtype(db, DTYPE, EMULATE)
+        tl.store(dx_ptr + gate + index, da, mask=inside)
+        tl.store(dx_ptr + gate + F + index, db, mask=inside)
+        if AMAX:
+            larger = tl.maximum(magnitude(da, EMULATE), magnitude(db, EMULATE))
+            _raise_amax(amax_ptr, larger, inside)
     else:
         a = to_float32(tl.load(x_ptr + output + index, mask=inside, other=0.0), EMULATE)
-        da = activate_backward(g, a, KIND, EMULATE)
-        tl.store(dx_ptr + output + index, round_to_dtype(da, DTYPE, EMULATE), mask=inside)
+        da = round_to_dtype(activate_backward(g, a, KIND, EMULATE), DTYPE, EMULATE)
+        tl.store(dx_ptr + output + index, da, mask=inside)
+        if AMAX:
+            _raise_amax(amax_ptr, magnitude(da, EMULATE), inside)
 
 
 _forward = Launcher(_forward_kernel, num_warps=4)
@@ -239,6 +305,7 @@ KINDS: dict[str, Kind] = {
     **{name: Kind(False, {}) for name in ("gelu", "qgelu", "relu", "srelu", "silu")},
     **{name: Kind(True, {}) for name in ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu")},
     "clamped_swiglu": Kind(True, {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}),
+    "situ_glu": Kind(True, {"beta1": 4.0, "beta2": 25.0}),
 }
 
 
@@ -272,14 +339,32 @@ def _check_readable(x: Tensor, what: str) -> None:
         )
 
 
+def check_gradient(grad: Tensor, x: Tensor, activation: str) -> None:
+    """Check the gradient of an activation of ``x``, which ``checked`` let pass.
+
+    Raises:
+        ValueError: another shape than that of the result, or a gradient the kernels cannot read.
+    """
+    _check_readable(grad, f"the gradient of {activation}")
+    expected = (*x.shape[:-1], x.shape[-1] // 2) if KINDS[activation].gated else tuple(x.shape)
+    if tuple(grad.shape) != expected:
+        raise ValueError(f"the gradient of {activation} has shape {tuple(grad.shape)}, expected {expected}")
+
+
 def numbers(activation: str, params: Mapping[str, float]) -> tuple[float, float, float]:
-    """``limit``, ``alpha`` and ``glu_linear_offset`` as the kernels take them: given, the default, or unused zeros."""
-    merged = {"limit": 0.0, "alpha": 0.0, "glu_linear_offset": 0.0, **KINDS[activation].numbers, **params}
-    return float(merged["limit"]), float(merged["alpha"]), float(merged["glu_linear_offset"])
+    """The numbers of an activation as the kernels take them: in their order, given or default, then unused zeros."""
+    merged = {**KINDS[activation].numbers, **params}
+    first, second, third, *_ = (*(float(merged[name]) for name in KINDS[activation].numbers), 0.0, 0.0, 0.0)
+    return first, second, third
 
 
 def _launch(
-    launcher: Launcher, tensors: tuple[Tensor, ...], activation: str, gated: bool, given: tuple
+    launcher: Launcher,
+    tensors: tuple[Tensor, ...],
+    amax: Tensor | None,
+    activation: str,
+    gated: bool,
+    given: tuple,
 ) -> None:
     x = tensors[0]
     if x.numel() == 0:
@@ -291,19 +376,26 @@ def _launch(
     chunks = cdiv(F, block)
     launcher(
         (rows * chunks, 1, 1),
-        (*tensors, F, chunks, *given),
-        (activation, gated, block, INTERPRETING),
+        (*tensors, x if amax is None else amax, F, chunks, *given),
+        (activation, gated, amax is not None, block, INTERPRETING),
         (*((t.dtype, is_aligned(t)) for t in tensors), dim_class(F), dim_class(chunks)),
     )
 
 
-def forward(x: Tensor, activation: str, **params: float) -> Tensor:
+def amax_slots(x: Tensor) -> Tensor:
+    """Where ``forward`` and ``backward`` collect maxima, fp32: zeros on the device of ``x``."""
+    return torch.zeros(AMAX_SLOTS, dtype=torch.float32, device=x.device)
+
+
+def forward(x: Tensor, activation: str, amax: Tensor | None = None, **params: float) -> Tensor:
     """Apply an activation.
 
     Args:
         x: (*lead, F), or (*lead, 2F) for a gated one whose gate is the first half; bf16, fp16 or fp32, any strides.
         activation: a name of ``KINDS``.
-        params: ``limit``, ``alpha`` and ``glu_linear_offset`` of "clamped_swiglu".
+        amax: from ``amax_slots``; the largest of them is raised to the largest magnitude of the result.
+        params: ``limit``, ``alpha`` and ``glu_linear_offset`` of "clamped_swiglu"; ``beta1`` and ``beta2`` of
+            "situ_glu", positive.
 
     Returns:
         (*lead, F) in the dtype of ``x``.
@@ -318,16 +410,17 @@ def forward(x: Tensor, activation: str, **params: float) -> Tensor:
     x = x.contiguous()
     width = x.shape[-1] // 2 if kind.gated else x.shape[-1]
     y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
-    _launch(_forward, (x, y), activation, kind.gated, numbers(activation, params))
+    _launch(_forward, (x, y), amax, activation, kind.gated, numbers(activation, params))
     return y
 
 
-def backward(grad: Tensor, x: Tensor, activation: str, **params: float) -> Tensor:
+def backward(grad: Tensor, x: Tensor, activation: str, amax: Tensor | None = None, **params: float) -> Tensor:
     """Gradient of ``forward`` with respect to ``x``.
 
     Args:
         grad: gradient of the result, of its shape; bf16, fp16 or fp32, any strides.
         x, activation, params: as given to ``forward``.
+        amax: as ``forward`` takes it.
 
     Returns:
         Shape and dtype of ``x``; a gated activation has the gate's gradient in the first half.
@@ -339,11 +432,8 @@ def backward(grad: Tensor, x: Tensor, activation: str, **params: float) -> Tenso
         Equal to ``reference.activation.backward``.
     """
     kind = checked(x, activation, params)
-    _check_readable(grad, f"the gradient of {activation}")
-    expected = (*x.shape[:-1], x.shape[-1] // 2) if kind.gated else tuple(x.shape)
-    if tuple(grad.shape) != expected:
-        raise ValueError(f"the gradient of {activation} has shape {tuple(grad.shape)}, expected {expected}")
+    check_gradient(grad, x, activation)
     x, grad = x.contiguous(), grad.contiguous()
     dx = torch.empty_like(x)
-    _launch(_backward, (x, grad, dx), activation, kind.gated, numbers(activation, params))
+    _launch(_backward, (x, grad, dx), amax, activation, kind.gated, numbers(activation, params))
     return dx

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -9,9 +14,9 @@ from torch import Tensor
 
 from ..formats import FLT_MAX, ElementFormat, cdiv
 from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, to_float32
-from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .launch import INTERPRETING, PLANS_KEPT, Allocation, Launcher, check_device, dim_class, is_aligned
 from .scaling import scale_from_amax
-from .sources import Source, load_four_rows, source_of, store_column_sums
+from .sources import Source, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .tiles import (
     is_wide,
     load_row,
@@ -307,6 +312,70 @@ def _sizes(x: Tensor) -> tuple[int, int]:
     return (x.numel() // columns if columns else 0), columns
 
 
+class _Cast(NamedTuple):
+    """A cast with everything decided but the tensors. ``flat``: over the elements, not over tiles."""
+
+    launch: Callable[[tuple[Any, ...]], None]
+    data: Allocation | None
+    transpose: Allocation | None
+    flat: bool
+    sizes: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=PLANS_KEPT)
+def _plan_cast(
+    device: int,
+    key: tuple[object, ...],
+    shape: tuple[int, ...],
+    constants: tuple[Any, ...],
+    sums: bool,
+    e5m2: bool,
+    fp8_max: float,
+    rowwise: bool,
+    columnwise: bool,
+    with_amax: bool,
+    partials: int,
+    power_2: bool,
+) -> _Cast:
+    M, K = math.prod(shape[:-1]), shape[-1]
+    current = partials >= 0
+    rule = (
+        current,
+        fp8_max,
+        FLT_MAX,
+        power_2 and current,
+        1 << (partials - 1).bit_length() if partials > 0 else 1,
+    )
+    data = Allocation.of(shape, torch.uint8) if rowwise else None
+    transpose = Allocation.of((K, *shape[:-1]), torch.uint8) if columnwise else None
+    n = M * K
+    if n == 0 or (constants[0] == "tensor" and not sums and (transpose is None or M <= 1 or K <= 1)):
+        launch = _cast.bind(
+            device,
+            (max(cdiv(n, FLAT_BLOCK), 1), 1, 1),
+            (e5m2, rowwise, columnwise, with_amax, *rule, FLAT_BLOCK, INTERPRETING),
+            (key, dim_class(n)),
+        )
+        return _Cast(launch, data, transpose, True, (n,))
+    paired = pairs_tiles(constants, K, PAIRED_COLUMNS)
+    width, columns = (K // 2, PAIRED_COLUMNS) if paired else (K, TILE_COLUMNS)
+    grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(width, columns))
+    even = M % TILE_ROWS == 0 and width % columns == 0
+    launch = _cast_tile.bind(
+        device,
+        grid,
+        (
+            e5m2, rowwise, columnwise, with_amax, sums, *rule, *constants, paired, TILE_ROWS, columns, even,
+            M % 4 == 0, is_wide(M, K), INTERPRETING,
+        ),
+        (key, dim_class(M), dim_class(K)),
+    )  # fmt: skip
+    return _Cast(launch, data, transpose, False, (M, K, band_bits))
+
+
+_SCALAR = Allocation.of((1,), torch.float32)
+
+
 def _run_cast(
     source: Source,
     scale: Tensor,
@@ -318,50 +387,29 @@ def _run_cast(
     power_2: bool,
     epsilon: float,
 ) -> list[Tensor]:
-    M, K = source.matrix
-    data = source.empty(source.shape, torch.uint8) if rowwise else None
-    transpose = source.empty((K, *source.shape[:-1]), torch.uint8) if columnwise else None
-    scale_inv = source.empty((1,), torch.float32)
-    current = partials >= 0
-    # An absent buffer passes any pointer: the constants keep the kernel from touching them.
-    absent = source.operands[0]
+    absent = source.operands[
+        0
+    ]  # its pointer is passed for what is absent: the constants keep the kernel off it
+    plan = _plan_cast(
+        absent.get_device(), source.key, source.shape, source.constants, source.column_sums is not None,
+        fmt.name == "e5m2", fmt.max, rowwise, columnwise, amax is not None, partials, power_2,
+    )  # fmt: skip
+    data = None if plan.data is None else plan.data.make(absent)
+    transpose = None if plan.transpose is None else plan.transpose.make(absent)
+    scale_inv = _SCALAR.make(absent)
     pointers = (
         scale,
-        data if rowwise else absent,
-        transpose if columnwise else absent,
+        absent if data is None else data,
+        absent if transpose is None else transpose,
         scale_inv,
         scale if amax is None else amax,
     )
-    rule = (
-        current,
-        fmt.max,
-        FLT_MAX,
-        power_2 and current,
-        1 << (partials - 1).bit_length() if partials > 0 else 1,
-    )
-    n = M * K
-    if n == 0 or (source.is_plain and (transpose is None or M <= 1 or K <= 1)):
-        _cast(
-            (max(cdiv(n, FLAT_BLOCK), 1), 1, 1),
-            (source.operands[0], *pointers, n, partials, float(epsilon)),
-            (fmt.name == "e5m2", rowwise, columnwise, amax is not None, *rule, FLAT_BLOCK, INTERPRETING),
-            (source.key, dim_class(n)),
-        )
+    if plan.flat:
+        plan.launch((absent, *pointers, *plan.sizes, partials, epsilon))
     else:
-        paired = source.paired_tiles(PAIRED_COLUMNS)
-        width, columns = (K // 2, PAIRED_COLUMNS) if paired else (K, TILE_COLUMNS)
-        grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(width, columns))
-        even = M % TILE_ROWS == 0 and width % columns == 0
         sums = source.partial_sums()
-        _cast_tile(
-            grid,
-            (source.operands, *pointers, absent if sums is None else sums, M, K, band_bits, partials, float(epsilon)),
-            (
-                fmt.name == "e5m2", rowwise, columnwise, amax is not None, sums is not None, *rule,
-                *source.constants, paired, TILE_ROWS, columns, even, M % 4 == 0, is_wide(M, K), INTERPRETING,
-            ),
-            (source.key, dim_class(M), dim_class(K)),
-        )  # fmt: skip
+        pointers = (*pointers, absent if sums is None else sums)
+        plan.launch((source.operands, *pointers, *plan.sizes, partials, epsilon))
     return [buffer for buffer in (data, transpose, scale_inv) if buffer is not None]
 
 
@@ -425,27 +473,39 @@ def quantize_current(
         ``scale = scale_from_amax(max|x|)``; equal to ``reference.float8.quantize_current``.
     """
     source = source_of(x, 1)
+    # All of the matrix must be seen before any of it can be encoded: computing it once and reading it back moves less
+    # than computing it twice.
+    if source.is_activation:
+        source = source.materialized_with_amax()
     partial = source.amax_partials
     if partial is None:
-        # All of the matrix must be seen before any of it can be encoded: computing it once and reading it twice moves
-        # less than computing it twice.
         source = source.materialized()
         partial = _amax_partials(source.operands[0])
-    return _run_cast(source, partial, fmt, rowwise, columnwise, None, partial.numel(), power_2, epsilon)
+    return _run_cast(
+        source, partial, fmt, rowwise, columnwise, None, partial.numel(), power_2, float(epsilon)
+    )
+
+
+class _AmaxPass(NamedTuple):
+    launch: Callable[[tuple[Any, ...]], None]
+    partials: Allocation
+
+
+@functools.lru_cache(maxsize=PLANS_KEPT)
+def _plan_amax(device: int, dtype: torch.dtype, aligned: bool, n: int) -> _AmaxPass:
+    programs = min(cdiv(n, AMAX_BLOCK), AMAX_PROGRAMS)
+    key = (dtype, aligned, dim_class(n))
+    launch = _amax.bind(device, (programs, 1, 1), (AMAX_BLOCK, INTERPRETING), key)
+    return _AmaxPass(launch, Allocation.of((programs,), torch.float32))
 
 
 def _amax_partials(x: Tensor) -> Tensor:
     """Maxima of parts of a contiguous tensor; none for an empty one."""
     n = x.numel()
-    programs = min(cdiv(n, AMAX_BLOCK), AMAX_PROGRAMS)
-    partials = torch.empty(programs, dtype=torch.float32, device=x.device)
-    if programs:
-        _amax(
-            (programs, 1, 1),
-            (x, partials, n),
-            (AMAX_BLOCK, INTERPRETING),
-            (x.dtype, is_aligned(x), dim_class(n)),
-        )
+    plan = _plan_amax(x.get_device(), x.dtype, is_aligned(x), n)
+    partials = plan.partials.make(x)
+    if n:
+        plan.launch((x, partials, n))
     return partials
 
 

@@ -21,6 +21,8 @@ from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
 
 TILE_M = 128
 TILE_N = 128
+# With scales per row on both sides: in this shape a thread need not load each of its own.
+VECTORS_TILE = (64, 256)
 FAST_TILE_N = 256  # without a second accumulator for the promotion there are registers for twice the columns
 TILE_K = 128
 BAND = 8
@@ -67,6 +69,7 @@ def _product(
     left_scale_step,
     right_scale_step,
     BLOCK_SCALED: tl.constexpr,
+    ONE_RIGHT_SCALE: tl.constexpr,
     EVEN: tl.constexpr,
     PROMOTION: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -75,20 +78,34 @@ def _product(
 ):
     """fp32 tile of ``left @ right.T`` over ``length`` of the contraction, from pointers to the first step."""
     total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for step in tl.range(0, tl.cdiv(length, TILE_K)):
-        a = _load_codes(left, length - step * TILE_K, EVEN, TILE_K)
-        b = _load_codes(right, length - step * TILE_K, EVEN, TILE_K)
-        if BLOCK_SCALED:
-            scale_a = tl.load(left_scale)
-            scale_b = tl.load(right_scale)
-            partial = tl.dot(a, tl.trans(b))
-            total = tl.fma(partial * scale_a[:, None], scale_b[None, :], total)
+    steps = tl.cdiv(length, TILE_K)
+    if BLOCK_SCALED:
+        # Scales arrive a step ahead: the compiler fetches only the codes early, and would wait for each of these.
+        scale_a = tl.load(left_scale, mask=steps > 0, other=0.0)
+        scale_b = tl.load(right_scale, mask=steps > 0, other=0.0)
+        for step in tl.range(0, steps):
+            a = _load_codes(left, length - step * TILE_K, EVEN, TILE_K)
+            b = _load_codes(right, length - step * TILE_K, EVEN, TILE_K)
             left_scale += left_scale_step
             right_scale += right_scale_step
-        else:
+            next_a = tl.load(left_scale, mask=step + 1 < steps, other=0.0)
+            next_b = tl.load(right_scale, mask=step + 1 < steps, other=0.0)
+            partial = tl.dot(a, tl.trans(b))
+            if ONE_RIGHT_SCALE:
+                total = tl.fma(partial, (scale_a * scale_b)[:, None], total)
+            else:
+                total = tl.fma(partial * scale_a[:, None], scale_b[None, :], total)
+            scale_a = next_a
+            scale_b = next_b
+            left += TILE_K
+            right += TILE_K
+    else:
+        for step in tl.range(0, steps):
+            a = _load_codes(left, length - step * TILE_K, EVEN, TILE_K)
+            b = _load_codes(right, length - step * TILE_K, EVEN, TILE_K)
             total = tl.dot(a, tl.trans(b), total, max_num_imprecise_acc=PROMOTION)
-        left += TILE_K
-        right += TILE_K
+            left += TILE_K
+            right += TILE_K
     return total
 
 
@@ -159,12 +176,14 @@ def _rows_kernel(
         left = left_ptr + left_row[:, None] * K + step
         right = right_ptr + member * right_group + right_row_index[:, None] * right_row + step
         left_scale = left_scale_ptr + (left_row // LEFT_BLOCK) * left_scale_row
-        right_scale = (
-            right_scale_ptr + member * right_scale_group + (right_row_index // RIGHT_BLOCK) * right_scale_row
-        )
+        right_scale = right_scale_ptr + member * right_scale_group
+        if RIGHT_BLOCK % TILE_N == 0:  # one scale for all columns of the tile
+            right_scale += (n0 // RIGHT_BLOCK).to(tl.int64) * right_scale_row
+        else:
+            right_scale += (right_row_index // RIGHT_BLOCK) * right_scale_row
         total = _product(
             left, right, left_scale, right_scale, tl.where(group < groups, K, 0), left_scale_step, right_scale_step,
-            BLOCK_SCALED, EVEN, PROMOTION, TILE_M, TILE_N, TILE_K,
+            BLOCK_SCALED, RIGHT_BLOCK % TILE_N == 0, EVEN, PROMOTION, TILE_M, TILE_N, TILE_K,
         )  # fmt: skip
         if not BLOCK_SCALED:
             total *= tl.load(left_scale_ptr + member) * tl.load(right_scale_ptr + member)
@@ -233,8 +252,8 @@ def _contraction_kernel(
             right_ptr + right_row[:, None] * P + step,
             left_scale_ptr + (left_row // LEFT_BLOCK) * left_scale_row + block * left_scale_step,
             right_scale_ptr + (right_row // RIGHT_BLOCK) * right_scale_row + block * right_scale_step,
-            length, left_scale_step, right_scale_step, BLOCK_SCALED, ALIGNMENT % TILE_K == 0, PROMOTION, TILE_M, TILE_N,
-            TILE_K,
+            length, left_scale_step, right_scale_step, BLOCK_SCALED, False, ALIGNMENT % TILE_K == 0, PROMOTION, TILE_M,
+            TILE_N, TILE_K,
         )  # fmt: skip
         if not BLOCK_SCALED:
             total *= tl.load(left_scale_ptr + group) * tl.load(right_scale_ptr + group)
@@ -420,13 +439,13 @@ def contraction(
     if out.numel() == 0:
         return out
     strides = (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0)
-    tile_n = FAST_TILE_N if fast_accumulation and not block_scaled else TILE_N
+    tile_m, tile_n = VECTORS_TILE if block_scaled else (TILE_M, FAST_TILE_N if fast_accumulation else TILE_N)
     _contraction(
-        (min(groups * cdiv(M, TILE_M) * cdiv(N, tile_n), _programs(left.device)), 1, 1),
+        (min(groups * cdiv(M, tile_m) * cdiv(N, tile_n), _programs(left.device)), 1, 1),
         (out, left, left_scale, right, right_scale, splits, M, N, P, groups, *strides),
         (
             block_scaled, left_block, right_block, alignment, None if fast_accumulation else PROMOTION,
-            triton.next_power_of_2(max(groups, 1)), TILE_M, tile_n, TILE_K, BAND, INTERPRETING,
+            triton.next_power_of_2(max(groups, 1)), tile_m, tile_n, TILE_K, BAND, INTERPRETING,
         ),
         (*_key(out, left, right), splits.dtype, *map(dim_class, (M, N, P, *strides))),
     )  # fmt: skip

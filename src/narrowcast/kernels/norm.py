@@ -16,11 +16,12 @@ from torch import Tensor
 from ..formats import cdiv
 from .codecs import magnitude, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
-from .reduction import PARTIAL_ROWS, fold_lanes, fold_partials, fold_rows
+from .reduction import fold_lanes, fold_partials, fold_rows
 
 LANES = 256
 ROWS = 4
 TILE_ROWS = 8
+GRADIENT_ROWS = 8  # of a warp that sums the gradient of gamma
 UNROLL = 4  # chunks of a row that are requested at once
 PROGRAMS = 1024  # at most; a cast program reads the amax partials of all at once
 REREAD_BYTES = 32 * 2**20  # rows in work that are read again should still be in L2
@@ -310,72 +311,37 @@ def _gradient_statistics_kernel(
     LANES: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = ROWS // 4
     tile = tl.program_id(0).to(tl.int64)
-    # Tensor j holds rows 4 * i + j, so a thread has four adjacent rows of a column and adds them in registers.
-    row = tile * ROWS + tl.arange(0, GROUPS) * 4
+    row = tile * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
-    tile_lane = tl.broadcast_to(lane[None, :], [GROUPS, LANES])
-    m0, r0 = _load_statistics(mean_ptr, rstd_ptr, row, M, LAYER_NORM)
-    m1, r1 = _load_statistics(mean_ptr, rstd_ptr, row + 1, M, LAYER_NORM)
-    m2, r2 = _load_statistics(mean_ptr, rstd_ptr, row + 2, M, LAYER_NORM)
-    m3, r3 = _load_statistics(mean_ptr, rstd_ptr, row + 3, M, LAYER_NORM)
-    a0 = tl.zeros([GROUPS, LANES], tl.float32)
-    a1 = a0
-    a2 = a0
-    a3 = a0
-    b0 = a0
-    b1 = a0
-    b2 = a0
-    b3 = a0
+    mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, M, LAYER_NORM)
+    c1 = tl.zeros([ROWS, LANES], tl.float32)
+    c2 = c1
     k = 0
     while k < K:
         column = k + lane
         offsets = row[:, None] * K + column[None, :]
-        i0 = (row < M)[:, None] & (column < K)[None, :]
-        i1 = (row + 1 < M)[:, None] & (column < K)[None, :]
-        i2 = (row + 2 < M)[:, None] & (column < K)[None, :]
-        i3 = (row + 3 < M)[:, None] & (column < K)[None, :]
-        x0 = tl.load(x_ptr + offsets, mask=i0, other=0.0)
-        x1 = tl.load(x_ptr + K + offsets, mask=i1, other=0.0)
-        x2 = tl.load(x_ptr + 2 * K + offsets, mask=i2, other=0.0)
-        x3 = tl.load(x_ptr + 3 * K + offsets, mask=i3, other=0.0)
-        g0 = tl.load(grad_ptr + offsets, mask=i0, other=0.0)
-        g1 = tl.load(grad_ptr + K + offsets, mask=i1, other=0.0)
-        g2 = tl.load(grad_ptr + 2 * K + offsets, mask=i2, other=0.0)
-        g3 = tl.load(grad_ptr + 3 * K + offsets, mask=i3, other=0.0)
-        gamma = _load_gamma(weight_ptr, k + tile_lane, K, ZERO_CENTERED, EMULATE)
-        f0, w0, p0, q0 = _gradient_terms(x0, g0, m0, r0, gamma, i0, LAYER_NORM, EMULATE)
-        f1, w1, p1, q1 = _gradient_terms(x1, g1, m1, r1, gamma, i1, LAYER_NORM, EMULATE)
-        f2, w2, p2, q2 = _gradient_terms(x2, g2, m2, r2, gamma, i2, LAYER_NORM, EMULATE)
-        f3, w3, p3, q3 = _gradient_terms(x3, g3, m3, r3, gamma, i3, LAYER_NORM, EMULATE)
-        a0 += p0
-        a1 += p1
-        a2 += p2
-        a3 += p3
-        tl.store(dweight_ptr + tile * K + column, fold_rows((w0 + w1) + (w2 + w3)), mask=column < K)
+        inside = (row < M)[:, None] & (column < K)[None, :]
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+        g = tl.load(grad_ptr + offsets, mask=inside, other=0.0)
+        gamma = _load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)[None, :]
+        g, weighted, projected, wdy = _gradient_terms(x, g, mean, rstd, gamma, inside, LAYER_NORM, EMULATE)
+        c1 += projected
+        # a thread has all rows of its columns: these sums stay in registers
+        tl.store(dweight_ptr + tile * K + column, fold_rows(weighted), mask=column < K)
         if LAYER_NORM:
-            b0 += q0
-            b1 += q1
-            b2 += q2
-            b3 += q3
-            tl.store(dbias_ptr + tile * K + column, fold_rows((f0 + f1) + (f2 + f3)), mask=column < K)
+            c2 += wdy
+            tl.store(dbias_ptr + tile * K + column, fold_rows(g), mask=column < K)
         k += LANES
-    _store_row_mean(c1_ptr, a0, row, M, K, EMULATE)
-    _store_row_mean(c1_ptr, a1, row + 1, M, K, EMULATE)
-    _store_row_mean(c1_ptr, a2, row + 2, M, K, EMULATE)
-    _store_row_mean(c1_ptr, a3, row + 3, M, K, EMULATE)
+    _store_row_mean(c1_ptr, c1, row, M, K, EMULATE)
     if LAYER_NORM:
-        _store_row_mean(c2_ptr, b0, row, M, K, EMULATE)
-        _store_row_mean(c2_ptr, b1, row + 1, M, K, EMULATE)
-        _store_row_mean(c2_ptr, b2, row + 2, M, K, EMULATE)
-        _store_row_mean(c2_ptr, b3, row + 3, M, K, EMULATE)
+        _store_row_mean(c2_ptr, c2, row, M, K, EMULATE)
 
 
 _statistics = Launcher(_statistics_kernel, num_warps=4)
 _forward = Launcher(_forward_kernel, num_warps=4)
 _backward = Launcher(_backward_kernel, num_warps=4)
-_gradient_statistics = Launcher(_gradient_statistics_kernel, num_warps=4)
+_gradient_statistics = Launcher(_gradient_statistics_kernel, num_warps=1)
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
@@ -565,7 +531,7 @@ def gradient_statistics(
     _check((K,), weight=weight)
     _check((M,), dtypes=(torch.float32,), mean=mean, rstd=rstd)
     x, grad, weight = x.contiguous(), grad.contiguous(), weight.contiguous()
-    tiles = cdiv(M, PARTIAL_ROWS)
+    tiles = cdiv(M, GRADIENT_ROWS)
     layer_norm = mean is not None
 
     def empty(*shape: int) -> Tensor:
@@ -580,7 +546,7 @@ def gradient_statistics(
         _gradient_statistics(
             (tiles, 1, 1),
             (x, grad, weight, *rows, dweight, dweight if dbias is None else dbias, M, K),
-            (layer_norm, zero_centered_gamma, PARTIAL_ROWS, LANES, INTERPRETING),
+            (layer_norm, zero_centered_gamma, GRADIENT_ROWS, LANES, INTERPRETING),
             (*_key(x, grad, weight), dim_class(M), dim_class(K)),
         )
     return (

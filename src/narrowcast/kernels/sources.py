@@ -28,21 +28,22 @@ from .norm import norm_gradient, normalize
 from .reduction import fold_pairs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would take longer than all else that a launch does here
 class Source:
     """A matrix to quantize that need not exist in memory.
 
     ``shape``, ``dtype``: of the matrix. ``operands``: contiguous tensors the device code reads, in its order.
     ``constants``: kind, function and three numbers that the kernel is compiled for. ``compute``: writes the matrix, for
-    kernels that must see all of it before they can encode. ``amax_partials``: maxima of parts of it, where an earlier
-    pass over the operands took them already.
+    kernels that must see all of it before they can encode; it raises slots of ``activation.amax_slots`` to maxima of
+    the matrix on the way, if given some. ``amax_partials``: maxima of parts of it, where an earlier pass over the
+    operands took them already.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     operands: tuple[Tensor, ...]
     constants: tuple[str, str, float, float, float]
-    compute: Callable[[], Tensor]
+    compute: Callable[[Tensor | None], Tensor]
     amax_partials: Tensor | None = None
     column_sums: ColumnSums | None = None
 
@@ -67,22 +68,13 @@ class Source:
         return self.constants[0] in ("activation", "activation_backward", "gated", "gated_backward")
 
     @property
-    def is_plain(self) -> bool:
-        """Whether nothing is to be computed on the way in."""
-        return self.is_tensor and self.column_sums is None
-
-    @property
     def key(self) -> tuple[object, ...]:
         """What Triton specializes on: dtypes and alignments of the operands."""
-        return tuple((operand.dtype, is_aligned(operand)) for operand in self.operands)
+        return tuple([(operand.dtype, is_aligned(operand)) for operand in self.operands])
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An output beside the operands."""
         return torch.empty(shape, dtype=dtype, device=self.operands[0].device)
-
-    def paired_tiles(self, tile_columns: int) -> bool:
-        """Whether tiles can take both halves of a gated activation's gradient from one read of its operands."""
-        return self.constants[0] == "gated_backward" and self.shape[-1] // 2 % tile_columns == 0
 
     def partial_sums(self) -> Tensor | None:
         """Where a kernel leaves the sums of 16 rows each, fp32; None if nobody asks."""
@@ -101,7 +93,25 @@ class Source:
 
     def materialized(self) -> Source:
         """The source of the matrix written to memory."""
-        return self if self.is_tensor else replace(tensor(self.compute()), column_sums=self.column_sums)
+        return self if self.is_tensor else replace(tensor(self.compute(None)), column_sums=self.column_sums)
+
+    def materialized_with_amax(self) -> Source:
+        """The source of the matrix written to memory, with ``amax_partials`` from the same pass.
+
+        Only for activations and their gradients.
+        """
+        partials = activations.amax_slots(self.operands[0])
+        written = tensor(self.compute(partials))
+        return replace(written, column_sums=self.column_sums, amax_partials=partials)
+
+
+def pairs_tiles(constants: tuple[str, str, float, float, float], columns: int, tile_columns: int) -> bool:
+    """Whether tiles of a source can take both halves of a gated activation's gradient from one read.
+
+    Args:
+        constants: of the source. columns: of its matrix.
+    """
+    return constants[0] == "gated_backward" and columns // 2 % tile_columns == 0
 
 
 class ColumnSums:
@@ -123,7 +133,7 @@ def tensor(x: Tensor, *, column_sums: bool = False) -> Source:
     check_input(x, 1)
     x = x.contiguous()
     sums = ColumnSums() if column_sums else None
-    return Source(tuple(x.shape), x.dtype, (x,), _TENSOR, lambda: x, column_sums=sums)
+    return Source(tuple(x.shape), x.dtype, (x,), _TENSOR, lambda _: x, column_sums=sums)
 
 
 def activation(x: Tensor, name: str, **parameters: float) -> Source:
@@ -140,7 +150,7 @@ def activation(x: Tensor, name: str, **parameters: float) -> Source:
         x.dtype,
         (x,),
         ("gated" if record.gated else "activation", name, *numbers),
-        lambda: activations.forward(x, name, **parameters),
+        lambda amax: activations.forward(x, name, amax, **parameters),
     )
 
 
@@ -160,7 +170,7 @@ def activation_backward(
         x.dtype,
         (x, grad),
         ("gated_backward" if record.gated else "activation_backward", name, *numbers),
-        lambda: activations.backward(grad, x, name, **parameters),
+        lambda amax: activations.backward(grad, x, name, amax, **parameters),
         column_sums=ColumnSums() if column_sums else None,
     )
 
@@ -199,7 +209,7 @@ def normalized(
         # An absent vector passes another one: the constants keep the kernel from reading it.
         (inner, weight, rstd, rstd if mean is None else mean, weight if bias is None else bias.contiguous()),
         ("norm", normalization, zero_centered_gamma, bias is not None, 0.0),
-        lambda: norms.forward(inner, weight, bias, mean, rstd, zero_centered_gamma=zero_centered_gamma),
+        lambda _: norms.forward(inner, weight, bias, mean, rstd, zero_centered_gamma=zero_centered_gamma),
         *amax_partials,
     )
     return source, mean, rstd, summed
@@ -231,7 +241,7 @@ def norm_backward(
             residual_grad is not None,
             0.0,
         ),
-        lambda: norms.backward(
+        lambda _: norms.backward(
             grad, x, weight, mean, rstd, c1, c2,
             zero_centered_gamma=zero_centered_gamma, residual_grad=residual_grad,
         ),
@@ -240,7 +250,7 @@ def norm_backward(
 
 def materialize(source: Source) -> Tensor:
     """The matrix as a tensor."""
-    return source.compute()
+    return source.compute(None)
 
 
 def column_sum(source: Tensor | Source) -> Tensor:
@@ -251,7 +261,7 @@ def column_sum(source: Tensor | Source) -> Tensor:
         and source.column_sums.partials is not None
     ):
         return reduction.fold_partials(source.column_sums.partials)
-    x = source.compute() if isinstance(source, Source) else source
+    x = source.compute(None) if isinstance(source, Source) else source
     return reduction.column_sum(x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((0, x.shape[-1])))
 
 
@@ -264,7 +274,7 @@ def source_of(x: Tensor | Source, min_rank: int) -> Source:
     if isinstance(x, Source):
         check_rank(len(x.shape), min_rank)
         return x
-    check_input(x, min_rank)
+    check_rank(x.dim(), min_rank)
     return tensor(x)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +79,6 @@ class Linear(LinearModule):
         self.in_features, self.out_features = in_features, out_features
         self.return_bias = return_bias
         self.save_original_input = save_original_input
-        self._warned_of_delayed_input = False
         self._stage = Stage(self.name, "weight", "bias", init_method)
         self._add_linear(self._stage, rows, in_features, bias, dtype, place)
         if place.type != "meta":
@@ -160,25 +158,3 @@ class Linear(LinearModule):
         if fp8_output:
             return quantize_output(out, recipe.boundary_handles(self.name).output, args.delayed)
         return out
-
-    def _can_save_original(self, recipe: Recipe) -> bool:
-        """Whether quantizing the input again in the backward gives what the forward saw.
-
-        Raises:
-            ValueError: under delayed scaling, whose scale may have moved since.
-        """
-        if not recipe.linear_handles(self.name).input.both.delayed:
-            return True
-        if recipe.delayed():
-            raise ValueError(
-                "save_original_input=True does not work with DelayedScaling, whose scale moves between forward and "
-                "backward; use another recipe or save_original_input=False"
-            )
-        if not self._warned_of_delayed_input and not torch.compiler.is_compiling():
-            self._warned_of_delayed_input = True
-            warnings.warn(
-                "save_original_input is ignored: the custom recipe scales the input of "
-                f"{self.name or 'Linear'} with delay",
-                stacklevel=2,
-            )
-        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,7 @@ class QuantizedModule(nn.Module):
         # weight name -> its queue; in the order in which a backward meets them
         self.wgrad_stores = {w: WeightGradStore(device) for w, _ in gemms} if delay_wgrad_compute else {}
         self._wgrad_hooks: list[Callable[[], Any]] = []
+        self._warned_of_delayed_input = False
         self.delayed_scaling = DelayedScalingState(self.name, device)
         register_delayed_state(self, self.delayed_scaling)
         # Parameter name -> (value of the quantizer that made it, quantized weight), or None. All names are there from
@@ -86,12 +88,12 @@ class QuantizedModule(nn.Module):
 
         Empty without such quantizers.
         """
-        if managed is None:
-            return DelayedTensors()
         if state is None:
             state = self.delayed_scaling
         if not torch.compiler.is_compiling():
-            state.ran_under = recipe
+            state.note(recipe, managed is not None)
+        if managed is None:
+            return DelayedTensors()
         return DelayedTensors(
             state.scale_fwd, state.amax_history_fwd, state.scale_bwd, state.amax_history_bwd
         )
@@ -118,6 +120,28 @@ class QuantizedModule(nn.Module):
             fast_wgrad=not recipe.fp8_gemm_wgrad.use_split_accumulator,
             save_original_input=save_original_input,
         )
+
+    def _can_save_original(self, recipe: Recipe) -> bool:
+        """Whether quantizing the input again in the backward gives what the forward saw.
+
+        Raises:
+            ValueError: under delayed scaling, whose scale may have moved since.
+        """
+        if not recipe.linear_handles(self.name).input.both.delayed:
+            return True
+        if recipe.delayed():
+            raise ValueError(
+                "save_original_input=True does not work with DelayedScaling, whose scale moves between forward and "
+                "backward; use another recipe or save_original_input=False"
+            )
+        if not self._warned_of_delayed_input and not torch.compiler.is_compiling():
+            self._warned_of_delayed_input = True
+            warnings.warn(
+                "save_original_input is ignored: the custom recipe scales the input of "
+                f"{self.name or type(self).__name__} with delay",
+                stacklevel=2,
+            )
+        return False
 
     def _workspace(
         self, name: str, handles: OperandHandles, is_first_microbatch: bool | None
@@ -157,17 +181,9 @@ class QuantizedModule(nn.Module):
         weight = getattr(self, name)
         if not weight.requires_grad:
             return LinearWgrad(None, False, "", store, ticket)
-        main_grad = getattr(weight, "main_grad", None)
-        if main_grad is None:
-            raise RuntimeError(
-                f"fuse_wgrad_accumulation=True needs parameter {name!r} of {self.name or type(self).__name__} to "
-                "have a main_grad; assign a fp32 tensor of its shape before the forward"
-            )
-        overwrite = is_first_microbatch is True or getattr(weight, "overwrite_main_grad", False)
-        dummy = ""
-        if hasattr(weight, "grad_added_to_main_grad"):
-            dummy = "zeros" if getattr(weight, "zero_out_wgrad", False) else "empty"
-        return LinearWgrad(main_grad, overwrite, dummy, store, ticket)
+        owner = self.name or type(self).__name__
+        main_grad, overwrite, dummy = main_grad_of(weight, name, owner)
+        return LinearWgrad(main_grad, overwrite or is_first_microbatch is True, dummy, store, ticket)
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients of this module wait for :meth:`backward_dw`."""
@@ -185,6 +201,12 @@ class QuantizedModule(nn.Module):
         """
         if not self.need_backward_dw():
             return
+        self._compute_waiting_wgrads()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def _compute_waiting_wgrads(self) -> None:
+        """The gradients of one backward, to where they go."""
         for weight_name, bias_name in self._gemms:
             weights = self._parts_of(weight_name)
             if not any(weight.requires_grad for weight in weights):
@@ -199,8 +221,6 @@ class QuantizedModule(nn.Module):
                 _accumulate_rows(weights, compute_wgrad(deferred, shape, weights[0].dtype))
             if deferred.grad_bias is not None:
                 _accumulate_rows(self._parts_of(bias_name), deferred.grad_bias)
-        for hook in self._wgrad_hooks:
-            hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """Have ``hook()`` called at the end of every :meth:`backward_dw`."""
@@ -259,6 +279,24 @@ class QuantizedModule(nn.Module):
         super().__setstate__(state)
         register_delayed_state(self, self.delayed_scaling)
         self._prepare_parameters()
+
+
+def main_grad_of(weight: Tensor, name: str, owner: str) -> tuple[Tensor, bool, str]:
+    """(main_grad, whether to overwrite it, the placeholder for the gradient) as :class:`LinearWgrad` takes them.
+
+    Raises:
+        RuntimeError: the parameter has none.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise RuntimeError(
+            f"parameter {name!r} of {owner} needs a main_grad, where its gradient is to be accumulated; assign a fp32 "
+            "tensor of its shape before the forward"
+        )
+    dummy = ""
+    if hasattr(weight, "grad_added_to_main_grad"):
+        dummy = "zeros" if getattr(weight, "zero_out_wgrad", False) else "empty"
+    return main_grad, getattr(weight, "overwrite_main_grad", False), dummy
 
 
 def _accumulate_rows(parameters: list[Tensor], grad: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..autograd import DelayedTensors, LinearCaching, LinearFwdArgs, LinearNeeds, linear
 from ..functional import calibrate_
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, Recipe
-from ..state import STATE, DelayedScalingState
+from ..state import STATE, DelayedScalingState, delayed_generation
 from ..tensors import QuantizedTensor, QuantizedTensorStorage
 from .module import QuantizedModule, quantize_parameter
 
@@ -89,6 +89,20 @@ class Stage:
         self, name: str, weight: str, bias: str, init_method: Callable[[Tensor], Any] | None
     ) -> None:
         self.name, self.weight, self.bias, self.init_method = name, weight, bias, init_method
+        self.last_args: _LastArgs | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for pickling and deep copies; what the last forward read is left behind."""
+        return {**self.__dict__, "last_args": None}
+
+
+class _LastArgs(NamedTuple):
+    """Arguments of an eager forward, and what they were made from: the next one mostly wants the same."""
+
+    recipe: Recipe | None
+    generation: int
+    asked: tuple[Any, ...]
+    args: LinearFwdArgs
 
 
 class LinearModule(QuantizedModule):
@@ -163,6 +177,29 @@ class LinearModule(QuantizedModule):
     ) -> LinearFwdArgs:
         """What the boundary reads of one linear layer besides its operands; without a recipe for high precision."""
         weight = self._parts_of(stage.weight)[0]
+        special = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or is_first_microbatch is not None
+        if special or isinstance(weight, QuantizedTensor) or torch.compiler.is_compiling():
+            return self._new_stage_args(
+                stage, state, recipe, needs, dtype, is_first_microbatch, save_original_input
+            )
+        last, generation = stage.last_args, delayed_generation()
+        asked = (needs.inp, needs.weight, needs.bias, dtype, weight.dtype, save_original_input)
+        if last is None or last.recipe is not recipe or last.generation != generation or last.asked != asked:
+            args = self._new_stage_args(stage, state, recipe, needs, dtype, None, save_original_input)
+            last = stage.last_args = _LastArgs(recipe, delayed_generation(), asked, args)
+        return last.args
+
+    def _new_stage_args(
+        self,
+        stage: Stage,
+        state: DelayedScalingState,
+        recipe: Recipe | None,
+        needs: LinearNeeds,
+        dtype: torch.dtype,
+        is_first_microbatch: bool | None,
+        save_original_input: bool,
+    ) -> LinearFwdArgs:
+        weight = self._parts_of(stage.weight)[0]
         handles = None if recipe is None else recipe.linear_handles(stage.name)
         if recipe is None or handles is None:
             delayed, caching = DelayedTensors(), LinearCaching(workspace=None, cache_weight=False)
@@ -196,12 +233,7 @@ class LinearModule(QuantizedModule):
     ) -> Tensor:
         weight = self._whole(stage.weight)
         assert weight is not None
-        calibrating = STATE.calibrating
-        managed = None if calibrating is None else calibrating.linear_handles(stage.name).forward_state
-        if calibrating is not None and managed is not None:
-            history = self._delayed_tensors(managed, calibrating, state).amax_fwd
-            calibrate_(_plain(inp).detach(), history, INPUT_SLOT)
-            calibrate_(_plain(weight).detach(), history, WEIGHT_SLOT)
+        self._calibrate(stage, state, inp, weight)
         if (
             self.fuse_wgrad_accumulation or self.delay_wgrad_compute
         ):  # the gradient does not go autograd's way
@@ -210,6 +242,15 @@ class LinearModule(QuantizedModule):
             return linear(weight, inp, bias, args)[0]
         x = _plain(inp)
         return F.linear(x, _plain(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def _calibrate(self, stage: Stage, state: DelayedScalingState, inp: Tensor, weight: Tensor) -> None:
+        """Collect the amax of both operands, where an autocast asks for nothing else."""
+        calibrating = STATE.calibrating
+        managed = None if calibrating is None else calibrating.linear_handles(stage.name).forward_state
+        if calibrating is not None and managed is not None:
+            history = self._delayed_tensors(managed, calibrating, state).amax_fwd
+            calibrate_(_plain(inp).detach(), history, INPUT_SLOT)
+            calibrate_(_plain(weight).detach(), history, WEIGHT_SLOT)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from .producers import (
     quantize_activation,
     quantize_activation_gradient,
     quantize_norm,
+    quantize_norm_gradient,
 )
 from .quantizer import Quantizer
 
@@ -48,5 +49,6 @@ __all__ = [
     "quantize_activation_gradient",
     "quantize_gradient",
     "quantize_norm",
+    "quantize_norm_gradient",
     "quantize_operand",
 ]

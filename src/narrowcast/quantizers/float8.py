@@ -12,7 +12,7 @@ from .. import reference
 from ..formats import FLT_MAX, DType
 from ..functional import BufferTable, GemmOperand, NativeOperand, calibrate_, quantize_delayed
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
-from .quantizer import Quantizer, describe_usage, fp8_dtype_of, torch_fp8_dtype, warn_ignored
+from .quantizer import Quantizer, codes_as_matrix, describe_usage, fp8_dtype_of, warn_ignored
 
 
 class _Float8Base(Quantizer):
@@ -41,8 +41,7 @@ class _Float8Base(Quantizer):
 
     def _codes(self, buffers: list[Tensor], columnwise: bool) -> Tensor:
         """Codes as an fp8 matrix (rows, contraction); column-wise data is stored transposed already."""
-        data = buffers[0].view(torch_fp8_dtype(self._element_format()))
-        return data.reshape(data.shape[0], -1) if columnwise else data.reshape(-1, data.shape[-1])
+        return codes_as_matrix(buffers[0], self._element_format(), columnwise)
 
     def _gemm_operand(
         self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
@@ -149,6 +148,11 @@ class Float8CurrentScalingQuantizer(_Float8Base):
         return own.replace(internal=self.internal, optimize_for_gemm=self.optimize_for_gemm)
 
 
+def _slot_of(state: Tensor, slot: int) -> Tensor:
+    """One element of a contiguous state, as (1,): one view, where flattening and slicing would take two."""
+    return state.as_strided((1,), (1,), state.storage_offset() + slot)
+
+
 class DelayedFloat8Quantizer(_Float8Base):
     """Per-tensor FP8 whose scale and amax live in state tensors, at position ``slot``; the compiled form.
 
@@ -173,14 +177,13 @@ class DelayedFloat8Quantizer(_Float8Base):
     def _encode_scaled(
         self, numerics: ModuleType, x: Tensor, scale: Tensor, amax: Tensor | None
     ) -> list[Tensor]:
-        at = slice(self.slot, self.slot + 1)
         return numerics.float8.quantize(
             x,
-            scale.view(-1)[at],
+            _slot_of(scale, self.slot),
             self._element_format(),
             rowwise=self.rowwise_usage,
             columnwise=self.columnwise_usage,
-            amax=None if amax is None else amax.view(-1)[at],
+            amax=None if amax is None else _slot_of(amax, self.slot),
         )
 
     def _is_delayed(self) -> bool:

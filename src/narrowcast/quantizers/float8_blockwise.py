@@ -11,7 +11,7 @@ from torch import Tensor
 from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, DType, cdiv, round_up
 from ..functional import BufferTable, GemmOperand, NativeOperand
 from ..tensors import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
-from .quantizer import Quantizer, describe_usage, fp8_dtype_of, matrix_dims, torch_fp8_dtype
+from .quantizer import Quantizer, codes_as_matrix, describe_usage, fp8_dtype_of, matrix_dims
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -110,7 +110,6 @@ class Float8BlockQuantizer(Quantizer):
         return GemmOperand(matrix.t() if columnwise else matrix, None)
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
-        data = buffers[0].view(torch_fp8_dtype(self._element_format()))
-        matrix = data.reshape(data.shape[0], -1) if columnwise else data.reshape(-1, data.shape[-1])
+        matrix = codes_as_matrix(buffers[0], self._element_format(), columnwise)
         # the GEMM reads scales outer-dim-major, which is how they are stored: hand over the transposed view
         return NativeOperand(matrix, buffers[1].t(), "128x128" if self.block_scaling_dim == 2 else "1x128")

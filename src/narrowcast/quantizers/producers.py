@@ -16,6 +16,8 @@ from ..functional import (
     act_quantize,
     act_quantize_delayed,
     draw_seed,
+    norm_backward_quantize,
+    norm_backward_quantize_delayed,
     norm_quantize,
     norm_quantize_delayed,
 )
@@ -70,6 +72,40 @@ def quantize_norm(
     return handle.assemble(buffers, x.dtype), mean, rstd
 
 
+def quantize_norm_gradient(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centered_gamma: bool,
+    residual_grad: Tensor | None,
+    handle: QuantizerHandle,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> tuple[QuantizedTensorStorage, Tensor, Tensor]:
+    """Quantized gradient of a norm with respect to its input, and those of its parameters.
+
+    Args:
+        grad: (M, K), gradient of the result.
+        x, weight: as given to :func:`quantize_norm`; mean, rstd: as returned by it.
+        zero_centered_gamma: gamma is weight + 1.
+        residual_grad: (M, K), added before rounding; or None.
+        handle: the quantizer to use.
+        scale, amax: state tensors of a delayed quantizer; unused by the others.
+    Returns:
+        (operand (M, K), dweight (K,), dbias (K,)); the bias gradient of RMSNorm is empty.
+    """
+    inputs = (grad, x, weight, mean, rstd, zero_centered_gamma, residual_grad)
+    if handle.delayed:
+        made = norm_backward_quantize_delayed(*inputs, scale, amax, handle.quantizer)
+        buffers, (dweight, dbias) = handle.present(made[:3]), made[3:]
+    else:
+        seed = draw_seed(grad) if handle.stochastic else None
+        *buffers, dweight, dbias = norm_backward_quantize(*inputs, handle.quantizer, seed)
+    return handle.assemble(buffers, x.dtype), dweight, dbias
+
+
 def quantize_activation(
     x: Tensor,
     settings: ActivationSettings,
@@ -104,7 +140,8 @@ def quantize_activation_gradient(
     handle: QuantizerHandle,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
-) -> tuple[QuantizedTensorStorage, Tensor]:
+    column_sums: bool = True,
+) -> tuple[QuantizedTensorStorage, Tensor | None]:
     """Quantized gradient of an activation with respect to its input, and that gradient's sum over the rows.
 
     Args:
@@ -114,13 +151,16 @@ def quantize_activation_gradient(
         handle: the quantizer to use.
         scale, amax: state tensors of a delayed quantizer; unused by the others.
     Returns:
-        (operand of the shape of ``x``, fp32 sums (F,) or (2F,)).
+        (operand of the shape of ``x``, fp32 sums (F,) or (2F,), None without ``column_sums``).
     """
     name, parameters = settings.activation, list(settings.parameters)
     if handle.delayed:
-        *slots, sums = act_backward_quantize_delayed(grad, x, name, scale, amax, handle.quantizer, parameters)
-        buffers = handle.present(slots)
-    else:
-        seed = draw_seed(grad) if handle.stochastic else None
-        *buffers, sums = act_backward_quantize(grad, x, name, handle.quantizer, seed, parameters)
-    return handle.assemble(buffers, x.dtype), sums
+        *slots, sums = act_backward_quantize_delayed(
+            grad, x, name, scale, amax, handle.quantizer, parameters, column_sums
+        )
+        return handle.assemble(handle.present(slots), x.dtype), sums if column_sums else None
+    seed = draw_seed(grad) if handle.stochastic else None
+    made = act_backward_quantize(grad, x, name, handle.quantizer, seed, parameters, column_sums)
+    if column_sums:
+        return handle.assemble(made[:-1], x.dtype), made[-1]
+    return handle.assemble(made, x.dtype), None

@@ -16,7 +16,12 @@ from .autocast import (
     set_autocast_state,
     with_fp8_parameters,
 )
-from .delayed_scaling import DelayedScalingState, register_delayed_state, update_delayed_states
+from .delayed_scaling import (
+    DelayedScalingState,
+    delayed_generation,
+    register_delayed_state,
+    update_delayed_states,
+)
 from .recipe_state import RecipeState
 
 __all__ = [
@@ -25,6 +30,7 @@ __all__ = [
     "RecipeState",
     "autocast",
     "checkpoint",
+    "delayed_generation",
     "fp8_autocast",
     "fp8_model_init",
     "get_autocast_state",

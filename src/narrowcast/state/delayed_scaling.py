@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .. import reference
-from ..functional import delayed_scaling_update_
+from ..functional import bind_delayed_scaling_update, delayed_scaling_update_
 from ..recipe import BACKWARD_TENSOR_TYPES, FORWARD_TENSOR_TYPES, DelayedScaling, Mode, Recipe
 
 DEFAULT_HISTORY = 1024
 _BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+_RENEWED_BY = frozenset((*_BUFFERS, "ran_under"))
 
 
 class Slots(NamedTuple):
@@ -75,6 +77,17 @@ class DelayedScalingState(nn.Module):
             self.register_buffer(f"scale_{direction}", scale, persistent=False)
             self.register_buffer(f"amax_history_{direction}", history, persistent=False)
         self.ran_under: Recipe | None = None  # known after an eager forward; a traced one must not write here
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _RENEWED_BY and not torch.compiler.is_compiling():
+            _changed()
+
+    def note(self, recipe: Recipe, uses_state: bool) -> None:
+        """Remember the recipe of an eager forward; ``uses_state``: it scales something of this module with delay."""
+        known = self.ran_under
+        if (uses_state or known is not None) and known is not recipe and known != recipe:
+            self.ran_under = recipe
 
     def slots(self, entered: Recipe) -> list[Slots]:
         """Both directions, renewed as the recipe of the last eager forward says, else as the entered one says.
@@ -212,12 +225,14 @@ def register_delayed_state(owner: object, state: _Registered) -> weakref.finaliz
     _OWNERS[id(state)] = owners + 1
     if owners == 0:
         _STATES.append(state)
+        _changed()
     return weakref.finalize(owner, _release, state)
 
 
 def _release(state: _Registered) -> None:
     # the list stays as it is: an owner may die while the compiler traces over it and writes guards on its entries
     _OWNERS[id(state)] -= 1
+    _changed()
 
 
 def _drop_dead_states() -> None:
@@ -259,39 +274,111 @@ def update_delayed_states(entered: Recipe, group: Any = None) -> None:
     Raises:
         RuntimeError: in traced code, a recipe with more than 1024 rows of history, on a module that never ran.
     """
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        if not (entered.delayed() or entered.custom()):
+            return  # traced modules do not know another recipe, so there is nothing to find
+        slots = _all_slots(entered)
+        batches = _batches_of(slots)
+        updates = [batch.update for batch in batches]
+    else:
+        slots, batches, updates = _remembered(entered)
+    if any(batch.recipe.reduce_amax for batch in batches):
+        _reduce_collected(slots, group)
+    for update in updates:
+        update()
+
+
+class _Batch(NamedTuple):
+    """States that one launch renews."""
+
+    recipe: DelayedScaling
+    fp8_max: float
+    scales: list[Tensor]
+    histories: list[Tensor]
+
+    def update(self) -> None:
+        """One step of all of them."""
+        if self._asks_callables():
+            _update_with_callables(self.recipe, self.scales, self.histories, self.fp8_max)
+        else:
+            delayed_scaling_update_(*self._arguments())
+
+    def bound_update(self) -> Callable[[], None]:
+        """:meth:`update` for eager code, until the states move."""
+        return self.update if self._asks_callables() else bind_delayed_scaling_update(*self._arguments())
+
+    def _asks_callables(self) -> bool:
+        recipe = self.recipe
+        return callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
+
+    def _arguments(self) -> tuple[list[Tensor], list[Tensor], float, int, int, Any]:
+        recipe = self.recipe
+        length, algorithm = recipe.amax_history_len, recipe.amax_compute_algo
+        return self.scales, self.histories, self.fp8_max, recipe.margin, length, algorithm
+
+
+class _Remembered(NamedTuple):
+    """What entering a recipe renews, valid for one generation of the states."""
+
+    generation: int
+    entered: Recipe
+    slots: list[Slots]
+    batches: list[_Batch]
+    updates: list[Callable[[], None]]
+
+
+_generation = 0  # counts changes of which states there are, where their tensors lie and under what they ran
+_last: _Remembered | None = None
+
+
+def delayed_generation() -> int:
+    """A number that grows whenever the state of any module is made, moved, dropped or used under another recipe."""
+    return _generation
+
+
+def _changed() -> None:
+    global _generation
+    _generation += 1
+
+
+def _remembered(entered: Recipe) -> tuple[list[Slots], list[_Batch], list[Callable[[], None]]]:
+    global _last
+    last = _last
+    same = last is not None and last.generation == _generation
+    if last is None or not same or not (last.entered is entered or last.entered == entered):
         _drop_dead_states()
-    elif not (entered.delayed() or entered.custom()):
-        return  # traced modules do not know another recipe, so there is nothing to find
-    slots = [one for state in _STATES for one in state.slots(entered) if not one.scale.is_meta]
-    batches: list[list[Slots]] = []
+        slots = _all_slots(entered)  # may count a change: a history that had to be resized
+        batches = _batches_of(slots)
+        updates = [batch.bound_update() for batch in batches]
+        last = _last = _Remembered(_generation, entered, slots, batches, updates)
+    return last.slots, last.batches, last.updates
+
+
+def _all_slots(entered: Recipe) -> list[Slots]:
+    return [one for state in _STATES for one in state.slots(entered) if not one.scale.is_meta]
+
+
+def _batches_of(slots: list[Slots]) -> list[_Batch]:
+    groups: list[list[Slots]] = []
     for one in slots:
-        known = next((batch for batch in batches if _renewed_alike(batch[0], one)), None)
+        known = next((group for group in groups if _renewed_alike(group[0], one)), None)
         if known is not None:
             known.append(one)
         elif one.recipe is not None:
-            batches.append([one])
-    if any(one.recipe is not None and one.recipe.reduce_amax for one in slots):
-        _reduce_collected(slots, group)
-    for batch in batches:
-        _update(batch)
+            groups.append([one])
+    return [_batch(group) for group in groups]
+
+
+def _batch(group: list[Slots]) -> _Batch:
+    recipe, mode = group[0].recipe, group[0].mode
+    assert recipe is not None
+    fp8_max = recipe.fp8_format.max_fwd if mode == "forward" else recipe.fp8_format.max_bwd
+    return _Batch(recipe, fp8_max, [one.scale for one in group], [one.amax_history for one in group])
 
 
 def _renewed_alike(one: Slots, other: Slots) -> bool:
     same_recipe = one.recipe is other.recipe or one.recipe == other.recipe
     return same_recipe and one.mode == other.mode and one.scale.device == other.scale.device
-
-
-def _update(batch: list[Slots]) -> None:
-    recipe, mode = batch[0].recipe, batch[0].mode
-    assert recipe is not None
-    fp8_max = recipe.fp8_format.max_fwd if mode == "forward" else recipe.fp8_format.max_bwd
-    scales, histories = [one.scale for one in batch], [one.amax_history for one in batch]
-    if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
-        _update_with_callables(recipe, scales, histories, fp8_max)
-    else:
-        length = recipe.amax_history_len
-        delayed_scaling_update_(scales, histories, fp8_max, recipe.margin, length, recipe.amax_compute_algo)
 
 
 def _reduce_collected(slots: list[Slots], group: Any) -> None:

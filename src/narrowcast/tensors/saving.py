@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .storage import QuantizedTensorStorage
@@ -34,25 +35,32 @@ def restore_from_saved(
     return_saved_tensors: bool = False,
 ) -> Any:
     """Inverse of :func:`prepare_for_saving`; each call builds new storages, so a graph may be walked twice."""
-    remaining = list(saved_tensors)
     restored: list[TensorOrQuantized | None] = []
+    position = 0
     for emptied in objects:
         if emptied is None:
-            restored.append(remaining[0])
-            remaining = remaining[1:]
+            restored.append(saved_tensors[position])
+            position += 1
         else:
             storage = type(emptied)(
                 quantizer=emptied._quantizer, fake_dtype=emptied._dtype, shape=emptied._shape
             )
-            remaining = storage.restore_from_saved(remaining)
+            end = position + len(storage._FLATTEN_TENSOR_BUFFERS)
+            storage.restore_from_saved(list(saved_tensors[position:end]))
+            position = end
             restored.append(storage)
-    return (restored, remaining) if return_saved_tensors else restored
+    return (restored, list(saved_tensors[position:])) if return_saved_tensors else restored
 
 
 def restore_from_func_ctx(ctx: Any) -> list[TensorOrQuantized | None]:
     """Tensors that ``prepare_for_saving`` put on an autograd context; the bookkeeping is left for the next backward.
 
+    The context lets go of them, unless the graph is retained: each is freed as soon as the backward has used it.
+
     Raises:
         AttributeError: nothing was saved on this context.
     """
-    return restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)
+    restored = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)
+    if not torch.compiler.is_compiling() and isinstance(ctx, torch.autograd.function.BackwardCFunction):
+        ctx.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
+    return restored

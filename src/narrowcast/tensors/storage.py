@@ -55,9 +55,16 @@ class QuantizedTensorStorage:
     """Attributes that make up the row-wise GEMM operand, data first."""
     _COLUMNWISE_BUFFERS: ClassVar[tuple[str, ...]] = ()
     """Attributes that make up the column-wise GEMM operand, data first."""
+    _BY_USAGE: ClassVar[dict[tuple[bool, bool], list[str]]]
+    """Attributes that exist for (row-wise, column-wise) usage, in flatten order."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls._BY_USAGE = {
+            (rowwise, columnwise): cls._attributes_of(rowwise, columnwise)
+            for rowwise in (False, True)
+            for columnwise in (False, True)
+        }
         _STORAGE_REGISTRY[storage_identifier(cls)] = cls
         cls._BARE_NAME = storage_identifier(cls._bare_class())
         cls._INNER_TENSORS = (
@@ -75,7 +82,11 @@ class QuantizedTensorStorage:
         self._quantizer = quantizer
         self._dtype = fake_dtype
         self._shape = shape
-        self._set_buffers(buffers)
+        if buffers:
+            self._set_buffers(buffers)
+        else:  # straight, for those that come one by one
+            for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
+                setattr(self, attribute, None)
 
     def _set_buffers(self, buffers: dict[str, Tensor | None]) -> None:
         remaining = dict(buffers)
@@ -275,6 +286,10 @@ class QuantizedTensorStorage:
     @classmethod
     def buffer_attributes(cls, rowwise: bool, columnwise: bool) -> list[str]:
         """Attributes that exist for a usage, in flatten order."""
+        return cls._BY_USAGE[rowwise, columnwise]
+
+    @classmethod
+    def _attributes_of(cls, rowwise: bool, columnwise: bool) -> list[str]:
         kept = (cls._ROWWISE_BUFFERS if rowwise else ()) + (cls._COLUMNWISE_BUFFERS if columnwise else ())
         return [attribute for attribute, _ in cls._FLATTEN_TENSOR_BUFFERS if attribute in kept]
 

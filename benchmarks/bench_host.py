@@ -1,0 +1,144 @@
+"""The host's time for one small linear layer, forward and backward: microseconds per step that no kernel fills.
+
+The layer is so small that the GPU waits for the host. Steps follow each other without synchronisation, as in a training
+loop; contenders take turns. Captured steps and graphed callables replay a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable
+
+import torch
+from harness import Row, Step, parser, report, runs_on_gpu, spread, step_of
+from peers import torchao
+from torch import Tensor
+
+import narrowcast as nc
+
+TOKENS, FEATURES = 128, 256
+STEPS = 200
+RECIPES: dict[str, nc.recipe.Recipe] = {
+    "delayed": nc.recipe.DelayedScaling(),
+    "current": nc.recipe.Float8CurrentScaling(),
+    "block": nc.recipe.Float8BlockScaling(),
+}
+
+
+class UnderRecipe(torch.nn.Module):
+    """A layer that enters its recipe itself, as what makes graphs needs it."""
+
+    def __init__(self, layer: torch.nn.Module, recipe: nc.recipe.Recipe) -> None:
+        super().__init__()
+        self.layer, self.recipe = layer, recipe
+
+    def forward(self, x: Tensor) -> Tensor:
+        with nc.autocast(recipe=self.recipe):
+            return self.layer(x)
+
+
+def ours() -> nc.Linear:
+    return nc.Linear(FEATURES, FEATURES, bias=False, params_dtype=torch.bfloat16, device="cuda")
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    x = torch.randn(TOKENS, FEATURES, device="cuda", dtype=torch.bfloat16)
+    return x.requires_grad_(), torch.randn_like(x)
+
+
+def captured(recipe: nc.recipe.Recipe) -> Step:
+    """A whole step in one CUDA graph."""
+    layer = ours()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # the leaves, too, must first be met on this stream
+        x, dy = batch()
+        step = step_of(layer, layer, x, dy, recipe)
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph.replay
+
+
+def graphed_callable(recipe: nc.recipe.Recipe) -> Step:
+    """The layer through ``torch.cuda.make_graphed_callables``: a graph for the forward and one for the backward."""
+    module = UnderRecipe(ours(), recipe)
+    run = torch.cuda.make_graphed_callables(module, (batch()[0],))
+    return step_of(module, run, *batch(), None)
+
+
+def contenders(chosen: Namespace) -> dict[str, Callable[[], Step]]:
+    """Makers of a step, by name."""
+    plain = torch.nn.Linear(FEATURES, FEATURES, bias=False, device="cuda", dtype=torch.bfloat16)
+    makers: dict[str, Callable[[], Step]] = {
+        "torch.nn.Linear, eager": lambda: step_of(plain, plain, *batch(), None),
+        "torch.nn.Linear, compiled": lambda: step_of(
+            plain, torch.compile(plain, fullgraph=True), *batch(), None
+        ),
+    }
+    for name, peer in torchao.converted(torch.nn.Sequential(plain)).items():
+        makers[f"torchao {name}, compiled"] = lambda peer=peer: step_of(
+            peer, torch.compile(peer, fullgraph=True), *batch(), None
+        )
+
+    def layer_step(recipe: nc.recipe.Recipe, mode: str | None, compiled: bool) -> Step:
+        layer = ours()
+        run = torch.compile(layer, fullgraph=True, mode=mode) if compiled else layer
+        return step_of(layer, run, *batch(), recipe)
+
+    for name, recipe in RECIPES.items():
+        makers[f"{name}, eager"] = lambda recipe=recipe: layer_step(recipe, None, False)
+        makers[f"{name}, compiled"] = lambda recipe=recipe: layer_step(recipe, None, True)
+        makers[f"{name}, reduce-overhead"] = lambda recipe=recipe: layer_step(recipe, "reduce-overhead", True)
+        makers[f"{name}, make_graphed_callables"] = lambda recipe=recipe: graphed_callable(recipe)
+        makers[f"{name}, captured step"] = lambda recipe=recipe: captured(recipe)
+    return {
+        name: make
+        for name, make in makers.items()
+        if chosen.only in name and not (chosen.skip_compile and ("compiled" in name or "overhead" in name))
+    }
+
+
+def measure(chosen: Namespace) -> list[Row]:
+    rows: list[Row] = []
+    for name, make in contenders(chosen).items():
+        torch.compiler.reset()
+        step = make()
+        row: Row = {"contender": name}
+        for one_thread in (False, True):
+            with torch.autograd.set_multithreading_enabled(not one_thread):
+                times = host_us(step, chosen.repeats)
+            prefix = "one thread: " if one_thread else ""
+            row |= {prefix + key: round(float(str(value)), 1) for key, value in spread(times, "us").items()}
+        rows.append(row)
+        print(name, statistics.median(times), flush=True)
+    return rows
+
+
+def host_us(step: Step, repeats: int) -> list[float]:
+    for _ in range(20):
+        step()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / STEPS * 1e6)
+    return times
+
+
+def main() -> None:
+    chosen = parser(__doc__).parse_args()
+    if runs_on_gpu(chosen):
+        report("host", measure(chosen), chosen)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Activations whose result is multiplied by one number per row: elementwise forward, row by row backward.
+
+A backward program takes a few rows and walks along them: 256 lanes gather the sums for the scale's gradient in the
+order of ``reference.reduction.row_sum``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import cdiv
+from .activation import (
+    activate,
+    activate_backward,
+    activate_gated,
+    activate_gated_backward,
+    check_gradient,
+    checked,
+    numbers,
+)
+from .codecs import round_to_dtype, to_float32
+from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .reduction import fold_lanes
+
+BLOCK = 1024
+LANES = 256
+ROWS = 4
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    scale_ptr,
+    y_ptr,
+    F,
+    chunks,
+    P0,
+    P1,
+    P2,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    row = tl.program_id(0) // chunks
+    start = (tl.program_id(0) - row * chunks).to(tl.int64) * BLOCK
+    index = tl.arange(0, BLOCK)
+    inside = index < tl.minimum(F - start, BLOCK).to(tl.int32)
+    output = row.to(tl.int64) * F + start
+    scale = to_float32(tl.load(scale_ptr + row + tl.arange(0, 1)), EMULATE)
+    if GATED:
+        gate = x_ptr + row.to(tl.int64) * F * 2 + start
+        a = to_float32(tl.load(gate + index, mask=inside, other=0.0), EMULATE)
+        b = to_float32(tl.load(gate + F + index, mask=inside, other=0.0), EMULATE)
+        y = activate_gated(a, b, KIND, P0, P1, P2, EMULATE)
+    else:
+        a = to_float32(tl.load(x_ptr + output + index, mask=inside, other=0.0), EMULATE)
+        y = activate(a, KIND, EMULATE)
+    tl.store(y_ptr + output + index, round_to_dtype(y * scale, y_ptr.dtype.element_ty, EMULATE), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    x_ptr,
+    grad_ptr,
+    scale_ptr,
+    dx_ptr,
+    dscale_ptr,
+    M,
+    F,
+    P0,
+    P1,
+    P2,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    DTYPE: tl.constexpr = dx_ptr.dtype.element_ty
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    index = tl.arange(0, ROWS)
+    here = index < tl.minimum(M - first, ROWS).to(tl.int32)
+    row = (first + index)[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    scale = to_float32(tl.load(scale_ptr + first + index, mask=here, other=0.0), EMULATE)[:, None]
+    lanes = tl.zeros([ROWS, LANES], tl.float32)
+    k = 0
+    while k < F:
+        column = k + lane
+        inside = here[:, None] & (column < F)
+        g = to_float32(tl.load(grad_ptr + row * F + column, mask=inside, other=0.0), EMULATE)
+        if GATED:
+            gate = row * (2 * F) + column
+            a = to_float32(tl.load(x_ptr + gate, mask=inside, other=0.0), EMULATE)
+            b = to_float32(tl.load(x_ptr + gate + F, mask=inside, other=0.0), EMULATE)
+            y = activate_gated(a, b, KIND, P0, P1, P2, EMULATE)
+            da, db = activate_gated_backward(g * scale, a, b, KIND, P0, P1, P2, EMULATE)
+            tl.store(dx_ptr + gate, round_to_dtype(da, DTYPE, EMULATE), mask=inside)
+            tl.store(dx_ptr + gate + F, round_to_dtype(db, DTYPE, EMULATE), mask=inside)
+        else:
+            a = to_float32(tl.load(x_ptr + row * F + column, mask=inside, other=0.0), EMULATE)
+            y = activate(a, KIND, EMULATE)
+            da = activate_backward(g * scale, a, KIND, EMULATE)
+            tl.store(dx_ptr + row * F + column, round_to_dtype(da, DTYPE, EMULATE), mask=inside)
+        lanes += g * y
+        k += LANES
+    total = round_to_dtype(fold_lanes(lanes), dscale_ptr.dtype.element_ty, EMULATE)
+    tl.store(dscale_ptr + first + index, total, mask=here)
+
+
+_forward = Launcher(_forward_kernel, num_warps=4)
+_backward = Launcher(_backward_kernel, num_warps=4)
+
+
+def forward(x: Tensor, scale: Tensor, activation: str, **params: float) -> Tensor:
+    """Apply an activation and multiply every row by its scale.
+
+    Args:
+        x: (*lead, F), or (*lead, 2F) for a gated one whose gate is the first half; bf16, fp16 or fp32, any strides.
+        scale: (lead), any of these dtypes.
+        activation, params: as ``activation.forward`` takes them.
+
+    Returns:
+        (*lead, F) in the dtype of ``x``.
+
+    Raises:
+        ValueError: as ``activation.checked``, or scales of another shape or unreadable.
+
+    Numerics:
+        Equal to ``reference.scaled_activation.forward``.
+    """
+    gated = checked(x, activation, params).gated
+    _check_scale(x, scale, activation)
+    x, scale = x.contiguous(), scale.contiguous()
+    F = x.shape[-1] // 2 if gated else x.shape[-1]
+    y = torch.empty((*x.shape[:-1], F), dtype=x.dtype, device=x.device)
+    if y.numel():
+        block = min(BLOCK, max(triton.next_power_of_2(F), 64))
+        chunks = cdiv(F, block)
+        _forward(
+            (scale.numel() * chunks, 1, 1),
+            (x, scale, y, F, chunks, *numbers(activation, params)),
+            (activation, gated, block, INTERPRETING),
+            (_key(x, scale, y), dim_class(F), dim_class(chunks)),
+        )
+    return y
+
+
+def backward(
+    grad: Tensor, x: Tensor, scale: Tensor, activation: str, **params: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``forward`` with respect to ``x`` and ``scale``.
+
+    Args:
+        grad: gradient of the result, of its shape; bf16, fp16 or fp32, any strides.
+        x, scale, activation, params: as given to ``forward``.
+
+    Returns:
+        (dx, dscale), each of the shape and dtype of its operand.
+
+    Raises:
+        ValueError: as ``forward``, or a gradient of another shape or unreadable.
+
+    Numerics:
+        Equal to ``reference.scaled_activation.backward``.
+    """
+    gated = checked(x, activation, params).gated
+    _check_scale(x, scale, activation)
+    check_gradient(grad, x, activation)
+    x, scale, grad = x.contiguous(), scale.contiguous(), grad.contiguous()
+    F = x.shape[-1] // 2 if gated else x.shape[-1]
+    dx, dscale = torch.empty_like(x), torch.empty_like(scale)
+    rows = scale.numel()
+    if rows:
+        _backward(
+            (cdiv(rows, ROWS), 1, 1),
+            (x, grad, scale, dx, dscale, rows, F, *numbers(activation, params)),
+            (activation, gated, ROWS, LANES, INTERPRETING),
+            (_key(x, grad, scale, dx, dscale), dim_class(rows), dim_class(F)),
+        )
+    return dx, dscale
+
+
+def _key(*tensors: Tensor) -> tuple[object, ...]:
+    return tuple((t.dtype, is_aligned(t)) for t in tensors)
+
+
+def _check_scale(x: Tensor, scale: Tensor, activation: str) -> None:
+    check_device(scale)
+    if scale.shape != x.shape[:-1]:
+        raise ValueError(
+            f"the scale of {activation} has shape {tuple(scale.shape)}, expected one value per row, "
+            f"{tuple(x.shape[:-1])}"
+        )
+    if scale.dtype not in DTYPES:
+        raise ValueError(
+            f"the scale of {activation} must be torch.bfloat16, torch.float16 or torch.float32, got {scale.dtype}; "
+            "cast it first"
+        )

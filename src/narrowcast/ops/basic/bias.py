@@ -1,0 +1,88 @@
+"""``Bias``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...nn.module import parameter_device
+from ...quantizers import quantize_gradient
+from ..collectives import group_name, group_size
+from ..op import BasicOperation
+from ..quantizer import matrix_of, with_shape
+
+
+class Bias(BasicOperation):
+    """y = x + bias over the last dim.
+
+    The gradient of the bias is the sum over all other dims, in fp32. Where the operation in front wants the gradient
+    quantized, that is done in the same pass.
+
+    Args:
+        size: of the last dim.
+        device: where the parameter lives; default: the accelerator, or the CPU without one.
+        dtype: of the parameter; default: torch's default dtype.
+        tensor_parallel: hold the rank's share of the bias.
+        tensor_parallel_group: process group that shares it; None is the default group.
+    Raises:
+        ValueError: a size that is not positive or that the group does not divide; in forward, another last dim.
+    """
+
+    bias: nn.Parameter
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: Any = None,
+    ) -> None:
+        super().__init__()
+        shares = group_size(group_name(tensor_parallel_group)) if tensor_parallel else 1
+        if size < 1 or size % shares:
+            raise ValueError(f"size is {size}; use a positive multiple of the {shares} ranks that share it")
+        self.tensor_parallel, self.tensor_parallel_group = tensor_parallel, tensor_parallel_group
+        self.size, self.local_size = size, size // shares
+        place, kind = parameter_device(device), dtype or torch.get_default_dtype()
+        self.bias = nn.Parameter(torch.empty(self.local_size, dtype=kind, device=place))
+        if place.type != "meta":
+            self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """The size, as printed by the module."""
+        return f"size={self.size}"
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the bias to 0; a parameter on the meta device is first made on the default device."""
+        if self.bias.is_meta:
+            self.bias = nn.Parameter(torch.empty_like(self.bias, device=parameter_device(None)))
+        self.bias.zero_()
+
+    def pre_first_fuser_forward(self) -> None:
+        if self.bias.is_meta:
+            self.reset_parameters()
+
+    def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
+        if input_.shape[-1] != self.local_size:
+            raise ValueError(
+                f"input has shape {tuple(input_.shape)}; its last dim must be size={self.local_size}"
+            )
+        return input_ + self.bias.to(input_.dtype), ()
+
+    def op_forward_save_ctx(self, ctx: Any, input_: Any, tensors_to_save: Any, **kwargs: Any) -> None:
+        ctx.with_grad_bias, ctx.bias_dtype = self.bias.requires_grad, self.bias.dtype
+
+    def op_backward(self, ctx: Any, grad_output: Any) -> Any:
+        wanted = ctx.prev_op_grad_output_quantizer
+        if not ctx.with_grad_bias:
+            return grad_output, (None,)
+        rows = matrix_of(grad_output)
+        if wanted is None or not ctx.input_requires_grad:
+            return grad_output, (rows.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype),)
+        grad, grad_bias = quantize_gradient(rows, wanted.handle, wanted.scale, wanted.amax)
+        return with_shape(grad, tuple(grad_output.shape)), (grad_bias.to(ctx.bias_dtype),)

@@ -1,0 +1,32 @@
+"""``ConstantScale``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..op import BasicOperation
+
+
+class ConstantScale(BasicOperation):
+    """y = scale * x.
+
+    Args:
+        scale: a Python number; not trained.
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = float(scale)
+
+    def extra_repr(self) -> str:
+        """The factor, as printed by the module."""
+        return f"scale={self.scale}"
+
+    def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
+        return input_ * self.scale, ()
+
+    def op_forward_save_ctx(self, ctx: Any, input_: Any, tensors_to_save: Any, **kwargs: Any) -> None:
+        pass
+
+    def op_backward(self, ctx: Any, grad_output: Any) -> Any:
+        return grad_output * self.scale, ()

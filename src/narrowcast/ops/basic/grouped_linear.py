@@ -1,0 +1,297 @@
+"""``GroupedLinear``: linear layers on consecutive groups of rows, such as the experts of a mixture."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...autograd.grouped_linear import (
+    GroupedLinearArgs,
+    ResultBuffers,
+    biases_of_rows,
+    grouped_backward,
+    grouped_forward,
+    saved_layout,
+)
+from ...nn.grouped_module import GroupedLinearModule, rows_of_buffer
+from ...nn.stages import positive
+from ...recipe import Mode
+from ...roles import QuantizerRole
+from ...state import STATE
+from ...tensors import TensorOrQuantized
+from ..context import OperationContext
+from ..op import BasicOperation, ExtraTensors, ParameterGradients, TensorsToSave
+
+
+class GroupedLinear(BasicOperation, GroupedLinearModule):
+    """y_g = x_g w_g^T + b_g for every group g of rows, quantized as the recipe in force says, each group by itself.
+
+    Extra inputs: the rows of each group, int32 or int64 (num_groups,), on the host or on the device of the input, where
+    the host does not read them; groups may be empty, and rows beyond their sum become zero. With ``scale_bias`` also a
+    number for each row of the input, that its bias is multiplied by: y_g = x_g w_g^T + s b_g, differentiable.
+
+    Keyword arguments of a call, tensors that are overwritten by results and shaped like them: ``output`` by the output,
+    ``grad_input``, in the backward, by the gradient of the input. Eager code goes on with their memory.
+
+    Args:
+        num_groups: groups, each with a weight and a bias.
+        in_features, out_features: sizes of the last dim of input and output.
+        bias: add a learned bias per group.
+        device: where the parameters live; default: the accelerator, or the CPU without one.
+        dtype: of the parameters; default: torch's default dtype.
+        rng_state_tracker_function: returns an object whose ``fork()`` is entered while a weight is initialised.
+        accumulate_into_main_grad: add the gradient of each weight to its ``main_grad``, as ``BasicLinear`` does; a
+            single weight has one of shape (num_groups, out_features, in_features). ``overwrite_main_grad`` is set on
+            all weights or on none.
+        single_grouped_weight: hold all weights in one parameter ``weight`` (num_groups, out_features, in_features)
+            instead of ``weight0``, ``weight1`` and so on.
+        single_grouped_bias: hold all biases in one parameter ``bias`` (num_groups, out_features).
+        delay_wgrad_compute: the backward queues what weight and bias gradients are made from; :meth:`backward_dw` makes
+            them, one backward per call, first in, first out.
+        scale_bias: take the second extra input.
+        name: name in the quantizer roles of a custom recipe.
+    Raises:
+        ValueError: a size that is not positive, or ``scale_bias`` without a bias. NotImplementedError: inside
+        ``quantized_model_init`` without ``single_grouped_weight``, or with a recipe that has no grouped format. In
+        forward, before any kernel, ValueError: the input's last dim is not ``in_features``; splits of another length or
+        dtype, negative, or of more rows than there are, where the host knows them; not one scale per row; a buffer that
+        the result does not fit. TypeError: a quantized input, or one whose dtype is not the parameters', outside
+        ``torch.autocast``. RuntimeError: it lives on another device, parameters are on the meta device, a quantized
+        weight does not fit the recipe, or a ``main_grad`` is missing.
+    """
+
+    num_extra_inputs = 1
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        scale_bias: bool = False,
+        name: str | None = None,
+    ) -> None:
+        positive(num_groups=num_groups)
+        if scale_bias and not bias:
+            raise ValueError("scale_bias=True with bias=False; there is no bias to scale, use one of them")
+        super().__init__(
+            num_gemms=num_groups,
+            in_features=in_features,
+            out_features=out_features,
+            bias=bias,
+            params_dtype=dtype,
+            device=device,
+            init_method=functools.partial(_initialize, rng_state_tracker_function),
+            name=name,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias,
+            fuse_wgrad_accumulation=accumulate_into_main_grad,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        self.scale_bias = bool(scale_bias)
+        self.num_extra_inputs = 2 if scale_bias else 1
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups there are."""
+        return self.num_gemms
+
+    def extra_repr(self) -> str:
+        """Sizes, as printed by the module."""
+        scaled = ", scale_bias=True" if self.scale_bias else ""
+        return (
+            f"num_groups={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.use_bias}{scaled}"
+        )
+
+    def num_quantizers(self, mode: Mode) -> int:
+        """Two forward (inputs, weights), one backward (gradients of the outputs), each for all groups."""
+        return 2 if mode == "forward" else 1
+
+    def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole]:
+        kinds = ("input", "weight") if mode == "forward" else ("grad_output",)
+        return [QuantizerRole("linear", kind, self.name) for kind in kinds]
+
+    def fuser_forward_compute(
+        self,
+        input_: TensorOrQuantized,
+        *,
+        basic_op_extra_inputs: ExtraTensors,
+        basic_op_kwargs: list[dict[str, Any]],
+        requires_grad: bool,
+        **kwargs: Any,
+    ) -> tuple[Tensor, ExtraTensors, list[TensorsToSave]]:
+        out, saved = self.compute(input_, basic_op_extra_inputs[0], basic_op_kwargs[0], requires_grad)
+        return out, [()], [saved]
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: TensorOrQuantized,
+        tensors_to_save: list[TensorsToSave],
+        *,
+        basic_op_kwargs: list[dict[str, Any]],
+        **kwargs: Any,
+    ) -> None:
+        self.save(basic_op_ctxs[0], input_.dtype, tensors_to_save[0], basic_op_kwargs[0])
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: TensorOrQuantized,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> tuple[Tensor | None, ParameterGradients, ExtraTensors]:
+        (ctx,) = basic_op_ctxs
+        grad_input, grads, extra_grads = self.gradients(ctx, ctx.saved_tensors, grad_output)
+        return grad_input, [grads], [extra_grads]
+
+    # -- for this operation and the fused one it is part of ------------------------------------------------------------
+
+    def compute(
+        self,
+        input_: TensorOrQuantized,
+        extra_inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        requires_grad: bool,
+        save_input: bool = False,
+    ) -> tuple[Tensor, TensorsToSave]:
+        """(output, tensors to save).
+
+        Args:
+            extra_inputs, kwargs: of the call.
+            save_input: keep the input in high precision, at :attr:`input_position` of what is saved, and quantize it
+                again for the weight gradient; not with delayed scaling.
+        """
+        weights, biases = self._parameters_of("weight"), self._parameters_of("bias")
+        inp = self._checked_input(input_, weights[0])  # type: ignore[arg-type]
+        x = inp.reshape(-1, self.in_features)
+        splits, covered = self._checked_splits(extra_inputs[0], x, "the tensor of splits")
+        scales = self._checked_scales(extra_inputs, inp)
+        args = self._call_arguments(inp.dtype, requires_grad, save_input, covered)
+        args = replace(args, buffers=self._checked_buffers(inp, **kwargs))
+        if STATE.recipe is None:
+            self._calibrate(x, splits, weights)
+        out, _, saved = grouped_forward(x, splits, weights, biases, args, scales)
+        out = out.view(*inp.shape[:-1], self.out_features)
+        if not requires_grad:
+            return out, ()
+        return out, (splits, scales, *(biases if self.scale_bias else ()), *saved)
+
+    @property
+    def wants_wgrad(self) -> bool:
+        """Whether some weight has a gradient, so that something of the input is saved."""
+        return any(weight.requires_grad for weight in self._parameters_of("weight"))
+
+    @property
+    def input_position(self) -> int:
+        """Where in what is saved the input begins."""
+        return 2 + (len(self._parameters_of("bias")) if self.scale_bias else 0)
+
+    def save(
+        self,
+        ctx: OperationContext,
+        input_dtype: torch.dtype,
+        tensors: TensorsToSave,
+        kwargs: dict[str, Any],
+        save_input: bool = False,
+    ) -> None:
+        """Put on the context what :meth:`gradients` reads; arguments as of :meth:`compute`, which made ``tensors``."""
+        args = self._call_arguments(self.activation_dtype(input_dtype), True, save_input, False)
+        layout, place = saved_layout(args), kwargs.get("grad_input")
+        if not ctx.input_requires_grad:  # then nothing of the weights is read
+            tensors = tensors[: self.input_position + layout.input_count]
+        ctx.save_for_backward(*tensors)
+        ctx.layout, ctx.input_dtype = layout, input_dtype  # type: ignore[attr-defined]
+        ctx.args = replace(  # type: ignore[attr-defined]
+            args,
+            needs=replace(args.needs, inp=ctx.input_requires_grad),
+            buffers=ResultBuffers(None, None if place is None else place.view(-1, self.in_features)),
+        )
+
+    def gradients(
+        self, ctx: Any, tensors: TensorsToSave, grad_output: TensorOrQuantized
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        """Gradients of input, parameters and extra inputs, each None where nobody wants it here.
+
+        Args:
+            tensors: what :meth:`save` saved.
+        """
+        splits: Any = tensors[0]
+        scales: Any = tensors[1]
+        saved: list[Any] = list(tensors[self.input_position :])
+        dy = grad_output.reshape(-1, self.out_features)  # type: ignore[union-attr]
+        grad_scales: tuple[Tensor | None, ...] = ()
+        if self.scale_bias:
+            biases: list[Any] = list(tensors[2 : self.input_position])
+            grad_scales = (_grad_of_scales(dy, biases, splits, scales),)
+        grad_input, grads = grouped_backward(dy, splits, saved, ctx.layout, ctx.args, scales)
+        if grad_input is not None:
+            grad_input = grad_input.view(*grad_output.shape[:-1], self.in_features).to(ctx.input_dtype)
+        return grad_input, tuple(grads), (None, *grad_scales)
+
+    def activation_dtype(self, input_dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the output, and of the input as the GEMMs take it."""
+        kind = self._parameters_of("weight")[0].device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input_dtype
+
+    def _call_arguments(
+        self, dtype: torch.dtype, requires_grad: bool, save_input: bool, covered: bool
+    ) -> GroupedLinearArgs:
+        """What the GEMMs read beside their operands, for an input that wants a gradient."""
+        biases = self._parameters_of("bias")
+        needs = self._needs(requires_grad, True, biases)
+        args = self._arguments(dtype, needs, biases, covered, ResultBuffers(None, None))
+        if not save_input:
+            return args
+        return replace(args, numerics=replace(args.numerics, save_original_input=True))
+
+    def _checked_buffers(
+        self, inp: Tensor, output: Tensor | None = None, grad_input: Tensor | None = None
+    ) -> ResultBuffers:
+        return ResultBuffers(
+            rows_of_buffer(output, "output", (*inp.shape[:-1], self.out_features), inp.dtype, inp.device),
+            rows_of_buffer(grad_input, "grad_input", inp.shape, inp.dtype, inp.device),
+        )
+
+    def _checked_scales(self, extra_inputs: tuple[Any, ...], inp: Tensor) -> Tensor | None:
+        if not self.scale_bias:
+            return None
+        scales = extra_inputs[1]
+        if scales.shape != inp.shape[:-1]:
+            raise ValueError(
+                f"the scales of the bias have shape {tuple(scales.shape)}; give one for each row of the input, "
+                f"{tuple(inp.shape[:-1])}"
+            )
+        return scales
+
+
+def _initialize(rng_state_tracker_function: Callable[[], Any] | None, weight: Tensor) -> None:
+    """Draw one group's weight from U(-1/sqrt(in_features), 1/sqrt(in_features)), Kaiming's rule with a = sqrt(5)."""
+    bound = 1 / math.sqrt(weight.shape[1])
+    with (
+        contextlib.nullcontext()
+        if rng_state_tracker_function is None
+        else rng_state_tracker_function().fork()
+    ):
+        weight.uniform_(-bound, bound)
+
+
+def _grad_of_scales(dy: Tensor, biases: list[Tensor], splits: Tensor, scales: Tensor) -> Tensor:
+    added = biases_of_rows(biases, splits, dy.shape[0])
+    return (dy.float() * added.float()).sum(-1).view(scales.shape).to(scales.dtype)

@@ -1,0 +1,23 @@
+"""What an operation that asks for no quantized data does with what it gets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...tensors import QuantizedTensor, TensorOrQuantized, storage_of
+
+
+def plain_input(input_: TensorOrQuantized) -> Tensor:
+    """A main input in high precision: quantized ones are dequantized, under torch.autocast it is cast to its dtype."""
+    x = plain(input_)
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def plain(tensor: TensorOrQuantized) -> Tensor:
+    """A tensor in high precision; the caller of a fuser may give a quantized one."""
+    if isinstance(tensor, QuantizedTensor):
+        return storage_of(tensor).dequantize().view(tensor.shape)
+    assert isinstance(tensor, Tensor), "only who asks for quantized data gets bare storages"
+    return tensor

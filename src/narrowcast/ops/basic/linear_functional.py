@@ -1,0 +1,540 @@
+"""The GEMMs of :class:`BasicLinear` as functions of tensors and quantizers, without autograd, and their fakes.
+
+The fakes take and return :class:`~narrowcast.dynamo.TensorProto` in place of tensors. They allocate nothing, call no
+collective, and refuse what the functions refuse.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._environment import read_flag
+from ...autograd import DelayedTensors, LinearCaching, LinearFwdArgs, LinearNeeds, LinearNumerics, LinearWgrad
+from ...autograd.arguments import LinearBwdArgs, LinearSaved
+from ...autograd.linear import linear_backward, with_columnwise
+from ...autograd.stages import fprop, quantized_gradients
+from ...dynamo import TensorProto
+from ...quantizers import Quantizer
+from ...recipe import Recipe
+from ...state import STATE
+from ...tensors import QuantizedTensor, QuantizedTensorStorage, TensorOrQuantized, storage_of
+from ..collectives import group_size
+from ..tensor_parallel import TensorParallel, tensor_parallel
+
+OVERRIDES = (None, "high_precision", "dequantized")
+
+
+class Saved(NamedTuple):
+    """Which directions of an operand the backward reads; neither is an operand that it does not read."""
+
+    rowwise: bool
+    columnwise: bool
+
+
+def functional_forward(
+    input: TensorOrQuantized,
+    weight: TensorOrQuantized,
+    *,
+    alpha: float = 1.0,
+    bias: Tensor | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    beta: float | None = None,
+    accumulate_into_out: bool = False,
+    tensor_parallel_mode: str | None = None,
+    tensor_parallel_group: Any = None,
+    sequence_parallel: bool = False,
+    with_quantized_compute: bool = False,
+    backward_override: str | None = None,
+    input_quantizer: Quantizer | None = None,
+    weight_quantizer: Quantizer | None = None,
+    output_quantizer: Quantizer | None = None,
+    input_requires_grad: bool = True,
+    weight_requires_grad: bool = True,
+) -> tuple[Any, TensorOrQuantized | None, TensorOrQuantized | None]:
+    """y = alpha * x w^T + bias (+ beta * out), and what a backward reads.
+
+    Args:
+        input: (*lead, K), plain or quantized. weight: (N, K), plain or quantized. bias: (N,).
+        device, dtype: of the GEMM's operands and result; default: the weight's.
+        out: written to and returned. beta: factor of what is in it (default 1), with ``accumulate_into_out``.
+        tensor_parallel_mode, tensor_parallel_group, sequence_parallel: as for :class:`BasicLinear`.
+        with_quantized_compute: quantize the operands that are not, with ``input_quantizer`` and ``weight_quantizer``.
+        backward_override: None, "high_precision" or "dequantized", as of a recipe.
+        output_quantizer: quantizes y.
+        input_requires_grad, weight_requires_grad: which gradients a backward is to make.
+    Returns:
+        (y, x_saved, w_saved). x_saved holds only column-wise data, is the plain input where that is gathered again, and
+        None without a gradient of the weight; w_saved holds only column-wise data, and is None without a gradient of
+        the input. "dequantized" keeps row-wise data, "high_precision" and unquantized compute keep plain tensors.
+    Raises:
+        ValueError: a missing quantizer, ``beta`` without ``accumulate_into_out`` or that without ``out``, an ``out`` of
+        another kind than ``output_quantizer`` makes or of another shape, a bias of a row-parallel layer, or rows that
+        do not divide. TypeError: a quantized input that would have to be gathered.
+    """
+    parallel = tensor_parallel(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+    _check_forward(
+        backward_override,
+        with_quantized_compute,
+        input,
+        weight,
+        input_quantizer,
+        weight_quantizer,
+        parallel,
+        bias,
+    )
+    _check_out(out, "out", beta, accumulate_into_out, output_quantizer)
+    place, kind = _default(device, dtype, weight)
+    keep_x, keep_w = _kept(backward_override, input_requires_grad, weight_requires_grad)
+    with torch.no_grad():
+        x, w = _moved(input, place, kind), _moved(weight, place, kind)
+        whole = parallel.whole_input(x) if isinstance(x, Tensor) else x
+        fused_bias = bias if alpha == 1.0 else None
+        if with_quantized_compute:
+            again = parallel.gathers_input and backward_override is None
+            x_operand = _operand(whole, input_quantizer, True, keep_x.columnwise and not again)
+            w_operand = _operand(w, weight_quantizer, True, keep_w.columnwise)
+            rows = _rows(whole)
+            args = _forward_args(kind, backward_override)
+            y = fprop(args, x_operand, w_operand, _cast(fused_bias, kind), rows, w.shape[0])
+            y = y.view(*whole.shape[:-1], w.shape[0])
+            x_plain = backward_override == "high_precision" or again
+            x_saved = x if x_plain else _direction(x_operand, keep_x, whole)
+            w_saved = w if backward_override == "high_precision" else _direction(w_operand, keep_w, w)
+        else:
+            y = torch.nn.functional.linear(_plain(whole, kind), _plain(w, kind), _cast(fused_bias, kind))
+            x_saved, w_saved = x, w
+        if alpha != 1.0:
+            y = y * alpha if bias is None else y * alpha + bias.to(kind)
+        y = parallel.reduced_output(y)
+        y = _written(y, out, beta, accumulate_into_out, output_quantizer)
+    return y, x_saved if weight_requires_grad else None, w_saved if input_requires_grad else None
+
+
+def functional_forward_fake(
+    input: TensorProto,
+    weight: TensorProto,
+    *,
+    alpha: float = 1.0,
+    bias: TensorProto | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    out: TensorProto | None = None,
+    beta: float | None = None,
+    accumulate_into_out: bool = False,
+    tensor_parallel_mode: str | None = None,
+    tensor_parallel_group: Any = None,
+    sequence_parallel: bool = False,
+    with_quantized_compute: bool = False,
+    backward_override: str | None = None,
+    input_quantizer: Quantizer | None = None,
+    weight_quantizer: Quantizer | None = None,
+    output_quantizer: Quantizer | None = None,
+    input_requires_grad: bool = True,
+    weight_requires_grad: bool = True,
+) -> tuple[TensorProto, TensorProto | None, TensorProto | None]:
+    """What :func:`functional_forward` returns, described; arguments and errors are its own.
+
+    ``tensor_parallel_group`` may be the number of processes, where there is no group.
+    """
+    parallel, size = _parallel_of(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+    _check_forward(
+        backward_override,
+        with_quantized_compute,
+        input,
+        weight,
+        input_quantizer,
+        weight_quantizer,
+        parallel,
+        bias,
+    )
+    _check_out(out, "out", beta, accumulate_into_out, output_quantizer)
+    place, kind = _default(device, dtype, weight)
+    keep_x, keep_w = _kept(backward_override, input_requires_grad, weight_requires_grad)
+    shape = parallel.output_shape(input.shape, weight.shape[0], size)
+    y = out if out is not None else TensorProto(shape, kind, output_quantizer, device=place)
+    x, w = _moved_proto(input, place, kind), _moved_proto(weight, place, kind)
+    x_saved, w_saved = x, w
+    if with_quantized_compute and backward_override != "high_precision":
+        if not (parallel.gathers_input and backward_override is None):
+            whole = (input.shape[0] * size, *input.shape[1:]) if parallel.gathers_input else input.shape
+            x_saved = _saved_proto(x, whole, input_quantizer, keep_x)
+        w_saved = _saved_proto(w, weight.shape, weight_quantizer, keep_w)
+    return y, x_saved if weight_requires_grad else None, w_saved if input_requires_grad else None
+
+
+def functional_backward(
+    grad_output: TensorOrQuantized,
+    input: TensorOrQuantized | None,
+    weight: TensorOrQuantized | None,
+    *,
+    grad_input_alpha: float | None = None,
+    input_requires_grad: bool = True,
+    grad_weight_alpha: float | None = None,
+    weight_requires_grad: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    grad_weight: Tensor | None = None,
+    grad_weight_beta: float | None = None,
+    accumulate_into_grad_weight: bool = False,
+    grad_input: Tensor | None = None,
+    grad_input_beta: float | None = None,
+    accumulate_into_grad_input: bool = False,
+    tensor_parallel_mode: str | None = None,
+    tensor_parallel_group: Any = None,
+    sequence_parallel: bool = False,
+    with_quantized_compute: bool = False,
+    input_quantizer: Quantizer | None = None,
+    weight_quantizer: Quantizer | None = None,
+    grad_output_quantizer: Quantizer | None = None,
+    grad_input_quantizer: Quantizer | None = None,
+) -> tuple[Any, Tensor | None]:
+    """dx = grad_input_alpha * dy w and dw = grad_weight_alpha * dy^T x.
+
+    Args:
+        grad_output: (*lead, N), plain or quantized. input, weight: as :func:`functional_forward` saved them; None for
+            one that no wanted gradient reads.
+        device, dtype: of operands and results; default: the gradient's.
+        grad_weight, grad_input: buffers to write to and return; ``*_beta``: factor of what is in them (default 1), with
+            ``accumulate_into_*``.
+        grad_input_quantizer: quantizes dx.
+        others: as of :func:`functional_forward`.
+    Returns:
+        (dx, dw), each None where it is not wanted.
+    Raises:
+        ValueError: as :func:`functional_forward`, or an operand that is missing. TypeError: a quantized gradient that
+        would have to be gathered.
+    """
+    parallel = tensor_parallel(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+    wanted = (input_requires_grad, weight_requires_grad)
+    _check_backward(wanted, grad_output, input, weight, parallel)
+    quantizers = (grad_output_quantizer, input_quantizer, weight_quantizer)
+    _check_backward_quantizers(wanted, with_quantized_compute, grad_output, input, weight, quantizers)
+    _check_out(grad_input, "grad_input", grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)
+    _check_out(grad_weight, "grad_weight", grad_weight_beta, accumulate_into_grad_weight, None)
+    if not any(wanted):
+        return None, None
+    place, kind = _default(device, dtype, grad_output)
+    with torch.no_grad():
+        dy = _moved(grad_output, place, kind)
+        dy = parallel.whole_grad_output(dy) if isinstance(dy, Tensor) else dy
+        x = parallel.whole_input(input) if isinstance(input, Tensor) else input
+        into = _accumulator(grad_weight, grad_weight_alpha, grad_weight_beta, accumulate_into_grad_weight)
+        args = _backward_args(kind, wanted, dy.shape[-1], _columns(x, weight), into, with_quantized_compute)
+        if with_quantized_compute:
+            grad = _operand(dy, grad_output_quantizer, input_requires_grad, weight_requires_grad)
+            saved = LinearSaved(
+                _operand(x, input_quantizer, False, True) if weight_requires_grad else None,
+                _operand(weight, weight_quantizer, False, True) if input_requires_grad else None,
+            )
+            dw, dx, _ = quantized_gradients(args, saved, grad, None, _rows(dy))
+        else:
+            saved = LinearSaved(
+                _plain(x, kind) if weight_requires_grad else None,
+                _plain(weight, kind) if input_requires_grad else None,
+            )
+            dw, dx, _ = linear_backward(args.bind(saved, _plain(dy, kind)))
+        if dx is not None:
+            dx = _scaled(parallel.reduced_grad_input(dx.view(*dy.shape[:-1], -1)), grad_input_alpha)
+            dx = _written(dx, grad_input, grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)
+        if into is not None:
+            dw = grad_weight
+        elif dw is not None:
+            dw = _scaled(dw, grad_weight_alpha)
+            dw = _written(dw, grad_weight, grad_weight_beta, accumulate_into_grad_weight, None)
+    return dx, dw
+
+
+def functional_backward_fake(
+    grad_output: TensorProto,
+    input: TensorProto | None,
+    weight: TensorProto | None,
+    *,
+    grad_input_alpha: float | None = None,
+    input_requires_grad: bool = True,
+    grad_weight_alpha: float | None = None,
+    weight_requires_grad: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    grad_weight: TensorProto | None = None,
+    grad_weight_beta: float | None = None,
+    accumulate_into_grad_weight: bool = False,
+    grad_input: TensorProto | None = None,
+    grad_input_beta: float | None = None,
+    accumulate_into_grad_input: bool = False,
+    tensor_parallel_mode: str | None = None,
+    tensor_parallel_group: Any = None,
+    sequence_parallel: bool = False,
+    with_quantized_compute: bool = False,
+    input_quantizer: Quantizer | None = None,
+    weight_quantizer: Quantizer | None = None,
+    grad_output_quantizer: Quantizer | None = None,
+    grad_input_quantizer: Quantizer | None = None,
+) -> tuple[TensorProto | None, TensorProto | None]:
+    """What :func:`functional_backward` returns, described; arguments and errors are its own.
+
+    ``tensor_parallel_group`` may be the number of processes, where there is no group.
+    """
+    parallel, size = _parallel_of(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+    wanted = (input_requires_grad, weight_requires_grad)
+    _check_backward(wanted, grad_output, input, weight, parallel)
+    quantizers = (grad_output_quantizer, input_quantizer, weight_quantizer)
+    _check_backward_quantizers(wanted, with_quantized_compute, grad_output, input, weight, quantizers)
+    _check_out(grad_input, "grad_input", grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)
+    _check_out(grad_weight, "grad_weight", grad_weight_beta, accumulate_into_grad_weight, None)
+    if not any(wanted):
+        return None, None
+    place, kind = _default(device, dtype, grad_output)
+    columns = _columns(input, weight)
+    shape = parallel.grad_input_shape(grad_output.shape, columns, size)
+    dx = grad_input or TensorProto(shape, kind, grad_input_quantizer, device=place)
+    dw = grad_weight or TensorProto((grad_output.shape[-1], columns), kind, device=place)
+    return dx if input_requires_grad else None, dw if weight_requires_grad else None
+
+
+# -- checks, for tensors and prototypes alike --------------------------------------------------------------------------
+
+
+def _is_quantized(tensor: Any) -> bool:
+    return (
+        tensor.is_quantized if isinstance(tensor, TensorProto) else isinstance(tensor, QuantizedTensorStorage)
+    )
+
+
+def _check_quantizers(**operands: tuple[Any, Quantizer | None]) -> None:
+    for name, (tensor, quantizer) in operands.items():
+        if not _is_quantized(tensor) and quantizer is None:
+            raise ValueError(
+                f"with_quantized_compute=True needs {name}_quantizer, or {name} quantized already"
+            )
+
+
+def _check_forward(
+    override: str | None,
+    quantized: bool,
+    inp: Any,
+    weight: Any,
+    input_quantizer: Quantizer | None,
+    weight_quantizer: Quantizer | None,
+    parallel: TensorParallel,
+    bias: Any,
+) -> None:
+    if override not in OVERRIDES:
+        raise ValueError(f"backward_override is {override!r}; use None, 'high_precision' or 'dequantized'")
+    if inp.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"input has shape {tuple(inp.shape)}; its last dim must be that of the weight, {tuple(weight.shape)}"
+        )
+    if bias is not None and parallel.mode == "row":
+        raise ValueError(
+            "bias of a row-parallel layer comes behind the sum over processes; add it to the result"
+        )
+    if parallel.gathers_input and _is_quantized(inp):
+        raise TypeError("a quantized input cannot be gathered; pass it in high precision")
+    if quantized:
+        _check_quantizers(input=(inp, input_quantizer), weight=(weight, weight_quantizer))
+
+
+def _check_backward(
+    wanted: tuple[bool, bool], grad: Any, inp: Any, weight: Any, parallel: TensorParallel
+) -> None:
+    for needed, name, tensor in ((wanted[0], "weight", weight), (wanted[1], "input", inp)):
+        if needed and tensor is None:
+            raise ValueError(f"{name} is None, and a gradient that reads it is wanted")
+    if parallel.gathers_grad_output and _is_quantized(grad):
+        raise TypeError("a quantized grad_output cannot be gathered; pass it in high precision")
+
+
+def _check_backward_quantizers(
+    wanted: tuple[bool, bool],
+    quantized: bool,
+    grad: Any,
+    inp: Any,
+    weight: Any,
+    quantizers: tuple[Any, Any, Any],
+) -> None:
+    if not quantized:
+        return
+    _check_quantizers(grad_output=(grad, quantizers[0]))
+    if wanted[1]:
+        _check_quantizers(input=(inp, quantizers[1]))
+    if wanted[0]:
+        _check_quantizers(weight=(weight, quantizers[2]))
+
+
+def _check_out(
+    out: Any, name: str, beta: float | None, accumulate: bool, quantizer: Quantizer | None
+) -> None:
+    if beta is not None and not accumulate:
+        raise ValueError(
+            f"the factor of {name} is {beta}, but nothing is accumulated into {name}; leave it None"
+        )
+    if accumulate and out is None:
+        raise ValueError(f"accumulating into {name} needs {name}")
+    if out is None:
+        return
+    made = None if quantizer is None else quantizer._storage_class
+    described: Any = out.quantizer if isinstance(out, TensorProto) else None
+    theirs = type(out) if described is None else described._storage_class
+    if _is_quantized(out) != (made is not None) or (made is not None and not issubclass(theirs, made)):
+        wanted = "a plain tensor" if made is None else made.__name__
+        raise ValueError(f"{name} is a {theirs.__name__}, but what is written to it is {wanted}")
+    if accumulate and quantizer is not None:
+        raise ValueError(f"a quantized {name} cannot be accumulated into")
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def _default(device: Any, dtype: torch.dtype | None, like: Any) -> tuple[Any, torch.dtype]:
+    place = like.device if device is None else device
+    return place if place is None else torch.device(place), dtype or like.dtype
+
+
+def _kept(override: str | None, input_requires_grad: bool, weight_requires_grad: bool) -> tuple[Saved, Saved]:
+    """What the backward reads of the input and of the weight."""
+    rowwise, columnwise = override == "dequantized", override is None
+    return (
+        Saved(weight_requires_grad and rowwise, weight_requires_grad and columnwise),
+        Saved(input_requires_grad and rowwise, input_requires_grad and columnwise),
+    )
+
+
+def _parallel_of(mode: str | None, group: Any, sequence_parallel: bool) -> tuple[TensorParallel, int]:
+    if not isinstance(group, int):
+        parallel = tensor_parallel(mode, group, sequence_parallel)
+        return parallel, group_size(parallel.group)
+    tensor_parallel(mode, None, sequence_parallel)  # its checks
+    return TensorParallel() if mode is None or group == 1 else TensorParallel(
+        mode, None, sequence_parallel
+    ), group
+
+
+def _moved(tensor: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    return tensor if isinstance(tensor, QuantizedTensorStorage) else tensor.to(device=device, dtype=dtype)
+
+
+def _moved_proto(proto: TensorProto, device: Any, dtype: torch.dtype) -> TensorProto:
+    if proto.is_quantized or (proto.dtype == dtype and proto.device == device):
+        return proto
+    return TensorProto(proto.shape, dtype, device=device)
+
+
+def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)
+
+
+def _plain(tensor: Any, dtype: torch.dtype) -> Tensor:
+    if isinstance(tensor, QuantizedTensorStorage):
+        return tensor.dequantize(dtype=dtype)
+    return tensor.to(dtype)
+
+
+def _scaled(tensor: Tensor, alpha: float | None) -> Tensor:
+    return tensor if alpha is None or alpha == 1.0 else tensor * alpha
+
+
+def _rows(tensor: Any) -> int:
+    return tensor.shape[:-1].numel()
+
+
+def _columns(inp: Any, weight: Any) -> int:
+    return (weight if weight is not None else inp).shape[-1]
+
+
+def _operand(tensor: Any, quantizer: Any, rowwise: bool, columnwise: bool) -> QuantizedTensorStorage:
+    """The storage a GEMM reads: of what is quantized already, or made with the quantizer."""
+    if isinstance(tensor, QuantizedTensorStorage):
+        given = storage_of(tensor) if isinstance(tensor, QuantizedTensor) else tensor
+        return with_columnwise(given) if columnwise else given
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return quantizer.with_usage(rowwise=rowwise, columnwise=columnwise).replace(internal=True).quantize(rows)
+
+
+def _direction(storage: QuantizedTensorStorage, kept: Saved, like: Any) -> QuantizedTensorStorage | None:
+    """The saved half of an operand; it tells the operand's whole shape."""
+    if not (kept.rowwise or kept.columnwise):
+        return None
+    view = storage.rowwise_view() if kept.rowwise else storage.columnwise_view()
+    view._shape = (_rows(like), like.shape[-1])
+    return view
+
+
+def _saved_proto(
+    proto: TensorProto, whole: tuple[int, ...], quantizer: Quantizer | None, kept: Saved
+) -> TensorProto | None:
+    if not (kept.rowwise or kept.columnwise):
+        return None
+    described: Any = proto.quantizer if proto.is_quantized else quantizer
+    described = described.with_usage(rowwise=kept.rowwise, columnwise=kept.columnwise).replace(internal=True)
+    rows = torch.Size(whole[:-1]).numel()
+    return TensorProto((rows, whole[-1]), proto.dtype, described, device=proto.device)
+
+
+def _written(y: Tensor, out: Any, beta: float | None, accumulate: bool, quantizer: Any) -> Any:
+    """The result, in ``out`` where that is given."""
+    if out is None:
+        return y if quantizer is None else quantizer.quantize(y)
+    if tuple(out.shape) != tuple(y.shape):
+        raise ValueError(f"the result has shape {tuple(y.shape)}, what it is written to {tuple(out.shape)}")
+    if quantizer is not None:
+        return out.quantize_(y)
+    if accumulate:
+        return out.mul_(1.0 if beta is None else beta).add_(y)
+    return out.copy_(y)
+
+
+def _numerics(dtype: torch.dtype, override: str | None) -> LinearNumerics:
+    """How GEMMs compute: as the recipe in force says, else as recipes do by default."""
+    recipe = STATE.recipe or Recipe
+    return LinearNumerics(
+        activation_dtype=dtype,
+        weight_dtype=dtype,
+        backward_override=override,
+        emulate=getattr(recipe, "emulate", read_flag("EMULATE")),
+        fast_fprop=not recipe.fp8_gemm_fprop.use_split_accumulator,
+        fast_dgrad=not recipe.fp8_gemm_dgrad.use_split_accumulator,
+        fast_wgrad=not recipe.fp8_gemm_wgrad.use_split_accumulator,
+    )
+
+
+def _forward_args(dtype: torch.dtype, override: str | None) -> LinearFwdArgs:
+    return LinearFwdArgs(
+        quantizers=None,
+        delayed=DelayedTensors(),
+        numerics=_numerics(dtype, override),
+        needs=LinearNeeds(inp=False, weight=False, bias=False),
+        caching=LinearCaching(workspace=None, cache_weight=False),
+    )
+
+
+def _backward_args(
+    dtype: torch.dtype,
+    wanted: tuple[bool, bool],
+    rows: int,
+    columns: int,
+    into: Tensor | None,
+    quantized: bool,
+) -> LinearBwdArgs:
+    return LinearBwdArgs(
+        grad_quantizers=None,
+        delayed=DelayedTensors(),
+        numerics=_numerics(dtype, None if quantized else "high_precision"),
+        needs=LinearNeeds(inp=wanted[0], weight=wanted[1], bias=False),
+        out_features=rows,
+        in_features=columns,
+        bias_dtype=None,
+        wgrad=LinearWgrad(main_grad=into),
+    )
+
+
+def _accumulator(
+    grad_weight: Any, alpha: float | None, beta: float | None, accumulate: bool
+) -> Tensor | None:
+    """The buffer, where the GEMM itself can add to it."""
+    plain_sum = accumulate and alpha in (None, 1.0) and beta in (None, 1.0)
+    return grad_weight if plain_sum and grad_weight.dtype in (torch.float32, torch.bfloat16) else None

@@ -1,0 +1,163 @@
+"""What the normalizations share: one kernel each way, which quantizes what it computes for who asks for that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...functional import norm, norm_backward
+from ...nn.module import parameter_device
+from ...nn.norm import norm_parameters, norm_settings, reset_norm_parameters
+from ...quantizers import NormSettings, quantize_norm, quantize_norm_gradient
+from ...tensors import TensorOrQuantized
+from ..context import OperationContext
+from ..op import BasicOperation, TensorsToSave
+from ..quantizer import BoundQuantizer, matrix_of, with_shape
+from .inputs import plain, plain_input
+
+
+def normalize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: NormSettings,
+    wanted: BoundQuantizer | None,
+    requires_grad: bool,
+) -> tuple[TensorOrQuantized, TensorsToSave]:
+    """(norm of ``x`` (*lead, K) as it is ``wanted``, what :func:`norm_gradients` reads)."""
+    if wanted is None:
+        output, mean, rstd, _ = norm(
+            x, None, weight, bias, settings.eps, settings.normalization, settings.zero_centered_gamma
+        )
+    else:
+        made, mean, rstd = quantize_norm(
+            matrix_of(x), weight, bias, settings, wanted.handle, wanted.scale, wanted.amax
+        )
+        output = with_shape(made, tuple(x.shape))
+    return output, (x, weight, mean, rstd) if requires_grad else ()
+
+
+def norm_gradients(
+    ctx: OperationContext,
+    grad_output: TensorOrQuantized,
+    zero_centered_gamma: bool,
+    wanted: BoundQuantizer | None,
+    residual_grad: Tensor | None = None,
+) -> tuple[TensorOrQuantized, Tensor, Tensor]:
+    """(dx as it is ``wanted``, dweight, dbias); ``residual_grad`` is added to dx before it is rounded.
+
+    ``ctx`` holds what :func:`normalize` saved. dbias is empty for RMSNorm.
+    """
+    x, weight, mean, rstd = ctx.saved_tensors
+    assert isinstance(x, Tensor)
+    statistics = (weight, mean, rstd, zero_centered_gamma)
+    if wanted is None:
+        return norm_backward(plain(grad_output), x, *statistics, residual_grad)
+    made, dweight, dbias = quantize_norm_gradient(
+        matrix_of(plain(grad_output)),
+        matrix_of(x),
+        *statistics,  # type: ignore[arg-type]
+        None if residual_grad is None else matrix_of(residual_grad),
+        wanted.handle,
+        wanted.scale,
+        wanted.amax,
+    )
+    return with_shape(made, tuple(x.shape)), dweight, dbias
+
+
+class NormOperation(BasicOperation):
+    """Base of LayerNorm and RMSNorm; a subclass names its normalization.
+
+    Args:
+        normalized_shape: size K of the last dim.
+        eps: added to the variance.
+        device: where the parameters live; default: the accelerator, or the CPU without one.
+        dtype: of the parameters; default: torch's default dtype.
+        zero_centered_gamma: the weight holds gamma - 1.
+        sm_margin: accepted for scripts that pass it; the kernels share the device as it is.
+    Raises:
+        ValueError: more than one dim, or in forward an input of another last dim. TypeError: in forward, an input that
+        is not fp32, bf16 or fp16. RuntimeError: in forward, an input on another device, or parameters on the meta
+        device in compiled code; eager code makes them.
+    """
+
+    _normalization: ClassVar[str]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: int = 0,
+    ) -> None:
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if len(shape) != 1 or shape[0] < 1:
+            raise ValueError(f"normalized_shape is {normalized_shape!r}; give the size of the last dim")
+        super().__init__()
+        self.settings = norm_settings(self._normalization, eps, zero_centered_gamma)
+        self.sm_margin = sm_margin
+        kind, place = dtype or torch.get_default_dtype(), parameter_device(device)
+        self.weight, bias = norm_parameters(shape[0], self.settings, kind, place)
+        self.register_parameter("bias", bias)
+        if place.type != "meta":
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set gamma to 1 and the bias to 0; parameters on the meta device are first made on the default device."""
+        if self.weight.is_meta:
+            self.to_empty(device=parameter_device(None))
+        reset_norm_parameters(self.weight, self.bias, self.settings)
+
+    def extra_repr(self) -> str:
+        """Size and options, as printed by the module."""
+        return (
+            f"{self.weight.shape[0]}, eps={self.settings.eps}, "
+            f"zero_centered_gamma={self.settings.zero_centered_gamma}"
+        )
+
+    def pre_first_fuser_forward(self) -> None:
+        """Make parameters that are still on the meta device."""
+        if self.weight.is_meta:
+            self.reset_parameters()
+
+    def op_forward_compute(
+        self,
+        input_: TensorOrQuantized,
+        *,
+        prev_op_grad_output_quantizer: BoundQuantizer | None,
+        next_op_input_quantizer: BoundQuantizer | None,
+        requires_grad: bool,
+    ) -> tuple[TensorOrQuantized, TensorsToSave]:
+        x, weight = plain_input(input_), self.weight
+        if x.shape[-1:] != weight.shape:
+            raise ValueError(
+                f"input has shape {tuple(x.shape)}; its last dim must be that of the weight, {tuple(weight.shape)}"
+            )
+        if weight.is_meta:
+            raise RuntimeError("parameters are on the meta device; call reset_parameters() first")
+        if x.device != weight.device:
+            raise RuntimeError(
+                f"input is on {x.device}, the parameters are on {weight.device}; move one of them"
+            )
+        return normalize(x, weight, self.bias, self.settings, next_op_input_quantizer, requires_grad)
+
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input_: TensorOrQuantized, tensors_to_save: TensorsToSave, **kwargs: Any
+    ) -> None:
+        ctx.save_for_backward(*tensors_to_save)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: TensorOrQuantized
+    ) -> tuple[TensorOrQuantized | None, tuple[Tensor | None, ...]]:
+        wanted = ctx.prev_op_grad_output_quantizer
+        dx, dweight, dbias = norm_gradients(ctx, grad_output, self.settings.zero_centered_gamma, wanted)
+        return dx, (dweight,) if self.bias is None else (dweight, dbias)

@@ -1,0 +1,52 @@
+"""``ReduceScatter``: a share of the rows of the sum over all processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..collectives import gather_rows, group_name, scatter_rows
+from ..context import OperationContext
+from ..op import BasicOperation, TensorsToSave
+from ..quantizer import BoundQuantizer
+
+
+class ReduceScatter(BasicOperation):
+    """Sums the inputs of all processes and keeps this process's share of the rows; the gradient is gathered.
+
+    Args:
+        process_group: the processes; None is the default group. With one process this is the identity.
+    Raises:
+        TypeError: no process group. RuntimeError: one without a registered name. ValueError: in forward, a first dim
+        that does not divide among the processes.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        super().__init__()
+        self.group = group_name(process_group)
+
+    def op_forward_compute(
+        self,
+        input_: Any,
+        *,
+        prev_op_grad_output_quantizer: BoundQuantizer | None,
+        next_op_input_quantizer: BoundQuantizer | None,
+        requires_grad: bool,
+    ) -> tuple[Tensor, TensorsToSave]:
+        return scatter_rows(input_, self.group), ()
+
+    def op_forward_save_ctx(
+        self,
+        ctx: OperationContext,
+        input_: Any,
+        tensors_to_save: TensorsToSave,
+        *,
+        prev_op_grad_output_quantizer: BoundQuantizer | None,
+        next_op_input_quantizer: BoundQuantizer | None,
+        requires_grad: bool,
+    ) -> None:
+        pass
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Tensor, tuple[()]]:
+        return gather_rows(grad_output, self.group), ()

@@ -1,0 +1,96 @@
+"""Collectives along the first dim, for ops that are split over processes; they trace, and never change their input.
+
+A group is carried by its name: a process group neither copies nor pickles, and must not be part of a compiled graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def group_name(process_group: Any) -> str | None:
+    """Name of a process group; None for the default group.
+
+    Raises:
+        TypeError: no process group. RuntimeError: it is not registered under a name.
+    """
+    if process_group is None or isinstance(process_group, str):
+        return process_group
+    if not hasattr(process_group, "group_name"):
+        raise TypeError(
+            f"process_group is a {type(process_group).__name__}; pass a torch.distributed process group, or None for "
+            "the default one"
+        )
+    name = process_group.group_name
+    if not name:
+        raise RuntimeError(
+            "the process group has no registered name; make it with torch.distributed.new_group"
+        )
+    return name
+
+
+def group_size(name: str | None) -> int:
+    """How many processes a group has; 1 where torch.distributed is not initialised."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    if name is None:
+        return dist.get_world_size()
+    return dist.distributed_c10d._get_group_size_by_name(name)  # type: ignore[arg-type]
+
+
+def gather_rows(x: Tensor, group: str | None) -> Tensor:
+    """Concatenation of every process's ``x`` along the first dim, in order of rank; a view of ``x`` for one process."""
+    size = group_size(group)
+    if size == 1:
+        return x.view_as(x)
+    return _wait(
+        torch.ops._c10d_functional.all_gather_into_tensor.default(x.contiguous(), size, _registered(group))
+    )
+
+
+def scatter_rows(x: Tensor, group: str | None) -> Tensor:
+    """This process's share of the rows of the sum of every process's ``x``; a view of ``x`` for one process.
+
+    Raises:
+        ValueError: the first dim is not a multiple of the number of processes.
+    """
+    size = group_size(group)
+    if size == 1:
+        return x.view_as(x)
+    check_scatters(x.shape, size)
+    return _wait(
+        torch.ops._c10d_functional.reduce_scatter_tensor.default(
+            x.contiguous(), "sum", size, _registered(group)
+        )
+    )
+
+
+def sum_over(x: Tensor, group: str | None) -> Tensor:
+    """Sum of every process's ``x``; a view of ``x`` for one process."""
+    if group_size(group) == 1:
+        return x.view_as(x)
+    return _wait(torch.ops._c10d_functional.all_reduce.default(x.contiguous(), "sum", _registered(group)))
+
+
+def check_scatters(shape: tuple[int, ...], size: int) -> None:
+    """Check that the rows divide among ``size`` processes.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if shape[0] % size:
+        raise ValueError(
+            f"the first dim of shape {tuple(shape)} does not divide among {size} processes; pad it to a multiple"
+        )
+
+
+def _registered(group: str | None) -> str:
+    return dist.distributed_c10d._get_default_group().group_name if group is None else group
+
+
+def _wait(tensor: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor.default(tensor)

@@ -1,0 +1,68 @@
+"""What an operation's forward leaves for its backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..tensors import TensorOrQuantized
+from .quantizer import BoundQuantizer
+
+
+class OperationContext:
+    """Where one basic operation keeps what its backward reads; other attributes may be set freely.
+
+    The fuser sets, before the forward runs:
+
+    ``requires_grad``: this operation has a backward. ``input_requires_grad``: somebody wants the gradient of its input.
+    ``prev_op_grad_output_quantizer``: how the operation in front wants that gradient quantized; None for plain.
+
+    Tensors go through :meth:`save_for_backward` and nowhere else. What is set freely must follow from the operation's
+    attributes, its keyword arguments and the tensors' metadata, but hold no sizes: those may be symbolic in a compiled
+    graph, and the backward reads them off the gradient and the saved tensors.
+    """
+
+    requires_grad: bool
+    input_requires_grad: bool
+    prev_op_grad_output_quantizer: BoundQuantizer | None
+
+    def __init__(
+        self,
+        requires_grad: bool = True,
+        input_requires_grad: bool = True,
+        prev_op_grad_output_quantizer: BoundQuantizer | None = None,
+    ) -> None:
+        self.requires_grad = requires_grad
+        self.input_requires_grad = input_requires_grad
+        self.prev_op_grad_output_quantizer = prev_op_grad_output_quantizer
+        self.to_save: tuple[TensorOrQuantized | None, ...] = ()
+
+    def save_for_backward(self, *tensors: TensorOrQuantized | None) -> None:
+        """Keep tensors for :attr:`saved_tensors` of the backward, in place of those of an earlier call."""
+        self.to_save = tensors
+
+    @property
+    def saved_tensors(self) -> tuple[TensorOrQuantized | None, ...]:
+        """What was saved; in the backward, restored."""
+        return self.to_save
+
+    if TYPE_CHECKING:  # whatever an operation keeps
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+class RestoredContext:
+    """One backward's view of a stored context: its attributes, and its saved tensors for as long as this call runs.
+
+    The stored context is left as it is, so that a second backward over the same graph finds it untouched.
+    """
+
+    def __init__(self, stored: OperationContext, saved: tuple[TensorOrQuantized | None, ...]) -> None:
+        self._stored = stored
+        self.saved_tensors = saved
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_stored":  # only while a copy is being made
+            raise AttributeError(name)
+        return getattr(self._stored, name)

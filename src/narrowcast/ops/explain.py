@@ -1,0 +1,131 @@
+"""Which fused operations a list gets under a recipe, and why others were not chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..recipe import Recipe
+from .fused.pattern import Fusion, NearMiss
+from .fuser import OperationFuser
+from .registry import REGISTRY
+
+
+@dataclass(frozen=True)
+class ChosenOperation:
+    """An operation that runs. ``direction``: "forward" or "backward". ``numbers``: of the basic operations it runs,
+    counted over the whole list. ``basic_ops``: their class names."""
+
+    direction: str
+    name: str
+    numbers: tuple[int, ...]
+    basic_ops: tuple[str, ...]
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it stands for other operations."""
+        return self.name != self.basic_ops[0]
+
+
+@dataclass(frozen=True)
+class MissedFusion:
+    """A pattern that was there with a condition that does not hold.
+
+    ``direction``: "forward", "backward" or "both". ``number``: of the basic operation that it begins at.
+    """
+
+    direction: str
+    name: str
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What runs, in the order in which it runs, and what nearly would have been fused."""
+
+    forward: tuple[ChosenOperation, ...]
+    backward: tuple[ChosenOperation, ...]
+    near_misses: tuple[MissedFusion, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for direction, chosen in (("forward", self.forward), ("backward", self.backward)):
+            lines.append(direction)
+            rows = [(_numbers(one.numbers), one.name, _parts(one)) for one in chosen]
+            lines.extend(_aligned(rows))
+        if self.near_misses:
+            lines.append("not fused")
+            rows = [
+                (str(miss.number), f"{miss.name} ({miss.direction})", miss.reason)
+                for miss in self.near_misses
+            ]
+            lines.extend(_aligned(rows))
+        return "\n".join(lines)
+
+
+def explain(fusers: Sequence[OperationFuser], recipe: Recipe | None) -> Explanation:
+    """Print, and return, what the fusers run under a recipe when every operation has a backward.
+
+    Raises:
+        TypeError: ``recipe`` is neither a recipe nor None.
+    """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes, or None"
+        )
+    forward: list[ChosenOperation] = []
+    backward: list[ChosenOperation] = []
+    missed: list[MissedFusion] = []
+    begin = 0
+    for fuser in fusers:
+        fused = fuser.fused(recipe)
+        forward.extend(_chosen("forward", op, where, begin) for op, where in fused.forward)
+        group = [_chosen("backward", op, where, begin) for op, where in fused.backward]
+        backward[:0] = group[::-1]
+        missed.extend(_near_misses(fuser, recipe, begin, [*forward, *group]))
+        begin += len(fuser.basic_ops)
+    explanation = Explanation(tuple(forward), tuple(backward), tuple(missed))
+    print(explanation)
+    return explanation
+
+
+def _chosen(direction: str, op: Any, where: tuple[int, ...], begin: int) -> ChosenOperation:
+    basic = op.basic_ops if op.is_fused_op else (op,)
+    names = tuple(type(one).__name__ for one in basic)
+    return ChosenOperation(direction, type(op).__name__, tuple(begin + index for index in where), names)
+
+
+def _near_misses(
+    fuser: OperationFuser, recipe: Recipe | None, begin: int, chosen: Sequence[ChosenOperation]
+) -> list[MissedFusion]:
+    """What each pattern says about the basic operations; not where another fused operation runs them."""
+    missed = []
+    registered = (("both", REGISTRY.joint), ("forward", REGISTRY.forward), ("backward", REGISTRY.backward))
+    for direction, functions in registered:
+        taken = {
+            number
+            for one in chosen
+            if direction in ("both", one.direction) and len(one.numbers) > 1
+            for number in one.numbers
+        }
+        for fusion in functions:
+            for start in range(len(fuser.basic_ops)) if isinstance(fusion, Fusion) else ():
+                found = fusion.look(fuser.basic_ops, start, recipe)
+                if isinstance(found, NearMiss) and begin + start not in taken:
+                    missed.append(MissedFusion(direction, fusion.name, begin + start, found.reason))
+    return missed
+
+
+def _numbers(numbers: tuple[int, ...]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def _parts(one: ChosenOperation) -> str:
+    return " + ".join(one.basic_ops) if one.is_fused else ""
+
+
+def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
+    return [f"  {number:>{widths[0]}}  {name:<{widths[1]}}  {rest}".rstrip() for number, name, rest in rows]

@@ -1,0 +1,38 @@
+"""Fused operations and the order in which their patterns are looked for."""
+
+from ..registry import (
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
+from .backward_activation_bias import BACKWARD_ACTIVATION_BIAS
+from .backward_add_rmsnorm import BACKWARD_ADD_RMSNORM
+from .backward_linear_add import BACKWARD_LINEAR_ADD
+from .backward_linear_scale import BACKWARD_LINEAR_SCALE
+from .forward_linear_bias_activation import FORWARD_LINEAR_BIAS_ACTIVATION
+from .forward_linear_bias_add import FORWARD_LINEAR_BIAS_ADD
+from .forward_linear_scale_add import FORWARD_LINEAR_SCALE_ADD
+from .grouped_mlp import GROUPED_MLP
+from .pattern import Fusion, Match, NearMiss, follows
+
+JOINT_FUSIONS: tuple[Fusion, ...] = (GROUPED_MLP,)
+FORWARD_FUSIONS: tuple[Fusion, ...] = (
+    FORWARD_LINEAR_BIAS_ADD,
+    FORWARD_LINEAR_BIAS_ACTIVATION,
+    FORWARD_LINEAR_SCALE_ADD,
+)
+BACKWARD_FUSIONS: tuple[Fusion, ...] = (
+    BACKWARD_LINEAR_ADD,
+    BACKWARD_LINEAR_SCALE,
+    BACKWARD_ACTIVATION_BIAS,
+    BACKWARD_ADD_RMSNORM,
+)
+
+for _fusion in JOINT_FUSIONS:
+    register_forward_backward_fusion(_fusion)
+for _fusion in FORWARD_FUSIONS:
+    register_forward_fusion(_fusion)
+for _fusion in BACKWARD_FUSIONS:
+    register_backward_fusion(_fusion)
+
+__all__ = ["BACKWARD_FUSIONS", "FORWARD_FUSIONS", "JOINT_FUSIONS", "Fusion", "Match", "NearMiss", "follows"]

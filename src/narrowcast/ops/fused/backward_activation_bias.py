@@ -1,0 +1,68 @@
+"""F8: the gradient of an activation, quantized for the linear layer, with the bias gradient from the same kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...quantizers import quantize_activation_gradient
+from ...recipe import Recipe
+from ...tensors import TensorOrQuantized
+from ..basic.activation import ActivationOperation
+from ..basic.basic_linear import BasicLinear
+from ..basic.bias import Bias
+from ..basic.inputs import plain
+from ..context import OperationContext
+from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients
+from ..quantizer import matrix_of, with_shape
+from .pattern import Fusion, Match, Matched, NearMiss, follows
+
+
+class BackwardActivationBias(FusedOperation):
+    """Gradient of a bias and the activation behind it: one kernel reads what came in and writes codes and sums."""
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: TensorOrQuantized,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+        operations: Any = self.basic_ops
+        bias, activation = operations
+        wanted = basic_op_ctxs[0].prev_op_grad_output_quantizer
+        if (
+            wanted is None
+        ):  # the layer in front is part of another fused operation, which takes a plain gradient
+            grad, _ = activation.op_backward(basic_op_ctxs[1], grad_output)
+            dx, grad_bias = bias.op_backward(basic_op_ctxs[0], grad)
+            return dx, [grad_bias, ()], [(), ()]
+        grad, x = plain(grad_output), activation.saved_input(basic_op_ctxs[1], grad_output)
+        made, sums = quantize_activation_gradient(
+            matrix_of(grad), matrix_of(x), activation.settings, wanted.handle, wanted.scale, wanted.amax
+        )
+        assert sums is not None
+        return with_shape(made, tuple(x.shape)), [(sums.to(bias.bias.dtype),), ()], [(), ()]
+
+
+def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:
+    if start == 0 or not follows(ops, start, Bias, ActivationOperation):
+        return None
+    front, activation = ops[start - 1], ops[start + 1]
+    layer = front.basic_ops[-1] if front.is_fused_op else front
+    if not isinstance(layer, BasicLinear):
+        return NearMiss(f"{type(layer).__name__} in front takes its gradient in high precision")
+    if layer.parallel.gathers_grad_output:
+        return NearMiss(
+            "the layer in front is sequence-parallel: its gradient is gathered before it is quantized"
+        )
+    if recipe is None:
+        return NearMiss("no recipe is in force, so nothing is quantized")
+    if recipe.backward_override is not None:  # type: ignore[attr-defined]
+        return NearMiss(f"backward_override={recipe.backward_override!r} leaves gradients unquantized")  # type: ignore[attr-defined]
+    if activation.moves_channels:  # type: ignore[attr-defined]
+        return NearMiss("glu_interleave_size moves the gradient's channels, so the kernel cannot quantize it")
+    return Match(2)
+
+
+BACKWARD_ACTIVATION_BIAS = Fusion("BackwardActivationBias", "backward", _match, BackwardActivationBias)

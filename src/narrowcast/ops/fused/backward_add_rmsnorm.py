@@ -1,0 +1,44 @@
+"""F9: gradients of an extra output and of the RMSNorm behind it, added in the norm's kernel before it rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...recipe import Recipe
+from ...tensors import TensorOrQuantized
+from ..basic.make_extra_output import MakeExtraOutput
+from ..basic.norm import norm_gradients
+from ..basic.rmsnorm import RMSNorm
+from ..context import OperationContext
+from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients
+from .pattern import Fusion, Match, Matched, NearMiss, follows
+
+
+class BackwardAddRMSNorm(FusedOperation):
+    """``dx = norm_backward(grad) + grad_extra``, rounded once, quantized where the operation in front wants that."""
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: TensorOrQuantized,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+        (grad_extra,) = basic_op_grad_extra_outputs[0]
+        norm: Any = self.basic_ops[1]
+        wanted = basic_op_ctxs[0].prev_op_grad_output_quantizer
+        centered = norm.settings.zero_centered_gamma
+        dx, dweight, _ = norm_gradients(basic_op_ctxs[1], grad_output, centered, wanted, grad_extra)
+        return dx, [(), (dweight,)], [(), ()]
+
+
+def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:
+    if not follows(ops, start, MakeExtraOutput, RMSNorm):
+        return None
+    if ops[start].in_place:  # type: ignore[attr-defined]
+        return NearMiss("MakeExtraOutput has in_place=True, which belongs to BackwardLinearAdd")
+    return Match(2)
+
+
+BACKWARD_ADD_RMSNORM = Fusion("BackwardAddRMSNorm", "backward", _match, BackwardAddRMSNorm)

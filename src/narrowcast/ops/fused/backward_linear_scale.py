@@ -1,0 +1,76 @@
+"""F7: a constant factor that goes into the scale of the quantized gradient, so that no pass over memory applies it.
+
+Current scaling gives ``scale * dy`` the codes of ``dy``, up to the rounding of their product that this leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...autograd.arguments import LinearBwdArgs
+from ...autograd.stages import usage
+from ...quantizers import quantize_operand
+from ...recipe import Recipe
+from ...tensors import QuantizedTensorStorage, TensorOrQuantized
+from ..basic.basic_linear import BasicLinear
+from ..basic.constant_scale import ConstantScale
+from ..context import OperationContext
+from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients
+from ..quantizer import BoundQuantizer, matrix_of, with_shape
+from .linear_run import exactly
+from .pattern import Fusion, Match, Matched, NearMiss
+
+
+class BackwardLinearScale(FusedOperation):
+    """``dx = (scale * dy) w`` and ``dw = (scale * dy)^T x`` from ``quantize(dy)``, whose one scale takes the factor."""
+
+    def get_grad_output_quantizer(self) -> BoundQuantizer | None:
+        return self.basic_ops[0].get_grad_output_quantizer()
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: TensorOrQuantized,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+        linear: BasicLinear = self.basic_ops[0]  # type: ignore[assignment]
+        scale: float = self.basic_ops[1].scale  # type: ignore[assignment]
+        grad: Any = _quantized(basic_op_ctxs[0].backward_args, grad_output)  # type: ignore[attr-defined]
+        grad._scale_inv = grad._scale_inv * scale
+        grad_input, grad_weight = linear.gradients(basic_op_ctxs[0], grad)
+        return grad_input, [(grad_weight,), ()], [(), ()]
+
+
+def _quantized(args: LinearBwdArgs, grad: TensorOrQuantized) -> QuantizedTensorStorage:
+    """The gradient as the GEMMs read it, in a storage of our own."""
+    if not isinstance(grad, Tensor):
+        return with_shape(grad._view_of(("_data", "_transpose", "_scale_inv")), tuple(grad.shape))
+    handle = usage(args.grad_quantizers, args.needs.inp, args.needs.weight)
+    assert handle is not None
+    made = quantize_operand(matrix_of(grad), handle, args.delayed.scale_bwd, args.delayed.amax_bwd)
+    return with_shape(made, tuple(grad.shape))
+
+
+def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:
+    if not exactly(ops, start, BasicLinear, ConstantScale):
+        return None
+    linear: Any = ops[start]
+    if linear.parallel.mode == "column":
+        return NearMiss("the layer is column-parallel: its gradient is summed over processes first")
+    if linear.parallel.gathers_grad_output:
+        return NearMiss("the layer is sequence-parallel: the gradient is gathered before it is quantized")
+    if recipe is None or recipe.backward_override is not None:  # type: ignore[attr-defined]
+        return NearMiss("the gradient stays in high precision and has no scale that could take the factor")
+    if not recipe.float8_current_scaling() or recipe.fp8_quant_bwd_grad.power_2_scale:  # type: ignore[attr-defined]
+        return NearMiss(
+            "only current scaling with any scale gives scale * dy the codes of dy; blocks, powers of two and scales "
+            "of earlier steps do not"
+        )
+    return Match(2)
+
+
+BACKWARD_LINEAR_SCALE = Fusion("BackwardLinearScale", "backward", _match, BackwardLinearScale)

@@ -1,0 +1,166 @@
+"""F10: the experts of a mixture, two grouped linear layers with a scaled activation between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...autograd.stages import after
+from ...functional import scaled_act
+from ...recipe import MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+from ...tensors import TensorOrQuantized
+from ..basic.grouped_linear import GroupedLinear
+from ..basic.scaled_activation import (
+    ScaledActivationOperation,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+)
+from ..basic.swiglu import channels_to_halves
+from ..context import OperationContext
+from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients, TensorsToSave
+from .linear_run import exactly
+from .pattern import Fusion, Match, Matched, NearMiss
+
+GATED = (ScaledSwiGLU, ScaledClampedQGeGLU, ScaledSiTUGLU)
+MULTIPLE, INTERLEAVE = 64, 32
+
+
+class GroupedMLP(FusedOperation):
+    """y_g = act(x_g w1_g^T) * s w2_g^T for every group g of rows; also the backward.
+
+    With ``activation_recompute_in_mlp`` of the activation, nothing of its output is kept: the backward computes it once
+    more from the activation's input, which is kept anyway, and quantizes it for the weight gradient of the second
+    layer. Values are those of the three operations by themselves.
+    """
+
+    @property
+    def _parts(self) -> tuple[GroupedLinear, ScaledActivationOperation, GroupedLinear]:
+        return self.basic_ops  # type: ignore[return-value]
+
+    def fuser_forward_compute(
+        self,
+        input_: TensorOrQuantized,
+        *,
+        basic_op_extra_inputs: ExtraTensors,
+        basic_op_kwargs: list[dict[str, Any]],
+        requires_grad: bool,
+        **kwargs: Any,
+    ) -> tuple[TensorOrQuantized, ExtraTensors, list[TensorsToSave]]:
+        fc1, activation, fc2 = self._parts
+        recompute = requires_grad and activation.activation_recompute_in_mlp
+        hidden, saved1 = fc1.compute(input_, basic_op_extra_inputs[0], basic_op_kwargs[0], requires_grad)
+        activated, _, (saved,) = activation.fuser_forward_compute(
+            hidden,
+            basic_op_extra_inputs=basic_op_extra_inputs[1:2],
+            prev_op_grad_output_quantizer=None,
+            next_op_input_quantizer=None,
+            basic_op_kwargs=basic_op_kwargs[1:2],
+            requires_grad=requires_grad,
+        )
+        out, saved2 = fc2.compute(
+            activated, basic_op_extra_inputs[2], basic_op_kwargs[2], requires_grad, recompute
+        )
+        return out, [(), (), ()], [saved1, saved, saved2]
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: TensorOrQuantized,
+        tensors_to_save: list[TensorsToSave],
+        *,
+        basic_op_kwargs: list[dict[str, Any]],
+        **kwargs: Any,
+    ) -> None:
+        fc1, activation, fc2 = self._parts
+        first, between, last = basic_op_ctxs
+        saved2, save_input = tensors_to_save[2], activation.activation_recompute_in_mlp
+        if first.requires_grad:
+            fc1.save(first, input_.dtype, tensors_to_save[0], basic_op_kwargs[0])
+        if between.requires_grad:
+            between.save_for_backward(*tensors_to_save[1])
+        recompute = save_input and between.requires_grad and fc2.wants_wgrad
+        if recompute:
+            at = fc2.input_position
+            saved2 = (*saved2[:at], None, *saved2[at + 1 :])
+        fc2.save(last, fc1.activation_dtype(input_.dtype), saved2, basic_op_kwargs[2], save_input)
+        last.recompute = recompute  # type: ignore[attr-defined]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: TensorOrQuantized,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+        fc1, activation, fc2 = self._parts
+        first, between, last = basic_op_ctxs
+        saved2 = list(last.saved_tensors)
+        if last.recompute:  # type: ignore[attr-defined]
+            saved2[fc2.input_position] = _activated(activation, between, grad_output)
+        grad, grads2, extra2 = fc2.gradients(last, tuple(saved2), grad_output)
+        grads1: tuple[Tensor | None, ...] = (None,) * len(list(fc1.parameters()))
+        extra1: tuple[Tensor | None, ...] = (None,) * fc1.num_extra_inputs
+        extra: tuple[Tensor | None, ...] = (None,)
+        grad_input: Tensor | None = None
+        if between.requires_grad and grad is not None:
+            hidden, _, (extra,) = activation.fuser_backward([between], grad, basic_op_grad_extra_outputs=[()])
+            if first.requires_grad and hidden is not None:
+                grad_input, grads1, extra1 = fc1.gradients(first, first.saved_tensors, hidden)
+        return grad_input, [grads1, (), grads2], [extra1, extra, extra2]
+
+
+def _activated(
+    op: ScaledActivationOperation, ctx: OperationContext, grad_output: TensorOrQuantized
+) -> Tensor:
+    """The output of the activation, computed once more."""
+    x: Any = ctx.saved_tensors[0]
+    scale: Any = ctx.saved_tensors[1]
+    x = channels_to_halves(x, op.glu_interleave_size)
+    out = scaled_act(x, after(grad_output, scale), op.settings.activation, list(op.settings.parameters))
+    return out.reshape(-1, out.shape[-1])
+
+
+def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:
+    kinds = (*GATED, ScaledSReLU)
+    if not any(exactly(ops, start, GroupedLinear, kind, GroupedLinear) for kind in kinds):
+        return None
+    fc1: Any = ops[start]
+    activation: Any = ops[start + 1]
+    fc2: Any = ops[start + 2]
+    reason = _recipe_reason(recipe)
+    if reason is not None:
+        return NearMiss(reason)
+    if fc1.num_groups != fc2.num_groups:
+        return NearMiss(f"the layers have {fc1.num_groups} and {fc2.num_groups} groups")
+    for size in (fc1.in_features, fc1.out_features, fc2.in_features, fc2.out_features):
+        if size % MULTIPLE:
+            return NearMiss(f"a layer has {size} features, not a multiple of {MULTIPLE}")
+    gated = not isinstance(activation, ScaledSReLU)
+    if fc1.out_features != fc2.in_features * (2 if gated else 1):
+        return NearMiss(
+            f"the first layer has {fc1.out_features} output features, the second takes {fc2.in_features}: the "
+            f"activation makes {'half' if gated else 'as many'}"
+        )
+    if gated and activation.glu_interleave_size != INTERLEAVE:
+        return NearMiss(f"glu_interleave_size is {activation.glu_interleave_size}, not {INTERLEAVE}")
+    return Match(3)
+
+
+def _recipe_reason(recipe: Recipe | None) -> str | None:
+    """Why a recipe does not get the fused operation; None where it does."""
+    if isinstance(recipe, NVFP4BlockScaling):
+        if recipe.disable_rht:
+            return "NVFP4BlockScaling has disable_rht=True"
+    elif not isinstance(recipe, MXFP8BlockScaling):
+        name = "none" if recipe is None else type(recipe).__name__
+        return f"the recipe is {name}; MXFP8BlockScaling and NVFP4BlockScaling get it"
+    if recipe.backward_override is not None:
+        return f"the recipe has backward_override={recipe.backward_override!r}"
+    return None
+
+
+GROUPED_MLP = Fusion("GroupedMLP", "forward", _match, GroupedMLP)

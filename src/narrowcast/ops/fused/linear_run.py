@@ -1,0 +1,88 @@
+"""What the fused operations share that begin with a :class:`BasicLinear`: its GEMM, and saving for all they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...tensors import TensorOrQuantized
+from ..basic.basic_linear import BasicLinear
+from ..basic.bias import Bias
+from ..context import OperationContext
+from ..op import ExtraTensors, FusedOperation, FusibleOperation, TensorsToSave
+
+
+class ForwardLinearRun(FusedOperation):
+    """Forward of a :class:`BasicLinear` and pointwise operations behind it, of which only the first saves tensors.
+
+    What :meth:`finished` makes of the GEMM's output is the output; a :class:`Bias` is added where the GEMM ends.
+    """
+
+    def fuser_forward_compute(
+        self,
+        input_: TensorOrQuantized,
+        *,
+        basic_op_extra_inputs: ExtraTensors,
+        requires_grad: bool,
+        **kwargs: Any,
+    ) -> tuple[Tensor, ExtraTensors, list[TensorsToSave]]:
+        linear: BasicLinear = self.basic_ops[0]  # type: ignore[assignment]
+        bias = next((op.bias for op in self.basic_ops if isinstance(op, Bias)), None)
+        extra = next((extra for extras in basic_op_extra_inputs for extra in extras), None)
+        if extra is not None:
+            _check_extra(extra, linear.output_proto(input_).shape)
+        out, to_save = linear.compute(input_, bias, requires_grad)
+        others = len(self.basic_ops) - 1
+        return self.finished(out, extra), [()] * (1 + others), [to_save, *[()] * others]
+
+    def finished(self, out: Tensor, extra: Tensor | None) -> Tensor:
+        """The output, from the GEMM's and the extra input; may write to the former."""
+        return out
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: TensorOrQuantized,
+        tensors_to_save: list[TensorsToSave],
+        *,
+        basic_op_extra_inputs: ExtraTensors,
+        basic_op_kwargs: list[dict[str, Any]],
+        **kwargs: Any,
+    ) -> None:
+        linear: BasicLinear = self.basic_ops[0]  # type: ignore[assignment]
+        linear.save(basic_op_ctxs[0], input_, tensors_to_save[0])
+        between: Any = linear.output_proto(input_)  # what the others get is not there; they read its dtype
+        for index in range(1, len(self.basic_ops)):
+            self.basic_ops[index].fuser_forward_save_ctx(
+                [basic_op_ctxs[index]],
+                between,
+                [tensors_to_save[index]],
+                basic_op_extra_inputs=[basic_op_extra_inputs[index]],
+                basic_op_kwargs=[basic_op_kwargs[index]],
+                **kwargs,
+            )
+
+
+def exactly(ops: Sequence[FusibleOperation], start: int, *kinds: type) -> bool:
+    """Whether the operations from ``start`` on are of these classes; a subclass may compute something else."""
+    if start + len(kinds) > len(ops):
+        return False
+    return all(type(ops[start + offset]) is kind for offset, kind in enumerate(kinds))
+
+
+def added(out: Tensor, other: Tensor) -> Tensor:
+    """``out + other``; eager code writes it to ``out``, which must be the caller's own."""
+    if torch.compiler.is_compiling() or out.dtype != other.dtype:
+        return out + other
+    return out.add_(other)
+
+
+def _check_extra(extra: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(extra.shape) != tuple(shape):
+        raise ValueError(
+            f"the extra input has shape {tuple(extra.shape)}, the output of the linear layer {tuple(shape)}; they must "
+            "be equal"
+        )

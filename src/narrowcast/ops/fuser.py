@@ -1,0 +1,549 @@
+"""The fuser: runs a list of operations behind one autograd boundary, runs of them replaced by fused operations.
+
+Compilers trace straight through it: what the operations compute is PyTorch's or an operator of this library. Rules of
+this file, each paid for with a compiler experiment: nothing outside is written to while tracing; every returned tensor
+is a fresh view; no size is put on the context; the stored contexts are never written to by a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..autograd.quantized_boundary import plain_gradient
+from ..recipe import Recipe
+from ..state import STATE
+from ..tensors import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx
+from .context import OperationContext, RestoredContext
+from .quantizer import BoundQuantizer
+from .registry import REGISTRY, FusionFunction
+
+if TYPE_CHECKING:
+    from .op import BasicOperation, FusibleOperation
+
+_Placed = tuple["FusibleOperation", tuple[int, ...]]
+"""An operation with the positions of its basic operations in the fuser's list."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The operations that run, by direction; the backward holds only those that have one, in the forward's order."""
+
+    forward: tuple[_Placed, ...]
+    backward: tuple[_Placed, ...]
+
+
+@dataclass(frozen=True)
+class _Outlet:
+    """One extra output: which one it is, its channel, and whether it leaves the fuser, and to the user."""
+
+    op: int
+    index: int
+    channel: str | None
+    to_caller: bool
+    to_user: bool
+
+
+@dataclass(frozen=True)
+class _Inlet:
+    """One extra input: which one it is, and its channel. ``position``: among those that the caller gives, else -1."""
+
+    op: int
+    index: int
+    channel: str | None
+    position: int
+
+
+@dataclass(frozen=True)
+class _Wiring:
+    """Extra inputs and outputs of a list of basic operations."""
+
+    inlets: tuple[_Inlet, ...]
+    outlets: tuple[_Outlet, ...]
+    from_caller: int
+
+    def inputs_of(self, op: int, channels: dict[str, Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Extra inputs of one basic operation."""
+        return tuple(
+            given[inlet.position] if inlet.position >= 0 else channels[inlet.channel]  # type: ignore[index]
+            for inlet in self.inlets
+            if inlet.op == op
+        )
+
+    def outputs_of(self, op: int) -> list[_Outlet]:
+        """Extra outputs of one basic operation."""
+        return [outlet for outlet in self.outlets if outlet.op == op]
+
+
+class _Call:
+    """One call of a fuser: all that its boundary reads besides differentiable tensors."""
+
+    def __init__(
+        self,
+        basic_ops: Sequence[BasicOperation],
+        fused: Fused,
+        wiring: _Wiring,
+        first_with_backward: int,
+        input_requires_grad: bool,
+        num_params: list[int],
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> None:
+        self.basic_ops = basic_ops
+        self.fused = fused
+        self.wiring = wiring
+        self.first_with_backward = first_with_backward
+        self.input_requires_grad = input_requires_grad
+        self.num_params = num_params
+        self.basic_op_kwargs = basic_op_kwargs
+        # asked here, where the caller's grad mode is in force
+        self.input_quantizers = [op.get_input_quantizer() for op, _ in fused.forward]
+        self.grad_input_quantizers = self._grad_input_quantizers()
+
+    def _grad_input_quantizers(self) -> list[BoundQuantizer | None]:
+        """By basic operation, how the one in front of it in the backward's list wants the gradient of its input."""
+        wanted: list[BoundQuantizer | None] = [None for _ in self.basic_ops]
+        for op, where in self.fused.backward:
+            behind = where[-1] + 1
+            if behind < len(wanted):
+                wanted[behind] = op.get_grad_output_quantizer()
+        return wanted
+
+    def contexts(self) -> list[OperationContext]:
+        """Fresh contexts, one per basic operation."""
+        first = self.first_with_backward
+        return [
+            OperationContext(
+                index >= first,
+                index > first or (index == first and self.input_requires_grad),
+                self.grad_input_quantizers[index],
+            )
+            for index in range(len(self.basic_ops))
+        ]
+
+
+def _run(
+    call: _Call, contexts: list[OperationContext], input_: Any, extra_inputs: Sequence[Tensor]
+) -> tuple[Any, list[Tensor]]:
+    """(output, extra outputs for the caller); what the backward needs is left on the contexts."""
+    forward, wiring = call.fused.forward, call.wiring
+    channels: dict[str, Tensor] = {}
+    to_caller: list[Tensor] = []
+    x = input_
+    for step, (op, where) in enumerate(forward):
+        following = call.input_quantizers[step + 1] if step + 1 < len(forward) else None
+        x, extra_outputs = _run_one(
+            op,
+            [contexts[index] for index in where],
+            x,
+            {
+                "basic_op_extra_inputs": [wiring.inputs_of(index, channels, extra_inputs) for index in where],
+                "prev_op_grad_output_quantizer": call.grad_input_quantizers[where[0]],
+                "next_op_input_quantizer": following,
+                "basic_op_kwargs": [call.basic_op_kwargs[index] for index in where],
+            },
+        )
+        for index, outputs in zip(where, extra_outputs, strict=True):
+            outlets = wiring.outputs_of(index)
+            _check_count(call.basic_ops[index], "the forward", "extra outputs", outputs, len(outlets))
+            for outlet, output in zip(outlets, outputs):
+                if outlet.channel is not None:
+                    channels[outlet.channel] = output
+                if outlet.to_caller:
+                    to_caller.append(output)
+    if not isinstance(x, Tensor):
+        raise RuntimeError(
+            f"{type(forward[-1][0]).__name__} returned a {type(x).__name__} as the last output; an operation returns a "
+            "quantized tensor only where next_op_input_quantizer is not None"
+        )
+    return x, to_caller
+
+
+def _run_one(
+    op: FusibleOperation, contexts: list[OperationContext], x: TensorOrQuantized, kwargs: dict[str, Any]
+) -> Any:
+    if not op._use_split_forward:
+        return op.fuser_forward(contexts, x, **kwargs)
+    requires_grad = contexts[-1].requires_grad
+    output, extra_outputs, tensors_to_save = op.fuser_forward_compute(
+        x, requires_grad=requires_grad, **kwargs
+    )
+    if requires_grad:
+        op.fuser_forward_save_ctx(contexts, x, tensors_to_save, requires_grad=requires_grad, **kwargs)
+    return output, extra_outputs
+
+
+class _OperationsFunction(torch.autograd.Function):
+    """Boundary of :class:`OperationFuser`: main input, call, parameters of all operations, extra inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: Tensor) -> Any:
+        contexts = call.contexts()
+        output, extra_outputs = _run(call, contexts, input_, tensors[num_params:])
+        tensors_to_save: list[TensorOrQuantized | None] = []
+        ranges = []
+        for context in contexts:
+            begin = len(tensors_to_save)
+            if context.requires_grad:
+                tensors_to_save.extend(context.to_save)
+            context.to_save = ()
+            ranges.append((begin, len(tensors_to_save)))
+        flat, objects = prepare_for_saving(*tensors_to_save)
+        ctx.save_for_backward(*flat)
+        ctx.tensor_objects = objects
+        ctx.call, ctx.contexts, ctx.ranges = call, contexts, ranges
+        outputs = [tensor.view_as(tensor) for tensor in (output, *extra_outputs)]
+        return tuple(outputs) if extra_outputs else outputs[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        saved = restore_from_func_ctx(ctx)
+        contexts: list[Any] = [
+            RestoredContext(context, tuple(saved[begin:end]))
+            for context, (begin, end) in zip(ctx.contexts, ctx.ranges)
+        ]
+        return _run_backward(ctx.call, contexts, [plain_gradient(grad) for grad in grad_outputs])
+
+
+def _run_backward(
+    call: _Call, contexts: list[Any], grad_outputs: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the boundary's operands, in their order."""
+    wiring = call.wiring
+    grad: Any = grad_outputs[0]
+    # by (operation, number of the extra output); channels add to what the caller gives
+    grad_extra: dict[tuple[int, int], Tensor] = {}
+    for outlet, given in zip([one for one in wiring.outlets if one.to_caller], grad_outputs[1:]):
+        grad_extra[outlet.op, outlet.index] = given
+    grad_params: list[tuple[Tensor | None, ...]] = [(None,) * count for count in call.num_params]
+    grad_inputs: list[Tensor | None] = [None] * wiring.from_caller
+    for op, where in reversed(call.fused.backward):
+        grad, params, extra_inputs = op.fuser_backward(
+            [contexts[index] for index in where],
+            grad,
+            basic_op_grad_extra_outputs=[
+                tuple(grad_extra.get((index, outlet.index)) for outlet in wiring.outputs_of(index))
+                for index in where
+            ],
+        )
+        for index, own_params, own_inputs in zip(where, params, extra_inputs, strict=True):
+            basic = call.basic_ops[index]
+            _check_count(basic, "the backward", "gradients of parameters", own_params, call.num_params[index])
+            grad_params[index] = tuple(own_params)
+            inlets = [inlet for inlet in wiring.inlets if inlet.op == index]
+            _check_count(basic, "the backward", "gradients of extra inputs", own_inputs, len(inlets))
+            for inlet, own in zip(inlets, own_inputs):
+                if inlet.position >= 0:
+                    grad_inputs[inlet.position] = own
+                elif own is not None:
+                    _add_to(grad_extra, _source(wiring, inlet.channel), own)
+    if not call.input_requires_grad:
+        grad = None
+    return (grad, None, None, *[one for params in grad_params for one in params], *grad_inputs)
+
+
+def _source(wiring: _Wiring, channel: str | None) -> tuple[int, int]:
+    return next((outlet.op, outlet.index) for outlet in wiring.outlets if outlet.channel == channel)
+
+
+def _add_to(grads: dict[tuple[int, int], Tensor], key: tuple[int, int], grad: Tensor) -> None:
+    there = grads.get(key)
+    grads[key] = grad if there is None else there + grad
+
+
+def _check_count(op: Any, direction: str, what: str, returned: Sequence[Any], count: int) -> None:
+    if len(returned) != count:
+        raise RuntimeError(
+            f"{direction} of {type(op).__name__} returned {len(returned)} {what}, it has {count}"
+        )
+
+
+class OperationFuser:
+    """Runs operations in a row; runs of them are replaced by the registered fused operations, per direction.
+
+    Fusing happens at the first call and again when the recipe's value, the registered fusions, the first operation that
+    has a backward, or the parameters' dtypes change; in compiled code, when tracing.
+
+    Args:
+        ops: operations; fused ones are taken apart first.
+        capture: fix the operations' channels.
+        incoming: channels that the caller feeds; they count as extra inputs.
+        outgoing: channels that the caller wants; they count as extra outputs.
+    Raises:
+        ValueError: no operations, or a channel that nothing in front gives, or that two give.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[FusibleOperation],
+        *,
+        capture: bool = True,
+        incoming: Collection[str] = (),
+        outgoing: Collection[str] = (),
+    ) -> None:
+        self.basic_ops = tuple(taken_apart(ops))
+        if not self.basic_ops:
+            raise ValueError("a fuser got no operations; give it at least one")
+        self.wiring = _wire(self.basic_ops, incoming, outgoing)
+        self._fused_for: tuple[Any, ...] | None = None
+        self._fused = Fused((), ())
+        self._ran = False
+        if capture and not torch.compiler.is_compiling():
+            for op in self.basic_ops:
+                op._captured = True
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """How many extra inputs the caller gives."""
+        return self.wiring.from_caller
+
+    @property
+    def num_extra_outputs(self) -> int:
+        """How many extra outputs the caller gets."""
+        return len(self.extra_outputs)
+
+    @property
+    def extra_input_channels(self) -> list[str | None]:
+        """For each extra input, the channel that the caller feeds with it; None for one of the user's."""
+        return [inlet.channel for inlet in self.wiring.inlets if inlet.position >= 0]
+
+    @property
+    def extra_outputs(self) -> list[tuple[str | None, bool]]:
+        """For each extra output, its channel if it has one, and whether the user gets it."""
+        return [(outlet.channel, outlet.to_user) for outlet in self.wiring.outlets if outlet.to_caller]
+
+    def __call__(
+        self,
+        input_: Any,
+        *extra_inputs: Tensor,
+        basic_op_kwargs: Sequence[dict[str, Any]] | None = None,
+    ) -> Any:
+        """Run the operations.
+
+        Args:
+            input_: main input of the first one.
+            extra_inputs: those of all operations that no channel feeds, in order.
+            basic_op_kwargs: keyword arguments, one dict per basic operation.
+        Returns:
+            the output of the last one; with extra outputs a tuple of it and them.
+        Raises:
+            ValueError: another number of extra inputs or of keyword dicts. TypeError: an input that is no tensor.
+            RuntimeError: a fusion lost operations.
+        """
+        self._check_arguments(input_, extra_inputs, basic_op_kwargs)
+        if torch.compiler.is_compiling():
+            _make_features_static(input_)
+        params = [list(op.parameters()) for op in self.basic_ops]
+        first = self._first_with_backward(input_, extra_inputs, params)
+        self._prepare(first)
+        call = _Call(
+            self.basic_ops,
+            self._fused_once(STATE.recipe, first, params),
+            self.wiring,
+            first,
+            torch.is_grad_enabled() and input_.requires_grad,
+            [len(own) for own in params],
+            basic_op_kwargs or [{} for _ in self.basic_ops],
+        )
+        if first == len(self.basic_ops):
+            output, extra_outputs = _run(call, call.contexts(), input_, extra_inputs)
+            return (output, *extra_outputs) if extra_outputs else output
+        operands = [input_, *(param for own in params for param in own), *extra_inputs]
+        if torch.compiler.is_compiling():
+            operands = _each_once(operands)
+        num_params = len(operands) - 1 - len(extra_inputs)
+        return _OperationsFunction.apply(operands[0], call, num_params, *operands[1:])
+
+    def fused(self, recipe: Recipe | None, first_with_backward: int = 0) -> Fused:
+        """What runs under a recipe when the operations from ``first_with_backward`` on have a backward."""
+        return fuse(self.basic_ops, recipe, first_with_backward)
+
+    def _fused_once(
+        self, recipe: Recipe | None, first_with_backward: int, params: Sequence[Sequence[Tensor]]
+    ) -> Fused:
+        """:meth:`fused`, kept for the next call; but not by traced code, which must not write here."""
+        if torch.compiler.is_compiling():
+            return self.fused(recipe, first_with_backward)
+        dtypes = tuple(param.dtype for own in params for param in own)
+        key = (recipe, REGISTRY.version, first_with_backward, dtypes)
+        if self._fused_for != key:
+            self._fused = self.fused(recipe, first_with_backward)
+            self._fused_for = key
+        return self._fused
+
+    def _check_arguments(
+        self, input_: Any, extra_inputs: Sequence[Tensor], basic_op_kwargs: Sequence[dict[str, Any]] | None
+    ) -> None:
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise ValueError(
+                f"got {len(extra_inputs)} extra inputs, the operations take {self.num_extra_inputs}"
+            )
+        for position, given in enumerate((input_, *extra_inputs)):
+            if not isinstance(given, Tensor):
+                which = f"extra input {position - 1}" if position else "the input"
+                raise TypeError(f"{which} is a {type(given).__name__}; pass a tensor")
+        if basic_op_kwargs is not None and len(basic_op_kwargs) != len(self.basic_ops):
+            raise ValueError(
+                f"basic_op_kwargs has {len(basic_op_kwargs)} entries; give one dict for each of the "
+                f"{len(self.basic_ops)} basic operations"
+            )
+
+    def _first_with_backward(
+        self, input_: Any, extra_inputs: Sequence[Tensor], params: Sequence[Sequence[Tensor]]
+    ) -> int:
+        """Position of the first operation that has a backward; behind the last one if none has."""
+        if not torch.is_grad_enabled():
+            return len(self.basic_ops)
+        if input_.requires_grad:
+            return 0
+        wanting = [inlet.op for inlet in self.wiring.inlets if inlet.position >= 0]
+        wanting = [op for op, extra in zip(wanting, extra_inputs) if extra.requires_grad]
+        for index, own in enumerate(params):
+            if index in wanting or any(param.requires_grad for param in own):
+                return index
+        return len(self.basic_ops)
+
+    def _prepare(self, first_with_backward: int) -> None:
+        if not self._ran and not torch.compiler.is_compiling():
+            for op in self.basic_ops:
+                op.pre_first_fuser_forward()
+            self._ran = True
+        for index, op in enumerate(self.basic_ops):
+            op.pre_fuser_forward(requires_grad=index >= first_with_backward)
+
+
+def _make_features_static(tensor: Tensor) -> None:
+    """Have the compiler take the last dim as a constant; the others may stay symbolic.
+
+    An operation compares the features of what it gets with its own. Behind the boundary that would turn a symbol, which
+    PyTorch 2.11 counts among the results there, into a number, and end in an assertion of the compiler.
+    """
+    if tensor.dim():
+        int(tensor.shape[-1]).bit_length()  # any method of a plain int
+
+
+def _each_once(operands: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors, every further occurrence of one as a view of it.
+
+    The compiler refuses an operand that is given twice, as in a residual connection around the whole list; in PyTorch
+    2.11 its gradients are silently wrong.
+    """
+    seen: dict[Tensor, None] = {}
+    once: list[Tensor] = []
+    for operand in operands:
+        once.append(operand.view_as(operand) if operand in seen else operand)
+        seen[operand] = None
+    return once
+
+
+def fuse(basic_ops: Sequence[BasicOperation], recipe: Recipe | None, first_with_backward: int) -> Fused:
+    """Run the registered fusions: those of both directions, then those of the forward, then those of the backward.
+
+    Raises:
+        RuntimeError: a fusion's result is not made of exactly the basic operations, in order.
+    """
+    joint = _apply(REGISTRY.joint, list(basic_ops), recipe, basic_ops)
+    forward = _apply(REGISTRY.forward, list(joint), recipe, basic_ops)
+    with_backward = [op for op, where in _placed(joint, 0) if where[-1] >= first_with_backward]
+    skipped = len(basic_ops) - sum(_width(op) for op in with_backward)
+    backward = _apply(REGISTRY.backward, with_backward, recipe, basic_ops[skipped:])
+    return Fused(_placed(forward, 0), _placed(backward, skipped))
+
+
+def _apply(
+    functions: Sequence[FusionFunction],
+    ops: list[FusibleOperation],
+    recipe: Recipe | None,
+    basic_ops: Sequence[BasicOperation],
+) -> list[FusibleOperation]:
+    for function in functions:
+        ops = list(function(ops, recipe=recipe))
+        covered = taken_apart(ops)
+        if len(covered) != len(basic_ops) or any(a is not b for a, b in zip(covered, basic_ops)):
+            raise RuntimeError(
+                f"the fusion {_name_of(function)} returned operations that run "
+                f"{[type(op).__name__ for op in covered]}, the list is {[type(op).__name__ for op in basic_ops]}; a "
+                "fusion must cover every basic operation once, in order"
+            )
+        for op in ops:
+            channel = inner_channel(op.basic_ops) if op.is_fused_op else None
+            if channel is not None:
+                raise RuntimeError(
+                    f"the fusion {_name_of(function)} put both ends of channel {channel!r} into one operation, which "
+                    "gets its extra inputs before it runs; leave these operations apart"
+                )
+    return ops
+
+
+def inner_channel(ops: Sequence[Any]) -> str | None:
+    """Name of a channel between two of these basic operations; None without."""
+    given = [channel for op in ops for channel in op._output_channels.values()]
+    for op in ops:
+        for channel in op._input_channels.values():
+            if channel in given:
+                return channel
+    return None
+
+
+def taken_apart(ops: Sequence[Any]) -> list[BasicOperation]:
+    """The basic operations that these run."""
+    return [basic for op in ops for basic in (op.basic_ops if op.is_fused_op else (op,))]
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
+
+
+def _width(op: FusibleOperation) -> int:
+    return len(op.basic_ops) if op.is_fused_op else 1
+
+
+def _placed(ops: Sequence[FusibleOperation], begin: int) -> tuple[_Placed, ...]:
+    placed: list[_Placed] = []
+    for op in ops:
+        end = begin + _width(op)
+        placed.append((op, tuple(range(begin, end))))
+        begin = end
+    return tuple(placed)
+
+
+def _wire(
+    basic_ops: Sequence[BasicOperation], incoming: Collection[str], outgoing: Collection[str]
+) -> _Wiring:
+    """Which extra input comes from where, and which extra output goes where.
+
+    Raises:
+        ValueError: a channel that nothing in front gives, or that two operations give.
+    """
+    inlets: list[_Inlet] = []
+    outlets: list[_Outlet] = []
+    given: list[str] = []
+    from_caller = 0
+    for number, op in enumerate(basic_ops):
+        for index in range(op.num_extra_inputs):
+            channel = op._input_channels.get(index)
+            inside = channel in given
+            if channel is not None and not inside and channel not in incoming:
+                raise ValueError(
+                    f"extra input {index} of {type(op).__name__} (operation {number}) comes from channel {channel!r}, "
+                    "which no operation in front of it gives; call set_extra_output_channel on an earlier one"
+                )
+            inlets.append(_Inlet(number, index, channel, -1 if inside else from_caller))
+            from_caller += not inside
+        for index in range(op.num_extra_outputs):
+            channel = op._output_channels.get(index)
+            if channel is not None:
+                if channel in given:
+                    raise ValueError(
+                        f"extra output {index} of {type(op).__name__} (operation {number}) goes to channel "
+                        f"{channel!r}, which an earlier operation gives already; use another name"
+                    )
+                given.append(channel)
+            to_user = index not in op._channel_only_outputs
+            outlets.append(_Outlet(number, index, channel, to_user or channel in outgoing, to_user))
+    return _Wiring(tuple(inlets), tuple(outlets), from_caller)

@@ -1,0 +1,139 @@
+"""``Linear``: a linear layer as operations, which fuse with their neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .basic.basic_linear import BasicLinear
+from .basic.bias import Bias
+from .op import BasicOperation, CompositeOperation
+
+
+class Linear(CompositeOperation):
+    """y = x w^T + b as a :class:`BasicLinear` and a :class:`Bias`, quantized as the recipe in force says.
+
+    Args:
+        in_features, out_features: sizes of the last dim of input and output, of all processes together.
+        bias: add a learned (out_features,) bias.
+        device, dtype, tensor_parallel_mode, tensor_parallel_group, sequence_parallel, rng_state_tracker_function,
+            accumulate_into_main_grad, name: as for :class:`BasicLinear`. "column" splits the bias, too; "row" adds it
+            behind the sum, and with ``sequence_parallel`` its gradient is that of this process's rows, to be summed
+            over the group: such a bias has the attribute ``sequence_parallel``.
+    Raises:
+        as :class:`BasicLinear`.
+
+    ``weight`` and ``bias`` are those of the operations. The state dict has their keys, ``basic_ops.0.weight`` and
+    ``basic_ops.1.bias``; loading also takes ``weight`` and ``bias``, as of :class:`narrowcast.Linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        name: str | None = None,
+    ) -> None:
+        linear = BasicLinear(
+            in_features,
+            out_features,
+            device=device,
+            dtype=dtype,
+            tensor_parallel_mode=tensor_parallel_mode,
+            tensor_parallel_group=tensor_parallel_group,
+            sequence_parallel=sequence_parallel,
+            rng_state_tracker_function=rng_state_tracker_function,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            name=name,
+        )
+        operations: list[BasicOperation] = [linear]
+        if bias:
+            column = linear.parallel.mode == "column"
+            added = Bias(
+                out_features,
+                device=device,
+                dtype=dtype,
+                tensor_parallel=column,
+                tensor_parallel_group=tensor_parallel_group if column else None,
+            )
+            if linear.parallel.gathers_grad_output:
+                added.bias.sequence_parallel = True  # type: ignore[attr-defined]
+            operations.append(added)
+        super().__init__(operations)
+        self.in_features, self.out_features = in_features, out_features
+
+    def extra_repr(self) -> str:
+        """Sizes, as printed by the module."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """Weight of this process, (out_features, in_features) where it is whole; may be assigned."""
+        linear: Any = self.basic_ops[0]
+        return linear.weight
+
+    @weight.setter
+    def weight(self, value: nn.Parameter) -> None:
+        self.register_parameter("weight", value)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Bias of this process; None for a layer without. May be assigned where there is one."""
+        added: Any = self.basic_ops[1] if len(self.basic_ops) > 1 else None
+        return None if added is None else added.bias
+
+    @bias.setter
+    def bias(self, value: nn.Parameter) -> None:
+        self.register_parameter("bias", value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Hand a new weight or bias to the operation that owns it.
+
+        Raises:
+            AttributeError: a bias for a layer without one, or another name. TypeError: no parameter.
+        """
+        owners: dict[str, BasicOperation] = dict(zip(("weight", "bias"), self.basic_ops))
+        if name not in owners:
+            has = " and ".join(owners)
+            raise AttributeError(
+                f"this Linear has {has}, no {name}; make it with bias=True, or keep {name} elsewhere"
+            )
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(f"{name} is a {type(param).__name__}; assign an nn.Parameter")
+        setattr(owners[name], name, param)
+
+    def reset_parameters(self) -> None:
+        """Initialise weight and bias; those on the meta device are first made on the default device."""
+        operations: Any = self.basic_ops
+        for operation in operations:
+            operation.reset_parameters()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for theirs, ours in _names_of_a_module(state_dict, prefix).items():
+            if ours not in state_dict:
+                state_dict[ours] = state_dict.pop(theirs)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _names_of_a_module(state_dict: dict[str, Any], prefix: str) -> dict[str, str]:
+    """Keys of the form that :class:`narrowcast.Linear` writes -> those of the operations."""
+    names = {prefix + "weight": prefix + "basic_ops.0.weight", prefix + "bias": prefix + "basic_ops.1.bias"}
+    renamed = {theirs: ours for theirs, ours in names.items() if theirs in state_dict}
+    scaling = prefix + "delayed_scaling."
+    for key in state_dict:
+        if key.startswith(scaling):
+            renamed[key] = prefix + "basic_ops.0." + key.removeprefix(prefix)
+    return renamed

@@ -1,0 +1,561 @@
+"""Operations: small modules that a fuser runs in a row, and shells that run several of them at once.
+
+An operation splits its forward in two. *Compute* is pure: it gets tensors, returns tensors, and leaves the operation as
+it is. *Save* gets what compute returned and only puts it on a context; it never looks at values, since a compiler runs
+it on tensors without any. There are two levels of the same pair:
+
+    operation level   op_forward_compute, op_forward_save_ctx; op_backward           one input, one output
+    fuser level       fuser_forward_compute, fuser_forward_save_ctx; fuser_backward  extra inputs and outputs, several
+                                                                                     basic operations at once
+
+The legacy form of either pair is one method with a context, ``op_forward`` or ``fuser_forward``. A class defines one
+form, not both; what a subclass defines last is what runs.
+
+What operations hand each other is a tensor, or a ``QuantizedTensorStorage`` where the receiver asked for one by
+:meth:`FusibleOperation.get_input_quantizer` (forward) or :meth:`FusibleOperation.get_grad_output_quantizer` (backward)
+and the giver can make one; who asks must take either. Both have their leading dims in ``shape``; the buffers of a
+storage are those of the (M, K) matrix of rows (:func:`~.quantizer.with_shape`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..quantizers import QuantizerHandle, handle_of
+from ..recipe import Mode, Recipe
+from ..roles import QuantizerRole
+from ..state import STATE, DelayedScalingState, register_delayed_state
+from ..tensors import TensorOrQuantized
+from .context import OperationContext
+from .fuser import OperationFuser
+from .quantizer import BoundQuantizer
+
+TensorsToSave = tuple[TensorOrQuantized | None, ...]
+"""What one basic operation saves; empty without a backward."""
+ExtraTensors = list[tuple[Any, ...]]
+"""Extra inputs, extra outputs or their gradients: one tuple per basic operation."""
+ParameterGradients = list[tuple[Tensor | None, ...]]
+"""One tuple per basic operation, in the order of its ``parameters()``."""
+
+_PAIRS = (
+    ("op_forward_compute", "op_forward_save_ctx"),
+    ("fuser_forward_compute", "fuser_forward_save_ctx"),
+)
+_SPLIT = tuple(name for pair in _PAIRS for name in pair)
+_LEGACY = ("op_forward", "fuser_forward")
+
+
+class FusibleOperation:
+    """What a fuser can run: a basic operation, or several of them at once."""
+
+    _framework_base: ClassVar[bool] = True
+    _use_split_forward: ClassVar[bool] = True
+    """Whether compute and save run, or the legacy method: what the class defines last."""
+    _has_forward: ClassVar[bool] = False
+
+    def __init_subclass__(cls, framework_base: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._framework_base = framework_base
+        if framework_base:
+            return
+        _check_one_form(cls)
+        _check_pairs(cls)
+        defined = next((form for base in cls.__mro__ if (form := _form_defined_by(base)) is not None), None)
+        cls._has_forward = defined is not None
+        cls._use_split_forward = defined != "legacy"
+
+    @property
+    def is_fused_op(self) -> bool:
+        """Whether it stands for the basic operations in :attr:`basic_ops`."""
+        return False
+
+    @property
+    def basic_ops(self) -> Sequence[BasicOperation]:
+        """The basic operations it runs, in order."""
+        raise NotImplementedError(f"{type(self).__name__} must say which basic_ops it runs")
+
+    def pre_first_fuser_forward(self) -> None:
+        """Prepare before the first forward of a fuser; not called in compiled code."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Prepare before each forward, outside of the autograd boundary; must not change anything in compiled code."""
+
+    def get_input_quantizer(self) -> BoundQuantizer | None:
+        """How the input is best handed over; None for a plain tensor."""
+        return None
+
+    def get_grad_output_quantizer(self) -> BoundQuantizer | None:
+        """How the gradient of the output is best handed over; None for a plain tensor."""
+        return None
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: TensorOrQuantized,
+        *,
+        basic_op_extra_inputs: ExtraTensors,
+        prev_op_grad_output_quantizer: BoundQuantizer | None,
+        next_op_input_quantizer: BoundQuantizer | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[TensorOrQuantized, ExtraTensors]:
+        """Forward of the legacy form; of a split operation, both halves.
+
+        Args:
+            basic_op_ctxs: contexts of the basic operations.
+            input_: main input.
+            basic_op_extra_inputs: extra inputs, one tuple per basic operation.
+            prev_op_grad_output_quantizer: how the operation in front wants the gradient of the input.
+            next_op_input_quantizer: how the operation behind wants the output.
+            basic_op_kwargs: keyword arguments, one dict per basic operation.
+        Returns:
+            (output, extra outputs, one tuple per basic operation).
+        """
+        requires_grad = any(ctx.requires_grad for ctx in basic_op_ctxs)
+        kwargs: dict[str, Any] = {
+            "basic_op_extra_inputs": basic_op_extra_inputs,
+            "prev_op_grad_output_quantizer": prev_op_grad_output_quantizer,
+            "next_op_input_quantizer": next_op_input_quantizer,
+            "basic_op_kwargs": basic_op_kwargs,
+            "requires_grad": requires_grad,
+        }
+        output, extra_outputs, tensors_to_save = self.fuser_forward_compute(input_, **kwargs)
+        if requires_grad:
+            self.fuser_forward_save_ctx(basic_op_ctxs, input_, tensors_to_save, **kwargs)
+        return output, extra_outputs
+
+    def fuser_forward_compute(
+        self,
+        input_: TensorOrQuantized,
+        *,
+        basic_op_extra_inputs: ExtraTensors,
+        prev_op_grad_output_quantizer: BoundQuantizer | None,
+        next_op_input_quantizer: BoundQuantizer | None,
+        basic_op_kwargs: list[dict[str, Any]],
+        requires_grad: bool,
+    ) -> tuple[TensorOrQuantized, ExtraTensors, list[TensorsToSave]]:
+        """Output, extra outputs and tensors to save, the latter two with one tuple per basic operation; pure.
+
+        Args:
+            requires_grad: whether any of the basic operations has a backward; without, nothing is to be saved.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no forward: define fuser_forward_compute and fuser_forward_save_ctx, or "
+            "fuser_forward"
+        )
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: TensorOrQuantized,
+        tensors_to_save: list[TensorsToSave],
+        *,
+        basic_op_extra_inputs: ExtraTensors,
+        prev_op_grad_output_quantizer: BoundQuantizer | None,
+        next_op_input_quantizer: BoundQuantizer | None,
+        basic_op_kwargs: list[dict[str, Any]],
+        requires_grad: bool,
+    ) -> None:
+        """Put what compute returned on the contexts; the other arguments are those of compute."""
+        raise NotImplementedError(f"{type(self).__name__} defines no fuser_forward_save_ctx")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: TensorOrQuantized,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+        """Gradients.
+
+        Args:
+            basic_op_ctxs: contexts of the basic operations, with ``saved_tensors``.
+            grad_output: gradient of the main output.
+            basic_op_grad_extra_outputs: those of the extra outputs, one tuple per basic operation; None counts as zero.
+        Returns:
+            (gradient of the main input; None if nobody wants it, gradients of the parameters in the order of
+            ``parameters()``, gradients of the extra inputs), the latter two with one tuple per basic operation.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no backward: define fuser_backward, or op_backward in a basic operation"
+        )
+
+
+class BasicOperation(FusibleOperation, nn.Module, framework_base=True):
+    """One operation: a module with its own parameters that a fuser runs, alone or as part of a fused operation.
+
+    ``num_extra_inputs``, ``num_extra_outputs``: how many tensors it takes and gives besides the main ones; with any, it
+    defines the fuser-level methods.
+
+    Raises:
+        TypeError: a class without forward is instantiated, or (when it is defined) one that mixes the two forms or
+            defines half of a pair.
+    """
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+
+    def __init__(self, **kwargs: Any) -> None:
+        if not self._has_forward:
+            raise TypeError(
+                f"{type(self).__name__} has no forward: define op_forward_compute and op_forward_save_ctx, or "
+                "op_forward; with extra inputs or outputs, the methods of the same names with fuser_ in front"
+            )
+        super().__init__(**kwargs)
+        # index of an extra input or output -> name of the channel that connects it
+        self._input_channels: dict[int, str] = {}
+        self._output_channels: dict[int, str] = {}
+        self._channel_only_outputs: set[int] = set()
+        self._captured = False
+
+    # -- extra inputs and outputs ------------------------------------------------------------------------------------
+
+    def set_extra_input_channel(self, index: int, channel: str) -> None:
+        """Take an extra input from a channel instead of from the caller.
+
+        Args:
+            index: which extra input.
+            channel: name that an operation in front gives to one of its extra outputs.
+        Raises:
+            IndexError: no such extra input. RuntimeError: a fuser runs this operation already.
+        """
+        self._check_channel("input", index, self.num_extra_inputs)
+        self._input_channels[index] = channel
+
+    def set_extra_output_channel(self, index: int, channel: str, *, output_to_caller: bool = True) -> None:
+        """Give an extra output to the operations behind that take it from this channel.
+
+        Args:
+            index: which extra output.
+            channel: name of the channel, one of a kind among operations that run together.
+            output_to_caller: return it to the caller, too.
+        Raises:
+            IndexError: no such extra output. RuntimeError: a fuser runs this operation already.
+        """
+        self._check_channel("output", index, self.num_extra_outputs)
+        self._output_channels[index] = channel
+        if output_to_caller:
+            self._channel_only_outputs.discard(index)
+        else:
+            self._channel_only_outputs.add(index)
+
+    def _check_channel(self, kind: str, index: int, count: int) -> None:
+        if self._captured:
+            raise RuntimeError(
+                f"{type(self).__name__} is run by a fuser already, so its channels are fixed; set them before it is "
+                "put into a Sequential that runs"
+            )
+        if not 0 <= index < count:
+            raise IndexError(f"{type(self).__name__} has {count} extra {kind}s; there is no number {index}")
+
+    # -- quantizers --------------------------------------------------------------------------------------------------
+
+    def num_quantizers(self, mode: Mode) -> int:
+        """How many tensors it quantizes; ``mode``: "forward" or "backward"."""
+        return 0
+
+    def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole]:
+        """What each of these tensors is, for a custom recipe."""
+        return [QuantizerRole() for _ in range(self.num_quantizers(mode))]
+
+    def get_quantizer(self, mode: Mode, index: int) -> BoundQuantizer | None:
+        """Quantizer of one tensor, in both directions, as the recipe in force makes it; None without a recipe.
+
+        Raises:
+            IndexError: it has fewer quantizers.
+        """
+        count = self.num_quantizers(mode)
+        if not 0 <= index < count:
+            raise IndexError(
+                f"{type(self).__name__} has {count} {mode} quantizers; there is no number {index}"
+            )
+        recipe = STATE.recipe
+        if recipe is None:
+            return None
+        handle = _handles_of(recipe, mode, tuple(self.get_quantizer_roles(mode)))[index]
+        if not handle.delayed:
+            return BoundQuantizer(handle)
+        state: Any = self.delayed_scaling
+        if not torch.compiler.is_compiling():
+            state.note(recipe, True)
+        if mode == "forward":
+            return BoundQuantizer(handle, state.scale_fwd, state.amax_history_fwd)
+        return BoundQuantizer(handle, state.scale_bwd, state.amax_history_bwd)
+
+    def _add_delayed_state(self, name: str, device: torch.device | str | None) -> None:
+        """State for quantizers that scale with delay, up to three forward and two backward ones."""
+        self.delayed_scaling = DelayedScalingState(name, device)
+        register_delayed_state(self, self.delayed_scaling)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "delayed_scaling" in self._modules:  # of a copy: its own, to be renewed with the others
+            register_delayed_state(self, self.delayed_scaling)  # type: ignore[arg-type]
+
+    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
+        """Forget the scales of delayed scaling; ``recipe``: the one that comes, None for whichever is entered."""
+        state = getattr(self, "delayed_scaling", None)
+        if state is not None:
+            state.reset()
+            state.ran_under = recipe
+
+    # -- forward and backward ----------------------------------------------------------------------------------------
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: TensorOrQuantized,
+        *,
+        prev_op_grad_output_quantizer: BoundQuantizer | None,
+        next_op_input_quantizer: BoundQuantizer | None,
+        **kwargs: Any,
+    ) -> TensorOrQuantized:
+        """Forward of the legacy form; of a split operation, both halves."""
+        arguments: dict[str, Any] = {
+            "prev_op_grad_output_quantizer": prev_op_grad_output_quantizer,
+            "next_op_input_quantizer": next_op_input_quantizer,
+            "requires_grad": ctx.requires_grad,
+            **kwargs,
+        }
+        output, tensors_to_save = self.op_forward_compute(input_, **arguments)
+        if ctx.requires_grad:
+            self.op_forward_save_ctx(ctx, input_, tensors_to_save, **arguments)
+        return output
+
+    def op_forward_compute(
+        self,
+        input_: TensorOrQuantized,
+        *,
+        prev_op_grad_output_quantizer: BoundQuantizer | None,
+        next_op_input_quantizer: BoundQuantizer | None,
+        requires_grad: bool,
+        **kwargs: Any,
+    ) -> tuple[TensorOrQuantized, TensorsToSave]:
+        """(output, tensors to save); pure.
+
+        Args:
+            input_: a tensor, or what :meth:`get_input_quantizer` asked for.
+            prev_op_grad_output_quantizer: how the operation in front wants the gradient of the input.
+            next_op_input_quantizer: how the operation behind wants the output; a plain tensor always does.
+            requires_grad: whether there is a backward; without, nothing is to be saved.
+            **kwargs: keyword arguments of the caller.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no op_forward_compute")
+
+    def op_forward_save_ctx(
+        self,
+        ctx: OperationContext,
+        input_: TensorOrQuantized,
+        tensors_to_save: TensorsToSave,
+        *,
+        prev_op_grad_output_quantizer: BoundQuantizer | None,
+        next_op_input_quantizer: BoundQuantizer | None,
+        requires_grad: bool,
+        **kwargs: Any,
+    ) -> None:
+        """Put what compute returned on the context; the other arguments are those of compute."""
+        raise NotImplementedError(f"{type(self).__name__} defines no op_forward_save_ctx")
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: TensorOrQuantized
+    ) -> tuple[TensorOrQuantized | None, tuple[Tensor | None, ...]]:
+        """(gradient of the input; None if nobody wants it, gradients in the order of ``parameters()``)."""
+        raise NotImplementedError(f"{type(self).__name__} has no backward: define op_backward")
+
+    def fuser_forward(
+        self, basic_op_ctxs: list[OperationContext], input_: TensorOrQuantized, **kwargs: Any
+    ) -> Any:
+        if self._use_split_forward:
+            return super().fuser_forward(basic_op_ctxs, input_, **kwargs)
+        _check_no_extra_io(self)
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=kwargs["prev_op_grad_output_quantizer"],
+            next_op_input_quantizer=kwargs["next_op_input_quantizer"],
+            **kwargs["basic_op_kwargs"][0],
+        )
+        return output, [()]
+
+    def fuser_forward_compute(
+        self,
+        input_: TensorOrQuantized,
+        *,
+        basic_op_extra_inputs: ExtraTensors,
+        prev_op_grad_output_quantizer: BoundQuantizer | None,
+        next_op_input_quantizer: BoundQuantizer | None,
+        basic_op_kwargs: list[dict[str, Any]],
+        requires_grad: bool,
+    ) -> tuple[TensorOrQuantized, ExtraTensors, list[TensorsToSave]]:
+        _check_no_extra_io(self)
+        output, tensors_to_save = self.op_forward_compute(
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            requires_grad=requires_grad,
+            **basic_op_kwargs[0],
+        )
+        return output, [()], [tensors_to_save]
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: TensorOrQuantized,
+        tensors_to_save: list[TensorsToSave],
+        *,
+        basic_op_extra_inputs: ExtraTensors,
+        prev_op_grad_output_quantizer: BoundQuantizer | None,
+        next_op_input_quantizer: BoundQuantizer | None,
+        basic_op_kwargs: list[dict[str, Any]],
+        requires_grad: bool,
+    ) -> None:
+        _check_no_extra_io(self)
+        returned: Any = self.op_forward_save_ctx(
+            basic_op_ctxs[0],
+            input_,
+            tensors_to_save[0],
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            requires_grad=requires_grad,
+            **basic_op_kwargs[0],
+        )
+        if returned is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}.op_forward_save_ctx returned a {type(returned).__name__}; it only stores on "
+                "the context and returns None"
+            )
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: TensorOrQuantized,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+        _check_no_extra_io(self)
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [grad_params], [()]
+
+    def forward(self, input_: Any, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """Run the operation alone.
+
+        Args:
+            input_: main input. extra_inputs: as many as ``num_extra_inputs``.
+            **kwargs: for the operation.
+        Returns:
+            the output; with extra outputs a tuple of it and them.
+        """
+        return OperationFuser([self], capture=False)(input_, *extra_inputs, basic_op_kwargs=[kwargs])
+
+
+class FusedOperation(FusibleOperation, framework_base=True):
+    """Shell that runs several basic operations at once; parameters and state belong to those.
+
+    It is made anew by every fusing, also while a compiler traces, and so keeps nothing but the operations.
+
+    Args:
+        basic_ops: what it runs, in order.
+    Raises:
+        ValueError: no operations.
+    """
+
+    def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
+        if not basic_ops:
+            raise ValueError(f"{type(self).__name__} got no basic operations; give it the ones it runs")
+        self._basic_ops = tuple(basic_ops)
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    @property
+    def basic_ops(self) -> Sequence[BasicOperation]:
+        return self._basic_ops
+
+    def get_input_quantizer(self) -> BoundQuantizer | None:
+        return self._basic_ops[0].get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> BoundQuantizer | None:
+        return self._basic_ops[-1].get_grad_output_quantizer()
+
+
+class CompositeOperation(FusibleOperation, nn.Module, framework_base=True):
+    """Module that stands for a few basic operations in a row, which a fuser takes in its place.
+
+    Args:
+        basic_ops: the operations, in order; they are registered as ``basic_ops``.
+    """
+
+    def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
+        super().__init__()
+        self._modules["basic_ops"] = nn.ModuleList(basic_ops)  # by hand: the name is taken by the property
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    @property
+    def basic_ops(self) -> Sequence[BasicOperation]:
+        return list(self._modules["basic_ops"])  # type: ignore[arg-type]
+
+    def forward(
+        self, input_: Any, *extra_inputs: Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None
+    ) -> Any:
+        """Run the operations; ``basic_op_kwargs``: keyword arguments, one dict per basic operation."""
+        return OperationFuser([self])(input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _handles_of(recipe: Recipe, mode: Mode, roles: tuple[QuantizerRole, ...]) -> list[QuantizerHandle]:
+    quantizers, _ = recipe.resolve(mode, list(roles))
+    return [handle_of(quantizer.with_usage(rowwise=True, columnwise=True)) for quantizer in quantizers]
+
+
+# -- checks of the two forms -------------------------------------------------------------------------------------------
+
+
+def _form_defined_by(cls: type) -> str | None:
+    """ "legacy" or "split", whichever forward this very class defines; None for neither."""
+    if vars(cls).get("_framework_base", False):
+        return None
+    if any(name in vars(cls) for name in _LEGACY):
+        return "legacy"
+    return "split" if any(name in vars(cls) for name in _SPLIT) else None
+
+
+def _check_one_form(cls: type) -> None:
+    legacy = [name for name in _LEGACY if name in vars(cls)]
+    split = [name for name in _SPLIT if name in vars(cls)]
+    if legacy and split:
+        raise TypeError(
+            f"{cls.__name__} defines {' and '.join(legacy)} together with {' and '.join(split)}; a class defines its "
+            "forward in one form: the compute and save_ctx pair, or the single method"
+        )
+
+
+def _check_pairs(cls: type) -> None:
+    for pair in _PAIRS:
+        own = [name for name in pair if name in vars(cls)]
+        if len(own) != 1:
+            continue
+        missing = pair[1] if own[0] == pair[0] else pair[0]
+        owner = next((base for base in cls.__mro__[1:] if missing in vars(base)), None)
+        if owner is None or vars(owner).get("_framework_base", False):
+            raise TypeError(f"{cls.__name__} defines {own[0]} but not {missing}; the two go together")
+
+
+def _check_no_extra_io(op: BasicOperation) -> None:
+    """
+    Raises:
+        RuntimeError: an operation with extra inputs or outputs is asked to run its operation-level methods.
+    """
+    if op.num_extra_inputs or op.num_extra_outputs:
+        raise RuntimeError(
+            f"{type(op).__name__} has {op.num_extra_inputs} extra inputs and {op.num_extra_outputs} extra outputs, "
+            "which the op_ methods do not pass on; define fuser_forward_compute, fuser_forward_save_ctx and "
+            "fuser_backward"
+        )

@@ -1,0 +1,82 @@
+"""Which fusions there are: functions from a list of operations to a list in which runs are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .op import FusibleOperation
+
+FusionFunction = Callable[..., "list[FusibleOperation]"]
+"""``function(ops, *, recipe) -> ops``; ``recipe`` is the one in force, or None."""
+
+
+class Registry:
+    """Fusion functions of each direction, in the order they run; ``version`` counts registrations."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.joint: list[FusionFunction] = []
+        self.forward: list[FusionFunction] = []
+        self.backward: list[FusionFunction] = []
+
+    def add(self, functions: list[FusionFunction], function: FusionFunction, prepend: bool) -> None:
+        """Register one function; every fuser fuses again.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        if not callable(function):
+            raise TypeError(f"a fusion is a function(ops, *, recipe) -> ops; got a {type(function).__name__}")
+        functions.insert(0 if prepend else len(functions), function)
+        self.version += 1
+
+
+REGISTRY = Registry()
+
+
+def register_forward_fusion(func: FusionFunction, prepend: bool = False) -> None:
+    """Have ``func(ops, *, recipe) -> ops`` replace runs of operations in the forward.
+
+    Args:
+        func: gets the list of operations and the recipe in force, None without; returns the list with
+            :class:`~narrowcast.ops.FusedOperation` in place of what they replace, all operations in their order.
+        prepend: run before what is registered, instead of after.
+    Raises:
+        TypeError: ``func`` cannot be called. A list that does not cover the operations is a RuntimeError when fused.
+    """
+    REGISTRY.add(REGISTRY.forward, func, prepend)
+
+
+def register_backward_fusion(func: FusionFunction, prepend: bool = False) -> None:
+    """Have ``func(ops, *, recipe) -> ops`` replace runs of operations in the backward.
+
+    It gets the operations that have a backward, in the order of the forward; otherwise as
+    :func:`register_forward_fusion`.
+    """
+    REGISTRY.add(REGISTRY.backward, func, prepend)
+
+
+def register_forward_backward_fusion(func: FusionFunction, prepend: bool = False) -> None:
+    """Have ``func(ops, *, recipe) -> ops`` replace runs of operations in both directions at once.
+
+    These run first; the others find their results. Otherwise as :func:`register_forward_fusion`.
+    """
+    REGISTRY.add(REGISTRY.joint, func, prepend)
+
+
+def unregister_fusion(func: FusionFunction) -> None:
+    """Take a registered fusion out again, in every direction.
+
+    Raises:
+        ValueError: it is not registered.
+    """
+    found = [
+        functions for functions in (REGISTRY.joint, REGISTRY.forward, REGISTRY.backward) if func in functions
+    ]
+    if not found:
+        raise ValueError(f"{func!r} is not registered as a fusion")
+    for functions in found:
+        functions.remove(func)
+    REGISTRY.version += 1

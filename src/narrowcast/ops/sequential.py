@@ -1,0 +1,167 @@
+"""``Sequential``: operations and other modules in a row, adjacent operations behind one fuser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..recipe import Recipe
+from .explain import Explanation, explain
+from .fuser import OperationFuser, taken_apart
+from .op import BasicOperation, CompositeOperation
+
+OperationKwargs = Mapping["BasicOperation | int", Mapping[str, Any]]
+
+
+class Sequential(nn.Sequential):
+    """Runs modules in order, like ``torch.nn.Sequential``; adjacent operations run fused, in one autograd function.
+
+    The list is edited like that of ``torch.nn.Sequential``: ``append``, ``extend``, ``insert``, ``pop``, ``+``, ``+=``,
+    indices, slices, ``del``. Other modules than operations may stand anywhere; they take and return one tensor. A
+    channel may lead past them: it is taken from the last operation in front that gives it. Module hooks of operations
+    do not run, since nobody calls these one by one.
+
+    Args:
+        *args: modules, or one ``OrderedDict`` of them.
+    Raises (in forward, before any kernel):
+        ValueError: another number of extra inputs than the operations take, or ``op_kwargs`` for what is no operation
+        in here. KeyError: ``op_kwargs`` for a number that no basic operation has.
+    """
+
+    _groups: list[OperationFuser | nn.Module] | None = None
+    _grouped: tuple[nn.Module, ...] = ()
+
+    def forward(  # type: ignore[override]
+        self, input: Any, *extra_inputs: Tensor, op_kwargs: OperationKwargs | None = None
+    ) -> Any:
+        """Run everything.
+
+        Args:
+            input: main input of the first module.
+            extra_inputs: those of all operations, in order, that no channel feeds.
+            op_kwargs: keyword arguments by operation: the operation itself, or its number among all basic operations.
+        Returns:
+            the output of the last module; with extra outputs a tuple of it and them.
+        """
+        groups = self.groups()
+        _check_extra_inputs(groups, len(extra_inputs))
+        kwargs = _kwargs_by_number(groups, op_kwargs)
+        given = list(extra_inputs)
+        x, extra_outputs = input, []
+        channels: dict[str | None, Tensor] = {}
+        basic = 0
+        for group in groups:
+            if not isinstance(group, OperationFuser):
+                x = group(x)
+                continue
+            numbers = range(basic, basic + len(group.basic_ops))
+            taken = [given.pop(0) if name is None else channels[name] for name in group.extra_input_channels]
+            x = group(x, *taken, basic_op_kwargs=[kwargs.get(number, {}) for number in numbers])
+            basic += len(group.basic_ops)
+            if group.num_extra_outputs:
+                for (channel, to_user), output in zip(group.extra_outputs, x[1:]):
+                    channels[channel] = output
+                    if to_user:
+                        extra_outputs.append(output)
+                x = x[0]
+        return (x, *extra_outputs) if extra_outputs else x
+
+    def explain(self, recipe: Recipe | None = None) -> Explanation:
+        """Print which operations are fused under a recipe, and which are not although they nearly are.
+
+        Args:
+            recipe: None for high precision.
+        Returns:
+            what was printed, as records.
+        """
+        return explain([group for group in self.groups() if isinstance(group, OperationFuser)], recipe)
+
+    def groups(self) -> list[OperationFuser | nn.Module]:
+        """The modules in order, adjacent operations as one fuser."""
+        modules = tuple(self._modules.values())
+        if torch.compiler.is_compiling():
+            return _group(modules)
+        if self._groups is None or not _same(modules, self._grouped):
+            self._groups, self._grouped = _group(modules), modules  # type: ignore[assignment, arg-type]
+        return self._groups
+
+    def __add__(self, other: Any) -> Sequential:
+        if not isinstance(other, nn.Sequential):
+            raise ValueError(f"cannot add a {type(other).__name__} to a Sequential; wrap it in one")
+        return type(self)(*self, *other)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for pickling and deep copies; the fusers are made again."""
+        return {**self.__dict__, "_groups": None, "_grouped": ()}
+
+
+def _group(modules: tuple[Any, ...]) -> list[Any]:
+    runs: list[Any] = []
+    for module in modules:
+        if not isinstance(module, (BasicOperation, CompositeOperation)):
+            runs.append(module)
+        elif runs and isinstance(runs[-1], list):
+            runs[-1].append(module)
+        else:
+            runs.append([module])
+    given = [_channels_given(run) if isinstance(run, list) else [] for run in runs]
+    wanted = [_channels_wanted(run) if isinstance(run, list) else [] for run in runs]
+    return [
+        OperationFuser(run, incoming=_all(given[:at]), outgoing=_all(wanted[at + 1 :]))
+        if isinstance(run, list)
+        else run
+        for at, run in enumerate(runs)
+    ]
+
+
+def _channels_given(run: list[Any]) -> list[str]:
+    return [name for op in taken_apart(run) for name in op._output_channels.values()]
+
+
+def _channels_wanted(run: list[Any]) -> list[str]:
+    """Channels that nothing within the run gives."""
+    own = _channels_given(run)
+    return [name for op in taken_apart(run) for name in op._input_channels.values() if name not in own]
+
+
+def _all(names: list[list[str]]) -> list[str]:
+    return [name for some in names for name in some]
+
+
+def _same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
+    return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs))
+
+
+def _check_extra_inputs(groups: list[Any], given: int) -> None:
+    fusers = [group for group in groups if isinstance(group, OperationFuser)]
+    wanted = sum(name is None for fuser in fusers for name in fuser.extra_input_channels)
+    if given != wanted:
+        raise ValueError(f"got {given} extra inputs, the operations take {wanted}")
+
+
+def _kwargs_by_number(groups: list[Any], op_kwargs: OperationKwargs | None) -> dict[int, dict[str, Any]]:
+    """Keyword arguments by number of the basic operation."""
+    if not op_kwargs:
+        return {}
+    ops = [op for group in groups if isinstance(group, OperationFuser) for op in group.basic_ops]
+    found: dict[int, dict[str, Any]] = {}
+    for key, kwargs in op_kwargs.items():
+        number = key if isinstance(key, int) else _number_of(ops, key)
+        if not 0 <= number < len(ops):
+            raise KeyError(f"op_kwargs has key {number}; there are {len(ops)} basic operations")
+        if number in found:
+            raise ValueError(f"op_kwargs names operation {number} twice, by itself and by its number")
+        found[number] = dict(kwargs)
+    return found
+
+
+def _number_of(ops: list[Any], op: Any) -> int:
+    for number, one in enumerate(ops):
+        if one is op:
+            return number
+    raise ValueError(
+        f"op_kwargs has a {type(op).__name__} as key; use a basic operation of this Sequential, or its number"
+    )

@@ -1,0 +1,287 @@
+"""``BasicLinear._functional_forward`` and ``_functional_backward``, and that their fakes tell the same story."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import QUANTIZED
+from torch import Tensor
+
+import narrowcast as nc
+from narrowcast.dynamo import TensorProto, to_tensor_proto
+from narrowcast.ops import BasicLinear
+from narrowcast.testing import assert_close
+
+K, N, LEAD = 48, 80, (3, 8)
+forward, forward_fake = BasicLinear._functional_forward, BasicLinear._functional_forward_fake
+backward, backward_fake = BasicLinear._functional_backward, BasicLinear._functional_backward_fake
+NAMES = [name for name in QUANTIZED if name != "delayed"]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def quantizers(name: str) -> dict[str, Any]:
+    """Those of a recipe."""
+    handles = QUANTIZED[name].linear_handles()
+    return {kind: getattr(handles, kind).both.quantizer for kind in ("input", "weight", "grad_output")}
+
+
+def protos(*tensors: Any) -> list[TensorProto | None]:
+    return [None if tensor is None else to_tensor_proto(tensor) for tensor in tensors]
+
+
+def check_forward(x: Any, w: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """Run it and its fake; compare."""
+    described = {key: to_tensor_proto(value) for key, value in options.items() if isinstance(value, Tensor)}
+    wanted = list(forward_fake(*protos(x, w), **{**options, **described}))
+    results = forward(x, w, **options)
+    assert protos(*results) == wanted
+    return results
+
+
+def check_backward(*operands: Any, **options: Any) -> tuple[Any, Any]:
+    described = {key: to_tensor_proto(value) for key, value in options.items() if isinstance(value, Tensor)}
+    wanted = list(backward_fake(*protos(*operands), **{**options, **described}))
+    results = backward(*operands, **options)
+    assert protos(*results) == wanted
+    return results
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
+@pytest.mark.parametrize(("dgrad", "wgrad"), [(True, True), (True, False), (False, True), (False, False)])
+def test_is_the_module(name: str, override: str | None, dgrad: bool, wgrad: bool) -> None:
+    """Both passes, every recipe, every combination of gradients."""
+    x, w, dy = draw(*LEAD, K), draw(N, K, seed=1), draw(*LEAD, N, seed=2)
+    made = quantizers(name)
+    quantized = {"input_quantizer": made["input"], "weight_quantizer": made["weight"]}
+    needs = {"input_requires_grad": dgrad, "weight_requires_grad": wgrad}
+    y, x_saved, w_saved = check_forward(
+        x, w, with_quantized_compute=True, backward_override=override, **quantized, **needs
+    )
+    assert (x_saved is None) == (not wgrad) and (w_saved is None) == (not dgrad)
+    for saved in (x_saved, w_saved):
+        if override != "high_precision" and saved is not None:
+            rowwise = override == "dequantized"
+            assert saved.get_usages() == {"rowwise": rowwise, "columnwise": not rowwise}
+    torch.manual_seed(7)
+    options = {**quantized, "grad_output_quantizer": made["grad_output"]} if override is None else {}
+    dx, dw = check_backward(dy, x_saved, w_saved, with_quantized_compute=override is None, **options, **needs)
+    assert (dx is None) == (not dgrad) and (dw is None) == (not wgrad)
+    recipe = with_override(name, override)
+    module = nc.Linear(K, N, bias=False, device="cpu", params_dtype=torch.bfloat16)
+    module.weight = torch.nn.Parameter(w, requires_grad=wgrad)
+    x = x.detach().requires_grad_(dgrad)
+    with nc.autocast(recipe=recipe):
+        expected = module(x)
+    assert torch.equal(y, expected)
+    wanted = [tensor for tensor in (x, module.weight) if tensor.requires_grad]
+    if wanted:
+        torch.manual_seed(7)
+        grads = torch.autograd.grad(expected, wanted, dy)
+        found = [grad for grad in (dx, dw) if grad is not None]
+        assert all(torch.equal(a, b) for a, b in zip(found, grads, strict=True))
+
+
+def with_override(name: str, override: str | None) -> Any:
+    if name == "custom":
+        return nc.recipe.CustomRecipe(qfactory=QUANTIZED[name].qfactory, backward_override=override)
+    return type(QUANTIZED[name])(backward_override=override)
+
+
+def test_quantizers_with_state() -> None:
+    """Those of delayed scaling hold their scale and amax themselves."""
+    x, w, dy = draw(*LEAD, K), draw(N, K, seed=1), draw(*LEAD, N, seed=2)
+    e4m3, e5m2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
+    made = [nc.Float8Quantizer(torch.ones(1), torch.zeros(1), dtype) for dtype in (e4m3, e4m3, e5m2)]
+    options = {"with_quantized_compute": True, "input_quantizer": made[0], "weight_quantizer": made[1]}
+    y, *saved = forward(x, w, **options)
+    dx, dw = backward(dy, *saved, grad_output_quantizer=made[2], **options)
+    module = nc.Linear(K, N, bias=False, device="cpu", params_dtype=torch.bfloat16)
+    module.weight = torch.nn.Parameter(w)
+    x.requires_grad_(True)
+    with nc.autocast(recipe=nc.recipe.DelayedScaling()):
+        expected = module(x)
+    assert torch.equal(y, expected)
+    for ours, theirs in zip((dx, dw), torch.autograd.grad(expected, (x, module.weight), dy), strict=True):
+        assert torch.equal(ours, theirs)
+    assert [quantizer.amax for quantizer in made] == [x.abs().max(), w.abs().max(), dy.abs().max()]
+
+
+def test_high_precision() -> None:
+    x, w, dy = draw(*LEAD, K), draw(N, K, seed=1), draw(*LEAD, N, seed=2)
+    bias = draw(N, seed=3)
+    y, x_saved, w_saved = check_forward(x, w, bias=bias)
+    assert torch.equal(y, F.linear(x, w, bias)) and x_saved is x and w_saved is w
+    dx, dw = check_backward(dy, x_saved, w_saved)
+    assert torch.equal(dx, dy @ w)
+    assert_close(dw, dy.reshape(-1, N).t() @ x.reshape(-1, K), "bf16_output")
+
+
+@pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
+def test_factors_bias_and_accumulation(name: str) -> None:
+    """y = alpha x w^T + bias + beta out, and the same of both gradients."""
+    x, w, dy, bias = draw(*LEAD, K), draw(N, K, seed=1), draw(*LEAD, N, seed=2), draw(N, seed=3)
+    options: dict[str, Any] = {}
+    if name != "none":
+        made = quantizers(name)
+        options = {f"{kind}_quantizer": made[kind] for kind in ("input", "weight")}
+        options["with_quantized_compute"] = True
+    plain, x_saved, w_saved = forward(x, w, **options)
+    out = draw(*LEAD, N, seed=4)
+    expected = 0.5 * plain.float() + bias.float() + 2 * out.float()
+    y, *_ = check_forward(x, w, bias=bias, alpha=0.5, out=out, beta=2.0, accumulate_into_out=True, **options)
+    assert y is out
+    assert_close(y, expected, "bf16_output")
+    assert torch.equal(forward(x, w, out=torch.empty_like(out), **options)[0], plain)
+
+    if name != "none":
+        options["grad_output_quantizer"] = made["grad_output"]
+    dx, dw = backward(dy, x_saved, w_saved, **options)
+    into_x, into_w = draw(*LEAD, K, seed=5), draw(N, K, seed=6).float()
+    wanted_x, wanted_w = 0.5 * dx.float() + into_x.float(), 2 * dw.float() + 0.25 * into_w
+    ours = check_backward(
+        dy,
+        x_saved,
+        w_saved,
+        grad_input_alpha=0.5,
+        grad_input=into_x,
+        accumulate_into_grad_input=True,
+        grad_weight_alpha=2.0,
+        grad_weight=into_w,
+        grad_weight_beta=0.25,
+        accumulate_into_grad_weight=True,
+        **options,
+    )
+    assert ours[0] is into_x and ours[1] is into_w
+    assert_close(into_x, wanted_x, "bf16_output")
+    assert_close(into_w, wanted_w, "bf16_output")
+    before = into_w.clone()
+    _, again = backward(dy, x_saved, w_saved, grad_weight=into_w, accumulate_into_grad_weight=True, **options)
+    assert again is into_w
+    assert_close(into_w - before, dw.float(), "bf16_output")
+
+
+def test_quantized_results() -> None:
+    made = quantizers("current")
+    x, w, dy = draw(*LEAD, K), draw(N, K, seed=1), draw(*LEAD, N, seed=2)
+    y, *saved = check_forward(x, w, output_quantizer=made["input"])
+    assert isinstance(y, nc.Float8Tensor) and torch.equal(
+        y.dequantize(), made["input"].quantize(x @ w.t()).dequantize()
+    )
+    out = made["input"].make_empty((*LEAD, N), dtype=torch.bfloat16, device="cpu")
+    again, *_ = forward(x, w, output_quantizer=made["input"], out=out)
+    assert again is out and torch.equal(out.dequantize(), y.dequantize())
+    dx, _ = check_backward(dy, *saved, grad_input_quantizer=made["grad_output"])
+    assert isinstance(dx, nc.Float8Tensor) and dx.shape == x.shape
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operands_that_are_quantized_already(name: str) -> None:
+    made = quantizers(name)
+    x, w = draw(24, K), draw(N, K, seed=1)
+    y, x_saved, w_saved = forward(
+        x, w, with_quantized_compute=True, input_quantizer=made["input"], weight_quantizer=made["weight"]
+    )
+    ours, ours_x, ours_w = check_forward(
+        made["input"].quantize(x), made["weight"].quantize(w), with_quantized_compute=True
+    )
+    assert torch.equal(ours, y)
+    for a, b in ((ours_x, x_saved), (ours_w, w_saved)):
+        assert all(
+            torch.equal(p, q) for p, q in zip(a.columnwise_operand(), b.columnwise_operand(), strict=True)
+        )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_shapes_of_parallel_layers(size: int, quantized: bool) -> None:
+    """No processes, no memory: a fake takes their number."""
+    made = quantizers("mxfp8")
+    options: dict[str, Any] = {"tensor_parallel_group": size}
+    if quantized:
+        options |= {f"{kind}_quantizer": made[kind] for kind in ("input", "weight")}
+        options["with_quantized_compute"] = True
+    rows = 8
+    cases = {
+        ("column", False): ((rows, K), (rows, N), (rows, K)),
+        ("column", True): ((rows, K), (rows * size, N), (rows, K)),
+        ("row", False): ((rows, K), (rows, N), (rows, K)),
+        ("row", True): ((rows, K), (rows // size, N), (rows, K)),
+    }
+    weight = TensorProto((N, K), torch.bfloat16, device="cuda")  # this process's; nothing is allocated
+    for (mode, sequence), (x, y, dx) in cases.items():
+        split = {"tensor_parallel_mode": mode, "sequence_parallel": sequence, **options}
+        out, x_saved, w_saved = forward_fake(TensorProto(x, torch.bfloat16, device="cuda"), weight, **split)
+        assert out.shape == y and out.device == torch.device("cuda")
+        gathered_again = mode == "column" and sequence
+        assert x_saved is not None and x_saved.shape == x
+        assert x_saved.is_quantized == (quantized and not gathered_again)
+        if quantized:
+            split["grad_output_quantizer"] = made["grad_output"]
+        grads = backward_fake(out, x_saved, w_saved, **split)
+        assert grads[0].shape == dx and grads[1].shape == (N, K)
+
+
+@pytest.mark.parametrize(("mode", "run"), [("row", forward_fake), ("column", backward_fake)])
+def test_rows_must_divide(mode: str, run: Any) -> None:
+    operands = [TensorProto((7, K), torch.bfloat16), TensorProto((K, K), torch.bfloat16)]
+    operands += [operands[1]] * (run is backward_fake)
+    with pytest.raises(ValueError, match=r"shape \(7, 48\) does not divide among 2 processes"):
+        run(*operands, tensor_parallel_mode=mode, tensor_parallel_group=2, sequence_parallel=True)
+
+
+X, W, DY = draw(8, K), draw(N, K, seed=1), draw(8, N, seed=2)
+Q8, MX = quantizers("current")["input"], quantizers("mxfp8")["input"]
+BAD_FORWARD = [
+    ((X, W), {"with_quantized_compute": True, "weight_quantizer": Q8}, "needs input_quantizer"),
+    ((X, W), {"with_quantized_compute": True, "input_quantizer": Q8}, "needs weight_quantizer"),
+    ((X, W), {"beta": 2.0}, "factor of out is 2.0"),
+    ((X, W), {"accumulate_into_out": True}, "accumulating into out needs out"),
+    (
+        (X, W),
+        {"out": MX.quantize(DY), "output_quantizer": Q8},
+        "out is a MXFP8Tensor, .* is Float8TensorStorage",
+    ),
+    ((X, W), {"out": DY, "output_quantizer": Q8}, "out is a Tensor"),
+    ((X, W), {"out": Q8.quantize(DY)}, "is a plain tensor"),
+    ((X, W), {"backward_override": "exact"}, "backward_override is 'exact'"),
+    ((X, DY), {}, "its last dim must be that of the weight"),
+    ((X, W), {"tensor_parallel_mode": "both"}, "tensor_parallel_mode is 'both'"),
+]
+BAD_BACKWARD = [
+    ((DY, X, W), {"with_quantized_compute": True}, "needs grad_output_quantizer"),
+    ((DY, X, W), {"with_quantized_compute": True, "grad_output_quantizer": Q8}, "needs input_quantizer"),
+    ((DY, None, W), {}, "input is None"),
+    ((DY, X, None), {}, "weight is None"),
+    ((DY, X, W), {"grad_weight_beta": 1.0}, "factor of grad_weight is 1.0"),
+    ((DY, X, W), {"accumulate_into_grad_input": True}, "accumulating into grad_input needs grad_input"),
+]
+
+
+@pytest.mark.parametrize(("operands", "options", "message"), BAD_FORWARD + BAD_BACKWARD)
+def test_bad_arguments_are_refused_by_function_and_fake(
+    operands: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
+    real, fake = (forward, forward_fake) if len(operands) == 2 else (backward, backward_fake)
+    with pytest.raises(ValueError, match=message):
+        real(*operands, **options)
+    described = {key: to_tensor_proto(value) for key, value in options.items() if isinstance(value, Tensor)}
+    with pytest.raises(ValueError, match=message.replace("Tensor, ", ".*, ").replace("a Tensor", "a ")):
+        fake(*protos(*operands), **{**options, **described})
+
+
+def test_row_parallel_bias_is_refused() -> None:
+    x, w, bias = (TensorProto(shape, torch.bfloat16) for shape in ((8, K), (N, K), (N,)))
+    with pytest.raises(ValueError, match="bias of a row-parallel layer comes behind the sum"):
+        forward_fake(x, w, bias=bias, tensor_parallel_mode="row", tensor_parallel_group=2)
+    quantized = TensorProto((8, K), torch.bfloat16, Q8)
+    with pytest.raises(TypeError, match="a quantized input cannot be gathered"):
+        forward_fake(
+            quantized, w, tensor_parallel_mode="column", tensor_parallel_group=2, sequence_parallel=True
+        )

@@ -1,0 +1,131 @@
+"""Quantize: rounds forward, backward or both, inside autocast only, and hands codes to who asks for them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from modules import assert_same
+from ops_checks import check, check_compiled, make_inputs, step
+from recipes import DEVICE, QUANTIZED, RECIPES
+from torch import nn
+
+import narrowcast as nc
+from narrowcast import ops
+from narrowcast.tensors import QuantizedTensorStorage
+
+from .contract import check_split_forward
+
+
+def rounded(x: torch.Tensor, recipe: Any, mode: str) -> torch.Tensor:
+    """Quantized as the recipe does it, and dequantized."""
+    handles = recipe.linear_handles()
+    quantizer = (handles.input if mode == "forward" else handles.grad_output).rowwise.quantizer
+    return quantizer.replace(internal=False).quantize(x.detach()).dequantize()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("name", ["current", "mxfp8", "block", "custom"])
+def test_rounds_what_it_is_told_to(name: str, forward: bool, backward: bool) -> None:
+    op, recipe = ops.Quantize(forward, backward), RECIPES[name]
+    (x,) = make_inputs([(3, 5, 64)])
+    with nc.autocast(recipe=recipe):
+        out = op(x)
+    grad = torch.randn_like(out)
+    (dx,) = torch.autograd.grad(out, x, grad)
+    assert torch.equal(out, rounded(x, recipe, "forward") if forward else x)
+    assert torch.equal(dx, rounded(grad, recipe, "backward") if backward else grad)
+    assert not forward or not torch.equal(out, x)
+
+
+def test_does_nothing_without_a_recipe() -> None:
+    op = ops.Quantize(True, True)
+    (x,) = make_inputs([(3, 64)])
+    out = op(x)
+    grad = torch.randn_like(out)
+    assert torch.equal(out, x) and torch.equal(torch.autograd.grad(out, x, grad)[0], grad)
+
+
+def test_leaves_gradients_alone_under_a_backward_override() -> None:
+    recipe = dataclasses.replace(nc.recipe.Float8CurrentScaling(), backward_override="high_precision")
+    (x,) = make_inputs([(3, 64)])
+    with nc.autocast(recipe=recipe):
+        out = ops.Quantize(True, True)(x)
+    grad = torch.randn_like(out)
+    assert not torch.equal(out, x) and torch.equal(torch.autograd.grad(out, x, grad)[0], grad)
+
+
+def test_delayed_scaling_follows_the_amax() -> None:
+    op, recipe = ops.Quantize(True, True, device=DEVICE), nc.recipe.DelayedScaling(amax_history_len=2)
+    (x,) = make_inputs([(4, 64)])
+    for step_ in range(3):
+        with nc.autocast(recipe=recipe):
+            out = op(x * 2.0**step_)
+        out.backward(torch.full_like(out, 0.5))
+    amax = (x * 4.0).abs().max().float()
+    assert op.delayed_scaling.amax_history_fwd[0, 0] == amax
+    assert op.delayed_scaling.scale_fwd[0] == 448.0 / (amax / 2.0)  # of the largest before
+    assert op.delayed_scaling.scale_bwd[0] == 57344.0 / 0.5
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_promises(name: str) -> None:
+    op = ops.Quantize(True, True, device=DEVICE)
+    check_compiled(op, [(5, 3, 50)], QUANTIZED[name], dynamic=name == "current")
+    if name in ("delayed", "nvfp4"):
+        check(lambda: op, [(5, 3, 64)], QUANTIZED[name])
+    check_split_forward(op, *make_inputs([(5, 64)]))
+
+
+def around(*more: nn.Module) -> ops.Sequential:
+    torch.manual_seed(3)
+    kwargs: Any = {"device": DEVICE, "dtype": torch.bfloat16}
+    return ops.Sequential(ops.BasicLinear(64, 48, **kwargs), *more, ops.BasicLinear(48, 40, **kwargs))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_rounds_once_between_linear_layers(name: str) -> None:
+    """In front of who quantizes anyway it changes nothing: what it hands over has been quantized as asked."""
+    plain = around()
+    quantizing = around(ops.Quantize(True, True, device=DEVICE))
+    for seed in range(2):
+        inputs = make_inputs([(4, 8, 64)], seed=seed)
+        expected = step(plain, inputs, QUANTIZED[name])
+        ours = step(quantizing, inputs, QUANTIZED[name])
+        assert_same(ours, {key.replace("d 1.", "d 2."): value for key, value in expected.items()})
+
+
+def test_hands_over_codes() -> None:
+    _, quantize, linear = around(ops.Quantize(device=DEVICE))
+    (x,) = make_inputs([(4, 8, 48)])
+    with nc.autocast(recipe=RECIPES["mxfp8"]):
+        wanted: Any = linear.get_input_quantizer()  # type: ignore[operator]
+        made, _ = quantize.op_forward_compute(  # type: ignore[operator]
+            x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=wanted, requires_grad=True
+        )
+    assert isinstance(made, QuantizedTensorStorage) and made.shape == x.shape
+
+
+def test_its_quantizers() -> None:
+    op = ops.Quantize(forward=False, backward=True)
+    assert (op.num_quantizers("forward"), op.num_quantizers("backward")) == (0, 1)
+    assert op.get_quantizer("backward", 0) is None
+    with nc.autocast(recipe=RECIPES["current"]):
+        bound = op.get_quantizer("backward", 0)
+        assert bound is not None and bound.handle.rowwise and not bound.handle.columnwise
+        with pytest.raises(IndexError, match="has 0 forward quantizers; there is no number 0"):
+            op.get_quantizer("forward", 0)
+    assert "forward=False, backward=True" in repr(copy.deepcopy(op))
+
+
+def test_a_copy_has_its_scales_renewed() -> None:
+    copied = copy.deepcopy(nc.ops.Quantize())
+    x = 100 * make_inputs([(16, 32)])[0].detach()
+    for _ in range(2):
+        with nc.autocast(recipe=RECIPES["delayed"]):
+            copied(x)
+    assert copied.delayed_scaling.scale_fwd[0] != 1
