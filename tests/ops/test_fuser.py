@@ -10,6 +10,7 @@ import pytest
 import torch
 from modules import assert_same
 from ops_checks import check, check_compiled, make_inputs, only, step
+from recipes import DEVICE
 from torch._dynamo.testing import CompileCounter
 
 import narrowcast as nc
@@ -233,7 +234,7 @@ def test_channels_sum_their_gradients(to_caller: bool) -> None:
     loss = out.sum() + (7 * result[1].sum() if to_caller else 0)
     gx, gb = torch.autograd.grad(loss, (x, block[1].bias))
     assert torch.equal(gx, torch.full_like(x, 9.0 if to_caller else 2.0)) and torch.equal(
-        gb, torch.full((7,), 2.5)
+        gb, torch.full((7,), 2.5, device=DEVICE)
     )
     check(lambda: residual(to_caller=to_caller), [(5, 7)], dtype=torch.float32)
 
@@ -311,7 +312,7 @@ def test_wrong_number_of_gradients() -> None:
             return grad_output, ()
 
     with pytest.raises(RuntimeError, match="the backward of Forgets returned 0 gradients of parameters"):
-        Forgets(7)(torch.ones(2, 7)).sum().backward()
+        Forgets(7, device="cpu")(torch.ones(2, 7)).sum().backward()
 
     class ForgetsExtra(MakeExtraOutput):
         def fuser_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
@@ -368,7 +369,7 @@ def test_parameters_may_be_tied() -> None:
     forward = torch.compile(block, fullgraph=True, backend="aot_eager")
     for run in (block, forward):
         (grad,) = torch.autograd.grad(run(x).sum(), block[0].bias)
-        assert torch.equal(grad, torch.full((7,), 20.0))
+        assert torch.equal(grad, torch.full((7,), 20.0, device=DEVICE))
 
 
 def shared() -> Sequential:
@@ -379,7 +380,7 @@ def shared() -> Sequential:
 def test_an_operation_may_stand_in_two_places() -> None:
     block, (x,) = shared(), make_inputs([(5, 7)], dtype=torch.float32)
     (grad,) = torch.autograd.grad(block(x).sum(), block[0].bias)
-    assert torch.equal(grad, torch.full((7,), 5 * (3.0 + 1.0)))
+    assert torch.equal(grad, torch.full((7,), 5 * (3.0 + 1.0), device=DEVICE))
     check(shared, [(5, 7)], dtype=torch.float32)
 
 

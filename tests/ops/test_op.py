@@ -215,7 +215,7 @@ def test_legacy_call_of_a_split_operation() -> None:
 
 
 def test_compute_is_pure_and_save_works_on_fakes() -> None:
-    op, x = nc.ops.Sequential(nc.ops.Bias(7), nc.ops.ConstantScale(0.5)), torch.randn(5, 7)
+    op, x = nc.ops.Sequential(nc.ops.Bias(7, device="cpu"), nc.ops.ConstantScale(0.5)), torch.randn(5, 7)
     for basic in op:
         before = {k: v for k, v in vars(basic).items() if not k.startswith("_")}
         arguments: dict[str, Any] = {

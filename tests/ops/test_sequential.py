@@ -51,10 +51,10 @@ def kinds(block: Sequential) -> list[Any]:
 def test_adjacent_operations_form_groups() -> None:
     block = Sequential(
         nn.Tanh(), Bias(7), Identity(), nn.Linear(7, 7), nn.ReLU(), ConstantScale(2.0), Sequential(Identity())
-    )
+    ).to(DEVICE)
     assert kinds(block) == ["Tanh", ["Bias", "Identity"], "Linear", "ReLU", ["ConstantScale"], "Sequential"]
     assert block.groups() is block.groups()
-    x = torch.randn(3, 7)
+    x = torch.randn(3, 7, device=DEVICE)
     assert torch.equal(block(x), 2 * block[3](torch.tanh(x)).relu())
 
 
@@ -87,7 +87,7 @@ def test_editing_changes_the_groups() -> None:
 
 
 def test_editing_is_noticed_by_compiled_code() -> None:
-    block, x = Sequential(Bias(7), ConstantScale(2.0)), torch.randn(3, 7)
+    block, x = Sequential(Bias(7), ConstantScale(2.0)), torch.randn(3, 7, device=DEVICE)
     forward = torch.compile(block, fullgraph=True, backend="aot_eager")
     assert torch.equal(forward(x), 2 * x)
     block[1] = ConstantScale(3.0)

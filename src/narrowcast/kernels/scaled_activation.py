@@ -51,7 +51,11 @@ def _forward_kernel(
     index = tl.arange(0, BLOCK)
     inside = index < tl.minimum(F - start, BLOCK).to(tl.int32)
     output = row.to(tl.int64) * F + start
-    scale = to_float32(tl.load(scale_ptr + row + tl.arange(0, 1)), EMULATE)
+    scale = tl.load(scale_ptr + row + tl.arange(0, 1))
+    if EMULATE:
+        scale = to_float32(scale, EMULATE)
+    else:  # which takes elements in pairs
+        scale = scale.to(tl.float32)
     if GATED:
         gate = x_ptr + row.to(tl.int64) * F * 2 + start
         a = to_float32(tl.load(gate + index, mask=inside, other=0.0), EMULATE)

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..nn.module import parameter_device
 from ..quantizers import QuantizerHandle, handle_of
 from ..recipe import Mode, Recipe
 from ..roles import QuantizerRole
@@ -288,7 +289,7 @@ class BasicOperation(FusibleOperation, nn.Module, framework_base=True):
 
     def _add_delayed_state(self, name: str, device: torch.device | str | None) -> None:
         """State for quantizers that scale with delay, up to three forward and two backward ones."""
-        self.delayed_scaling = DelayedScalingState(name, device)
+        self.delayed_scaling = DelayedScalingState(name, parameter_device(device))
         register_delayed_state(self, self.delayed_scaling)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
