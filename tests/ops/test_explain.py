@@ -121,3 +121,26 @@ def test_without_operations_there_is_nothing_to_say() -> None:
     with unfused():
         explanation = Sequential(nn.Tanh()).explain()
     assert (explanation.forward, explanation.backward, str(explanation)) == ((), (), "forward\nbackward")
+
+
+def test_what_is_handed_over_quantized() -> None:
+    place = {"device": "cpu"}
+    mlp = Sequential(
+        nc.ops.LayerNorm(32, **place),
+        nc.ops.BasicLinear(32, 64, **place),
+        nc.ops.SwiGLU(),
+        nc.ops.BasicLinear(32, 32, **place),
+        nc.ops.GELU(),
+    )
+    recipe = nc.recipe.DelayedScaling()
+    explanation = mlp.explain(recipe)
+    assert [(one.direction, one.giver, one.taker, one.numbers) for one in explanation.handed_over] == [
+        ("forward", "LayerNorm", "BasicLinear", (0, 1)),
+        ("forward", "SwiGLU", "BasicLinear", (2, 3)),
+        ("backward", "SwiGLU", "BasicLinear", (2, 1)),
+        ("backward", "GELU", "BasicLinear", (4, 3)),
+    ]
+    assert mlp[1].delayed_scaling.ran_under is None and not nc.state.is_fp8_enabled()
+    assert mlp.explain(None).handed_over == ()
+    kept = nc.recipe.Float8CurrentScaling(backward_override="high_precision")
+    assert mlp.explain(kept).handed_over == ()

@@ -43,8 +43,9 @@ class LayerNormMLP(NormLinearModule):
         bias: add learned biases in both layers.
         normalization: "LayerNorm" or "RMSNorm".
         activation: "gelu", "qgelu", "relu", "srelu", "silu", or gated: "geglu", "qgeglu", "glu", "reglu", "sreglu",
-            "swiglu", "clamped_swiglu". The first half of fc1's output is the gate of a gated one.
-        activation_params: ``limit``, ``alpha`` and ``glu_linear_offset`` of "clamped_swiglu".
+            "swiglu", "clamped_swiglu", "situ_glu". The first half of fc1's output is the gate of a gated one.
+        activation_params: ``limit``, ``alpha`` and ``glu_linear_offset`` of "clamped_swiglu"; ``beta1``, ``beta2`` of
+            "situ_glu".
         return_bias: return fc2's bias beside the output instead of adding it.
         return_layernorm_output: return the norm's output, too; a gradient that arrives there counts.
         return_layernorm_output_gathered: must be False; it is for sequence parallel layers.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..recipe import Recipe
+from ..state import get_autocast_state, set_autocast_state
 from .fused.pattern import Fusion, NearMiss
-from .fuser import OperationFuser
+from .fuser import Fused, OperationFuser
 from .registry import REGISTRY
 
 
@@ -42,11 +44,26 @@ class MissedFusion:
 
 
 @dataclass(frozen=True)
+class HandedOver:
+    """Quantized data that one operation makes for its neighbour, in the kernel that computes it where there is one.
+
+    ``direction``: "forward" or "backward". ``giver``, ``taker``: class names. ``numbers``: of the basic operations on
+    both sides, the giver's first.
+    """
+
+    direction: str
+    giver: str
+    taker: str
+    numbers: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """What runs, in the order in which it runs, and what nearly would have been fused."""
+    """What runs, in the order in which it runs, what goes between quantized, and what nearly would have been fused."""
 
     forward: tuple[ChosenOperation, ...]
     backward: tuple[ChosenOperation, ...]
+    handed_over: tuple[HandedOver, ...]
     near_misses: tuple[MissedFusion, ...]
 
     def __str__(self) -> str:
@@ -54,6 +71,13 @@ class Explanation:
         for direction, chosen in (("forward", self.forward), ("backward", self.backward)):
             lines.append(direction)
             rows = [(_numbers(one.numbers), one.name, _parts(one)) for one in chosen]
+            lines.extend(_aligned(rows))
+        if self.handed_over:
+            lines.append("handed over quantized")
+            rows = [
+                (f"{one.numbers[0]} to {one.numbers[1]}", f"{one.giver} to {one.taker}", one.direction)
+                for one in self.handed_over
+            ]
             lines.extend(_aligned(rows))
         if self.near_misses:
             lines.append("not fused")
@@ -77,6 +101,7 @@ def explain(fusers: Sequence[OperationFuser], recipe: Recipe | None) -> Explanat
         )
     forward: list[ChosenOperation] = []
     backward: list[ChosenOperation] = []
+    handed_over: list[HandedOver] = []
     missed: list[MissedFusion] = []
     begin = 0
     for fuser in fusers:
@@ -84,9 +109,11 @@ def explain(fusers: Sequence[OperationFuser], recipe: Recipe | None) -> Explanat
         forward.extend(_chosen("forward", op, where, begin) for op, where in fused.forward)
         group = [_chosen("backward", op, where, begin) for op, where in fused.backward]
         backward[:0] = group[::-1]
+        with _AskedUnder(recipe, fuser):
+            handed_over.extend(_handed_over(fused, begin))
         missed.extend(_near_misses(fuser, recipe, begin, [*forward, *group]))
         begin += len(fuser.basic_ops)
-    explanation = Explanation(tuple(forward), tuple(backward), tuple(missed))
+    explanation = Explanation(tuple(forward), tuple(backward), tuple(handed_over), tuple(missed))
     print(explanation)
     return explanation
 
@@ -95,6 +122,37 @@ def _chosen(direction: str, op: Any, where: tuple[int, ...], begin: int) -> Chos
     basic = op.basic_ops if op.is_fused_op else (op,)
     names = tuple(type(one).__name__ for one in basic)
     return ChosenOperation(direction, type(op).__name__, tuple(begin + index for index in where), names)
+
+
+class _AskedUnder:
+    """A recipe in force for operations to be asked under, without a step beginning or being noted."""
+
+    def __init__(self, recipe: Recipe | None, fuser: OperationFuser) -> None:
+        self.recipe = recipe
+        states = [getattr(op, "delayed_scaling", None) for op in fuser.basic_ops]
+        self.ran_under = [(state, state.ran_under) for state in states if state is not None]
+
+    def __enter__(self) -> None:
+        self.before = get_autocast_state()
+        set_autocast_state((self.recipe, None, None))
+
+    def __exit__(self, *exception: Any) -> None:
+        set_autocast_state(self.before)
+        for state, recipe in self.ran_under:
+            state.ran_under = recipe
+
+
+def _handed_over(fused: Fused, begin: int) -> list[HandedOver]:
+    found = []
+    for (front, at), (behind, after) in itertools.pairwise(fused.forward):
+        if front.quantizes_output and behind.get_input_quantizer() is not None:
+            numbers = (begin + at[-1], begin + after[0])
+            found.append(HandedOver("forward", type(front).__name__, type(behind).__name__, numbers))
+    for (front, at), (behind, after) in itertools.pairwise(fused.backward):
+        if behind.quantizes_grad_input and front.get_grad_output_quantizer() is not None:
+            numbers = (begin + after[0], begin + at[-1])
+            found.append(HandedOver("backward", type(behind).__name__, type(front).__name__, numbers))
+    return found
 
 
 def _near_misses(

@@ -202,18 +202,22 @@ class _OperationsFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        saved = restore_from_func_ctx(ctx)
-        contexts: list[Any] = [
-            RestoredContext(context, tuple(saved[begin:end]))
-            for context, (begin, end) in zip(ctx.contexts, ctx.ranges)
-        ]
-        return _run_backward(ctx.call, contexts, [plain_gradient(grad) for grad in grad_outputs])
+        return _run_backward(ctx.call, _restored(ctx), [plain_gradient(grad) for grad in grad_outputs])
+
+
+def _restored(ctx: Any) -> list[Any]:
+    """The operations' contexts with what they saved; nothing else holds that, so it goes as they do."""
+    saved = restore_from_func_ctx(ctx)
+    return [
+        RestoredContext(context, tuple(saved[begin:end]))
+        for context, (begin, end) in zip(ctx.contexts, ctx.ranges)
+    ]
 
 
 def _run_backward(
     call: _Call, contexts: list[Any], grad_outputs: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the boundary's operands, in their order."""
+    """Gradients of the boundary's operands, in their order; empties ``contexts`` on the way."""
     wiring = call.wiring
     grad: Any = grad_outputs[0]
     # by (operation, number of the extra output); channels add to what the caller gives
@@ -232,6 +236,7 @@ def _run_backward(
             ],
         )
         for index, own_params, own_inputs in zip(where, params, extra_inputs, strict=True):
+            contexts[index] = None
             basic = call.basic_ops[index]
             _check_count(basic, "the backward", "gradients of parameters", own_params, call.num_params[index])
             grad_params[index] = tuple(own_params)

@@ -57,6 +57,11 @@ class FusibleOperation:
     _framework_base: ClassVar[bool] = True
     _use_split_forward: ClassVar[bool] = True
     """Whether compute and save run, or the legacy method: what the class defines last."""
+    quantizes_output: bool = False
+    """Whether the forward hands over quantized data where the operation behind asks for it."""
+    quantizes_grad_input: bool = False
+    """Whether the backward hands over a quantized gradient where the operation in front asks for it."""
+
     _has_forward: ClassVar[bool] = False
 
     def __init_subclass__(cls, framework_base: bool = False, **kwargs: Any) -> None:

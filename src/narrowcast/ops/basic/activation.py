@@ -40,6 +40,8 @@ class ActivationOperation(BasicOperation):
         ValueError: an odd last dim of a gated activation. TypeError: an input that is not fp32, bf16 or fp16.
     """
 
+    quantizes_output = quantizes_grad_input = True
+
     _activation: ClassVar[str]
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:

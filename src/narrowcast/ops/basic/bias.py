@@ -30,6 +30,8 @@ class Bias(BasicOperation):
         ValueError: a size that is not positive or that the group does not divide; in forward, another last dim.
     """
 
+    quantizes_grad_input = True
+
     bias: nn.Parameter
 
     def __init__(

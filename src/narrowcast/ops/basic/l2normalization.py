@@ -30,6 +30,8 @@ class L2Normalization(BasicOperation):
         ValueError: an input without or with an empty last dim. TypeError: one that is not fp32, bf16 or fp16.
     """
 
+    quantizes_output = quantizes_grad_input = True
+
     def __init__(
         self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
     ) -> None:

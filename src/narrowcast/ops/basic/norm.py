@@ -84,6 +84,8 @@ class NormOperation(BasicOperation):
         device in compiled code; eager code makes them.
     """
 
+    quantizes_output = quantizes_grad_input = True
+
     _normalization: ClassVar[str]
     weight: nn.Parameter
     bias: nn.Parameter | None

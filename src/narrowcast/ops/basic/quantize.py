@@ -36,6 +36,7 @@ class Quantize(BasicOperation):
     ) -> None:
         super().__init__()
         self.quantizes_forward, self.quantizes_backward = bool(forward), bool(backward)
+        self.quantizes_output, self.quantizes_grad_input = self.quantizes_forward, self.quantizes_backward
         self._add_delayed_state("", device)
 
     def extra_repr(self) -> str:

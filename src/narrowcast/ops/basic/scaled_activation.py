@@ -28,6 +28,8 @@ class ScaledActivationOperation(BasicOperation):
         that are not fp32, bf16 or fp16.
     """
 
+    quantizes_output = quantizes_grad_input = True
+
     num_extra_inputs: int = 1
     _activation: ClassVar[str]
     glu_interleave_size: int | None = None

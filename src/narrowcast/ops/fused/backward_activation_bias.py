@@ -21,6 +21,8 @@ from .pattern import Fusion, Match, Matched, NearMiss, follows
 class BackwardActivationBias(FusedOperation):
     """Gradient of a bias and the activation behind it: one kernel reads what came in and writes codes and sums."""
 
+    quantizes_grad_input = True
+
     def fuser_backward(
         self,
         basic_op_ctxs: list[OperationContext],

@@ -18,6 +18,8 @@ from .pattern import Fusion, Match, Matched, NearMiss, follows
 class BackwardAddRMSNorm(FusedOperation):
     """``dx = norm_backward(grad) + grad_extra``, rounded once, quantized where the operation in front wants that."""
 
+    quantizes_grad_input = True
+
     def fuser_backward(
         self,
         basic_op_ctxs: list[OperationContext],
