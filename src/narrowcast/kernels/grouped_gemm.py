@@ -60,6 +60,15 @@ def _load_codes(pointers, left, EVEN: tl.constexpr, TILE_K: tl.constexpr):
 
 
 @triton.jit
+def _load_scales(pointers, left, ONE: tl.constexpr):
+    """Block scales of one step, one for all rows or one per row; zeros when no steps are ``left``."""
+    if ONE:
+        return tl.load(pointers, mask=left > 0, other=0.0)
+    # compared as a vector: the interpreter spreads a truth value out as numbers, which are no mask
+    return tl.load(pointers, mask=tl.full(pointers.shape, left, tl.int32) > 0, other=0.0)
+
+
+@triton.jit
 def _product(
     left,
     right,
@@ -81,15 +90,15 @@ def _product(
     steps = tl.cdiv(length, TILE_K)
     if BLOCK_SCALED:
         # Scales arrive a step ahead: the compiler fetches only the codes early, and would wait for each of these.
-        scale_a = tl.load(left_scale, mask=steps > 0, other=0.0)
-        scale_b = tl.load(right_scale, mask=steps > 0, other=0.0)
+        scale_a = _load_scales(left_scale, steps, False)
+        scale_b = _load_scales(right_scale, steps, ONE_RIGHT_SCALE)
         for step in tl.range(0, steps):
             a = _load_codes(left, length - step * TILE_K, EVEN, TILE_K)
             b = _load_codes(right, length - step * TILE_K, EVEN, TILE_K)
             left_scale += left_scale_step
             right_scale += right_scale_step
-            next_a = tl.load(left_scale, mask=step + 1 < steps, other=0.0)
-            next_b = tl.load(right_scale, mask=step + 1 < steps, other=0.0)
+            next_a = _load_scales(left_scale, steps - (step + 1), False)
+            next_b = _load_scales(right_scale, steps - (step + 1), ONE_RIGHT_SCALE)
             partial = tl.dot(a, tl.trans(b))
             if ONE_RIGHT_SCALE:
                 total = tl.fma(partial, (scale_a * scale_b)[:, None], total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,13 @@ def reset_norm_parameters(weight: Tensor, bias: Tensor | None, settings: NormSet
         bias.zero_()
 
 
-class _Norm(nn.Module):
-    _normalization: str
+class NormParameters(nn.Module):
+    """The parameters of a norm over the last dim, and how they begin; a subclass names its normalization.
+
+    Arguments and the errors of construction are those of :class:`LayerNorm`.
+    """
+
+    _normalization: ClassVar[str]
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -80,13 +86,23 @@ class _Norm(nn.Module):
             f"zero_centered_gamma={self.settings.zero_centered_gamma}"
         )
 
-    def forward(self, inp: Tensor) -> Tensor:
-        """Normalize ``inp`` (*lead, K) over its last dim; same shape and dtype."""
+    def check_features(self, inp: Tensor) -> None:
+        """Compare the last dim of an input with the weight.
+
+        Raises:
+            ValueError: they differ.
+        """
         if inp.shape[-1:] != self.weight.shape:
             raise ValueError(
                 f"input has shape {tuple(inp.shape)}; its last dim must be that of the weight, "
                 f"{tuple(self.weight.shape)}"
             )
+
+
+class _Norm(NormParameters):
+    def forward(self, inp: Tensor) -> Tensor:
+        """Normalize ``inp`` (*lead, K) over its last dim; same shape and dtype."""
+        self.check_features(inp)
         return normalize(inp, self.weight, self.bias, self.settings)
 
 

@@ -2,10 +2,9 @@
 
 from .activation import GEGLU, GELU, GLU, QGEGLU, QGELU, ReGLU, ReLU, SiLU, SReGLU, SReLU
 from .add_extra_input import AddExtraInput
-from .all_gather import AllGather
-from .all_reduce import AllReduce
 from .basic_linear import BasicLinear
 from .bias import Bias
+from .collective import AllGather, AllReduce, ReduceScatter
 from .constant_scale import ConstantScale
 from .dropout import Dropout
 from .grouped_linear import GroupedLinear
@@ -14,7 +13,6 @@ from .l2normalization import L2Normalization
 from .layer_norm import LayerNorm
 from .make_extra_output import MakeExtraOutput
 from .quantize import Quantize
-from .reduce_scatter import ReduceScatter
 from .reshape import Reshape
 from .rmsnorm import RMSNorm
 from .scaled_activation import ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU

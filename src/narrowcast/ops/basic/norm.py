@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...functional import norm, norm_backward
-from ...nn.module import parameter_device
-from ...nn.norm import norm_parameters, norm_settings, reset_norm_parameters
+from ...nn.norm import NormParameters
 from ...quantizers import NormSettings, quantize_norm, quantize_norm_gradient
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
@@ -68,7 +67,7 @@ def norm_gradients(
     return with_shape(made, tuple(x.shape)), dweight, dbias
 
 
-class NormOperation(BasicOperation):
+class NormOperation(BasicOperation, NormParameters):
     """Base of LayerNorm and RMSNorm; a subclass names its normalization.
 
     Args:
@@ -86,10 +85,6 @@ class NormOperation(BasicOperation):
 
     quantizes_output = quantizes_grad_input = True
 
-    _normalization: ClassVar[str]
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -100,31 +95,14 @@ class NormOperation(BasicOperation):
         zero_centered_gamma: bool = False,
         sm_margin: int = 0,
     ) -> None:
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        if len(shape) != 1 or shape[0] < 1:
-            raise ValueError(f"normalized_shape is {normalized_shape!r}; give the size of the last dim")
-        super().__init__()
-        self.settings = norm_settings(self._normalization, eps, zero_centered_gamma)
-        self.sm_margin = sm_margin
-        kind, place = dtype or torch.get_default_dtype(), parameter_device(device)
-        self.weight, bias = norm_parameters(shape[0], self.settings, kind, place)
-        self.register_parameter("bias", bias)
-        if place.type != "meta":
-            self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Set gamma to 1 and the bias to 0; parameters on the meta device are first made on the default device."""
-        if self.weight.is_meta:
-            self.to_empty(device=parameter_device(None))
-        reset_norm_parameters(self.weight, self.bias, self.settings)
-
-    def extra_repr(self) -> str:
-        """Size and options, as printed by the module."""
-        return (
-            f"{self.weight.shape[0]}, eps={self.settings.eps}, "
-            f"zero_centered_gamma={self.settings.zero_centered_gamma}"
+        super().__init__(
+            normalized_shape=normalized_shape,
+            eps=eps,
+            zero_centered_gamma=zero_centered_gamma,
+            device=device,
+            dtype=dtype,
         )
+        self.sm_margin = sm_margin
 
     def pre_first_fuser_forward(self) -> None:
         """Make parameters that are still on the meta device."""
@@ -140,10 +118,7 @@ class NormOperation(BasicOperation):
         requires_grad: bool,
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
         x, weight = plain_input(input_), self.weight
-        if x.shape[-1:] != weight.shape:
-            raise ValueError(
-                f"input has shape {tuple(x.shape)}; its last dim must be that of the weight, {tuple(weight.shape)}"
-            )
+        self.check_features(x)
         if weight.is_meta:
             raise RuntimeError("parameters are on the meta device; call reset_parameters() first")
         if x.device != weight.device:
