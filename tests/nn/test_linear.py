@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import QUANTIZED, RECIPES
+from recipes import DEVICE, QUANTIZED, RECIPES
 from torch import Tensor
 
 import narrowcast as nc
@@ -289,3 +289,15 @@ def test_deepcopy_and_pickle_leave_the_cache_behind() -> None:
     twin = copy.deepcopy(module)
     assert not twin._fp8_workspaces["weight"] and module._fp8_workspaces["weight"]
     assert torch.equal(run(twin, x, QUANTIZED["current"])[0], run(module, x, QUANTIZED["current"])[0])
+
+
+def test_a_functional_call_uses_the_state_it_is_given() -> None:
+    layer, recipe = nc.Linear(32, 48, device=DEVICE), nc.recipe.DelayedScaling()
+    x = torch.randn(16, 32, device=DEVICE)
+    with nc.autocast(recipe=recipe):
+        layer(x)
+        before = layer.delayed_scaling.amax_history_fwd.clone()
+        buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+        torch.func.functional_call(layer, {**dict(layer.named_parameters()), **buffers}, (100 * x,))
+    assert torch.equal(layer.delayed_scaling.amax_history_fwd, before)
+    assert buffers["delayed_scaling.amax_history_fwd"][0, 0] > 10 * before[0, 0]

@@ -104,6 +104,16 @@ class _LastArgs(NamedTuple):
     asked: tuple[Any, ...]
     args: LinearFwdArgs
 
+    def serve(self, recipe: Recipe | None, asked: tuple[Any, ...], state: DelayedScalingState) -> bool:
+        """Whether they are what would be made now."""
+        scale = self.args.delayed.scale_fwd
+        return (
+            self.recipe is recipe
+            and self.generation == delayed_generation()
+            and self.asked == asked
+            and (scale is None or scale is state._buffers["scale_fwd"])  # a functional call swaps buffers
+        )
+
 
 class LinearModule(QuantizedModule):
     """Base of the modules with linear layers inside: what they do for each of these."""
@@ -182,9 +192,9 @@ class LinearModule(QuantizedModule):
             return self._new_stage_args(
                 stage, state, recipe, needs, dtype, is_first_microbatch, save_original_input
             )
-        last, generation = stage.last_args, delayed_generation()
+        last = stage.last_args
         asked = (needs.inp, needs.weight, needs.bias, dtype, weight.dtype, save_original_input)
-        if last is None or last.recipe is not recipe or last.generation != generation or last.asked != asked:
+        if last is None or not last.serve(recipe, asked, state):
             args = self._new_stage_args(stage, state, recipe, needs, dtype, None, save_original_input)
             last = stage.last_args = _LastArgs(recipe, delayed_generation(), asked, args)
         return last.args
