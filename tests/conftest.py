@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import shutil
@@ -34,12 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def pytest_collection_finish() -> None:
-    """Take what the whole run keeps, thousands of tests and all that was imported, out of every garbage collection."""
-    gc.collect()
-    gc.freeze()
 
 
 def _missing_gpu() -> str | None:
