@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from recipes import DEVICE
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 
@@ -80,3 +82,22 @@ def randomized(module: nn.Module) -> nn.Module:
             if parameter.dim() == 1:
                 parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator).to(parameter))
     return module
+
+
+GEMM, QUANTIZE = torch.ops.narrowcast.gemm.default, torch.ops.narrowcast.quantize.default
+
+
+class Operators(TorchDispatchMode):
+    """What ran: GEMMs by kind, quantizations by the directions they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is GEMM:
+            self.seen[args[0]] += 1
+        elif func is QUANTIZE:
+            usages = args[1].get_usages()
+            self.seen["+".join(name for name, on in usages.items() if on)] += 1
+        return func(*args, **(kwargs or {}))

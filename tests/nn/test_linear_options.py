@@ -5,20 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from modules import Operators
 from recipes import QUANTIZED, RECIPES
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.testing import assert_close
 
 K, N, TOKENS = 48, 80, 24
-GEMM, QUANTIZE = torch.ops.narrowcast.gemm.default, torch.ops.narrowcast.quantize.default
 
 
 def layer(**kwargs: Any) -> nc.Linear:
@@ -41,22 +39,6 @@ def train(module: nc.Linear, x: Tensor, recipe: nc.recipe.Recipe | None, **kwarg
     out = forward(module, x, recipe, **kwargs)
     out.float().square().sum().backward()
     return out.detach()
-
-
-class Operators(TorchDispatchMode):
-    """What ran: GEMMs by kind, quantizations by the directions they make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is GEMM:
-            self.seen[args[0]] += 1
-        elif func is QUANTIZE:
-            usages = args[1].get_usages()
-            self.seen["+".join(name for name, on in usages.items() if on)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 # -- main_grad ------------------------------------------------------------------------------------------------------

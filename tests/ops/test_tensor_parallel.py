@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from ranks import run_ranks
 from recipes import RECIPES
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -205,17 +203,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    processes = mp.spawn(work, args=(str(folder),), nprocs=WORLD, join=False)
-    assert processes is not None
-    deadline = time.monotonic() + SECONDS
-    try:
-        while not processes.join(timeout=1):
-            if time.monotonic() > deadline:
-                pytest.fail(f"two ranks did not finish within {SECONDS} s: their collectives do not match")
-    finally:
-        for process in processes.processes:
-            process.kill()
-    return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(WORLD)]
+    return run_ranks(work, folder, WORLD, SECONDS)
 
 
 def assembled(parts: list[Results], mode: str, sequence: bool) -> Results:

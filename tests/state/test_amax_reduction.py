@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from delayed_simulation import Simulation, draw, make_layer
+from ranks import run_ranks
 
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling
@@ -70,17 +68,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    processes = mp.spawn(work, args=(str(folder),), nprocs=WORLD, join=False)
-    assert processes is not None
-    deadline = time.monotonic() + SECONDS
-    try:
-        while not processes.join(timeout=1):
-            if time.monotonic() > deadline:
-                pytest.fail(f"two ranks did not finish within {SECONDS} s: their collectives do not match")
-    finally:
-        for process in processes.processes:
-            process.kill()
-    return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(WORLD)]
+    return run_ranks(work, folder, WORLD, SECONDS)
 
 
 def expected(recipe: DelayedScaling, layer: int, ranks_: tuple[int, ...]) -> dict[str, torch.Tensor]:

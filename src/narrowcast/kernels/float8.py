@@ -387,9 +387,8 @@ def _run_cast(
     power_2: bool,
     epsilon: float,
 ) -> list[Tensor]:
-    absent = source.operands[
-        0
-    ]  # its pointer is passed for what is absent: the constants keep the kernel off it
+    # Its pointer is passed for what is absent: the constants keep the kernel off it.
+    absent = source.operands[0]
     plan = _plan_cast(
         absent.get_device(), source.key, source.shape, source.constants, source.column_sums is not None,
         fmt.name == "e5m2", fmt.max, rowwise, columnwise, amax is not None, partials, power_2,

@@ -81,7 +81,7 @@ class Launcher:
         Args:
             device: index of the arguments' device, -1 for the CPU.
         """
-        return _BoundLaunch(self, device, grid, constants, key).__call__
+        return _BoundLaunch(self, device, grid, constants, key)
 
 
 class _BoundLaunch:

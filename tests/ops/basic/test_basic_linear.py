@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from modules import assert_same, compare_compiled, make_input, step
+from modules import Operators, assert_same, compare_compiled, make_input, step
 from ops_checks import check
 from recipes import DEVICE, QUANTIZED, RECIPES
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast import ops
@@ -26,7 +24,6 @@ from ..linear_modules import assert_as_module
 from .contract import check_split_forward
 
 K, N = 48, 80
-GEMM, QUANTIZE = torch.ops.narrowcast.gemm.default, torch.ops.narrowcast.quantize.default
 
 
 def make_op(k: int = K, n: int = N, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> ops.BasicLinear:
@@ -42,22 +39,6 @@ def twin(op: ops.BasicLinear) -> nc.Linear:
     with torch.no_grad():
         module.weight.copy_(op.weight)
     return module
-
-
-class Operators(TorchDispatchMode):
-    """What ran: GEMMs by kind, quantizations by the directions they make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is GEMM:
-            self.seen[args[0]] += 1
-        elif func is QUANTIZE:
-            usages = args[1].get_usages()
-            self.seen["+".join(name for name, on in usages.items() if on)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 # -- numerics -----------------------------------------------------------------------------------------------

@@ -33,9 +33,8 @@ class BackwardActivationBias(FusedOperation):
         operations: Any = self.basic_ops
         bias, activation = operations
         wanted = basic_op_ctxs[0].prev_op_grad_output_quantizer
-        if (
-            wanted is None
-        ):  # the layer in front is part of another fused operation, which takes a plain gradient
+        if wanted is None:
+            # the layer in front is part of another fused operation, which takes a plain gradient
             grad, _ = activation.op_backward(basic_op_ctxs[1], grad_output)
             dx, grad_bias = bias.op_backward(basic_op_ctxs[0], grad)
             return dx, [grad_bias, ()], [(), ()]
