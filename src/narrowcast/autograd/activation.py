@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..functional import act, act_backward
-from ..quantizers import ActivationSettings
+
+
+@dataclass(frozen=True)
+class ActivationSettings:
+    """Which activation, and the numbers it takes in the order of its record; none of them means its defaults."""
+
+    activation: str
+    parameters: tuple[float, ...]
 
 
 class _ActivationFunction(torch.autograd.Function):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..functional.wgrad_store import WeightGradStore
-from ..quantizers import OperandHandles
-from ..recipe import LinearHandles
-from ..tensors import QuantizedTensorStorage, TensorOrQuantized
+from ..quantizers import OperandBuffers, Quantizer
+from ..recipe import LinearPlan
 
 
 @dataclass(slots=True)
-class DelayedTensors:
-    """State of delayed scaling, owned by the module; None for the other recipes."""
+class DelayedScales:
+    """State of delayed scaling, owned by the layer; None for other recipes, and amax where nothing is collected.
+
+    ``scale_bwd`` is a copy, so that the backward reads what its forward would have read.
+    """
 
     scale_fwd: Tensor | None = None
     amax_fwd: Tensor | None = None
@@ -25,46 +26,8 @@ class DelayedTensors:
 
 
 @dataclass(slots=True)
-class LinearNumerics:
-    """How to compute, owned by the recipe and by torch.autocast.
-
-    ``save_original_input``: keep the input as it came, and quantize it again for wgrad.
-    """
-
-    activation_dtype: torch.dtype
-    weight_dtype: torch.dtype
-    backward_override: str | None
-    emulate: bool
-    fast_fprop: bool
-    fast_dgrad: bool
-    fast_wgrad: bool
-    save_original_input: bool = False
-
-
-@dataclass(slots=True)
-class LinearNeeds:
-    """Which gradients of a linear layer or a norm are wanted, captured before the boundary."""
-
-    inp: bool
-    weight: bool
-    bias: bool
-
-    def any(self) -> bool:
-        """Whether there is a backward at all."""
-        return self.inp or self.weight or self.bias
-
-
-@dataclass(slots=True)
-class LinearCaching:
-    """Weight cache, owned by the module: what it holds, and whether to hand back what is made."""
-
-    workspace: QuantizedTensorStorage | None
-    cache_weight: bool
-
-
-@dataclass(slots=True)
 class LinearWgrad:
-    """Where the weight gradient goes, owned by the module and its parameter; by default autograd takes it.
+    """Where the weight gradient goes, owned by the layer and its parameter; by default autograd takes it.
 
     ``main_grad``: accumulate (or ``overwrite``) this instead. ``dummy``: "empty" or "zeros" is returned in place of
     what went there; "" returns None. ``store``: queue it, and the bias gradient, for ``backward_dw``; ``ticket``: of
@@ -79,80 +42,56 @@ class LinearWgrad:
 
 
 @dataclass(slots=True)
-class LinearTensors:
-    """The operands; bound inside the boundary."""
-
-    weight: Tensor
-    inp: TensorOrQuantized
-    bias: Tensor | None
-
-
-@dataclass(slots=True)
 class LinearFwdArgs:
-    """Everything the forward reads. ``tensors`` is None until :meth:`bind`; no quantizers: high precision."""
+    """What the forward reads besides weight, input and bias.
 
-    quantizers: LinearHandles | None
-    delayed: DelayedTensors
-    numerics: LinearNumerics
-    needs: LinearNeeds
-    caching: LinearCaching
-    tensors: LinearTensors | None = None
-    wgrad: LinearWgrad = field(default_factory=LinearWgrad)
+    ``plan``: owned by the recipe. ``dtype``: of the activations. ``scales``: owned by the layer. ``workspace``: the
+    weight where it is quantized already. ``wgrad``: owned by the parameter. ``needs_bias``: its gradient is wanted.
+    """
 
-    def bind(self, weight: Tensor, inp: TensorOrQuantized, bias: Tensor | None) -> LinearFwdArgs:
-        """These arguments with their operands; the original is left alone, as a traced forward must."""
-        return LinearFwdArgs(
-            self.quantizers,
-            self.delayed,
-            self.numerics,
-            self.needs,
-            self.caching,
-            LinearTensors(weight, inp, bias),
-            self.wgrad,
-        )
-
-
-@dataclass(slots=True)
-class LinearSaved:
-    """What the forward left for the backward, restored."""
-
-    inputmat: TensorOrQuantized | None
-    weight: TensorOrQuantized | None
+    plan: LinearPlan
+    dtype: torch.dtype
+    scales: DelayedScales
+    workspace: OperandBuffers | None
+    wgrad: LinearWgrad
+    needs_bias: bool
 
 
 @dataclass(slots=True)
 class LinearBwdArgs:
-    """Everything the backward reads. ``saved`` and ``grad_output`` are None until :meth:`bind`."""
+    """What the backward reads besides the gradient and what was saved; never changed, so that it may run again.
 
-    grad_quantizers: Any
-    delayed: DelayedTensors
-    numerics: LinearNumerics
-    needs: LinearNeeds
-    out_features: int
-    in_features: int
+    ``saved_input``, ``saved_weight``: how many of the saved tensors belong to each, and the quantizer that reads them;
+    None for a tensor in high precision. ``shape``: (N, K) of the weight.
+    """
+
+    plan: LinearPlan
+    dtype: torch.dtype
+    amax_bwd: Tensor | None
+    wgrad: LinearWgrad
+    needs_bias: bool
     bias_dtype: torch.dtype | None
-    wgrad: LinearWgrad = field(default_factory=LinearWgrad)
-    input_handles: OperandHandles | None = None
-    saved: LinearSaved | None = None
-    grad_output: TensorOrQuantized | None = None
+    weight_dtype: torch.dtype
+    shape: tuple[int, int]
+    saved_input: tuple[int, Quantizer | None]
+    saved_weight: tuple[int, Quantizer | None]
 
     @property
     def backward_override(self) -> str | None:
         """The recipe's override."""
-        return self.numerics.backward_override
+        return self.plan.backward_override
 
-    def bind(self, saved: LinearSaved, grad_output: TensorOrQuantized) -> LinearBwdArgs:
-        """A per-call copy, so that a second backward over the same graph finds the original untouched."""
-        return LinearBwdArgs(
-            self.grad_quantizers,
-            self.delayed,
-            self.numerics,
-            self.needs,
-            self.out_features,
-            self.in_features,
-            self.bias_dtype,
-            self.wgrad,
-            self.input_handles,
-            saved,
-            grad_output,
-        )
+    @property
+    def fp8(self) -> bool:
+        """Whether the layer ran quantized."""
+        return self.plan.quantized
+
+    @property
+    def grad_output_quantizer(self) -> Quantizer | None:
+        """What quantizes the gradient of the output; None in high precision."""
+        return self.plan.grad_output.quantizer if self.plan.quantized else None
+
+    @property
+    def reduce_and_update_bwd_fp8_tensors(self) -> bool:
+        """Whether the backward renews scales: never, the next step does."""
+        return False

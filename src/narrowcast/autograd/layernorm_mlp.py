@@ -4,357 +4,293 @@
     backward   fc2 dgrad and wgrad -> activation backward, quantized, with fc1's bias gradient -> fc1 dgrad and wgrad
                -> norm backward
 
-With ``checkpoint`` only the operands of the boundary are saved, and the backward computes the rest once more. The
-rules of :mod:`.linear` hold here, too.
+With ``recompute`` only the operands of the boundary are saved, and the backward computes the rest once more: from the
+same scales, and collecting no amax. The rules of :mod:`.gemms` hold here, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..functional import act, act_backward
-from ..quantizers import (
-    ActivationSettings,
-    IdentityQuantizer,
-    NormSettings,
-    handle_of,
-    quantize_activation,
-    quantize_activation_gradient,
-    quantize_operand,
-)
-from ..tensors import (
-    QuantizedTensor,
-    QuantizedTensorStorage,
-    TensorOrQuantized,
-    prepare_for_saving,
-    restore_from_func_ctx,
-    storage_of,
-)
-from .arguments import DelayedTensors, LinearBwdArgs, LinearFwdArgs, LinearNeeds, LinearSaved, LinearWgrad
-from .linear import linear_backward, linear_setup_ctx
-from .norm import norm_gradients
-from .stages import (
+from ..functional import act, act_backward, act_backward_quantize, act_quantize
+from ..quantizers import OperandBuffers, Quantizer, buffers_of
+from ..recipe import LinearPlan
+from ..tensors import QuantizedTensorStorage
+from .activation import ActivationSettings
+from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
+from .gemms import (
     Gradients,
-    Normalized,
+    SavedOperand,
     after,
     fprop,
-    input_usage,
-    normalize_operand,
+    linear_backward,
+    linear_bwd_args,
     quantized_gradients,
-    saved_operands,
-    stage_weight,
-    usage,
-    with_cached_weight,
+    saved_operand,
+    weight_operand,
+    with_saved,
 )
-
-
-@dataclass(slots=True)
-class LayerNormMLPTensors:
-    """The operands; bound inside the boundary."""
-
-    inp: Tensor
-    norm_weight: Tensor
-    norm_bias: Tensor | None
-    fc1_weight: Tensor
-    fc1_bias: Tensor | None
-    fc2_weight: Tensor
-    fc2_bias: Tensor | None
+from .linear import saved_tensors
+from .norm import NormSettings, norm_gradients, normalized_operand
 
 
 @dataclass(slots=True)
 class LayerNormMLPFwdArgs:
-    """Everything the forward reads. ``tensors`` is None until the boundary binds it to a copy.
+    """What the forward reads besides its tensors.
 
-    ``fc1.needs.inp`` says whether the norm has a backward, ``fc2.needs.inp`` whether the activation has one.
+    ``fc1.plan.needs_input``: the norm has a backward. ``fc2.plan.needs_input``: the activation has one. ``recompute``:
+    the plans of fc1 and fc2 by which the backward computes this forward again, which then makes nothing for it.
     """
 
     norm: NormSettings
-    norm_needs: LinearNeeds
     activation: ActivationSettings
     fc1: LinearFwdArgs
     fc2: LinearFwdArgs
     return_layernorm_output: bool
-    checkpoint: bool
-    tensors: LayerNormMLPTensors | None = None
-
-
-@dataclass(slots=True)
-class LayerNormMLPSaved:
-    """What the backward reads of the forward; None what it does not need."""
-
-    inp: Tensor | None
-    norm_weight: Tensor | None
-    mean: Tensor | None
-    rstd: Tensor | None
-    fc1: LinearSaved
-    fc1_out: Tensor | None
-    fc2: LinearSaved
-
-    def flat(self) -> tuple[TensorOrQuantized | None, ...]:
-        """In the order of :meth:`of`."""
-        return (
-            self.inp,
-            self.norm_weight,
-            self.mean,
-            self.rstd,
-            self.fc1.inputmat,
-            self.fc1.weight,
-            self.fc1_out,
-            self.fc2.inputmat,
-            self.fc2.weight,
-        )
-
-    @staticmethod
-    def of(flat: list[Any]) -> LayerNormMLPSaved:
-        """Restored from :meth:`flat`."""
-        inp, norm_weight, mean, rstd, fc1_input, fc1_weight, fc1_out, fc2_input, fc2_weight = flat
-        fc1, fc2 = LinearSaved(fc1_input, fc1_weight), LinearSaved(fc2_input, fc2_weight)
-        return LayerNormMLPSaved(inp, norm_weight, mean, rstd, fc1, fc1_out, fc2)
+    recompute: tuple[LinearPlan, LinearPlan] | None
 
 
 @dataclass(slots=True)
 class LayerNormMLPBwdArgs:
-    """Everything the backward reads besides saved tensors; never changed, so that it may run again.
+    """What the backward reads besides saved tensors; never changed, so that it may run again.
 
-    ``recompute``: the forward's arguments without tensors, when the backward is to compute it once more.
+    ``recompute``: how to compute the forward once more, where only its operands were saved.
     """
 
     norm: NormSettings
-    norm_needs: LinearNeeds
     activation: ActivationSettings
     fc1: LinearBwdArgs
     fc2: LinearBwdArgs
-    recompute: LayerNormMLPFwdArgs | None
+    recompute: Recomputation | None
 
     @property
     def backward_override(self) -> str | None:
         """The recipe's override."""
-        return self.fc2.numerics.backward_override
+        return self.fc2.backward_override
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the layer ran quantized."""
+        return self.fc2.fp8
+
+    @property
+    def grad_output_quantizer(self) -> Quantizer | None:
+        """What quantizes the gradient of the output."""
+        return self.fc2.grad_output_quantizer
+
+    @property
+    def reduce_and_update_bwd_fp8_tensors(self) -> bool:
+        """Whether the backward renews scales: never, the next step does."""
+        return False
 
 
 @dataclass(slots=True)
-class _Hidden:
-    """Up to the output of fc1."""
+class Recomputation:
+    """Arguments of the forward that the backward runs again, without tensors.
 
-    normalized: Normalized
-    weight: QuantizedTensorStorage
-    out: Tensor
+    ``weights``: for fc1 and fc2, where the weight was quantized already: how many buffers it has row-wise and
+    column-wise, and their quantizer.
+    """
 
-
-@dataclass(slots=True)
-class _Activated:
-    """Operands of fc2: the quantized activation and weight, and the activation itself where the backward reads it."""
-
-    operand: QuantizedTensorStorage | None
-    output: Tensor | None
-    weight: QuantizedTensorStorage | None
+    forward: LayerNormMLPFwdArgs
+    weights: tuple[tuple[int, int, Quantizer] | None, ...]
 
 
-def _hidden(args: LayerNormMLPFwdArgs, tensors: LayerNormMLPTensors, features: int) -> _Hidden:
-    x = tensors.inp.reshape(-1, tensors.inp.shape[-1])
-    made = normalize_operand(
-        x, tensors.norm_weight, tensors.norm_bias, args.norm, args.fc1, args.return_layernorm_output
+class _Tensors(NamedTuple):
+    """The operands of the boundary; in a recomputation, a weight is None where its buffers serve."""
+
+    inp: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor | None
+    fc1_weight: Any
+    fc1_bias: Tensor | None
+    fc2_weight: Any
+    fc2_bias: Tensor | None
+
+
+class _Saved(NamedTuple):
+    """What the backward reads; None what it does not need."""
+
+    of_norm: list[Tensor | None]
+    fc1_out: Tensor | None
+    fc1_input: SavedOperand
+    fc1_weight: SavedOperand
+    fc2_input: SavedOperand
+    fc2_weight: SavedOperand
+
+    def flat(self) -> list[Tensor | None]:
+        """Its tensors, in order."""
+        operands = self[2:]
+        return [*self.of_norm, self.fc1_out, *(tensor for operand in operands for tensor in operand.tensors)]
+
+
+def _plain(weight: Any, args: LinearFwdArgs) -> Any:
+    return None if isinstance(weight, QuantizedTensorStorage) and args.workspace is not None else weight
+
+
+def _forward(
+    tensors: _Tensors, args: LayerNormMLPFwdArgs, features: int, with_fc2: bool = True
+) -> tuple[Any, Tensor | None, _Saved]:
+    """(output (*lead, H), norm output or None, what the backward reads); without fc2's GEMM no output.
+
+    Args:
+        features: rows of fc1's weight.
+    """
+    inp, fc1, fc2 = tensors.inp, args.fc1, args.fc2
+    x = inp.reshape(-1, inp.shape[-1])
+    normalized = normalized_operand(
+        x, tensors.norm_weight, tensors.norm_bias, args.norm, fc1, args.return_layernorm_output
     )
-    weight = stage_weight(args.fc1, tensors.fc1_weight)
-    assert weight is not None
-    out = fprop(args.fc1, made.operand, weight, tensors.fc1_bias, x.shape[0], features)
-    return _Hidden(made, weight, out)
-
-
-def _activated(
-    args: LayerNormMLPFwdArgs, tensors: LayerNormMLPTensors, hidden: Tensor, with_fprop: bool
-) -> _Activated:
-    fc2 = args.fc2
-    weight = stage_weight(fc2, tensors.fc2_weight, with_fprop)
-    handle, scale, amax = input_usage(fc2, with_fprop), fc2.delayed.scale_fwd, fc2.delayed.amax_fwd
-    operand = output = None
-    if fc2.needs.weight and fc2.numerics.backward_override == "high_precision":
-        output = act(hidden, args.activation.activation, list(args.activation.parameters))
-        if handle is not None:
-            operand = quantize_operand(output, handle, scale, amax)
-    elif handle is not None:
-        operand = quantize_activation(hidden, args.activation, handle, scale, amax)
-    return _Activated(operand, output, weight)
-
-
-def _saved(
-    args: LayerNormMLPFwdArgs, tensors: LayerNormMLPTensors, hidden: _Hidden, activated: _Activated
-) -> LayerNormMLPSaved:
-    made, keep_norm = hidden.normalized, args.fc1.needs.inp
-    fc1 = saved_operands(args.fc1, made.operand, made.output, hidden.weight, tensors.fc1_weight)
-    fc2 = saved_operands(args.fc2, activated.operand, activated.output, activated.weight, tensors.fc2_weight)
-    return LayerNormMLPSaved(
-        tensors.inp if keep_norm else None,
-        tensors.norm_weight if keep_norm else None,
-        made.mean if keep_norm else None,
-        made.rstd if keep_norm else None,
-        LinearSaved(*fc1),
-        hidden.out if args.fc2.needs.inp else None,
-        LinearSaved(*fc2),
+    w1 = weight_operand(_plain(tensors.fc1_weight, fc1), fc1)
+    hidden = fprop(fc1, normalized.operand, w1, tensors.fc1_bias, x.shape[0], features)
+    activated, activation = _activated_operand(hidden, args)
+    w2 = weight_operand(_plain(tensors.fc2_weight, fc2), fc2)
+    saved = _Saved(
+        [inp, tensors.norm_weight, normalized.mean, normalized.rstd]
+        if fc1.plan.needs_input
+        else [None, None, None, None],
+        hidden if fc2.plan.needs_input else None,
+        saved_operand(
+            normalized.operand, normalized.output, fc1.plan.needs_weight, fc1.plan.backward_override
+        ),
+        saved_operand(w1, tensors.fc1_weight, fc1.plan.needs_input, fc1.plan.backward_override),
+        saved_operand(activated, activation, fc2.plan.needs_weight, fc2.plan.backward_override),
+        saved_operand(w2, tensors.fc2_weight, fc2.plan.needs_input, fc2.plan.backward_override),
     )
+    if not with_fc2:
+        return None, None, saved
+    out = fprop(fc2, activated, w2, tensors.fc2_bias, x.shape[0], inp.shape[-1])
+    output = normalized.output if args.return_layernorm_output else None
+    return out.view(inp.shape), None if output is None else output.view(inp.shape), saved
 
 
-def _forward_impl(args: LayerNormMLPFwdArgs) -> tuple[Tensor, Tensor | None, LayerNormMLPSaved]:
-    """(output, norm output or None, what the backward reads). Pure; reads only ``args``."""
-    tensors = args.tensors
-    assert tensors is not None
-    hidden = _hidden(args, tensors, tensors.fc1_weight.shape[0])
-    activated = _activated(args, tensors, hidden.out, True)
-    assert activated.operand is not None and activated.weight is not None
-    out_features = tensors.fc2_weight.shape[0]
-    out = fprop(
-        args.fc2, activated.operand, activated.weight, tensors.fc2_bias, hidden.out.shape[0], out_features
+def _activated_operand(hidden: Tensor, args: LayerNormMLPFwdArgs) -> tuple[OperandBuffers, Tensor | None]:
+    """fc2's input, quantized, and in high precision where the backward reads that."""
+    plan, scales, settings = args.fc2.plan, args.fc2.scales, args.activation
+    name, parameters = settings.activation, list(settings.parameters)
+    if plan.needs_weight and plan.backward_override == "high_precision":
+        output = act(hidden, name, parameters)
+        return plan.input.quantize(output, scales.scale_fwd, scales.amax_fwd), output
+    seed = plan.input.seed(hidden)
+    buffers = act_quantize(
+        hidden, name, plan.input.quantizer, parameters, seed, scales.scale_fwd, scales.amax_fwd
     )
-    out = out.view(*tensors.inp.shape[:-1], out_features)
-    normalized = hidden.normalized.output
-    if not args.return_layernorm_output or normalized is None:
-        return out, None, _saved(args, tensors, hidden, activated)
-    return out, normalized.view(tensors.inp.shape), _saved(args, tensors, hidden, activated)
+    return plan.input.split(buffers), None
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
 
 
 def _backward(
-    args: LayerNormMLPBwdArgs, saved: LayerNormMLPSaved, dy: Tensor, grad_normalized: Tensor | None
+    args: LayerNormMLPBwdArgs,
+    saved: list[Any],
+    dy: Tensor,
+    grad_normalized: Tensor | None,
+    scales: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the seven operands, in their order. Drops from ``saved`` what was used, so that it can be freed."""
-    dw2, d_act, db2 = linear_backward(args.fc2.bind(saved.fc2, dy))
-    saved.fc2 = LinearSaved(None, None)
+    """Gradients of the seven operands, in their order. Empties ``saved`` on the way, so that memory is freed."""
+    fc1, fc2 = args.fc1, args.fc2
+    w2, x2 = _last(saved, fc2.saved_weight[0]), _last(saved, fc2.saved_input[0])
+    dw2, d_act, db2 = linear_backward(fc2, dy, x2, w2, scales[1])
+    del w2, x2
     if d_act is None:
         return None, None, None, None, None, dw2, db2
-    dw1, grad, db1 = _fc1_backward(args, saved, d_act)
-    if not args.norm_needs.any():
+    w1, x1 = _last(saved, fc1.saved_weight[0]), _last(saved, fc1.saved_input[0])
+    dw1, grad, db1 = _fc1_backward(args, saved.pop(), x1, w1, d_act, scales[0])
+    del w1, x1, d_act
+    if grad is None:
         return None, None, None, dw1, db1, dw2, db2
-    assert grad is not None and saved.inp is not None and saved.norm_weight is not None
-    assert saved.mean is not None and saved.rstd is not None
     if grad_normalized is not None:
         grad = grad + grad_normalized.reshape(grad.shape)
-    norms = norm_gradients(grad, saved.inp, saved.norm_weight, saved.mean, saved.rstd, args.norm)
-    return (*norms, dw1, db1, dw2, db2)
+    inp, norm_weight, mean, rstd = saved
+    return (*norm_gradients(grad, inp, norm_weight, mean, rstd, args.norm), dw1, db1, dw2, db2)
 
 
-def _fc1_backward(args: LayerNormMLPBwdArgs, saved: LayerNormMLPSaved, d_act: Tensor) -> Gradients:
+def _last(tensors: list[Any], count: int) -> list[Any]:
+    """The last ``count`` tensors, taken out of the list."""
+    return [tensors.pop() for _ in range(count)][::-1]
+
+
+def _fc1_backward(
+    args: LayerNormMLPBwdArgs,
+    fc1_out: Tensor,
+    inp: list[Tensor],
+    weight: list[Tensor],
+    d_act: Tensor,
+    scale_bwd: Tensor | None,
+) -> Gradients:
     """(wgrad, dgrad, grad_bias) of fc1 from the gradient of the activation."""
-    fc1, fc1_out = args.fc1, saved.fc1_out
-    saved.fc1_out = None
-    assert fc1_out is not None
-    handle = usage(fc1.grad_quantizers, fc1.needs.inp, fc1.needs.weight)
-    if handle is None or fc1.numerics.backward_override is not None:
-        parameters = list(args.activation.parameters)
-        grad_hidden = act_backward(d_act, fc1_out, args.activation.activation, parameters)
-        return linear_backward(fc1.bind(saved.fc1, grad_hidden))
-    state = fc1.delayed
-    grad, sums = quantize_activation_gradient(
-        d_act, fc1_out, args.activation, handle, state.scale_bwd, state.amax_bwd, fc1.needs.bias
+    fc1, plan, settings = args.fc1, args.fc1.plan, args.activation
+    name, parameters = settings.activation, list(settings.parameters)
+    if plan.backward_override is not None or not (plan.needs_input or plan.needs_weight):
+        grad_hidden = act_backward(d_act, fc1_out, name, parameters)
+        return linear_backward(fc1, grad_hidden, inp, weight, scale_bwd)
+    operand, grad_bias, rows = plan.grad_output, None, d_act.shape[0]
+    buffers = act_backward_quantize(
+        d_act,
+        fc1_out,
+        name,
+        operand.quantizer,
+        parameters,
+        fc1.needs_bias,
+        operand.seed(d_act),
+        scale_bwd,
+        fc1.amax_bwd,
     )
-    del fc1_out
-    db1 = None if sums is None else sums.to(fc1.bias_dtype)
-    return quantized_gradients(fc1, saved.fc1, grad, db1, d_act.shape[0])
+    del fc1_out, d_act
+    if fc1.needs_bias:
+        grad_bias = buffers.pop().to(fc1.bias_dtype)
+    return quantized_gradients(fc1, operand.split(buffers), grad_bias, inp, weight, rows)
 
 
 # -- recomputation -----------------------------------------------------------------------------------------------------
 
-_NO_NEEDS = LinearNeeds(inp=False, weight=False, bias=False)
-_COPY = handle_of(IdentityQuantizer().with_usage(rowwise=True, columnwise=False))
 
-
-def _forget(args: LayerNormMLPFwdArgs) -> LayerNormMLPFwdArgs:
-    """Arguments of a forward that makes nothing for the backward."""
-    return replace(args, fc1=replace(args.fc1, needs=_NO_NEEDS), fc2=replace(args.fc2, needs=_NO_NEEDS))
-
-
-def _with_own_scales(args: LayerNormMLPFwdArgs) -> LayerNormMLPFwdArgs:
-    """Arguments with a copy of the scales, which move between this forward and its backward if a step begins there."""
-    return replace(args, fc1=_own_scale(args.fc1), fc2=_own_scale(args.fc2))
-
-
-def _own_scale(args: LinearFwdArgs) -> LinearFwdArgs:
-    scale = args.delayed.scale_fwd
-    if scale is None:
-        return args
-    # an operator that the forward depends on: the compiler does not move it into the backward, as it may a clone
-    (copied,) = quantize_operand(scale, _COPY).rowwise_operand()
-    return replace(args, delayed=replace(args.delayed, scale_fwd=copied))
-
-
-def _what_to_recompute_from(
-    args: LayerNormMLPFwdArgs,
-) -> tuple[LayerNormMLPFwdArgs, tuple[TensorOrQuantized | None, ...]]:
-    """(arguments without tensors, tensors): the seven operands, the scales, and weights that are quantized already."""
-    tensors = args.tensors
-    assert tensors is not None
-    fc1_weight, fc1_workspace = _weight_to_keep(args.fc1, tensors.fc1_weight)
-    fc2_weight, fc2_workspace = _weight_to_keep(args.fc2, tensors.fc2_weight)
-    kept = (
-        tensors.inp,
-        tensors.norm_weight,
-        tensors.norm_bias,
-        fc1_weight,
-        tensors.fc1_bias,
-        fc2_weight,
-        tensors.fc2_bias,
-        args.fc1.delayed.scale_fwd,
-        args.fc2.delayed.scale_fwd,
-        fc1_workspace,
-        fc2_workspace,
-    )
-    stages = [
-        replace(
-            stage,
-            delayed=DelayedTensors(),
-            caching=replace(stage.caching, workspace=None),
-            wgrad=LinearWgrad(),
+def _for_recomputation(
+    tensors: _Tensors, args: LayerNormMLPFwdArgs, plans: tuple[LinearPlan, LinearPlan]
+) -> tuple[Recomputation, list[Tensor | None]]:
+    """(how to compute the forward again, what to save: operands, scales, buffers of weights quantized already)."""
+    to_save: list[Tensor | None] = [*tensors, args.fc1.scales.scale_fwd, args.fc2.scales.scale_fwd]
+    stages, weights = [], []
+    for position, stage, plan in ((3, args.fc1, plans[0]), (5, args.fc2, plans[1])):
+        weight, operand = tensors[position], stage.workspace
+        if isinstance(weight, QuantizedTensorStorage):
+            to_save[position] = None
+            operand = buffers_of(weight) if operand is None else operand
+        weights.append(
+            None
+            if operand is None
+            else (len(operand.rowwise), len(operand.columnwise), operand.quantizer)
         )
-        for stage in (args.fc1, args.fc2)
-    ]
-    return replace(args, fc1=stages[0], fc2=stages[1], tensors=None), kept
+        to_save += [] if operand is None else [*operand.rowwise, *operand.columnwise]
+        stages.append(replace(stage, plan=plan, scales=DelayedScales(), workspace=None, wgrad=LinearWgrad()))
+    forward = replace(args, fc1=stages[0], fc2=stages[1], return_layernorm_output=False, recompute=None)
+    return Recomputation(forward, tuple(weights)), to_save
 
 
-def _weight_to_keep(
-    args: LinearFwdArgs, weight: Tensor
-) -> tuple[TensorOrQuantized, QuantizedTensorStorage | None]:
-    """(weight, workspace); a quantized parameter is both, and kept once."""
-    if isinstance(weight, QuantizedTensor):
-        return storage_of(weight), None
-    return weight, args.caching.workspace
-
-
-def _recompute(args: LayerNormMLPFwdArgs, kept: list[Any], dy: Tensor, features: int) -> LayerNormMLPSaved:
-    """What :func:`_forward_impl` would have saved, without the GEMM of fc2."""
-    inp, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias = kept[:7]
-    tensors = LayerNormMLPTensors(
-        inp, after(dy, norm_weight), norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
-    )
-    args = replace(
-        args,
-        fc1=_restored(args.fc1, kept[7], _workspace(fc1_weight, kept[9])),
-        fc2=_restored(args.fc2, kept[8], _workspace(fc2_weight, kept[10])),
-        return_layernorm_output=False,
-    )
-    hidden = _hidden(args, tensors, features)
-    saved = _saved(args, tensors, hidden, _activated(args, tensors, hidden.out, False))
-    return replace(saved, norm_weight=norm_weight if args.fc1.needs.inp else None)
-
-
-def _workspace(
-    weight: TensorOrQuantized, workspace: QuantizedTensorStorage | None
-) -> QuantizedTensorStorage | None:
-    return weight if isinstance(weight, QuantizedTensorStorage) else workspace
-
-
-def _restored(
-    args: LinearFwdArgs, scale: Tensor | None, workspace: QuantizedTensorStorage | None
-) -> LinearFwdArgs:
-    delayed = DelayedTensors()
-    if scale is not None:  # the amax was collected by the first forward; this one's goes nowhere
-        delayed = DelayedTensors(scale_fwd=scale, amax_fwd=torch.zeros_like(scale))
-    return replace(args, delayed=delayed, caching=replace(args.caching, workspace=workspace))
+def _recompute(args: LayerNormMLPBwdArgs, again: Recomputation, kept: Sequence[Any], dy: Tensor) -> _Saved:
+    """What :func:`_forward` would have saved, without the GEMM of fc2."""
+    tensors, scales, buffers = _Tensors(*kept[:7]), kept[7:9], list(kept[9:])
+    stages = []
+    for stage, weight, scale in zip((again.forward.fc1, again.forward.fc2), again.weights, scales):
+        workspace = None
+        if weight is not None:
+            rowwise, columnwise, quantizer = weight
+            own, buffers = buffers[: rowwise + columnwise], buffers[rowwise + columnwise :]
+            workspace = OperandBuffers(own[:rowwise], own[rowwise:], quantizer)
+        stages.append(replace(stage, workspace=workspace, scales=DelayedScales(scale)))
+    forward = replace(again.forward, fc1=stages[0], fc2=stages[1])
+    repeated = tensors._replace(norm_weight=after(dy, tensors.norm_weight))
+    _, _, saved = _forward(repeated, forward, args.fc1.shape[0], with_fc2=False)
+    if saved.of_norm[1] is not None:
+        saved.of_norm[1] = tensors.norm_weight
+    return saved
 
 
 # -- the boundary ------------------------------------------------------------------------------------------------------
@@ -364,35 +300,19 @@ class _LayerNormMLPFunction(torch.autograd.Function):
     """Boundary of :func:`layernorm_mlp`: seven operands in, seven gradients out."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        inp: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor | None,
-        fc1_weight: Tensor,
-        fc1_bias: Tensor | None,
-        fc2_weight: Tensor,
-        fc2_bias: Tensor | None,
-        fwd_args: LayerNormMLPFwdArgs,
-    ) -> Any:
-        tensors = LayerNormMLPTensors(inp, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-        args = replace(fwd_args, tensors=tensors)
-        if args.checkpoint:
-            args = _with_own_scales(args)
-            out, normalized, _ = _forward_impl(_forget(args))
-            recompute, tensors_to_save = _what_to_recompute_from(args)
-        else:
-            out, normalized, saved = _forward_impl(args)
-            recompute, tensors_to_save = None, saved.flat()
-        flat, objects = prepare_for_saving(*tensors_to_save)
-        ctx.save_for_backward(*flat)
-        ctx.tensor_objects = objects
+    def forward(ctx: Any, *operands: Any) -> Any:
+        tensors, args = _Tensors(*operands[:-1]), operands[-1]
+        out, normalized, saved = _forward(tensors, args, tensors.fc1_weight.shape[0])
+        fc1, fc2, recompute, to_save = args.fc1, args.fc2, None, saved.flat()
+        if args.recompute is not None:
+            recompute, to_save = _for_recomputation(tensors, args, args.recompute)
+            fc1, fc2 = replace(fc1, plan=args.recompute[0]), replace(fc2, plan=args.recompute[1])
+        ctx.save_for_backward(fc1.scales.scale_bwd, fc2.scales.scale_bwd, *to_save)
         ctx.backward_objects = LayerNormMLPBwdArgs(
             args.norm,
-            args.norm_needs,
             args.activation,
-            linear_setup_ctx(args.fc1.bind(fc1_weight, inp, fc1_bias)),
-            linear_setup_ctx(args.fc2.bind(fc2_weight, inp, fc2_bias)),
+            linear_bwd_args(fc1, tensors.fc1_weight, tensors.fc1_bias, saved.fc1_input, saved.fc1_weight),
+            linear_bwd_args(fc2, tensors.fc2_weight, tensors.fc2_bias, saved.fc2_input, saved.fc2_weight),
             recompute,
         )
         out = out.view_as(out)
@@ -401,16 +321,18 @@ class _LayerNormMLPFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, *grad_normalized: Tensor) -> Any:
-        restored = restore_from_func_ctx(ctx)
         args: LayerNormMLPBwdArgs = ctx.backward_objects
+        fc1_scale, fc2_scale, *saved = saved_tensors(ctx)
         dy = grad_output.reshape(-1, grad_output.shape[-1])
-        if args.recompute is None:
-            saved = LayerNormMLPSaved.of(restored)
-        else:
-            saved = _recompute(args.recompute, restored, dy, args.fc1.out_features)
-        del restored  # the backward drops what it has used from ``saved``
-        gradients = _backward(args, saved, dy, grad_normalized[0] if grad_normalized else None)
-        return (*gradients, None)
+        if args.recompute is not None:
+            computed = _recompute(args, args.recompute, saved, dy)
+            saved = computed.flat()
+            fc1 = with_saved(args.fc1, computed.fc1_input, computed.fc1_weight)
+            fc2 = with_saved(args.fc2, computed.fc2_input, computed.fc2_weight)
+            args = replace(args, fc1=fc1, fc2=fc2)
+            del computed
+        grad_norm = grad_normalized[0] if grad_normalized else None
+        return (*_backward(args, saved, dy, grad_norm, (fc1_scale, fc2_scale)), None)
 
 
 def layernorm_mlp(
@@ -422,26 +344,20 @@ def layernorm_mlp(
     fc2_weight: Tensor,
     fc2_bias: Tensor | None,
     args: LayerNormMLPFwdArgs,
-) -> tuple[Tensor, Tensor | None, QuantizedTensorStorage | None, QuantizedTensorStorage | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Norm, quantized linear layer, activation, quantized linear layer; differentiable in its seven tensors.
 
     Args:
         inp: (*lead, H). norm_weight, norm_bias: (H,); no bias for RMSNorm.
         fc1_weight: (F, H), or (2F, H) for a gated activation; plain or quantized. fc1_bias: its rows, or None.
         fc2_weight: (H, F), plain or quantized. fc2_bias: (H,) or None.
-        args: quantizers, state and options; not modified.
+        args: plans, state and options; not modified. Where the backward recomputes, the scales are copies.
     Returns:
-        Always four: (*lead, H) in the activation dtype; the norm's output (*lead, H), and the freshly quantized weights
-        of fc1 and fc2, each where ``args`` ask for it, else None.
+        (*lead, H) in the activation dtype; the norm's output (*lead, H) where ``args`` ask for it, else None.
     """
-    fc1, new_fc1 = with_cached_weight(args.fc1, fc1_weight)
-    fc2, new_fc2 = with_cached_weight(args.fc2, fc2_weight)
-    args = replace(args, fc1=fc1, fc2=fc2)
     operands = (inp, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    if not args.fc2.needs.any():
-        out, normalized, _ = _forward_impl(replace(args, tensors=LayerNormMLPTensors(*operands)))
-        return out, normalized, new_fc1, new_fc2
+    plan = args.fc2.plan if args.recompute is None else args.recompute[1]
+    if not (plan.needs_input or plan.needs_weight or args.fc2.needs_bias):
+        return _forward(_Tensors(*operands), args, fc1_weight.shape[0])[:2]
     result = _LayerNormMLPFunction.apply(*operands, args)
-    if isinstance(result, Tensor):
-        return result, None, new_fc1, new_fc2
-    return result[0], result[1], new_fc1, new_fc2
+    return (result, None) if isinstance(result, Tensor) else result

@@ -1,15 +1,54 @@
-"""LayerNorm and RMSNorm as differentiable functions."""
+"""LayerNorm and RMSNorm as differentiable functions, and as the producer of a GEMM's operand."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..functional import norm, norm_backward
-from ..quantizers import NormSettings
+from ..functional import norm, norm_backward, norm_quantize
+from ..quantizers import OperandBuffers
+from .arguments import LinearFwdArgs
+
+
+@dataclass(frozen=True)
+class NormSettings:
+    """How to normalize. ``normalization``: "LayerNorm" or "RMSNorm"; ``zero_centered_gamma``: gamma is weight + 1."""
+
+    normalization: str
+    eps: float
+    zero_centered_gamma: bool
+
+
+class Normalized(NamedTuple):
+    """A norm as a GEMM reads it, its statistics, and its output in high precision where somebody wants that."""
+
+    operand: OperandBuffers
+    output: Tensor | None
+    mean: Tensor
+    rstd: Tensor
+
+
+def normalized_operand(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: NormSettings,
+    args: LinearFwdArgs,
+    keep_output: bool,
+) -> Normalized:
+    """Norm of ``x`` (M, K) as the input of a GEMM: in one step, unless the output itself is wanted."""
+    plan, scale, amax = args.plan, args.scales.scale_fwd, args.scales.amax_fwd
+    how = (settings.eps, settings.normalization, settings.zero_centered_gamma)
+    if keep_output or (plan.needs_weight and plan.backward_override == "high_precision"):
+        output, mean, rstd, _ = norm(x, None, weight, bias, *how)
+        return Normalized(plan.input.quantize(output, scale, amax), output, mean, rstd)
+    quantizer, seed = plan.input.quantizer, plan.input.seed(x)
+    *buffers, mean, rstd, _ = norm_quantize(x, None, weight, bias, *how, quantizer, seed, scale, amax)
+    return Normalized(plan.input.split(buffers), None, mean, rstd)
 
 
 class _NormFunction(torch.autograd.Function):

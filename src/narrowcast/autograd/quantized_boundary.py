@@ -8,21 +8,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..functional import dequantize
-from ..quantizers import QuantizerHandle, quantize_operand
+from ..functional import dequantize, quantize
+from ..quantizers import Operand
 from ..tensors import QuantizedTensor
-from .arguments import DelayedTensors
+from .arguments import DelayedScales
 
 
 class _QuantizeOutput(torch.autograd.Function):
     """Quantization of a layer's output with a straight-through gradient."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, handle: QuantizerHandle, delayed: DelayedTensors) -> Any:
+    def forward(ctx: Any, out: Tensor, operand: Operand, scales: DelayedScales) -> Any:
         ctx.dtype = out.dtype
-        storage = quantize_operand(out, handle, delayed.scale_fwd, delayed.amax_fwd)
-        buffers = [buffer for buffer in storage.get_data_tensors() if buffer is not None]
-        return handle.quantizer._assemble(buffers, tuple(out.shape), out.dtype)
+        buffers = quantize(out, operand.quantizer, operand.seed(out), scales.scale_fwd, scales.amax_fwd)
+        return operand.quantizer._assemble(buffers, tuple(out.shape), out.dtype)
 
     @staticmethod
     @once_differentiable
@@ -34,21 +33,20 @@ class _QuantizeInputGradient(torch.autograd.Function):
     """The identity, with a quantized gradient."""
 
     @staticmethod
-    def forward(ctx: Any, inp: Tensor, handle: QuantizerHandle, delayed: DelayedTensors) -> Tensor:
-        ctx.handle, ctx.delayed = handle, delayed
+    def forward(ctx: Any, inp: Tensor, operand: Operand, scales: DelayedScales) -> Tensor:
+        ctx.operand, ctx.amax = operand, scales.amax_bwd
+        ctx.save_for_backward(scales.scale_bwd)
         return inp.view_as(inp)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        handle, delayed = ctx.handle, ctx.delayed
-        storage = quantize_operand(grad_output, handle, delayed.scale_bwd, delayed.amax_bwd)
+        operand, (scale,), shape = ctx.operand, ctx.saved_tensors, tuple(grad_output.shape)
+        buffers = quantize(grad_output, operand.quantizer, operand.seed(grad_output), scale, ctx.amax)
         if torch.compiler.is_compiling():  # a compiled graph passes on plain gradients: the quantized values
-            operand, shape = storage.rowwise_operand(), list(grad_output.shape)
-            return dequantize(operand, storage._quantizer, False, grad_output.dtype, shape), None, None
-        buffers = [buffer for buffer in storage.get_data_tensors() if buffer is not None]
-        shape = tuple(grad_output.shape)
-        return handle.quantizer._assemble(buffers, shape, grad_output.dtype), None, None
+            rowwise = operand.split(buffers).rowwise
+            return dequantize(rowwise, operand.quantizer, False, grad_output.dtype, list(shape)), None, None
+        return operand.quantizer._assemble(buffers, shape, grad_output.dtype), None, None
 
 
 def plain_gradient(grad: Tensor) -> Tensor:
@@ -58,24 +56,23 @@ def plain_gradient(grad: Tensor) -> Tensor:
     return grad
 
 
-def quantize_output(out: Tensor, handle: QuantizerHandle, delayed: DelayedTensors) -> QuantizedTensor:
+def quantize_output(out: Tensor, operand: Operand, scales: DelayedScales) -> QuantizedTensor:
     """Output of a layer as a quantized tensor; its gradient passes straight through.
 
     Args:
-        out: (*lead, N). handle: how to quantize it. delayed: state, for a delayed quantizer.
+        out: (*lead, N). operand: how to quantize it. scales: state, for a delayed quantizer.
     """
-    quantized = _QuantizeOutput.apply(out, handle, delayed)
-    if (
-        torch.compiler.is_compiling()
-    ):  # for the next layer in the graph: it cannot read an object off a graph's tensor
-        quantized._quantizer = handle.quantizer
+    quantized = _QuantizeOutput.apply(out, operand, scales)
+    if torch.compiler.is_compiling():
+        # for the next layer in the graph: it cannot read an object off a graph's tensor
+        quantized._quantizer = operand.quantizer
     return quantized
 
 
-def quantize_input_gradient(inp: Tensor, handle: QuantizerHandle, delayed: DelayedTensors) -> Tensor:
+def quantize_input_gradient(inp: Tensor, operand: Operand, scales: DelayedScales) -> Tensor:
     """``inp``, whose gradient will be quantized: a quantized tensor in eager code, its values in compiled code.
 
     Args:
-        inp: (*lead, K). handle: how to quantize the gradient. delayed: state, for a delayed quantizer.
+        inp: (*lead, K). operand: how to quantize the gradient. scales: state, for a delayed quantizer.
     """
-    return _QuantizeInputGradient.apply(inp, handle, delayed)
+    return _QuantizeInputGradient.apply(inp, operand, scales)

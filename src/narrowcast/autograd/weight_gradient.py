@@ -12,22 +12,21 @@ from .arguments import LinearBwdArgs
 
 def weight_gradient(args: LinearBwdArgs, deferred: DeferredWgrad) -> tuple[Tensor | None, Tensor | None]:
     """(wgrad, grad_bias) for autograd, after what goes elsewhere went there."""
-    options, shape = args.wgrad, (args.out_features, args.in_features)
-    if options.store is None:
-        if options.main_grad is None:
-            return compute_wgrad(deferred, shape, args.numerics.weight_dtype), deferred.grad_bias
-        add_to_main_grad_(deferred, options.main_grad)
+    wgrad = args.wgrad
+    if wgrad.store is None:
+        if wgrad.main_grad is None:
+            return compute_wgrad(deferred, args.shape, args.weight_dtype), deferred.grad_bias
+        add_to_main_grad_(deferred, wgrad.main_grad)
     elif torch.compiler.is_compiling():
-        assert options.ticket is not None
-        defer_wgrad(options.store.key, options.ticket, deferred)
+        defer_wgrad(wgrad.store.key, wgrad.ticket, deferred)  # type: ignore[arg-type]
     else:
-        options.store.put(deferred)
-    grad_bias = deferred.grad_bias if options.store is None else None
-    if options.store is not None or not options.dummy:
+        wgrad.store.put(deferred)
+    grad_bias = deferred.grad_bias if wgrad.store is None else None
+    if wgrad.store is not None or not wgrad.dummy:
         return None, grad_bias
     like = deferred.grad[0]
-    make = like.new_zeros if options.dummy == "zeros" else like.new_empty
-    return make(shape, dtype=args.numerics.weight_dtype), grad_bias
+    new = like.new_zeros if wgrad.dummy == "zeros" else like.new_empty
+    return new(args.shape, dtype=args.weight_dtype), grad_bias
 
 
 def compute_wgrad(deferred: DeferredWgrad, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -5,19 +5,11 @@ import torch
 from ..formats import DType
 from .float8 import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Float8Quantizer
 from .float8_blockwise import Float8BlockQuantizer
-from .handle import OperandHandles, QuantizerHandle, handle_of, quantize_gradient, quantize_operand
 from .hybrid import HybridQuantizer
 from .identity import IdentityQuantizer
 from .mxfp8 import MXFP8Quantizer
 from .nvfp4 import NVFP4Quantizer
-from .producers import (
-    ActivationSettings,
-    NormSettings,
-    quantize_activation,
-    quantize_activation_gradient,
-    quantize_norm,
-    quantize_norm_gradient,
-)
+from .operand import Operand, OperandBuffers, buffers_of
 from .quantizer import Quantizer
 
 # a quantized tensor's quantizer travels with it through torch.load(weights_only=True)
@@ -31,7 +23,6 @@ _VALUES = (
 torch.serialization.add_safe_globals([DType, Float8Quantizer, *_VALUES])
 
 __all__ = [
-    "ActivationSettings",
     "DelayedFloat8Quantizer",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
@@ -40,15 +31,8 @@ __all__ = [
     "IdentityQuantizer",
     "MXFP8Quantizer",
     "NVFP4Quantizer",
-    "NormSettings",
-    "OperandHandles",
+    "Operand",
+    "OperandBuffers",
     "Quantizer",
-    "QuantizerHandle",
-    "handle_of",
-    "quantize_activation",
-    "quantize_activation_gradient",
-    "quantize_gradient",
-    "quantize_norm",
-    "quantize_norm_gradient",
-    "quantize_operand",
+    "buffers_of",
 ]

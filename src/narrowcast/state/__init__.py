@@ -1,8 +1,9 @@
-"""Global state: the recipe in force, and delayed scaling's buffers."""
+"""State of a thread, which recipe is in force there, and state of delayed scaling."""
 
 from .autocast import (
-    STATE,
+    THREAD,
     autocast,
+    checked_recipe,
     checkpoint,
     fp8_autocast,
     fp8_model_init,
@@ -13,25 +14,23 @@ from .autocast import (
     is_fp8_calibration,
     is_fp8_enabled,
     quantized_model_init,
+    register_delayed,
     set_autocast_state,
     with_fp8_parameters,
 )
-from .delayed_scaling import (
-    DelayedScalingState,
-    delayed_generation,
-    register_delayed_state,
-    update_delayed_states,
-)
+from .delayed_scaling import DelayedSlots, DelayedState, fp8_max, reduce_amax, renew, renew_and_read
 from .recipe_state import RecipeState
 
 __all__ = [
-    "STATE",
-    "DelayedScalingState",
+    "THREAD",
+    "DelayedSlots",
+    "DelayedState",
     "RecipeState",
     "autocast",
+    "checked_recipe",
     "checkpoint",
-    "delayed_generation",
     "fp8_autocast",
+    "fp8_max",
     "fp8_model_init",
     "get_autocast_state",
     "get_default_recipe",
@@ -40,8 +39,10 @@ __all__ = [
     "is_fp8_calibration",
     "is_fp8_enabled",
     "quantized_model_init",
-    "register_delayed_state",
+    "reduce_amax",
+    "register_delayed",
+    "renew",
+    "renew_and_read",
     "set_autocast_state",
-    "update_delayed_states",
     "with_fp8_parameters",
 ]

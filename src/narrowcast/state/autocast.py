@@ -1,79 +1,98 @@
 """``autocast`` and ``quantized_model_init``: which recipe is in force.
 
-One plain object holds the state and class-based context managers swap its fields, because that is what the compiler
-can trace. Nothing here is read in a backward: a forward carries what its backward needs.
+The state is one plain object per thread. A ``threading.local`` holds it and nothing else: the compiler guards the
+attributes of the plain object, those of the ``threading.local`` itself it does not. Nothing here is read in a backward:
+a forward carries what its backward needs.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.torch_version import TorchVersion
 
 from .._device import get_device_compute_capability, is_mxfp8_available
-from ..recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
-from .delayed_scaling import prepare_custom_recipe, update_delayed_states
+from ..recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from .delayed_scaling import DelayedState, renew
 
 
 class AutocastState:
-    """The recipe in force and how deep the enabled autocast contexts are nested."""
+    """What the autocast contexts of one thread ask for.
 
-    __slots__ = ("calibrating", "depth", "group", "init_preserve", "init_recipe", "recipe", "training")
+    ``recipe``: in force, where ``depth``, the number of entered contexts, is not 0. ``calibrating``: collects amax
+    only. ``traced``: the outermost context was entered in a graph. ``entered``: contexts that eager code has entered
+    and not left, in order. ``delayed``: what keeps state of delayed scaling and ran under an autocast of this thread.
+    """
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Back to no recipe, outside any context."""
         self.recipe: Recipe | None = None
         self.calibrating: Recipe | None = None
         self.group: Any = None
         self.depth = 0
-        self.training = False  # inside the first forward of a checkpoint of a training step
+        self.traced = False
         self.init_recipe: Recipe | None = None
         self.init_preserve = False
+        self.entered: list[autocast] = []
+        self.delayed: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+    def get(self) -> tuple[Any, ...]:
+        """What entering a context changes, for :meth:`set`."""
+        return self.recipe, self.calibrating, self.group, self.depth, self.traced
+
+    def set(self, values: tuple[Any, ...]) -> None:
+        """Put back what :meth:`get` gave; scales are not renewed."""
+        self.recipe, self.calibrating, self.group, self.depth, self.traced = values
 
 
-STATE = AutocastState()
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.state = AutocastState()
+
+
+THREAD = _Thread()
 
 
 def is_fp8_enabled() -> bool:
     """Whether an enabled autocast is in force."""
-    return STATE.recipe is not None
+    return THREAD.state.recipe is not None
 
 
 def is_fp8_calibration() -> bool:
     """Whether an autocast only collects amax."""
-    return STATE.calibrating is not None
+    return THREAD.state.calibrating is not None
 
 
 def get_fp8_recipe() -> Recipe:
-    """The recipe in force, or the default one outside autocast."""
-    return get_default_recipe() if STATE.recipe is None else STATE.recipe
+    """The recipe of the autocast in force, or the default one outside autocast."""
+    recipe = THREAD.state.recipe
+    return get_default_recipe() if recipe is None else recipe
 
 
 def get_fp8_group() -> Any:
     """The amax reduction group of the autocast in force."""
-    return STATE.group
+    return THREAD.state.group
 
 
-def get_autocast_state() -> tuple[Recipe | None, Recipe | None, Any]:
-    """(recipe in force, recipe that only calibrates, reduction group), for :func:`set_autocast_state`."""
-    return STATE.recipe, STATE.calibrating, STATE.group
+def get_autocast_state() -> tuple[Any, ...]:
+    """What the contexts of this thread ask for, for :func:`set_autocast_state`."""
+    return THREAD.state.get()
 
 
-def set_autocast_state(state: tuple[Recipe | None, Recipe | None, Any]) -> None:
+def set_autocast_state(state: tuple[Any, ...]) -> None:
     """Put back what :func:`get_autocast_state` gave; scales are not renewed."""
-    STATE.recipe, STATE.calibrating, STATE.group = state
+    THREAD.state.set(state)
 
 
 def with_fp8_parameters() -> bool:
     """Whether parameters created now are quantized."""
-    return STATE.init_recipe is not None
+    return THREAD.state.init_recipe is not None
 
 
 def get_default_recipe() -> Recipe:
@@ -85,19 +104,31 @@ def get_default_recipe() -> Recipe:
     return DelayedScaling()
 
 
+def checked_recipe(recipe: Any, owner: str) -> Any:
+    """A recipe or None.
+
+    Raises:
+        TypeError: something else.
+    """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"{owner}: recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes")
+    return recipe
+
+
 class autocast:
-    """Run the modules inside in low precision.
+    """Run the layers inside in low precision, whatever recipe they own.
 
     Usable as a context manager or a decorator, around a compiled function or inside it. An instance may be used again
-    once it was left.
+    once it was left; contexts of one thread may be left in any order.
 
     Args:
-        enabled: False runs the modules in high precision.
+        enabled: False runs the layers in high precision.
         calibrating: with ``enabled=False`` and a delayed-scaling recipe, collect amax on the way.
         recipe: how to quantize; None takes :func:`get_default_recipe`.
-        amax_reduction_group: process group for delayed scaling's amax; None is the default group.
+        amax_reduction_group: what :func:`get_fp8_group` returns; ``reduce_delayed_scaling`` reduces amax.
     Raises:
-        TypeError: ``recipe`` is no recipe. RuntimeError: entering an instance that is active.
+        TypeError: ``recipe`` is no recipe, or one is given in the place of ``enabled``. RuntimeError: entering an
+        instance that is active; or, in torch before 2.13, entering inside a compiled ``torch.utils.checkpoint``.
     """
 
     def __init__(
@@ -108,8 +139,13 @@ class autocast:
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes")
+        for value in (enabled, calibrating):
+            if isinstance(value, Recipe):
+                raise TypeError(
+                    f"autocast got a {type(value).__name__} as a positional argument; write "
+                    f"autocast(recipe={type(value).__name__}(...))"
+                )
+        checked_recipe(recipe, "autocast")
         chosen = get_default_recipe() if recipe is None and (enabled or calibrating) else recipe
         self.enabled = enabled
         self.recipe = chosen if enabled else None
@@ -121,19 +157,32 @@ class autocast:
     def __enter__(self) -> None:
         if self.previous is not None:
             raise RuntimeError("this autocast is active already; make a new one to nest")
-        recipe = self.recipe
-        if isinstance(recipe, CustomRecipe) and not torch.compiler.is_compiling():
-            prepare_custom_recipe(recipe)
-        if recipe is not None and STATE.depth == 0 and not self.graph and _starts_a_step():
-            update_delayed_states(recipe, self.group)
-        self.previous = (STATE.recipe, STATE.calibrating, STATE.group, STATE.depth)
-        STATE.recipe, STATE.calibrating, STATE.group = recipe, self.calibrating, self.group
-        if recipe is not None:
-            STATE.depth += 1
+        state, compiling = THREAD.state, torch.compiler.is_compiling()
+        if compiling and _CHECKPOINT_REFUSES_MUTATION:
+            torch._dynamo.comptime.comptime(_refuse_in_checkpoint)
+        if not compiling:
+            state.entered.append(self)
+            # a forward inside a backward is a recomputation: it sees the scales of the first one
+            if state.depth == 0 and self.recipe is not None and not self.graph and _starts_a_step():
+                renew(list(state.delayed))
+        self.previous = state.get()
+        state.traced = state.traced if state.depth else compiling
+        state.recipe, state.calibrating, state.group = self.recipe, self.calibrating, self.group
+        state.depth += 1
 
     def __exit__(self, *exception: Any) -> None:
-        STATE.recipe, STATE.calibrating, STATE.group, STATE.depth = self.previous  # type: ignore[misc]
-        self.previous = None
+        state, previous, self.previous = THREAD.state, self.previous, None
+        if not torch.compiler.is_compiling() and self in state.entered:
+            later = state.entered[state.entered.index(self) + 1 :]
+            state.entered.remove(self)
+            if later:  # left out of order: the next one goes back to what this one found, and all are one less deep
+                later[0].previous = previous
+                for context in later[1:]:
+                    *values, depth, traced = context.previous  # type: ignore[misc]
+                    context.previous = (*values, depth - 1, traced)
+                state.depth -= 1
+                return
+        state.set(previous)  # type: ignore[arg-type]
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         recipe, calibrating = self.recipe or self.calibrating, self.calibrating is not None
@@ -149,11 +198,24 @@ class autocast:
 
 
 def _starts_a_step() -> bool:
-    """Whether entering autocast now starts a training step: not without gradients, not inside a backward."""
-    if not (torch.is_grad_enabled() or STATE.training):
-        return False
-    # a forward that is recomputed in the backward must see the scales of the first one
-    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+_CHECKPOINT_REFUSES_MUTATION = TorchVersion(torch.__version__) < "2.13"
+
+
+def _refuse_in_checkpoint(context: Any) -> None:
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    if translator.output.current_tracer.parent is not None:
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot compile an autocast that is entered inside torch.utils.checkpoint; give "
+            "the layers their own recipe (narrowcast.set_recipe), or enter autocast around the checkpoint"
+        )
+
+
+def register_delayed(owner: DelayedState) -> None:
+    """Have the state of a layer that runs under an autocast of this thread renewed when the next one is entered."""
+    THREAD.state.delayed.setdefault(owner, None)
 
 
 class fp8_autocast(autocast):
@@ -171,25 +233,25 @@ class fp8_autocast(autocast):
         super().__init__(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
-class _recompute:
-    """Enter the state a forward ran under, for its recomputation; ``training``: it is part of a training step."""
+class _under:
+    """Enter a state that :meth:`AutocastState.get` gave, for a recomputation."""
 
-    def __init__(self, recipe: Recipe | None, group: Any, training: bool) -> None:
-        self.entered = (recipe, group, training)
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.values = values
 
     def __enter__(self) -> None:
-        self.previous = (STATE.recipe, STATE.group, STATE.training)
-        STATE.recipe, STATE.group, STATE.training = self.entered
+        self.previous = THREAD.state.get()
+        THREAD.state.set(self.values)
 
     def __exit__(self, *exception: Any) -> None:
-        STATE.recipe, STATE.group, STATE.training = self.previous
+        THREAD.state.set(self.previous)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """``torch.utils.checkpoint`` whose recomputation runs under the recipe of the first forward.
 
-    PyTorch's own works, too, where the function enters ``autocast`` itself; but not in its reentrant form with delayed
-    scaling: that one runs the first forward without gradients, which leaves the scales as they are.
+    PyTorch's own does, too: a layer that runs inside a backward, outside of any autocast, runs under the recipe of its
+    last forward. This one also holds where a layer ran under several.
 
     Args:
         function: what to recompute in the backward.
@@ -199,11 +261,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     run = torch.utils.checkpoint.checkpoint
     if torch.compiler.is_compiling():
         return run(function, *args, use_reentrant=False, **kwargs)
-    recipe, group, training = STATE.recipe, STATE.group, torch.is_grad_enabled()
+    values = THREAD.state.get()
 
     @functools.wraps(function)
     def under_recipe(*inner_args: Any, **inner_kwargs: Any) -> Any:
-        with _recompute(recipe, group, training):
+        with _under(values):
             return function(*inner_args, **inner_kwargs)
 
     return run(under_recipe, *args, use_reentrant=use_reentrant, **kwargs)
@@ -226,18 +288,18 @@ class quantized_model_init:
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes")
+        checked_recipe(recipe, "quantized_model_init")
         self.recipe = (get_default_recipe() if recipe is None else recipe) if enabled else None
         self.preserve = preserve_high_precision_init_val
         self.previous: list[tuple[Recipe | None, bool]] = []
 
     def __enter__(self) -> None:
-        self.previous.append((STATE.init_recipe, STATE.init_preserve))
-        STATE.init_recipe, STATE.init_preserve = self.recipe, self.preserve
+        state = THREAD.state
+        self.previous.append((state.init_recipe, state.init_preserve))
+        state.init_recipe, state.init_preserve = self.recipe, self.preserve
 
     def __exit__(self, *exception: Any) -> None:
-        STATE.init_recipe, STATE.init_preserve = self.previous.pop()
+        THREAD.state.init_recipe, THREAD.state.init_preserve = self.previous.pop()
 
 
 class fp8_model_init(quantized_model_init):

@@ -1,13 +1,12 @@
 """``RecipeState``: the quantizers of one module in one direction, and what they keep between steps.
 
-The library's own modules get their quantizers from ``Recipe.linear_handles`` and keep the state of both directions in
-a ``DelayedScalingState``; both stand on ``Recipe.resolve`` and on the same update. This is the form for code that
-calls quantizers itself.
+The library's own layers read their quantizers off a ``LinearPlan`` and keep state in buffers; both stand on
+``Recipe.resolve`` and on the same renewal. This is the form for code that calls quantizers itself: its state is renewed
+at the outermost ``autocast`` entry of the thread that made it.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +16,8 @@ from .._device import default_device
 from ..quantizers import Float8Quantizer, Quantizer
 from ..recipe import DelayedScaling, Mode, Recipe, tensor_type_at
 from ..roles import QuantizerRole
-from .delayed_scaling import DelayedBuffers, register_delayed_state
+from .autocast import register_delayed
+from .delayed_scaling import DelayedSlots
 
 
 class RecipeState:
@@ -29,11 +29,10 @@ class RecipeState:
     def __init__(self, recipe: Recipe, mode: Mode, roles: list[QuantizerRole], device: torch.device) -> None:
         self.recipe, self.roles, self.device = recipe, roles, device
         self.mode: Mode = mode
-        self._buffers: DelayedBuffers | None = None
-        self._registration: weakref.finalize | None = None
-        managed = recipe.delayed_scaling()
-        if managed is not None:
-            self._hold_new(managed)
+        self._slots: DelayedSlots | None = None
+        delayed = recipe.delayed_scaling()
+        if delayed is not None:
+            self._keep_new(delayed)
 
     @staticmethod
     def create(
@@ -79,26 +78,35 @@ class RecipeState:
     @property
     def scale(self) -> Tensor | None:
         """Scales of delayed quantizers, fp32 (n,); None where the recipe keeps none."""
-        return None if self._buffers is None else self._buffers.scale
+        return None if self._slots is None else self._slots.scale
 
     @property
     def amax_history(self) -> Tensor | None:
-        """Amax of delayed quantizers, fp32 (L, n); row 0 collects the current step. None where there is none."""
-        return None if self._buffers is None else self._buffers.amax_history
+        """Amax of past steps of delayed quantizers, fp32 (L, n). None where there is none."""
+        return None if self._slots is None else self._slots.amax_history
+
+    @property
+    def amax(self) -> Tensor | None:
+        """Amax that the current step has collected, fp32 (n,). None where there is none."""
+        return None if self._slots is None else self._slots.amax
 
     def make_quantizers(self) -> list[Quantizer]:
-        """One quantizer per tensor; delayed ones are views of :attr:`scale` and :attr:`amax_history`.
+        """One quantizer per tensor; delayed ones are views of :attr:`scale` and :attr:`amax`.
 
         Raises:
             ValueError: a custom recipe's factory returned None, or requests that differ. TypeError: it returned
             something else than a quantizer or a request.
         """
-        quantizers, managed = self.recipe.resolve(self.mode, self.roles)
-        if managed is None:
+        quantizers, delayed = self.recipe.resolve(self.mode, self.roles)
+        if delayed is None:
             return quantizers
-        if self._buffers is None or self._buffers.recipe != managed:
-            self._hold_new(managed)
+        if self._slots is None or self._slots.recipe != delayed:
+            self._keep_new(delayed)
         return [self._with_state(quantizer, slot) for slot, quantizer in enumerate(quantizers)]
+
+    def delayed_slots(self) -> list[DelayedSlots]:
+        """What is to be renewed."""
+        return [] if self._slots is None else [self._slots]
 
     def inherit_state_from(self, other: RecipeState) -> bool:
         """Go on with the scales and histories of ``other``, which this state replaces.
@@ -111,27 +119,25 @@ class RecipeState:
         ours = (self.recipe, self.mode, self.num_quantizers, self.device)
         if ours != (other.recipe, other.mode, other.num_quantizers, other.device):
             return False
-        if other._buffers is not None:
-            self._hold(other._buffers)
+        if other._slots is not None:
+            self._slots = other._slots
+            register_delayed(self)
         return True
 
     def _with_state(self, quantizer: Quantizer, slot: int) -> Quantizer:
-        if not quantizer._is_delayed() or self._buffers is None:
+        if not quantizer._is_delayed() or self._slots is None:
             return quantizer
         at = slice(slot, slot + 1)
         return Float8Quantizer(
-            self._buffers.scale[at],
-            self._buffers.amax_history[0, at],
+            self._slots.scale[at],
+            self._slots.amax[at],
             quantizer.dtype,  # type: ignore[attr-defined]
             rowwise=quantizer.rowwise_usage,
             columnwise=quantizer.columnwise_usage,
         )
 
-    def _hold_new(self, managed: DelayedScaling) -> None:
-        self._hold(DelayedBuffers(managed, self.mode, self.num_quantizers, self.device))
-
-    def _hold(self, buffers: DelayedBuffers) -> None:
-        if self._registration is not None:
-            self._registration()
-        self._buffers = buffers
-        self._registration = register_delayed_state(self, buffers)
+    def _keep_new(self, delayed: DelayedScaling) -> None:
+        scale = torch.ones(self.num_quantizers, dtype=torch.float32, device=self.device)
+        history = scale.new_zeros(delayed.amax_history_len, self.num_quantizers)
+        self._slots = DelayedSlots(delayed, self.mode, scale, history, torch.zeros_like(scale))
+        register_delayed(self)

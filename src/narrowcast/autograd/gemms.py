@@ -1,0 +1,336 @@
+"""One linear layer as a stage of a boundary: its operands, what is saved of them, its three GEMMs.
+
+    fprop   y  = quantize(x) @ quantize(w)^T      both row-wise
+    dgrad   dx = quantize(dy) @ quantize(w)       row-wise, column-wise
+    wgrad   dw = quantize(dy)^T @ quantize(x)     both column-wise
+
+Everything here is pure but for amax and ``main_grad``, and runs in traced and eager code alike. Rules, each paid for
+with a compiler experiment: operators do the work, and everything saved is an operator's output or an input; nothing
+symbolic is put on the context; every returned tensor is a fresh view or an operator's output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..functional import dequantize, gemm, quantize_dbias, transpose_codes
+from ..functional.wgrad_store import DeferredWgrad
+from ..quantizers import IdentityQuantizer, OperandBuffers, Quantizer, buffers_of
+from ..tensors import (
+    Float8TensorStorage,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    TensorOrQuantized,
+    storage_of,
+)
+from .arguments import LinearBwdArgs, LinearFwdArgs
+from .weight_gradient import weight_gradient
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""(wgrad, dgrad, grad_bias), each None where nobody wants it here."""
+
+_PLAIN = IdentityQuantizer()
+
+
+class SavedOperand(NamedTuple):
+    """What the backward reads of an operand: its buffers of one direction, or one tensor in high precision."""
+
+    tensors: list[Tensor]
+    quantizer: Quantizer | None
+
+
+def rows_of(tensor: Any) -> int:
+    """Product of all dims but the last."""
+    rows = 1
+    for size in tensor.shape[:-1]:
+        rows = rows * size
+    return rows
+
+
+def input_operand(inp: TensorOrQuantized, args: LinearFwdArgs) -> OperandBuffers:
+    """The input (*lead, K) as the GEMMs read it: quantized now, or as it came.
+
+    Raises:
+        RuntimeError: it came quantized without the column-wise data that the weight gradient reads.
+    """
+    plan, scales = args.plan, args.scales
+    if isinstance(inp, QuantizedTensorStorage):
+        wanted = plan.needs_weight and plan.backward_override is None
+        return with_columnwise(inp) if wanted else buffers_of(inp)
+    return plan.input.quantize(inp.reshape(rows_of(inp), inp.shape[-1]), scales.scale_fwd, scales.amax_fwd)
+
+
+def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
+    """Buffers of a storage with column-wise data; per-tensor FP8 has its codes transposed where it lacks them.
+
+    Raises:
+        RuntimeError: the format cannot make one direction from the other.
+    """
+    if isinstance(storage, QuantizedTensor):
+        storage = storage_of(storage)
+    operand = buffers_of(storage)
+    if operand.columnwise:
+        return operand
+    if not isinstance(storage, Float8TensorStorage):
+        raise RuntimeError(
+            f"the quantized input is a {type(storage).__name__} without column-wise data, which the weight gradient "
+            "needs; quantize it with columnwise=True"
+        )
+    codes, scale_inv = operand.rowwise
+    return OperandBuffers(operand.rowwise, [transpose_codes(codes), scale_inv], operand.quantizer)
+
+
+def weight_operand(weight: Tensor | None, args: LinearFwdArgs) -> OperandBuffers:
+    """The weight (N, K) as the GEMMs read it: what is quantized already where that has the directions, or made now."""
+    plan, scales, workspace = args.plan, args.scales, args.workspace
+    dgrad = plan.needs_input and plan.backward_override is None
+    if workspace is not None and (
+        weight is None or (workspace.rowwise and (workspace.columnwise or not dgrad))
+    ):
+        return workspace
+    assert weight is not None
+    return plan.weight.quantize(weight, scales.scale_fwd, scales.amax_fwd)
+
+
+def fprop(
+    args: LinearFwdArgs,
+    inp: OperandBuffers,
+    weight: OperandBuffers,
+    bias: Tensor | None,
+    rows: int,
+    out_features: int,
+) -> Tensor:
+    """y = x w^T + bias, (rows, out_features) in the activation dtype."""
+    plan = args.plan
+    return gemm(
+        "fprop",
+        inp.rowwise,
+        inp.quantizer,
+        weight.rowwise,
+        weight.quantizer,
+        bias,
+        args.dtype,
+        rows,
+        out_features,
+        plan.fast_fprop,
+        plan.emulate,
+    )
+
+
+def plain_or_rowwise(tensor: TensorOrQuantized) -> SavedOperand:
+    """A tensor as a backward in high precision reads it."""
+    if isinstance(tensor, QuantizedTensorStorage):
+        operand = buffers_of(tensor)
+        return SavedOperand(operand.rowwise, operand.quantizer)
+    return SavedOperand([tensor], None)
+
+
+def saved_operand(
+    operand: OperandBuffers, high_precision: TensorOrQuantized | None, needed: bool, override: str | None
+) -> SavedOperand:
+    """What the backward reads of an operand.
+
+    Args:
+        operand: as fprop read it. high_precision: what it was made from, for a backward that reads that.
+        needed: whether any gradient reads it.
+    """
+    if not needed:
+        return SavedOperand([], None)
+    if override == "high_precision":
+        if high_precision is None:
+            return SavedOperand(operand.rowwise, operand.quantizer)
+        return plain_or_rowwise(high_precision)
+    kept = operand.columnwise if override is None else operand.rowwise
+    return SavedOperand(kept, operand.quantizer)
+
+
+def linear_forward(
+    weight: TensorOrQuantized, inp: TensorOrQuantized, bias: Tensor | None, args: LinearFwdArgs
+) -> tuple[Tensor, SavedOperand, SavedOperand]:
+    """(output (*lead, N), input to save, weight to save).
+
+    Args:
+        weight: (N, K), plain or quantized. inp: (*lead, K), plain or quantized. bias: (N,) or None.
+    """
+    plan, out_features = args.plan, weight.shape[0]
+    if not plan.quantized:
+        return _forward_in_high_precision(weight, inp, bias, args)
+    plain = None if isinstance(weight, QuantizedTensorStorage) and args.workspace is not None else weight
+    x, w = input_operand(inp, args), weight_operand(plain, args)  # type: ignore[arg-type]
+    out = fprop(args, x, w, bias, rows_of(inp), out_features)
+    if (
+        plan.save_original_input
+        and not isinstance(inp, QuantizedTensorStorage)
+        and not plan.backward_override
+    ):
+        saved_input = SavedOperand([inp] if plan.needs_weight else [], None)
+    else:
+        saved_input = saved_operand(x, inp, plan.needs_weight, plan.backward_override)
+    saved_weight = saved_operand(w, weight, plan.needs_input, plan.backward_override)
+    return out.view(*inp.shape[:-1], out_features), saved_input, saved_weight
+
+
+def _forward_in_high_precision(
+    weight: TensorOrQuantized, inp: TensorOrQuantized, bias: Tensor | None, args: LinearFwdArgs
+) -> tuple[Tensor, SavedOperand, SavedOperand]:
+    plan = args.plan
+    x, w = plain_or_rowwise(inp), plain_or_rowwise(weight)
+    out = F.linear(
+        in_high_precision(x, args.dtype, inp.shape),
+        in_high_precision(w, args.dtype, weight.shape),
+        None if bias is None else bias.to(args.dtype),
+    )
+    none = SavedOperand([], None)
+    return out, x if plan.needs_weight else none, w if plan.needs_input else none
+
+
+def linear_bwd_args(
+    args: LinearFwdArgs,
+    weight: TensorOrQuantized,
+    bias: Tensor | None,
+    saved_input: SavedOperand,
+    saved_weight: SavedOperand,
+) -> LinearBwdArgs:
+    """What the backward needs besides saved tensors; depends on metadata only."""
+    return LinearBwdArgs(
+        args.plan,
+        args.dtype,
+        args.scales.amax_bwd,
+        args.wgrad,
+        args.needs_bias,
+        None if bias is None else bias.dtype,
+        weight.dtype,
+        (weight.shape[0], weight.shape[1]),
+        (len(saved_input.tensors), saved_input.quantizer),
+        (len(saved_weight.tensors), saved_weight.quantizer),
+    )
+
+
+def with_saved(args: LinearBwdArgs, saved_input: SavedOperand, saved_weight: SavedOperand) -> LinearBwdArgs:
+    """The same arguments for operands that a recomputation made."""
+    return replace(
+        args,
+        saved_input=(len(saved_input.tensors), saved_input.quantizer),
+        saved_weight=(len(saved_weight.tensors), saved_weight.quantizer),
+    )
+
+
+def linear_backward(
+    args: LinearBwdArgs,
+    grad_output: TensorOrQuantized,
+    inp: list[Tensor],
+    weight: list[Tensor],
+    scale_bwd: Tensor | None,
+) -> Gradients:
+    """Gradients of a linear layer, dgrad (*lead, K).
+
+    Args:
+        grad_output: (*lead, N), plain or quantized.
+        inp, weight: what was saved of them. scale_bwd: the scales that the forward copied.
+    """
+    plan, lead, rows = args.plan, grad_output.shape[:-1], rows_of(grad_output)
+    if isinstance(grad_output, QuantizedTensorStorage):  # whoever quantized it summed it for the bias, too
+        gradients = quantized_gradients(args, buffers_of(grad_output), None, inp, weight, rows)
+    elif plan.backward_override is not None or not (plan.needs_input or plan.needs_weight):
+        gradients = _gradients_in_high_precision(args, grad_output.reshape(rows, -1), inp, weight)
+    else:
+        dy, grad_bias, operand = grad_output.reshape(rows, grad_output.shape[-1]), None, plan.grad_output
+        if args.needs_bias:
+            *buffers, sums = quantize_dbias(dy, operand.quantizer, operand.seed(dy), scale_bwd, args.amax_bwd)
+            grad, grad_bias = operand.split(buffers), sums.to(args.bias_dtype)
+        else:
+            grad = operand.quantize(dy, scale_bwd, args.amax_bwd)
+        gradients = quantized_gradients(args, grad, grad_bias, inp, weight, rows)
+    wgrad, dgrad, grad_bias = gradients
+    return wgrad, None if dgrad is None else dgrad.view(*lead, args.shape[1]), grad_bias
+
+
+def quantized_gradients(
+    args: LinearBwdArgs,
+    grad: OperandBuffers,
+    grad_bias: Tensor | None,
+    inp: list[Tensor],
+    weight: list[Tensor],
+    rows: int,
+) -> Gradients:
+    """Gradients from the quantized gradient of the output, dgrad (rows, K).
+
+    ``grad_bias`` comes back, or goes with the weight gradient where ``args.wgrad`` sends that.
+    """
+    plan, dgrad = args.plan, None
+    if plan.needs_input:
+        dgrad = gemm(
+            "dgrad",
+            grad.rowwise,
+            grad.quantizer,
+            weight,
+            args.saved_weight[1],
+            None,
+            args.dtype,
+            rows,
+            args.shape[1],
+            plan.fast_dgrad,
+            plan.emulate,
+        )
+    if not plan.needs_weight:
+        return None, dgrad, grad_bias
+    input_quantizer = args.saved_input[1]
+    if input_quantizer is None:
+        # column-wise only: the other way than in the forward, so that the compiler finds nothing to merge it with
+        original = plan.original_input.quantize(inp[0].reshape(-1, args.shape[1]))
+        inp, input_quantizer = original.columnwise, original.quantizer
+    deferred = DeferredWgrad(
+        grad.columnwise,
+        grad.quantizer,
+        inp,
+        input_quantizer,
+        grad_bias,
+        args.wgrad.overwrite,
+        plan.fast_wgrad,
+        plan.emulate,
+    )
+    wgrad, grad_bias = weight_gradient(args, deferred)
+    return wgrad, dgrad, grad_bias
+
+
+def _gradients_in_high_precision(
+    args: LinearBwdArgs, dy: Tensor, inp: list[Tensor], weight: list[Tensor]
+) -> Gradients:
+    """Backward on the original or the dequantized operands; the gradient itself is not quantized."""
+    plan, wgrad, dgrad = args.plan, None, None
+    if plan.needs_input:
+        dgrad = dy.to(args.dtype) @ in_high_precision(
+            SavedOperand(weight, args.saved_weight[1]), args.dtype, args.shape
+        )
+    grad_bias = dy.sum(dim=0, dtype=torch.float32).to(args.bias_dtype) if args.needs_bias else None
+    if plan.needs_weight:
+        x = in_high_precision(
+            SavedOperand(inp, args.saved_input[1]), args.dtype, (dy.shape[0], args.shape[1])
+        )
+        dy, overwrite = dy.to(args.dtype), args.wgrad.overwrite
+        deferred = DeferredWgrad([dy], _PLAIN, [x], _PLAIN, grad_bias, overwrite, False, plan.emulate)
+        wgrad, grad_bias = weight_gradient(args, deferred)
+    return wgrad, dgrad, grad_bias
+
+
+def in_high_precision(saved: SavedOperand, dtype: torch.dtype, shape: Any) -> Tensor:
+    """The values of a saved operand."""
+    if saved.quantizer is not None:
+        return dequantize(saved.tensors, saved.quantizer, False, dtype, list(shape))
+    return saved.tensors[0].reshape(shape).to(dtype)
+
+
+def after(grad: TensorOrQuantized, tensor: Tensor) -> Tensor:
+    """``tensor``, available only once ``grad`` is.
+
+    Else the compiler finds the operators of the forward again, and saves their results instead of repeating them.
+    """
+    if not torch.compiler.is_compiling():
+        return tensor
+    seen = grad if isinstance(grad, Tensor) else next(b for b in grad.get_data_tensors() if b is not None)
+    return torch.where(seen.reshape(-1)[:1].float().sum().isnan(), tensor, tensor)

@@ -1,0 +1,96 @@
+"""``Operand``: how one operand of a GEMM is quantized, in plain facts that traced code may read.
+
+Inside a traced graph a quantizer is only ever passed to an operator; reading it there is slow to guard, and on some
+PyTorch versions an error. An operand stands beside it and says what the code around the operators must know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..functional import draw_seed, quantize
+from ..tensors import QuantizedTensorStorage
+from ..tensors.storage import resolve_storage_class
+from .quantizer import Quantizer
+
+
+class OperandBuffers(NamedTuple):
+    """A quantized operand: the buffers of each direction, none of one that is absent, and what reads them."""
+
+    rowwise: list[Tensor]
+    columnwise: list[Tensor]
+    quantizer: Quantizer
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A quantizer in the directions that will be read, with the facts that the code around operators needs.
+
+    ``value``: the quantizer's value as text. ``storage_name``: identifier of its storage class. ``rowwise``,
+    ``columnwise``: which of its buffers make up that direction, all False for a direction that it does not produce.
+    ``stochastic``: it wants a fresh seed. ``delayed``: it wants scale and amax from state.
+    """
+
+    quantizer: Quantizer
+    value: str
+    storage_name: str
+    rowwise: tuple[bool, ...]
+    columnwise: tuple[bool, ...]
+    stochastic: bool
+    delayed: bool
+
+    @staticmethod
+    def of(quantizer: Quantizer, rowwise: bool = True, columnwise: bool = True) -> Operand:
+        """Operand of a quantizer in these directions, whatever its present ones."""
+        quantizer = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
+        storage = resolve_storage_class(quantizer._storage_name)
+        names = storage.buffer_attributes(rowwise, columnwise)
+        return Operand(
+            quantizer,
+            quantizer._value_text(),
+            quantizer._storage_name,
+            tuple(rowwise and name in storage._ROWWISE_BUFFERS for name in names),
+            tuple(columnwise and name in storage._COLUMNWISE_BUFFERS for name in names),
+            quantizer._is_stochastic(),
+            quantizer._is_delayed(),
+        )
+
+    def split(self, buffers: list[Tensor]) -> OperandBuffers:
+        """What a quantizing operator returned, by direction."""
+        return OperandBuffers(
+            [buffer for buffer, kept in zip(buffers, self.rowwise) if kept],
+            [buffer for buffer, kept in zip(buffers, self.columnwise) if kept],
+            self.quantizer,
+        )
+
+    def quantize(self, x: Tensor, scale: Tensor | None = None, amax: Tensor | None = None) -> OperandBuffers:
+        """Quantize ``x`` (*lead, K), fp32, bf16 or fp16, in traced or eager code, without gradient.
+
+        Args:
+            scale, amax: state of delayed scaling, fp32 (n,); unused by the others. A None ``amax`` collects nothing.
+        """
+        return self.split(quantize(x, self.quantizer, self.seed(x), scale, amax))
+
+    def seed(self, like: Tensor) -> Tensor | None:
+        """A fresh seed where rounding is stochastic."""
+        return draw_seed(like) if self.stochastic else None
+
+    def assemble(self, buffers: list[Tensor], dtype: torch.dtype) -> QuantizedTensorStorage:
+        """Storage around what a quantizing operator returned."""
+        # by name: the compiler can make instances of a class it finds in a global, not of one it read off a quantizer
+        storage = resolve_storage_class(self.storage_name)
+        return storage.from_buffers(buffers, any(self.rowwise), any(self.columnwise), self.quantizer, dtype)
+
+
+def buffers_of(storage: QuantizedTensorStorage) -> OperandBuffers:
+    """A quantized tensor as an operand; its buffers are shared."""
+    usages = storage.get_usages()
+    return OperandBuffers(
+        storage.rowwise_operand() if usages["rowwise"] else [],
+        storage.columnwise_operand() if usages["columnwise"] else [],
+        storage._quantizer,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,56 @@
+"""Recipes: frozen descriptions of how a layer quantizes each operand of its three GEMMs.
+
+Two recipes with equal fields are equal, so entering one instead of the other changes nothing and compiles nothing anew.
+What a layer does under one is its :class:`LinearPlan`.
+"""
+
+from .base import (
+    BACKWARD_TENSOR_TYPES,
+    FORWARD_TENSOR_TYPES,
+    Format,
+    MMParams,
+    Mode,
+    QParams,
+    Recipe,
+    tensor_type_at,
+)
+from .block import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from .current import Float8CurrentScaling
+from .custom import CustomRecipe, get_align_size_for_quantization
+from .delayed import DelayedScaling, DelayedScalingRequest, QuantizerRequest
+from .plan import (
+    GRAD_INPUT_SLOT,
+    GRAD_OUTPUT_SLOT,
+    INPUT_SLOT,
+    OUTPUT_SLOT,
+    WEIGHT_SLOT,
+    LinearPlan,
+    linear_plan,
+)
+
+__all__ = [
+    "BACKWARD_TENSOR_TYPES",
+    "FORWARD_TENSOR_TYPES",
+    "GRAD_INPUT_SLOT",
+    "GRAD_OUTPUT_SLOT",
+    "INPUT_SLOT",
+    "OUTPUT_SLOT",
+    "WEIGHT_SLOT",
+    "CustomRecipe",
+    "DelayedScaling",
+    "DelayedScalingRequest",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "LinearPlan",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "Mode",
+    "NVFP4BlockScaling",
+    "QParams",
+    "QuantizerRequest",
+    "Recipe",
+    "get_align_size_for_quantization",
+    "linear_plan",
+    "tensor_type_at",
+]

@@ -1,0 +1,197 @@
+"""``Recipe``: what all recipes share, and the small values they are made of."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from .. import _environment as environment
+from ..formats import E2M1, E4M3, E5M2, DType
+from ..quantizers import Quantizer
+from ..roles import QuantizerRole
+
+if TYPE_CHECKING:
+    from .delayed import DelayedScaling
+
+BackwardOverride = Literal["high_precision", "dequantized"] | None
+
+
+class Format(enum.Enum):
+    """Element formats of forward and backward tensors."""
+
+    E2M1 = "E2M1"
+    E4M3 = "E4M3"
+    E5M2 = "E5M2"
+    HYBRID = "HYBRID"
+
+    @property
+    def max_fwd(self) -> float:
+        """Largest value of forward tensors."""
+        return {"E2M1": E2M1.max, "E5M2": E5M2.max}.get(self.value, E4M3.max)
+
+    @property
+    def max_bwd(self) -> float:
+        """Largest value of backward tensors."""
+        return {"E2M1": E2M1.max, "E4M3": E4M3.max}.get(self.value, E5M2.max)
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """How one GEMM accumulates: with the split accumulator, or (False) with the tensor cores' fast one."""
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How one operand is quantized, where a recipe leaves a choice.
+
+    ``derived``: filled in by a recipe from its other fields, and again when ``dataclasses.replace`` changes those.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+    derived: bool = field(default=False, compare=False, repr=False)
+
+
+AmaxAlgorithm = Literal["max", "most_recent"] | Callable[..., Any]
+Mode = Literal["forward", "backward"]
+
+FORWARD_TENSOR_TYPES = ("input", "weight", "output")
+BACKWARD_TENSOR_TYPES = ("grad_output", "grad_input")
+_TENSOR_TYPES: dict[str, tuple[str, ...]] = {
+    "forward": FORWARD_TENSOR_TYPES,
+    "backward": BACKWARD_TENSOR_TYPES,
+}
+
+
+def tensor_type_at(mode: Mode, slot: int, role: QuantizerRole | None = None) -> str:
+    """Which operand a slot is for: what its role says, else what its position in the direction says."""
+    if role is not None and role.tensor_type in (*FORWARD_TENSOR_TYPES, *BACKWARD_TENSOR_TYPES):
+        return role.tensor_type
+    kinds = _TENSOR_TYPES[mode]
+    return kinds[slot % len(kinds)]
+
+
+def emulate_default() -> bool:
+    return environment.read_flag("EMULATE")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Base of all recipes.
+
+    Fields every recipe has: ``backward_override`` (None, "high_precision": backward on the original operands,
+    "dequantized": backward on the dequantized row-wise operands) and ``emulate`` (run on a GPU without the native
+    GEMM by decoding to bf16; default from NARROWCAST_EMULATE).
+    """
+
+    _family: ClassVar[str] = ""
+    backward_override: ClassVar[BackwardOverride]
+    emulate: ClassVar[bool]
+
+    fp8_gemm_fprop = MMParams(False)
+    fp8_gemm_dgrad = MMParams(True)
+    fp8_gemm_wgrad = MMParams(True)
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        override = self.backward_override
+        if override not in (None, "high_precision", "dequantized"):
+            raise ValueError(
+                f"backward_override is {override!r}; use None, 'high_precision' or 'dequantized'"
+            )
+
+    def resolve(
+        self, mode: Mode, roles: Sequence[QuantizerRole]
+    ) -> tuple[list[Quantizer], DelayedScaling | None]:
+        """Quantizers of one module and direction, one per role, and what renews the state of the delayed ones."""
+        kinds = [tensor_type_at(mode, slot, role) for slot, role in enumerate(roles)]
+        return [self.make_quantizer(kind, slot) for slot, kind in enumerate(kinds)], self.delayed_scaling()
+
+    def delayed_scaling(self) -> DelayedScaling | None:
+        """What renews the state of this recipe's quantizers; None where they keep none."""
+        return None
+
+    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
+        """Quantizer for one kind of tensor; ``slot`` is its position in delayed-scaling state."""
+        raise NotImplementedError(f"{type(self).__name__} makes no quantizers of its own")
+
+    def plan_name(self, name: str) -> str:
+        """What of a layer's name its plan depends on."""
+        return ""
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether this is delayed scaling."""
+        return cls._family == "delayed"
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether this is per-tensor current scaling."""
+        return cls._family == "current"
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether this scales per tensor."""
+        return cls._family in ("delayed", "current")
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether this is MXFP8."""
+        return cls._family == "mxfp8"
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether this is 128-block FP8."""
+        return cls._family == "float8_block"
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Whether this is NVFP4."""
+        return cls._family == "nvfp4"
+
+    @classmethod
+    def custom(cls) -> bool:
+        """Whether this is a custom recipe."""
+        return cls._family == "custom"
+
+
+def fp8_dtype(fp8_format: Format, tensor_type: str) -> DType:
+    backward = tensor_type in BACKWARD_TENSOR_TYPES
+    return DType.kFloat8E5M2 if fp8_format is Format.HYBRID and backward else DType.kFloat8E4M3
+
+
+def refuse_pure_e5m2(recipe: Recipe, fp8_format: Format) -> None:
+    if fp8_format not in (Format.E4M3, Format.HYBRID):
+        raise ValueError(
+            f"{type(recipe).__name__} got fp8_format={fp8_format}; training uses Format.E4M3 or Format.HYBRID"
+        )
+
+
+def fill_qparams(recipe: Any, power_2_scale: bool) -> None:
+    """Give the operands without settings of their own those that follow from the recipe's scale choice."""
+    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        given = getattr(recipe, name)
+        if given is None or given.derived:
+            # literals, not defaults: a number read from a default becomes symbolic in a dynamic graph
+            object.__setattr__(recipe, name, QParams(power_2_scale, 0.0, False, False, False, True))
+
+
+def qparams_of(recipe: Any, prefix: str, tensor_type: str) -> QParams:
+    if tensor_type in BACKWARD_TENSOR_TYPES:
+        return getattr(recipe, f"{prefix}_bwd_grad")
+    return getattr(recipe, f"{prefix}_fwd_weight" if tensor_type == "weight" else f"{prefix}_fwd_inp")
+
+
+def refuse_fp8_attention(recipe: Recipe) -> None:
+    for name in ("fp8_dpa", "fp8_mha"):
+        if getattr(recipe, name):
+            raise NotImplementedError(f"{type(recipe).__name__}({name}=True): FP8 attention is not supported")

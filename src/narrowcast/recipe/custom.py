@@ -1,0 +1,107 @@
+"""``CustomRecipe``: quantizers from a factory of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..quantizers import DelayedFloat8Quantizer, Quantizer
+from ..roles import QuantizerRole
+from .base import (
+    BackwardOverride,
+    Format,
+    Mode,
+    Recipe,
+    emulate_default,
+    fp8_dtype,
+    refuse_fp8_attention,
+    tensor_type_at,
+)
+from .delayed import DelayedScaling, DelayedScalingRequest
+
+
+@dataclass(frozen=True)
+class CustomRecipe(Recipe):
+    """A recipe made of your own quantizers.
+
+    Args:
+        qfactory: called with a :class:`QuantizerRole`, returns a quantizer for that tensor.
+        fp8_format: for delayed-scaling requests.
+        quantization_alignment: row multiple for grouped GEMMs, positive.
+    Raises:
+        ValueError: no callable factory, or a non-positive alignment. The first use of a role raises ValueError when
+        the factory returns None for it, TypeError when it returns something else than a quantizer.
+    """
+
+    _family = "custom"
+
+    qfactory: Callable[[QuantizerRole], Any] | None = None
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = None
+    quantization_alignment: int = field(default_factory=lambda: 128)
+    emulate: bool = field(default_factory=emulate_default)
+
+    def _check(self) -> None:
+        super()._check()
+        refuse_fp8_attention(self)
+        if not callable(self.qfactory):
+            raise ValueError(f"CustomRecipe needs a callable qfactory(role), got {self.qfactory!r}")
+        if self.quantization_alignment <= 0:
+            raise ValueError(
+                f"quantization_alignment is {self.quantization_alignment}; use a positive number"
+            )
+
+    def plan_name(self, name: str) -> str:
+        return name
+
+    def resolve(
+        self, mode: Mode, roles: Sequence[QuantizerRole]
+    ) -> tuple[list[Quantizer], DelayedScaling | None]:
+        """Quantizers that the factory makes, one per role, and what renews the state of those it requested.
+
+        Raises:
+            ValueError: the factory returned None, or requests that differ. TypeError: it returned something else than
+            a quantizer or a request.
+        """
+        results = [self._result_for(role) for role in roles]
+        requests = [request for request in results if isinstance(request, DelayedScalingRequest)]
+        if any(request != requests[0] for request in requests):
+            raise ValueError(
+                f"the delayed-scaling requests of one module and direction must be equal, got {requests}"
+            )
+        kinds = [tensor_type_at(mode, slot, role) for slot, role in enumerate(roles)]
+        quantizers = [_requested(results[slot], kind, slot) for slot, kind in enumerate(kinds)]
+        return quantizers, requests[0].as_recipe() if requests else None
+
+    def _result_for(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        """What the factory returns for a role, checked."""
+        result = self.qfactory(role)  # type: ignore[misc]
+        if result is None:
+            raise ValueError(
+                f"qfactory returned None for {role}; return an IdentityQuantizer to leave it alone"
+            )
+        # in a traced call the compiler stands something else in for the quantizer it has just made
+        if not (torch.compiler.is_compiling() or isinstance(result, (Quantizer, DelayedScalingRequest))):
+            raise TypeError(
+                f"qfactory returned {type(result).__qualname__} for {role}; return a Quantizer or request"
+            )
+        return result
+
+
+def _requested(result: Quantizer | DelayedScalingRequest, tensor_type: str, slot: int) -> Quantizer:
+    """The quantizer that a factory made, or the one it requested."""
+    if isinstance(result, DelayedScalingRequest):
+        return DelayedFloat8Quantizer(fp8_dtype(result.fp8_format, tensor_type), slot)
+    return result
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """Multiple of rows that the recipe's GEMMs want from each group of a grouped GEMM."""
+    if isinstance(recipe, CustomRecipe):
+        return recipe.quantization_alignment
+    return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16

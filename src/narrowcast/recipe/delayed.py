@@ -1,0 +1,104 @@
+"""Delayed scaling: per-tensor FP8 with scales from earlier steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..quantizers import DelayedFloat8Quantizer, Quantizer
+from .base import (
+    AmaxAlgorithm,
+    BackwardOverride,
+    Format,
+    Recipe,
+    emulate_default,
+    fp8_dtype,
+    refuse_fp8_attention,
+    refuse_pure_e5m2,
+)
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """Per-tensor FP8 with the scale from earlier steps' amax.
+
+    Args:
+        margin: scales are 2**margin below what the amax allows.
+        fp8_format: HYBRID (E4M3 forward, E5M2 backward) or E4M3.
+        amax_history_len: steps of history, at least 1.
+        amax_compute_algo: "max", "most_recent", or a callable(history) -> amax.
+        scaling_factor_compute_algo: None, or a callable(amax, old_scale, fp8_max, recipe) -> scale.
+        reduce_amax: take part in ``reduce_delayed_scaling``.
+        initial_scale: scales before anything was seen. "range": those of weights from the weights, of activations 16
+            and of gradients 65536, so that what a first step brings lies within the format's range; "one": all 1, as
+            Transformer Engine starts, at which the gradients of a first step underflow.
+    """
+
+    _family = "delayed"
+
+    margin: int = field(default_factory=lambda: 0)
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = field(default_factory=lambda: 1024)
+    amax_compute_algo: AmaxAlgorithm = "max"
+    scaling_factor_compute_algo: Callable[..., Any] | None = None
+    reduce_amax: bool = True
+    initial_scale: Literal["range", "one"] = "range"
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = None
+    emulate: bool = field(default_factory=emulate_default)
+
+    def _check(self) -> None:
+        if self.initial_scale not in ("range", "one"):
+            raise ValueError(f"initial_scale is {self.initial_scale!r}; use 'range' or 'one'")
+        if self.backward_override is not None:
+            raise ValueError("DelayedScaling takes no backward_override; use another recipe or None")
+        refuse_pure_e5m2(self, self.fp8_format)
+        refuse_fp8_attention(self)
+        if not isinstance(self.margin, int):
+            raise ValueError(
+                f"margin is {self.margin!r}; use a whole number, the scale is divided by 2**margin"
+            )
+        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
+            raise ValueError(f"amax_history_len is {self.amax_history_len!r}; use a whole number, at least 1")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(
+                f"amax_compute_algo is {self.amax_compute_algo!r}; use 'max', 'most_recent' or a callable"
+            )
+        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
+            raise ValueError(
+                f"scaling_factor_compute_algo is {self.scaling_factor_compute_algo!r}; use None or a callable"
+            )
+
+    def delayed_scaling(self) -> DelayedScaling:
+        return self
+
+    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
+        return DelayedFloat8Quantizer(fp8_dtype(self.fp8_format, tensor_type), slot)
+
+
+@dataclass(frozen=True)
+class DelayedScalingRequest:
+    """What a factory returns to ask for a delayed-scaling slot; fields as in :class:`DelayedScaling`."""
+
+    fp8_format: Format = Format.HYBRID
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    scaling_factor_compute_algo: Callable[..., Any] | None = None
+    reduce_amax: bool = True
+
+    def as_recipe(self) -> DelayedScaling:
+        """The recipe whose update rule keeps the requested state."""
+        return DelayedScaling(
+            margin=self.margin,
+            fp8_format=self.fp8_format,
+            amax_history_len=self.amax_history_len,
+            amax_compute_algo=self.amax_compute_algo,
+            scaling_factor_compute_algo=self.scaling_factor_compute_algo,
+            reduce_amax=self.reduce_amax,
+        )
+
+
+QuantizerRequest = DelayedScalingRequest

@@ -1,0 +1,164 @@
+"""``LinearPlan``: what a linear layer does under a recipe, resolved once and remembered on the recipe."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._tracing import traced_local
+from ..quantizers import IdentityQuantizer, Operand
+from ..roles import QuantizerRole
+
+if TYPE_CHECKING:
+    from .base import Recipe
+    from .delayed import DelayedScaling
+
+# Slots of a linear layer's delayed-scaling state.
+INPUT_SLOT, WEIGHT_SLOT, OUTPUT_SLOT = 0, 1, 2
+GRAD_OUTPUT_SLOT, GRAD_INPUT_SLOT = 0, 1
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """What a linear layer does under a recipe for the gradients that are wanted of it: a constant of the graph.
+
+    ``quantized`` False: everything in high precision, and the operands do not matter. ``input``, ``weight``,
+    ``grad_output``: how the operands of the three GEMMs are quantized, in the directions that will be read.
+    ``kept_weight``: in both directions, for a weight that serves several microbatches. ``original_input``: column-wise
+    alone, for a backward that quantizes the input again (``save_original_input``). ``output``, ``grad_input``: what the
+    layer hands to its neighbours. ``forward_state``, ``backward_state``: the delayed scaling that renews the state of
+    each direction; None where the layer keeps none.
+    """
+
+    quantized: bool
+    input: Operand
+    weight: Operand
+    grad_output: Operand
+    kept_weight: Operand
+    original_input: Operand
+    output: Operand
+    grad_input: Operand
+    backward_override: str | None
+    emulate: bool
+    fast_fprop: bool
+    fast_dgrad: bool
+    fast_wgrad: bool
+    needs_input: bool
+    needs_weight: bool
+    save_original_input: bool
+    forward_state: DelayedScaling | None
+    backward_state: DelayedScaling | None
+
+
+def linear_plan(
+    recipe: Recipe | None,
+    name: str,
+    needs_input: bool,
+    needs_weight: bool,
+    save_original_input: bool = False,
+    hands_over: bool = False,
+) -> LinearPlan:
+    """The plan of a linear layer: built once, then read off the recipe.
+
+    Args:
+        recipe: None for high precision.
+        name: of the layer, in the quantizer roles of a custom recipe.
+        needs_input, needs_weight: which gradients the backward makes.
+        save_original_input: keep the input as it is for the backward. Where a custom recipe scales it with delay, the
+            plan says that it is not done.
+        hands_over: the layer quantizes its output or the gradient of its input.
+    Raises:
+        ValueError: ``save_original_input`` under delayed scaling, or what a custom recipe's factory returned.
+    """
+    flags = f"_plan_{needs_input:d}{needs_weight:d}{save_original_input:d}{hands_over:d}_"
+    if recipe is None:
+        return _IN_HIGH_PRECISION[flags]
+    key = flags + recipe.plan_name(name)
+    if torch.compiler.is_compiling():
+        torch._dynamo.comptime.comptime(_remember_while_tracing)
+    plan = getattr(recipe, key, None)
+    if plan is None:
+        plan = _build(recipe, name, needs_input, needs_weight, save_original_input, hands_over)
+        if not torch.compiler.is_compiling():
+            object.__setattr__(recipe, key, plan)
+    return plan
+
+
+def _remember_while_tracing(context: Any) -> None:
+    recipe = traced_local(context, "recipe")
+    if recipe is not None:
+        arguments = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over")
+        with contextlib.suppress(
+            Exception
+        ):  # traced code meets it again, and raises it where the user sees it
+            linear_plan(recipe, *(traced_local(context, argument) for argument in arguments))
+
+
+def _build(
+    recipe: Recipe,
+    name: str,
+    needs_input: bool,
+    needs_weight: bool,
+    save_original_input: bool,
+    hands_over: bool,
+) -> LinearPlan:
+    kinds = (("input", "weight", "output"), ("grad_output", "grad_input"))
+    if not hands_over:
+        kinds = (("input", "weight"), ("grad_output",))
+    forward, forward_state = recipe.resolve("forward", [QuantizerRole("linear", k, name) for k in kinds[0]])
+    backward, backward_state = recipe.resolve(
+        "backward", [QuantizerRole("linear", k, name) for k in kinds[1]]
+    )
+    override = recipe.backward_override
+    inp, weight, grad = forward[INPUT_SLOT], forward[WEIGHT_SLOT], backward[GRAD_OUTPUT_SLOT]
+    if save_original_input and inp._is_delayed():
+        if recipe.delayed():
+            raise ValueError(
+                "save_original_input=True does not work with DelayedScaling, whose scale moves between forward and "
+                "backward; use another recipe or save_original_input=False"
+            )
+        save_original_input = False
+    wgrad, dgrad = needs_weight and override is None, needs_input and override is None
+    return LinearPlan(
+        quantized=True,
+        input=Operand.of(inp, True, wgrad and not save_original_input),
+        weight=Operand.of(weight, True, dgrad),
+        grad_output=Operand.of(grad, needs_input or not needs_weight, needs_weight),
+        kept_weight=Operand.of(weight),
+        original_input=Operand.of(inp, False, True),
+        output=Operand.of(forward[OUTPUT_SLOT]) if hands_over else _IDENTITY,
+        grad_input=Operand.of(backward[GRAD_INPUT_SLOT]) if hands_over else _IDENTITY,
+        backward_override=override,
+        emulate=recipe.emulate,
+        fast_fprop=not recipe.fp8_gemm_fprop.use_split_accumulator,
+        fast_dgrad=not recipe.fp8_gemm_dgrad.use_split_accumulator,
+        fast_wgrad=not recipe.fp8_gemm_wgrad.use_split_accumulator,
+        needs_input=needs_input,
+        needs_weight=needs_weight,
+        save_original_input=save_original_input,
+        forward_state=forward_state,
+        backward_state=backward_state,
+    )
+
+
+_IDENTITY = Operand.of(IdentityQuantizer())
+
+
+def _in_high_precision(needs_input: bool, needs_weight: bool) -> LinearPlan:
+    operands = (_IDENTITY,) * 7
+    flags = (False, False, False, False, needs_input, needs_weight, False)
+    return LinearPlan(False, *operands, "high_precision", *flags, None, None)
+
+
+_IN_HIGH_PRECISION = {
+    f"_plan_{needs_input:d}{needs_weight:d}{original:d}{hands_over:d}_": _in_high_precision(
+        needs_input, needs_weight
+    )
+    for needs_input in (False, True)
+    for needs_weight in (False, True)
+    for original in (False, True)
+    for hands_over in (False, True)
+}
