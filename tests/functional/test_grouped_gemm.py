@@ -54,9 +54,9 @@ class Case:
         self.inputs = (x, self.weights, dy)
         quantize, layout = functional.grouped_quantize, self.layout
         self.made = (
-            quantize(x, self.splits, self.quantizers[0], None, layout),
-            functional.grouped_quantize_weights(self.weights, self.quantizers[1], None, layout),
-            quantize(dy, self.splits, self.quantizers[2], None, layout),
+            quantize(x, self.splits, self.quantizers[0], layout),
+            functional.grouped_quantize_weights(self.weights, self.quantizers[1], layout),
+            quantize(dy, self.splits, self.quantizers[2], layout),
         )
 
     def arguments(
@@ -175,9 +175,9 @@ def test_nothing_waits_for_the_splits(name: str) -> None:
         x, weights, dy = case.inputs
         quantize, layout = functional.grouped_quantize, case.layout
         case.made = (
-            quantize(x, case.splits, case.quantizers[0], None, layout),
-            functional.grouped_quantize_weights(weights, case.quantizers[1], None, layout),
-            quantize(dy, case.splits, case.quantizers[2], None, layout),
+            quantize(x, case.splits, case.quantizers[0], layout),
+            functional.grouped_quantize_weights(weights, case.quantizers[1], layout),
+            quantize(dy, case.splits, case.quantizers[2], layout),
         )
         sums = functional.grouped_column_sum(dy, case.splits)
         return [*(case.multiply(kind) for kind in KINDS), sums]

@@ -6,13 +6,12 @@ PyTorch versions an error. A handle carries the few plain facts that the code ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..functional import draw_seed, quantize, quantize_dbias, quantize_dbias_delayed, quantize_delayed
+from ..functional import draw_seed, quantize, quantize_dbias
 from ..tensors import QuantizedTensorStorage
 from ..tensors.storage import resolve_storage_class
 from .quantizer import Quantizer
@@ -33,12 +32,6 @@ class QuantizerHandle:
     columnwise: bool
     stochastic: bool
     delayed: bool
-
-    def present(self, slots: Sequence[Tensor]) -> list[Tensor]:
-        """Of (data, transpose, scale_inv), what this quantizer asked for; for delayed quantizers."""
-        data, transpose, scale_inv = slots
-        directions = ([data] if self.rowwise else []) + ([transpose] if self.columnwise else [])
-        return [*directions, scale_inv]
 
     def assemble(self, buffers: list[Tensor], dtype: torch.dtype) -> QuantizedTensorStorage:
         """Storage around what the operator returned."""
@@ -88,12 +81,8 @@ def quantize_operand(
         handle: the quantizer to use.
         scale, amax: state tensors of a delayed quantizer; unused by the others.
     """
-    if handle.delayed:
-        buffers = handle.present(quantize_delayed(x, scale, amax, handle.quantizer))
-    elif handle.stochastic:
-        buffers = quantize(x, handle.quantizer, draw_seed(x))
-    else:
-        buffers = quantize(x, handle.quantizer)
+    seed = draw_seed(x) if handle.stochastic else None
+    buffers = quantize(x, handle.quantizer, seed, scale, amax)
     return handle.assemble(buffers, x.dtype)
 
 
@@ -101,10 +90,6 @@ def quantize_gradient(
     grad: Tensor, handle: QuantizerHandle, scale: Tensor | None = None, amax: Tensor | None = None
 ) -> tuple[QuantizedTensorStorage, Tensor]:
     """:func:`quantize_operand` with the gradient's sum over all but its last dim from the same read, fp32 (K,)."""
-    if handle.delayed:
-        *slots, dbias = quantize_dbias_delayed(grad, scale, amax, handle.quantizer)
-        buffers = handle.present(slots)
-    else:
-        seed = draw_seed(grad) if handle.stochastic else None
-        *buffers, dbias = quantize_dbias(grad, handle.quantizer, seed)
+    seed = draw_seed(grad) if handle.stochastic else None
+    *buffers, dbias = quantize_dbias(grad, handle.quantizer, seed, scale, amax)
     return handle.assemble(buffers, grad.dtype), dbias

@@ -12,14 +12,10 @@ from torch import Tensor
 
 from ..functional import (
     act_backward_quantize,
-    act_backward_quantize_delayed,
     act_quantize,
-    act_quantize_delayed,
     draw_seed,
     norm_backward_quantize,
-    norm_backward_quantize_delayed,
     norm_quantize,
-    norm_quantize_delayed,
 )
 from ..tensors import QuantizedTensorStorage
 from .handle import QuantizerHandle
@@ -63,12 +59,8 @@ def quantize_norm(
         (operand, mean, rstd); statistics fp32 (M,), the mean of RMSNorm is empty.
     """
     how = (settings.eps, settings.normalization, settings.zero_centered_gamma)
-    if handle.delayed:
-        made = norm_quantize_delayed(x, None, weight, bias, *how, scale, amax, handle.quantizer)
-        buffers, (mean, rstd, _) = handle.present(made[:3]), made[3:]
-    else:
-        seed = draw_seed(x) if handle.stochastic else None
-        *buffers, mean, rstd, _ = norm_quantize(x, None, weight, bias, *how, handle.quantizer, seed)
+    seed = draw_seed(x) if handle.stochastic else None
+    *buffers, mean, rstd, _ = norm_quantize(x, None, weight, bias, *how, handle.quantizer, seed, scale, amax)
     return handle.assemble(buffers, x.dtype), mean, rstd
 
 
@@ -97,12 +89,8 @@ def quantize_norm_gradient(
         (operand (M, K), dweight (K,), dbias (K,)); the bias gradient of RMSNorm is empty.
     """
     inputs = (grad, x, weight, mean, rstd, zero_centered_gamma, residual_grad)
-    if handle.delayed:
-        made = norm_backward_quantize_delayed(*inputs, scale, amax, handle.quantizer)
-        buffers, (dweight, dbias) = handle.present(made[:3]), made[3:]
-    else:
-        seed = draw_seed(grad) if handle.stochastic else None
-        *buffers, dweight, dbias = norm_backward_quantize(*inputs, handle.quantizer, seed)
+    seed = draw_seed(grad) if handle.stochastic else None
+    *buffers, dweight, dbias = norm_backward_quantize(*inputs, handle.quantizer, seed, scale, amax)
     return handle.assemble(buffers, x.dtype), dweight, dbias
 
 
@@ -124,12 +112,8 @@ def quantize_activation(
         (M, F) operand.
     """
     name, parameters = settings.activation, list(settings.parameters)
-    if handle.delayed:
-        slots = act_quantize_delayed(x, name, scale, amax, handle.quantizer, parameters)
-        buffers = handle.present(slots)
-    else:
-        seed = draw_seed(x) if handle.stochastic else None
-        buffers = act_quantize(x, name, handle.quantizer, seed, parameters)
+    seed = draw_seed(x) if handle.stochastic else None
+    buffers = act_quantize(x, name, handle.quantizer, parameters, seed, scale, amax)
     return handle.assemble(buffers, x.dtype)
 
 
@@ -154,13 +138,8 @@ def quantize_activation_gradient(
         (operand of the shape of ``x``, fp32 sums (F,) or (2F,), None without ``column_sums``).
     """
     name, parameters = settings.activation, list(settings.parameters)
-    if handle.delayed:
-        *slots, sums = act_backward_quantize_delayed(
-            grad, x, name, scale, amax, handle.quantizer, parameters, column_sums
-        )
-        return handle.assemble(handle.present(slots), x.dtype), sums if column_sums else None
     seed = draw_seed(grad) if handle.stochastic else None
-    made = act_backward_quantize(grad, x, name, handle.quantizer, seed, parameters, column_sums)
+    made = act_backward_quantize(grad, x, name, handle.quantizer, parameters, column_sums, seed, scale, amax)
     if column_sums:
         return handle.assemble(made[:-1], x.dtype), made[-1]
     return handle.assemble(made, x.dtype), None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import reference
-from ..functional import bind_delayed_scaling_update, delayed_scaling_update_
+from ..functional import renew_delayed_scaling
 from ..recipe import BACKWARD_TENSOR_TYPES, FORWARD_TENSOR_TYPES, DelayedScaling, Mode, Recipe
 
 DEFAULT_HISTORY = 1024
@@ -301,20 +301,14 @@ class _Batch(NamedTuple):
         if self._asks_callables():
             _update_with_callables(self.recipe, self.scales, self.histories, self.fp8_max)
         else:
-            delayed_scaling_update_(*self._arguments())
-
-    def bound_update(self) -> Callable[[], None]:
-        """:meth:`update` for eager code, until the states move."""
-        return self.update if self._asks_callables() else bind_delayed_scaling_update(*self._arguments())
+            rows = [history[: self.recipe.amax_history_len] for history in self.histories]
+            collected = [history[0] for history in rows]
+            algorithm: Any = self.recipe.amax_compute_algo
+            renew_delayed_scaling(self.scales, rows, collected, self.fp8_max, self.recipe.margin, algorithm)
 
     def _asks_callables(self) -> bool:
         recipe = self.recipe
         return callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
-
-    def _arguments(self) -> tuple[list[Tensor], list[Tensor], float, int, int, Any]:
-        recipe = self.recipe
-        length, algorithm = recipe.amax_history_len, recipe.amax_compute_algo
-        return self.scales, self.histories, self.fp8_max, recipe.margin, length, algorithm
 
 
 class _Remembered(NamedTuple):
@@ -349,7 +343,7 @@ def _remembered(entered: Recipe) -> tuple[list[Slots], list[_Batch], list[Callab
         _drop_dead_states()
         slots = _all_slots(entered)  # may count a change: a history that had to be resized
         batches = _batches_of(slots)
-        updates = [batch.bound_update() for batch in batches]
+        updates = [batch.update for batch in batches]
         last = _last = _Remembered(_generation, entered, slots, batches, updates)
     return last.slots, last.batches, last.updates
 
