@@ -83,7 +83,7 @@ def test_fakes_describe_what_the_operators_give(name: str) -> None:
         given = (case.inputs[index],) if index else (case.inputs[0], case.splits)
         with FakeTensorMode() as mode:
             fake = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, given)
-            described = op(*fake, case.quantizers[index], None, case.layout)
+            described = op(*fake, case.quantizers[index], case.layout)
         for a, b in zip(described, case.made[index], strict=True):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
         pointers = [buffer.untyped_storage().data_ptr() for buffer in case.made[index]]

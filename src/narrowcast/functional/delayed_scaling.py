@@ -25,12 +25,8 @@ def _renew(
     for layer, scale in enumerate(scales):
         layers_by_width.setdefault(scale.numel(), []).append(layer)
     for layers in layers_by_width.values():
-        _renew_alike(
-            *([tensors[layer] for layer in layers] for tensors in (scales, histories, amaxes)),
-            fp8_max,
-            margin,
-            algorithm,
-        )
+        alike = [[tensors[layer] for layer in layers] for tensors in (scales, histories, amaxes)]
+        _renew_alike(alike[0], alike[1], alike[2], fp8_max, margin, algorithm)
 
 
 def _renew_alike(
