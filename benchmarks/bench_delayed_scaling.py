@@ -17,21 +17,23 @@ from torch import Tensor
 
 from narrowcast import reference
 from narrowcast.formats import E4M3
-from narrowcast.functional import delayed_scaling_update_
+from narrowcast.functional import renew_delayed_scaling
 
 MODULES = (32, 256)
 TENSORS_PER_MODULE = 3
 HISTORY = 1024
-State = tuple[list[Tensor], list[Tensor]]
+State = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
-def fused(scales: list[Tensor], histories: list[Tensor]) -> None:
-    delayed_scaling_update_(scales, histories, E4M3.max, 0, HISTORY, "max")
+def fused(scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor]) -> None:
+    renew_delayed_scaling(scales, histories, amaxes, E4M3.max, 0, "max")
 
 
-def loop(scales: list[Tensor], histories: list[Tensor]) -> None:
+def loop(scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor]) -> None:
     """The rule as a training script would write it: the maximum of the history, a roll, a cleared first row."""
-    for scale, history in zip(scales, histories):
+    for scale, history, collected in zip(scales, histories, amaxes):
+        history[0].copy_(collected)
+        collected.zero_()
         amax = history.amax(0)
         scale.copy_(torch.where((amax > 0) & amax.isfinite(), E4M3.max / amax, scale))
         history.copy_(history.roll(-1, 0))
@@ -41,18 +43,25 @@ def loop(scales: list[Tensor], histories: list[Tensor]) -> None:
 def state(modules: int, device: str) -> State:
     scales = [torch.ones(TENSORS_PER_MODULE, device=device) for _ in range(modules)]
     histories = [torch.rand(HISTORY, TENSORS_PER_MODULE, device=device) + 0.5 for _ in range(modules)]
-    return scales, histories
+    amaxes = [torch.rand(TENSORS_PER_MODULE, device=device) + 0.5 for _ in range(modules)]
+    return scales, histories, amaxes
 
 
 def check(device: str) -> None:
     """Both contenders give the reference's scales and histories; the loop's division rounds twice."""
     for run, tolerance in ((fused, 0.0), (loop, 1e-6)):
-        scales, histories = state(4, device)
+        scales, histories, amaxes = state(4, device)
         expected = [
-            reference.delayed.update(scale.cpu(), history.cpu(), fp8_max=E4M3.max, margin=0, algo="max")
-            for scale, history in zip(scales, histories)
+            reference.delayed.update(
+                scale.cpu(),
+                torch.cat([amax[None], history[1:]]).cpu(),
+                fp8_max=E4M3.max,
+                margin=0,
+                algo="max",
+            )
+            for scale, history, amax in zip(scales, histories, amaxes)
         ]
-        run(scales, histories)
+        run(scales, histories, amaxes)
         for scale, history, (new_scale, new_history) in zip(scales, histories, expected):
             torch.testing.assert_close(scale.cpu(), new_scale, rtol=tolerance, atol=0.0)
             torch.testing.assert_close(history.cpu(), new_history, rtol=0.0, atol=0.0)

@@ -184,9 +184,9 @@ def operands(case: Case, skewed: bool) -> tuple[Tensor, Operands]:
     for name, (of_x, of_w, of_dy) in QUANTIZERS.items():
         layout = layout_of(name)
         quantized[name] = (
-            functional.grouped_quantize(x, splits, of_x, None, layout),
-            functional.grouped_quantize_weights([w], of_w, None, layout),
-            functional.grouped_quantize(dy, splits, of_dy, None, layout),
+            functional.grouped_quantize(x, splits, of_x, layout),
+            functional.grouped_quantize_weights([w], of_w, layout),
+            functional.grouped_quantize(dy, splits, of_dy, layout),
         )
     return x, Operands((x, w, dy), splits, quantized)
 

@@ -39,18 +39,17 @@ class Format(NamedTuple):
 
     def quantize(self, y: Tensor, dbias: bool) -> Any:
         """Quantize with our operators, with the column sums of ``y`` where the producer has them too."""
-        if self.state:
-            run = functional.quantize_dbias_delayed if dbias else functional.quantize_delayed
-            return run(y, *self.state, self.quantizer)
-        return (functional.quantize_dbias if dbias else functional.quantize)(y, self.quantizer)
+        run = functional.quantize_dbias if dbias else functional.quantize
+        return run(y, self.quantizer, None, *self.state)
 
 
 class Producer(NamedTuple):
     """An operator of ``narrowcast.functional`` and what it is compared with.
 
     Args:
-        operator: its name; with ``_quantize`` and ``_quantize_delayed`` added, those of the fused ones.
+        operator: its name; with ``_quantize`` added, that of the fused one.
         arguments: from the inputs to what both operators take before the quantizer.
+        options: what the fused one takes after it, before the seed.
         expression: plain PyTorch from the inputs to (the output to quantize, others).
         reads: bytes of one pass over the inputs, and of a second pass.
         writes: bytes of outputs that are not quantized.
@@ -66,6 +65,7 @@ class Producer(NamedTuple):
     writes: float = 0.0
     outputs: int = 1
     dbias: bool = False
+    options: tuple[Any, ...] = ()
     liger: Callable[..., Tensor] | None = None
 
     def bytes_per_element(self, chosen: Format) -> float:
@@ -106,7 +106,7 @@ def fused_table(producers: Mapping[str, Producer], device: str) -> Table:
     table: Table = {}
     for name, producer in producers.items():
         for title, chosen in formats(device).items():
-            operator = _operator(f"{producer.operator}_quantize{'_delayed' if chosen.state else ''}")
+            operator = _operator(f"{producer.operator}_quantize")
             if operator is not None:
                 run = _fused(operator, producer, chosen)
                 table[f"{name} -> {title}"] = (run, producer.bytes_per_element(chosen))
@@ -138,7 +138,8 @@ def _operator(name: str) -> Callable[..., Any] | None:
 
 
 def _fused(operator: Callable[..., Any], producer: Producer, chosen: Format) -> Callable[..., Any]:
-    return lambda *inputs: operator(*producer.arguments(*inputs), *chosen.state, chosen.quantizer)
+    tail = (chosen.quantizer, *producer.options, None, *chosen.state)
+    return lambda *inputs: operator(*producer.arguments(*inputs), *tail)
 
 
 def _unfused(operator: Callable[..., Any], producer: Producer, chosen: Format) -> Callable[..., Any]:

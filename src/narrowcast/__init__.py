@@ -1,6 +1,6 @@
 """narrowcast: low-precision training for PyTorch that compiles."""
 
-from . import custom_recipes, dynamo, nn, ops, recipe, state
+from . import custom_recipes, dynamo, nn, recipe, state
 from ._device import (
     get_device_compute_capability,
     is_bf16_available,
@@ -11,7 +11,7 @@ from ._device import (
 )
 from ._version import __version__
 from .formats import DType
-from .nn import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from .nn import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -22,6 +22,7 @@ from .quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
+from .layers import get_recipes, reduce_delayed_scaling, set_recipe
 from .recipe import DelayedScalingRequest, QuantizerRequest
 from .roles import QuantizerRole
 from .state import (
@@ -97,6 +98,9 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "get_recipes",
+    "reduce_delayed_scaling",
+    "set_recipe",
     "get_device_compute_capability",
     "is_bf16_available",
     "is_fp8_available",

@@ -40,7 +40,7 @@ class Work:
         self.x = torch.empty(shape, device=device, dtype=torch.bfloat16)
         self.seed = torch.zeros(1, device=device, dtype=torch.int64)
         self.scale = torch.full((3,), 4.0, device=device)
-        self.amax = torch.zeros(2, 3, device=device)
+        self.amax = torch.zeros(3, device=device)
         self.main_grad = torch.zeros(OUT_FEATURES, shape[1], device=device)
         partner = VARIANTS[PARTNERS.get(name, name)].replace(internal=True)
         self.weight, self.grad = (
@@ -58,7 +58,7 @@ class Work:
     def buffers(self) -> list[Tensor]:
         """Quantize in both directions."""
         if self.delayed:
-            return list(functional.quantize_delayed(self.x, self.scale, self.amax, self.quantizer))
+            return functional.quantize(self.x, self.quantizer, None, self.scale, self.amax)
         stochastic = self.quantizer._is_stochastic()
         return functional.quantize(self.x, self.quantizer, self.seed if stochastic else None)
 

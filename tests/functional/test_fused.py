@@ -27,7 +27,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def delayed_state() -> tuple[Tensor, Tensor, DelayedFloat8Quantizer]:
-    return torch.tensor([1.0, 24.0]), torch.zeros(3, 2), DelayedFloat8Quantizer(E4M3, 1)
+    return torch.tensor([1.0, 24.0]), torch.zeros(2), DelayedFloat8Quantizer(E4M3, 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -38,11 +38,11 @@ def test_fused_equals_unfused(name: str, shape: tuple[int, ...]) -> None:
     x, residual = torch.randn(2, *shape, dtype=torch.bfloat16).unbind()
     weight, bias = torch.randn(2, shape[-1], dtype=torch.bfloat16).unbind()
 
-    activation = F.act_quantize(x, "geglu", quantizer, seed)
+    activation = F.act_quantize(x, "geglu", quantizer, [], seed)
     assert_same(activation, F.quantize(F.act(x, "geglu"), quantizer, seed))
 
     grad = torch.randn(*shape[:-1], shape[-1] // 2, dtype=torch.bfloat16)
-    *gradient, dbias = F.act_backward_quantize(grad, x, "geglu", quantizer, seed)
+    *gradient, dbias = F.act_backward_quantize(grad, x, "geglu", quantizer, [], True, seed)
     dx = F.act_backward(grad, x, "geglu")
     assert_same([*gradient, dbias], F.quantize_dbias(dx, quantizer, seed))
     assert_same(gradient, F.quantize(dx, quantizer, seed))
@@ -65,28 +65,30 @@ def test_delayed_fused_equals_unfused(shape: tuple[int, ...]) -> None:
     scale, amax, quantizer = delayed_state()
     _, expected_amax, _ = delayed_state()
 
-    def both(fused: tuple[Tensor, ...], unfused: tuple[Tensor, ...]) -> None:
-        assert_same(list(fused), list(unfused))
+    def both(fused: list[Tensor], unfused: list[Tensor]) -> None:
+        assert_same(fused, unfused)
         assert_same([amax], [expected_amax])
 
-    slots = F.act_quantize_delayed(x, "silu", scale, amax, quantizer)
-    both(slots, F.quantize_delayed(F.act(x, "silu"), scale, expected_amax, quantizer))
+    state, expected_state = (None, scale, amax), (None, scale, expected_amax)
+    fused = F.act_quantize(x, "silu", quantizer, [], *state)
+    both(fused, F.quantize(F.act(x, "silu"), quantizer, *expected_state))
 
     grad = torch.randn_like(x)
-    slots = F.act_backward_quantize_delayed(grad, x, "silu", scale, amax, quantizer)
+    fused = F.act_backward_quantize(grad, x, "silu", quantizer, [], True, *state)
     dx = F.act_backward(grad, x, "silu")
-    both(slots, F.quantize_dbias_delayed(dx, scale, expected_amax, quantizer))
+    both(fused, F.quantize_dbias(dx, quantizer, *expected_state))
 
     arguments = (x, None, weight, None, 1e-6, "RMSNorm", False)
     y, *statistics = F.norm(*arguments)
-    slots = F.norm_quantize_delayed(*arguments, scale, amax, quantizer)
-    both(slots, (*F.quantize_delayed(y, scale, expected_amax, quantizer), *statistics))
+    fused = F.norm_quantize(*arguments, quantizer, *state)
+    both(fused, [*F.quantize(y, quantizer, *expected_state), *statistics])
 
     mean, rstd, _ = statistics
     gradients = (grad, x, weight, mean, rstd, False, None)
     dx, dweight, dbias = F.norm_backward(*gradients)
-    slots = F.norm_backward_quantize_delayed(*gradients, scale, amax, quantizer)
-    both(slots, (*F.quantize_delayed(dx, scale, expected_amax, quantizer), dweight, dbias))
+    fused = F.norm_backward_quantize(*gradients, quantizer, *state)
+    both(fused, [*F.quantize(dx, quantizer, *expected_state), dweight, dbias])
+    assert amax[0] == 0 and amax[1] > 0
 
 
 def test_what_a_call_does_not_have_is_empty() -> None:
@@ -125,7 +127,7 @@ def test_traced(dynamic: bool) -> None:
 
     def step(x: Tensor, weight: Tensor, scale: Tensor, amax: Tensor) -> list[Tensor]:
         normed = F.norm_quantize(x, None, weight, None, 1e-5, "RMSNorm", False, quantizer)
-        acted = F.act_quantize_delayed(x, "swiglu", scale, amax, delayed_state()[2])
+        acted = F.act_quantize(x, "swiglu", delayed_state()[2], [], None, scale, amax)
         gradient = F.act_backward_quantize(x[..., :20], x, "swiglu", quantizer)
         return [*normed, *acted, *gradient]
 
@@ -145,7 +147,7 @@ def test_traced(dynamic: bool) -> None:
         (lambda x, q: F.act(x, "swish"), "unknown activation 'swish'"),
         (lambda x, q: F.act(x[:, :5], "swiglu"), "needs an even last dim"),
         (lambda x, q: F.act(x, "clamped_swiglu", [1.0]), "takes 3 parameters"),
-        (lambda x, q: F.act_quantize(x, "silu", q, None, [1.0]), "takes 0 parameters"),
+        (lambda x, q: F.act_quantize(x, "silu", q, [1.0]), "takes 0 parameters"),
         (lambda x, q: F.norm(x, None, x[0], None, 1e-5, "BatchNorm", False), "unknown normalization"),
         (lambda x, q: F.norm(x, x[:2], x[0], None, 1e-5, "RMSNorm", False), "residual"),
     ],

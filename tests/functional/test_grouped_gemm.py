@@ -54,9 +54,9 @@ class Case:
         self.inputs = (x, self.weights, dy)
         quantize, layout = functional.grouped_quantize, self.layout
         self.made = (
-            quantize(x, self.splits, self.quantizers[0], None, layout),
-            functional.grouped_quantize_weights(self.weights, self.quantizers[1], None, layout),
-            quantize(dy, self.splits, self.quantizers[2], None, layout),
+            quantize(x, self.splits, self.quantizers[0], layout),
+            functional.grouped_quantize_weights(self.weights, self.quantizers[1], layout),
+            quantize(dy, self.splits, self.quantizers[2], layout),
         )
 
     def arguments(
@@ -83,7 +83,7 @@ def test_fakes_describe_what_the_operators_give(name: str) -> None:
         given = (case.inputs[index],) if index else (case.inputs[0], case.splits)
         with FakeTensorMode() as mode:
             fake = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, given)
-            described = op(*fake, case.quantizers[index], None, case.layout)
+            described = op(*fake, case.quantizers[index], case.layout)
         for a, b in zip(described, case.made[index], strict=True):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
         pointers = [buffer.untyped_storage().data_ptr() for buffer in case.made[index]]
@@ -175,9 +175,9 @@ def test_nothing_waits_for_the_splits(name: str) -> None:
         x, weights, dy = case.inputs
         quantize, layout = functional.grouped_quantize, case.layout
         case.made = (
-            quantize(x, case.splits, case.quantizers[0], None, layout),
-            functional.grouped_quantize_weights(weights, case.quantizers[1], None, layout),
-            quantize(dy, case.splits, case.quantizers[2], None, layout),
+            quantize(x, case.splits, case.quantizers[0], layout),
+            functional.grouped_quantize_weights(weights, case.quantizers[1], layout),
+            quantize(dy, case.splits, case.quantizers[2], layout),
         )
         sums = functional.grouped_column_sum(dy, case.splits)
         return [*(case.multiply(kind) for kind in KINDS), sums]

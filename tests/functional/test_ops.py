@@ -50,15 +50,23 @@ def test_dequantize_gives_the_logical_shape(name: str) -> None:
 def test_quantize_delayed_raises_its_slot_of_the_amax(rowwise: bool, columnwise: bool) -> None:
     x, scale = data((24, 40)), torch.tensor([1.0, 8.0, 1.0])
     quantizer = DelayedFloat8Quantizer(E4M3, 1, rowwise=rowwise, columnwise=columnwise)
-    op = functional.quantize_delayed
-    history = torch.zeros(4, 3)
-    history[0] = torch.tensor([5.0, 0.5, 7.0])
-    out = list(op(x, scale, history, quantizer))
-    assert history[0].tolist() == [5.0, x.abs().max().item(), 7.0] and not history[1:].any()
+    amax = torch.tensor([5.0, 0.5, 7.0])
+    out = functional.quantize(x, quantizer, None, scale, amax)
+    assert amax.tolist() == [5.0, x.abs().max().item(), 7.0]
     assert out[-1].item() == 1 / 8
-    assert [out[0].numel() > 0, out[1].numel() > 0] == [rowwise, columnwise]
-    op(x * 0.01, scale, history, quantizer)
-    assert history[0, 1] == x.abs().max(), "a smaller tensor must not lower the amax"
+    expected = [x.shape] * rowwise + [x.t().shape] * columnwise
+    assert [codes.shape for codes in out[:-1]] == expected
+    functional.quantize(x * 0.01, quantizer, None, scale, amax)
+    assert amax[1] == x.abs().max(), "a smaller tensor must not lower the amax"
+
+
+def test_delayed_quantizers_without_state() -> None:
+    x, scale, quantizer = data((24, 40)), torch.full((2,), 8.0), DelayedFloat8Quantizer(E4M3, 1)
+    collected = functional.quantize(x, quantizer, None, scale, torch.zeros(2))
+    silent = functional.quantize(x, quantizer, None, scale)
+    assert all(torch.equal(a, b) for a, b in zip(silent, collected, strict=True))
+    with pytest.raises(ValueError, match=r"scale is None, but .*slot=1.*pass the layer's fp32 scale vector"):
+        functional.quantize(x, quantizer)
 
 
 def test_quantize_into_honours_the_noop_flag() -> None:

@@ -189,9 +189,9 @@ def test_native_equals_decoded(
     layout = "tensor" if scaling == "tensor" else "padded"
     quantizers = QUANTIZERS[scaling]
     made = (
-        functional.grouped_quantize(x, sizes, quantizers[0], None, layout),
-        functional.grouped_quantize_weights(w, quantizers[1], None, layout),
-        functional.grouped_quantize(dy, sizes, quantizers[2], None, layout),
+        functional.grouped_quantize(x, sizes, quantizers[0], layout),
+        functional.grouped_quantize_weights(w, quantizers[1], layout),
+        functional.grouped_quantize(dy, sizes, quantizers[2], layout),
     )
     for kind, (left, right), (a, b) in (
         ("fprop", (0, 1), (False, False)), ("dgrad", (2, 1), (False, True)), ("wgrad", (2, 0), (True, True)),

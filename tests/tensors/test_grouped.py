@@ -66,7 +66,7 @@ def test_ragged_members(name: str) -> None:
     x = values().reshape(-1, K)[: sum(sizes) + 5]
     layout = grouped_layout(quantizer._storage_name)
     storage = GroupedTensorStorage(
-        functional.grouped_quantize(x, torch.tensor(sizes), quantizer, None, layout),
+        functional.grouped_quantize(x, torch.tensor(sizes), quantizer, layout),
         quantizer=quantizer,
         storage_name=quantizer._storage_name,
         rowwise=True,

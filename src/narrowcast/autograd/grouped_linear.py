@@ -21,9 +21,7 @@ from ..functional import (
     grouped_gemm,
     grouped_mm,
     grouped_quantize,
-    grouped_quantize_delayed,
     grouped_quantize_weights,
-    grouped_quantize_weights_delayed,
 )
 from ..functional.wgrad_store import DeferredWgrad, WeightGradStore, defer_wgrad
 from ..quantizers import IdentityQuantizer, QuantizerHandle
@@ -91,11 +89,8 @@ def quantize_rows(
 ) -> GroupedTensorStorage:
     """Quantize groups of rows (T, K) in traced or eager code, without gradient."""
     layout = grouped_layout(handle.storage_name)
-    if handle.delayed:
-        buffers = handle.present(grouped_quantize_delayed(x, splits, scale, amax, handle.quantizer))
-    else:
-        seed = draw_seed(x) if handle.stochastic else None
-        buffers = grouped_quantize(x, splits, handle.quantizer, seed, layout)
+    seed = draw_seed(x) if handle.stochastic else None
+    buffers = grouped_quantize(x, splits, handle.quantizer, layout, seed, scale, amax)
     return _storage(buffers, handle, splits.shape[0], (x.shape[0], x.shape[1]), x.dtype, splits)
 
 
@@ -108,11 +103,8 @@ def quantize_weights(
 ) -> GroupedTensorStorage:
     """Quantize weights, G of (N, K) or one (G, N, K), in traced or eager code, without gradient."""
     layout = grouped_layout(handle.storage_name)
-    if handle.delayed:
-        buffers = handle.present(grouped_quantize_weights_delayed(weights, scale, amax, handle.quantizer))
-    else:
-        seed = draw_seed(weights[0]) if handle.stochastic else None
-        buffers = grouped_quantize_weights(weights, handle.quantizer, seed, layout)
+    seed = draw_seed(weights[0]) if handle.stochastic else None
+    buffers = grouped_quantize_weights(weights, handle.quantizer, layout, seed, scale, amax)
     return _storage(buffers, handle, shape[0], shape, weights[0].dtype, None)
 
 
@@ -137,11 +129,11 @@ def calibrate_groups_(
     if handles.input.rowwise.delayed:
         assert amax is not None
         amax[0].narrow(0, INPUT_SLOT * groups, groups).zero_()
-        grouped_quantize_delayed(x, splits, scale, amax, handles.input.rowwise.quantizer)
+        grouped_quantize(x, splits, handles.input.rowwise.quantizer, "tensor", None, scale, amax)
     if handles.weight.rowwise.delayed:
         assert amax is not None
         amax[0].narrow(0, WEIGHT_SLOT * groups, groups).zero_()
-        grouped_quantize_weights_delayed(weights, scale, amax, handles.weight.rowwise.quantizer)
+        grouped_quantize_weights(weights, handles.weight.rowwise.quantizer, "tensor", None, scale, amax)
 
 
 def _storage(

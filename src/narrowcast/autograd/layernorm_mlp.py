@@ -4,7 +4,7 @@
     backward   fc2 dgrad and wgrad -> activation backward, quantized, with fc1's bias gradient -> fc1 dgrad and wgrad
                -> norm backward
 
-With ``recompute`` only the operands of the boundary are saved, and the backward computes the rest once more: from the
+With ``forward_plans`` only the operands of the boundary are saved, and the backward computes the rest once more: from the
 same scales, and collecting no amax. The rules of :mod:`.gemms` hold here, too.
 """
 
@@ -44,8 +44,8 @@ from .norm import NormSettings, norm_gradients, normalized_operand
 class LayerNormMLPFwdArgs:
     """What the forward reads besides its tensors.
 
-    ``fc1.plan.needs_input``: the norm has a backward. ``fc2.plan.needs_input``: the activation has one. ``recompute``:
-    the plans of fc1 and fc2 by which the backward computes this forward again, which then makes nothing for it.
+    ``fc1.plan.needs_input``: the norm has a backward. ``fc2.plan.needs_input``: the activation has one. ``forward_plans``:
+    of fc1 and fc2 for a forward that makes nothing for the backward, which computes it again.
     """
 
     norm: NormSettings
@@ -53,7 +53,7 @@ class LayerNormMLPFwdArgs:
     fc1: LinearFwdArgs
     fc2: LinearFwdArgs
     return_layernorm_output: bool
-    recompute: tuple[LinearPlan, LinearPlan] | None
+    forward_plans: tuple[LinearPlan, LinearPlan] | None
 
 
 @dataclass(slots=True)
@@ -245,7 +245,8 @@ def _fc1_backward(
     )
     del fc1_out, d_act
     if fc1.needs_bias:
-        grad_bias = buffers.pop().to(fc1.bias_dtype)
+        *buffers, sums = buffers
+        grad_bias = sums.to(fc1.bias_dtype)
     return quantized_gradients(fc1, operand.split(buffers), grad_bias, inp, weight, rows)
 
 
@@ -253,12 +254,12 @@ def _fc1_backward(
 
 
 def _for_recomputation(
-    tensors: _Tensors, args: LayerNormMLPFwdArgs, plans: tuple[LinearPlan, LinearPlan]
+    tensors: _Tensors, args: LayerNormMLPFwdArgs
 ) -> tuple[Recomputation, list[Tensor | None]]:
     """(how to compute the forward again, what to save: operands, scales, buffers of weights quantized already)."""
     to_save: list[Tensor | None] = [*tensors, args.fc1.scales.scale_fwd, args.fc2.scales.scale_fwd]
     stages, weights = [], []
-    for position, stage, plan in ((3, args.fc1, plans[0]), (5, args.fc2, plans[1])):
+    for position, stage in ((3, args.fc1), (5, args.fc2)):
         weight, operand = tensors[position], stage.workspace
         if isinstance(weight, QuantizedTensorStorage):
             to_save[position] = None
@@ -269,8 +270,8 @@ def _for_recomputation(
             else (len(operand.rowwise), len(operand.columnwise), operand.quantizer)
         )
         to_save += [] if operand is None else [*operand.rowwise, *operand.columnwise]
-        stages.append(replace(stage, plan=plan, scales=DelayedScales(), workspace=None, wgrad=LinearWgrad()))
-    forward = replace(args, fc1=stages[0], fc2=stages[1], return_layernorm_output=False, recompute=None)
+        stages.append(replace(stage, scales=DelayedScales(), workspace=None, wgrad=LinearWgrad()))
+    forward = replace(args, fc1=stages[0], fc2=stages[1], return_layernorm_output=False)
     return Recomputation(forward, tuple(weights)), to_save
 
 
@@ -302,11 +303,14 @@ class _LayerNormMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> Any:
         tensors, args = _Tensors(*operands[:-1]), operands[-1]
-        out, normalized, saved = _forward(tensors, args, tensors.fc1_weight.shape[0])
-        fc1, fc2, recompute, to_save = args.fc1, args.fc2, None, saved.flat()
-        if args.recompute is not None:
-            recompute, to_save = _for_recomputation(tensors, args, args.recompute)
-            fc1, fc2 = replace(fc1, plan=args.recompute[0]), replace(fc2, plan=args.recompute[1])
+        fc1, fc2, plans = args.fc1, args.fc2, args.forward_plans
+        if plans is None:
+            out, normalized, saved = _forward(tensors, args, tensors.fc1_weight.shape[0])
+            recompute, to_save = None, saved.flat()
+        else:
+            first = replace(args, fc1=replace(fc1, plan=plans[0]), fc2=replace(fc2, plan=plans[1]))
+            out, normalized, saved = _forward(tensors, first, tensors.fc1_weight.shape[0])
+            recompute, to_save = _for_recomputation(tensors, args)
         ctx.save_for_backward(fc1.scales.scale_bwd, fc2.scales.scale_bwd, *to_save)
         ctx.backward_objects = LayerNormMLPBwdArgs(
             args.norm,
@@ -356,7 +360,7 @@ def layernorm_mlp(
         (*lead, H) in the activation dtype; the norm's output (*lead, H) where ``args`` ask for it, else None.
     """
     operands = (inp, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    plan = args.fc2.plan if args.recompute is None else args.recompute[1]
+    plan = args.fc2.plan
     if not (plan.needs_input or plan.needs_weight or args.fc2.needs_bias):
         return _forward(_Tensors(*operands), args, fc1_weight.shape[0])[:2]
     result = _LayerNormMLPFunction.apply(*operands, args)

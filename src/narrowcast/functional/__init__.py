@@ -4,37 +4,29 @@ from .activation import (
     act,
     act_backward,
     act_backward_quantize,
-    act_backward_quantize_delayed,
     act_quantize,
-    act_quantize_delayed,
 )
-from .delayed_scaling import bind_delayed_scaling_update, calibrate_, delayed_scaling_update_
+from .delayed_scaling import calibrate_, read_scales, renew_delayed_scaling, renewed_scales
 from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
 from .grouped_gemm import grouped_dequantize, grouped_gemm, grouped_mm
 from .grouped_quantize import (
     grouped_column_sum,
     grouped_quantize,
-    grouped_quantize_delayed,
     grouped_quantize_weights,
-    grouped_quantize_weights_delayed,
     operand_of,
 )
 from .norm import (
     norm,
     norm_backward,
     norm_backward_quantize,
-    norm_backward_quantize_delayed,
     norm_quantize,
-    norm_quantize_delayed,
 )
 from .quantize import (
     dequantize,
     draw_seed,
     quantize,
     quantize_dbias,
-    quantize_dbias_delayed,
-    quantize_delayed,
     quantize_into,
 )
 from .quantizer_value import BufferTable, GemmOperand, NativeOperand, QuantizerValue
@@ -50,12 +42,8 @@ __all__ = [
     "act",
     "act_backward",
     "act_backward_quantize",
-    "act_backward_quantize_delayed",
     "act_quantize",
-    "act_quantize_delayed",
-    "bind_delayed_scaling_update",
     "calibrate_",
-    "delayed_scaling_update_",
     "dequantize",
     "draw_seed",
     "gemm",
@@ -65,22 +53,19 @@ __all__ = [
     "grouped_gemm",
     "grouped_mm",
     "grouped_quantize",
-    "grouped_quantize_delayed",
     "grouped_quantize_weights",
-    "grouped_quantize_weights_delayed",
     "norm",
     "norm_backward",
     "norm_backward_quantize",
-    "norm_backward_quantize_delayed",
     "norm_quantize",
-    "norm_quantize_delayed",
     "operand_of",
     "pad_rows",
     "quantize",
     "quantize_dbias",
-    "quantize_dbias_delayed",
-    "quantize_delayed",
     "quantize_into",
+    "read_scales",
+    "renew_delayed_scaling",
+    "renewed_scales",
     "scaled_act",
     "scaled_act_backward",
     "swizzle_scales",

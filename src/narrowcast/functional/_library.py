@@ -58,7 +58,9 @@ def _with_shortcut(overload: Callable[..., Any], implementation: Callable[..., A
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return overload(*args)
-        x = args[first][0] if in_list else args[first]
+        x: Any = args[first]
+        if in_list:
+            x = x[0] if x else None
         if type(x) not in _PLAIN or not x.is_cuda or _is_watched():
             return overload(*args)
         result = (run if torch.is_autocast_enabled("cuda") else implementation)(*args)

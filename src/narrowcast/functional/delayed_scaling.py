@@ -1,80 +1,123 @@
-"""``narrowcast::delayed_scaling_update_``: roll the amax histories and renew the scales of many modules at once."""
+"""Operators on the state of delayed scaling: scales, amax histories and the amaxes that a step collects."""
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..formats import E4M3
 from ._library import define
 from .numerics import numerics_for
 
 
-def _update(
-    scales: list[Tensor], histories: list[Tensor], fp8_max: float, margin: int, length: int, algorithm: str
+def _renew(
+    scales: list[Tensor],
+    histories: list[Tensor],
+    amaxes: list[Tensor],
+    fp8_max: float,
+    margin: int,
+    algorithm: str,
 ) -> None:
-    """All states of one direction in one batch: in one launch where they lie, else joined and written back."""
-    if torch._C._current_graph_task_id() != -1:
-        return  # a compiled forward, recomputed in the backward: it must see the scales of the first one
-    numerics = numerics_for(scales[0])
-    if numerics is kernels:
-        table = numerics.delayed.address_table(scales, histories, length)
-        if table is not None:
-            numerics.delayed.update_(table, fp8_max=fp8_max, margin=margin, length=length, algo=algorithm)
-            return
-    widths = [scale.numel() for scale in scales]
-    scale, history = numerics.delayed.update(
-        torch.cat(scales),
-        torch.cat([history[:length] for history in histories], dim=1),
-        fp8_max=fp8_max,
-        margin=margin,
-        algo=algorithm,
+    lengths = {history.shape[0] for history in histories}
+    if len(lengths) > 1:
+        raise ValueError(f"histories have {sorted(lengths)} rows; renew histories of one length in one call")
+    layers_by_width: dict[int, list[int]] = {}
+    for layer, scale in enumerate(scales):
+        layers_by_width.setdefault(scale.numel(), []).append(layer)
+    for layers in layers_by_width.values():
+        alike = [[tensors[layer] for layer in layers] for tensors in (scales, histories, amaxes)]
+        _renew_alike(alike[0], alike[1], alike[2], fp8_max, margin, algorithm)
+
+
+def _renew_alike(
+    scales: list[Tensor],
+    histories: list[Tensor],
+    amaxes: list[Tensor],
+    fp8_max: float,
+    margin: int,
+    algorithm: str,
+) -> None:
+    """All layers of one width as the columns of one state; copied back whole, which takes one launch for many."""
+    history = torch.stack(histories, dim=1)  # (L, layers, n)
+    torch.stack(amaxes, out=history[0])
+    scale, renewed = numerics_for(scales[0]).delayed.update(
+        torch.cat(scales), history.flatten(1), fp8_max=fp8_max, margin=margin, algo=algorithm
     )
-    torch._foreach_copy_(scales, list(scale.split(widths)))
-    torch._foreach_copy_([h[:length] for h in histories], list(history.split(widths, dim=1)))
+    torch._foreach_copy_(scales, list(scale.view(len(scales), -1).unbind()))
+    torch._foreach_copy_(histories, list(renewed.view(history.shape).transpose(0, 1).contiguous().unbind()))
+    torch._foreach_zero_(amaxes)
 
 
-def _update_fake(
-    scales: list[Tensor], histories: list[Tensor], fp8_max: float, margin: int, length: int, algorithm: str
+def _renew_fake(
+    scales: list[Tensor],
+    histories: list[Tensor],
+    amaxes: list[Tensor],
+    fp8_max: float,
+    margin: int,
+    algorithm: str,
 ) -> None:
     return None
 
 
-delayed_scaling_update_ = define(
-    "delayed_scaling_update_(Tensor(a!)[] scales, Tensor(b!)[] histories, float fp8_max, SymInt margin, "
-    "SymInt length, str algorithm) -> ()",
-    _update,
-    _update_fake,
+renew_delayed_scaling = define(
+    "renew_delayed_scaling(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor[] amaxes, float fp8_max, int margin, "
+    "str algorithm) -> ()",
+    _renew,
+    _renew_fake,
 )
-"""Update scales ``(n,)`` from histories ``(L, n)`` whose row 0 collected the step; rows past ``length`` rest."""
+"""Renew the delayed scaling of many layers from the amaxes they collected, by the rule of ``reference.delayed.update``.
+
+Every amax becomes row 0 of its history, and is then zeroed, which the schema does not declare (see
+:mod:`.quantize`). A tensor whose amax is 0 was not used: it keeps its scale and its history.
+
+Args:
+    scales: fp32 (n,) each; histories: fp32 (L, n), of one L; amaxes: fp32 (n,). All on one device.
+    fp8_max: the largest value of the element format.
+    margin: the scale is 2**-margin below the one that maps amax to ``fp8_max``.
+    algorithm: "max" or "most_recent".
+
+Raises:
+    ValueError: histories of several lengths, or an unknown algorithm.
+"""
 
 
-def bind_delayed_scaling_update(
-    scales: list[Tensor], histories: list[Tensor], fp8_max: float, margin: int, length: int, algorithm: str
-) -> Callable[[], None]:
-    """:data:`delayed_scaling_update_` for every step to come, in eager code, until the tensors move.
+def _read_scales(scale: Tensor) -> Tensor:
+    return scale.clone()
 
-    The addresses of the states are looked up once, where one launch serves them all.
-    """
-    step = functools.partial(delayed_scaling_update_, scales, histories, fp8_max, margin, length, algorithm)
-    numerics = numerics_for(scales[0])
-    if numerics is not kernels or torch.cuda.is_current_stream_capturing():
-        return step
-    table = numerics.delayed.address_table(scales, histories, length)
-    if table is None:
-        return step
 
-    def launch() -> None:
-        if torch.cuda.is_current_stream_capturing():  # a graph keeps its table: that one's owner sees to it
-            step()
-        else:
-            numerics.delayed.update_(table, fp8_max=fp8_max, margin=margin, length=length, algo=algorithm)
+def _read_scales_fake(scale: Tensor) -> Tensor:
+    return scale.new_empty(scale.shape)
 
-    return launch
+
+read_scales = define("read_scales(Tensor scale) -> Tensor", _read_scales, _read_scales_fake)
+"""A copy of ``scale`` (n,) for a forward and its backward, out of reach of a later renewal.
+
+Opaque, because Inductor drops a plain ``clone`` and lets the backward save the buffer itself.
+"""
+
+
+def _renewed_scales(
+    scale: Tensor, history: Tensor, amax: Tensor, fp8_max: float, margin: int, algorithm: str
+) -> Tensor:
+    if torch._C._current_graph_task_id() == -1:  # a backward recomputes: it sees the scales of the first forward
+        _renew_alike([scale], [history], [amax], fp8_max, margin, algorithm)
+    return scale.clone()
+
+
+def _renewed_scales_fake(
+    scale: Tensor, history: Tensor, amax: Tensor, fp8_max: float, margin: int, algorithm: str
+) -> Tensor:
+    return scale.new_empty(scale.shape)
+
+
+renewed_scales = define(
+    "renewed_scales(Tensor scale, Tensor history, Tensor amax, float fp8_max, int margin, str algorithm) -> Tensor",
+    _renewed_scales,
+    _renewed_scales_fake,
+)
+"""Renew the state of one layer that nobody else renews, and read its scales: as :data:`renew_delayed_scaling` does, but
+inside a backward only a copy. No write is declared: order is given by the data flow through the result.
+"""
 
 
 def _calibrate(x: Tensor, amax: Tensor, slot: int) -> None:
@@ -88,4 +131,4 @@ def _calibrate_fake(x: Tensor, amax: Tensor, slot: int) -> None:
 
 
 calibrate_ = define("calibrate_(Tensor x, Tensor(a!) amax, int slot) -> ()", _calibrate, _calibrate_fake)
-"""Overwrite one slot of ``amax`` with max|x|, without quantizing."""
+"""Overwrite one slot of ``amax`` (n,) with max|x|, without quantizing."""

@@ -28,6 +28,7 @@ from .. import reference
 from ..formats import round_up
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
+from .quantize import STATE, encode
 from .quantizer_value import QuantizerValue
 
 ALIGNMENT = {"tensor": 16, "padded": 128, "split": 1}
@@ -52,6 +53,8 @@ class GroupedNumerics(NamedTuple):
 
 
 class _GroupedFloat8:
+    """The ``float8`` numerics on groups, with the scales and amaxes of all groups where a quantizer reads one slot."""
+
     def __init__(
         self, x: Tensor, splits: Tensor | None, groups: int, scale: Tensor | None, amax: Tensor | None
     ):
@@ -66,19 +69,33 @@ class _GroupedFloat8:
     def quantize(
         self, x: Tensor, scale: Tensor, fmt: Any, *, amax: Tensor | None, **options: Any
     ) -> list[Tensor]:
-        """With the scales and amaxes of all groups in the place of the one slot a quantizer reads."""
         return self.numerics.quantize(
             x, self.splits, self.scale, fmt, amax=self.amax, alignment=ALIGNMENT["tensor"], **options
         )
 
 
+def _slots_of_groups(state: Tensor | None, quantizer: Any, groups: int) -> Tensor | None:
+    """Of a delayed quantizer's state (slots * groups), the entries of the groups in its slot."""
+    if state is None or not quantizer._is_delayed():
+        return None
+    return state.view(-1)[quantizer.slot * groups : (quantizer.slot + 1) * groups]
+
+
 def _encode(
-    x: Tensor, splits: Tensor | None, groups: int, quantizer: QuantizerValue, seed: Tensor | None, layout: str
+    x: Tensor,
+    splits: Tensor | None,
+    groups: int,
+    quantizer: QuantizerValue,
+    layout: str,
+    seed: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> list[Tensor]:
     """Quantize rows (T, K) in groups, or weights (G, N, K) without splits."""
     if layout == "tensor":
-        numerics: Any = GroupedNumerics(_GroupedFloat8(x, splits, groups, None, None))
-        return quantizer._encode(numerics, x, seed)
+        scales, amaxes = (_slots_of_groups(state, quantizer, groups) for state in (scale, amax))
+        numerics = GroupedNumerics(_GroupedFloat8(x, splits, groups, scales, amaxes))
+        return encode(numerics, x, quantizer, seed, scale, amax)
     if layout == "padded":
         return quantizer._encode(numerics_for(x), _padded(x, splits), seed)
     matrix = x.reshape(-1, x.shape[-1])
@@ -200,19 +217,19 @@ def _describe(like: Tensor, shape: tuple[int, ...], groups: int, quantizer: Any,
 
 
 def _grouped_quantize(
-    x: Tensor, splits: Tensor, quantizer: QuantizerValue, seed: Tensor | None, layout: str
+    x: Tensor, splits: Tensor, quantizer: QuantizerValue, layout: str, *state: Tensor | None
 ) -> list[Tensor]:
-    return _encode(x, splits, splits.shape[0], quantizer, seed, layout)
+    return _encode(x, splits, splits.shape[0], quantizer, layout, *state)
 
 
 def _grouped_quantize_fake(
-    x: Tensor, splits: Tensor, quantizer: QuantizerValue, seed: Tensor | None, layout: str
+    x: Tensor, splits: Tensor, quantizer: QuantizerValue, layout: str, *state: Tensor | None
 ) -> list[Tensor]:
     return _describe(x, tuple(x.shape), splits.shape[0], quantizer, layout)
 
 
 grouped_quantize = define(
-    f"grouped_quantize(Tensor x, Tensor splits, {QUANTIZER} quantizer, Tensor? seed, str layout) -> Tensor[]",
+    f"grouped_quantize(Tensor x, Tensor splits, {QUANTIZER} quantizer, str layout, {STATE}) -> Tensor[]",
     _grouped_quantize,
     _grouped_quantize_fake,
 )
@@ -221,98 +238,38 @@ grouped_quantize = define(
 Args:
     x: (T, K), fp32, bf16 or fp16; the groups one after the other.
     splits: int32 or int64 (G,) on the device of ``x``: rows of each group.
-    seed: int64[1] for stochastic rounding; group ``g`` takes ``seed + g``.
     layout: "tensor", "padded" or "split", as the quantizer's format needs.
+    seed: int64[1] for stochastic rounding; group ``g`` takes ``seed + g``.
+    scale, amax: fp32 (slots * G,); a delayed quantizer's slot says which G entries are the operand's.
 
 Returns:
     The buffers of the layout; :func:`operand_of` finds the operands in them.
+
+Raises:
+    ValueError: a delayed quantizer without ``scale``.
 """
 
 
 def _quantize_weights(
-    weights: list[Tensor], quantizer: QuantizerValue, seed: Tensor | None, layout: str
+    weights: list[Tensor], quantizer: QuantizerValue, layout: str, *state: Tensor | None
 ) -> list[Tensor]:
     stacked = stack(weights)
-    return _encode(stacked, None, stacked.shape[0], quantizer, seed, layout)
+    return _encode(stacked, None, stacked.shape[0], quantizer, layout, *state)
 
 
 def _quantize_weights_fake(
-    weights: list[Tensor], quantizer: QuantizerValue, seed: Tensor | None, layout: str
+    weights: list[Tensor], quantizer: QuantizerValue, layout: str, *state: Tensor | None
 ) -> list[Tensor]:
     shape = _stacked_shape(weights)
     return _describe(weights[0], shape, shape[0], quantizer, layout)
 
 
 grouped_quantize_weights = define(
-    f"grouped_quantize_weights(Tensor[] weights, {QUANTIZER} quantizer, Tensor? seed, str layout) -> Tensor[]",
+    f"grouped_quantize_weights(Tensor[] weights, {QUANTIZER} quantizer, str layout, {STATE}) -> Tensor[]",
     _quantize_weights,
     _quantize_weights_fake,
 )
 """As :data:`grouped_quantize` for G matrices (N, K), or for one (G, N, K) that holds them all."""
-
-
-def _grouped_quantize_delayed(
-    x: Tensor, splits: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
-) -> tuple[Tensor, ...]:
-    return _encode_delayed(x, splits, splits.shape[0], scale, amax, quantizer)
-
-
-def _grouped_quantize_delayed_fake(
-    x: Tensor, splits: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
-) -> tuple[Tensor, ...]:
-    return _slots(_describe(x, tuple(x.shape), splits.shape[0], quantizer, "tensor"), quantizer)
-
-
-grouped_quantize_delayed = define(
-    f"grouped_quantize_delayed(Tensor x, Tensor splits, Tensor scale, Tensor(a!) amax, {QUANTIZER} quantizer) "
-    "-> (Tensor, Tensor, Tensor)",
-    _grouped_quantize_delayed,
-    _grouped_quantize_delayed_fake,
-)
-"""As :data:`grouped_quantize` in the tensor layout, with a scale and an amax per group from state.
-
-The quantizer's slot says which G entries of ``scale`` and of the first row of ``amax`` are the operand's. Returns data,
-transpose and scale_inv; a direction the quantizer does not ask for is an empty tensor.
-"""
-
-
-def _quantize_weights_delayed(
-    weights: list[Tensor], scale: Tensor, amax: Tensor, quantizer: QuantizerValue
-) -> tuple[Tensor, ...]:
-    stacked = stack(weights)
-    return _encode_delayed(stacked, None, stacked.shape[0], scale, amax, quantizer)
-
-
-def _quantize_weights_delayed_fake(
-    weights: list[Tensor], scale: Tensor, amax: Tensor, quantizer: QuantizerValue
-) -> tuple[Tensor, ...]:
-    shape = _stacked_shape(weights)
-    return _slots(_describe(weights[0], shape, shape[0], quantizer, "tensor"), quantizer)
-
-
-grouped_quantize_weights_delayed = define(
-    f"grouped_quantize_weights_delayed(Tensor[] weights, Tensor scale, Tensor(a!) amax, {QUANTIZER} quantizer) "
-    "-> (Tensor, Tensor, Tensor)",
-    _quantize_weights_delayed,
-    _quantize_weights_delayed_fake,
-)
-"""As :data:`grouped_quantize_delayed` for G matrices (N, K), or for one (G, N, K) that holds them all."""
-
-
-def _encode_delayed(
-    x: Tensor, splits: Tensor | None, groups: int, scale: Tensor, amax: Tensor, quantizer: Any
-) -> tuple[Tensor, ...]:
-    at = slice(quantizer.slot * groups, (quantizer.slot + 1) * groups)
-    numerics: Any = GroupedNumerics(_GroupedFloat8(x, splits, groups, scale.view(-1)[at], amax.view(-1)[at]))
-    return _slots(quantizer._encode_scaled(numerics, x, scale, amax), quantizer)
-
-
-def _slots(buffers: list[Tensor], quantizer: Any) -> tuple[Tensor, ...]:
-    """(data, transpose, scale_inv); an operator that mutates cannot return a list."""
-    absent = buffers[-1].new_empty(0, dtype=torch.uint8)
-    data = buffers[0] if quantizer.rowwise_usage else absent
-    transpose = buffers[-2] if quantizer.columnwise_usage else absent
-    return data, transpose, buffers[-1]
 
 
 def _column_sum(x: Tensor, splits: Tensor) -> Tensor:

@@ -1,4 +1,14 @@
-"""Operators that quantize and dequantize: ``narrowcast::quantize`` and its stateful and in-place forms."""
+"""Operators that quantize and dequantize: ``narrowcast::quantize``, its in-place form, and what the others build on.
+
+Every quantizing operator ends in ``seed``, ``scale`` and ``amax``. ``seed``: int64[1], for stochastic rounding.
+``scale`` and ``amax``: fp32 (n,), the state of delayed scaling of one layer and direction; a delayed quantizer reads
+its slot of ``scale`` and raises its slot of ``amax`` to max|x|, the others read neither. Without ``amax`` nothing is
+collected.
+
+The schemas do not declare that write. Declared, it would make the compiler hand a backward a clone of the buffer, in
+which what the backward collects is lost, and an operator that mutates cannot return a list. It need not be declared:
+nothing in the same graph reads the buffer afterwards, and raising it twice changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +22,9 @@ from ._library import QUANTIZER, define
 from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
 
+STATE = "Tensor? seed=None, Tensor? scale=None, Tensor? amax=None"
+"""Schema of the arguments that every quantizing operator ends in."""
+
 
 def describe(
     like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, quantizer: QuantizerValue
@@ -21,138 +34,88 @@ def describe(
     return [like.new_empty(size, dtype=kind) for size, kind in described.values()]
 
 
-def _described(x: Tensor, quantizer: QuantizerValue) -> list[Tensor]:
-    return describe(x, tuple(x.shape), x.dtype, quantizer)
+def encode(
+    numerics: Any,
+    x: Any,
+    quantizer: QuantizerValue,
+    seed: Tensor | None,
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> list[Tensor]:
+    """Quantize a tensor, or a source of ``numerics`` where the quantizer takes sources; flatten order.
+
+    Raises:
+        ValueError: a delayed quantizer without ``scale``.
+    """
+    if not quantizer._is_delayed():
+        return quantizer._encode(numerics, x, seed)
+    if scale is None:
+        raise ValueError(
+            f"scale is None, but {quantizer} scales with delay; pass the layer's fp32 scale vector, one per slot"
+        )
+    return quantizer._encode_scaled(numerics, x, scale, amax)
 
 
 def encode_source(
-    numerics: ModuleType, source: Any, quantizer: QuantizerValue, seed: Tensor | None
+    numerics: ModuleType,
+    source: Any,
+    quantizer: QuantizerValue,
+    seed: Tensor | None,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    column_sums: bool = False,
 ) -> list[Tensor]:
-    """Quantize what a source of ``numerics`` describes, in one pass where the quantizer's kernels take sources."""
-    return quantizer._encode(numerics, _taken(numerics, source, quantizer), seed)
+    """Quantize what a source describes, in one pass where the quantizer's kernels take sources.
+
+    With ``column_sums`` the sums over all but the last dim, fp32 (K,), are the last output.
+    """
+    x = source if quantizer._takes_sources else numerics.sources.materialize(source)
+    buffers = encode(numerics, x, quantizer, seed, scale, amax)
+    return [*buffers, numerics.sources.column_sum(x)] if column_sums else buffers
 
 
-def encode_with_sums(
-    numerics: ModuleType, source: Any, quantizer: QuantizerValue, seed: Tensor | None
+def _quantize(
+    x: Tensor,
+    quantizer: QuantizerValue,
+    seed: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """:func:`encode_source`, with the sums over all but the last dim, fp32 (K,), as the last output."""
-    x = _taken(numerics, source, quantizer)
-    return [*quantizer._encode(numerics, x, seed), numerics.sources.column_sum(x)]
+    return encode(numerics_for(x), x, quantizer, seed, scale, amax)
 
 
-def _taken(numerics: ModuleType, source: Any, quantizer: QuantizerValue) -> Any:
-    return source if quantizer._takes_sources else numerics.sources.materialize(source)
-
-
-def _quantize(x: Tensor, quantizer: QuantizerValue, seed: Tensor | None = None) -> list[Tensor]:
-    return quantizer._encode(numerics_for(x), x, seed)
-
-
-def _quantize_fake(x: Tensor, quantizer: QuantizerValue, seed: Tensor | None = None) -> list[Tensor]:
-    return _described(x, quantizer)
+def _quantize_fake(x: Tensor, quantizer: QuantizerValue, *state: Tensor | None) -> list[Tensor]:
+    return describe(x, tuple(x.shape), x.dtype, quantizer)
 
 
 quantize = define(
-    f"quantize(Tensor x, {QUANTIZER} quantizer, Tensor? seed=None) -> Tensor[]", _quantize, _quantize_fake
+    f"quantize(Tensor x, {QUANTIZER} quantizer, {STATE}) -> Tensor[]", _quantize, _quantize_fake
 )
-"""Quantize ``x``; buffers in the order of the quantizer's description. ``seed``: int64[1] for stochastic rounding."""
+"""Quantize ``x`` (*lead, K), fp32, bf16 or fp16: the quantizer's buffers in the order of its description."""
 
 
-def encode_slots(
-    numerics: ModuleType, x: Any, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
-) -> tuple[Tensor, ...]:
-    """(data, transpose, scale_inv) of a delayed quantizer; an absent direction is an empty tensor.
-
-    An operator that mutates cannot return a list, so those that max-accumulate into ``amax`` return all three.
-    """
-    *codes, scale_inv = quantizer._encode_scaled(numerics, x, scale, amax)
-    made = dict(zip(quantizer._directions(), codes, strict=True))
-    data, transpose = (made[c] if c in made else _absent(scale) for c in (False, True))
-    return data, transpose, scale_inv
-
-
-def describe_slots(
-    like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, quantizer: QuantizerValue
-) -> tuple[Tensor, ...]:
-    """What :func:`encode_slots` returns for a tensor of that shape and dtype."""
-    present = quantizer._describe_buffers(shape, dtype)
-    return tuple(
-        like.new_empty(present[name][0], dtype=present[name][1]) if name in present else _absent(like)
-        for name in _DELAYED_SLOTS
-    )
-
-
-_DELAYED_SLOTS = ("_data", "_transpose", "_scale_inv")
-
-
-def _absent(like: Tensor) -> Tensor:
-    return like.new_empty(0, dtype=torch.uint8)
-
-
-def _quantize_delayed(
-    x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
-) -> tuple[Tensor, ...]:
-    return encode_slots(numerics_for(x), x, scale, amax, quantizer)
-
-
-def _quantize_delayed_fake(
-    x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
-) -> tuple[Tensor, ...]:
-    return describe_slots(x, tuple(x.shape), x.dtype, quantizer)
-
-
-quantize_delayed = define(
-    f"quantize_delayed(Tensor x, Tensor scale, Tensor(a!) amax, {QUANTIZER} quantizer) -> (Tensor, Tensor, Tensor)",
-    _quantize_delayed,
-    _quantize_delayed_fake,
-)
-"""Quantize with the scale in the quantizer's slot, max-accumulating into that slot of ``amax``.
-
-Returns data, transpose and scale_inv; a direction the quantizer does not ask for is an empty tensor.
-"""
-
-
-def _quantize_dbias(x: Tensor, quantizer: QuantizerValue, seed: Tensor | None = None) -> list[Tensor]:
+def _quantize_dbias(
+    x: Tensor,
+    quantizer: QuantizerValue,
+    seed: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> list[Tensor]:
     numerics = numerics_for(x)
-    return encode_with_sums(numerics, numerics.sources.tensor(x, column_sums=True), quantizer, seed)
+    source = numerics.sources.tensor(x, column_sums=True)
+    return encode_source(numerics, source, quantizer, seed, scale, amax, column_sums=True)
 
 
-def _quantize_dbias_fake(x: Tensor, quantizer: QuantizerValue, seed: Tensor | None = None) -> list[Tensor]:
-    return [*_described(x, quantizer), x.new_empty(x.shape[-1:], dtype=torch.float32)]
+def _quantize_dbias_fake(x: Tensor, quantizer: QuantizerValue, *state: Tensor | None) -> list[Tensor]:
+    return [*_quantize_fake(x, quantizer), x.new_empty(x.shape[-1:], dtype=torch.float32)]
 
 
 quantize_dbias = define(
-    f"quantize_dbias(Tensor x, {QUANTIZER} quantizer, Tensor? seed=None) -> Tensor[]",
+    f"quantize_dbias(Tensor x, {QUANTIZER} quantizer, {STATE}) -> Tensor[]",
     _quantize_dbias,
     _quantize_dbias_fake,
 )
 """As :data:`quantize`, with the sums of ``x`` over all but its last dim, fp32 (K,), as the last output."""
-
-
-def _quantize_dbias_delayed(
-    x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
-) -> tuple[Tensor, ...]:
-    numerics = numerics_for(x)
-    source = numerics.sources.tensor(x, column_sums=True)
-    return (*encode_slots(numerics, source, scale, amax, quantizer), numerics.sources.column_sum(source))
-
-
-def _quantize_dbias_delayed_fake(
-    x: Tensor, scale: Tensor, amax: Tensor, quantizer: QuantizerValue
-) -> tuple[Tensor, ...]:
-    return (
-        *_quantize_delayed_fake(x, scale, amax, quantizer),
-        x.new_empty(x.shape[-1:], dtype=torch.float32),
-    )
-
-
-quantize_dbias_delayed = define(
-    f"quantize_dbias_delayed(Tensor x, Tensor scale, Tensor(a!) amax, {QUANTIZER} quantizer) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _quantize_dbias_delayed,
-    _quantize_dbias_delayed_fake,
-)
-"""As :data:`quantize_delayed`, with the column sums of ``x`` as the last output."""
 
 
 def _quantize_into(

@@ -67,6 +67,10 @@ class QuantizerValue(_opaque.OpaqueBase):
             f"narrowcast.dynamo.register_value_opaque_quantizer({cls.__qualname__}) after defining it"
         )
 
+    def _is_delayed(self) -> bool:
+        """Whether it quantizes with a scale from state, by ``_encode_scaled`` instead of ``_encode``."""
+        return False
+
     def _directions(self) -> list[bool]:
         """Directions it produces, in order: False for row-wise, True for column-wise."""
         raise NotImplementedError(f"{type(self).__qualname__} does not tell its directions")

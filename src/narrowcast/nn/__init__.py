@@ -1,10 +1,9 @@
 """Modules: parameters, resolution of the recipe, one call."""
 
-from .grouped_linear import GroupedLinear
+# from .grouped_linear import GroupedLinear
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
-from .module import QuantizedModule
 from .norm import LayerNorm, RMSNorm
 
 __all__ = [
@@ -13,6 +12,5 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
-    "QuantizedModule",
     "RMSNorm",
 ]

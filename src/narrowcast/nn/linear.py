@@ -1,4 +1,4 @@
-"""``Linear``: ``torch.nn.Linear`` that runs its three GEMMs in the precision of the recipe in force."""
+"""``Linear``: ``torch.nn.Linear`` that runs its three GEMMs in the precision of a recipe."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd import linear, quantize_input_gradient, quantize_output
+from ..layers import LinearLayer, Stage, checked_input, parameter_device, positive
+from ..layers.parameters import parameter_dtype
 from ..recipe import Recipe
-from ..state import STATE
-from .module import parameter_device
 from .parameters_split import ParametersSplit, parts_of
-from .stages import LinearModule, Stage, checked_input, linear_needs, positive
 
 
-class Linear(LinearModule):
-    """y = x w^T + b, quantized as the recipe in force says; outside ``autocast`` in high precision.
+class Linear(LinearLayer, nn.Linear):
+    """y = x w^T + b, quantized as its recipe says, or that of the autocast in force; without one in high precision.
 
     Any number of tokens and any feature sizes work; where a kernel needs multiples, zeros are added and cut away.
 
     Args:
         in_features, out_features: sizes of the last dim of input and output.
         bias: add a learned (out_features,) bias.
+        recipe: the layer's own recipe; an ``autocast`` overrides it.
         return_bias: return the bias beside the output instead of adding it.
-        params_dtype: dtype of the parameters; default: torch's default dtype.
+        params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
         device: where the parameters live; default: the accelerator, or the CPU without one.
         init_method: fills the weight in place; default: normal with standard deviation 0.023.
         name: name in the quantizer roles of a custom recipe.
@@ -42,22 +42,20 @@ class Linear(LinearModule):
             keep it alive anyway.
     Raises (in forward, before any kernel):
         ValueError: the input's last dim is not ``in_features``. TypeError: its dtype is not the parameters', outside
-        ``torch.autocast``. RuntimeError: it lives on another device, parameters are on the meta device, or a
-        quantized weight does not fit the recipe.
+        ``torch.autocast``. RuntimeError: it lives on another device, or a quantized weight does not fit the recipe.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
+        recipe: Recipe | None = None,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         name: str | None = None,
         fuse_wgrad_accumulation: bool = False,
@@ -66,23 +64,24 @@ class Linear(LinearModule):
         save_original_input: bool = False,
     ) -> None:
         positive(in_features=in_features, out_features=out_features)
-        place, dtype = parameter_device(device), params_dtype or torch.get_default_dtype()
+        place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
         rows, parts = parts_of(parameters_split, out_features, place, fuse_wgrad_accumulation)
+        stage = Stage("", name or "", "weight", "bias", init_method)
         super().__init__(
             name,
+            (stage,),
             place,
+            recipe=recipe,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
-            gemms=(("weight", "bias"),),
             parts=parts,
         )
         self.in_features, self.out_features = in_features, out_features
         self.return_bias = return_bias
         self.save_original_input = save_original_input
-        self._stage = Stage(self.name, "weight", "bias", init_method)
-        self._add_linear(self._stage, rows, in_features, bias, dtype, place)
-        if place.type != "meta":
-            self.reset_parameters()
+        self._add_linear(stage, rows, in_features, bias, dtype=kind, device=place)
+        self.reset_parameters()
+        self._prepare_for_recipe()
 
     def extra_repr(self) -> str:
         """Sizes, as printed by the module."""
@@ -91,15 +90,10 @@ class Linear(LinearModule):
             f"bias={bool(self._parts_of('bias'))}"
         )
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise weight, bias and state; parameters on the meta device are first made on the default device."""
-        weight = self._parts_of("weight")[0]
-        device = parameter_device(None) if weight.is_meta else weight.device
-        self._reset_linear(self._stage, device)
-        self.delayed_scaling.to_empty(device=device)
-        self.delayed_scaling.reset()
-        self._drop_workspaces()
+        """Initialise weight, bias and state where they are; on the meta device nothing."""
+        self._reset_linear(self._stages[0])
+        self._reset_state()
 
     def forward(
         self,
@@ -118,43 +112,27 @@ class Linear(LinearModule):
             fp8_grad: quantize the gradient of the input, as the recipe quantizes such.
         Returns:
             (*lead, out_features); with ``return_bias`` a pair of output and bias.
+        Raises:
+            RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe.
         """
-        weight = self._parts_of("weight")[0]
+        weight, learned_bias = self._whole("weight"), self._whole("bias")
         inp = checked_input(inp, self.in_features, "in_features", weight, quantized_as_it_is=True)
-        learned_bias = self._whole("bias")
         bias = None if self.return_bias else learned_bias
-        recipe = STATE.recipe
+        stage, recipe = self._stages[0], self._recipe_in_force()
         if recipe is None:
             if fp8_output or fp8_grad:
                 option = "fp8_output" if fp8_output else "fp8_grad"
-                raise RuntimeError(f"{option}=True needs a recipe in force; enter autocast(recipe=...)")
-            out = self._linear_in_high_precision(
-                self._stage, self.delayed_scaling, inp, bias, is_first_microbatch
-            )
+                raise RuntimeError(f"{option}=True needs a recipe; give the layer one or enter autocast(recipe=...)")
+            out = self._linear_in_high_precision(stage, inp, weight, bias, is_first_microbatch)
         else:
-            out = self._quantized(inp, bias, recipe, is_first_microbatch, fp8_output, fp8_grad)
+            hands_over = fp8_output or fp8_grad
+            plan = self._plan(recipe, stage, inp.requires_grad, weight, self.save_original_input, hands_over)
+            if self.save_original_input and not plan.save_original_input:
+                self._warn_of_delayed_input()
+            args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)
+            if fp8_grad and plan.needs_input:
+                inp = quantize_input_gradient(inp, plan.grad_input, args.scales)
+            out = linear(weight, inp, bias, args)
+            if fp8_output:
+                out = quantize_output(out, plan.output, args.scales)
         return (out, learned_bias) if self.return_bias else out
-
-    def _quantized(
-        self,
-        inp: Tensor,
-        bias: Tensor | None,
-        recipe: Recipe,
-        is_first_microbatch: bool | None,
-        fp8_output: bool,
-        fp8_grad: bool,
-    ) -> Tensor:
-        save_original = self.save_original_input and self._can_save_original(recipe)
-        weight = self._whole("weight")
-        assert weight is not None
-        needs = linear_needs(inp.requires_grad, weight, bias)
-        args = self._stage_args(
-            self._stage, self.delayed_scaling, recipe, needs, inp.dtype, is_first_microbatch, save_original
-        )
-        if fp8_grad and needs.inp:
-            inp = quantize_input_gradient(inp, recipe.boundary_handles(self.name).grad_input, args.delayed)
-        out, made = linear(weight, inp, bias, args)
-        self._keep(self._stage, recipe, made)
-        if fp8_output:
-            return quantize_output(out, recipe.boundary_handles(self.name).output, args.delayed)
-        return out

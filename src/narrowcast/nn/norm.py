@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..autograd import normalize
-from ..quantizers import NormSettings
+from ..autograd import NormSettings, normalize
+from ..layers import parameter_device
+from ..layers.parameters import parameter_dtype
 from ..reference.norm import NORMALIZATIONS
-from .module import parameter_device
 
 
 def norm_settings(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSettings:
@@ -49,8 +49,6 @@ class NormParameters(nn.Module):
     """
 
     _normalization: ClassVar[str]
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -60,53 +58,56 @@ class NormParameters(nn.Module):
         zero_centered_gamma: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        params_dtype: torch.dtype | None = None,
     ) -> None:
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if len(shape) != 1 or shape[0] < 1:
             raise ValueError(f"normalized_shape is {normalized_shape!r}; give the size of the last dim")
-        super().__init__()
+        nn.Module.__init__(self)
         self.settings = norm_settings(self._normalization, eps, zero_centered_gamma)
-        kind, place = dtype or torch.get_default_dtype(), parameter_device(device)
-        self.weight, bias = norm_parameters(shape[0], self.settings, kind, place)
+        self.normalized_shape, self.eps, self.elementwise_affine = shape, self.settings.eps, True
+        kind, place = parameter_dtype(params_dtype, dtype), parameter_device(device)
+        weight, bias = norm_parameters(shape[0], self.settings, kind, place)
+        self.register_parameter("weight", weight)
         self.register_parameter("bias", bias)
-        if place.type != "meta":
-            self.reset_parameters()
+        self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set gamma to 1 and the bias to 0; parameters on the meta device are first made on the default device."""
-        if self.weight.is_meta:
-            self.to_empty(device=parameter_device(None))
-        reset_norm_parameters(self.weight, self.bias, self.settings)
+        """Set gamma to 1 and the bias to 0, where they are; on the meta device nothing."""
+        reset_norm_parameters(self.weight, self.bias, self.settings)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """Size and options, as printed by the module."""
         return (
-            f"{self.weight.shape[0]}, eps={self.settings.eps}, "
+            f"{self.normalized_shape[0]}, eps={self.settings.eps}, "
             f"zero_centered_gamma={self.settings.zero_centered_gamma}"
         )
 
-    def check_features(self, inp: Tensor) -> None:
-        """Compare the last dim of an input with the weight.
+    def check_input(self, inp: Tensor) -> None:
+        """Compare an input with the weight.
 
         Raises:
-            ValueError: they differ.
+            ValueError: another last dim. RuntimeError: another device.
         """
-        if inp.shape[-1:] != self.weight.shape:
+        weight: Any = self.weight
+        if inp.shape[-1:] != weight.shape:
             raise ValueError(
                 f"input has shape {tuple(inp.shape)}; its last dim must be that of the weight, "
-                f"{tuple(self.weight.shape)}"
+                f"{tuple(weight.shape)}"
             )
+        if inp.device != weight.device:
+            raise RuntimeError(f"input is on {inp.device}, the parameters are on {weight.device}; move one of them")
 
 
 class _Norm(NormParameters):
     def forward(self, inp: Tensor) -> Tensor:
         """Normalize ``inp`` (*lead, K) over its last dim; same shape and dtype."""
-        self.check_features(inp)
-        return normalize(inp, self.weight, self.bias, self.settings)
+        self.check_input(inp)
+        return normalize(inp, self.weight, self.bias, self.settings)  # type: ignore[arg-type]
 
 
-class LayerNorm(_Norm):
+class LayerNorm(_Norm, nn.LayerNorm):
     """y = (x - mean) / sqrt(variance + eps) * gamma + bias over the last dim, with fp32 statistics.
 
     Args:
@@ -114,16 +115,16 @@ class LayerNorm(_Norm):
         eps: added to the variance.
         zero_centered_gamma: the weight holds gamma - 1.
         device: where the parameters live; default: the accelerator, or the CPU without one.
-        dtype: of the parameters; default: torch's default dtype.
+        dtype, params_dtype: of the parameters; default: torch's default dtype.
     Raises:
-        ValueError: more than one dim, or in forward an input of another last dim. TypeError: in forward, an input that
-        is not fp32, bf16 or fp16.
+        ValueError: more than one dim, or in forward an input of another last dim. RuntimeError: in forward, one on
+        another device. TypeError: in forward, one that is not fp32, bf16 or fp16.
     """
 
     _normalization = "LayerNorm"
 
 
-class RMSNorm(_Norm):
+class RMSNorm(_Norm, nn.RMSNorm):
     """y = x / sqrt(mean(x^2) + eps) * gamma over the last dim, with fp32 statistics; there is no bias.
 
     Arguments and errors are those of :class:`LayerNorm`.

@@ -5,57 +5,57 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..autograd import LinearNeeds, normalize
-from ..quantizers import NormSettings
-from .module import parameter_device
+from ..autograd import NormSettings, normalize
+from ..layers import LinearLayer, Stage
 from .norm import norm_parameters, reset_norm_parameters
-from .stages import LinearModule, linear_needs
 
 
-class NormLinearModule(LinearModule):
-    """Base of the modules that begin with a norm: its parameters, and what such modules return.
+class NormLinearLayer(LinearLayer):
+    """Base of the layers that begin with a norm: its parameters, and what such layers return.
 
-    Parameters ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``. ``wgrad``: keyword arguments of
-    :class:`LinearModule`, about the gradients of the weights.
+    Parameters ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``. ``options``: keyword arguments of
+    :class:`LinearLayer`.
     """
-
-    layer_norm_weight: nn.Parameter
-    layer_norm_bias: nn.Parameter | None
 
     def __init__(
         self,
         features: int,
         settings: NormSettings,
         name: str | None,
+        stages: tuple[Stage, ...],
         dtype: torch.dtype,
         place: torch.device,
         return_bias: bool,
         return_layernorm_output: bool,
-        **wgrad: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(name, place, **wgrad)
+        super().__init__(name, stages, place, **options)
         self.norm = settings
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
-        self.layer_norm_weight, norm_bias = norm_parameters(features, settings, dtype, place)
-        self.register_parameter("layer_norm_bias", norm_bias)
+        weight, bias = norm_parameters(features, settings, dtype, place)
+        self.register_parameter("layer_norm_weight", weight)
+        self.register_parameter("layer_norm_bias", bias)
 
-    def _reset_norm(self, device: torch.device) -> None:
-        self._materialize("layer_norm_weight", device)
-        self._materialize("layer_norm_bias", device)
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise parameters and state where they are; on the meta device nothing."""
         reset_norm_parameters(self.layer_norm_weight, self.layer_norm_bias, self.norm)
-
-    def _initial_device(self) -> torch.device:
-        """Where to initialise: parameters on the meta device are made on the default one."""
-        norm_weight = self.layer_norm_weight
-        return parameter_device(None) if norm_weight.is_meta else norm_weight.device
+        for stage in self._stages:
+            self._reset_linear(stage)
+        self._reset_state()
 
     def _normalize(self, inp: Tensor) -> Tensor:
         return normalize(inp, self.layer_norm_weight, self.layer_norm_bias, self.norm)
 
-    def _norm_needs(self, inp: Tensor) -> LinearNeeds:
-        return linear_needs(inp.requires_grad, self.layer_norm_weight, self.layer_norm_bias)
+    def _norm_has_backward(self, inp: Tensor) -> bool:
+        bias = self.layer_norm_bias
+        return (
+            inp.requires_grad
+            or self.layer_norm_weight.requires_grad
+            or (bias is not None and bias.requires_grad)
+        )
 
     def _returned(self, out: Tensor, bias: Tensor | None, normalized: Tensor | None) -> Any:
         """The output alone, or a tuple with the bias and the norm's output as they were asked for."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..state import STATE
+from ..state import THREAD
 
 ParametersSplit = Sequence[str] | Mapping[str, int]
 
@@ -34,7 +34,7 @@ def parts_of(
         )
     if place.type == "meta":
         raise RuntimeError("parameters_split with device='meta'; make the parameters on a real device")
-    if STATE.init_recipe is not None:
+    if THREAD.state.init_recipe is not None:
         raise RuntimeError(
             "parameters_split inside quantized_model_init; make the layer outside of it, or without parameters_split"
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import FLT_MAX, DType
-from ..functional import BufferTable, GemmOperand, NativeOperand, calibrate_, quantize_delayed
+from ..functional import BufferTable, GemmOperand, NativeOperand, calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
 from .quantizer import Quantizer, codes_as_matrix, describe_usage, fp8_dtype_of, warn_ignored
 
@@ -160,13 +160,14 @@ class DelayedFloat8Quantizer(_Float8Base):
 
     Args:
         fp8_dtype: E4M3 or E5M2.
-        slot: index into the scale ``(n,)`` and the first row of the amax history ``(L, n)``.
+        slot: index into the scale and the amax, both ``(n,)``.
         rowwise, columnwise: directions to produce.
     """
 
     slot: int
 
     _compatible_recipe = "DelayedScaling"
+    _takes_sources = True
 
     def __init__(
         self, fp8_dtype: DType | torch.dtype, slot: int, *, rowwise: bool = True, columnwise: bool = True
@@ -255,9 +256,7 @@ class Float8Quantizer(_Float8Base):
         )
 
     def _buffers_of(self, tensor: Tensor) -> list[Tensor]:
-        data, transpose, scale_inv = quantize_delayed(tensor, self.scale, self.amax, self._slot_quantizer())
-        wanted = (data, self.rowwise_usage), (transpose, self.columnwise_usage), (scale_inv, True)
-        return [buffer for buffer, asked in wanted if asked]
+        return quantize(tensor, self._slot_quantizer(), None, self.scale, self.amax)
 
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
         return self._slot_quantizer()._encode_scaled(numerics, x, self.scale, self.amax)

@@ -4,6 +4,7 @@ Two recipes with equal fields are equal, so entering one instead of the other ch
 What a layer does under one is its :class:`LinearPlan`.
 """
 
+from .as_json import recipes_from_json, recipes_to_json
 from .base import (
     BACKWARD_TENSOR_TYPES,
     FORWARD_TENSOR_TYPES,
@@ -52,5 +53,7 @@ __all__ = [
     "Recipe",
     "get_align_size_for_quantization",
     "linear_plan",
+    "recipes_from_json",
+    "recipes_to_json",
     "tensor_type_at",
 ]

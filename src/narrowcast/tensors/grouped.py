@@ -263,7 +263,7 @@ def quantize_members(
         seed = draw_seed(first)
     shape = tuple(first.shape) if first.dim() == 3 else (len(tensors), *first.shape)
     return GroupedTensorStorage(
-        grouped_quantize_weights([tensor.detach() for tensor in tensors], quantizer, seed, layout),
+        grouped_quantize_weights([tensor.detach() for tensor in tensors], quantizer, layout, seed),
         quantizer=quantizer,
         storage_name=described._storage_name,
         rowwise=described.rowwise_usage,

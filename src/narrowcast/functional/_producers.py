@@ -1,0 +1,102 @@
+"""Producers: operators whose result is returned as it is, or quantized on its way to memory, from one record each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._library import QUANTIZER, define
+from .numerics import numerics_for
+from .quantize import STATE, describe, encode_source
+
+Operator = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Producer:
+    """One computation, of which there are two operators: ``<name>`` and ``<name>_quantize``.
+
+    ``inputs``: schemas of the arguments before the quantizer. ``options``: of those after it, with their defaults.
+    ``like``: index of the input whose dtype and device the result has.
+    ``source(numerics, with_amax, *inputs, *options)``: the result as a source of ``numerics``, and the further outputs.
+    ``with_amax``: a pass before the one that quantizes should take the amax, if there is such a pass.
+    ``shape(*inputs, *options)``: shape of the result. ``further(*inputs, *options)``: empty further outputs.
+    ``further_count``: how many they are.
+    ``sums``: the quantizing form has a last option ``column_sums``, true by default, that the plain form lacks: the
+    sums of the result over all but its last dim, fp32 (K,), then come last.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    like: int
+    source: Callable[..., tuple[Any, tuple[Tensor, ...]]]
+    shape: Callable[..., tuple[int, ...]]
+    further: Callable[..., tuple[Tensor, ...]] = lambda *_: ()
+    further_count: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    sums: bool = False
+
+
+def define_plain(producer: Producer) -> Operator:
+    """The operator that returns (result, *further outputs)."""
+    count, defaults = len(producer.inputs), tuple(producer.options.values())
+
+    def with_defaults(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*given, *defaults[len(given) - count :])
+
+    def run(*given: Any) -> Any:
+        numerics = numerics_for(given[producer.like])
+        source, further = producer.source(numerics, False, *with_defaults(given))
+        result = numerics.sources.materialize(source)
+        return (result, *further) if further else result
+
+    def fake(*given: Any) -> Any:
+        arguments = with_defaults(given)
+        result = arguments[producer.like].new_empty(producer.shape(*arguments))
+        further = producer.further(*arguments)
+        return (result, *further) if further else result
+
+    arguments = ", ".join([*producer.inputs, *_with_defaults(producer.options)])
+    results = ", ".join(["Tensor"] * (1 + producer.further_count))
+    return define(
+        f"{producer.name}({arguments}) -> {f'({results})' if producer.further_count else results}", run, fake
+    )
+
+
+def define_quantizing(producer: Producer) -> Operator:
+    """The operator that returns the quantizer's buffers of the result, then the sums, then the further outputs.
+
+    It takes (*inputs, quantizer, *options, seed, scale, amax).
+    """
+    options = {**producer.options, **({"bool column_sums": True} if producer.sums else {})}
+    count, defaults = len(producer.inputs), (*options.values(), None, None, None)
+
+    def with_defaults(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """(*inputs, quantizer, *options, seed, scale, amax)."""
+        return (*given, *defaults[len(given) - count - 1 :])
+
+    def run(*given: Any) -> list[Tensor]:
+        *arguments, seed, scale, amax = with_defaults(given)
+        quantizer = arguments.pop(count)
+        numerics = numerics_for(arguments[producer.like])
+        source, further = producer.source(numerics, quantizer._needs_amax, *arguments)
+        sums = producer.sums and arguments[-1]
+        return [*encode_source(numerics, source, quantizer, seed, scale, amax, sums), *further]
+
+    def fake(*given: Any) -> list[Tensor]:
+        *arguments, _, _, _ = with_defaults(given)
+        quantizer = arguments.pop(count)
+        like, shape = arguments[producer.like], producer.shape(*arguments)
+        sums = [like.new_empty(shape[-1:], dtype=torch.float32)] if producer.sums and arguments[-1] else []
+        return [*describe(like, shape, like.dtype, quantizer), *sums, *producer.further(*arguments)]
+
+    schema = ", ".join([*producer.inputs, f"{QUANTIZER} quantizer", *_with_defaults(options), STATE])
+    return define(f"{producer.name}_quantize({schema}) -> Tensor[]", run, fake)
+
+
+def _with_defaults(options: dict[str, Any]) -> list[str]:
+    return [f"{schema}={default}" for schema, default in options.items()]

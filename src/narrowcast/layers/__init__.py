@@ -1,0 +1,22 @@
+"""What the modules of ``nn`` and the operations of ``ops`` share: a recipe, its state, parameters and their gradients."""
+
+from .delayed import DelayedLayer
+from .linear_layer import LinearLayer, Stage
+from .parameters import checked_input, main_grad_of, parameter_device, positive, quantize_parameter
+from .recipe_owner import RecipeOwner
+from .set_recipe import get_recipes, reduce_delayed_scaling, set_recipe
+
+__all__ = [
+    "DelayedLayer",
+    "LinearLayer",
+    "RecipeOwner",
+    "Stage",
+    "checked_input",
+    "get_recipes",
+    "main_grad_of",
+    "parameter_device",
+    "positive",
+    "quantize_parameter",
+    "reduce_delayed_scaling",
+    "set_recipe",
+]

@@ -1,0 +1,281 @@
+"""Delayed scaling's state as plain buffers of the layer that quantizes with it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._tracing import traced_local
+from ..autograd import DelayedScales
+from ..functional import read_scales
+from ..recipe import (
+    BACKWARD_TENSOR_TYPES,
+    FORWARD_TENSOR_TYPES,
+    WEIGHT_SLOT,
+    DelayedScaling,
+    LinearPlan,
+    Mode,
+    linear_plan,
+)
+from ..state import THREAD, DelayedSlots, fp8_max, register_delayed, renew_and_read
+from .recipe_owner import RecipeOwner
+
+_BUFFERS = ("scale", "amax_history", "amax")
+_DIRECTIONS: tuple[tuple[str, Mode, tuple[str, ...]], ...] = (
+    ("fwd", "forward", FORWARD_TENSOR_TYPES),
+    ("bwd", "backward", BACKWARD_TENSOR_TYPES),
+)
+# What a first step may bring: activations up to 28, gradients up to 7/8. With the range of the formats below that, E4M3
+# keeps activations down to 1e-4 and E5M2 gradients down to 2e-10, where a scale of 1 loses gradients below 1e-5.
+_FIRST_ACTIVATION, _FIRST_GRADIENT = 28.0, 0.875
+
+
+class DelayedLayer(RecipeOwner):
+    """Base of layers that may scale with delay.
+
+    State of a stage, a linear layer inside, is six buffers: ``scale_fwd`` (3,), ``amax_history_fwd`` (L, 3) and
+    ``amax_fwd`` (3,) for input, weight and output; ``scale_bwd`` (2,), ``amax_history_bwd`` (L, 2) and ``amax_bwd`` (2,)
+    for grad_output and grad_input; fp32, under the stage's prefix. They are None until the layer is to run under delayed
+    scaling, and in the state dict from then on.
+    """
+
+    _stage_names: dict[str, str]
+    _delayed: dict[str, tuple[DelayedScaling | None, DelayedScaling | None]]
+    _renewed_by_root: bool
+    _groups: int = 1  # slots of each tensor type
+
+    def _init_delayed(self, stage_names: dict[str, str]) -> None:
+        """
+        Args:
+            stage_names: prefix of the buffers -> name in quantizer roles, of each stage.
+        """
+        self._stage_names, self._delayed, self._renewed_by_root = stage_names, {}, False
+        self._registered_with: Any = None
+        for prefix in stage_names:
+            for direction, _, _ in _DIRECTIONS:
+                for buffer in _BUFFERS:
+                    self.register_buffer(f"{prefix}{buffer}_{direction}", None)
+
+    # -- what the state is -------------------------------------------------------------------------------------------
+
+    def _prepare_for_recipe(self) -> None:
+        if self._recipe is not None:
+            for prefix, name in self._stage_names.items():
+                plan = linear_plan(self._recipe, name, True, True)
+                self._keep_state(prefix, plan.forward_state, plan.backward_state)
+
+    def _keep_state(
+        self, prefix: str, forward: DelayedScaling | None, backward: DelayedScaling | None
+    ) -> None:
+        """Have the buffers that these need, histories in their length; what is there already stays."""
+        state = THREAD.state
+        if state.depth and self._registered_with is not state and not (forward is None and backward is None):
+            self.__dict__["_registered_with"] = state
+            register_delayed(self)
+        known = self._delayed.get(prefix)
+        if known is not None and known[0] is forward and known[1] is backward:
+            return
+        if known != (forward, backward):
+            for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
+                if delayed is not None:
+                    self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
+        self._delayed[prefix] = (forward, backward)
+
+    @torch.no_grad()
+    def _fit_buffers(
+        self, prefix: str, direction: str, mode: Mode, slots: int, delayed: DelayedScaling
+    ) -> None:
+        name, length = f"{prefix}amax_history_{direction}", delayed.amax_history_len
+        history = getattr(self, name)
+        if history is None:
+            device = self._state_device(prefix)
+            for buffer, shape in (("scale", (slots,)), ("amax_history", (length, slots)), ("amax", (slots,))):
+                fresh = torch.zeros(shape, dtype=torch.float32, device=device)
+                setattr(self, f"{prefix}{buffer}_{direction}", fresh)
+            self._reset_direction(prefix, direction, mode, delayed)
+        elif history.shape[0] != length:  # a shorter history keeps the first rows, a longer one gets rows of zeros
+            fitted = history.new_zeros(length, history.shape[1])
+            kept = min(length, history.shape[0])
+            fitted[:kept] = history[:kept]
+            setattr(self, name, fitted)
+
+    def _state_device(self, prefix: str) -> torch.device:
+        return self._weight_of_state(prefix).device
+
+    def _weight_of_state(self, prefix: str) -> Tensor:
+        """The weight that the stage of this prefix multiplies with."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell its weights")
+
+    def _reset_direction(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> None:
+        for buffer in ("amax_history", "amax"):
+            getattr(self, f"{prefix}{buffer}_{direction}").zero_()
+        scale = getattr(self, f"{prefix}scale_{direction}").fill_(1.0)
+        if delayed.initial_scale == "one":
+            return
+        largest = fp8_max(delayed, mode) / 2**delayed.margin
+        if mode == "backward":
+            scale.fill_(largest / _FIRST_GRADIENT)
+            return
+        scale.fill_(largest / _FIRST_ACTIVATION)
+        if not scale.is_meta:
+            amax = self._weight_amax(prefix).to(scale.device)
+            at = slice(WEIGHT_SLOT * self._groups, (WEIGHT_SLOT + 1) * self._groups)
+            usable = (amax > 0) & amax.isfinite()
+            scale[at] = torch.where(usable, torch.full_like(amax, largest) / amax, scale[at])
+
+    def _weight_amax(self, prefix: str) -> Tensor:
+        """max|w| of the weight of every group, fp32; of a sharded weight, of the local shard."""
+        weight: Any = self._weight_of_state(prefix).detach()
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        return weight.abs().amax().float().reshape(1) if weight.numel() else weight.new_zeros(1).float()
+
+    @torch.no_grad()
+    def reset_delayed_scaling(self) -> None:
+        """Start delayed scaling anew: scales as its recipe says, no amax."""
+        for prefix, states in self._delayed.items():
+            for delayed, (direction, mode, _) in zip(states, _DIRECTIONS):
+                if delayed is not None:
+                    self._reset_direction(prefix, direction, mode, delayed)
+
+    def delayed_slots(self) -> list[DelayedSlots]:
+        """The state, by stage and direction, as it is to be renewed."""
+        slots = []
+        for prefix, states in self._delayed.items():
+            for delayed, (direction, mode, _) in zip(states, _DIRECTIONS):
+                if delayed is not None:
+                    slots.append(self._slots(prefix, direction, mode, delayed))
+        return slots
+
+    def _slots(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> DelayedSlots:
+        scale, history, amax = (getattr(self, f"{prefix}{buffer}_{direction}") for buffer in _BUFFERS)
+        return DelayedSlots(delayed, mode, scale, history, amax)
+
+    # -- what a forward reads ----------------------------------------------------------------------------------------
+
+    def _scales(self, prefix: str, plan: LinearPlan, copy_forward: bool = False) -> DelayedScales:
+        """State for one forward of a stage; nothing for a plan that scales nothing with delay.
+
+        Args:
+            copy_forward: the backward reads the forward's scales, too.
+        """
+        forward, backward = plan.forward_state, plan.backward_state
+        if forward is None and backward is None:
+            return DelayedScales()
+        if torch.compiler.is_compiling():
+            torch._dynamo.comptime.comptime(_keep_state_while_tracing)
+            if forward is not None and getattr(self, f"{prefix}scale_fwd") is None:
+                raise RuntimeError(
+                    "this layer has no state for a recipe that is made inside the compiled function; make the recipe outside"
+                )
+        else:
+            self._keep_state(prefix, forward, backward)
+        collects = self.training and torch.is_grad_enabled()
+        renews = collects and (THREAD.state.traced if THREAD.state.depth else not self._renewed_by_root)
+        scales = DelayedScales()
+        if forward is not None:
+            slots = self._slots(prefix, "fwd", "forward", forward)
+            scales.amax_fwd = slots.amax if collects else None
+            scales.scale_fwd = slots.scale
+            if renews:
+                scales.scale_fwd = renew_and_read(slots)
+            elif copy_forward:
+                scales.scale_fwd = read_scales(slots.scale)
+        if backward is not None and torch.is_grad_enabled():
+            slots = self._slots(prefix, "bwd", "backward", backward)
+            scales.amax_bwd = slots.amax if collects else None
+            scales.scale_bwd = renew_and_read(slots) if renews else read_scales(slots.scale)
+        return scales
+
+    # -- moving, saving, loading -------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DelayedLayer:
+        """Move the state with the layer, but keep it fp32: half-precision scales would lose amax."""
+        before = {name: self._buffers[name] for name in self._state_names()}
+        super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            moved = self._buffers[name]
+            if tensor is not None and moved is not None and moved.dtype != torch.float32:
+                self._buffers[name] = tensor.to(moved.device)
+        return self
+
+    def _state_names(self) -> list[str]:
+        return [
+            f"{prefix}{buffer}_{direction}"
+            for prefix in self._stage_names
+            for direction, _, _ in _DIRECTIONS
+            for buffer in _BUFFERS
+        ]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = self._state_names()
+        saved = [name for name in names if prefix + name in state_dict]
+        for stage in self._stage_names:
+            for direction, _, kinds in _DIRECTIONS:
+                keys = [f"{stage}{buffer}_{direction}" for buffer in _BUFFERS]
+                width = len(kinds) * self._groups
+                error_msgs += self._adopt(keys, width, state_dict, prefix)
+        known = [name for name in names if self._buffers[name] is not None]
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for stage, states in self._delayed.items():  # a history in this recipe's length
+            for delayed, (direction, mode, kinds) in zip(states, _DIRECTIONS):
+                if delayed is not None:
+                    self._fit_buffers(stage, direction, mode, len(kinds) * self._groups, delayed)
+        if known and not saved and any(key.startswith(prefix) for key in state_dict):
+            missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
+            self._start_anew(prefix)
+
+    def _adopt(self, keys: list[str], width: int, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        """Make room for the saved state of one direction: a run that saved it knew the layer to be delayed.
+
+        Returns:
+            what is wrong with it.
+        """
+        saved = {key: state_dict[prefix + key] for key in keys if prefix + key in state_dict}
+        if saved and len(saved) < len(keys):
+            return [f"{prefix}: the checkpoint has {sorted(saved)} and lacks {sorted(set(keys) - set(saved))}"]
+        for key, tensor in saved.items():
+            if tensor.shape[-1:] != (width,):
+                return [f"{prefix + key} has shape {tuple(tensor.shape)}; this layer keeps {width} slots"]
+            ours = self._buffers[key]
+            if ours is None or ours.shape != tensor.shape:
+                device = tensor.device if ours is None else ours.device
+                self._buffers[key] = torch.empty_like(tensor, dtype=torch.float32, device=device)
+        return []
+
+    def _start_anew(self, prefix: str) -> None:
+        warnings.warn(
+            f"the checkpoint has no delayed-scaling state for {prefix.rstrip('.') or type(self).__name__}; its scales "
+            "start anew",
+            stacklevel=4,
+        )
+        for name in self._state_names():
+            buffer = self._buffers[name]
+            stage = next(p for p in sorted(self._stage_names, key=len, reverse=True) if name.startswith(p))
+            device = self._state_device(stage)
+            if buffer is not None and buffer.device != device:  # loaded with assign=True into a model on meta
+                self._buffers[name] = torch.zeros(buffer.shape, dtype=torch.float32, device=device)
+        self.reset_delayed_scaling()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_registered_with": None, "_delayed": dict(self._delayed)}
+
+
+def _keep_state_while_tracing(context: Any) -> None:
+    plan = traced_local(context, "plan")
+    if plan is not None:
+        layer, prefix = traced_local(context, "self"), traced_local(context, "prefix")
+        layer._keep_state(prefix, plan.forward_state, plan.backward_state)

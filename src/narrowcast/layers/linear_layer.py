@@ -1,0 +1,371 @@
+"""``LinearLayer``: base of layers with linear layers inside, and of what these read besides their operands."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..autograd import (
+    DelayedScales,
+    LinearFwdArgs,
+    LinearWgrad,
+    add_to_main_grad_,
+    compute_wgrad,
+    concatenate,
+    linear,
+)
+from ..functional import calibrate_
+from ..functional.wgrad_store import WeightGradStore
+from ..quantizers import Operand, OperandBuffers, buffers_of
+from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
+from ..state import THREAD
+from ..tensors import QuantizedTensor, storage_of
+from ..tensors.storage import resolve_storage_class
+from .delayed import DelayedLayer
+from .parameters import INIT_STD, accumulate, main_grad_of, mark_added_to_main_grad, mark_after_accumulation, quantize_parameter
+
+
+class Stage(NamedTuple):
+    """One linear layer inside a layer.
+
+    ``prefix``: of its buffers. ``name``: in quantizer roles. ``weight``, ``bias``: names of its parameters.
+    ``init_method``: fills the weight in place; None is normal with standard deviation 0.023.
+    """
+
+    prefix: str
+    name: str
+    weight: str
+    bias: str
+    init_method: Callable[[Tensor], Any] | None = None
+
+
+class LinearLayer(DelayedLayer):
+    """Base of the layers with linear layers inside.
+
+    Args:
+        name: the layer's name in quantizer roles.
+        stages: its linear layers, in the order in which a backward meets them.
+        device: where what belongs to its gradients is made.
+        recipe: its own recipe.
+        fuse_wgrad_accumulation: add weight gradients to the parameter's ``main_grad`` instead of its ``grad``.
+        delay_wgrad_compute: weight and bias gradients wait for :meth:`backward_dw`.
+        parts: names of the parameters that together are a weight or bias, by its name; none for one that is whole.
+    """
+
+    def __init__(
+        self,
+        name: str | None,
+        stages: tuple[Stage, ...],
+        device: torch.device,
+        *,
+        recipe: Recipe | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        parts: dict[str, list[str]] | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.name, self._stages = name or "", stages
+        self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
+        self._parts = parts or {}
+        # weight name -> its queue; in the order in which a backward meets them
+        self.wgrad_stores = {s.weight: WeightGradStore(device) for s in stages} if delay_wgrad_compute else {}
+        self._wgrad_hooks: list[Callable[[], Any]] = []
+        # Name of a weight -> (value of the quantizer that made it, its buffers), or None. All names are there from the
+        # start: a compiled graph is guarded on the keys of a dict that it writes to.
+        self._fp8_workspaces: dict[str, tuple[str, OperandBuffers] | None] = {s.weight: None for s in stages}
+        self._init_recipe, self._init_preserve = THREAD.state.init_recipe, THREAD.state.init_preserve
+        self._init_recipe_owner(recipe)
+        self._init_delayed({stage.prefix: stage.name for stage in stages})
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def _add_linear(self, stage: Stage, rows: list[int], columns: int, bias: bool, **like: Any) -> None:
+        """Uninitialised parameters of ``rows`` each, parts of one allocation."""
+        self._add_parts(stage.weight, torch.empty(sum(rows), columns, **like), rows)
+        self._add_parts(stage.bias, torch.empty(sum(rows), **like) if bias else None, rows)
+
+    def _add_parts(self, name: str, value: Tensor | None, rows: list[int]) -> None:
+        names = self._parts.get(name, [name])
+        parts = [None] * len(names) if value is None else value.split(rows)
+        for part_name, part in zip(names, parts, strict=True):
+            whole = value if len(names) == 1 else part
+            self.register_parameter(part_name, None if part is None else nn.Parameter(whole))  # type: ignore[arg-type]
+
+    def _parts_of(self, name: str) -> list[Tensor]:
+        """The parameters that hold a weight or bias: one, several, or none where there is no bias."""
+        if name not in self._parts:
+            whole = getattr(self, name)
+            return [] if whole is None else [whole]
+        parts = [getattr(self, part) for part in self._parts[name]]
+        return [part for part in parts if part is not None]
+
+    def _whole(self, name: str) -> Any:
+        """A weight or bias: the parameter, or what its parts are together; None without."""
+        if name not in self._parts:
+            return getattr(self, name)
+        parts = self._parts_of(name)
+        return concatenate(parts) if parts else None
+
+    def _weight_of_state(self, prefix: str) -> Tensor:
+        stage = next(stage for stage in self._stages if stage.prefix == prefix)
+        return self._parts_of(stage.weight)[0]
+
+    def _weight_amax(self, prefix: str) -> Tensor:
+        stage = next(stage for stage in self._stages if stage.prefix == prefix)
+        weight: Any = self._whole(stage.weight).detach()
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        if isinstance(weight, QuantizedTensor) or not weight.numel():
+            return torch.zeros(1, device=weight.device)
+        return weight.abs().amax().float().reshape(1)
+
+    @torch.no_grad()
+    def _reset_linear(self, stage: Stage) -> None:
+        """Initialise the parameters of a stage where they are; a weight that is to be stored quantized, now is."""
+        parts = self._parts_of(stage.weight)
+        whole = self._init_recipe is not None or len(parts) > 1
+        value = torch.empty_like(self._whole(stage.weight), memory_format=torch.contiguous_format) if whole else parts[0]
+        if isinstance(value, QuantizedTensor):
+            value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        if stage.init_method is None:
+            value.normal_(0.0, INIT_STD)
+        else:
+            stage.init_method(value)
+        if self._init_recipe is not None and not value.is_meta:
+            parameter = quantize_parameter(value, self._init_recipe, self._init_preserve, stage.name)
+            setattr(self, stage.weight, parameter)
+        elif len(parts) > 1:
+            for part, rows in zip(parts, value.split([part.shape[0] for part in parts])):
+                part.copy_(rows)
+        for bias in self._parts_of(stage.bias):
+            bias.zero_()
+
+    def _reset_state(self) -> None:
+        self.reset_delayed_scaling()
+        self._drop_workspaces()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._drop_workspaces()  # made from the parameter that was here
+        self._prepare_parameters()
+
+    def _prepare_parameters(self) -> None:
+        """Tell data-parallel wrappers what to expect of the gradients; again for every new parameter object."""
+        for name, parameter in self._parameters.items():
+            if parameter is None:
+                continue
+            if self.fuse_wgrad_accumulation and self._is_weight(name):
+                mark_after_accumulation(parameter)
+            if self.delay_wgrad_compute and self._belongs_to_gemm(name):
+                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def _is_weight(self, name: str) -> bool:
+        return any(name in self._parts.get(stage.weight, [stage.weight]) for stage in self._stages)
+
+    def _belongs_to_gemm(self, name: str) -> bool:
+        return self._is_weight(name) or any(
+            name in self._parts.get(stage.bias, [stage.bias]) for stage in self._stages
+        )
+
+    # -- what a forward reads ----------------------------------------------------------------------------------------
+
+    def _plan(
+        self,
+        recipe: Recipe | None,
+        stage: Stage,
+        needs_input: bool,
+        weight: Tensor,
+        save_original_input: bool = False,
+        hands_over: bool = False,
+    ) -> LinearPlan:
+        grad = torch.is_grad_enabled()
+        return linear_plan(
+            recipe,
+            stage.name,
+            grad and needs_input,
+            grad and weight.requires_grad,
+            save_original_input,
+            hands_over,
+        )
+
+    def _fwd_args(
+        self,
+        stage: Stage,
+        plan: LinearPlan,
+        dtype: torch.dtype,
+        weight: Tensor,
+        bias: Tensor | None,
+        is_first_microbatch: bool | None,
+        copy_scales: bool = False,
+    ) -> LinearFwdArgs:
+        """What the boundary reads of a stage besides its operands.
+
+        Args:
+            weight: whole. copy_scales: the backward reads the forward's scales, too.
+        """
+        scales = self._scales(stage.prefix, plan, copy_scales)
+        workspace = None
+        if plan.quantized and (is_first_microbatch is not None or isinstance(weight, QuantizedTensor)):
+            workspace = self._workspace(stage, plan.kept_weight, scales, weight, is_first_microbatch)
+        wgrad = LinearWgrad()
+        if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and plan.needs_weight:
+            wgrad = self._wgrad(stage.weight, is_first_microbatch)
+        needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
+        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias)
+
+    def _workspace(
+        self,
+        stage: Stage,
+        operand: Operand,
+        scales: DelayedScales,
+        weight: Tensor,
+        is_first_microbatch: bool | None,
+    ) -> OperandBuffers:
+        """The quantized weight of several microbatches: a quantized parameter, what the first one left, or made now.
+
+        Raises:
+            RuntimeError: the parameter is quantized in another format than the recipe's.
+        """
+        if isinstance(weight, QuantizedTensor):
+            storage, wanted = storage_of(weight), resolve_storage_class(operand.storage_name)
+            if not isinstance(storage, wanted):
+                raise RuntimeError(
+                    f"parameter {stage.weight!r} of {self.name or type(self).__name__} is a {type(weight).__name__}, "
+                    f"the recipe in force wants {wanted.__name__}; use the recipe of quantized_model_init"
+                )
+            return buffers_of(storage)
+        kept = self._fp8_workspaces[stage.weight] if is_first_microbatch is False else None
+        if kept is not None and kept[0] == operand.value:
+            return kept[1]
+        buffers = operand.quantize(weight.detach(), scales.scale_fwd, scales.amax_fwd)
+        self._fp8_workspaces[stage.weight] = (operand.value, buffers)
+        return buffers
+
+    def _drop_workspaces(self) -> None:
+        self._fp8_workspaces.update(dict.fromkeys(self._fp8_workspaces))
+
+    def _warn_of_delayed_input(self) -> None:
+        if not torch.compiler.is_compiling() and not self.__dict__.get("_warned_of_delayed_input"):
+            self.__dict__["_warned_of_delayed_input"] = True
+            warnings.warn(
+                "save_original_input is ignored: the custom recipe scales the input of "
+                f"{self.name or type(self).__name__} with delay",
+                stacklevel=3,
+            )
+
+    # -- in high precision -------------------------------------------------------------------------------------------
+
+    def _linear_in_high_precision(
+        self, stage: Stage, inp: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
+    ) -> Tensor:
+        calibrating = THREAD.state.calibrating
+        if calibrating is not None:
+            self._calibrate(stage, calibrating, inp, weight)
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:  # the gradient does not go autograd's way
+            plan = self._plan(None, stage, inp.requires_grad, weight)
+            args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)
+            return linear(weight, inp, bias, args)
+        x = _plain(inp)
+        return F.linear(x, _plain(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def _calibrate(self, stage: Stage, recipe: Recipe, inp: Tensor, weight: Tensor) -> None:
+        """Collect the amax of both operands, where an autocast asks for nothing else."""
+        plan = linear_plan(recipe, stage.name, True, True)
+        amax = self._scales(stage.prefix, plan).amax_fwd
+        if amax is not None:
+            calibrate_(_plain(inp).detach(), amax, INPUT_SLOT)
+            calibrate_(_plain(weight).detach(), amax, WEIGHT_SLOT)
+
+    # -- where weight gradients go -----------------------------------------------------------------------------------
+
+    def _wgrad(self, name: str, is_first_microbatch: bool | None) -> LinearWgrad:
+        store = self.wgrad_stores.get(name)
+        ticket = None if store is None else store.ticket
+        if not self.fuse_wgrad_accumulation:
+            return LinearWgrad(None, False, "", store, ticket)
+        main_grad, overwrite, dummy = main_grad_of(getattr(self, name), name, self.name or type(self).__name__)
+        return LinearWgrad(main_grad, overwrite or bool(is_first_microbatch), dummy, store, ticket)
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients of this layer wait for :meth:`backward_dw`."""
+        return self.delay_wgrad_compute
+
+    @torch.no_grad()
+    def backward_dw(self) -> None:
+        """Compute the weight and bias gradients of the oldest backward, and add them to ``grad`` or ``main_grad``.
+
+        Does nothing without ``delay_wgrad_compute``. Then the hooks of
+        :meth:`register_wgrad_accumulation_and_reduce_hooks` run.
+
+        Raises:
+            RuntimeError: there was no backward since the last call.
+        """
+        if not self.delay_wgrad_compute:
+            return
+        self._compute_waiting_wgrads()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def _compute_waiting_wgrads(self) -> None:
+        """The gradients of one backward, to where they go."""
+        for stage in self._stages:
+            weights = self._parts_of(stage.weight)
+            if not any(weight.requires_grad for weight in weights):
+                continue
+            deferred = self.wgrad_stores[stage.weight].pop()
+            if self.fuse_wgrad_accumulation:
+                (weight,) = weights
+                add_to_main_grad_(deferred, weight.main_grad)  # type: ignore[attr-defined]
+                mark_added_to_main_grad(weight)
+            else:
+                shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
+                _accumulate_rows(weights, compute_wgrad(deferred, shape, weights[0].dtype))
+            if deferred.grad_bias is not None:
+                _accumulate_rows(self._parts_of(stage.bias), deferred.grad_bias)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Have ``hook()`` called at the end of every :meth:`backward_dw`."""
+        self._wgrad_hooks.append(hook)
+
+    # -- moving, saving, loading -------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LinearLayer:
+        self._drop_workspaces()
+        super()._apply(fn, recurse)
+        for store in self.wgrad_stores.values():
+            store.ticket = fn(store.ticket)
+        self._prepare_parameters()
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._drop_workspaces()
+        super()._load_from_state_dict(*args)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Plain tensors only: a quantized parameter is saved as its high-precision value."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, parameter in self._parameters.items():
+            if isinstance(parameter, QuantizedTensor):
+                destination[prefix + name] = parameter.detach().dequantize()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fp8_workspaces": dict.fromkeys(self._fp8_workspaces)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prepare_parameters()
+
+
+def _accumulate_rows(parameters: list[Tensor], grad: Tensor) -> None:
+    """Give each parameter its rows of a gradient."""
+    for parameter, own in zip(parameters, grad.split([parameter.shape[0] for parameter in parameters])):
+        if parameter.requires_grad:
+            accumulate(parameter, own)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor

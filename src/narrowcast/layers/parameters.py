@@ -1,0 +1,142 @@
+"""Parameters of layers: where they live, how they begin, what their gradients go to, and what inputs fit them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._device import default_device
+from ..quantizers import Float8CurrentScalingQuantizer, Quantizer
+from ..recipe import Recipe, linear_plan
+from ..tensors import QuantizedTensor
+
+INIT_STD = 0.023
+
+
+def parameter_device(device: torch.device | str | None) -> torch.device:
+    """Where a layer makes its parameters: as given, else the ambient default device, else the accelerator."""
+    if device is not None:
+        return (
+            default_device()
+            if str(device) == "cuda" and not torch.cuda.is_available()
+            else torch.device(device)
+        )
+    ambient = torch.get_default_device()
+    return default_device() if ambient.type == "cpu" else ambient
+
+
+def parameter_dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype:
+    """Dtype of a layer's parameters, by either of its names.
+
+    Raises:
+        ValueError: both are given, and differ.
+    """
+    if params_dtype is not None and dtype is not None and params_dtype != dtype:
+        raise ValueError(f"params_dtype is {params_dtype} and dtype is {dtype}; give one of them")
+    return params_dtype or dtype or torch.get_default_dtype()
+
+
+def positive(**sizes: int) -> None:
+    """Check sizes by name.
+
+    Raises:
+        ValueError: one that is not positive.
+    """
+    for label, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{label} is {size}; use a positive number")
+
+
+def checked_input(
+    inp: Tensor, features: int, label: str, weight: Tensor, quantized_as_it_is: bool = False
+) -> Tensor:
+    """The input of a layer, cast where torch.autocast says so.
+
+    Args:
+        features: what the last dim must be; ``label`` is its name.
+        weight: a parameter to compare with.
+        quantized_as_it_is: torch.autocast does not cast a quantized input.
+    Raises:
+        ValueError: another last dim, or none. TypeError: another dtype than the weight's, outside torch.autocast.
+        RuntimeError: another device.
+    """
+    if inp.shape[-1:] != (features,):
+        raise ValueError(
+            f"input has shape {tuple(inp.shape)}; its last dim must be {label}={features}, "
+            f"the weight is {tuple(weight.shape)}"
+        )
+    if inp.device != weight.device:
+        hint = "make them real with to_empty and reset_parameters" if weight.is_meta else "move one of them"
+        raise RuntimeError(f"input is on {inp.device}, the parameters are on {weight.device}; {hint}")
+    kind = inp.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        if quantized_as_it_is and isinstance(inp, QuantizedTensor):
+            return inp
+        return inp.to(torch.get_autocast_dtype(kind))
+    if inp.dtype != weight.dtype:
+        raise TypeError(
+            f"input is {inp.dtype}, the parameters are {weight.dtype}; cast one of them or use torch.autocast"
+        )
+    return inp
+
+
+def main_grad_of(weight: Tensor, name: str, owner: str) -> tuple[Tensor, bool, str]:
+    """(main_grad, whether to overwrite it, the placeholder for the gradient) as ``LinearWgrad`` takes them.
+
+    Raises:
+        RuntimeError: the parameter has none.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise RuntimeError(
+            f"parameter {name!r} of {owner} needs a main_grad, where its gradient is to be accumulated; assign a fp32 "
+            "tensor of its shape before the forward"
+        )
+    dummy = ""
+    if hasattr(weight, "grad_added_to_main_grad"):
+        dummy = "zeros" if getattr(weight, "zero_out_wgrad", False) else "empty"
+    return main_grad, getattr(weight, "overwrite_main_grad", False), dummy
+
+
+def accumulate(parameter: Tensor, grad: Tensor) -> None:
+    """Add to ``parameter.grad`` as a backward does."""
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)
+
+
+def mark_added_to_main_grad(parameter: Tensor) -> None:
+    """Say that ``main_grad`` has what ``grad`` would hold, to those who wait for it by setting the attribute."""
+    if hasattr(parameter, "grad_added_to_main_grad"):
+        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
+def mark_after_accumulation(parameter: Tensor) -> None:
+    """Have :func:`mark_added_to_main_grad` run in every backward, once."""
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    if mark_added_to_main_grad not in hooks.values():
+        parameter.register_post_accumulate_grad_hook(mark_added_to_main_grad)
+
+
+def weight_quantizer(recipe: Recipe, name: str) -> Quantizer:
+    """What quantizes a weight that is stored quantized; delayed scaling takes current scaling, it has no history yet."""
+    quantizer = linear_plan(recipe, name, True, True).kept_weight.quantizer
+    if quantizer._is_delayed():
+        return Float8CurrentScalingQuantizer(quantizer.dtype)  # type: ignore[attr-defined]
+    return quantizer
+
+
+def quantize_parameter(value: Tensor, recipe: Recipe, preserve: bool, name: str) -> nn.Parameter:
+    """Quantized parameter holding ``value`` (N, K) in the format of the recipe's weights.
+
+    Args:
+        preserve: keep a CPU copy of ``value`` on the parameter.
+        name: of the layer, for a custom recipe's role.
+    """
+    parameter: Any = nn.Parameter(weight_quantizer(recipe, name).quantize(value.detach()), requires_grad=True)
+    if preserve:
+        parameter._high_precision_init_val = value.detach().cpu()
+    return parameter

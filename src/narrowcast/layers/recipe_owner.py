@@ -1,0 +1,60 @@
+"""Which recipe a layer runs under: that of the autocast in force, else its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..recipe import Recipe
+from ..state import THREAD, checked_recipe
+
+
+class RecipeOwner(nn.Module):
+    """Base of what runs under a recipe.
+
+    ``recipe``: its own, None for high precision; an ``autocast`` overrides it where it is entered, ``enabled=False``
+    too. Assigning makes what state the recipe needs.
+    """
+
+    _recipe: Recipe | None
+    _last_recipe: Recipe | None
+
+    def _init_recipe_owner(self, recipe: Recipe | None) -> None:
+        self._recipe = self._last_recipe = checked_recipe(recipe, type(self).__name__)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The layer's own recipe."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | None) -> None:
+        self._init_recipe_owner(recipe)
+        self._prepare_for_recipe()
+
+    def _prepare_for_recipe(self) -> None:
+        """Make the state that the layer's own recipe needs."""
+
+    def _recipe_in_force(self) -> Recipe | None:
+        """The recipe of this forward.
+
+        One that runs inside a backward, outside of any autocast, is a recomputation, and goes by the last forward.
+        """
+        state = THREAD.state
+        if torch.compiler.is_compiling():
+            return state.recipe if state.depth else self._recipe
+        if state.depth:
+            recipe = state.recipe
+        elif torch._C._current_graph_task_id() != -1:
+            return self._last_recipe
+        else:
+            recipe = self._recipe
+        if recipe is not self._last_recipe:
+            self.__dict__["_last_recipe"] = recipe
+        return recipe
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for pickling and deep copies: without the last forward's recipe, which may be anybody's."""
+        return {**self.__dict__, "_last_recipe": self._recipe}

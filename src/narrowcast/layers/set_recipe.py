@@ -1,0 +1,93 @@
+"""``set_recipe``: give the layers of a model their recipes, and the model the renewal of their delayed scaling."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..recipe import Recipe, recipes_from_json
+from ..state import checked_recipe, reduce_amax, renew
+from .delayed import DelayedLayer
+from .recipe_owner import RecipeOwner
+
+
+def set_recipe(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | None] | str | None) -> nn.Module:
+    """Give every low-precision layer of a model its own recipe; no ``autocast`` is needed then.
+
+    ``model`` renews the scales of its delayed layers at the start of each of its training forwards, so it should be
+    what is called.
+
+    Args:
+        model: the model, or any part of one.
+        recipe: for all layers, None for high precision; or ordered patterns of module names, of which a later one
+            overrides an earlier: ``{"": R, "layers.*.mlp": R1, "lm_head": None}``. A pattern stands for the modules it
+            names and all within them; ``*`` is one part of a name, ``**`` any number, "" the model itself. Or such a
+            table as JSON (:func:`narrowcast.recipe.recipes_to_json`).
+    Returns:
+        ``model``.
+    Raises:
+        TypeError: no recipe. ValueError: a pattern that no low-precision layer matches, or a model without any.
+    """
+    table: Any = recipes_from_json(recipe) if isinstance(recipe, str) else recipe
+    table = dict(table) if isinstance(table, Mapping) else {"": table}
+    for value in table.values():
+        checked_recipe(value, "set_recipe")
+    owners = {name: module for name, module in model.named_modules() if isinstance(module, RecipeOwner)}
+    chosen: dict[str, Recipe | None] = {}
+    for pattern, value in table.items():
+        matching = _regular_expression(pattern)
+        found = [name for name in owners if matching.match(name)]
+        if not found:
+            names = ", ".join(repr(name) for name in list(owners)[:8]) or "none"
+            raise ValueError(
+                f"{pattern!r} matches no low-precision layer of this {type(model).__name__}; its layers: {names}"
+            )
+        chosen.update(dict.fromkeys(found, value))
+    for name, value in chosen.items():
+        owners[name].recipe = value
+        if isinstance(owners[name], DelayedLayer):
+            owners[name]._renewed_by_root = True
+    hooks: Any = model._forward_pre_hooks
+    if renew_layers not in hooks.values():
+        model.register_forward_pre_hook(renew_layers)
+    return model
+
+
+def get_recipes(model: nn.Module) -> dict[str, Recipe | None]:
+    """The recipe of every low-precision layer, by the layer's name."""
+    return {name: module.recipe for name, module in model.named_modules() if isinstance(module, RecipeOwner)}
+
+
+def _regular_expression(pattern: str) -> re.Pattern[str]:
+    parts = {"**": r".*", "*": r"[^.]*"}
+    pieces = re.split(r"(\*\*|\*)", pattern)
+    body = "".join(parts.get(piece, re.escape(piece)) for piece in pieces)
+    return re.compile(rf"(?:{body})(?:\..*)?$" if pattern else r".*$")
+
+
+def renew_layers(model: nn.Module, args: Any = ()) -> None:
+    """Renew the scales of all delayed layers of a model: its forward pre-hook.
+
+    Not in evaluation, nor in a backward, whose recomputation sees the scales of the first forward.
+    """
+    recomputes = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    if model.training and torch.is_grad_enabled() and not recomputes:
+        renew([layer for layer in model.modules() if isinstance(layer, DelayedLayer)])
+
+
+def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
+    """MAX over ranks of the amax that the delayed layers of a model have collected; call it once per step.
+
+    One all-reduce in the order of ``named_modules``, whichever layers ran, between the backward and the next forward:
+    at hand, or in an optimizer's step pre-hook. Recipes with ``reduce_amax=False`` keep out of it.
+
+    Args:
+        group: process group of the ranks that hold equal models; None is the default group.
+    Raises:
+        RuntimeError: the ranks' models keep states of different sizes.
+    """
+    reduce_amax([layer for layer in model.modules() if isinstance(layer, DelayedLayer)], group)

@@ -1,0 +1,151 @@
+"""What the operators on the state of delayed scaling do: renew many layers at once, read scales, calibrate."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from reference.checks import assert_bitwise
+from torch import Tensor
+
+import narrowcast as nc
+from narrowcast import functional, reference
+from narrowcast.quantizers import DelayedFloat8Quantizer
+
+State = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+
+def states(length: int, widths: list[int]) -> State:
+    """Scales, histories and amaxes of layers of different widths, with unused, infinite, NaN and subnormal amaxes."""
+    scales, histories, amaxes = [], [], []
+    for index, n in enumerate(widths):
+        history, amax = torch.rand(length, n), torch.rand(n)
+        history[0] = 0.0
+        amax[index % n] = (0.0, math.nan, math.inf, 1e-40, 0.5)[index % 5]
+        history[-1, (index + 1) % n] = (math.nan, math.inf, 0.0)[index % 3] if length > 1 else 0.0
+        scales.append(torch.rand(n))
+        histories.append(history)
+        amaxes.append(amax)
+    return scales, histories, amaxes
+
+
+def assert_renews(length: int, widths: list[int], algorithm: str, device: torch.device) -> None:
+    """Two steps of the operator against the reference, layer by layer."""
+    scales, histories, amaxes = states(length, widths)
+    here = [[tensor.to(device, copy=True) for tensor in tensors] for tensors in (scales, histories, amaxes)]
+    for _ in range(2):
+        functional.renew_delayed_scaling(*here, 448.0, 1, algorithm)
+        for index, (scale, history, amax) in enumerate(zip(scales, histories, amaxes, strict=True)):
+            history[0] = amax
+            scales[index], histories[index] = reference.delayed.update(
+                scale, history, fp8_max=448.0, margin=1, algo=algorithm
+            )
+            assert_bitwise(here[0][index], scales[index], f"scale {index} of {widths}")
+            assert_bitwise(here[1][index], histories[index], f"history {index} of {widths}")
+            assert not here[2][index].any(), "the next step collects from zero"
+        for amax, collected in zip(amaxes, here[2], strict=True):
+            amax.copy_(torch.rand(amax.shape))
+            collected.copy_(amax)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 2, 3, 65, 600])
+def test_renews_layers_of_any_width(length: int, algorithm: str, device: torch.device) -> None:
+    assert_renews(length, [3, 2, 9, 1, 3, 2, 2], algorithm, device)
+
+
+@pytest.mark.gpu
+def test_renews_many_layers(device: torch.device) -> None:
+    assert_renews(1024, [3, 2] * 200, "max", device)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_writes_strided_state_in_place(width: int, device: torch.device) -> None:
+    """Histories may be the first rows, or every second column, of something larger."""
+    whole = torch.rand(8, 2 * width, device=device)
+    rest = whole[:, 1::2].clone(), whole[5:].clone()
+    scale, amax = torch.ones(width, device=device), torch.full((width,), 2.0, device=device)
+    functional.renew_delayed_scaling([scale], [whole[:5, ::2]], [amax], 448.0, 0, "most_recent")
+    assert (scale == 224.0).all() and not whole[0, ::2].any() and (whole[4, ::2] == 2.0).all()
+    assert torch.equal(whole[:, 1::2], rest[0]) and torch.equal(whole[5:], rest[1])
+
+
+def test_no_layers_are_no_work() -> None:
+    functional.renew_delayed_scaling([], [], [], 448.0, 0, "max")
+
+
+def test_refuses_histories_of_several_lengths(device: torch.device) -> None:
+    scales, histories, amaxes = states(4, [3, 3])
+    with pytest.raises(ValueError, match=r"histories have \[3, 4\] rows; renew histories of one length"):
+        functional.renew_delayed_scaling(scales, [histories[0][:3], histories[1]], amaxes, 448.0, 0, "max")
+
+
+@pytest.mark.gpu
+def test_captures_into_a_graph(device: torch.device) -> None:
+    scale, history = torch.ones(3, device=device), torch.zeros(16, 3, device=device)
+    amax = torch.zeros(3, device=device)
+    functional.renew_delayed_scaling([scale], [history], [amax], 448.0, 0, "max")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        functional.renew_delayed_scaling([scale], [history], [amax], 448.0, 0, "max")
+    amax.copy_(torch.tensor([2.0, 0.0, 4.0]))
+    graph.replay()
+    assert scale.tolist() == [224.0, 1.0, 112.0] and not amax.any()
+    assert history[-1].tolist() == [2.0, 0.0, 4.0] and not history[0].any()
+
+
+def test_read_scales_are_a_copy(device: torch.device) -> None:
+    scale = torch.rand(3, device=device)
+    read = functional.read_scales(scale)
+    expected = scale.clone()
+    scale.zero_()
+    assert torch.equal(read, expected)
+
+
+def test_calibrating_overwrites_one_slot(device: torch.device) -> None:
+    amax = torch.full((3,), 9.0, device=device)
+    functional.calibrate_(torch.tensor([1.0, math.nan, -3.0], device=device), amax, 1)
+    assert amax.tolist() == [9.0, 3.0, 9.0]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_step_collects_what_an_eager_one_does(backend: str) -> None:
+    """The renewal in the graph, the amax collected in forward and backward, and scales that a later step renews."""
+    fprop, dgrad = (DelayedFloat8Quantizer(nc.DType.kFloat8E4M3, slot) for slot in (0, 1))
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale, amax):  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(scale)
+            ctx.amax = amax
+            codes, _, scale_inv = functional.quantize(x, fprop, None, scale, amax)
+            return functional.dequantize([codes, scale_inv], fprop, False, x.dtype, x.shape)
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            (scale,) = ctx.saved_tensors
+            codes, _, scale_inv = functional.quantize(grad, dgrad, None, scale, ctx.amax)
+            return functional.dequantize([codes, scale_inv], dgrad, False, grad.dtype, grad.shape), None, None
+
+    def step(x: Tensor, scale: Tensor, history: Tensor, amax: Tensor) -> Tensor:
+        functional.renew_delayed_scaling([scale], [history], [amax], 448.0, 0, "max")
+        return Scaled.apply(x, functional.read_scales(scale), amax)
+
+    def run(step):  # type: ignore[no-untyped-def]
+        scale, history, amax = torch.ones(2), torch.zeros(4, 2), torch.zeros(2)
+        results = []
+        for index in range(4):
+            generator = torch.Generator().manual_seed(index)
+            x = (torch.randn(16, 32, generator=generator) * (1 + 3 * index)).requires_grad_()
+            y = step(x, scale, history, amax)
+            collected = amax.clone()
+            (y * y).sum().backward()
+            results += [y.detach(), x.grad, collected, amax.clone(), scale.clone(), history.clone()]
+        return results
+
+    torch._dynamo.reset()
+    compiled = run(torch.compile(step, fullgraph=True, backend=backend))
+    for index, (actual, expected) in enumerate(zip(compiled, run(step), strict=True)):
+        assert_bitwise(actual, expected, f"result {index % 6} of step {index // 6}")
