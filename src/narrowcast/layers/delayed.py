@@ -18,9 +18,20 @@ from ..recipe import (
     DelayedScaling,
     LinearPlan,
     Mode,
+    Recipe,
     linear_plan,
 )
-from ..state import THREAD, DelayedSlots, fp8_max, register_delayed, renew_and_read
+from ..state import (
+    THREAD,
+    AutocastState,
+    DelayedSlots,
+    first_scale,
+    fp8_max,
+    register_delayed,
+    renew,
+    renew_and_read,
+    starts_a_step,
+)
 from .recipe_owner import RecipeOwner
 
 _BUFFERS = ("scale", "amax_history", "amax")
@@ -28,9 +39,6 @@ _DIRECTIONS: tuple[tuple[str, Mode, tuple[str, ...]], ...] = (
     ("fwd", "forward", FORWARD_TENSOR_TYPES),
     ("bwd", "backward", BACKWARD_TENSOR_TYPES),
 )
-# What a first step may bring: activations up to 28, gradients up to 7/8. With the range of the formats below that, E4M3
-# keeps activations down to 1e-4 and E5M2 gradients down to 2e-10, where a scale of 1 loses gradients below 1e-5.
-_FIRST_ACTIVATION, _FIRST_GRADIENT = 28.0, 0.875
 
 
 class DelayedLayer(RecipeOwner):
@@ -63,9 +71,12 @@ class DelayedLayer(RecipeOwner):
 
     def _prepare_for_recipe(self) -> None:
         if self._recipe is not None:
-            for prefix, name in self._stage_names.items():
-                plan = linear_plan(self._recipe, name, True, True)
-                self._keep_state(prefix, plan.forward_state, plan.backward_state)
+            self._keep_state_of(self._recipe)
+
+    def _keep_state_of(self, recipe: Recipe) -> None:
+        for prefix, name in self._stage_names.items():
+            plan = linear_plan(recipe, name, True, True)
+            self._keep_state(prefix, plan.forward_state, plan.backward_state)
 
     def _keep_state(
         self, prefix: str, forward: DelayedScaling | None, backward: DelayedScaling | None
@@ -73,8 +84,7 @@ class DelayedLayer(RecipeOwner):
         """Have the buffers that these need, histories in their length; what is there already stays."""
         state = THREAD.state
         if state.depth and self._registered_with is not state and not (forward is None and backward is None):
-            self.__dict__["_registered_with"] = state
-            register_delayed(self)
+            self._register_with(state)
         known = self._delayed.get(prefix)
         if known is not None and known[0] is forward and known[1] is backward:
             return
@@ -83,6 +93,19 @@ class DelayedLayer(RecipeOwner):
                 if delayed is not None:
                     self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
         self._delayed[prefix] = (forward, backward)
+
+    def _register_with(self, state: AutocastState) -> None:
+        """Have the autocasts of this thread renew the state from now on, and do what the present one could not.
+
+        A layer that was restored or copied comes with the amax of its last step.
+        """
+        self.__dict__["_registered_with"] = state
+        register_delayed(self)
+        recipe = state.recipe or state.calibrating
+        if recipe is not None:
+            self._keep_state_of(recipe)
+        if state.recipe is not None and self.training and starts_a_step():
+            renew([self])
 
     @torch.no_grad()
     def _fit_buffers(
@@ -112,16 +135,9 @@ class DelayedLayer(RecipeOwner):
     def _reset_direction(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> None:
         for buffer in ("amax_history", "amax"):
             getattr(self, f"{prefix}{buffer}_{direction}").zero_()
-        scale = getattr(self, f"{prefix}scale_{direction}").fill_(1.0)
-        if delayed.initial_scale == "one":
-            return
-        largest = fp8_max(delayed, mode) / 2**delayed.margin
-        if mode == "backward":
-            scale.fill_(largest / _FIRST_GRADIENT)
-            return
-        scale.fill_(largest / _FIRST_ACTIVATION)
-        if not scale.is_meta:
-            amax = self._weight_amax(prefix).to(scale.device)
+        scale = getattr(self, f"{prefix}scale_{direction}").fill_(first_scale(delayed, mode))
+        if mode == "forward" and delayed.initial_scale == "range" and not scale.is_meta:
+            largest, amax = fp8_max(delayed, mode) / 2**delayed.margin, self._weight_amax(prefix).to(scale.device)
             at = slice(WEIGHT_SLOT * self._groups, (WEIGHT_SLOT + 1) * self._groups)
             usable = (amax > 0) & amax.isfinite()
             scale[at] = torch.where(usable, torch.full_like(amax, largest) / amax, scale[at])
@@ -134,11 +150,15 @@ class DelayedLayer(RecipeOwner):
 
     @torch.no_grad()
     def reset_delayed_scaling(self) -> None:
-        """Start delayed scaling anew: scales as its recipe says, no amax."""
-        for prefix, states in self._delayed.items():
+        """Start delayed scaling anew: scales as its recipe says, no amax. State of an unknown recipe is dropped."""
+        for prefix in self._stage_names:
+            states = self._delayed.get(prefix, (None, None))
             for delayed, (direction, mode, _) in zip(states, _DIRECTIONS):
                 if delayed is not None:
                     self._reset_direction(prefix, direction, mode, delayed)
+                else:
+                    for buffer in _BUFFERS:
+                        setattr(self, f"{prefix}{buffer}_{direction}", None)
 
     def delayed_slots(self) -> list[DelayedSlots]:
         """The state, by stage and direction, as it is to be renewed."""
@@ -155,6 +175,23 @@ class DelayedLayer(RecipeOwner):
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 
+    def _have_state(
+        self, prefix: str, forward: DelayedScaling | None, backward: DelayedScaling | None
+    ) -> None:
+        """:meth:`_keep_state` in traced and eager code alike.
+
+        Raises:
+            RuntimeError: the recipe is made in the graph, of what the compiler cannot tell.
+        """
+        if not torch.compiler.is_compiling():
+            self._keep_state(prefix, forward, backward)
+            return
+        torch._dynamo.comptime.comptime(_keep_state_while_tracing)
+        if forward is not None and getattr(self, f"{prefix}scale_fwd") is None:
+            raise RuntimeError(
+                "this layer has no state for a recipe that is made inside the compiled function; make the recipe outside"
+            )
+
     def _scales(self, prefix: str, plan: LinearPlan, copy_forward: bool = False) -> DelayedScales:
         """State for one forward of a stage; nothing for a plan that scales nothing with delay.
 
@@ -164,14 +201,7 @@ class DelayedLayer(RecipeOwner):
         forward, backward = plan.forward_state, plan.backward_state
         if forward is None and backward is None:
             return DelayedScales()
-        if torch.compiler.is_compiling():
-            torch._dynamo.comptime.comptime(_keep_state_while_tracing)
-            if forward is not None and getattr(self, f"{prefix}scale_fwd") is None:
-                raise RuntimeError(
-                    "this layer has no state for a recipe that is made inside the compiled function; make the recipe outside"
-                )
-        else:
-            self._keep_state(prefix, forward, backward)
+        self._have_state(prefix, forward, backward)
         collects = self.training and torch.is_grad_enabled()
         renews = collects and (THREAD.state.traced if THREAD.state.depth else not self._renewed_by_root)
         fwd = None if forward is None else self._slots(prefix, "fwd", "forward", forward)
@@ -256,8 +286,11 @@ class DelayedLayer(RecipeOwner):
         if saved and len(saved) < len(keys):
             return [f"{prefix}: the checkpoint has {sorted(saved)} and lacks {sorted(set(keys) - set(saved))}"]
         for key, tensor in saved.items():
-            if tensor.shape[-1:] != (width,):
-                return [f"{prefix + key} has shape {tuple(tensor.shape)}; this layer keeps {width} slots"]
+            wanted = (max(tensor.numel() // width, 1), width) if "history" in key else (width,)
+            if tensor.shape != wanted:
+                shape = f"(rows, {width})" if "history" in key else f"({width},)"
+                return [f"{prefix + key} has shape {tuple(tensor.shape)}; this layer keeps {shape}"]
+        for key, tensor in saved.items():
             ours = self._buffers[key]
             if ours is None or ours.shape != tensor.shape:
                 device = tensor.device if ours is None else ours.device
@@ -279,11 +312,14 @@ class DelayedLayer(RecipeOwner):
         self.reset_delayed_scaling()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_registered_with": None, "_delayed": dict(self._delayed)}
+        # without the recipes of others, which need not pickle; the next forward tells them
+        return {**super().__getstate__(), "_registered_with": None, "_delayed": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prepare_for_recipe()
 
 
 def _keep_state_while_tracing(context: Any) -> None:
-    plan = traced_local(context, "plan")
-    if plan is not None:
-        layer, prefix = traced_local(context, "self"), traced_local(context, "prefix")
-        layer._keep_state(prefix, plan.forward_state, plan.backward_state)
+    layer, *arguments = (traced_local(context, name) for name in ("self", "prefix", "forward", "backward"))
+    layer._keep_state(*arguments)
