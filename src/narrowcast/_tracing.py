@@ -7,14 +7,28 @@ traced code reads next is what that function left, guarded as if it had always b
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import Any
 
 
 def traced_local(context: Any, name: str) -> Any:
-    """The object that a local variable of the traced function stands for; None for one that is made in the graph."""
+    """The object that a local variable of the traced function stands for; an equal one for a value made in the graph.
+
+    None where that has parts that are no constants.
+    """
     variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
     if hasattr(variable, "realize"):
         variable = variable.realize()
     if variable.is_python_constant():
         return variable.as_python_constant()
-    return variable.value if getattr(variable, "source", None) is not None else None
+    if getattr(variable, "source", None) is not None:
+        return variable.value
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    kind = variable.python_type()
+    with contextlib.suppress(NotImplementedError):
+        if dataclasses.is_dataclass(kind):
+            names = [field.name for field in dataclasses.fields(kind)]
+            parts = [variable.var_getattr(translator, part).as_python_constant() for part in names]
+            return kind(**dict(zip(names, parts)))
+    return None

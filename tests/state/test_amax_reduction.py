@@ -1,4 +1,4 @@
-"""Delayed scaling on two processes: amaxes are reduced, so both ranks hold the same scales."""
+"""Delayed scaling on two processes: one explicit call reduces amaxes, so that both ranks hold the same scales."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import narrowcast as nc
 from narrowcast.recipe import DelayedScaling
 
 WORLD, STEPS, SECONDS = 2, 5, 120
-REDUCED = DelayedScaling(amax_history_len=3)
-LOCAL = DelayedScaling(amax_history_len=3, reduce_amax=False)
+REDUCED = DelayedScaling(amax_history_len=3, initial_scale="one")
+LOCAL = DelayedScaling(amax_history_len=3, initial_scale="one", reduce_amax=False)
 FUNCTIONS = DelayedScaling(
     amax_history_len=2, scaling_factor_compute_algo=lambda amax, *_: 448.0 / amax.clamp(min=1.0)
 )

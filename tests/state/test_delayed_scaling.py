@@ -38,6 +38,7 @@ def test_scales_and_histories_follow_the_rule(
     length: int, algo: Any, margin: int, fp8_format: Format
 ) -> None:
     recipe = DelayedScaling(
+        initial_scale="one",
         margin=margin, fp8_format=fp8_format, amax_history_len=length, amax_compute_algo=algo
     )
     layer, rule = make_layer(), Simulation(recipe)
@@ -51,7 +52,7 @@ def test_scales_and_histories_follow_the_rule(
 
 
 def test_a_step_computes_with_the_scales_of_the_steps_before() -> None:
-    recipe = DelayedScaling(amax_history_len=2)
+    recipe = DelayedScaling(initial_scale="one", amax_history_len=2)
     layer, rule = make_layer(bias=False), Simulation(recipe)
 
     def rounded(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -77,7 +78,7 @@ def test_a_step_computes_with_the_scales_of_the_steps_before() -> None:
 
 def test_amax_that_gives_no_scale() -> None:
     """Zero leaves everything alone; infinity enters the history, not the scale; a tiny amax gives FLT_MAX."""
-    recipe = DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent")
+    recipe = DelayedScaling(initial_scale="one", amax_history_len=3, amax_compute_algo="most_recent")
     layer, dy = make_layer(), torch.zeros(4, 40)
     state, scales = layer.delayed_scaling, []
     for value in (2.0, 0.0, float("inf"), 1e-40, 4.0):
@@ -108,6 +109,7 @@ def test_functions_for_amax_and_scale() -> None:
         return torch.where(amax > 0, 0.5 * fp8_max / amax, scale)
 
     recipe = DelayedScaling(
+        initial_scale="one",
         amax_history_len=3, amax_compute_algo=mean_of_used, scaling_factor_compute_algo=half, margin=7
     )
     layer, rows, scale = make_layer(), [[0.0] * 3 for _ in range(3)], torch.ones(3)
@@ -130,6 +132,7 @@ def test_functions_for_amax_and_scale() -> None:
 
 def test_only_one_function() -> None:
     recipe = DelayedScaling(
+        initial_scale="one",
         amax_history_len=4, scaling_factor_compute_algo=lambda amax, scale, fp8_max, _: fp8_max - amax
     )
     layer = make_layer()
@@ -147,7 +150,7 @@ def test_only_one_function() -> None:
 
 
 def test_several_modules_and_unused_ones() -> None:
-    recipe = DelayedScaling(amax_history_len=4)
+    recipe = DelayedScaling(initial_scale="one", amax_history_len=4)
     layers = [make_layer(24, 24, seed) for seed in range(3)]
     rules = [Simulation(recipe) for _ in layers]
     for step in range(STEPS):
@@ -166,7 +169,7 @@ def test_several_modules_and_unused_ones() -> None:
 
 
 def test_one_module_twice_in_a_region() -> None:
-    recipe = DelayedScaling(amax_history_len=4)
+    recipe = DelayedScaling(initial_scale="one", amax_history_len=4)
     layer, rule = make_layer(), Simulation(recipe)
     for step in range(STEPS):
         x1, x2 = draw(step, 6, 24), draw(step + 1, 6, 24)
@@ -182,7 +185,7 @@ def test_one_module_twice_in_a_region() -> None:
 @pytest.mark.parametrize("order", ["forward_backward", "two_forwards_then_two_backwards"])
 def test_gradient_accumulation(order: str) -> None:
     """Every outermost entry renews from what was collected since the one before."""
-    recipe = DelayedScaling(amax_history_len=4)
+    recipe = DelayedScaling(initial_scale="one", amax_history_len=4)
     layer, rule = make_layer(), Simulation(recipe)
     for step in range(3):
         pending = []
@@ -203,7 +206,7 @@ def test_gradient_accumulation(order: str) -> None:
 
 
 def test_cached_weight_is_collected_once() -> None:
-    recipe = DelayedScaling(amax_history_len=4)
+    recipe = DelayedScaling(initial_scale="one", amax_history_len=4)
     layer, rule = make_layer(), Simulation(recipe)
     for step in range(3):
         for micro in range(3):
@@ -221,8 +224,8 @@ def test_cached_weight_is_collected_once() -> None:
 
 def test_two_models_under_two_recipes() -> None:
     recipes = [
-        DelayedScaling(amax_history_len=4, margin=1),
-        DelayedScaling(amax_history_len=2, fp8_format=Format.E4M3, amax_compute_algo="most_recent"),
+        DelayedScaling(initial_scale="one", amax_history_len=4, margin=1),
+        DelayedScaling(initial_scale="one", amax_history_len=2, fp8_format=Format.E4M3, amax_compute_algo="most_recent"),
     ]
     layers, rules = [make_layer(seed=seed) for seed in range(2)], [Simulation(recipe) for recipe in recipes]
     for step in range(STEPS):
@@ -245,12 +248,12 @@ def test_two_models_under_two_recipes() -> None:
 def test_nested_recipes(outer: str) -> None:
     """A module renews by the recipe it ran under, once per outermost enabled entry, whatever that recipe is."""
     enclosing: dict[str, Any] = {
-        "delayed": DelayedScaling(amax_history_len=3, margin=2),
+        "delayed": DelayedScaling(initial_scale="one", amax_history_len=3, margin=2),
         "current": nc.recipe.Float8CurrentScaling(),
         "custom": nc.recipe.CustomRecipe(qfactory=lambda role: nc.MXFP8Quantizer(nc.DType.kFloat8E4M3)),
         "disabled": None,
     }
-    inner = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)
+    inner = DelayedScaling(initial_scale="one", amax_history_len=4, fp8_format=Format.E4M3)
     first, second, third = (make_layer(seed=seed) for seed in range(3))
     recipe = enclosing[outer]
     rules = {second: Simulation(inner), third: Simulation(inner)}
@@ -279,7 +282,7 @@ def test_one_module_under_changing_recipes() -> None:
     """A history that shrinks keeps its first rows; one that grows gets zeros, not what it held before."""
     layer, x, dy = make_layer(), torch.ones(2, 24), torch.ones(2, 40)
     state = layer.delayed_scaling
-    long, short = DelayedScaling(amax_history_len=6), DelayedScaling(amax_history_len=3)
+    long, short = DelayedScaling(initial_scale="one", amax_history_len=6), DelayedScaling(initial_scale="one", amax_history_len=3)
     for step in range(8):
         train_step(layer, long, x * (step + 1), dy)
     assert state.amax_history_fwd[:6, 0].tolist() == [8, 3, 4, 5, 6, 7]
@@ -292,7 +295,7 @@ def test_one_module_under_changing_recipes() -> None:
 
 
 def test_history_longer_than_the_buffers() -> None:
-    recipe = DelayedScaling(amax_history_len=1030)
+    recipe = DelayedScaling(initial_scale="one", amax_history_len=1030)
     layer = make_layer(4, 4)
     for step in range(1040):
         layer.delayed_scaling.amax_history_fwd[0] = 1040 - step
@@ -304,7 +307,7 @@ def test_history_longer_than_the_buffers() -> None:
 
 
 def test_without_gradients_scales_are_frozen() -> None:
-    recipe = DelayedScaling(amax_history_len=4)
+    recipe = DelayedScaling(initial_scale="one", amax_history_len=4)
     layer = make_layer()
     for step in range(2):
         train_step(layer, recipe, draw(step, 6, 24), draw(step, 6, 40))
@@ -322,7 +325,7 @@ def test_without_gradients_scales_are_frozen() -> None:
 
 
 def test_graph_capture_and_disabled_regions_renew_nothing() -> None:
-    recipe = DelayedScaling(amax_history_len=4)
+    recipe = DelayedScaling(initial_scale="one", amax_history_len=4)
     layer = make_layer()
     train_step(layer, recipe, draw(0, 6, 24), draw(0, 6, 40))
     before = buffers(layer)
@@ -334,7 +337,7 @@ def test_graph_capture_and_disabled_regions_renew_nothing() -> None:
 
 
 def test_calibration_overwrites_the_slots_and_nothing_else() -> None:
-    recipe = DelayedScaling(amax_history_len=4)
+    recipe = DelayedScaling(initial_scale="one", amax_history_len=4)
     layer = make_layer()
     for x in (draw(1, 6, 24), draw(0, 6, 24)):  # the second is smaller: overwritten, not accumulated
         with nc.autocast(enabled=False, calibrating=True, recipe=recipe):
@@ -381,7 +384,7 @@ def states_over_steps(
             return forward_compiled(x)
 
     def built_inside(x: torch.Tensor) -> torch.Tensor:
-        with nc.autocast(recipe=DelayedScaling(amax_history_len=4)):
+        with nc.autocast(recipe=DelayedScaling(initial_scale="one", amax_history_len=4)):
             return forward(x)
 
     def compile_(function: Any, **kwargs: Any) -> Any:
@@ -405,12 +408,14 @@ def states_over_steps(
 
 
 RECIPES = {
-    "history_1": DelayedScaling(amax_history_len=1),
-    "history_4": DelayedScaling(amax_history_len=4),
+    "history_1": DelayedScaling(initial_scale="one", amax_history_len=1),
+    "history_4": DelayedScaling(initial_scale="one", amax_history_len=4),
     "margin": DelayedScaling(
+        initial_scale="one",
         amax_history_len=4, margin=2, amax_compute_algo="most_recent", fp8_format=Format.E4M3
     ),
     "functions": DelayedScaling(
+        initial_scale="one",
         amax_history_len=4,
         amax_compute_algo=lambda history: history.amax(0),
         scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: torch.where(
@@ -439,7 +444,7 @@ def test_recipe_built_inside_the_compiled_function() -> None:
 
 
 def test_too_long_a_history_inside_a_compiled_function_is_named() -> None:
-    layer, recipe = make_layer(), DelayedScaling(amax_history_len=2000)
+    layer, recipe = make_layer(), DelayedScaling(initial_scale="one", amax_history_len=2000)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         with nc.autocast(recipe=recipe):
@@ -480,14 +485,14 @@ def test_stateless_recipes_add_nothing_to_the_state_dict(name: str) -> None:
 
 
 def test_state_dict_after_use_is_plain_and_short() -> None:
-    layer = trained(DelayedScaling(amax_history_len=4))
+    layer = trained(DelayedScaling(initial_scale="one", amax_history_len=4))
     state = layer.state_dict()
     assert sorted(state) == ["bias", *[f"delayed_scaling.{key}" for key in KEYS], "weight"]
     assert state["delayed_scaling.amax_history_fwd"].shape == (4, 3)
     assert state["delayed_scaling.amax_history_bwd"].shape == (4, 2)
     assert all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in state.values())
     before = state["delayed_scaling.scale_fwd"].clone()
-    train_step(layer, DelayedScaling(amax_history_len=4), draw(4, 6, 24), draw(4, 6, 40))
+    train_step(layer, DelayedScaling(initial_scale="one", amax_history_len=4), draw(4, 6, 24), draw(4, 6, 40))
     assert torch.equal(state["delayed_scaling.scale_fwd"], before)  # a copy, not a view
 
 
@@ -504,7 +509,7 @@ def through_a_file(state: dict[str, torch.Tensor], how: str, folder: Path) -> di
 @pytest.mark.parametrize("length", [1, 4, 1024, 1100])
 def test_a_restored_layer_continues_like_the_original(tmp_path: Path, length: int, file: str) -> None:
     """Also in a process that never trained: nothing but the checkpoint may count."""
-    recipe = DelayedScaling(amax_history_len=length)
+    recipe = DelayedScaling(initial_scale="one", amax_history_len=length)
     layer = trained(recipe, steps=4)
     saved = through_a_file(layer.state_dict(), file, tmp_path)
 
@@ -520,7 +525,7 @@ def test_a_restored_layer_continues_like_the_original(tmp_path: Path, length: in
 
 
 def test_strict_load_both_ways() -> None:
-    used, fresh = trained(DelayedScaling(amax_history_len=4)), make_layer(seed=3)
+    used, fresh = trained(DelayedScaling(initial_scale="one", amax_history_len=4)), make_layer(seed=3)
     plain, state = copy.deepcopy(fresh.state_dict()), fresh.delayed_scaling
     addresses = [state.scale_fwd.data_ptr(), state.amax_history_fwd.data_ptr()]
     fresh.load_state_dict(used.state_dict())
@@ -535,7 +540,7 @@ def test_strict_load_both_ways() -> None:
 
 
 def test_loading_other_parts_leaves_the_state() -> None:
-    layer = trained(DelayedScaling(amax_history_len=4))
+    layer = trained(DelayedScaling(initial_scale="one", amax_history_len=4))
     model = torch.nn.Sequential(layer, torch.nn.LayerNorm(40))
     before = buffers(layer)
     model.load_state_dict({"1.weight": torch.ones(40)}, strict=False)
@@ -545,11 +550,11 @@ def test_loading_other_parts_leaves_the_state() -> None:
 @pytest.mark.parametrize("saved, loaded", [(2, 5), (5, 2), (1024, 4), (4, 1024), (1, 4)])
 def test_history_length_may_change_at_a_restart(saved: int, loaded: int) -> None:
     """Shrinking keeps the first rows, growing appends zero rows."""
-    layer = trained(DelayedScaling(amax_history_len=saved), steps=5)
+    layer = trained(DelayedScaling(initial_scale="one", amax_history_len=saved), steps=5)
     restored = make_layer()
     restored.load_state_dict(layer.state_dict())
     old = layer.delayed_scaling.amax_history_fwd[:saved].clone()
-    with nc.autocast(recipe=DelayedScaling(amax_history_len=loaded)):
+    with nc.autocast(recipe=DelayedScaling(initial_scale="one", amax_history_len=loaded)):
         pass
     rows = torch.zeros(loaded, 3)
     rows[: min(saved, loaded)] = old[:loaded]
@@ -564,7 +569,7 @@ def test_history_length_may_change_at_a_restart(saved: int, loaded: int) -> None
     "key, shape", [("scale_fwd", (2,)), ("amax_history_bwd", (4, 3)), ("amax_history_fwd", (12,))]
 )
 def test_wrong_shapes_are_named_and_change_nothing(key: str, shape: tuple[int, ...]) -> None:
-    layer = trained(DelayedScaling(amax_history_len=4))
+    layer = trained(DelayedScaling(initial_scale="one", amax_history_len=4))
     before, state = buffers(layer), layer.state_dict()
     state[f"delayed_scaling.{key}"] = torch.full(shape, 5.0)
     with pytest.raises(RuntimeError, match=rf"delayed_scaling.{key} has shape .*, expected"):
@@ -573,7 +578,7 @@ def test_wrong_shapes_are_named_and_change_nothing(key: str, shape: tuple[int, .
 
 
 def test_loading_onto_the_meta_device() -> None:
-    source = trained(DelayedScaling(amax_history_len=4))
+    source = trained(DelayedScaling(initial_scale="one", amax_history_len=4))
     layer = make_layer(device="meta")
     layer.load_state_dict(source.state_dict(), assign=True)
     assert_same(buffers(layer), buffers(source))
@@ -589,6 +594,7 @@ COPIES = {
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_have_fp32_state_of_their_own_and_stay_registered(how: str) -> None:
     recipe = DelayedScaling(
+        initial_scale="one",
         amax_history_len=4, amax_compute_algo=lambda history: history.amax(0)
     )  # does not pickle
     layer = trained(recipe)
@@ -605,7 +611,7 @@ def test_copies_have_fp32_state_of_their_own_and_stay_registered(how: str) -> No
 
 @pytest.mark.parametrize("move", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.cpu()])
 def test_moved_modules_train_on_with_fp32_state(move: Any) -> None:
-    recipe, rule = DelayedScaling(amax_history_len=4), Simulation(DelayedScaling(amax_history_len=4))
+    recipe, rule = DelayedScaling(initial_scale="one", amax_history_len=4), Simulation(DelayedScaling(initial_scale="one", amax_history_len=4))
     layer = make_layer()
     for step in range(4):
         if step == 2:
@@ -624,7 +630,7 @@ def test_moved_modules_train_on_with_fp32_state(move: Any) -> None:
 def registered() -> int:
     """Modules in the registry; entering autocast drops the dead ones."""
     gc.collect()
-    with nc.autocast(recipe=DelayedScaling(amax_history_len=4)):
+    with nc.autocast(recipe=DelayedScaling(initial_scale="one", amax_history_len=4)):
         pass
     return len(delayed_scaling._STATES)
 
@@ -654,7 +660,7 @@ def test_modules_may_die_while_autocast_is_traced() -> None:
         return graph.forward
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        with nc.autocast(recipe=DelayedScaling(amax_history_len=4)):
+        with nc.autocast(recipe=DelayedScaling(initial_scale="one", amax_history_len=4)):
             return layer(x)
 
     registered()
@@ -664,7 +670,7 @@ def test_modules_may_die_while_autocast_is_traced() -> None:
 
 def test_meta_modules_do_not_disturb() -> None:
     sleeping = make_layer(device="meta")
-    layer = trained(DelayedScaling(amax_history_len=4))
+    layer = trained(DelayedScaling(initial_scale="one", amax_history_len=4))
     assert layer.delayed_scaling.scale_fwd[0] != 1
     assert sleeping.delayed_scaling.scale_fwd.is_meta
     assert sorted(sleeping.state_dict()) == ["bias", "weight"]

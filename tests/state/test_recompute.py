@@ -15,7 +15,7 @@ from narrowcast.recipe import DelayedScaling
 from narrowcast.state import THREAD
 
 __all__ = ["clean_autocast"]
-RECIPE = DelayedScaling(amax_history_len=3)
+RECIPE = DelayedScaling(amax_history_len=3, initial_scale="one")
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -64,7 +64,7 @@ def test_recompute_equals_no_recompute(way: str, use_reentrant: bool) -> None:
     plain, layer = make_layer(), make_layer()
     run, rule = WAYS[way](layer, use_reentrant=use_reentrant), Simulation(RECIPE)
     calls = []
-    layer.register_forward_pre_hook(lambda *_: calls.append(layer.delayed_scaling.scale_fwd.tolist()))
+    layer.register_forward_hook(lambda *_: calls.append(layer.scale_fwd.tolist()))
     for step in range(6):
         x, dy = draw(step, 6, 24).requires_grad_(True), draw(step, 6, 40, salt=1)
         rule.renew()

@@ -77,24 +77,25 @@ def linear_plan(
     if recipe is None:
         return _IN_HIGH_PRECISION[flags]
     key = flags + recipe.plan_name(name)
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if compiling:
         torch._dynamo.comptime.comptime(_remember_while_tracing)
     plan = getattr(recipe, key, None)
     if plan is None:
         plan = _build(recipe, name, needs_input, needs_weight, save_original_input, hands_over)
-        if not torch.compiler.is_compiling():
+        if not compiling:
             object.__setattr__(recipe, key, plan)
     return plan
 
 
 def _remember_while_tracing(context: Any) -> None:
-    recipe = traced_local(context, "recipe")
-    if recipe is not None:
-        arguments = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over")
-        with contextlib.suppress(
-            Exception
-        ):  # traced code meets it again, and raises it where the user sees it
-            linear_plan(recipe, *(traced_local(context, argument) for argument in arguments))
+    recipe, key = traced_local(context, "recipe"), traced_local(context, "key")
+    if recipe is None or hasattr(recipe, key):
+        return
+    arguments = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over")
+    with contextlib.suppress(Exception):  # traced code meets it again, and raises it where the user sees it
+        plan = _build(recipe, *(traced_local(context, argument) for argument in arguments))
+        object.__setattr__(recipe, key, plan)
 
 
 def _build(
