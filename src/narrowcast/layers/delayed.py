@@ -104,7 +104,8 @@ class DelayedLayer(RecipeOwner):
         recipe = state.recipe or state.calibrating
         if recipe is not None:
             self._keep_state_of(recipe)
-        if state.recipe is not None and self.training and starts_a_step():
+        keeps_scales = any(context.graph for context in state.entered)
+        if state.recipe is not None and not keeps_scales and self.training and starts_a_step():
             renew([self])
 
     @torch.no_grad()
