@@ -245,7 +245,9 @@ def renewed_scales_cases(x: Tensor) -> Iterator[Arguments]:
     for algorithm in ("max", "most_recent"):
         scales = [torch.ones(n, device=x.device) for n in (3, 2)]
         histories = [torch.rand(5, n, device=x.device) for n in (3, 2)]
-        amaxes = [torch.zeros(n, device=x.device) for n in (3, 2)]  # no write is declared: nothing is to be written
+        amaxes = [
+            torch.zeros(n, device=x.device) for n in (3, 2)
+        ]  # no write is declared: nothing is to be written
         yield scales, histories, amaxes, [448.0, 57344.0], [0, 1], [algorithm] * 2
 
 

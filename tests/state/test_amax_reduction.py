@@ -136,8 +136,9 @@ def test_functions_see_the_reduced_amax(ranks: list[dict[str, Any]]) -> None:
 
 def test_ranks_with_different_models_find_out_together(ranks: list[dict[str, Any]]) -> None:
     for rank in range(WORLD):
-        assert f"this rank's model keeps {5 * (rank + 1)} delayed scales, others keep between 5 and 10" in (
-            ranks[rank]["refused"]
+        assert (
+            f"this rank's model keeps {5 * (rank + 1)} delayed scales, others keep between 5 and 10"
+            in (ranks[rank]["refused"])
         )
 
 

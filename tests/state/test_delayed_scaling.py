@@ -46,8 +46,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 def test_scales_and_histories_follow_the_rule(
     length: int, algo: Any, margin: int, fp8_format: Format
 ) -> None:
-    recipe = from_one(margin=margin, fp8_format=fp8_format, amax_history_len=length, amax_compute_algo=algo
-    )
+    recipe = from_one(margin=margin, fp8_format=fp8_format, amax_history_len=length, amax_compute_algo=algo)
     layer, rule = make_layer(), Simulation(recipe)
     for step in range(STEPS):
         x, dy = draw(step, 10, 24), draw(step, 10, 40, salt=1)
@@ -115,7 +114,8 @@ def test_functions_for_amax_and_scale() -> None:
         seen.append((amax.shape, repr(recipe)))
         return torch.where(amax > 0, 0.5 * fp8_max / amax, scale)
 
-    recipe = from_one(amax_history_len=3, amax_compute_algo=mean_of_used, scaling_factor_compute_algo=half, margin=7
+    recipe = from_one(
+        amax_history_len=3, amax_compute_algo=mean_of_used, scaling_factor_compute_algo=half, margin=7
     )
     layer, rows, scale = make_layer(), [[0.0] * 3 for _ in range(3)], torch.ones(3)
     for step in range(STEPS):
@@ -128,13 +128,16 @@ def test_functions_for_amax_and_scale() -> None:
         rows[0] = [float(x.abs().max()), float(layer.weight.detach().abs().max()), 0.0]
         train_step(layer, recipe, x, torch.zeros(5, 40))
         assert torch.equal(layer.scale_fwd, scale), step
-        assert torch.equal(torch.cat([layer.amax_fwd[None], layer.amax_history_fwd[1:]]), torch.tensor(rows)), step
+        assert torch.equal(
+            torch.cat([layer.amax_fwd[None], layer.amax_history_fwd[1:]]), torch.tensor(rows)
+        ), step
     assert torch.equal(layer.scale_bwd, torch.ones(2))  # nothing was collected, nothing called
     assert set(seen) == {(torch.Size([3]), repr(recipe)), (torch.Size([2]), repr(recipe))}
 
 
 def test_only_one_function() -> None:
-    recipe = from_one(amax_history_len=4, scaling_factor_compute_algo=lambda amax, scale, fp8_max, _: fp8_max - amax
+    recipe = from_one(
+        amax_history_len=4, scaling_factor_compute_algo=lambda amax, scale, fp8_max, _: fp8_max - amax
     )
     layer = make_layer()
     train_step(layer, recipe, torch.full((2, 24), 8.0), torch.full((2, 40), 16.0))
@@ -423,9 +426,9 @@ def states_over_steps(
 RECIPES = {
     "history_1": from_one(amax_history_len=1),
     "history_4": from_one(amax_history_len=4),
-    "margin": from_one(amax_history_len=4, margin=2, amax_compute_algo="most_recent", fp8_format=Format.E4M3
-    ),
-    "functions": from_one(amax_history_len=4,
+    "margin": from_one(amax_history_len=4, margin=2, amax_compute_algo="most_recent", fp8_format=Format.E4M3),
+    "functions": from_one(
+        amax_history_len=4,
         amax_compute_algo=lambda history: history.amax(0),
         scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: torch.where(
             amax > 0, fp8_max / amax, scale
@@ -539,7 +542,14 @@ def test_strict_load_both_ways() -> None:
     addresses = [getattr(used, key).data_ptr() for key in KEYS]
     with pytest.warns(UserWarning, match="no delayed-scaling state for Linear; its scales start anew"):
         used.load_state_dict(plain)  # saved before the first step: scales 1, no amax
-    anew = [torch.ones(3), torch.ones(2), torch.zeros(4, 3), torch.zeros(4, 2), torch.zeros(3), torch.zeros(2)]
+    anew = [
+        torch.ones(3),
+        torch.ones(2),
+        torch.zeros(4, 3),
+        torch.zeros(4, 2),
+        torch.zeros(3),
+        torch.zeros(2),
+    ]
     assert_same(buffers(used), anew)
     assert [getattr(used, key).data_ptr() for key in KEYS] == addresses
     assert sorted(used.state_dict()) == sorted(["bias", *KEYS, "weight"])
@@ -581,7 +591,8 @@ def test_history_length_may_change_at_a_restart(saved: int, loaded: int) -> None
 
 
 @pytest.mark.parametrize(
-    "key, shape", [
+    "key, shape",
+    [
         ("scale_fwd", (2,)),
         ("amax_bwd", (1, 2)),
         ("amax_history_bwd", (4, 3)),

@@ -265,9 +265,7 @@ def _for_recomputation(
             to_save[position] = None
             operand = buffers_of(weight) if operand is None else operand
         weights.append(
-            None
-            if operand is None
-            else (len(operand.rowwise), len(operand.columnwise), operand.quantizer)
+            None if operand is None else (len(operand.rowwise), len(operand.columnwise), operand.quantizer)
         )
         to_save += [] if operand is None else [*operand.rowwise, *operand.columnwise]
         stages.append(replace(stage, scales=DelayedScales(), workspace=None, wgrad=LinearWgrad()))

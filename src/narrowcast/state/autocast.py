@@ -111,7 +111,9 @@ def checked_recipe(recipe: Any, owner: str) -> Any:
         TypeError: something else.
     """
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"{owner}: recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes")
+        raise TypeError(
+            f"{owner}: recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes"
+        )
     return recipe
 
 
@@ -176,7 +178,9 @@ class autocast:
         if not torch.compiler.is_compiling() and self in state.entered:
             later = state.entered[state.entered.index(self) + 1 :]
             state.entered.remove(self)
-            if later:  # left out of order: the next one goes back to what this one found, and all are one less deep
+            if (
+                later
+            ):  # left out of order: the next one goes back to what this one found, and all are one less deep
                 later[0].previous = previous
                 for context in later[1:]:
                     *values, depth, traced = context.previous  # type: ignore[misc]
@@ -266,7 +270,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     state = THREAD.state
     values = state.get()
     if use_reentrant and state.traced is None and starts_a_step():
-        renew(list(state.delayed))  # its first forward runs without gradients, where entering autocast begins no step
+        renew(
+            list(state.delayed)
+        )  # its first forward runs without gradients, where entering autocast begins no step
 
     @functools.wraps(function)
     def under_recipe(*inner_args: Any, **inner_kwargs: Any) -> Any:
