@@ -10,8 +10,8 @@ from delayed_simulation import clean_autocast, draw, make_layer
 from recipes import QUANTIZED
 
 import narrowcast as nc
-from narrowcast.recipe import linear_plan
 from narrowcast import state
+from narrowcast.recipe import linear_plan
 
 __all__ = ["clean_autocast"]
 TYPES = {

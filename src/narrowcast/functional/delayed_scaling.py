@@ -92,8 +92,8 @@ def _read_scales_fake(scales: list[Tensor]) -> list[Tensor]:
 read_scales = define("read_scales(Tensor[] scales) -> Tensor[]", _read_scales, _read_scales_fake)
 """Copies of ``scales``, (n,) each, for a forward and its backward, out of reach of a later renewal.
 
-Opaque, because Inductor drops a plain ``clone`` and lets the backward save the buffer itself; of both directions at once,
-because the compiler moves what only the backward reads into the backward.
+Opaque, because Inductor drops a plain ``clone`` and lets the backward save the buffer itself; of both directions at
+once, because the compiler moves what only the backward reads into the backward.
 """
 
 
@@ -153,8 +153,8 @@ def _take_amaxes_fake(amaxes: list[Tensor]) -> list[Tensor]:
 take_amaxes = define("take_amaxes(Tensor[] amaxes) -> Tensor[]", _take_amaxes, _take_amaxes_fake)
 """What was collected, fp32 (n,) each, for a renewal by functions of the user; what is left are zeros.
 
-Inside a backward, which recomputes, it gives zeros, as if nothing had been collected, and leaves all as it is. The write
-is not declared, as in :data:`renewed_scales`.
+Inside a backward, which recomputes, it gives zeros, as if nothing had been collected, and leaves all as it is. The
+write is not declared, as in :data:`renewed_scales`.
 """
 
 

@@ -45,9 +45,9 @@ class DelayedLayer(RecipeOwner):
     """Base of layers that may scale with delay.
 
     State of a stage, a linear layer inside, is six buffers: ``scale_fwd`` (3,), ``amax_history_fwd`` (L, 3) and
-    ``amax_fwd`` (3,) for input, weight and output; ``scale_bwd`` (2,), ``amax_history_bwd`` (L, 2) and ``amax_bwd`` (2,)
-    for grad_output and grad_input; fp32, under the stage's prefix. They are None until the layer is to run under delayed
-    scaling, and in the state dict from then on.
+    ``amax_fwd`` (3,) for input, weight and output; ``scale_bwd`` (2,), ``amax_history_bwd`` (L, 2) and ``amax_bwd``
+    (2,) for grad_output and grad_input; fp32, under the stage's prefix. They are None until the layer is to run under
+    delayed scaling, and in the state dict from then on.
     """
 
     _stage_names: dict[str, str]
@@ -195,7 +195,8 @@ class DelayedLayer(RecipeOwner):
         torch._dynamo.comptime.comptime(_keep_state_while_tracing)
         if forward is not None and getattr(self, f"{prefix}scale_fwd") is None:
             raise RuntimeError(
-                "this layer has no state for a recipe that is made inside the compiled function; make the recipe outside"
+                "this layer has no state for a recipe that is made inside the compiled function; make the "
+                "recipe outside"
             )
 
     def _scales(self, prefix: str, plan: LinearPlan, copy_forward: bool = False) -> DelayedScales:
