@@ -28,7 +28,8 @@ class AutocastState:
 
     ``recipe``: in force, where ``depth``, the number of entered contexts, is not 0. ``calibrating``: collects amax
     only. ``traced``: whether the outermost enabled context was entered in a graph; None outside of any. ``entered``:
-    contexts that eager code has entered and not left, in order. ``delayed``: what keeps state of delayed scaling and ran under an autocast of this thread.
+    contexts that eager code has entered and not left, in order. ``delayed``: what keeps state of delayed scaling and
+    ran under an autocast of this thread.
     """
 
     def __init__(self) -> None:
