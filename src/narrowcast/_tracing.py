@@ -25,7 +25,7 @@ def traced_local(context: Any, name: str) -> Any:
     if getattr(variable, "source", None) is not None:
         return variable.value
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    kind = variable.python_type()
+    kind: Any = variable.python_type()
     with contextlib.suppress(NotImplementedError):
         if dataclasses.is_dataclass(kind):
             names = [field.name for field in dataclasses.fields(kind)]
