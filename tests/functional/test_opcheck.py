@@ -244,7 +244,8 @@ def read_scales_cases(x: Tensor) -> Iterator[Arguments]:
 def renewed_scales_cases(x: Tensor) -> Iterator[Arguments]:
     for algorithm in ("max", "most_recent"):
         scales = [torch.ones(n, device=x.device) for n in (3, 2)]
-        histories = [torch.rand(5, n, device=x.device) for n in (3, 2)]
+        used = torch.tensor([[0.0], [1], [1], [1], [1]], device=x.device)
+        histories = [torch.rand(5, n, device=x.device).mul_(used) for n in (3, 2)]
         amaxes = [
             torch.zeros(n, device=x.device) for n in (3, 2)
         ]  # no write is declared: nothing is to be written
