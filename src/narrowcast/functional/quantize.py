@@ -48,13 +48,9 @@ def encode(
     Raises:
         ValueError: a delayed quantizer without ``scale``.
     """
-    if not quantizer._is_delayed():
-        return quantizer._encode(numerics, x, seed)
-    if scale is None:
-        raise ValueError(
-            f"scale is None, but {quantizer} scales with delay; pass the layer's fp32 scale vector, one per slot"
-        )
-    return quantizer._encode_scaled(numerics, x, scale, amax)
+    if scale is not None and quantizer._is_delayed():
+        return quantizer._encode_scaled(numerics, x, scale, amax)
+    return quantizer._encode(numerics, x, seed)
 
 
 def encode_source(
@@ -82,7 +78,10 @@ def _quantize(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> list[Tensor]:
-    return encode(numerics_for(x), x, quantizer, seed, scale, amax)
+    numerics = numerics_for(x)  # from here on as encode(), in line: this operator runs the most
+    if scale is not None and quantizer._is_delayed():
+        return quantizer._encode_scaled(numerics, x, scale, amax)
+    return quantizer._encode(numerics, x, seed)
 
 
 def _quantize_fake(x: Tensor, quantizer: QuantizerValue, *state: Tensor | None) -> list[Tensor]:
