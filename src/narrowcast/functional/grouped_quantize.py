@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..formats import round_up
+from ..formats import E4M3, round_up
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
 from .quantize import STATE, encode
@@ -260,6 +260,28 @@ grouped_quantize_weights = define(
     _quantize_weights_fake,
 )
 """As :data:`grouped_quantize` for G matrices (N, K), or for one (G, N, K) that holds them all."""
+
+
+def _calibrate_groups(tensors: list[Tensor], splits: Tensor | None, amax: Tensor, slot: int) -> None:
+    x = stack(tensors) if splits is None else tensors[0]
+    groups = x.shape[0] if splits is None else splits.shape[0]
+    taken = amax.view(-1)[slot * groups : (slot + 1) * groups].zero_()
+    # the codes are dropped, so their scales do not matter
+    numerics_for(x).grouped_quantize.quantize(
+        x, splits, taken, E4M3, rowwise=True, columnwise=False, alignment=ALIGNMENT["tensor"], amax=taken
+    )
+
+
+grouped_calibrate_ = define(
+    "grouped_calibrate_(Tensor[] tensors, Tensor? splits, Tensor(a!) amax, int slot) -> ()",
+    _calibrate_groups,
+    lambda *_: None,
+)
+"""Overwrite one slot of ``amax`` (slots * G,) with max|x| of every group, without keeping codes.
+
+Args:
+    tensors: rows (T, K) alone with ``splits`` (G,); without, weights as :data:`grouped_quantize_weights` takes them.
+"""
 
 
 grouped_column_sum = define(
