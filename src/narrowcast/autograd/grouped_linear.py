@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..functional import (
     draw_seed,
+    grouped_calibrate_,
     grouped_column_sum,
     grouped_dequantize,
     grouped_gemm,
@@ -119,21 +120,18 @@ def calibrate_groups_(
 ) -> None:
     """Overwrite the amax of every group's input and weight where they are scaled with delay.
 
-    What is quantized on the way is dropped: the operators that see a step's amax are those that quantize.
-
     Args:
         x: (T, K); splits: (G,); weights: G of (N, K) or one (G, N, K); without gradient.
         handles: of the recipe that calibrates.
-        scale, amax: state of ``groups`` slots per operand.
+        scale, groups: not read.
+        amax: collects, ``groups`` slots per operand.
     """
     if handles.input.rowwise.delayed:
         assert amax is not None
-        amax[0].narrow(0, INPUT_SLOT * groups, groups).zero_()
-        grouped_quantize(x, splits, handles.input.rowwise.quantizer, "tensor", None, scale, amax)
+        grouped_calibrate_([x], splits, amax, INPUT_SLOT)
     if handles.weight.rowwise.delayed:
         assert amax is not None
-        amax[0].narrow(0, WEIGHT_SLOT * groups, groups).zero_()
-        grouped_quantize_weights(weights, handles.weight.rowwise.quantizer, "tensor", None, scale, amax)
+        grouped_calibrate_(weights, None, amax, WEIGHT_SLOT)
 
 
 def _storage(
