@@ -59,7 +59,7 @@ def check_float8(shape: Sequence[int], fmt, dtype: torch.dtype, device: torch.de
 def check_mxfp8(shape: Sequence[int], fmt, dtype: torch.dtype, device: torch.device) -> None:
     for name, options in (("rowwise", (True, False)), ("columnwise", (False, True))):
         x = make("normal", shape, torch.float32)
-        data, scale_inv = reference.mxfp8.quantize(x, fmt, rowwise=options[0], columnwise=options[1])
+        data, scale_inv = reference.mx.quantize(x, fmt, rowwise=options[0], columnwise=options[1])
         check(f"mxfp8_{name}", [data, scale_inv], fmt, dtype, device=device)
         everything = [random_codes(data.shape), random_codes(scale_inv.shape, 1)]
         check(f"mxfp8_{name}", everything, fmt, dtype, device=device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..formats import (
     E2M1,
     FLOAT8_BLOCK,
-    MXFP8_BLOCK,
+    MX_BLOCK,
     RHT_SIGN_MASK,
     ElementFormat,
     cdiv,
@@ -500,11 +500,11 @@ def mxfp8_rowwise(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: to
         ValueError: a tensor the kernels cannot reach, another format or dtype, or rank below 2.
 
     Numerics:
-        ``RN_dtype(RN(code * 2**(b - 127)))``; equal to ``reference.mxfp8.dequantize_rowwise``.
+        ``RN_dtype(RN(code * 2**(b - 127)))``; equal to ``reference.mx.dequantize_rowwise``.
     """
     data = _checked(data, dtype, 2, fmt)
     out = torch.empty_like(data, dtype=dtype)
-    return _run_fp8(data, scale_inv, _strides(scale_inv), (1, MXFP8_BLOCK), fmt, out, False)
+    return _run_fp8(data, scale_inv, _strides(scale_inv), (1, MX_BLOCK), fmt, out, False)
 
 
 def mxfp8_columnwise(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
@@ -523,11 +523,11 @@ def mxfp8_columnwise(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype:
         ValueError: a tensor the kernels cannot reach, another format or dtype, or rank below 2.
 
     Numerics:
-        Equal to ``reference.mxfp8.dequantize_columnwise``.
+        Equal to ``reference.mx.dequantize_columnwise``.
     """
     data = _checked(data, dtype, 2, fmt)
     out = torch.empty_like(data, dtype=dtype)
-    return _run_fp8(data, scale_inv, _strides(scale_inv), (MXFP8_BLOCK, 1), fmt, out, False)
+    return _run_fp8(data, scale_inv, _strides(scale_inv), (MX_BLOCK, 1), fmt, out, False)
 
 
 def float8_block_rowwise(

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import MXFP8_BLOCK, SCALE_TILE_COLUMNS, SCALE_TILE_ROWS, ElementFormat, cdiv, round_up
+from ..formats import MX_BLOCK, SCALE_TILE_COLUMNS, SCALE_TILE_ROWS, ElementFormat, cdiv, round_up
 from .codecs import fp8_code, magnitude, magnitude_of_four, to_float32
 from .launch import INTERPRETING, Launcher, dim_class
 from .scaling import e8m0_from_amax, e8m0_reciprocal
@@ -185,16 +185,16 @@ def quantize(
         ValueError: a tensor the kernels cannot reach, another dtype, or rank below 2.
 
     Numerics:
-        Equal to ``reference.mxfp8.quantize``, byte for byte; scale padding is 0.
+        Equal to ``reference.mx.quantize``, byte for byte; scale padding is 0.
     """
     source = source_of(x, 2).within_registers()
     M, K = source.matrix
     shapes: list[tuple[int, ...]] = []
     if rowwise:
-        groups = cdiv(K, MXFP8_BLOCK)
+        groups = cdiv(K, MX_BLOCK)
         shapes += [source.shape, (round_up(M, SCALE_TILE_ROWS), round_up(groups, SCALE_TILE_COLUMNS))]
     if columnwise:
-        groups = cdiv(M, MXFP8_BLOCK)
+        groups = cdiv(M, MX_BLOCK)
         shapes += [source.shape, (round_up(groups, SCALE_TILE_COLUMNS), round_up(K, SCALE_TILE_ROWS))]
     buffers = [source.empty(shape, torch.uint8) for shape in shapes]
     if not buffers or M * K == 0:

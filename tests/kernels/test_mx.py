@@ -11,7 +11,7 @@ from reference.checks import assert_bitwise
 
 from narrowcast import kernels
 from narrowcast.formats import E4M3, E5M2
-from narrowcast.reference import mxfp8 as reference
+from narrowcast.reference import mx as reference
 
 from .checks import DTYPES, SHAPES_2D, compare, grid, make
 
@@ -22,7 +22,7 @@ DIRECTIONS = [(True, True), (True, False), (False, True)]
 def check(shape, kind, dtype, device, *, two_d, fmt=E4M3, directions=(True, True)) -> None:
     options = dict(zip(("rowwise", "columnwise"), directions), fmt=fmt, two_d=two_d)
     compare(
-        functools.partial(kernels.mxfp8.quantize, **options),
+        functools.partial(kernels.mx.quantize, **options),
         functools.partial(reference.quantize, **options),
         make(kind, shape, dtype),
         device,
@@ -35,7 +35,7 @@ def test_golden(name: str, device: torch.device) -> None:
     golden = golden_vectors.load(name)
     fmt = FORMATS[golden.meta["format"]]
     x = golden.input().to(device)
-    buffers = kernels.mxfp8.quantize(x, fmt, rowwise=True, columnwise=True, two_d=golden.meta["two_d"])
+    buffers = kernels.mx.quantize(x, fmt, rowwise=True, columnwise=True, two_d=golden.meta["two_d"])
     for key, buffer in zip(
         ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"), buffers, strict=True
     ):
@@ -60,7 +60,7 @@ def test_every_scale_code(fmt, device: torch.device) -> None:
     x = torch.cat([amax, torch.tensor([float("inf"), 0.0])])[:, None].contiguous()
     options = {"fmt": fmt, "rowwise": True, "columnwise": False, "two_d": False}
     compare(
-        functools.partial(kernels.mxfp8.quantize, **options),
+        functools.partial(kernels.mx.quantize, **options),
         functools.partial(reference.quantize, **options),
         x,
         device,
@@ -80,7 +80,7 @@ def test_more_than_two_billion_elements(device: torch.device) -> None:
     if torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("needs 12 GiB of free GPU memory")
     x = torch.empty(2**20 + 160, 2048, dtype=torch.bfloat16, device=device).normal_()
-    actual = kernels.mxfp8.quantize(x, E4M3, rowwise=True, columnwise=True)
+    actual = kernels.mx.quantize(x, E4M3, rowwise=True, columnwise=True)
     tail = 2**20 - 128
     expected = reference.quantize(x[tail:].cpu(), E4M3, rowwise=True, columnwise=True)
     for buffer, start, part in zip(actual, (tail, tail, tail, tail // 32), expected, strict=True):
