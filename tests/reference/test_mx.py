@@ -1,4 +1,4 @@
-"""The MX formats. MXFP8: golden files, ragged shapes against the zero-padded tensor, the NumPy oracle, specials, aliasing."""
+"""The MX formats: golden files of MXFP8, ragged shapes against the zero-padded tensor, the NumPy oracle, specials."""
 
 import math
 
