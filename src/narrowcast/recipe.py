@@ -15,11 +15,13 @@ from typing import Any, Literal
 import torch
 
 from . import _environment as environment
-from .formats import E2M1, E4M3, E5M2, DType
+from .formats import E2M1, E2M3, E3M2, E4M3, E5M2, DType
 from .quantizers import (
     DelayedFloat8Quantizer,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    MXFP4Quantizer,
+    MXFP6Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     OperandHandles,
@@ -36,6 +38,8 @@ class Format(enum.Enum):
     """Element formats of forward and backward tensors."""
 
     E2M1 = "E2M1"
+    E2M3 = "E2M3"
+    E3M2 = "E3M2"
     E4M3 = "E4M3"
     E5M2 = "E5M2"
     HYBRID = "HYBRID"
@@ -43,12 +47,15 @@ class Format(enum.Enum):
     @property
     def max_fwd(self) -> float:
         """Largest value of forward tensors."""
-        return {"E2M1": E2M1.max, "E5M2": E5M2.max}.get(self.value, E4M3.max)
+        return (E4M3 if self is Format.HYBRID else _ELEMENTS[self.value]).max
 
     @property
     def max_bwd(self) -> float:
         """Largest value of backward tensors."""
-        return {"E2M1": E2M1.max, "E4M3": E4M3.max}.get(self.value, E5M2.max)
+        return (E5M2 if self is Format.HYBRID else _ELEMENTS[self.value]).max
+
+
+_ELEMENTS = {element.name.upper(): element for element in (E2M1, E2M3, E3M2, E4M3, E5M2)}
 
 
 @dataclass(frozen=True)
@@ -415,6 +422,72 @@ class MXFP8BlockScaling(Recipe):
 
 
 @dataclass(frozen=True)
+class MXFP6BlockScaling(Recipe):
+    """MXFP6: six-bit elements, one E8M0 scale per 32 of them.
+
+    The default is E2M3 in the forward and E3M2 in the backward. Every group of 32 has a scale of its own, so inputs and
+    weights, whose groups are narrow, gain more from a third mantissa bit; gradients, whose groups spread over more
+    binades, would lose their small elements under E2M3 (a factor of 60 between its largest and its smallest value, 448
+    under E3M2). It is the choice that HYBRID makes between the two FP8 formats.
+
+    Args:
+        forward_format: Format.E2M3 or Format.E3M2, of inputs, weights and outputs.
+        backward_format: Format.E2M3 or Format.E3M2, of gradients.
+        enable_2d_quantization: 32x32 tiles for weights.
+    """
+
+    forward_format: Format = Format.E2M3
+    backward_format: Format = Format.E3M2
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = None
+    enable_2d_quantization: bool = False
+    emulate: bool = field(default_factory=_emulate_default)
+
+    def _check(self) -> None:
+        super()._check()
+        _refuse_fp8_attention(self)
+        for name in ("forward_format", "backward_format"):
+            if getattr(self, name) not in (Format.E2M3, Format.E3M2):
+                raise ValueError(
+                    f"MXFP6BlockScaling got {name}={getattr(self, name)}; use Format.E2M3 or Format.E3M2"
+                )
+
+    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
+        backward = tensor_type in BACKWARD_TENSOR_TYPES
+        element = self.backward_format if backward else self.forward_format
+        return MXFP6Quantizer(
+            _ELEMENTS[element.value].dtype,
+            with_2d_quantization=self.enable_2d_quantization and tensor_type == "weight",
+        )
+
+
+@dataclass(frozen=True)
+class MXFP4BlockScaling(Recipe):
+    """MXFP4: E2M1 elements, one E8M0 scale per 32 of them, all rounded to nearest.
+
+    It has neither the second scale nor the rotation nor the stochastic rounding of :class:`NVFP4BlockScaling`, which
+    are what makes four bits train; for gradients, consider ``backward_override``.
+
+    Args:
+        enable_2d_quantization: 32x32 tiles for weights.
+    """
+
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = None
+    enable_2d_quantization: bool = False
+    emulate: bool = field(default_factory=_emulate_default)
+
+    def _check(self) -> None:
+        super()._check()
+        _refuse_fp8_attention(self)
+
+    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
+        return MXFP4Quantizer(with_2d_quantization=self.enable_2d_quantization and tensor_type == "weight")
+
+
+@dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
     """FP8 with fp32 scales per 1x128 block or 128x128 tile.
 
@@ -696,4 +769,5 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
     """Multiple of rows that the recipe's GEMMs want from each group of a grouped GEMM."""
     if isinstance(recipe, CustomRecipe):
         return recipe.quantization_alignment
-    return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16
+    in_blocks_of_32 = (MXFP8BlockScaling, MXFP6BlockScaling, MXFP4BlockScaling)
+    return 32 if isinstance(recipe, in_blocks_of_32) else 128 if recipe.nvfp4() else 16
