@@ -43,8 +43,8 @@ def quantize(x: Tensor, fmt: ElementFormat, two_d: bool = False) -> list[Tensor]
 
 def decode(buffers: list[Tensor], fmt: ElementFormat, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [
-        mx.dequantize_packed_rowwise(*buffers[:2], fmt, dtype),
-        mx.dequantize_packed_columnwise(*buffers[2:], fmt, dtype),
+        mx.dequantize_packed_rowwise(buffers[0], buffers[1], fmt, dtype),
+        mx.dequantize_packed_columnwise(buffers[2], buffers[3], fmt, dtype),
     ]
 
 

@@ -7,8 +7,10 @@ one. Its fields are the annotated attributes of its class; they must be bool, in
 from __future__ import annotations
 
 import enum
+import re
 import typing
 import warnings
+import zlib
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -90,12 +92,23 @@ def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...])
 
 
 _CLASSES: dict[str, type[Quantizer]] = {}
+"""Quantizer classes by identifier. A class defined again gets an identifier of its own, and leaves the older one its."""
+
+
+def _class_identifier(cls: type[Quantizer]) -> str:
+    """Module and qualified name, with a number where another class has them already (a notebook cell run again)."""
+    name = identifier = storage_identifier(cls)
+    number = 1
+    while identifier in _CLASSES:
+        number += 1
+        identifier = f"{name}#{number}"
+    return identifier
 
 
 def rebuild_from_text(described: tuple[str, tuple[tuple[str, Any], ...]]) -> Quantizer:
     """Quantizer from what :meth:`Quantizer._class_and_value` wrote, read back as a literal."""
-    name, items = described
-    return _rebuild_quantizer(_CLASSES[name], items)
+    identifier, items = described
+    return _rebuild_quantizer(_CLASSES[identifier], items)
 
 
 class Quantizer(QuantizerValue):
@@ -113,6 +126,8 @@ class Quantizer(QuantizerValue):
 
     _storage_class: ClassVar[type[QuantizedTensorStorage]]
     _storage_name: ClassVar[str] = ""
+    _identifier: ClassVar[str]
+    """Name of this very class: two classes never share one, whatever they are called."""
     _tensor_class: ClassVar[type[QuantizedTensor]]
     _minimum_rank: ClassVar[int] = 1
     _compatible_recipe: ClassVar[str] = "CustomRecipe"
@@ -124,7 +139,8 @@ class Quantizer(QuantizerValue):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _CLASSES[storage_identifier(cls)] = cls
+        cls._identifier = _class_identifier(cls)
+        _CLASSES[cls._identifier] = cls
         cls._te_compile_value_opaque = False  # of each class itself: a subclass registers for itself
         if "_encode" in cls.__dict__ and "_takes_sources" not in cls.__dict__:
             cls._takes_sources = False  # what another class's encoding does with its input is its own affair
@@ -187,11 +203,11 @@ class Quantizer(QuantizerValue):
 
     def _value_text(self) -> str:
         """The value as text, or "" for identity semantics: what traced code compares."""
-        return "" if self._value_fields() is None else repr(self._value_key())
+        return "" if self._value_fields() is None else self._class_and_value()
 
     def _class_and_value(self) -> str:
         """Class and field values as a literal, for a quantizer made of others."""
-        return repr((storage_identifier(type(self)), self._value_key()[1]))
+        return repr((self._identifier, self._value_key()[1]))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -207,10 +223,13 @@ class Quantizer(QuantizerValue):
         if self._value_fields() is None:
             return super().__fx_repr__()
         _, items = self._value_key()
-        cls = type(self)
-        return f"_rebuild_quantizer({cls.__name__}, {items!r})", {
+        # a graph's globals are one table, so the name must tell the class from its namesakes in other modules
+        name = (
+            "_".join(re.findall(r"\w+", self._identifier)) + f"_{zlib.crc32(self._identifier.encode()):08x}"
+        )
+        return f"_rebuild_quantizer({name}, {items!r})", {
             "_rebuild_quantizer": _rebuild_quantizer,
-            cls.__name__: cls,
+            name: type(self),
         }
 
     def __repr__(self) -> str:
