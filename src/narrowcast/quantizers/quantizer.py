@@ -92,7 +92,7 @@ def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...])
 
 
 _CLASSES: dict[str, type[Quantizer]] = {}
-"""Quantizer classes by identifier. A class defined again gets an identifier of its own, and leaves the older one its."""
+"""Quantizer classes by identifier; a class that is defined again gets another, and the older one keeps its own."""
 
 
 def _class_identifier(cls: type[Quantizer]) -> str:
