@@ -20,6 +20,8 @@ def _real(variable: Any) -> Any:
         variable = variable.realize()
     if variable.is_python_constant():
         return variable.as_python_constant()
-    if isinstance(getattr(variable, "items", None), list):  # a tuple or list that the traced code put together
+    if isinstance(
+        getattr(variable, "items", None), list
+    ):  # a tuple or list that the traced code put together
         return [_real(item) for item in variable.items]
     return variable.value if getattr(variable, "source", None) is not None else None

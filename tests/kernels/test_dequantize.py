@@ -13,7 +13,7 @@ from reference.checks import assert_bitwise, assert_fresh
 from torch import Tensor
 
 from narrowcast import kernels, reference
-from narrowcast.formats import E2M1, E4M3, E5M2
+from narrowcast.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 
 from .checks import DTYPES, SHAPES_2D, make
 
@@ -59,10 +59,18 @@ def check_float8(shape: Sequence[int], fmt, dtype: torch.dtype, device: torch.de
 def check_mxfp8(shape: Sequence[int], fmt, dtype: torch.dtype, device: torch.device) -> None:
     for name, options in (("rowwise", (True, False)), ("columnwise", (False, True))):
         x = make("normal", shape, torch.float32)
-        data, scale_inv = reference.mxfp8.quantize(x, fmt, rowwise=options[0], columnwise=options[1])
+        data, scale_inv = reference.mx.quantize(x, fmt, rowwise=options[0], columnwise=options[1])
         check(f"mxfp8_{name}", [data, scale_inv], fmt, dtype, device=device)
         everything = [random_codes(data.shape), random_codes(scale_inv.shape, 1)]
         check(f"mxfp8_{name}", everything, fmt, dtype, device=device)
+
+
+def check_mx_packed(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    for fmt in (E2M3, E3M2, E2M1):
+        buffers = reference.mx.quantize(torch.zeros(shape), fmt, rowwise=True, columnwise=True)
+        for name, (data, scale_inv) in (("rowwise", buffers[:2]), ("columnwise", buffers[2:])):
+            everything = [random_codes(data.shape), random_codes(scale_inv.shape, 1)]
+            check(f"mx_packed_{name}", everything, fmt, dtype, device=device)
 
 
 def check_block(shape: Sequence[int], fmt, dtype: torch.dtype, device: torch.device) -> None:
@@ -119,6 +127,7 @@ def test_ragged(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         check_float8(shape, fmt, dtype, device)
         check_mxfp8(shape, fmt, dtype, device)
         check_block(shape, fmt, dtype, device)
+    check_mx_packed(shape, dtype, device)
     check_nvfp4(shape, dtype, device)
 
 
@@ -200,6 +209,7 @@ def test_every_shape(device: torch.device) -> None:
             check_float8(shape, fmt, dtype, device)
             check_mxfp8(shape, fmt, dtype, device)
             check_block(shape, fmt, dtype, device)
+        check_mx_packed(shape, dtype, device)
         check_nvfp4(shape, dtype, device)
 
 

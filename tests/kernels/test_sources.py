@@ -38,10 +38,10 @@ QUANTIZERS: dict[str, Callable[[object, object, bool, bool], list[Tensor]]] = {
     "block 2-D": lambda numerics, x, rows, columns: numerics.float8_block.quantize(
         x, E4M3, rowwise=rows, columnwise=columns, block_dim=2, power_2=False, epsilon=0.0
     ),
-    "mxfp8": lambda numerics, x, rows, columns: numerics.mxfp8.quantize(
+    "mxfp8": lambda numerics, x, rows, columns: numerics.mx.quantize(
         x, E4M3, rowwise=rows, columnwise=columns
     ),
-    "mxfp8 2-D": lambda numerics, x, rows, columns: numerics.mxfp8.quantize(
+    "mxfp8 2-D": lambda numerics, x, rows, columns: numerics.mx.quantize(
         x, E5M2, rowwise=rows, columnwise=columns, two_d=True
     ),
 }

@@ -81,8 +81,8 @@ def _read_scales_fake(scales: list[Tensor]) -> list[Tensor]:
 read_scales = define("read_scales(Tensor[] scales) -> Tensor[]", _read_scales, _read_scales_fake)
 """Copies of ``scales``, (n,) each, for a forward and its backward, out of reach of a later renewal.
 
-Opaque, because Inductor drops a plain ``clone`` and lets the backward save the buffer itself; of both directions at once,
-because the compiler moves what only the backward reads into the backward.
+Opaque, because Inductor drops a plain ``clone`` and lets the backward save the buffer itself; of both directions at
+once, because the compiler moves what only the backward reads into the backward.
 """
 
 
@@ -94,7 +94,9 @@ def _renewed_scales(
     margins: list[int],
     algorithms: list[str],
 ) -> list[Tensor]:
-    if torch._C._current_graph_task_id() == -1:  # a backward recomputes: it sees the scales of the first forward
+    if (
+        torch._C._current_graph_task_id() == -1
+    ):  # a backward recomputes: it sees the scales of the first forward
         for state in zip(scales, histories, amaxes, fp8_maxes, margins, algorithms):
             scale, history, amax, fp8_max, margin, algorithm = state
             _renew_alike([scale], [history], [amax], fp8_max, margin, algorithm)

@@ -24,7 +24,7 @@ MODULES = (
     "grouped",
     "grouped_gemm",
     "grouped_quantize",
-    "mxfp8",
+    "mx",
     "norm",
     "nvfp4",
     "reduction",

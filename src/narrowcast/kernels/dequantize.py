@@ -17,7 +17,7 @@ from torch import Tensor
 from ..formats import (
     E2M1,
     FLOAT8_BLOCK,
-    MXFP8_BLOCK,
+    MX_BLOCK,
     RHT_SIGN_MASK,
     ElementFormat,
     cdiv,
@@ -25,8 +25,25 @@ from ..formats import (
 )
 from .codecs import round_to_dtype
 from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .mx import dequantize_packed_columnwise as mx_packed_columnwise
+from .mx import dequantize_packed_rowwise as mx_packed_rowwise
 from .nvfp4 import _butterflies
+from .scaling import e8m0_value
 from .tiles import load_row, store_row, tile_grid, tile_position
+
+__all__ = [
+    "float8",
+    "float8_block_columnwise",
+    "float8_block_rowwise",
+    "float8_transpose",
+    "mx_packed_columnwise",
+    "mx_packed_rowwise",
+    "mxfp8_columnwise",
+    "mxfp8_rowwise",
+    "nvfp4_block_scaled",
+    "nvfp4_columnwise",
+    "nvfp4_rowwise",
+]
 
 FLAT_BLOCK = 4096
 TILE_ROWS = 32
@@ -49,13 +66,6 @@ def _decode_fp8(code, E5M2: tl.constexpr, EMULATE: tl.constexpr):
         return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     else:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _decode_e8m0(code):
-    """fp32 ``2**(code - 127)``; code 0 is a subnormal and 255 NaN."""
-    bits = tl.maximum(code.to(tl.int32) << 23, 0x00400000)
-    return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -101,7 +111,7 @@ def _block_scale(
         offsets = row_offsets[:, None] + k // GROUP_COLUMNS * column_stride
         scale = tl.load(scale_ptr + offsets, mask=(m[:, None] < M) & (k < K), other=0)
     if scale_ptr.dtype.element_ty == tl.uint8:
-        scale = _decode_e8m0(scale)
+        scale = e8m0_value(scale)
     if GROUPS > 1 and GROUPS < TILE_COLUMNS:
         scale = _spread(scale, GROUP_COLUMNS)
     return scale
@@ -500,11 +510,11 @@ def mxfp8_rowwise(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: to
         ValueError: a tensor the kernels cannot reach, another format or dtype, or rank below 2.
 
     Numerics:
-        ``RN_dtype(RN(code * 2**(b - 127)))``; equal to ``reference.mxfp8.dequantize_rowwise``.
+        ``RN_dtype(RN(code * 2**(b - 127)))``; equal to ``reference.mx.dequantize_rowwise``.
     """
     data = _checked(data, dtype, 2, fmt)
     out = torch.empty_like(data, dtype=dtype)
-    return _run_fp8(data, scale_inv, _strides(scale_inv), (1, MXFP8_BLOCK), fmt, out, False)
+    return _run_fp8(data, scale_inv, _strides(scale_inv), (1, MX_BLOCK), fmt, out, False)
 
 
 def mxfp8_columnwise(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
@@ -523,11 +533,11 @@ def mxfp8_columnwise(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype:
         ValueError: a tensor the kernels cannot reach, another format or dtype, or rank below 2.
 
     Numerics:
-        Equal to ``reference.mxfp8.dequantize_columnwise``.
+        Equal to ``reference.mx.dequantize_columnwise``.
     """
     data = _checked(data, dtype, 2, fmt)
     out = torch.empty_like(data, dtype=dtype)
-    return _run_fp8(data, scale_inv, _strides(scale_inv), (MXFP8_BLOCK, 1), fmt, out, False)
+    return _run_fp8(data, scale_inv, _strides(scale_inv), (MX_BLOCK, 1), fmt, out, False)
 
 
 def float8_block_rowwise(

@@ -1,4 +1,4 @@
-"""What the modules of ``nn`` and the operations of ``ops`` share: a recipe, its state, parameters and their gradients."""
+"""What modules and operations share: a recipe, its state, parameters and their gradients."""
 
 from .delayed import DelayedLayer
 from .linear_layer import LinearLayer, Stage

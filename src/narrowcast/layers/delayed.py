@@ -37,9 +37,9 @@ class DelayedLayer(RecipeOwner):
     """Base of layers that may scale with delay.
 
     State of a stage, a linear layer inside, is six buffers: ``scale_fwd`` (3,), ``amax_history_fwd`` (L, 3) and
-    ``amax_fwd`` (3,) for input, weight and output; ``scale_bwd`` (2,), ``amax_history_bwd`` (L, 2) and ``amax_bwd`` (2,)
-    for grad_output and grad_input; fp32, under the stage's prefix. They are None until the layer is to run under delayed
-    scaling, and in the state dict from then on.
+    ``amax_fwd`` (3,) for input, weight and output; ``scale_bwd`` (2,), ``amax_history_bwd`` (L, 2) and ``amax_bwd``
+    (2,) for grad_output and grad_input; fp32, under the stage's prefix. They are None until the layer is to run under
+    delayed scaling, and in the state dict from then on.
     """
 
     _stage_names: dict[str, str]
@@ -96,7 +96,9 @@ class DelayedLayer(RecipeOwner):
                 fresh = torch.zeros(shape, dtype=torch.float32, device=device)
                 setattr(self, f"{prefix}{buffer}_{direction}", fresh)
             self._reset_direction(prefix, direction, mode, delayed)
-        elif history.shape[0] != length:  # a shorter history keeps the first rows, a longer one gets rows of zeros
+        elif (
+            history.shape[0] != length
+        ):  # a shorter history keeps the first rows, a longer one gets rows of zeros
             fitted = history.new_zeros(length, history.shape[1])
             kept = min(length, history.shape[0])
             fitted[:kept] = history[:kept]
@@ -265,7 +267,9 @@ class DelayedLayer(RecipeOwner):
         """
         saved = {key: state_dict[prefix + key] for key in keys if prefix + key in state_dict}
         if saved and len(saved) < len(keys):
-            return [f"{prefix}: the checkpoint has {sorted(saved)} and lacks {sorted(set(keys) - set(saved))}"]
+            return [
+                f"{prefix}: the checkpoint has {sorted(saved)} and lacks {sorted(set(keys) - set(saved))}"
+            ]
         for key, tensor in saved.items():
             if tensor.shape[-1:] != (width,):
                 return [f"{prefix + key} has shape {tuple(tensor.shape)}; this layer keeps {width} slots"]

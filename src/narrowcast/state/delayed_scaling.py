@@ -129,7 +129,9 @@ def reduce_amax(owners: Iterable[DelayedState], group: Any = None) -> None:
     """
     amaxes = [s.amax for owner in owners for s in owner.delayed_slots() if s.recipe.reduce_amax]
     distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1):
+    if not (
+        distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1
+    ):
         return
     # the number of slots travels first: ranks that differ find out together, where the reduction itself would hang
     device = amaxes[0].device if amaxes else torch.device("cpu")
