@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLT_MAX, cdiv
-from .launch import INTERPRETING, Launcher, check_device, dim_class
+from .launch import INTERPRETING, Launcher, check_device
 
 COLUMNS = 32
 ROWS = 64
@@ -165,7 +165,6 @@ def update(
             (cdiv(n, COLUMNS), 1, 1),
             (scale, history, reduced, new_scale, new_history, math.ldexp(fp8_max, -margin), L, n),
             (reduced_amax is not None, algo == "max", ROWS, COLUMNS, INTERPRETING),
-            (dim_class(L), dim_class(n)),
         )
     return new_scale, new_history
 
@@ -228,7 +227,6 @@ def update_(table: Tensor, *, fp8_max: float, margin: int, length: int, algo: st
         (table.shape[0], 1, 1),
         (table, math.ldexp(fp8_max, -margin), length),
         (algo == "max", TABLE_ROWS, TABLE_COLUMNS),
-        (dim_class(length),),
     )
 
 

@@ -24,7 +24,7 @@ from ..formats import (
     round_to_float32,
 )
 from .codecs import round_to_dtype
-from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device, is_aligned
 from .nvfp4 import _butterflies
 from .tiles import load_row, store_row, tile_grid, tile_position
 
@@ -395,7 +395,6 @@ def _run_flat(codes: Tensor, scale_inv: Tensor, fmt: ElementFormat, out: Tensor)
             (cdiv(n, FLAT_BLOCK), 1, 1),
             (codes, scale_inv, out, n),
             (fmt.name == "e5m2", FLAT_BLOCK, INTERPRETING),
-            (out.dtype, is_aligned(codes), dim_class(n)),
         )
     return out
 
@@ -427,11 +426,10 @@ def _run_fp8(
             rows,
             columns,
             M % rows == 0 and K % columns == 0,
-            M % 4 == 0 and codes.data_ptr() % 4 == 0,
+            M % 4 == 0 and is_aligned(codes, 4),
             max(M, K) >= 2**23,
             INTERPRETING,
         ),
-        (scale_inv.dtype, out.dtype, is_aligned(codes), dim_class(M), dim_class(K)),
     )
     return out
 
@@ -664,7 +662,6 @@ def _run_fp4_rows(
             max(M, K) >= 2**23,
             INTERPRETING,
         ),
-        (amax is None, dtype, is_aligned(data), dim_class(M), dim_class(K), dim_class(packed)),
     )
     return out
 
@@ -702,7 +699,7 @@ def nvfp4_columnwise(
         Equal to ``reference.nvfp4.dequantize_columnwise``; the rotation is undone in fp32.
     """
     data = _checked(data, dtype, 2)
-    if data.data_ptr() % 8:
+    if not is_aligned(data, 8):
         data = data.clone()  # groups of 16 codes are read as 64-bit words
     K = data.shape[0]
     out = torch.empty((rows, K), dtype=dtype, device=data.device)
@@ -726,6 +723,5 @@ def nvfp4_columnwise(
             max(rows, K) >= 2**23,
             INTERPRETING,
         ),
-        (dtype, is_aligned(words), dim_class(rows), dim_class(K), dim_class(groups)),
     )
     return out

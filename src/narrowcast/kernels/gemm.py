@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..formats import FLOAT8_BLOCK, cdiv
 from .codecs import round_pair_to_bfloat16, to_float32
-from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device
 
 TILE_M = 128
 TILE_N = 128
@@ -191,7 +191,6 @@ def accumulate_(
         _grid(out, columns),
         (out, left, right, left_scale, right_scale, M, N, K, out.stride(0)),
         (K % TILE_K == 0, promotion, TILE_M, columns, TILE_K, GROUP, INTERPRETING),
-        _key(out, left, right),
     )
 
 
@@ -235,7 +234,6 @@ def accumulate_block_(
         _grid(out, TILE_N),
         (out, left, right, left_scale, right_scale, M, N, K, out.stride(0), *scale_strides),
         (K % TILE_K == 0, TILE_M, TILE_N, TILE_K, GROUP, INTERPRETING),
-        (*_key(out, left, right), *map(dim_class, scale_strides)),
     )
 
 
@@ -273,11 +271,3 @@ def _programs(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS  # few, so that a program takes several tiles
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _key(out: Tensor, left: Tensor, right: Tensor) -> tuple[object, ...]:
-    sizes = (*out.shape, left.shape[1], out.stride(0))
-    return (
-        *((x.dtype, is_aligned(x)) for x in (out, left, right)),
-        *map(dim_class, sizes),
-    )

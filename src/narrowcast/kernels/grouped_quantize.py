@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..formats import FLT_MAX, ElementFormat, cdiv, round_up
 from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device, check_input, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device, check_input
 from .scaling import scale_from_amax
 from .tiles import is_wide, load_row, store_row, store_transposed, tile_grid, tile_position
 
@@ -296,7 +296,6 @@ def _amaxes(x: Tensor, splits: Tensor | None, groups: int) -> Tensor:
             (cdiv(T, AMAX_ROWS), 1, 1),
             (x, amax if splits is None else splits, amax, T, K, size, groups),
             (splits is not None, _power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
-            (*_key(x, splits), dim_class(T), dim_class(K), dim_class(size)),
         )
     return amax
 
@@ -330,26 +329,15 @@ def _run_cast(
         _cast(
             (across, down, groups if splits is None else 1),
             (
-                x,
-                scale if splits is None else splits,
-                scale,
-                x if data is None else data,
-                x if transpose is None else transpose,
-                scale_inv,
-                scale if amax is None else amax,
-                x.shape[0],
-                K,
-                rows,
-                groups,
-                band_bits,
-                float(epsilon),
+                x, scale if splits is None else splits, scale, x if data is None else data,
+                x if transpose is None else transpose, scale_inv, scale if amax is None else amax, x.shape[0], K, rows,
+                groups, band_bits, float(epsilon),
             ),
             (
                 fmt.name == "e5m2", rowwise, columnwise, amax is not None, current, fmt.max, FLT_MAX,
                 power_2 and current, splits is not None, alignment, _power_of_2(groups), TILE_ROWS, TILE_COLUMNS, even,
                 rows % 4 == 0, is_wide(rows, K), INTERPRETING,
             ),
-            (*_key(x, splits), dim_class(x.shape[0]), dim_class(K), dim_class(rows)),
         )  # fmt: skip
     return [buffer for buffer in (data, transpose, scale_inv) if buffer is not None]
 
@@ -460,7 +448,6 @@ def column_sum(x: Tensor, splits: Tensor) -> Tensor:
                 (tiles * blocks, 1, 1),
                 (x, splits, sums, x.shape[0], K, tiles, groups),
                 (done, _power_of_2(groups), BLOCK_ROWS, FOLD_COLUMNS, INTERPRETING),
-                (*_key(x, splits), *map(dim_class, (x.shape[0], K, tiles))),
             )
         if most <= 1:
             return sums
@@ -469,7 +456,3 @@ def column_sum(x: Tensor, splits: Tensor) -> Tensor:
 
 def _power_of_2(groups: int) -> int:
     return triton.next_power_of_2(max(groups, 1))
-
-
-def _key(x: Tensor, splits: Tensor | None) -> tuple[object, ...]:
-    return x.dtype, is_aligned(x), None if splits is None else splits.dtype

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..formats import MXFP8_BLOCK, SCALE_TILE_COLUMNS, SCALE_TILE_ROWS, ElementFormat, cdiv, round_up
 from .codecs import fp8_code, magnitude, magnitude_of_four, to_float32
-from .launch import INTERPRETING, Launcher, dim_class
+from .launch import INTERPRETING, Launcher
 from .scaling import e8m0_from_amax, e8m0_reciprocal
 from .sources import Source, load_four_rows, source_of, store_column_sums
 from .tiles import is_wide, store_row
@@ -218,6 +218,5 @@ def quantize(
             M % 128 == 0 and K % 128 == 0,
             INTERPRETING,
         ),
-        (source.key, dim_class(M), dim_class(K)),
     )
     return buffers

@@ -37,7 +37,7 @@ from .codecs import (
     round_pair_to_bfloat16,
     to_float32,
 )
-from .launch import INTERPRETING, Launcher, check_input, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_input
 from .tiles import tile_grid, tile_position
 
 TILE_M = 128
@@ -623,38 +623,19 @@ def quantize(
     grid, band_bits = tile_grid(cdiv(M, TILE_M), round_up(K, SCALE_TILE_ROWS) // TILE_K)
     even = M % SCALE_TILE_ROWS == 0 and K % SCALE_TILE_ROWS == 0
     tile = (TILE_M, TILE_K, even, max(M, K) >= 2**23, INTERPRETING)
-    key = (x.dtype, is_aligned(x), dim_class(M), dim_class(K))
     amax = torch.zeros(M + K if row_scaled else 2, dtype=torch.float32, device=x.device)
-    _amax(grid, (x, amax, M, K, band_bits), (rowwise, columnwise, rht, sign_mask, row_scaled, *tile), key)
+    _amax(grid, (x, amax, M, K, band_bits), (rowwise, columnwise, rht, sign_mask, row_scaled, *tile))
     # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
     encode = _encode_tiles_wide if four_over_six or two_d else _encode_tiles
     encode(
         grid,
         (
-            x,
-            amax,
-            amax if seed is None else seed,
-            *buffers[:2],
-            *buffers[-2:],
-            amaxes[0],
-            amaxes[-1],
-            M,
-            K,
+            x, amax, amax if seed is None else seed, *buffers[:2], *buffers[-2:], amaxes[0], amaxes[-1], M, K,
             band_bits,
         ),
         (
-            rowwise,
-            columnwise,
-            two_d,
-            rht,
-            sign_mask,
-            row_scaled,
-            four_over_six,
-            e4m3_max,
-            error_mode == "MSE",
-            seed is not None,
-            *tile,
+            rowwise, columnwise, two_d, rht, sign_mask, row_scaled, four_over_six, e4m3_max, error_mode == "MSE",
+            seed is not None, *tile,
         ),
-        key,
-    )
+    )  # fmt: skip
     return buffers + amaxes

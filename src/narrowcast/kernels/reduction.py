@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device
 
 PARTIAL_ROWS = 16
 FOLDED_ROWS = 128
@@ -98,7 +98,6 @@ def column_sum(x: Tensor) -> Tensor:
                 (tiles * sums.shape[0], 1, 1),
                 (x, sums, M, K, tiles),
                 (FOLDED_ROWS, FOLD_COLUMNS, INTERPRETING),
-                (x.dtype, is_aligned(x), dim_class(M), dim_class(K), dim_class(tiles)),
             )
         if sums.shape[0] == 1:
             return sums[0]

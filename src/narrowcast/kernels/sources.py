@@ -23,7 +23,7 @@ from . import norm as norms
 from . import reduction
 from .activation import activate, activate_backward, activate_gated, activate_gated_backward
 from .codecs import round_to_dtype, to_float32
-from .launch import check_input, check_rank, is_aligned
+from .launch import check_input, check_rank
 from .norm import norm_gradient, normalize
 from .reduction import fold_pairs
 
@@ -67,14 +67,9 @@ class Source:
         """Whether an activation or its gradient is computed on the way in, which takes many registers."""
         return self.constants[0] in ("activation", "activation_backward", "gated", "gated_backward")
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What Triton specializes on: dtypes and alignments of the operands."""
-        return tuple([(operand.dtype, is_aligned(operand)) for operand in self.operands])
-
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An output beside the operands."""
-        return torch.empty(shape, dtype=dtype, device=self.operands[0].device)
+        return self.operands[0].new_empty(shape, dtype=dtype)
 
     def partial_sums(self) -> Tensor | None:
         """Where a kernel leaves the sums of 16 rows each, fp32; None if nobody asks."""
