@@ -118,7 +118,14 @@ def _emit_tile(
     do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"],
 )
 def _cast_tile_kernel(
-    operands,
+    operand_0,
+    operand_1,
+    operand_2,
+    operand_3,
+    operand_4,
+    operand_5,
+    operand_6,
+    operand_7,
     scale_ptr,
     data_ptr,
     transpose_ptr,
@@ -153,6 +160,7 @@ def _cast_tile_kernel(
     WIDE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
+    operands = (operand_0, operand_1, operand_2, operand_3, operand_4, operand_5, operand_6, operand_7)
     # The pass before, over all rows, ends at the last ones, so what L2 still holds is there: start there.
     REVERSE: tl.constexpr = CURRENT or SOURCE == "norm" or SOURCE == "norm_backward"
     tile_m, tile_k = tile_position(band_bits, REVERSE)
@@ -347,7 +355,7 @@ def _run_cast(
         even = M % TILE_ROWS == 0 and width % columns == 0
         _cast_tile(
             grid,
-            (source.operands, *pointers, like if sums is None else sums, M, K, band_bits, partials, epsilon),
+            (*source.pointers, *pointers, like if sums is None else sums, M, K, band_bits, partials, epsilon),
             (
                 *outputs, asks_sums, *rule, *source.constants, paired, TILE_ROWS, columns, even, M % 4 == 0,
                 is_wide(M, K), INTERPRETING,

@@ -176,7 +176,14 @@ def _emit_square(
     do_not_specialize=["band_bits"], do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"]
 )
 def _quantize_kernel(
-    operands,
+    operand_0,
+    operand_1,
+    operand_2,
+    operand_3,
+    operand_4,
+    operand_5,
+    operand_6,
+    operand_7,
     data_ptr,
     row_scale_ptr,
     transpose_ptr,
@@ -205,6 +212,7 @@ def _quantize_kernel(
     WORDS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
+    operands = (operand_0, operand_1, operand_2, operand_3, operand_4, operand_5, operand_6, operand_7)
     # The statistics of a norm come from a pass over all rows; the last ones are still in L2: start there.
     REVERSE: tl.constexpr = SOURCE == "norm" or SOURCE == "norm_backward"
     tile_m, tile_k = tile_position(band_bits, REVERSE)
@@ -297,7 +305,7 @@ def quantize(
     pointers = (*buffers[:2], *buffers[-2:], buffers[0] if sums is None else sums)
     launcher(
         grid,
-        (source.operands, *pointers, M, K, band_bits, float(epsilon)),
+        (*source.pointers, *pointers, M, K, band_bits, float(epsilon)),
         (
             block_dim == 2, sums is not None, *source.constants, is_wide(M, K), fmt.name == "e5m2", rowwise, columnwise,
             fmt.max, OVERFLOW_BY_DTYPE[str(source.dtype)], power_2, epsilon > 0.0,

@@ -52,16 +52,13 @@ class Launcher:
 
         Args:
             grid: programs along x, y, z; none may be zero.
-            arguments: run-time arguments, tensors, ints, floats and tuples of them; the first is a tensor or starts
-                with one.
+            arguments: run-time arguments, tensors, ints, floats and None; the first is a tensor.
             constants: values of the kernel's constexpr parameters, in order.
 
         Raises:
             TypeError: an argument of another kind.
         """
         first = arguments[0]
-        if type(first) is tuple:
-            first = first[0]
         if type(first) is not Tensor and isinstance(first, _TRACED):
             self._emit(grid, arguments, constants)
             return
@@ -102,7 +99,7 @@ def specialization(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """What Triton may compile a variant of a kernel for: equal results mean an equal variant.
 
     Args:
-        arguments: run-time arguments of a kernel: tensors, ints, floats, bools, None, and tuples of them.
+        arguments: run-time arguments of a kernel: tensors, ints, floats, bools and None.
 
     Returns:
         Of a tensor its dtype and whether it starts on a 16-byte boundary; of an int whether 16 divides it, and its
@@ -120,13 +117,13 @@ def specialization(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
             parts.append(value if value < 2 or value >= 2**31 else 2 + (value % 16 == 0))
         elif kind is float or kind is bool or value is None:
             parts.append(kind)
-        elif kind is tuple:
-            parts.append(specialization(value))
         elif isinstance(value, Tensor):
             parts.append(value.dtype)
             parts.append(value.data_ptr() % 16 == 0)
         else:
-            raise TypeError(f"a kernel cannot take an argument of {kind}; pass a tensor, int, float, bool or None")
+            raise TypeError(
+                f"a kernel cannot take an argument of {kind}; pass a tensor, int, float, bool or None"
+            )
     return tuple(parts)
 
 

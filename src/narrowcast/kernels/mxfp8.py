@@ -99,7 +99,14 @@ def _emit_tile(
 
 @triton.jit(do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"])
 def _quantize_kernel(
-    operands,
+    operand_0,
+    operand_1,
+    operand_2,
+    operand_3,
+    operand_4,
+    operand_5,
+    operand_6,
+    operand_7,
     data_ptr,
     row_scale_ptr,
     column_data_ptr,
@@ -122,6 +129,7 @@ def _quantize_kernel(
     EVEN: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
+    operands = (operand_0, operand_1, operand_2, operand_3, operand_4, operand_5, operand_6, operand_7)
     # Programs cover the matrix rounded up to 128 x 128, so that they also write the zeros that pad the scales.
     k0 = tl.program_id(0).to(tl.int64) * 128
     tile_m = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -205,7 +213,7 @@ def quantize(
     # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
     launcher(
         (cdiv(K, 128), min(tile_rows, _GRID_ROWS), cdiv(tile_rows, _GRID_ROWS)),
-        (source.operands, *buffers[:2], *buffers[-2:], buffers[0] if sums is None else sums, M, K),
+        (*source.pointers, *buffers[:2], *buffers[-2:], buffers[0] if sums is None else sums, M, K),
         (
             *source.constants,
             is_wide(M, K),

@@ -27,6 +27,8 @@ from .launch import check_input, check_rank
 from .norm import norm_gradient, normalize
 from .reduction import fold_pairs
 
+_ABSENT = (None,) * 8
+
 
 @dataclass(slots=True)  # not frozen: that would take longer than all else that a launch does here
 class Source:
@@ -51,6 +53,11 @@ class Source:
     def device(self) -> torch.device:
         """Device of the operands."""
         return self.operands[0].device
+
+    @property
+    def pointers(self) -> tuple[Tensor | None, ...]:
+        """The operands as the kernels take them: eight arguments, the last ones None, which is no argument at all."""
+        return self.operands + _ABSENT[len(self.operands) :]
 
     @property
     def matrix(self) -> tuple[int, int]:
