@@ -111,9 +111,9 @@ def _called(function: Callable[[], object]) -> None:
 
 
 X = torch.ones(128, 256, dtype=torch.bfloat16)
-BOTH = {"rowwise": True, "columnwise": True}
-CURRENT = {"power_2": False, "epsilon": 0.0, **BOTH}
-BLOCK = {"block_dim": 1, "power_2": True, "epsilon": 0.0, **BOTH}
+BOTH: dict[str, Any] = {"rowwise": True, "columnwise": True}
+CURRENT: dict[str, Any] = {"power_2": False, "epsilon": 0.0, **BOTH}
+BLOCK: dict[str, Any] = {"block_dim": 1, "power_2": True, "epsilon": 0.0, **BOTH}
 
 
 def _normalized() -> Any:

@@ -21,10 +21,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from ..formats import ElementFormat
+
 INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter; fixed when the kernels are defined, that is at import."""
 
 _TRACED = (FakeTensor, FunctionalTensor)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Launcher:
@@ -154,7 +157,7 @@ def check_input(x: Tensor, min_rank: int) -> None:
         ValueError: ``check_device`` refuses, the dtype is not fp32, bf16 or fp16, or the rank is below ``min_rank``.
     """
     check_device(x)
-    if x.dtype not in (torch.bfloat16, torch.float32, torch.float16):
+    if x.dtype not in _DTYPES:
         raise ValueError(f"cannot quantize {x.dtype}; use torch.bfloat16, torch.float16 or torch.float32")
     check_rank(x.dim(), min_rank)
 
@@ -169,3 +172,24 @@ def check_rank(rank: int, min_rank: int) -> None:
         raise ValueError(
             f"cannot quantize a tensor of rank {rank}; this format needs rank {min_rank} or more"
         )
+
+
+def check_codes(data: Tensor, dtype: torch.dtype, min_rank: int, fmt: ElementFormat | None = None) -> Tensor:
+    """Refuse what no dequantize kernel can read or write; the codes, contiguous.
+
+    Args:
+        data: codes. dtype: of the values. min_rank: that the codes must have. fmt: of the codes, where it is FP8.
+
+    Raises:
+        ValueError: ``check_device`` refuses, another dtype than bf16, fp16 or fp32, another format, or too low a rank.
+    """
+    check_device(data)
+    if dtype not in _DTYPES:
+        raise ValueError(f"cannot dequantize to {dtype}; use torch.bfloat16, torch.float16 or torch.float32")
+    if fmt is not None and fmt.name not in ("e4m3", "e5m2"):
+        raise ValueError(f"{fmt.name} is not an FP8 format; use E4M3 or E5M2")
+    if data.dim() < min_rank:
+        raise ValueError(
+            f"cannot dequantize data of shape {tuple(data.shape)}; this format needs rank {min_rank} or more"
+        )
+    return data.contiguous()
