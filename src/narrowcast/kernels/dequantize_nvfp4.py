@@ -16,7 +16,7 @@ from torch import Tensor
 from ..formats import E2M1, RHT_SIGN_MASK, cdiv, round_to_float32
 from .codecs import decode_fp4, decode_fp8, repeat_columns, round_to_dtype
 from .launch import INTERPRETING, Launcher, check_codes, is_aligned
-from .nvfp4 import _butterflies
+from .nvfp4_groups import butterflies
 from .tiles import load_row, store_row, tile_grid, tile_position
 
 TILE_ROWS = 32
@@ -106,10 +106,10 @@ def _unrotated(words, factor, SIGN_MASK: tl.constexpr, TILE_ROWS: tl.constexpr, 
     for j in tl.static_range(16):
         code = ((words >> (4 * j)) & 0xF).to(tl.uint32)
         values = values + (decode_fp4(code) * factor * 0.25,)
-    values = _butterflies(values, 8)
-    values = _butterflies(values, 4)
-    values = _butterflies(values, 2)
-    values = _butterflies(values, 1)
+    values = butterflies(values, 8)
+    values = butterflies(values, 4)
+    values = butterflies(values, 2)
+    values = butterflies(values, 1)
     signed = ()
     for j in tl.static_range(16):
         signed = signed + (values[j] * (-1.0 if (SIGN_MASK >> j) & 1 else 1.0),)  # a minus would be 0 - x

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..formats import cdiv
 from .codecs import magnitude, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_device
-from .reduction import fold_lanes, fold_partials, fold_rows
+from .reduction import column_sum, fold_lanes, fold_rows
 
 LANES = 256
 ROWS = 4
@@ -525,7 +525,7 @@ def gradient_statistics(
             (x, grad, weight, *rows, dweight, dweight if dbias is None else dbias, M, K),
             (layer_norm, zero_centered_gamma, GRADIENT_ROWS, LANES, INTERPRETING),
         )
-    return c1, c2, fold_partials(dweight), None if dbias is None else fold_partials(dbias)
+    return c1, c2, column_sum(dweight), None if dbias is None else column_sum(dbias)
 
 
 def backward(

@@ -262,7 +262,7 @@ def column_sum(source: Tensor | Source) -> Tensor:
         and source.column_sums is not None
         and source.column_sums.partials is not None
     ):
-        return reduction.fold_partials(source.column_sums.partials)
+        return reduction.column_sum(source.column_sums.partials)
     x = source.compute(None) if isinstance(source, Source) else source
     return reduction.column_sum(x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((0, x.shape[-1])))
 
