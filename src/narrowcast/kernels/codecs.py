@@ -359,3 +359,34 @@ def pack_fp4(m0, m1, m2, m3, m4, m5, m6, m7, s0, s1, s2, s3, s4, s5, s6, s7, EMU
         is_pure=True,
         pack=1,
     )
+
+
+@triton.jit
+def decode_fp8(code, E5M2: tl.constexpr, EMULATE: tl.constexpr):
+    """fp32 values of uint8 codes, NaN and infinities included."""
+    if E5M2:  # the upper byte of an fp16
+        return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    elif EMULATE:
+        size = code.to(tl.uint32) & 0x7F
+        value = (size << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+        value = tl.where(size == 0x7F, float("nan"), value)
+        sign = (code.to(tl.uint32) & 0x80) << 24
+        return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    else:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def decode_fp4(code):
+    """fp32 values of E2M1 codes 0..15 given as uint32: moved into place as a tiny fp32, scaled up exactly."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+
+
+@triton.jit
+def repeat_columns(values, TIMES: tl.constexpr):
+    """[R, C] -> [R, C * TIMES], every column repeated."""
+    ROWS: tl.constexpr = values.shape[0]
+    COLUMNS: tl.constexpr = values.shape[1]
+    repeated = tl.broadcast_to(tl.expand_dims(values, 2), (ROWS, COLUMNS, TIMES))
+    return tl.reshape(repeated, (ROWS, COLUMNS * TIMES))

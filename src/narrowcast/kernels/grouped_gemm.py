@@ -18,7 +18,7 @@ from torch import Tensor
 from ..formats import FLOAT8_BLOCK, cdiv
 from .codecs import round_to_dtype, to_float32
 from .grouped_quantize import group_ends
-from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device
 
 TILE_M = 128
 TILE_N = 128
@@ -391,10 +391,6 @@ def rows(
             None if fast_accumulation else PROMOTION, triton.next_power_of_2(groups + 1), TILE_M, tile_n, TILE_K, BAND,
             INTERPRETING,
         ),
-        (
-            *_key(out, left, right), splits.dtype, None if bias is None else bias.dtype,
-            *map(dim_class, (rows, columns, K, *strides)),
-        ),
     )  # fmt: skip
     return out
 
@@ -457,7 +453,6 @@ def contraction(
             block_scaled, left_block, right_block, alignment, None if fast_accumulation else PROMOTION,
             triton.next_power_of_2(max(groups, 1)), tile_m, tile_n, TILE_K, BAND, INTERPRETING,
         ),
-        (*_key(out, left, right), splits.dtype, *map(dim_class, (M, N, P, *strides))),
     )  # fmt: skip
     return out
 
@@ -485,10 +480,7 @@ def finish_rows_(out: Tensor, splits: Tensor, bias: Tensor | None) -> None:
         (cdiv(T, ROWS), cdiv(N, COLUMNS), 1),
         (out, out if bias is None else bias, splits, T, N, groups),
         (bias is not None, triton.next_power_of_2(max(groups, 1)), ROWS, COLUMNS, INTERPRETING),
-        (
-            out.dtype, is_aligned(out), None if bias is None else bias.dtype, splits.dtype, dim_class(T), dim_class(N),
-        ),
-    )  # fmt: skip
+    )
 
 
 def scale_of_rows(scale: Tensor, splits: Tensor, rows: int) -> Tensor:
@@ -513,7 +505,6 @@ def scale_of_rows(scale: Tensor, splits: Tensor, rows: int) -> Tensor:
             (cdiv(rows, COLUMNS), 1, 1),
             (out, scale, splits, rows, groups),
             (triton.next_power_of_2(max(groups, 1)), COLUMNS),
-            (splits.dtype,),
         )
     return out
 
@@ -537,7 +528,3 @@ def _programs(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS  # few, so that a program takes several tiles
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _key(out: Tensor, left: Tensor, right: Tensor) -> tuple[object, ...]:
-    return tuple((x.dtype, is_aligned(x)) for x in (out, left, right))

@@ -24,7 +24,7 @@ from .codecs import (
     round_to_dtype,
     to_float32,
 )
-from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device
 from .scaling import e8m0_from_amax, e8m0_reciprocal, e8m0_value
 from .sources import Source, load_four_rows, source_of, store_column_sums
 from .tiles import is_wide, store_row, tile_grid, tile_position
@@ -214,7 +214,14 @@ def _emit_packed_tile(
 
 @triton.jit(do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"])
 def _quantize_kernel(
-    operands,
+    operand_0,
+    operand_1,
+    operand_2,
+    operand_3,
+    operand_4,
+    operand_5,
+    operand_6,
+    operand_7,
     data_ptr,
     row_scale_ptr,
     column_data_ptr,
@@ -239,6 +246,7 @@ def _quantize_kernel(
     EVEN: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
+    operands = (operand_0, operand_1, operand_2, operand_3, operand_4, operand_5, operand_6, operand_7)
     # Programs cover the matrix rounded up to 128 x 128, so that they also write the zeros that pad the scales.
     k0 = tl.program_id(0).to(tl.int64) * 128
     tile_m = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -322,7 +330,7 @@ def quantize(
     # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
     launcher(
         (cdiv(K, 128), min(tile_rows, _GRID_ROWS), cdiv(tile_rows, _GRID_ROWS)),
-        (source.operands, *buffers[:2], *buffers[-2:], buffers[0] if sums is None else sums, M, K),
+        (*source.pointers, *buffers[:2], *buffers[-2:], buffers[0] if sums is None else sums, M, K),
         (
             *source.constants,
             is_wide(M, K),
@@ -337,7 +345,6 @@ def quantize(
             M % 128 == 0 and K % 128 == 0,
             INTERPRETING,
         ),
-        (source.key, dim_class(M), dim_class(K)),
     )
     return buffers
 
@@ -492,6 +499,5 @@ def _decode_packed(
         grid,
         (data, scale_inv, out, R, C, scale_inv.stride(0), band_bits),
         (fmt.bits, fmt.mantissa_bits, fmt.bias, transposed, max(R, C) >= 2**23, INTERPRETING),
-        (out.dtype, is_aligned(data), dim_class(R), dim_class(C)),
     )
     return out
