@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairwise import pairwise
+from covering import covering
 
 if not torch.cuda.is_available():  # before anything imports Triton, which reads it once
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-matrix",
         action="store_true",
-        help="run every combination of the tests marked pairwise, not one row for each pair of values",
+        help="run every combination of the tests marked covering, not only one for every two values",
     )
 
 
@@ -46,15 +46,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _thin_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test marked ``pairwise`` keep the rows of parameters that hold every pair of their values."""
+    """Of each test marked ``covering(strength)`` keep combinations that hold every two, or each, of their values."""
     matrices: dict[Any, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
-            matrices.setdefault((item.path, item.originalname), []).append(item)
+        marker = item.get_closest_marker("covering")
+        if marker is not None and isinstance(item, pytest.Function):
+            matrices.setdefault((item.path, item.originalname, *marker.args), []).append(item)
     unneeded: set[pytest.Item] = set()
-    for rows in matrices.values():
-        parameters = [tuple(_value_key(value) for value in row.callspec.params.values()) for row in rows]
-        unneeded |= set(rows) - {rows[index] for index in pairwise(parameters)}
+    for (_, _, *strength), combinations in matrices.items():
+        rows = [tuple(map(_value_key, one.callspec.params.values())) for one in combinations]
+        unneeded |= set(combinations) - {combinations[index] for index in covering(rows, *strength)}
     config.hook.pytest_deselected(items=[item for item in items if item in unneeded])
     items[:] = [item for item in items if item not in unneeded]
 

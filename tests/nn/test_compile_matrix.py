@@ -2,7 +2,8 @@
 
 A row of ``MODULES`` is a module and the options it takes, a row of ``OPTIONS`` is how an option is set and exercised.
 A combination that cannot exist is in ``IMPOSSIBLE`` with the error that says why, and must raise it. Every cell runs
-its scenario twice, and the second time must compile nothing. Cells run pairwise; ``--full-matrix`` runs them all.
+its scenario twice, and the second time must compile nothing. Of the cells
+as many run as hold every pair of values, with ``--full-matrix`` all of them.
 """
 
 from __future__ import annotations
@@ -536,7 +537,7 @@ def test_impossible(module: str, recipe: str, option: str) -> None:
         row.scenario(make_cell(module, recipe, row))
 
 
-@pytest.mark.pairwise
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("module", "recipe", "option"), [cell for cell in CELLS if not reason_against(*cell)], ids=str
 )
@@ -610,6 +611,7 @@ INDUCTOR_CELLS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.inductor
 @pytest.mark.parametrize(("module", "option"), INDUCTOR_CELLS, ids=str)
 def test_inductor(module: str, option: str) -> None:
