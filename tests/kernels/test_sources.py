@@ -120,14 +120,20 @@ def _check(build, quantize: str, device: torch.device, directions: tuple[bool, b
         )
 
 
+PRODUCERS: dict[str, Callable[[tuple[int, ...], torch.dtype], Callable]] = {
+    "activation": lambda shape, dtype: _activation("swiglu", shape, "normal", dtype),
+    "activation backward": lambda shape, dtype: _activation_backward("swiglu", shape, "normal", dtype),
+    "norm": lambda shape, dtype: _norm("RMSNorm", shape, "normal", dtype, False),
+    "norm backward": lambda shape, dtype: _norm_backward("LayerNorm", shape, "normal", dtype, True),
+}
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("producer", PRODUCERS)
 @pytest.mark.parametrize("quantize", QUANTIZERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sources(quantize: str, shape: tuple[int, ...], device: torch.device) -> None:
-    dtype = DTYPES[SHAPES.index(shape) % 3]
-    _check(_activation("swiglu", shape, "normal", dtype), quantize, device)
-    _check(_activation_backward("swiglu", shape, "normal", dtype), quantize, device)
-    _check(_norm("RMSNorm", shape, "normal", dtype, False), quantize, device)
-    _check(_norm_backward("LayerNorm", shape, "normal", dtype, True), quantize, device)
+def test_sources(quantize: str, shape: tuple[int, ...], producer: str, device: torch.device) -> None:
+    _check(PRODUCERS[producer](shape, DTYPES[SHAPES.index(shape) % 3]), quantize, device)
 
 
 @pytest.mark.parametrize("name", reference.activation.ACTIVATIONS)

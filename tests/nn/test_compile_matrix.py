@@ -2,8 +2,8 @@
 
 A row of ``MODULES`` is a module and the options it takes, a row of ``OPTIONS`` is how an option is set and exercised.
 A combination that cannot exist is in ``IMPOSSIBLE`` with the error that says why, and must raise it. Every cell runs
-its scenario twice, and the second time must compile nothing. Of the cells
-as many run as hold every pair of values, with ``--full-matrix`` all of them.
+its scenario twice, and the second time must compile nothing. As many cells run as hold every pair of values; with
+``--full-matrix`` all of them.
 """
 
 from __future__ import annotations
@@ -559,7 +559,7 @@ def test_cell(module: str, recipe: str, option: str) -> None:
 def training_run(cell: Cell, between: Callable[[], None] = lambda: None) -> list[Tensor]:
     """Steps and evaluations, with weights quantized for each, for the first microbatch and kept for later ones."""
     results: list[Tensor] = []
-    for _ in range(3):
+    for _ in range(2):
         torch.manual_seed(7)
         for first in (None, True, False):
             results += step(cell, is_first_microbatch=first)
@@ -572,26 +572,18 @@ def training_run(cell: Cell, between: Callable[[], None] = lambda: None) -> list
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("module", MODULES)
 def test_training_run(module: str, recipe: str) -> None:
-    """At most one graph per {grad on or off, first or later microbatch or neither}, however often they alternate."""
+    """At most one graph per {grad on or off, first or later microbatch or neither}, however often they alternate, and
+    one more for twenty other token counts."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = functools.partial(torch.compile, fullgraph=True, backend=counter)
     frames: list[int] = []
     cell = make_cell(module, recipe, OPTIONS["plain"], compiled)
     ours = training_run(cell, lambda: frames.append(counter.frame_count))
     assert_equal(ours, training_run(make_cell(module, recipe, OPTIONS["plain"])))
-    assert frames[0] <= 6 and frames[2] == frames[0], frames
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("module", MODULES)
-def test_at_most_one_recompilation_over_twenty_token_counts(module: str, recipe: str) -> None:
-    counter = CompileCounterWithBackend("aot_eager")
-    cell = make_cell(
-        module, recipe, OPTIONS["plain"], functools.partial(torch.compile, fullgraph=True, backend=counter)
-    )
+    assert frames[0] <= 6 and frames[1] == frames[0], frames
     for tokens in range(33, 53):
         step(cell, cell.input(tokens))
-    assert counter.frame_count <= 2
+    assert counter.frame_count <= frames[0] + 1
 
 
 INDUCTOR_OPTIONS = (
