@@ -51,6 +51,7 @@ LINEAR_OPTIONS = (
     "plain",
     "no_bias",
     "return_bias",
+    "microbatches",
     "fuse_wgrad_accumulation",
     "fuse_wgrad_accumulation_microbatches",
     "fuse_wgrad_accumulation_dummy_grad",
@@ -368,6 +369,7 @@ OPTIONS: dict[str, Option] = {
     "plain": Option(),
     "no_bias": Option(build={"bias": False}),
     "return_bias": Option(build={"return_bias": True}),
+    "microbatches": Option(scenario=microbatches, graphs=3),
     "fuse_wgrad_accumulation": Option(build=FUSED, prepare=give_main_grads),
     "fuse_wgrad_accumulation_microbatches": Option(
         build=FUSED, prepare=give_main_grads, scenario=microbatches, graphs=3
@@ -537,11 +539,28 @@ def test_impossible(module: str, recipe: str, option: str) -> None:
         row.scenario(make_cell(module, recipe, row))
 
 
+POSSIBLE = [cell for cell in CELLS if not reason_against(*cell)]
+WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize(
-    ("module", "recipe", "option"), [cell for cell in CELLS if not reason_against(*cell)], ids=str
+    ("module", "recipe", "option"), [cell for cell in POSSIBLE if cell[2] not in WITHOUT_GRADIENTS], ids=str
 )
 def test_cell(module: str, recipe: str, option: str) -> None:
+    """Forward and backward, so that every module is trained under every recipe."""
+    compare_compiled_with_eager(module, recipe, option)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(
+    ("module", "recipe", "option"), [cell for cell in POSSIBLE if cell[2] in WITHOUT_GRADIENTS], ids=str
+)
+def test_cell_without_gradients(module: str, recipe: str, option: str) -> None:
+    compare_compiled_with_eager(module, recipe, option)
+
+
+def compare_compiled_with_eager(module: str, recipe: str, option: str) -> None:
     row = OPTIONS[option]
     counter = CompileCounterWithBackend("aot_eager")
     compiled = functools.partial(torch.compile, fullgraph=True, backend=counter)
@@ -569,6 +588,7 @@ def training_run(cell: Cell, between: Callable[[], None] = lambda: None) -> list
     return results
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("module", MODULES)
 def test_training_run(module: str, recipe: str) -> None:
