@@ -120,13 +120,21 @@ def check_nvfp4(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
         check("nvfp4_columnwise", operands, 256, dtype, device=device, rows=2 * column_data.shape[-1])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", INTERPRETED_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ragged(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    for fmt in FORMATS.values():
-        check_float8(shape, fmt, dtype, device)
-        check_mxfp8(shape, fmt, dtype, device)
-        check_block(shape, fmt, dtype, device)
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("check_format", [check_float8, check_mxfp8, check_block])
+def test_ragged(
+    check_format: Callable[..., None], fmt, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    check_format(shape, fmt, dtype, device)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("shape", INTERPRETED_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ragged_packed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     check_mx_packed(shape, dtype, device)
     check_nvfp4(shape, dtype, device)
 
@@ -168,20 +176,18 @@ def test_strided_and_misaligned_buffers(device: torch.device) -> None:
     assert_bitwise(actual, expected)
 
 
-@pytest.mark.parametrize(
-    "name", golden_vectors.names("fp8_current_", "mxfp8_", "fp8_block_", without=("fp8_delayed_update",))
-)
-def test_golden(name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("name", golden_vectors.names("fp8_current_"))
+def test_golden_per_tensor(name: str, device: torch.device) -> None:
     golden = golden_vectors.load(name)
-    if name.startswith("fp8_current"):
-        fmt = FORMATS[golden.meta["format"]]
-        operands = [golden["rowwise_data"], golden["scale_inv"]]
-        values = check("float8", operands, fmt, torch.float32, device=device)
-        operands[0] = golden["columnwise_data"]
-        transposed = check("float8_transpose", operands, fmt, torch.float32, device=device)
+    fmt, scale_inv = FORMATS[golden.meta["format"]], golden["scale_inv"]
+    for kernel, data in (("float8", "rowwise_data"), ("float8_transpose", "columnwise_data")):
+        values = check(kernel, [golden[data], scale_inv], fmt, torch.float32, device=device)
         assert_bitwise(values, golden["dequant"])
-        assert_bitwise(transposed, golden["dequant"])
-        return
+
+
+@pytest.mark.parametrize("name", golden_vectors.names("mxfp8_", "fp8_block_"))
+def test_golden_of_blocks(name: str, device: torch.device) -> None:
+    golden = golden_vectors.load(name)
     fmt = FORMATS["e5m2" if "e5m2" in name else "e4m3"]
     kind = "mxfp8" if name.startswith("mxfp8") else "float8_block"
     options = {} if kind == "mxfp8" else {"two_d": "_2d_" in name}

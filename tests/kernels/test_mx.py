@@ -43,13 +43,23 @@ def test_golden(name: str, device: torch.device) -> None:
         assert_bitwise(buffer, golden[key], key)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "shape", [(1, 7), (7, 1), (33, 17), (3, 50, 7), (128, 128), (130, 136), (0, 8), (8, 0)], ids=str
 )
 @pytest.mark.parametrize("two_d", [False, True], ids=["1d", "2d"])
-def test_ragged(shape: tuple[int, ...], two_d: bool, device: torch.device) -> None:
-    for dtype, directions, kind in zip(DTYPES, DIRECTIONS, ("special", "wide", "tiny")):
-        check(shape, kind, dtype, device, two_d=two_d, fmt=E5M2, directions=directions)
+@pytest.mark.parametrize(
+    ("dtype", "directions", "kind"), list(zip(DTYPES, DIRECTIONS, ("special", "wide", "tiny"))), ids=str
+)
+def test_ragged(
+    shape: tuple[int, ...],
+    two_d: bool,
+    dtype: torch.dtype,
+    directions: tuple[bool, bool],
+    kind: str,
+    device: torch.device,
+) -> None:
+    check(shape, kind, dtype, device, two_d=two_d, fmt=E5M2, directions=directions)
 
 
 @pytest.mark.parametrize(

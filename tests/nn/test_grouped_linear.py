@@ -88,6 +88,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert torch.equal(a, b), f"{index} differ by {(a.float() - b.float()).abs().max()}"
 
 
+@pytest.mark.covering
 @CPU_ONLY
 @pytest.mark.parametrize("single", [False, True], ids=["per_group", "single"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -224,6 +225,7 @@ def compare(
         assert ours[0].abs().sum() > 0
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("single", [False, True], ids=["per_group", "single"])
 @pytest.mark.parametrize("form", ["list", "device tensor"])
 @pytest.mark.parametrize("name", RECIPES)
@@ -232,7 +234,7 @@ def test_compiled(name: str, form: str, single: bool) -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", ["none", "delayed", "current", "block"])
+@pytest.mark.parametrize("name", ["none", "delayed", "block"])
 def test_inductor(name: str) -> None:
     compare(name, FORMS["device tensor"](SPLITS), [sum(SPLITS)], steps=1, backend="inductor")
 
@@ -287,6 +289,7 @@ def test_microbatch_cache(name: str, compiled: bool) -> None:
     assert_equal(run(layer, name, x, splits, forward, is_first_microbatch=False), first)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("frozen", ["weight", "input", "bias", "weight+bias"])
 @pytest.mark.parametrize("name", ["none", "current", "block"])
@@ -308,6 +311,7 @@ def test_frozen(name: str, frozen: str, compiled: bool) -> None:
     assert_equal(run(layer, name, x, SPLITS, forward), [expected[0], *kept])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("manager", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_grad(name: str, manager: Any) -> None:
@@ -319,6 +323,7 @@ def test_no_grad(name: str, manager: Any) -> None:
     assert not y.requires_grad
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_retain_graph(name: str, compiled: bool) -> None:
@@ -662,6 +667,7 @@ def cast_weight(layer: nc.GroupedLinear) -> None:
 EDITS, REPLACEMENTS = (edit_weight, optimizer_step), (load_weight, replace_weight, cast_weight)
 
 
+@pytest.mark.covering
 @FORMS_OF_WEIGHTS
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("change", [*EDITS, *REPLACEMENTS])
@@ -714,6 +720,7 @@ def train(layer: Any, name: Any, x: Tensor, splits: Any, forward: Any = None, **
     return y.detach()
 
 
+@pytest.mark.covering
 @CPU_ONLY
 @FORMS_OF_WEIGHTS
 @pytest.mark.parametrize("accumulator", [torch.float32, torch.bfloat16], ids=str)
@@ -792,6 +799,7 @@ def test_placeholder_gradients(zero: bool, delayed: bool, single: bool) -> None:
         assert (getattr(weight, "skip_backward_post_hook", False)) is delayed
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("name", ["none", "current", "block", "nvfp4"])
@@ -819,6 +827,7 @@ def test_frozen_groups_in_one_main_grad_buffer(name: str, delayed: bool, compile
     assert layer.weight2.grad is None and torch.equal(grads(layer, "bias"), grads(reference, "bias"))
 
 
+@pytest.mark.covering
 @FORMS_OF_WEIGHTS
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
@@ -915,6 +924,7 @@ def test_original_input_under_delayed_scaling() -> None:
 # -- calibration --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @FORMS_OF_WEIGHTS
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

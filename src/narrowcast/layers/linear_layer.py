@@ -134,14 +134,10 @@ class LinearLayer(DelayedLayer):
     def _reset_linear(self, stage: Stage) -> None:
         """Initialise the parameters of a stage where they are; a weight that is to be stored quantized, now is."""
         parts = self._parts_of(stage.weight)
-        whole = self._init_recipe is not None or len(parts) > 1
-        value = (
-            torch.empty_like(self._whole(stage.weight), memory_format=torch.contiguous_format)
-            if whole
-            else parts[0]
-        )
-        if isinstance(value, QuantizedTensor):
-            value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        value = parts[0]
+        if self._init_recipe is not None or len(parts) > 1:
+            rows = sum(part.shape[0] for part in parts)
+            value = torch.empty(rows, value.shape[1], dtype=value.dtype, device=value.device)
         if stage.init_method is None:
             value.normal_(0.0, INIT_STD)
         else:
@@ -150,8 +146,8 @@ class LinearLayer(DelayedLayer):
             parameter = quantize_parameter(value, self._init_recipe, self._init_preserve, stage.name)
             setattr(self, stage.weight, parameter)
         elif len(parts) > 1:
-            for part, rows in zip(parts, value.split([part.shape[0] for part in parts])):
-                part.copy_(rows)
+            for part, own in zip(parts, value.split([part.shape[0] for part in parts])):
+                part.copy_(own)
         for bias in self._parts_of(stage.bias):
             bias.zero_()
 
