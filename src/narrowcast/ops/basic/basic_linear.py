@@ -146,7 +146,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         recipe = self._recipe_in_force()
         if recipe is None or self.parallel.gathers_input:
             return None
-        plan = self._plan_of(recipe, True, True)
+        plan = self._plan_of(recipe, torch.is_grad_enabled(), True)
         return None if plan.needs_weight and plan.backward_override == "high_precision" else plan.input
 
     def get_grad_output_quantizer(self) -> Operand | None:
@@ -160,10 +160,8 @@ class BasicLinear(LinearLayer, BasicOperation):
     def _plan_of(self, recipe: Recipe | None, requires_grad: bool, input_requires_grad: bool) -> LinearPlan:
         # what was gathered is not kept; but a delayed scale may have moved when it is quantized again
         again = self.parallel.gathers_input and not (recipe is not None and recipe.delayed())
-        grad = requires_grad and torch.is_grad_enabled()
-        return linear_plan(
-            recipe, self.name, grad and input_requires_grad, grad and self.weight.requires_grad, again
-        )
+        needs_weight = requires_grad and self.weight.requires_grad
+        return linear_plan(recipe, self.name, requires_grad and input_requires_grad, needs_weight, again)
 
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         recipe = self._recipe_in_force()
@@ -225,7 +223,9 @@ class BasicLinear(LinearLayer, BasicOperation):
                 self._calibrate(self._stages[0], THREAD.state.calibrating, input_, weight)
         args = self._arguments(plan, self._activation_dtype(input_), scales)
         out, saved_input, saved_weight = split_forward(input_, weight, bias, args, self.parallel)
-        # None between them: as many as there are belong to the input
+        if not (plan.needs_input or plan.needs_weight):
+            return out, ()
+        # what is in front of the None belongs to the input
         return out, (*saved_input.tensors, None, *saved_weight.tensors)
 
     def save(
@@ -238,7 +238,7 @@ class BasicLinear(LinearLayer, BasicOperation):
     ) -> None:
         """Put on the context what :meth:`gradients` reads; the arguments are those of :meth:`compute`."""
         weight, dtype = self.weight, self._activation_dtype(input_)
-        count = next(index for index, tensor in enumerate(tensors_to_save) if tensor is None)
+        count = next((index for index, tensor in enumerate(tensors_to_save) if tensor is None), 0)
         inp: Any = tensors_to_save[:count]
         rest: Any = tensors_to_save[count + 1 :]
         plain = plan.save_original_input and plan.backward_override is None

@@ -66,7 +66,7 @@ def norm_gradients(
     return wanted.assemble(buffers, tuple(x.shape), x.dtype), dweight, dbias
 
 
-class NormOperation(BasicOperation, NormParameters):
+class NormOperation(NormParameters, BasicOperation):
     """Base of LayerNorm and RMSNorm; a subclass names its normalization.
 
     Args:
@@ -94,18 +94,15 @@ class NormOperation(BasicOperation, NormParameters):
         zero_centered_gamma: bool = False,
         sm_margin: int = 0,
     ) -> None:
-        super().__init__(
-            normalized_shape=normalized_shape,
-            eps=eps,
-            zero_centered_gamma=zero_centered_gamma,
-            device=device,
-            dtype=dtype,
-        )
+        BasicOperation.__init__(self)
+        options: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "device": device, "dtype": dtype}
+        NormParameters.__init__(self, normalized_shape, eps, **options)
         self.sm_margin = sm_margin
 
     def pre_first_fuser_forward(self) -> None:
         """Make parameters that are still on the meta device."""
         if self.weight.is_meta:
+            self.to_empty(device=parameter_device(None))
             self.reset_parameters()
 
     def op_forward_compute(
@@ -117,13 +114,9 @@ class NormOperation(BasicOperation, NormParameters):
         requires_grad: bool,
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
         x, weight = plain_input(input_), self.weight
-        self.check_features(x)
         if weight.is_meta:
-            raise RuntimeError("parameters are on the meta device; call reset_parameters() first")
-        if x.device != weight.device:
-            raise RuntimeError(
-                f"input is on {x.device}, the parameters are on {weight.device}; move one of them"
-            )
+            raise RuntimeError("parameters are on the meta device; call to_empty() and reset_parameters() first")
+        self.check_input(x)
         return normalize(x, weight, self.bias, self.settings, next_op_input_quantizer, requires_grad)
 
     def op_forward_save_ctx(
