@@ -11,7 +11,7 @@ from ._device import (
 )
 from ._version import __version__
 from .formats import DType
-from .nn import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from .nn import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
