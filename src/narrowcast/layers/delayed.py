@@ -174,19 +174,27 @@ class DelayedLayer(RecipeOwner):
             self._keep_state(prefix, forward, backward)
         collects = self.training and torch.is_grad_enabled()
         renews = collects and (THREAD.state.traced if THREAD.state.depth else not self._renewed_by_root)
+        fwd = None if forward is None else self._slots(prefix, "fwd", "forward", forward)
+        bwd = None if backward is None else self._slots(prefix, "bwd", "backward", backward)
         scales = DelayedScales()
-        if forward is not None:
-            slots = self._slots(prefix, "fwd", "forward", forward)
-            scales.amax_fwd = slots.amax if collects else None
-            scales.scale_fwd = slots.scale
-            if renews:
-                scales.scale_fwd = renew_and_read(slots)
-            elif copy_forward:
-                scales.scale_fwd = read_scales(slots.scale)
-        if backward is not None and torch.is_grad_enabled():
-            slots = self._slots(prefix, "bwd", "backward", backward)
-            scales.amax_bwd = slots.amax if collects else None
-            scales.scale_bwd = renew_and_read(slots) if renews else read_scales(slots.scale)
+        if fwd is not None:
+            scales.scale_fwd, scales.amax_fwd = fwd.scale, fwd.amax if collects else None
+        if bwd is not None:
+            scales.scale_bwd, scales.amax_bwd = bwd.scale, bwd.amax if collects else None
+        if not torch.is_grad_enabled():
+            return scales
+        states = [state for state in (fwd, bwd) if state is not None]
+        if renews:
+            copies = renew_and_read(states)
+        elif torch.compiler.is_compiling() or copy_forward or bwd is None:
+            copies = read_scales([state.scale for state in states])
+        else:
+            scales.scale_bwd = read_scales([bwd.scale])[0]
+            return scales
+        if fwd is not None:
+            scales.scale_fwd = copies[0]
+        if bwd is not None:
+            scales.scale_bwd = copies[-1]
         return scales
 
     # -- moving, saving, loading -------------------------------------------------------------------------------------
