@@ -477,8 +477,8 @@ def test_meta_device() -> None:
         layer(torch.zeros(4, K), [2, 2])
     layer.reset_parameters()
     assert layer.weight1.is_meta
-    weights = layer._parts_of("weight")
     layer.to_empty(device=DEVICE)
+    weights = layer._parts_of("weight")
     layer.reset_parameters()
     assert all(now is before for now, before in zip(layer._parts_of("weight"), weights, strict=True))
     assert layer.weight1.device.type == DEVICE and layer.weight1.std() > 0
@@ -932,22 +932,22 @@ def test_calibration_collects_what_a_step_would(dtype: torch.dtype, compiled: bo
         with nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
             y = forward(x, torch.tensor(SPLITS, device=DEVICE))
         assert torch.equal(y, other(x, SPLITS))
-    state = layer.delayed_scaling
-    collected = (
-        state.amax_history_fwd.clone()
-    )  # the next step of any layer starts by taking it into the scales
-    assert (state.scale_fwd == 1).all() and not state.amax_history_bwd.any()
+    # the next step that this thread enters starts by taking it into the scales
+    collected, initial = layer.amax_fwd.clone(), layer.scale_fwd.clone()
+    assert not layer.amax_history_fwd.any() and not layer.amax_bwd.any()
     step(other, "delayed", x, SPLITS)
-    assert torch.equal(collected, other.delayed_scaling.amax_history_fwd)
-    assert (collected[0, : 2 * GROUPS] > 0).sum() == 2 * GROUPS - 1  # all but the empty group's input
-    assert (state.scale_fwd[:GROUPS] != 1).any()
+    assert torch.equal(collected, other.amax_fwd)
+    assert (collected[: 2 * GROUPS] > 0).sum() == 2 * GROUPS - 1  # all but the empty group's input
+    assert torch.equal(layer.amax_history_fwd[0], collected)
+    assert (layer.scale_fwd[:GROUPS] != initial[:GROUPS]).any()
 
 
 def test_calibration_leaves_other_recipes_alone() -> None:
     layer = make_layer()
     with nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["mxfp8"]):
         y = layer(make_input(), SPLITS)
-    assert torch.equal(y, layer(make_input(), SPLITS)) and not layer.delayed_scaling.amax_history_fwd.any()
+    assert torch.equal(y, layer(make_input(), SPLITS))
+    assert layer.amax_fwd is None and not any("amax" in name for name in layer.state_dict())
 
 
 def test_options_add_nothing_to_the_state_dict() -> None:

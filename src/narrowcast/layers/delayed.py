@@ -71,18 +71,23 @@ class DelayedLayer(RecipeOwner):
         self, prefix: str, forward: DelayedScaling | None, backward: DelayedScaling | None
     ) -> None:
         """Have the buffers that these need, histories in their length; what is there already stays."""
-        state = THREAD.state
-        if state.depth and self._registered_with is not state and not (forward is None and backward is None):
-            self.__dict__["_registered_with"] = state
-            register_delayed(self)
         known = self._delayed.get(prefix)
-        if known is not None and known[0] is forward and known[1] is backward:
-            return
-        if known != (forward, backward):
-            for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
-                if delayed is not None:
-                    self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
-        self._delayed[prefix] = (forward, backward)
+        if known is None or known[0] is not forward or known[1] is not backward:
+            if known != (forward, backward):
+                for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
+                    if delayed is not None:
+                        self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
+            self._delayed[prefix] = (forward, backward)
+        state = THREAD.state
+        if state.depth and not (forward is None and backward is None):
+            registers = self._registered_with is not state
+            if registers:
+                self.__dict__["_registered_with"] = state
+                register_delayed(self)
+            if (registers or known is None) and self.training and torch._C._current_graph_task_id() == -1:
+                # as the context would have done on entry, had it known: what was loaded has collected amax
+                only = None if known is not None else prefix
+                renew_and_read(self.delayed_slots(only))
 
     @torch.no_grad()
     def _fit_buffers(
@@ -140,10 +145,12 @@ class DelayedLayer(RecipeOwner):
                 if delayed is not None:
                     self._reset_direction(prefix, direction, mode, delayed)
 
-    def delayed_slots(self) -> list[DelayedSlots]:
-        """The state, by stage and direction, as it is to be renewed."""
+    def delayed_slots(self, only: str | None = None) -> list[DelayedSlots]:
+        """The state, by stage and direction, as it is to be renewed; ``only``: of the stage of this prefix."""
         slots = []
         for prefix, states in self._delayed.items():
+            if only not in (None, prefix):
+                continue
             for delayed, (direction, mode, _) in zip(states, _DIRECTIONS):
                 if delayed is not None:
                     slots.append(self._slots(prefix, direction, mode, delayed))
