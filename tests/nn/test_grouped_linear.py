@@ -938,7 +938,7 @@ def test_calibration_collects_what_a_step_would(dtype: torch.dtype, compiled: bo
     step(other, "delayed", x, SPLITS)
     assert torch.equal(collected, other.amax_fwd)
     assert (collected[: 2 * GROUPS] > 0).sum() == 2 * GROUPS - 1  # all but the empty group's input
-    assert torch.equal(layer.amax_history_fwd[0], collected)
+    assert torch.equal(layer.amax_history_fwd.amax(0), collected)
     assert (layer.scale_fwd[:GROUPS] != initial[:GROUPS]).any()
 
 

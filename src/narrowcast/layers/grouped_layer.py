@@ -20,7 +20,7 @@ from ..autograd.grouped_linear import (
 from ..quantizers import Operand, OperandBuffers
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
-from ..tensors import GroupedTensor, QuantizedTensor, QuantizedTensorStorage, grouped_layout, quantize_members
+from ..tensors import GroupedTensor, QuantizedTensor, QuantizedTensorStorage, grouped_layout, grouped_storage_of, quantize_members
 from .linear_layer import LinearLayer, Stage
 from .parameters import (
     INIT_STD,
@@ -349,11 +349,12 @@ class GroupedLinearLayer(LinearLayer):
 
 def grouped_buffers_of(tensor: GroupedTensor) -> OperandBuffers:
     """A quantized parameter as an operand; its buffers are shared."""
-    usages = tensor.get_usages()
+    storage = grouped_storage_of(tensor)
+    usages = storage.get_usages()
     return OperandBuffers(
-        tensor.rowwise_operand() if usages["rowwise"] else [],
-        tensor.columnwise_operand() if usages["columnwise"] else [],
-        tensor.quantizer,  # type: ignore[arg-type]
+        storage.rowwise_operand() if usages["rowwise"] else [],
+        storage.columnwise_operand() if usages["columnwise"] else [],
+        storage.quantizer,  # type: ignore[arg-type]
     )
 
 
