@@ -655,7 +655,7 @@ def load_weight(layer: nc.GroupedLinear) -> None:
 
 
 def replace_weight(layer: nc.GroupedLinear) -> None:
-    name = ("weight" if layer.single_grouped_weight else f"weight{layer.num_gemms - 1}")
+    name = "weight" if layer.single_grouped_weight else f"weight{layer.num_gemms - 1}"
     setattr(layer, name, torch.nn.Parameter(getattr(layer, name) + 0.1))
 
 

@@ -90,33 +90,11 @@ def _by_direction(buffers: list[Tensor], operand: Operand, layout: str) -> Opera
     )
 
 
-def group_of_rows(splits: Tensor, rows: int) -> Tensor:
-    """Index of every row's group (T,); the number of groups for rows of none."""
-    return torch.searchsorted(splits.cumsum(0), torch.arange(rows, device=splits.device), right=True)
-
-
 def biases_of_rows(biases: list[Tensor], splits: Tensor, rows: int) -> Tensor:
     """The bias of every row's group, (T, N); zeros for rows of no group."""
     whole = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
-    return F.pad(whole, (0, 0, 0, 1)).index_select(0, group_of_rows(splits, rows))
-
-
-def amax_of_groups(x: Tensor, splits: Tensor) -> Tensor:
-    """max|x| of every group of rows of ``x`` (T, K), fp32 (G,): NaN ignored, 0 for an empty group."""
-    groups = splits.shape[0]
-    rows = F.pad(_magnitude(x), (1, 0)).amax(dim=1)
-    found = rows.new_zeros(groups + 1).scatter_reduce(0, group_of_rows(splits, x.shape[0]), rows, "amax")
-    return found[:groups]
-
-
-def amax_of_weights(weights: list[Tensor]) -> Tensor:
-    """max|w| of every weight, G of (N, K) or one (G, N, K), fp32 (G,): NaN ignored."""
-    found = [F.pad(_magnitude(weight).flatten(-2), (1, 0)).amax(dim=-1) for weight in weights]
-    return torch.stack(found) if weights[0].dim() == 2 else found[0]
-
-
-def _magnitude(x: Tensor) -> Tensor:
-    return x.abs().float().nan_to_num(nan=0.0, posinf=torch.inf)
+    group = torch.searchsorted(splits.cumsum(0), torch.arange(rows, device=splits.device), right=True)
+    return F.pad(whole, (0, 0, 0, 1)).index_select(0, group)
 
 
 # -- forward ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ MODULES = (
     "dequantize",
     "float8",
     "float8_block",
-    "gemm",
     "grouped",
     "grouped_gemm",
     "grouped_quantize",

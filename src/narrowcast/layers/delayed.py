@@ -20,7 +20,7 @@ from ..recipe import (
     Mode,
     linear_plan,
 )
-from ..state import THREAD, DelayedSlots, fp8_max, register_delayed, renew_and_read
+from ..state import THREAD, DelayedSlots, fp8_max, register_delayed, renew, renew_and_read
 from .recipe_owner import RecipeOwner
 
 _BUFFERS = ("scale", "amax_history", "amax")
@@ -85,9 +85,8 @@ class DelayedLayer(RecipeOwner):
                 self.__dict__["_registered_with"] = state
                 register_delayed(self)
             if (registers or known is None) and self.training and torch._C._current_graph_task_id() == -1:
-                # as the context would have done on entry, had it known: what was loaded has collected amax
-                only = None if known is not None else prefix
-                renew_and_read(self.delayed_slots(only))
+                # as the context would have done on entry, had it known: state that was loaded has collected amax
+                renew([self])
 
     @torch.no_grad()
     def _fit_buffers(
@@ -106,6 +105,23 @@ class DelayedLayer(RecipeOwner):
             kept = min(length, history.shape[0])
             fitted[:kept] = history[:kept]
             setattr(self, name, fitted)
+
+    def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
+        """Have the buffers that these plans need: of all stages at once, before any is read.
+
+        Raises:
+            RuntimeError: in a graph, for a recipe that is made there.
+        """
+        if not torch.compiler.is_compiling():
+            for prefix, plan in zip(prefixes, plans):
+                self._keep_state(prefix, plan.forward_state, plan.backward_state)
+            return
+        torch._dynamo.comptime.comptime(_keep_states_while_tracing)
+        for prefix, plan in zip(prefixes, plans):
+            if plan.forward_state is not None and getattr(self, f"{prefix}scale_fwd") is None:
+                raise RuntimeError(
+                    "a recipe made inside a compiled function has no place for its state; make it outside"
+                )
 
     def _state_device(self, prefix: str) -> torch.device:
         return self._weight_of_state(prefix).device
@@ -145,12 +161,10 @@ class DelayedLayer(RecipeOwner):
                 if delayed is not None:
                     self._reset_direction(prefix, direction, mode, delayed)
 
-    def delayed_slots(self, only: str | None = None) -> list[DelayedSlots]:
-        """The state, by stage and direction, as it is to be renewed; ``only``: of the stage of this prefix."""
+    def delayed_slots(self) -> list[DelayedSlots]:
+        """The state, by stage and direction, as it is to be renewed."""
         slots = []
         for prefix, states in self._delayed.items():
-            if only not in (None, prefix):
-                continue
             for delayed, (direction, mode, _) in zip(states, _DIRECTIONS):
                 if delayed is not None:
                     slots.append(self._slots(prefix, direction, mode, delayed))
@@ -171,16 +185,10 @@ class DelayedLayer(RecipeOwner):
         forward, backward = plan.forward_state, plan.backward_state
         if forward is None and backward is None:
             return DelayedScales()
-        if torch.compiler.is_compiling():
-            torch._dynamo.comptime.comptime(_keep_state_while_tracing)
-            if forward is not None and getattr(self, f"{prefix}scale_fwd") is None:
-                raise RuntimeError(
-                    "this layer has no state for a recipe that is made inside the compiled function; make the recipe outside"
-                )
-        else:
-            self._keep_state(prefix, forward, backward)
+        self._keep_states((prefix,), (plan,))
         collects = self.training and torch.is_grad_enabled()
-        renews = collects and (THREAD.state.traced if THREAD.state.depth else not self._renewed_by_root)
+        # without gradients, too: so runs the first forward of a reentrant checkpoint; renewing early changes no scale
+        renews = self.training and (THREAD.state.traced if THREAD.state.depth else not self._renewed_by_root)
         fwd = None if forward is None else self._slots(prefix, "fwd", "forward", forward)
         bwd = None if backward is None else self._slots(prefix, "bwd", "backward", backward)
         scales = DelayedScales()
@@ -188,7 +196,7 @@ class DelayedLayer(RecipeOwner):
             scales.scale_fwd, scales.amax_fwd = fwd.scale, fwd.amax if collects else None
         if bwd is not None:
             scales.scale_bwd, scales.amax_bwd = bwd.scale, bwd.amax if collects else None
-        if not torch.is_grad_enabled():
+        if not (renews or torch.is_grad_enabled()):
             return scales
         states = [state for state in (fwd, bwd) if state is not None]
         if renews:
@@ -289,8 +297,8 @@ class DelayedLayer(RecipeOwner):
         return {**super().__getstate__(), "_registered_with": None, "_delayed": dict(self._delayed)}
 
 
-def _keep_state_while_tracing(context: Any) -> None:
-    plan = traced_local(context, "plan")
-    if plan is not None:
-        layer, prefix = traced_local(context, "self"), traced_local(context, "prefix")
-        layer._keep_state(prefix, plan.forward_state, plan.backward_state)
+def _keep_states_while_tracing(context: Any) -> None:
+    layer, prefixes, plans = (traced_local(context, name) for name in ("self", "prefixes", "plans"))
+    for prefix, plan in zip(prefixes, plans):
+        if plan is not None:
+            layer._keep_state(prefix, plan.forward_state, plan.backward_state)

@@ -12,15 +12,21 @@ from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.grouped_linear import (
     Groups,
     add_to_main_grads_,
-    amax_of_groups,
-    amax_of_weights,
     compute_grouped_wgrad,
     quantize_weights,
 )
+from ..functional import grouped_calibrate_
 from ..quantizers import Operand, OperandBuffers
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
-from ..tensors import GroupedTensor, QuantizedTensor, QuantizedTensorStorage, grouped_layout, grouped_storage_of, quantize_members
+from ..tensors import (
+    GroupedTensor,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    grouped_layout,
+    grouped_storage_of,
+    quantize_members,
+)
 from .linear_layer import LinearLayer, Stage
 from .parameters import (
     INIT_STD,
@@ -107,7 +113,12 @@ class GroupedLinearLayer(LinearLayer):
         weights = [weight.to_local() if hasattr(weight, "to_local") else weight for weight in weights]
         if isinstance(weights[0], (GroupedTensor, QuantizedTensor)):
             return torch.zeros(self.num_gemms, device=weights[0].device)
-        return amax_of_weights(weights)
+        return torch.cat(
+            [
+                weight.abs().float().reshape(-1, self.out_features * self.in_features).amax(1)
+                for weight in weights
+            ]
+        )
 
     def extra_repr(self) -> str:
         """Sizes, as printed by the module."""
@@ -259,14 +270,11 @@ class GroupedLinearLayer(LinearLayer):
         amax = self._scales("", plan).amax_fwd
         if amax is None:
             return
-        plain = [w.dequantize() if isinstance(w, GroupedTensor) else w for w in weights]
         if plan.input.delayed:
-            amax.narrow(0, INPUT_SLOT * self.num_gemms, self.num_gemms).copy_(
-                amax_of_groups(x.detach(), splits)
-            )
+            grouped_calibrate_([x.detach()], splits, amax, INPUT_SLOT)
         if plan.weight.delayed:
-            found = amax_of_weights([w.detach() for w in plain])
-            amax.narrow(0, WEIGHT_SLOT * self.num_gemms, self.num_gemms).copy_(found)
+            plain = [w.dequantize() if isinstance(w, GroupedTensor) else w for w in weights]
+            grouped_calibrate_([w.detach() for w in plain], None, amax, WEIGHT_SLOT)
 
     def _compute_waiting_wgrads(self) -> None:
         weights = self._parts_of("weight")
