@@ -1,6 +1,6 @@
 """narrowcast: low-precision training for PyTorch that compiles."""
 
-from . import custom_recipes, dynamo, nn, recipe, state
+from . import custom_recipes, dynamo, nn, ops, recipe, state
 from ._device import (
     get_device_compute_capability,
     is_bf16_available,

@@ -14,11 +14,12 @@ from recipes import DEVICE
 from torch._dynamo.testing import CompileCounter
 
 import narrowcast as nc
+from narrowcast.recipe import linear_plan
 from narrowcast.ops import (
     AddExtraInput,
     BasicOperation,
     Bias,
-    BoundQuantizer,
+    ScaledOperand,
     ConstantScale,
     FusedOperation,
     Identity,
@@ -297,8 +298,8 @@ def test_wrong_arguments_are_refused() -> None:
 def test_a_quantized_result_that_nobody_asked_for() -> None:
     class Quantizes(Identity):
         def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
-            handle = nc.recipe.Float8CurrentScaling().linear_handles().input.rowwise
-            return BoundQuantizer(handle).quantize(input_), ()
+            plan = linear_plan(nc.recipe.Float8CurrentScaling(), "", False, False)
+            return ScaledOperand(plan.input).quantize(input_), ()
 
         op_forward_save_ctx = Identity.op_forward_save_ctx
 

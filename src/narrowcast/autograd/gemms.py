@@ -237,8 +237,9 @@ def linear_backward(
     if isinstance(grad_output, QuantizedTensorStorage):  # whoever quantized it summed it for the bias, too
         gradients = quantized_gradients(args, buffers_of(grad_output), None, inp, weight, rows)
     elif plan.backward_override is not None or not (plan.needs_input or plan.needs_weight):
-        dy = grad_output.reshape(rows, grad_output.shape[-1])
-        gradients = _gradients_in_high_precision(args, dy, inp, weight)
+        gradients = _gradients_in_high_precision(
+            args, grad_output.reshape(rows, grad_output.shape[-1]), inp, weight
+        )
     else:
         dy, grad_bias, operand = grad_output.reshape(rows, grad_output.shape[-1]), None, plan.grad_output
         if args.needs_bias:

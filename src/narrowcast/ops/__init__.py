@@ -15,7 +15,6 @@ from .basic import (
     ClampedSwiGLU,
     ConstantScale,
     Dropout,
-    GroupedLinear,
     Identity,
     L2Normalization,
     LayerNorm,
@@ -40,9 +39,9 @@ from .basic import (
 )
 from .context import OperationContext
 from .fuser import OperationFuser
+from .handover import ScaledOperand
 from .linear import Linear
 from .op import BasicOperation, CompositeOperation, FusedOperation, FusibleOperation
-from .quantizer import BoundQuantizer
 from .registry import (
     register_backward_fusion,
     register_forward_backward_fusion,
@@ -63,14 +62,12 @@ __all__ = [
     "BasicLinear",
     "BasicOperation",
     "Bias",
-    "BoundQuantizer",
     "ClampedSwiGLU",
     "CompositeOperation",
     "ConstantScale",
     "Dropout",
     "FusedOperation",
     "FusibleOperation",
-    "GroupedLinear",
     "Identity",
     "L2Normalization",
     "LayerNorm",
@@ -87,6 +84,7 @@ __all__ = [
     "SReGLU",
     "SReLU",
     "ScaledClampedQGeGLU",
+    "ScaledOperand",
     "ScaledSReLU",
     "ScaledSiTUGLU",
     "ScaledSwiGLU",

@@ -3,6 +3,9 @@
 Compilers trace straight through it: what the operations compute is PyTorch's or an operator of this library. Rules of
 this file, each paid for with a compiler experiment: nothing outside is written to while tracing; every returned tensor
 is a fresh view; no size is put on the context; the stored contexts are never written to by a backward.
+
+State of delayed scaling is read once per forward, here, outside of the boundary; the scales of the backward are saved
+like any tensor, so that every backward reads those of its forward.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..autograd import DelayedScales
 from ..autograd.quantized_boundary import plain_gradient
+from ..quantizers import Operand
 from ..recipe import Recipe
-from ..state import STATE
 from ..tensors import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx
 from .context import OperationContext, RestoredContext
-from .quantizer import BoundQuantizer
+from .handover import ScaledOperand
 from .registry import REGISTRY, FusionFunction
 
 if TYPE_CHECKING:
@@ -79,51 +83,79 @@ class _Wiring:
         """Extra outputs of one basic operation."""
         return [outlet for outlet in self.outlets if outlet.op == op]
 
-
-class _Call:
-    """One call of a fuser: all that its boundary reads besides differentiable tensors."""
-
-    def __init__(
+    def distribute(
         self,
-        basic_ops: Sequence[BasicOperation],
-        fused: Fused,
-        wiring: _Wiring,
-        first_with_backward: int,
-        input_requires_grad: bool,
-        num_params: list[int],
-        basic_op_kwargs: Sequence[dict[str, Any]],
+        op: BasicOperation,
+        number: int,
+        outputs: Sequence[Tensor],
+        channels: dict[str, Tensor],
+        to_caller: list[Tensor],
     ) -> None:
-        self.basic_ops = basic_ops
-        self.fused = fused
-        self.wiring = wiring
-        self.first_with_backward = first_with_backward
-        self.input_requires_grad = input_requires_grad
-        self.num_params = num_params
-        self.basic_op_kwargs = basic_op_kwargs
-        # asked here, where the caller's grad mode is in force
-        self.input_quantizers = [op.get_input_quantizer() for op, _ in fused.forward]
-        self.grad_input_quantizers = self._grad_input_quantizers()
+        """Give the extra outputs of one basic operation to its channels and to the caller."""
+        outlets = self.outputs_of(number)
+        _check_count(op, "the forward", "extra outputs", outputs, len(outlets))
+        for outlet, output in zip(outlets, outputs):
+            if outlet.channel is not None:
+                channels[outlet.channel] = output
+            if outlet.to_caller:
+                to_caller.append(output)
 
-    def _grad_input_quantizers(self) -> list[BoundQuantizer | None]:
-        """By basic operation, how the one in front of it in the backward's list wants the gradient of its input."""
-        wanted: list[BoundQuantizer | None] = [None for _ in self.basic_ops]
-        for op, where in self.fused.backward:
-            behind = where[-1] + 1
-            if behind < len(wanted):
-                wanted[behind] = op.get_grad_output_quantizer()
-        return wanted
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a fuser: all that its boundary reads besides differentiable tensors.
+
+    By basic operation: ``num_params``, ``arguments``, the keyword arguments of its methods, ``scales``, its state of
+    delayed scaling, and ``input_operands``, ``grad_operands``, how it wants what its neighbours hand it.
+    """
+
+    basic_ops: Sequence[BasicOperation]
+    fused: Fused
+    wiring: _Wiring
+    first_with_backward: int
+    input_requires_grad: bool
+    num_params: list[int]
+    arguments: list[dict[str, Any]]
+    scales: list[DelayedScales | None]
+    input_operands: list[Operand | None]
+    grad_operands: list[Operand | None]
+
+    def wanted_output(self, step: int) -> ScaledOperand | None:
+        """How the operation behind a step of the forward wants the output."""
+        if step + 1 == len(self.fused.forward):
+            return None
+        at = self.fused.forward[step + 1][1][0]
+        operand, scales = self.input_operands[at], self.scales[at]
+        if operand is None or scales is None:
+            return None if operand is None else ScaledOperand(operand)
+        return ScaledOperand(operand, scales.scale_fwd, scales.amax_fwd)
+
+    def wanted_grad_input(self, index: int, scales_bwd: Sequence[Tensor | None] | None = None) -> Any:
+        """How the operation in front of a basic one wants the gradient of that one's input.
+
+        Args:
+            scales_bwd: of all basic operations, as they were saved; None in the forward.
+        """
+        operand = self.grad_operands[index - 1] if index else None
+        if operand is None:
+            return None
+        scales = self.scales[index - 1]
+        if scales is None:
+            return ScaledOperand(operand)
+        scale = scales.scale_bwd if scales_bwd is None else scales_bwd[index - 1]
+        return ScaledOperand(operand, scale, scales.amax_bwd)
 
     def contexts(self) -> list[OperationContext]:
         """Fresh contexts, one per basic operation."""
-        first = self.first_with_backward
-        return [
-            OperationContext(
-                index >= first,
-                index > first or (index == first and self.input_requires_grad),
-                self.grad_input_quantizers[index],
+        first, contexts = self.first_with_backward, []
+        for index in range(len(self.basic_ops)):
+            wants_input = index > first or (index == first and self.input_requires_grad)
+            contexts.append(
+                OperationContext(
+                    index >= first, wants_input, self.wanted_grad_input(index), self.scales[index]
+                )
             )
-            for index in range(len(self.basic_ops))
-        ]
+        return contexts
 
 
 def _run(
@@ -135,46 +167,32 @@ def _run(
     to_caller: list[Tensor] = []
     x = input_
     for step, (op, where) in enumerate(forward):
-        following = call.input_quantizers[step + 1] if step + 1 < len(forward) else None
-        x, extra_outputs = _run_one(
-            op,
-            [contexts[index] for index in where],
-            x,
-            {
-                "basic_op_extra_inputs": [wiring.inputs_of(index, channels, extra_inputs) for index in where],
-                "prev_op_grad_output_quantizer": call.grad_input_quantizers[where[0]],
-                "next_op_input_quantizer": following,
-                "basic_op_kwargs": [call.basic_op_kwargs[index] for index in where],
-            },
-        )
+        own = [contexts[index] for index in where]
+        kwargs: dict[str, Any] = {
+            "basic_op_extra_inputs": [wiring.inputs_of(index, channels, extra_inputs) for index in where]
+            if wiring.inlets
+            else [()] * len(where),
+            "prev_op_grad_output_quantizer": own[0].prev_op_grad_output_quantizer,
+            "next_op_input_quantizer": call.wanted_output(step),
+            "basic_op_kwargs": [call.arguments[index] for index in where],
+        }
+        if op._use_split_forward:
+            kwargs["requires_grad"] = own[-1].requires_grad
+            out, extra_outputs, tensors_to_save = op.fuser_forward_compute(x, **kwargs)
+            if own[-1].requires_grad:
+                op.fuser_forward_save_ctx(own, x, tensors_to_save, **kwargs)
+            x = out
+        else:
+            x, extra_outputs = op.fuser_forward(own, x, **kwargs)
         for index, outputs in zip(where, extra_outputs, strict=True):
-            outlets = wiring.outputs_of(index)
-            _check_count(call.basic_ops[index], "the forward", "extra outputs", outputs, len(outlets))
-            for outlet, output in zip(outlets, outputs):
-                if outlet.channel is not None:
-                    channels[outlet.channel] = output
-                if outlet.to_caller:
-                    to_caller.append(output)
+            if outputs or wiring.outlets:
+                wiring.distribute(call.basic_ops[index], index, outputs, channels, to_caller)
     if not isinstance(x, Tensor):
         raise RuntimeError(
             f"{type(forward[-1][0]).__name__} returned a {type(x).__name__} as the last output; an operation returns a "
             "quantized tensor only where next_op_input_quantizer is not None"
         )
     return x, to_caller
-
-
-def _run_one(
-    op: FusibleOperation, contexts: list[OperationContext], x: TensorOrQuantized, kwargs: dict[str, Any]
-) -> Any:
-    if not op._use_split_forward:
-        return op.fuser_forward(contexts, x, **kwargs)
-    requires_grad = contexts[-1].requires_grad
-    output, extra_outputs, tensors_to_save = op.fuser_forward_compute(
-        x, requires_grad=requires_grad, **kwargs
-    )
-    if requires_grad:
-        op.fuser_forward_save_ctx(contexts, x, tensors_to_save, requires_grad=requires_grad, **kwargs)
-    return output, extra_outputs
 
 
 class _OperationsFunction(torch.autograd.Function):
@@ -184,7 +202,9 @@ class _OperationsFunction(torch.autograd.Function):
     def forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: Tensor) -> Any:
         contexts = call.contexts()
         output, extra_outputs = _run(call, contexts, input_, tensors[num_params:])
-        tensors_to_save: list[TensorOrQuantized | None] = []
+        tensors_to_save: list[TensorOrQuantized | None] = [
+            None if scales is None else scales.scale_bwd for scales in call.scales
+        ]
         ranges = []
         for context in contexts:
             begin = len(tensors_to_save)
@@ -207,11 +227,16 @@ class _OperationsFunction(torch.autograd.Function):
 
 def _restored(ctx: Any) -> list[Any]:
     """The operations' contexts with what they saved; nothing else holds that, so it goes as they do."""
-    saved = restore_from_func_ctx(ctx)
-    return [
-        RestoredContext(context, tuple(saved[begin:end]))
-        for context, (begin, end) in zip(ctx.contexts, ctx.ranges)
-    ]
+    saved: list[Any] = restore_from_func_ctx(ctx)
+    call: _Call = ctx.call
+    scales_bwd, contexts = saved[: len(call.scales)], []
+    for index, (context, (begin, end)) in enumerate(zip(ctx.contexts, ctx.ranges)):
+        scales = call.scales[index]
+        if scales is not None:
+            scales = DelayedScales(None, None, scales_bwd[index], scales.amax_bwd)
+        wanted = call.wanted_grad_input(index, scales_bwd)
+        contexts.append(RestoredContext(context, tuple(saved[begin:end]), wanted, scales))
+    return contexts
 
 
 def _run_backward(
@@ -295,8 +320,13 @@ class OperationFuser:
         if not self.basic_ops:
             raise ValueError("a fuser got no operations; give it at least one")
         self.wiring = _wire(self.basic_ops, incoming, outgoing)
-        self._fused_for: tuple[Any, ...] | None = None
-        self._fused = Fused((), ())
+        self._quantizing = [
+            index
+            for index, op in enumerate(self.basic_ops)
+            if op.num_quantizers("forward") or op.num_quantizers("backward")
+        ]
+        self._preparing = [(op, at) for at, op in enumerate(self.basic_ops) if op._prepares_forward]
+        self._last_fused: tuple[Any, Fused] = None, Fused((), ())
         self._ran = False
         if capture and not torch.compiler.is_compiling():
             for op in self.basic_ops:
@@ -346,15 +376,7 @@ class OperationFuser:
         params = [list(op.parameters()) for op in self.basic_ops]
         first = self._first_with_backward(input_, extra_inputs, params)
         self._prepare(first)
-        call = _Call(
-            self.basic_ops,
-            self._fused_once(STATE.recipe, first, params),
-            self.wiring,
-            first,
-            torch.is_grad_enabled() and input_.requires_grad,
-            [len(own) for own in params],
-            basic_op_kwargs or [{} for _ in self.basic_ops],
-        )
+        call = self._call(first, input_, params, basic_op_kwargs)
         if first == len(self.basic_ops):
             output, extra_outputs = _run(call, call.contexts(), input_, extra_inputs)
             return (output, *extra_outputs) if extra_outputs else output
@@ -364,22 +386,70 @@ class OperationFuser:
         num_params = len(operands) - 1 - len(extra_inputs)
         return _OperationsFunction.apply(operands[0], call, num_params, *operands[1:])
 
+    def _call(
+        self,
+        first: int,
+        input_: Tensor,
+        params: Sequence[Sequence[Tensor]],
+        basic_op_kwargs: Sequence[dict[str, Any]] | None,
+    ) -> _Call:
+        """Everything about one call, asked for here, where the caller's recipe and grad mode are in force."""
+        ops, fused = self.basic_ops, self._fused_for(self.recipe_in_force(), first, params)
+        input_requires_grad = torch.is_grad_enabled() and input_.requires_grad
+        arguments = list(basic_op_kwargs) if basic_op_kwargs else [{}] * len(ops)
+        scales: list[DelayedScales | None] = [None] * len(ops)
+        for index in self._quantizing:
+            wants_input = index > first or (index == first and input_requires_grad)
+            own = ops[index].forward_arguments(index >= first, wants_input)
+            if own:
+                arguments[index] = {**arguments[index], **own}
+                scales[index] = own.get("scales")
+        input_operands: list[Operand | None] = [None] * len(ops)
+        for op, where in fused.forward[1:]:
+            input_operands[where[0]] = op.get_input_quantizer()
+        grad_operands: list[Operand | None] = [None] * len(ops)
+        for op, where in fused.backward[:-1]:
+            grad_operands[where[-1]] = op.get_grad_output_quantizer()
+        return _Call(
+            ops,
+            fused,
+            self.wiring,
+            first,
+            input_requires_grad,
+            [len(own) for own in params],
+            arguments,
+            scales,
+            input_operands,
+            grad_operands,
+        )
+
+    def recipe_in_force(self) -> Recipe | None:
+        """The recipe that all operations with quantizers run under; None without one, and where they differ."""
+        if not self._quantizing:
+            return None
+        recipe = self.basic_ops[self._quantizing[0]]._recipe_in_force()
+        for index in self._quantizing[1:]:
+            if self.basic_ops[index]._recipe_in_force() != recipe:
+                return None
+        return recipe
+
     def fused(self, recipe: Recipe | None, first_with_backward: int = 0) -> Fused:
         """What runs under a recipe when the operations from ``first_with_backward`` on have a backward."""
         return fuse(self.basic_ops, recipe, first_with_backward)
 
-    def _fused_once(
+    def _fused_for(
         self, recipe: Recipe | None, first_with_backward: int, params: Sequence[Sequence[Tensor]]
     ) -> Fused:
         """:meth:`fused`, kept for the next call; but not by traced code, which must not write here."""
         if torch.compiler.is_compiling():
             return self.fused(recipe, first_with_backward)
-        dtypes = tuple(param.dtype for own in params for param in own)
+        dtypes = [param.dtype for own in params for param in own]
         key = (recipe, REGISTRY.version, first_with_backward, dtypes)
-        if self._fused_for != key:
-            self._fused = self.fused(recipe, first_with_backward)
-            self._fused_for = key
-        return self._fused
+        kept, fused = self._last_fused  # read at once: another thread may run under another recipe
+        if kept != key:
+            fused = self.fused(recipe, first_with_backward)
+            self._last_fused = key, fused
+        return fused
 
     def _check_arguments(
         self, input_: Any, extra_inputs: Sequence[Tensor], basic_op_kwargs: Sequence[dict[str, Any]] | None
@@ -418,8 +488,8 @@ class OperationFuser:
             for op in self.basic_ops:
                 op.pre_first_fuser_forward()
             self._ran = True
-        for index, op in enumerate(self.basic_ops):
-            op.pre_fuser_forward(requires_grad=index >= first_with_backward)
+        for op, at in self._preparing:
+            op.pre_fuser_forward(requires_grad=at >= first_with_backward)
 
 
 def _make_features_static(tensor: Tensor) -> None:

@@ -11,6 +11,7 @@ from recipes import QUANTIZED
 from torch import Tensor
 
 import narrowcast as nc
+from narrowcast.recipe import linear_plan
 from narrowcast.dynamo import TensorProto, to_tensor_proto
 from narrowcast.ops import BasicLinear
 from narrowcast.testing import assert_close
@@ -27,8 +28,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def quantizers(name: str) -> dict[str, Any]:
     """Those of a recipe."""
-    handles = QUANTIZED[name].linear_handles()
-    return {kind: getattr(handles, kind).both.quantizer for kind in ("input", "weight", "grad_output")}
+    plan = linear_plan(QUANTIZED[name], "", True, True)
+    return {kind: getattr(plan, kind).quantizer for kind in ("input", "weight", "grad_output")}
 
 
 def protos(*tensors: Any) -> list[TensorProto | None]:

@@ -7,7 +7,6 @@ from .bias import Bias
 from .collective import AllGather, AllReduce, ReduceScatter
 from .constant_scale import ConstantScale
 from .dropout import Dropout
-from .grouped_linear import GroupedLinear
 from .identity import Identity
 from .l2normalization import L2Normalization
 from .layer_norm import LayerNorm
@@ -32,7 +31,6 @@ __all__ = [
     "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
-    "GroupedLinear",
     "Identity",
     "L2Normalization",
     "LayerNorm",

@@ -26,7 +26,7 @@ class ForwardLinearRun(FusedOperation):
         input_: TensorOrQuantized,
         *,
         basic_op_extra_inputs: ExtraTensors,
-        requires_grad: bool,
+        basic_op_kwargs: list[dict[str, Any]],
         **kwargs: Any,
     ) -> tuple[Tensor, ExtraTensors, list[TensorsToSave]]:
         linear: BasicLinear = self.basic_ops[0]  # type: ignore[assignment]
@@ -34,7 +34,7 @@ class ForwardLinearRun(FusedOperation):
         extra = next((extra for extras in basic_op_extra_inputs for extra in extras), None)
         if extra is not None:
             _check_extra(extra, linear.output_proto(input_).shape)
-        out, to_save = linear.compute(input_, bias, requires_grad)
+        out, to_save = linear.compute(input_, bias, **basic_op_kwargs[0])
         others = len(self.basic_ops) - 1
         return self.finished(out, extra), [()] * (1 + others), [to_save, *[()] * others]
 
@@ -53,7 +53,7 @@ class ForwardLinearRun(FusedOperation):
         **kwargs: Any,
     ) -> None:
         linear: BasicLinear = self.basic_ops[0]  # type: ignore[assignment]
-        linear.save(basic_op_ctxs[0], input_, tensors_to_save[0])
+        linear.save(basic_op_ctxs[0], input_, tensors_to_save[0], **basic_op_kwargs[0])
         between: Any = linear.output_proto(input_)  # what the others get is not there; they read its dtype
         for index in range(1, len(self.basic_ops)):
             self.basic_ops[index].fuser_forward_save_ctx(

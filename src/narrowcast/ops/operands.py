@@ -1,0 +1,54 @@
+"""``OperationPlan``: how an operation's own tensors are quantized under a recipe, by the roles that it gives them."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._tracing import traced_local
+from ..quantizers import Operand
+from ..recipe import DelayedScaling, Recipe
+
+if TYPE_CHECKING:
+    from .op import BasicOperation
+
+
+@dataclass(frozen=True)
+class OperationPlan:
+    """How an operation's tensors are quantized, in both directions, and what renews their delayed scaling, if any."""
+
+    forward: tuple[Operand, ...]
+    backward: tuple[Operand, ...]
+    forward_state: DelayedScaling | None
+    backward_state: DelayedScaling | None
+
+
+def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
+    """The plan of an operation: built once for the roles of its tensors, then read off the recipe.
+
+    Raises:
+        ValueError: what a custom recipe's factory returned.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.comptime.comptime(_remember_while_tracing)
+    roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
+    key = f"_operands_{roles!r}"
+    plan = getattr(recipe, key, None)
+    if plan is None:
+        forward, forward_state = recipe.resolve("forward", roles[0])
+        backward, backward_state = recipe.resolve("backward", roles[1])
+        operands = [tuple([Operand.of(quantizer) for quantizer in some]) for some in (forward, backward)]
+        plan = OperationPlan(operands[0], operands[1], forward_state, backward_state)
+        if not torch.compiler.is_compiling():
+            object.__setattr__(recipe, key, plan)
+    return plan
+
+
+def _remember_while_tracing(context: Any) -> None:
+    recipe, op = traced_local(context, "recipe"), traced_local(context, "op")
+    if recipe is not None and op is not None:
+        with contextlib.suppress(Exception):  # traced code meets it again, and raises it where the user sees it
+            operation_plan(recipe, op)
