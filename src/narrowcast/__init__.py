@@ -12,7 +12,7 @@ from ._device import (
 from ._version import __version__
 from .formats import DType
 from .layers import get_recipes, reduce_delayed_scaling, set_recipe
-from .nn import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from .nn import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,

@@ -20,7 +20,7 @@ from ..recipe import (
     Mode,
     linear_plan,
 )
-from ..state import THREAD, DelayedSlots, fp8_max, register_delayed, renew_and_read
+from ..state import THREAD, DelayedSlots, fp8_max, register_delayed, renew, renew_and_read
 from .recipe_owner import RecipeOwner
 
 _BUFFERS = ("scale", "amax_history", "amax")
@@ -71,18 +71,22 @@ class DelayedLayer(RecipeOwner):
         self, prefix: str, forward: DelayedScaling | None, backward: DelayedScaling | None
     ) -> None:
         """Have the buffers that these need, histories in their length; what is there already stays."""
-        state = THREAD.state
-        if state.depth and self._registered_with is not state and not (forward is None and backward is None):
-            self.__dict__["_registered_with"] = state
-            register_delayed(self)
         known = self._delayed.get(prefix)
-        if known is not None and known[0] is forward and known[1] is backward:
-            return
-        if known != (forward, backward):
-            for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
-                if delayed is not None:
-                    self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
-        self._delayed[prefix] = (forward, backward)
+        if known is None or known[0] is not forward or known[1] is not backward:
+            if known != (forward, backward):
+                for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
+                    if delayed is not None:
+                        self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
+            self._delayed[prefix] = (forward, backward)
+        state = THREAD.state
+        if state.depth and not (forward is None and backward is None):
+            registers = self._registered_with is not state
+            if registers:
+                self.__dict__["_registered_with"] = state
+                register_delayed(self)
+            if (registers or known is None) and self.training and torch._C._current_graph_task_id() == -1:
+                # as the context would have done on entry, had it known: state that was loaded has collected amax
+                renew([self])
 
     @torch.no_grad()
     def _fit_buffers(
