@@ -7,12 +7,15 @@ traced code reads next is what that function left, guarded as if it had always b
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 
+MADE_IN_GRAPH: Any = object()
+"""Stands for an object that exists only in the graph."""
+
+
 def traced_local(context: Any, name: str) -> Any:
-    """The object that a local variable of the traced function stands for, or an equal one; None where there is none."""
+    """The object that a local variable of the traced function stands for, or :data:`MADE_IN_GRAPH`."""
     return _real(context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker())
 
 
@@ -23,10 +26,6 @@ def _real(variable: Any) -> Any:
         return variable.as_python_constant()
     if isinstance(getattr(variable, "items", None), list):  # a tuple or list that the traced code put together
         return [_real(item) for item in variable.items]
-    if getattr(variable, "source", None) is not None:
-        return variable.value if hasattr(variable, "value") else variable.get_function()
-    if dataclasses.is_dataclass(variable.python_type()) and isinstance(getattr(variable, "fields", None), dict):
-        cls = variable.python_type()  # a frozen record that the graph makes of plain values: as good as that one
-        values = {name: _real(value) for name, value in variable.fields.items()}
-        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
-    return None
+    if hasattr(variable, "get_function"):
+        return variable.get_function()
+    return variable.value if getattr(variable, "source", None) is not None else MADE_IN_GRAPH
