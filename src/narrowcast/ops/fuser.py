@@ -22,6 +22,7 @@ from ..autograd import DelayedScales
 from ..autograd.quantized_boundary import plain_gradient
 from ..quantizers import Operand
 from ..recipe import Recipe
+from ..state import THREAD
 from ..tensors import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx
 from .context import OperationContext, RestoredContext
 from .handover import ScaledOperand
@@ -424,9 +425,10 @@ class OperationFuser:
         )
 
     def recipe_in_force(self) -> Recipe | None:
-        """The recipe that all operations with quantizers run under; None without one, and where they differ."""
-        if not self._quantizing:
-            return None
+        """The autocast's recipe, else the own one of all operations with quantizers; None where they differ."""
+        state = THREAD.state
+        if state.depth or not self._quantizing:
+            return state.recipe
         recipe = self.basic_ops[self._quantizing[0]]._recipe_in_force()
         for index in self._quantizing[1:]:
             if self.basic_ops[index]._recipe_in_force() != recipe:

@@ -13,9 +13,10 @@ from torch import Tensor
 from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
 from ...autograd.gemms import SavedOperand, linear_bwd_args
 from ...dynamo import TensorProto
+from ...functional import calibrate_
 from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
 from ...quantizers import Operand, Quantizer
-from ...recipe import LinearPlan, Mode, Recipe, linear_plan
+from ...recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Mode, Recipe, linear_plan
 from ...roles import QuantizerRole
 from ...state import THREAD
 from ...tensors import QuantizedTensor, QuantizedTensorStorage, TensorOrQuantized
@@ -24,6 +25,7 @@ from ..context import OperationContext
 from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave
 from ..tensor_parallel import local_features, tensor_parallel
+from .inputs import plain
 from .linear_functional import (
     functional_backward,
     functional_backward_fake,
@@ -166,6 +168,9 @@ class BasicLinear(LinearLayer, BasicOperation):
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         recipe = self._recipe_in_force()
         plan = self._plan_of(recipe, requires_grad, input_requires_grad)
+        calibrating = THREAD.state.calibrating
+        if calibrating is not None:  # in high precision, with the state that collects amax on the way
+            return {"plan": plan, "scales": self._scales("", linear_plan(calibrating, self.name, True, True))}
         if plan.forward_state is None and plan.backward_state is None:
             return {"plan": plan}
         return {"plan": plan, "scales": self._scales("", plan)}
@@ -219,8 +224,9 @@ class BasicLinear(LinearLayer, BasicOperation):
             input_ = checked_input(
                 input_, weight.shape[1], "in_features", weight, quantized_as_it_is=True
             )
-            if THREAD.state.calibrating is not None:
-                self._calibrate(self._stages[0], THREAD.state.calibrating, input_, weight)
+            if not plan.quantized and scales is not None and scales.amax_fwd is not None:
+                calibrate_(plain(input_), scales.amax_fwd, INPUT_SLOT)
+                calibrate_(plain(weight), scales.amax_fwd, WEIGHT_SLOT)
         args = self._arguments(plan, self._activation_dtype(input_), scales)
         out, saved_input, saved_weight = split_forward(input_, weight, bias, args, self.parallel)
         if not (plan.needs_input or plan.needs_weight):
@@ -244,7 +250,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         plain = plan.save_original_input and plan.backward_override is None
         saved_input = SavedOperand(inp, None if plain else _saved_quantizer(plan, plan.input, input_))
         saved_weight = SavedOperand(rest, _saved_quantizer(plan, plan.weight, weight))
-        ctx.save_for_backward(*inp, *rest)
+        ctx.save_for_backward(*tensors_to_save)
         ctx.input_dtype = input_.dtype
         ctx.backward_args = linear_bwd_args(
             self._arguments(plan, dtype, scales), weight, None, saved_input, saved_weight
@@ -268,7 +274,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         saved, count = list(ctx.saved_tensors), args.saved_input[0]
         scale = None if ctx.scales is None else ctx.scales.scale_bwd
         grad_weight, grad_input = split_backward(
-            args, grad_output, saved[:count], saved[count:], scale, self.parallel
+            args, grad_output, saved[:count], saved[count + 1 :], scale, self.parallel
         )
         return None if grad_input is None else grad_input.to(ctx.input_dtype), grad_weight
 
