@@ -11,18 +11,20 @@ from ._device import (
 )
 from ._version import __version__
 from .formats import DType
-from .nn import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from .layers import get_recipes, reduce_delayed_scaling, set_recipe
+from .nn import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     HybridQuantizer,
     IdentityQuantizer,
+    MXFP4Quantizer,
+    MXFP6Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
 )
-from .layers import get_recipes, reduce_delayed_scaling, set_recipe
 from .recipe import DelayedScalingRequest, QuantizerRequest
 from .roles import QuantizerRole
 from .state import (
@@ -44,6 +46,10 @@ from .tensors import (
     HybridQuantizedTensorStorage,
     IdentityTensor,
     IdentityTensorStorage,
+    MXFP4Tensor,
+    MXFP4TensorStorage,
+    MXFP6Tensor,
+    MXFP6TensorStorage,
     MXFP8Tensor,
     MXFP8TensorStorage,
     NVFP4Tensor,
@@ -78,6 +84,12 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MXFP4Quantizer",
+    "MXFP4Tensor",
+    "MXFP4TensorStorage",
+    "MXFP6Quantizer",
+    "MXFP6Tensor",
+    "MXFP6TensorStorage",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
@@ -98,10 +110,8 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
-    "get_recipes",
-    "reduce_delayed_scaling",
-    "set_recipe",
     "get_device_compute_capability",
+    "get_recipes",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
@@ -112,7 +122,9 @@ __all__ = [
     "prepare_for_saving",
     "quantized_model_init",
     "recipe",
+    "reduce_delayed_scaling",
     "restore_from_func_ctx",
     "restore_from_saved",
+    "set_recipe",
     "state",
 ]

@@ -12,9 +12,16 @@ from typing import Any
 
 def traced_local(context: Any, name: str) -> Any:
     """The object that a local variable of the traced function stands for; None for one that is made in the graph."""
-    variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    return _real(context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker())
+
+
+def _real(variable: Any) -> Any:
     if hasattr(variable, "realize"):
         variable = variable.realize()
     if variable.is_python_constant():
         return variable.as_python_constant()
+    if isinstance(
+        getattr(variable, "items", None), list
+    ):  # a tuple or list that the traced code put together
+        return [_real(item) for item in variable.items]
     return variable.value if getattr(variable, "source", None) is not None else None

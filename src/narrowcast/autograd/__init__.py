@@ -3,6 +3,7 @@
 from .activation import ActivationSettings, activate
 from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
 from .concatenate import concatenate
+from .grouped_linear import Groups, grouped_linear
 from .layernorm_linear import LayerNormLinearFwdArgs, layernorm_linear
 from .layernorm_mlp import LayerNormMLPFwdArgs, layernorm_mlp
 from .linear import linear
@@ -13,6 +14,7 @@ from .weight_gradient import add_to_main_grad_, compute_wgrad
 __all__ = [
     "ActivationSettings",
     "DelayedScales",
+    "Groups",
     "LayerNormLinearFwdArgs",
     "LayerNormMLPFwdArgs",
     "LinearBwdArgs",
@@ -23,6 +25,7 @@ __all__ = [
     "add_to_main_grad_",
     "compute_wgrad",
     "concatenate",
+    "grouped_linear",
     "layernorm_linear",
     "layernorm_mlp",
     "linear",

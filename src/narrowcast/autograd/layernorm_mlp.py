@@ -4,8 +4,8 @@
     backward   fc2 dgrad and wgrad -> activation backward, quantized, with fc1's bias gradient -> fc1 dgrad and wgrad
                -> norm backward
 
-With ``forward_plans`` only the operands of the boundary are saved, and the backward computes the rest once more: from the
-same scales, and collecting no amax. The rules of :mod:`.gemms` hold here, too.
+With ``forward_plans`` only the operands of the boundary are saved, and the backward computes the rest once more: from
+the same scales, and collecting no amax. The rules of :mod:`.gemms` hold here, too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from .norm import NormSettings, norm_gradients, normalized_operand
 class LayerNormMLPFwdArgs:
     """What the forward reads besides its tensors.
 
-    ``fc1.plan.needs_input``: the norm has a backward. ``fc2.plan.needs_input``: the activation has one. ``forward_plans``:
-    of fc1 and fc2 for a forward that makes nothing for the backward, which computes it again.
+    ``fc1.plan.needs_input``: the norm has a backward. ``fc2.plan.needs_input``: the activation has one.
+    ``forward_plans``: of fc1 and fc2 for a forward that makes nothing for the backward, which computes it again.
     """
 
     norm: NormSettings
@@ -265,9 +265,7 @@ def _for_recomputation(
             to_save[position] = None
             operand = buffers_of(weight) if operand is None else operand
         weights.append(
-            None
-            if operand is None
-            else (len(operand.rowwise), len(operand.columnwise), operand.quantizer)
+            None if operand is None else (len(operand.rowwise), len(operand.columnwise), operand.quantizer)
         )
         to_save += [] if operand is None else [*operand.rowwise, *operand.columnwise]
         stages.append(replace(stage, scales=DelayedScales(), workspace=None, wgrad=LinearWgrad()))

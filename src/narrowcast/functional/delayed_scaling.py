@@ -48,22 +48,11 @@ def _renew_alike(
     torch._foreach_zero_(amaxes)
 
 
-def _renew_fake(
-    scales: list[Tensor],
-    histories: list[Tensor],
-    amaxes: list[Tensor],
-    fp8_max: float,
-    margin: int,
-    algorithm: str,
-) -> None:
-    return None
-
-
 renew_delayed_scaling = define(
     "renew_delayed_scaling(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor[] amaxes, float fp8_max, int margin, "
     "str algorithm) -> ()",
     _renew,
-    _renew_fake,
+    lambda *_: None,
 )
 """Renew the delayed scaling of many layers from the amaxes they collected, by the rule of ``reference.delayed.update``.
 
@@ -81,42 +70,60 @@ Raises:
 """
 
 
-def _read_scales(scale: Tensor) -> Tensor:
-    return scale.clone()
+def _read_scales(scales: list[Tensor]) -> list[Tensor]:
+    return [scale.clone() for scale in scales]
 
 
-def _read_scales_fake(scale: Tensor) -> Tensor:
-    return scale.new_empty(scale.shape)
+def _read_scales_fake(scales: list[Tensor]) -> list[Tensor]:
+    return [scale.new_empty(scale.shape) for scale in scales]
 
 
-read_scales = define("read_scales(Tensor scale) -> Tensor", _read_scales, _read_scales_fake)
-"""A copy of ``scale`` (n,) for a forward and its backward, out of reach of a later renewal.
+read_scales = define("read_scales(Tensor[] scales) -> Tensor[]", _read_scales, _read_scales_fake)
+"""Copies of ``scales``, (n,) each, for a forward and its backward, out of reach of a later renewal.
 
-Opaque, because Inductor drops a plain ``clone`` and lets the backward save the buffer itself.
+Opaque, because Inductor drops a plain ``clone`` and lets the backward save the buffer itself; of both directions at
+once, because the compiler moves what only the backward reads into the backward.
 """
 
 
 def _renewed_scales(
-    scale: Tensor, history: Tensor, amax: Tensor, fp8_max: float, margin: int, algorithm: str
-) -> Tensor:
-    if torch._C._current_graph_task_id() == -1:  # a backward recomputes: it sees the scales of the first forward
-        _renew_alike([scale], [history], [amax], fp8_max, margin, algorithm)
-    return scale.clone()
+    scales: list[Tensor],
+    histories: list[Tensor],
+    amaxes: list[Tensor],
+    fp8_maxes: list[float],
+    margins: list[int],
+    algorithms: list[str],
+) -> list[Tensor]:
+    if (
+        torch._C._current_graph_task_id() == -1
+    ):  # a backward recomputes: it sees the scales of the first forward
+        for state in zip(scales, histories, amaxes, fp8_maxes, margins, algorithms):
+            scale, history, amax, fp8_max, margin, algorithm = state
+            _renew_alike([scale], [history], [amax], fp8_max, margin, algorithm)
+    return _read_scales(scales)
 
 
 def _renewed_scales_fake(
-    scale: Tensor, history: Tensor, amax: Tensor, fp8_max: float, margin: int, algorithm: str
-) -> Tensor:
-    return scale.new_empty(scale.shape)
+    scales: list[Tensor],
+    histories: list[Tensor],
+    amaxes: list[Tensor],
+    fp8_maxes: list[float],
+    margins: list[int],
+    algorithms: list[str],
+) -> list[Tensor]:
+    return _read_scales_fake(scales)
 
 
 renewed_scales = define(
-    "renewed_scales(Tensor scale, Tensor history, Tensor amax, float fp8_max, int margin, str algorithm) -> Tensor",
+    "renewed_scales(Tensor[] scales, Tensor[] histories, Tensor[] amaxes, float[] fp8_maxes, int[] margins, "
+    "str[] algorithms) -> Tensor[]",
     _renewed_scales,
     _renewed_scales_fake,
 )
-"""Renew the state of one layer that nobody else renews, and read its scales: as :data:`renew_delayed_scaling` does, but
-inside a backward only a copy. No write is declared: order is given by the data flow through the result.
+"""Renew the state of one layer that nobody else renews, one entry a direction, and read its scales.
+
+As :data:`renew_delayed_scaling` renews, but inside a backward only copies. No write is declared: order is given by the
+data flow through the result.
 """
 
 
@@ -126,9 +133,5 @@ def _calibrate(x: Tensor, amax: Tensor, slot: int) -> None:
     numerics_for(x).float8.quantize(x, taken, E4M3, rowwise=False, columnwise=False, amax=taken)
 
 
-def _calibrate_fake(x: Tensor, amax: Tensor, slot: int) -> None:
-    return None
-
-
-calibrate_ = define("calibrate_(Tensor x, Tensor(a!) amax, int slot) -> ()", _calibrate, _calibrate_fake)
+calibrate_ = define("calibrate_(Tensor x, Tensor(a!) amax, int slot) -> ()", _calibrate, lambda *_: None)
 """Overwrite one slot of ``amax`` (n,) with max|x|, without quantizing."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import magnitude, reciprocal, round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device
 
 BLOCK = 1024
 FLAT_BLOCK = 2048
@@ -378,7 +378,6 @@ def _launch(
         (rows * chunks, 1, 1),
         (*tensors, x if amax is None else amax, F, chunks, *given),
         (activation, gated, amax is not None, block, INTERPRETING),
-        (*((t.dtype, is_aligned(t)) for t in tensors), dim_class(F), dim_class(chunks)),
     )
 
 

@@ -20,7 +20,7 @@ from ..recipe import (
     Mode,
     linear_plan,
 )
-from ..state import THREAD, DelayedSlots, fp8_max, register_delayed, renew_and_read
+from ..state import THREAD, DelayedSlots, fp8_max, register_delayed, renew, renew_and_read
 from .recipe_owner import RecipeOwner
 
 _BUFFERS = ("scale", "amax_history", "amax")
@@ -37,9 +37,9 @@ class DelayedLayer(RecipeOwner):
     """Base of layers that may scale with delay.
 
     State of a stage, a linear layer inside, is six buffers: ``scale_fwd`` (3,), ``amax_history_fwd`` (L, 3) and
-    ``amax_fwd`` (3,) for input, weight and output; ``scale_bwd`` (2,), ``amax_history_bwd`` (L, 2) and ``amax_bwd`` (2,)
-    for grad_output and grad_input; fp32, under the stage's prefix. They are None until the layer is to run under delayed
-    scaling, and in the state dict from then on.
+    ``amax_fwd`` (3,) for input, weight and output; ``scale_bwd`` (2,), ``amax_history_bwd`` (L, 2) and ``amax_bwd``
+    (2,) for grad_output and grad_input; fp32, under the stage's prefix. They are None until the layer is to run under
+    delayed scaling, and in the state dict from then on.
     """
 
     _stage_names: dict[str, str]
@@ -71,18 +71,22 @@ class DelayedLayer(RecipeOwner):
         self, prefix: str, forward: DelayedScaling | None, backward: DelayedScaling | None
     ) -> None:
         """Have the buffers that these need, histories in their length; what is there already stays."""
-        state = THREAD.state
-        if state.depth and self._registered_with is not state and not (forward is None and backward is None):
-            self.__dict__["_registered_with"] = state
-            register_delayed(self)
         known = self._delayed.get(prefix)
-        if known is not None and known[0] is forward and known[1] is backward:
-            return
-        if known != (forward, backward):
-            for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
-                if delayed is not None:
-                    self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
-        self._delayed[prefix] = (forward, backward)
+        if known is None or known[0] is not forward or known[1] is not backward:
+            if known != (forward, backward):
+                for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
+                    if delayed is not None:
+                        self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
+            self._delayed[prefix] = (forward, backward)
+        state = THREAD.state
+        if state.depth and not (forward is None and backward is None):
+            registers = self._registered_with is not state
+            if registers:
+                self.__dict__["_registered_with"] = state
+                register_delayed(self)
+            if (registers or known is None) and self.training and torch._C._current_graph_task_id() == -1:
+                # as the context would have done on entry, had it known: state that was loaded has collected amax
+                renew([self])
 
     @torch.no_grad()
     def _fit_buffers(
@@ -96,11 +100,30 @@ class DelayedLayer(RecipeOwner):
                 fresh = torch.zeros(shape, dtype=torch.float32, device=device)
                 setattr(self, f"{prefix}{buffer}_{direction}", fresh)
             self._reset_direction(prefix, direction, mode, delayed)
-        elif history.shape[0] != length:  # a shorter history keeps the first rows, a longer one gets rows of zeros
+        elif (
+            history.shape[0] != length
+        ):  # a shorter history keeps the first rows, a longer one gets rows of zeros
             fitted = history.new_zeros(length, history.shape[1])
             kept = min(length, history.shape[0])
             fitted[:kept] = history[:kept]
             setattr(self, name, fitted)
+
+    def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
+        """Have the buffers that these plans need: of all stages at once, before any is read.
+
+        Raises:
+            RuntimeError: in a graph, for a recipe that is made there.
+        """
+        if not torch.compiler.is_compiling():
+            for prefix, plan in zip(prefixes, plans):
+                self._keep_state(prefix, plan.forward_state, plan.backward_state)
+            return
+        torch._dynamo.comptime.comptime(_keep_states_while_tracing)
+        for prefix, plan in zip(prefixes, plans):
+            if plan.forward_state is not None and getattr(self, f"{prefix}scale_fwd") is None:
+                raise RuntimeError(
+                    "a recipe made inside a compiled function has no place for its state; make it outside"
+                )
 
     def _state_device(self, prefix: str) -> torch.device:
         return self._weight_of_state(prefix).device
@@ -164,29 +187,31 @@ class DelayedLayer(RecipeOwner):
         forward, backward = plan.forward_state, plan.backward_state
         if forward is None and backward is None:
             return DelayedScales()
-        if torch.compiler.is_compiling():
-            torch._dynamo.comptime.comptime(_keep_state_while_tracing)
-            if forward is not None and getattr(self, f"{prefix}scale_fwd") is None:
-                raise RuntimeError(
-                    "this layer has no state for a recipe that is made inside the compiled function; make the recipe outside"
-                )
-        else:
-            self._keep_state(prefix, forward, backward)
+        self._keep_states((prefix,), (plan,))
         collects = self.training and torch.is_grad_enabled()
-        renews = collects and (THREAD.state.traced if THREAD.state.depth else not self._renewed_by_root)
+        # without gradients, too: so runs the first forward of a reentrant checkpoint; renewing early changes no scale
+        renews = self.training and (THREAD.state.traced if THREAD.state.depth else not self._renewed_by_root)
+        fwd = None if forward is None else self._slots(prefix, "fwd", "forward", forward)
+        bwd = None if backward is None else self._slots(prefix, "bwd", "backward", backward)
         scales = DelayedScales()
-        if forward is not None:
-            slots = self._slots(prefix, "fwd", "forward", forward)
-            scales.amax_fwd = slots.amax if collects else None
-            scales.scale_fwd = slots.scale
-            if renews:
-                scales.scale_fwd = renew_and_read(slots)
-            elif copy_forward:
-                scales.scale_fwd = read_scales(slots.scale)
-        if backward is not None and torch.is_grad_enabled():
-            slots = self._slots(prefix, "bwd", "backward", backward)
-            scales.amax_bwd = slots.amax if collects else None
-            scales.scale_bwd = renew_and_read(slots) if renews else read_scales(slots.scale)
+        if fwd is not None:
+            scales.scale_fwd, scales.amax_fwd = fwd.scale, fwd.amax if collects else None
+        if bwd is not None:
+            scales.scale_bwd, scales.amax_bwd = bwd.scale, bwd.amax if collects else None
+        if not (renews or torch.is_grad_enabled()):
+            return scales
+        states = [state for state in (fwd, bwd) if state is not None]
+        if renews:
+            copies = renew_and_read(states)
+        elif torch.compiler.is_compiling() or copy_forward or bwd is None:
+            copies = read_scales([state.scale for state in states])
+        else:
+            scales.scale_bwd = read_scales([bwd.scale])[0]
+            return scales
+        if fwd is not None:
+            scales.scale_fwd = copies[0]
+        if bwd is not None:
+            scales.scale_bwd = copies[-1]
         return scales
 
     # -- moving, saving, loading -------------------------------------------------------------------------------------
@@ -246,7 +271,9 @@ class DelayedLayer(RecipeOwner):
         """
         saved = {key: state_dict[prefix + key] for key in keys if prefix + key in state_dict}
         if saved and len(saved) < len(keys):
-            return [f"{prefix}: the checkpoint has {sorted(saved)} and lacks {sorted(set(keys) - set(saved))}"]
+            return [
+                f"{prefix}: the checkpoint has {sorted(saved)} and lacks {sorted(set(keys) - set(saved))}"
+            ]
         for key, tensor in saved.items():
             if tensor.shape[-1:] != (width,):
                 return [f"{prefix + key} has shape {tuple(tensor.shape)}; this layer keeps {width} slots"]
@@ -274,8 +301,8 @@ class DelayedLayer(RecipeOwner):
         return {**super().__getstate__(), "_registered_with": None, "_delayed": dict(self._delayed)}
 
 
-def _keep_state_while_tracing(context: Any) -> None:
-    plan = traced_local(context, "plan")
-    if plan is not None:
-        layer, prefix = traced_local(context, "self"), traced_local(context, "prefix")
-        layer._keep_state(prefix, plan.forward_state, plan.backward_state)
+def _keep_states_while_tracing(context: Any) -> None:
+    layer, prefixes, plans = (traced_local(context, name) for name in ("self", "prefixes", "plans"))
+    for prefix, plan in zip(prefixes, plans):
+        if plan is not None:
+            layer._keep_state(prefix, plan.forward_state, plan.backward_state)

@@ -27,7 +27,14 @@ from ..state import THREAD
 from ..tensors import QuantizedTensor, storage_of
 from ..tensors.storage import resolve_storage_class
 from .delayed import DelayedLayer
-from .parameters import INIT_STD, accumulate, main_grad_of, mark_added_to_main_grad, mark_after_accumulation, quantize_parameter
+from .parameters import (
+    INIT_STD,
+    accumulate,
+    main_grad_of,
+    mark_added_to_main_grad,
+    mark_after_accumulation,
+    quantize_parameter,
+)
 
 
 class Stage(NamedTuple):
@@ -127,10 +134,10 @@ class LinearLayer(DelayedLayer):
     def _reset_linear(self, stage: Stage) -> None:
         """Initialise the parameters of a stage where they are; a weight that is to be stored quantized, now is."""
         parts = self._parts_of(stage.weight)
-        whole = self._init_recipe is not None or len(parts) > 1
-        value = torch.empty_like(self._whole(stage.weight), memory_format=torch.contiguous_format) if whole else parts[0]
-        if isinstance(value, QuantizedTensor):
-            value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        value = parts[0]
+        if self._init_recipe is not None or len(parts) > 1:
+            rows = sum(part.shape[0] for part in parts)
+            value = torch.empty(rows, value.shape[1], dtype=value.dtype, device=value.device)
         if stage.init_method is None:
             value.normal_(0.0, INIT_STD)
         else:
@@ -139,8 +146,8 @@ class LinearLayer(DelayedLayer):
             parameter = quantize_parameter(value, self._init_recipe, self._init_preserve, stage.name)
             setattr(self, stage.weight, parameter)
         elif len(parts) > 1:
-            for part, rows in zip(parts, value.split([part.shape[0] for part in parts])):
-                part.copy_(rows)
+            for part, own in zip(parts, value.split([part.shape[0] for part in parts])):
+                part.copy_(own)
         for bias in self._parts_of(stage.bias):
             bias.zero_()
 
@@ -265,7 +272,9 @@ class LinearLayer(DelayedLayer):
         calibrating = THREAD.state.calibrating
         if calibrating is not None:
             self._calibrate(stage, calibrating, inp, weight)
-        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:  # the gradient does not go autograd's way
+        if (
+            self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        ):  # the gradient does not go autograd's way
             plan = self._plan(None, stage, inp.requires_grad, weight)
             args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)
             return linear(weight, inp, bias, args)
@@ -287,7 +296,9 @@ class LinearLayer(DelayedLayer):
         ticket = None if store is None else store.ticket
         if not self.fuse_wgrad_accumulation:
             return LinearWgrad(None, False, "", store, ticket)
-        main_grad, overwrite, dummy = main_grad_of(getattr(self, name), name, self.name or type(self).__name__)
+        main_grad, overwrite, dummy = main_grad_of(
+            getattr(self, name), name, self.name or type(self).__name__
+        )
         return LinearWgrad(main_grad, overwrite or bool(is_first_microbatch), dummy, store, ticket)
 
     def need_backward_dw(self) -> bool:

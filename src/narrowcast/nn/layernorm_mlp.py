@@ -169,6 +169,7 @@ class LayerNormMLP(NormLinearLayer):
             self._plan(recipe, fc1, of_norm, fc1_weight),
             self._plan(recipe, fc2, of_fc1, fc2_weight),
         )
+        self._keep_states(("fc1_", "fc2_"), plans)
         recomputes, forward_plans = self.checkpoint and torch.is_grad_enabled(), None
         if recomputes:
             for plan, stage in zip(plans, (fc1, fc2)):

@@ -122,7 +122,9 @@ class Linear(LinearLayer, nn.Linear):
         if recipe is None:
             if fp8_output or fp8_grad:
                 option = "fp8_output" if fp8_output else "fp8_grad"
-                raise RuntimeError(f"{option}=True needs a recipe; give the layer one or enter autocast(recipe=...)")
+                raise RuntimeError(
+                    f"{option}=True needs a recipe; give the layer one or enter autocast(recipe=...)"
+                )
             out = self._linear_in_high_precision(stage, inp, weight, bias, is_first_microbatch)
         else:
             hands_over = fp8_output or fp8_grad

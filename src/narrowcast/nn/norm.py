@@ -97,7 +97,9 @@ class NormParameters(nn.Module):
                 f"{tuple(weight.shape)}"
             )
         if inp.device != weight.device:
-            raise RuntimeError(f"input is on {inp.device}, the parameters are on {weight.device}; move one of them")
+            raise RuntimeError(
+                f"input is on {inp.device}, the parameters are on {weight.device}; move one of them"
+            )
 
 
 class _Norm(NormParameters):

@@ -33,7 +33,9 @@ def recipes_from_json(text: str) -> dict[str, Recipe | None]:
     except json.JSONDecodeError as error:
         raise ValueError(f"the recipes are no JSON: {error}") from error
     if not isinstance(table, dict):
-        raise ValueError(f"the recipes are a JSON {type(table).__name__}; write an object from patterns to recipes")
+        raise ValueError(
+            f"the recipes are a JSON {type(table).__name__}; write an object from patterns to recipes"
+        )
     return {pattern: _recipe(value, pattern) for pattern, value in table.items()}
 
 

@@ -88,13 +88,13 @@ def linear_plan(
 
 
 def _remember_while_tracing(context: Any) -> None:
-    recipe = traced_local(context, "recipe")
-    if recipe is not None:
-        arguments = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over")
-        with contextlib.suppress(
-            Exception
-        ):  # traced code meets it again, and raises it where the user sees it
-            linear_plan(recipe, *(traced_local(context, argument) for argument in arguments))
+    recipe, key = traced_local(context, "recipe"), traced_local(context, "key")
+    if recipe is None or getattr(recipe, key, None) is not None:
+        return
+    names = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over")
+    with contextlib.suppress(Exception):  # traced code meets it again, and raises it where the user sees it
+        plan = _build(recipe, *(traced_local(context, name) for name in names))
+        object.__setattr__(recipe, key, plan)
 
 
 def _build(

@@ -111,7 +111,9 @@ def checked_recipe(recipe: Any, owner: str) -> Any:
         TypeError: something else.
     """
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"{owner}: recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes")
+        raise TypeError(
+            f"{owner}: recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes"
+        )
     return recipe
 
 
@@ -162,9 +164,12 @@ class autocast:
             torch._dynamo.comptime.comptime(_refuse_in_checkpoint)
         if not compiling:
             state.entered.append(self)
-            # a forward inside a backward is a recomputation: it sees the scales of the first one
-            if state.depth == 0 and self.recipe is not None and not self.graph and _starts_a_step():
-                renew(list(state.delayed))
+            # not inside a backward: that is a recomputation, which sees the scales of the first forward
+            starts = state.depth == 0 and torch._C._current_graph_task_id() == -1
+            if starts and self.recipe is not None and not self.graph:
+                renew(
+                    [owner for owner in state.delayed if getattr(owner, "training", torch.is_grad_enabled())]
+                )
         self.previous = state.get()
         state.traced = state.traced if state.depth else compiling
         state.recipe, state.calibrating, state.group = self.recipe, self.calibrating, self.group
@@ -175,7 +180,9 @@ class autocast:
         if not torch.compiler.is_compiling() and self in state.entered:
             later = state.entered[state.entered.index(self) + 1 :]
             state.entered.remove(self)
-            if later:  # left out of order: the next one goes back to what this one found, and all are one less deep
+            if (
+                later
+            ):  # left out of order: the next one goes back to what this one found, and all are one less deep
                 later[0].previous = previous
                 for context in later[1:]:
                     *values, depth, traced = context.previous  # type: ignore[misc]
@@ -195,10 +202,6 @@ class autocast:
                 return function(*args, **kwargs)
 
         return wrapped
-
-
-def _starts_a_step() -> bool:
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 _CHECKPOINT_REFUSES_MUTATION = TorchVersion(torch.__version__) < "2.13"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..functional import renew_delayed_scaling, renewed_scales
+from ..functional import read_scales, renew_delayed_scaling, renewed_scales
 from ..recipe import DelayedScaling, Mode
 
 
@@ -78,14 +78,19 @@ def renew(owners: Iterable[DelayedState]) -> None:
             )
 
 
-def renew_and_read(slots: DelayedSlots) -> Tensor:
-    """A copy of the scales of one state, renewed first; inside a backward, which recomputes, just the copy."""
-    if asks_callables(slots.recipe):
-        _renew_with_callables([slots])
-        return slots.scale.clone()
-    recipe = slots.recipe
+def renew_and_read(states: list[DelayedSlots]) -> list[Tensor]:
+    """Copies of one layer's scales, renewed first; inside a backward, which recomputes, just the copies."""
+    if any(asks_callables(state.recipe) for state in states):
+        for state in states:
+            _renew_with_callables([state])
+        return read_scales([state.scale for state in states])
     return renewed_scales(
-        slots.scale, slots.amax_history, slots.amax, slots.fp8_max, recipe.margin, recipe.amax_compute_algo
+        [state.scale for state in states],
+        [state.amax_history for state in states],
+        [state.amax for state in states],
+        [state.fp8_max for state in states],
+        [state.recipe.margin for state in states],
+        [state.recipe.amax_compute_algo for state in states],
     )
 
 
@@ -124,7 +129,9 @@ def reduce_amax(owners: Iterable[DelayedState], group: Any = None) -> None:
     """
     amaxes = [s.amax for owner in owners for s in owner.delayed_slots() if s.recipe.reduce_amax]
     distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1):
+    if not (
+        distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1
+    ):
         return
     # the number of slots travels first: ranks that differ find out together, where the reduction itself would hang
     device = amaxes[0].device if amaxes else torch.device("cpu")

@@ -53,6 +53,7 @@ def check_backward(*operands: Any, **options: Any) -> tuple[Any, Any]:
     return results
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
 @pytest.mark.parametrize(("dgrad", "wgrad"), [(True, True), (True, False), (False, True), (False, False)])
