@@ -14,17 +14,16 @@ from recipes import DEVICE
 from torch._dynamo.testing import CompileCounter
 
 import narrowcast as nc
-from narrowcast.recipe import linear_plan
 from narrowcast.ops import (
     AddExtraInput,
     BasicOperation,
     Bias,
-    ScaledOperand,
     ConstantScale,
     FusedOperation,
     Identity,
     MakeExtraOutput,
     OperationFuser,
+    ScaledOperand,
     Sequential,
     register_backward_fusion,
     register_forward_backward_fusion,
@@ -32,6 +31,7 @@ from narrowcast.ops import (
     unregister_fusion,
 )
 from narrowcast.ops.fused import Fusion, Match, NearMiss, follows
+from narrowcast.recipe import linear_plan
 
 RAN: list[str] = []
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 import narrowcast as nc
-from narrowcast.recipe import linear_plan
 from narrowcast import ops
 from narrowcast.dynamo import to_tensor_proto
+from narrowcast.recipe import linear_plan
 from narrowcast.testing import assert_close
 
 from .basic.contract import check_split_forward

@@ -22,13 +22,15 @@ from ..autograd import DelayedScales
 from ..autograd.quantized_boundary import plain_gradient
 from ..quantizers import Operand
 from ..recipe import Recipe
+from ..state import THREAD
 from ..tensors import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx
 from .context import OperationContext, RestoredContext
 from .handover import ScaledOperand
 from .registry import REGISTRY, FusionFunction
+from .wiring import Wiring, wire, wrong_count
 
 if TYPE_CHECKING:
-    from .op import BasicOperation, FusibleOperation
+    from .op import BasicOperation, ExtraTensors, FusibleOperation
 
 _Placed = tuple["FusibleOperation", tuple[int, ...]]
 """An operation with the positions of its basic operations in the fuser's list."""
@@ -42,65 +44,6 @@ class Fused:
     backward: tuple[_Placed, ...]
 
 
-@dataclass(frozen=True)
-class _Outlet:
-    """One extra output: which one it is, its channel, and whether it leaves the fuser, and to the user."""
-
-    op: int
-    index: int
-    channel: str | None
-    to_caller: bool
-    to_user: bool
-
-
-@dataclass(frozen=True)
-class _Inlet:
-    """One extra input: which one it is, and its channel. ``position``: among those that the caller gives, else -1."""
-
-    op: int
-    index: int
-    channel: str | None
-    position: int
-
-
-@dataclass(frozen=True)
-class _Wiring:
-    """Extra inputs and outputs of a list of basic operations."""
-
-    inlets: tuple[_Inlet, ...]
-    outlets: tuple[_Outlet, ...]
-    from_caller: int
-
-    def inputs_of(self, op: int, channels: dict[str, Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Extra inputs of one basic operation."""
-        return tuple(
-            given[inlet.position] if inlet.position >= 0 else channels[inlet.channel]  # type: ignore[index]
-            for inlet in self.inlets
-            if inlet.op == op
-        )
-
-    def outputs_of(self, op: int) -> list[_Outlet]:
-        """Extra outputs of one basic operation."""
-        return [outlet for outlet in self.outlets if outlet.op == op]
-
-    def distribute(
-        self,
-        op: BasicOperation,
-        number: int,
-        outputs: Sequence[Tensor],
-        channels: dict[str, Tensor],
-        to_caller: list[Tensor],
-    ) -> None:
-        """Give the extra outputs of one basic operation to its channels and to the caller."""
-        outlets = self.outputs_of(number)
-        _check_count(op, "the forward", "extra outputs", outputs, len(outlets))
-        for outlet, output in zip(outlets, outputs):
-            if outlet.channel is not None:
-                channels[outlet.channel] = output
-            if outlet.to_caller:
-                to_caller.append(output)
-
-
 @dataclass(slots=True)
 class _Call:
     """One call of a fuser: all that its boundary reads besides differentiable tensors.
@@ -111,7 +54,7 @@ class _Call:
 
     basic_ops: Sequence[BasicOperation]
     fused: Fused
-    wiring: _Wiring
+    wiring: Wiring
     first_with_backward: int
     input_requires_grad: bool
     num_params: list[int]
@@ -122,8 +65,6 @@ class _Call:
 
     def wanted_output(self, step: int) -> ScaledOperand | None:
         """How the operation behind a step of the forward wants the output."""
-        if step + 1 == len(self.fused.forward):
-            return None
         at = self.fused.forward[step + 1][1][0]
         operand, scales = self.input_operands[at], self.scales[at]
         if operand is None or scales is None:
@@ -136,7 +77,7 @@ class _Call:
         Args:
             scales_bwd: of all basic operations, as they were saved; None in the forward.
         """
-        operand = self.grad_operands[index - 1] if index else None
+        operand = self.grad_operands[index - 1]
         if operand is None:
             return None
         scales = self.scales[index - 1]
@@ -150,11 +91,8 @@ class _Call:
         first, contexts = self.first_with_backward, []
         for index in range(len(self.basic_ops)):
             wants_input = index > first or (index == first and self.input_requires_grad)
-            contexts.append(
-                OperationContext(
-                    index >= first, wants_input, self.wanted_grad_input(index), self.scales[index]
-                )
-            )
+            wanted = self.wanted_grad_input(index) if index else None
+            contexts.append(OperationContext(index >= first, wants_input, wanted, self.scales[index]))
         return contexts
 
 
@@ -167,14 +105,15 @@ def _run(
     to_caller: list[Tensor] = []
     x = input_
     for step, (op, where) in enumerate(forward):
-        own = [contexts[index] for index in where]
+        run = slice(where[0], where[-1] + 1)
+        own = contexts[run]
         kwargs: dict[str, Any] = {
             "basic_op_extra_inputs": [wiring.inputs_of(index, channels, extra_inputs) for index in where]
             if wiring.inlets
             else [()] * len(where),
             "prev_op_grad_output_quantizer": own[0].prev_op_grad_output_quantizer,
-            "next_op_input_quantizer": call.wanted_output(step),
-            "basic_op_kwargs": [call.arguments[index] for index in where],
+            "next_op_input_quantizer": call.wanted_output(step) if step + 1 < len(forward) else None,
+            "basic_op_kwargs": call.arguments[run],
         }
         if op._use_split_forward:
             kwargs["requires_grad"] = own[-1].requires_grad
@@ -202,9 +141,9 @@ class _OperationsFunction(torch.autograd.Function):
     def forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: Tensor) -> Any:
         contexts = call.contexts()
         output, extra_outputs = _run(call, contexts, input_, tensors[num_params:])
-        tensors_to_save: list[TensorOrQuantized | None] = [
-            None if scales is None else scales.scale_bwd for scales in call.scales
-        ]
+        tensors_to_save: list[TensorOrQuantized | None] = []
+        for scales in call.scales:
+            tensors_to_save.append(None if scales is None else scales.scale_bwd)
         ranges = []
         for context in contexts:
             begin = len(tensors_to_save)
@@ -216,8 +155,9 @@ class _OperationsFunction(torch.autograd.Function):
         ctx.save_for_backward(*flat)
         ctx.tensor_objects = objects
         ctx.call, ctx.contexts, ctx.ranges = call, contexts, ranges
-        outputs = [tensor.view_as(tensor) for tensor in (output, *extra_outputs)]
-        return tuple(outputs) if extra_outputs else outputs[0]
+        if not extra_outputs:
+            return output.view_as(output)
+        return output.view_as(output), *[tensor.view_as(tensor) for tensor in extra_outputs]
 
     @staticmethod
     @once_differentiable
@@ -234,7 +174,7 @@ def _restored(ctx: Any) -> list[Any]:
         scales = call.scales[index]
         if scales is not None:
             scales = DelayedScales(None, None, scales_bwd[index], scales.amax_bwd)
-        wanted = call.wanted_grad_input(index, scales_bwd)
+        wanted = call.wanted_grad_input(index, scales_bwd) if index else None
         contexts.append(RestoredContext(context, tuple(saved[begin:end]), wanted, scales))
     return contexts
 
@@ -252,45 +192,32 @@ def _run_backward(
     grad_params: list[tuple[Tensor | None, ...]] = [(None,) * count for count in call.num_params]
     grad_inputs: list[Tensor | None] = [None] * wiring.from_caller
     for op, where in reversed(call.fused.backward):
-        grad, params, extra_inputs = op.fuser_backward(
-            [contexts[index] for index in where],
-            grad,
-            basic_op_grad_extra_outputs=[
-                tuple(grad_extra.get((index, outlet.index)) for outlet in wiring.outputs_of(index))
+        grad_outputs_of: ExtraTensors = [()] * len(where)
+        if wiring.outlets:
+            grad_outputs_of = [
+                tuple([grad_extra.get((index, outlet.index)) for outlet in wiring.outputs_of(index)])
                 for index in where
-            ],
+            ]
+        grad, params, extra_inputs = op.fuser_backward(
+            contexts[where[0] : where[-1] + 1], grad, basic_op_grad_extra_outputs=grad_outputs_of
         )
         for index, own_params, own_inputs in zip(where, params, extra_inputs, strict=True):
             contexts[index] = None
-            basic = call.basic_ops[index]
-            _check_count(basic, "the backward", "gradients of parameters", own_params, call.num_params[index])
+            if len(own_params) != call.num_params[index]:
+                raise wrong_count(
+                    call.basic_ops[index],
+                    "the backward",
+                    "gradients of parameters",
+                    own_params,
+                    call.num_params[index],
+                )
             grad_params[index] = tuple(own_params)
-            inlets = [inlet for inlet in wiring.inlets if inlet.op == index]
-            _check_count(basic, "the backward", "gradients of extra inputs", own_inputs, len(inlets))
-            for inlet, own in zip(inlets, own_inputs):
-                if inlet.position >= 0:
-                    grad_inputs[inlet.position] = own
-                elif own is not None:
-                    _add_to(grad_extra, _source(wiring, inlet.channel), own)
-    if not call.input_requires_grad:
-        grad = None
-    return (grad, None, None, *[one for params in grad_params for one in params], *grad_inputs)
-
-
-def _source(wiring: _Wiring, channel: str | None) -> tuple[int, int]:
-    return next((outlet.op, outlet.index) for outlet in wiring.outlets if outlet.channel == channel)
-
-
-def _add_to(grads: dict[tuple[int, int], Tensor], key: tuple[int, int], grad: Tensor) -> None:
-    there = grads.get(key)
-    grads[key] = grad if there is None else there + grad
-
-
-def _check_count(op: Any, direction: str, what: str, returned: Sequence[Any], count: int) -> None:
-    if len(returned) != count:
-        raise RuntimeError(
-            f"{direction} of {type(op).__name__} returned {len(returned)} {what}, it has {count}"
-        )
+            if own_inputs or wiring.inlets:
+                wiring.collect(call.basic_ops[index], index, own_inputs, grad_inputs, grad_extra)
+    gradients = [grad if call.input_requires_grad else None, None, None]
+    for own_params in grad_params:
+        gradients += own_params
+    return (*gradients, *grad_inputs)
 
 
 class OperationFuser:
@@ -319,7 +246,11 @@ class OperationFuser:
         self.basic_ops = tuple(taken_apart(ops))
         if not self.basic_ops:
             raise ValueError("a fuser got no operations; give it at least one")
-        self.wiring = _wire(self.basic_ops, incoming, outgoing)
+        self.wiring = wiring = wire(self.basic_ops, incoming, outgoing)
+        # for each extra input, the channel that the caller feeds with it; None for one of the user's
+        self.extra_input_channels = [inlet.channel for inlet in wiring.inlets if inlet.position >= 0]
+        # for each extra output, its channel if it has one, and whether the user gets it
+        self.extra_outputs = [(out.channel, out.to_user) for out in wiring.outlets if out.to_caller]
         self._quantizing = [
             index
             for index, op in enumerate(self.basic_ops)
@@ -331,26 +262,6 @@ class OperationFuser:
         if capture and not torch.compiler.is_compiling():
             for op in self.basic_ops:
                 op._captured = True
-
-    @property
-    def num_extra_inputs(self) -> int:
-        """How many extra inputs the caller gives."""
-        return self.wiring.from_caller
-
-    @property
-    def num_extra_outputs(self) -> int:
-        """How many extra outputs the caller gets."""
-        return len(self.extra_outputs)
-
-    @property
-    def extra_input_channels(self) -> list[str | None]:
-        """For each extra input, the channel that the caller feeds with it; None for one of the user's."""
-        return [inlet.channel for inlet in self.wiring.inlets if inlet.position >= 0]
-
-    @property
-    def extra_outputs(self) -> list[tuple[str | None, bool]]:
-        """For each extra output, its channel if it has one, and whether the user gets it."""
-        return [(outlet.channel, outlet.to_user) for outlet in self.wiring.outlets if outlet.to_caller]
 
     def __call__(
         self,
@@ -373,14 +284,18 @@ class OperationFuser:
         self._check_arguments(input_, extra_inputs, basic_op_kwargs)
         if torch.compiler.is_compiling():
             _make_features_static(input_)
-        params = [list(op.parameters()) for op in self.basic_ops]
+        params: list[list[Tensor]] = []
+        operands = [input_]
+        for op in self.basic_ops:
+            params.append(list(op.parameters()))
+            operands += params[-1]
         first = self._first_with_backward(input_, extra_inputs, params)
         self._prepare(first)
         call = self._call(first, input_, params, basic_op_kwargs)
         if first == len(self.basic_ops):
             output, extra_outputs = _run(call, call.contexts(), input_, extra_inputs)
             return (output, *extra_outputs) if extra_outputs else output
-        operands = [input_, *(param for own in params for param in own), *extra_inputs]
+        operands += extra_inputs
         if torch.compiler.is_compiling():
             operands = _each_once(operands)
         num_params = len(operands) - 1 - len(extra_inputs)
@@ -416,7 +331,7 @@ class OperationFuser:
             self.wiring,
             first,
             input_requires_grad,
-            [len(own) for own in params],
+            list(map(len, params)),
             arguments,
             scales,
             input_operands,
@@ -424,9 +339,10 @@ class OperationFuser:
         )
 
     def recipe_in_force(self) -> Recipe | None:
-        """The recipe that all operations with quantizers run under; None without one, and where they differ."""
-        if not self._quantizing:
-            return None
+        """The autocast's recipe, else the own one of all operations with quantizers; None where they differ."""
+        state = THREAD.state
+        if state.depth or not self._quantizing:
+            return state.recipe
         recipe = self.basic_ops[self._quantizing[0]]._recipe_in_force()
         for index in self._quantizing[1:]:
             if self.basic_ops[index]._recipe_in_force() != recipe:
@@ -443,7 +359,10 @@ class OperationFuser:
         """:meth:`fused`, kept for the next call; but not by traced code, which must not write here."""
         if torch.compiler.is_compiling():
             return self.fused(recipe, first_with_backward)
-        dtypes = [param.dtype for own in params for param in own]
+        dtypes = []
+        for own in params:
+            for param in own:
+                dtypes.append(param.dtype)
         key = (recipe, REGISTRY.version, first_with_backward, dtypes)
         kept, fused = self._last_fused  # read at once: another thread may run under another recipe
         if kept != key:
@@ -454,10 +373,9 @@ class OperationFuser:
     def _check_arguments(
         self, input_: Any, extra_inputs: Sequence[Tensor], basic_op_kwargs: Sequence[dict[str, Any]] | None
     ) -> None:
-        if len(extra_inputs) != self.num_extra_inputs:
-            raise ValueError(
-                f"got {len(extra_inputs)} extra inputs, the operations take {self.num_extra_inputs}"
-            )
+        wanted = self.wiring.from_caller
+        if len(extra_inputs) != wanted:
+            raise ValueError(f"got {len(extra_inputs)} extra inputs, the operations take {wanted}")
         for position, given in enumerate((input_, *extra_inputs)):
             if not isinstance(given, Tensor):
                 which = f"extra input {position - 1}" if position else "the input"
@@ -585,40 +503,3 @@ def _placed(ops: Sequence[FusibleOperation], begin: int) -> tuple[_Placed, ...]:
         placed.append((op, tuple(range(begin, end))))
         begin = end
     return tuple(placed)
-
-
-def _wire(
-    basic_ops: Sequence[BasicOperation], incoming: Collection[str], outgoing: Collection[str]
-) -> _Wiring:
-    """Which extra input comes from where, and which extra output goes where.
-
-    Raises:
-        ValueError: a channel that nothing in front gives, or that two operations give.
-    """
-    inlets: list[_Inlet] = []
-    outlets: list[_Outlet] = []
-    given: list[str] = []
-    from_caller = 0
-    for number, op in enumerate(basic_ops):
-        for index in range(op.num_extra_inputs):
-            channel = op._input_channels.get(index)
-            inside = channel in given
-            if channel is not None and not inside and channel not in incoming:
-                raise ValueError(
-                    f"extra input {index} of {type(op).__name__} (operation {number}) comes from channel {channel!r}, "
-                    "which no operation in front of it gives; call set_extra_output_channel on an earlier one"
-                )
-            inlets.append(_Inlet(number, index, channel, -1 if inside else from_caller))
-            from_caller += not inside
-        for index in range(op.num_extra_outputs):
-            channel = op._output_channels.get(index)
-            if channel is not None:
-                if channel in given:
-                    raise ValueError(
-                        f"extra output {index} of {type(op).__name__} (operation {number}) goes to channel "
-                        f"{channel!r}, which an earlier operation gives already; use another name"
-                    )
-                given.append(channel)
-            to_user = index not in op._channel_only_outputs
-            outlets.append(_Outlet(number, index, channel, to_user or channel in outgoing, to_user))
-    return _Wiring(tuple(inlets), tuple(outlets), from_caller)

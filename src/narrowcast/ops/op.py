@@ -286,7 +286,9 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         """
         count = self.num_quantizers(mode)
         if not 0 <= index < count:
-            raise IndexError(f"{type(self).__name__} has {count} {mode} quantizers; there is no number {index}")
+            raise IndexError(
+                f"{type(self).__name__} has {count} {mode} quantizers; there is no number {index}"
+            )
         recipe = self._recipe_in_force()
         if recipe is None:
             return None

@@ -35,7 +35,10 @@ def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
     if torch.compiler.is_compiling():
         torch._dynamo.comptime.comptime(_remember_while_tracing)
     roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
-    key = f"_operands_{roles!r}"
+    names = [
+        "|".join([f"{role.module_type}:{role.tensor_type}:{role.name}" for role in some]) for some in roles
+    ]
+    key = f"_operands_{names[0]}/{names[1]}".replace(".", "_dot_")  # guards take no dots in attributes
     plan = getattr(recipe, key, None)
     if plan is None:
         forward, forward_state = recipe.resolve("forward", roles[0])
@@ -50,5 +53,7 @@ def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
 def _remember_while_tracing(context: Any) -> None:
     recipe, op = traced_local(context, "recipe"), traced_local(context, "op")
     if recipe is not None and op is not None:
-        with contextlib.suppress(Exception):  # traced code meets it again, and raises it where the user sees it
+        with contextlib.suppress(
+            Exception
+        ):  # traced code meets it again, and raises it where the user sees it
             operation_plan(recipe, op)

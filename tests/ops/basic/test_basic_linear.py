@@ -16,9 +16,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import narrowcast as nc
-from narrowcast.recipe import linear_plan
 from narrowcast import ops
-from narrowcast.recipe import Float8CurrentScaling, MXFP8BlockScaling, QParams
+from narrowcast.recipe import Float8CurrentScaling, MXFP8BlockScaling, QParams, linear_plan
 from narrowcast.testing import assert_close
 
 from ..linear_modules import assert_as_module

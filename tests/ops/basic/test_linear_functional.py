@@ -11,9 +11,9 @@ from recipes import QUANTIZED
 from torch import Tensor
 
 import narrowcast as nc
-from narrowcast.recipe import linear_plan
 from narrowcast.dynamo import TensorProto, to_tensor_proto
 from narrowcast.ops import BasicLinear
+from narrowcast.recipe import linear_plan
 from narrowcast.testing import assert_close
 
 K, N, LEAD = 48, 80, (3, 8)

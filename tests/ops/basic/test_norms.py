@@ -17,7 +17,7 @@ import narrowcast as nc
 from narrowcast import ops
 from narrowcast.tensors import QuantizedTensorStorage
 
-from .contract import wanted_by, check_split_forward
+from .contract import check_split_forward, wanted_by
 
 K = 50
 NOTHING_WANTED: dict[str, Any] = {

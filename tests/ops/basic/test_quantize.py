@@ -14,8 +14,8 @@ from recipes import DEVICE, QUANTIZED, RECIPES
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.recipe import linear_plan
 from narrowcast import ops
+from narrowcast.recipe import linear_plan
 from narrowcast.tensors import QuantizedTensorStorage
 
 from .contract import check_split_forward

@@ -17,8 +17,8 @@ from ...functional.activation import output_shape
 from ...quantizers import Float8CurrentScalingQuantizer, Operand
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ..context import OperationContext
-from ..op import BasicOperation, TensorsToSave
 from ..handover import ScaledOperand, matrix_of
+from ..op import BasicOperation, TensorsToSave
 from .inputs import plain, plain_input
 
 _CACHE = Operand.of(Float8CurrentScalingQuantizer(DType.kFloat8E4M3), True, False)
@@ -109,7 +109,11 @@ class ActivationOperation(BasicOperation):
         self, grad: Tensor, x: Tensor, wanted: ScaledOperand, column_sums: bool
     ) -> tuple[QuantizedTensorStorage, Tensor | None]:
         """(gradient of the input as it is wanted, its sums over all but the last dim, fp32, if asked for)."""
-        name, parameters, quantizer = self.settings.activation, list(self.settings.parameters), wanted.operand.quantizer
+        name, parameters, quantizer = (
+            self.settings.activation,
+            list(self.settings.parameters),
+            wanted.operand.quantizer,
+        )
         buffers = act_backward_quantize(
             matrix_of(grad), matrix_of(x), name, quantizer, parameters, column_sums, *wanted.state(grad)
         )

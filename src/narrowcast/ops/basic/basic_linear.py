@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
-from ...autograd.gemms import SavedOperand, linear_bwd_args
+from ...autograd.gemms import SavedOperand, linear_bwd_args, linear_forward
 from ...dynamo import TensorProto
+from ...functional import calibrate_
 from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
 from ...quantizers import Operand, Quantizer
-from ...recipe import LinearPlan, Mode, Recipe, linear_plan
+from ...recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Mode, Recipe, linear_plan
 from ...roles import QuantizerRole
 from ...state import THREAD
 from ...tensors import QuantizedTensor, QuantizedTensorStorage, TensorOrQuantized
@@ -24,6 +25,7 @@ from ..context import OperationContext
 from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave
 from ..tensor_parallel import local_features, tensor_parallel
+from .inputs import plain
 from .linear_functional import (
     functional_backward,
     functional_backward_fake,
@@ -152,20 +154,29 @@ class BasicLinear(LinearLayer, BasicOperation):
     def get_grad_output_quantizer(self) -> Operand | None:
         """How the GEMMs read the gradient of the output; None as for the input, and without gradients."""
         recipe = self._recipe_in_force()
-        if recipe is None or self.parallel.gathers_grad_output or not torch.is_grad_enabled():
+        if recipe is None or not torch.is_grad_enabled():
+            return None
+        if self.parallel.mode is not None and self.parallel.gathers_grad_output:
             return None
         plan = self._plan_of(recipe, True, True)
         return plan.grad_output if plan.backward_override is None else None
 
     def _plan_of(self, recipe: Recipe | None, requires_grad: bool, input_requires_grad: bool) -> LinearPlan:
         # what was gathered is not kept; but a delayed scale may have moved when it is quantized again
-        again = self.parallel.gathers_input and not (recipe is not None and recipe.delayed())
+        again = (
+            self.parallel.mode is not None
+            and self.parallel.gathers_input
+            and not (recipe is not None and recipe.delayed())
+        )
         needs_weight = requires_grad and self.weight.requires_grad
         return linear_plan(recipe, self.name, requires_grad and input_requires_grad, needs_weight, again)
 
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         recipe = self._recipe_in_force()
         plan = self._plan_of(recipe, requires_grad, input_requires_grad)
+        calibrating = THREAD.state.calibrating
+        if calibrating is not None:  # in high precision, with the state that collects amax on the way
+            return {"plan": plan, "scales": self._scales("", linear_plan(calibrating, self.name, True, True))}
         if plan.forward_state is None and plan.backward_state is None:
             return {"plan": plan}
         return {"plan": plan, "scales": self._scales("", plan)}
@@ -182,7 +193,9 @@ class BasicLinear(LinearLayer, BasicOperation):
         plan: LinearPlan | None = None,
         scales: DelayedScales | None = None,
     ) -> tuple[Tensor, TensorsToSave]:
-        arguments = {"plan": plan, "scales": scales} if plan else self.forward_arguments(requires_grad, requires_grad)
+        arguments = (
+            {"plan": plan, "scales": scales} if plan else self.forward_arguments(requires_grad, requires_grad)
+        )
         return self.compute(input_, None, **arguments)
 
     def op_forward_save_ctx(
@@ -216,13 +229,15 @@ class BasicLinear(LinearLayer, BasicOperation):
         """
         weight = self.weight
         if isinstance(input_, Tensor):
-            input_ = checked_input(
-                input_, weight.shape[1], "in_features", weight, quantized_as_it_is=True
-            )
-            if THREAD.state.calibrating is not None:
-                self._calibrate(self._stages[0], THREAD.state.calibrating, input_, weight)
-        args = self._arguments(plan, self._activation_dtype(input_), scales)
-        out, saved_input, saved_weight = split_forward(input_, weight, bias, args, self.parallel)
+            input_ = checked_input(input_, weight.shape[1], "in_features", weight, quantized_as_it_is=True)
+            if not plan.quantized and scales is not None and scales.amax_fwd is not None:
+                calibrate_(plain(input_), scales.amax_fwd, INPUT_SLOT)
+                calibrate_(plain(weight), scales.amax_fwd, WEIGHT_SLOT)
+        args = self._arguments(plan, self.activation_dtype(input_), scales)
+        if self.parallel.mode is None:
+            out, saved_input, saved_weight = linear_forward(weight, input_, bias, args)
+        else:
+            out, saved_input, saved_weight = split_forward(input_, weight, bias, args, self.parallel)
         if not (plan.needs_input or plan.needs_weight):
             return out, ()
         # what is in front of the None belongs to the input
@@ -237,14 +252,16 @@ class BasicLinear(LinearLayer, BasicOperation):
         scales: DelayedScales | None = None,
     ) -> None:
         """Put on the context what :meth:`gradients` reads; the arguments are those of :meth:`compute`."""
-        weight, dtype = self.weight, self._activation_dtype(input_)
-        count = next((index for index, tensor in enumerate(tensors_to_save) if tensor is None), 0)
+        weight, dtype = self.weight, self.activation_dtype(input_)
+        count = 0
+        while count < len(tensors_to_save) and tensors_to_save[count] is not None:
+            count += 1
         inp: Any = tensors_to_save[:count]
         rest: Any = tensors_to_save[count + 1 :]
         plain = plan.save_original_input and plan.backward_override is None
         saved_input = SavedOperand(inp, None if plain else _saved_quantizer(plan, plan.input, input_))
         saved_weight = SavedOperand(rest, _saved_quantizer(plan, plan.weight, weight))
-        ctx.save_for_backward(*inp, *rest)
+        ctx.save_for_backward(*tensors_to_save)
         ctx.input_dtype = input_.dtype
         ctx.backward_args = linear_bwd_args(
             self._arguments(plan, dtype, scales), weight, None, saved_input, saved_weight
@@ -268,7 +285,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         saved, count = list(ctx.saved_tensors), args.saved_input[0]
         scale = None if ctx.scales is None else ctx.scales.scale_bwd
         grad_weight, grad_input = split_backward(
-            args, grad_output, saved[:count], saved[count:], scale, self.parallel
+            args, grad_output, saved[:count], saved[count + 1 :], scale, self.parallel
         )
         return None if grad_input is None else grad_input.to(ctx.input_dtype), grad_weight
 
@@ -276,17 +293,15 @@ class BasicLinear(LinearLayer, BasicOperation):
         """What :meth:`compute` makes of this input, without data."""
         size = group_size(self.parallel.group) if self.parallel.sequence_parallel else 1
         shape = self.parallel.output_shape(tuple(input_.shape), self.weight.shape[0], size)
-        return TensorProto(shape, self._activation_dtype(input_), device=input_.device)
+        return TensorProto(shape, self.activation_dtype(input_), device=input_.device)
 
-    def _activation_dtype(self, input_: TensorOrQuantized) -> torch.dtype:
+    def activation_dtype(self, input_: TensorOrQuantized) -> torch.dtype:
         kind = input_.device.type
         if isinstance(input_, QuantizedTensor) or not torch.is_autocast_enabled(kind):
             return input_.dtype
         return torch.get_autocast_dtype(kind)
 
-    def _arguments(
-        self, plan: LinearPlan, dtype: torch.dtype, scales: DelayedScales | None
-    ) -> LinearFwdArgs:
+    def _arguments(self, plan: LinearPlan, dtype: torch.dtype, scales: DelayedScales | None) -> LinearFwdArgs:
         """What the GEMMs read besides their operands."""
         scales, workspace = scales or DelayedScales(), None
         if plan.quantized and isinstance(self.weight, QuantizedTensor):

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..collectives import gather_rows, group_name, scatter_rows, sum_over
 from ..context import OperationContext
-from ..op import BasicOperation, TensorsToSave
 from ..handover import ScaledOperand
+from ..op import BasicOperation, TensorsToSave
 
 
 class CollectiveOperation(BasicOperation):

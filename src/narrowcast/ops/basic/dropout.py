@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
-from ..op import BasicOperation, TensorsToSave
 from ..handover import ScaledOperand
+from ..op import BasicOperation, TensorsToSave
 from .inputs import plain, plain_input
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from ...autograd import NormSettings
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
-from ..op import BasicOperation, TensorsToSave
 from ..handover import ScaledOperand
+from ..op import BasicOperation, TensorsToSave
 from .inputs import plain_input
 from .norm import norm_gradients, normalize
 

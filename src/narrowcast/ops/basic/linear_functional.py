@@ -45,7 +45,11 @@ class Saved(NamedTuple):
 
 
 def split_forward(
-    inp: TensorOrQuantized, weight: TensorOrQuantized, bias: Tensor | None, args: LinearFwdArgs, parallel: TensorParallel
+    inp: TensorOrQuantized,
+    weight: TensorOrQuantized,
+    bias: Tensor | None,
+    args: LinearFwdArgs,
+    parallel: TensorParallel,
 ) -> tuple[Tensor, SavedOperand, SavedOperand]:
     """(output of this process, input to save, weight to save); an input that was gathered is saved as it came.
 

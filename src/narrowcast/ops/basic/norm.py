@@ -14,8 +14,8 @@ from ...layers import parameter_device
 from ...nn.norm import NormParameters
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
-from ..op import BasicOperation, TensorsToSave
 from ..handover import ScaledOperand, matrix_of
+from ..op import BasicOperation, TensorsToSave
 from .inputs import plain, plain_input
 
 
@@ -95,7 +95,11 @@ class NormOperation(NormParameters, BasicOperation):
         sm_margin: int = 0,
     ) -> None:
         BasicOperation.__init__(self)
-        options: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "device": device, "dtype": dtype}
+        options: dict[str, Any] = {
+            "zero_centered_gamma": zero_centered_gamma,
+            "device": device,
+            "dtype": dtype,
+        }
         NormParameters.__init__(self, normalized_shape, eps, **options)
         self.sm_margin = sm_margin
 
@@ -115,7 +119,9 @@ class NormOperation(NormParameters, BasicOperation):
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
         x, weight = plain_input(input_), self.weight
         if weight.is_meta:
-            raise RuntimeError("parameters are on the meta device; call to_empty() and reset_parameters() first")
+            raise RuntimeError(
+                "parameters are on the meta device; call to_empty() and reset_parameters() first"
+            )
         self.check_input(x)
         return normalize(x, weight, self.bias, self.settings, next_op_input_quantizer, requires_grad)
 

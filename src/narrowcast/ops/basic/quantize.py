@@ -80,7 +80,9 @@ class Quantize(BasicOperation):
         scales: DelayedScales | None = None,
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
         x = plain_input(input_)
-        arguments = {"plan": plan, "scales": scales} if plan else self.forward_arguments(requires_grad, requires_grad)
+        arguments = (
+            {"plan": plan, "scales": scales} if plan else self.forward_arguments(requires_grad, requires_grad)
+        )
         plan, scales = arguments["plan"], arguments.get("scales") or DelayedScales()
         if not (self.quantizes_forward and plan.quantized):
             return x, ()

@@ -8,8 +8,8 @@ from ...autograd import ActivationSettings
 from ...functional import scaled_act, scaled_act_backward
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
-from ..op import BasicOperation, ExtraTensors, ParameterGradients, TensorsToSave
 from ..handover import ScaledOperand
+from ..op import BasicOperation, ExtraTensors, ParameterGradients, TensorsToSave
 from .inputs import plain, plain_input
 from .swiglu import channels_from_halves, channels_to_halves, checked_betas, checked_interleave_size
 

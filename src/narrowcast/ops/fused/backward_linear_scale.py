@@ -16,8 +16,8 @@ from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ..basic.basic_linear import BasicLinear
 from ..basic.constant_scale import ConstantScale
 from ..context import OperationContext
-from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients
 from ..handover import ScaledOperand
+from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients
 from .linear_run import exactly
 from .pattern import Fusion, Match, Matched, NearMiss
 
