@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 MADE_IN_GRAPH: Any = object()
 """Stands for an object that exists only in the graph."""
 
@@ -24,7 +23,9 @@ def _real(variable: Any) -> Any:
         variable = variable.realize()
     if variable.is_python_constant():
         return variable.as_python_constant()
-    if isinstance(getattr(variable, "items", None), list):  # a tuple or list that the traced code put together
+    if isinstance(
+        getattr(variable, "items", None), list
+    ):  # a tuple or list that the traced code put together
         return [_real(item) for item in variable.items]
     if hasattr(variable, "get_function"):
         return variable.get_function()

@@ -13,7 +13,9 @@ import narrowcast as nc
 from narrowcast.recipe import DelayedScaling, Format
 from narrowcast.state import THREAD, AutocastState
 
-KEYS = [f"{buffer}_{direction}" for buffer in ("scale", "amax_history", "amax") for direction in ("fwd", "bwd")]
+KEYS = [
+    f"{buffer}_{direction}" for buffer in ("scale", "amax_history", "amax") for direction in ("fwd", "bwd")
+]
 FORWARD, BACKWARD = ("input", "weight", "output"), ("grad_output", "grad_input")
 
 
@@ -78,7 +80,9 @@ class Simulation:
             expected = dict(zip(("scale", "amax_history", "amax"), self.tensors(names)))
             for buffer, value in expected.items():
                 ours = getattr(layer, f"{buffer}_{direction}")
-                assert torch.equal(ours.cpu(), value), f"{where} {buffer}_{direction}: {ours}, expected {value}"
+                assert torch.equal(ours.cpu(), value), (
+                    f"{where} {buffer}_{direction}: {ours}, expected {value}"
+                )
 
 
 def make_layer(k: int = 24, n: int = 40, seed: int = 1, **kwargs: Any) -> nc.Linear:

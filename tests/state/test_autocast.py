@@ -91,7 +91,9 @@ def test_decorator() -> None:
         lambda: (THREAD.state.recipe, THREAD.state.calibrating)
     )
     assert calibrated() == (None, DELAYED)
-    disabled = nc.autocast(enabled=False, recipe=CURRENT)(lambda: (THREAD.state.recipe, THREAD.state.calibrating))
+    disabled = nc.autocast(enabled=False, recipe=CURRENT)(
+        lambda: (THREAD.state.recipe, THREAD.state.calibrating)
+    )
     assert disabled() == (None, None)
 
 

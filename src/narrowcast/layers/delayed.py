@@ -137,7 +137,7 @@ class DelayedLayer(RecipeOwner):
             return
         torch._dynamo.comptime.comptime(_keep_states_while_tracing)
         if self._recipe_made_in_graph:  # of values that an equal one can be made of
-            described = [[_described(state) for state in pair] for pair in states]
+            described = [[_described(state) for state in pair] for pair in states]  # noqa: F841, the function reads it
             torch._dynamo.comptime.comptime(_keep_described_states_while_tracing)
 
     def _state_device(self, prefix: str) -> torch.device:
@@ -152,7 +152,10 @@ class DelayedLayer(RecipeOwner):
             getattr(self, f"{prefix}{buffer}_{direction}").zero_()
         scale = getattr(self, f"{prefix}scale_{direction}").fill_(first_scale(delayed, mode))
         if mode == "forward" and delayed.initial_scale == "range" and not scale.is_meta:
-            largest, amax = fp8_max(delayed, mode) / 2**delayed.margin, self._weight_amax(prefix).to(scale.device)
+            largest, amax = (
+                fp8_max(delayed, mode) / 2**delayed.margin,
+                self._weight_amax(prefix).to(scale.device),
+            )
             at = slice(WEIGHT_SLOT * self._groups, (WEIGHT_SLOT + 1) * self._groups)
             usable = (amax > 0) & amax.isfinite()
             scale[at] = torch.where(usable, torch.full_like(amax, largest) / amax, scale[at])
@@ -324,7 +327,9 @@ class DelayedLayer(RecipeOwner):
 def _keep_states_while_tracing(context: Any) -> None:
     layer, prefixes, states = (traced_local(context, name) for name in ("self", "prefixes", "states"))
     unknown = any(state is MADE_IN_GRAPH for pair in states for state in pair)
-    layer.__dict__["_recipe_made_in_graph"] = unknown  # read by the traced code that follows, and by nobody else
+    layer.__dict__["_recipe_made_in_graph"] = (
+        unknown  # read by the traced code that follows, and by nobody else
+    )
     if not unknown:
         for prefix, (forward, backward) in zip(prefixes, states):
             layer._keep_state(prefix, forward, backward)

@@ -20,7 +20,15 @@ from .autocast import (
     starts_a_step,
     with_fp8_parameters,
 )
-from .delayed_scaling import DelayedSlots, DelayedState, first_scale, fp8_max, reduce_amax, renew, renew_and_read
+from .delayed_scaling import (
+    DelayedSlots,
+    DelayedState,
+    first_scale,
+    fp8_max,
+    reduce_amax,
+    renew,
+    renew_and_read,
+)
 from .recipe_state import RecipeState
 
 __all__ = [

@@ -28,7 +28,8 @@ class AutocastState:
 
     ``recipe``: in force, where ``depth``, the number of entered contexts, is not 0. ``calibrating``: collects amax
     only. ``traced``: whether the outermost enabled context was entered in a graph; None outside of any. ``entered``:
-    contexts that eager code has entered and not left, in order. ``delayed``: what keeps state of delayed scaling and ran under an autocast of this thread.
+    contexts that eager code has entered and not left, in order. ``delayed``: what keeps state of delayed scaling and
+    ran under an autocast of this thread.
     """
 
     def __init__(self) -> None:
@@ -166,7 +167,9 @@ class autocast:
         if not compiling:
             state.entered.append(self)
             if outermost and not self.graph and starts_a_step():
-                renew([owner for owner in state.delayed if getattr(owner, "training", torch.is_grad_enabled())])
+                renew(
+                    [owner for owner in state.delayed if getattr(owner, "training", torch.is_grad_enabled())]
+                )
         self.previous = state.get()
         if outermost:
             state.traced = compiling
