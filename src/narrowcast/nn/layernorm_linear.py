@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..autograd import LayerNormLinearFwdArgs, layernorm_linear
 from ..layers import Stage, checked_input, parameter_device, positive
+from ..layers.norm import norm_settings
 from ..layers.parameters import parameter_dtype
 from ..recipe import Recipe
-from .norm import norm_settings
 from .norm_linear import NormLinearLayer, no_gathered_output
 from .parameters_split import ParametersSplit, parts_of
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..autograd import ActivationSettings, LayerNormMLPFwdArgs, activate, layernorm_mlp
 from ..layers import Stage, checked_input, parameter_device, positive
+from ..layers.norm import norm_settings
 from ..layers.parameters import parameter_dtype
 from ..recipe import LinearPlan, Recipe, linear_plan
 from ..reference.activation import ACTIVATIONS, checked
 from ..state import checkpoint
-from .norm import norm_settings
 from .norm_linear import NormLinearLayer, no_gathered_output
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...autograd import NormSettings
 from ...functional import norm, norm_backward, norm_backward_quantize, norm_quantize
 from ...layers import parameter_device
-from ...nn.norm import NormParameters
+from ...layers.norm import NormParameters
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
 from ..handover import ScaledOperand, matrix_of
