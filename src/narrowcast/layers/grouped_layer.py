@@ -171,7 +171,9 @@ class GroupedLinearLayer(LinearLayer):
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 
-    def _needs_weight(self) -> bool:
+    @property
+    def wants_wgrad(self) -> bool:
+        """Whether some weight has a gradient, so that something of the input is saved."""
         return any(weight.requires_grad for weight in self._parts_of("weight"))
 
     def _grouped_args(
@@ -282,7 +284,7 @@ class GroupedLinearLayer(LinearLayer):
 
     def _compute_waiting_wgrads(self) -> None:
         weights = self._parts_of("weight")
-        if not self._needs_weight():
+        if not self.wants_wgrad:
             return
         deferred, shape = self.wgrad_stores["weight"].pop(), (self.out_features, self.in_features)
         if self.fuse_wgrad_accumulation:

@@ -131,7 +131,7 @@ class GroupedLinear(GroupedLinearLayer):
         out = rows_of_buffer(out, "out", (*inp.shape[:-1], self.out_features), inp.dtype, inp.device)
         dgrad_out = rows_of_buffer(dgrad_out, "dgrad_out", inp.shape, inp.dtype, inp.device)
         added, grad = [] if self.return_bias else biases, torch.is_grad_enabled()
-        recipe, needs_weight = self._recipe_in_force(), grad and self._needs_weight()
+        recipe, needs_weight = self._recipe_in_force(), grad and self.wants_wgrad
         plan = linear_plan(
             recipe, self.name, grad and x.requires_grad, needs_weight, self.save_original_input
         )

@@ -212,11 +212,6 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         return out, (splits, bias_scales, *kept, *saved_input, *saved_weight)
 
     @property
-    def wants_wgrad(self) -> bool:
-        """Whether some weight has a gradient, so that something of the input is saved."""
-        return self._needs_weight()
-
-    @property
     def input_position(self) -> int:
         """Where in what is saved the input begins."""
         return 2 + (len(self._parts_of("bias")) if self.scale_bias else 0)
