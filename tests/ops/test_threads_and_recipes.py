@@ -57,7 +57,7 @@ def test_own_recipe_is_what_the_autocast_would_be(name: str) -> None:
 @pytest.mark.parametrize("name", ["current", "mxfp8", "delayed"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_recomputation_runs_under_the_recipe_of_the_forward(name: str, use_reentrant: bool) -> None:
-    def recomputed(block: Any) -> Any:
+    def under_autocast(block: Any, recompute: bool) -> Any:
         def run(x: torch.Tensor) -> torch.Tensor:
             with nc.autocast(recipe=QUANTIZED[name]):
                 return checkpoint(block, x, use_reentrant=use_reentrant) if recompute else block(x)
@@ -67,7 +67,7 @@ def test_a_recomputation_runs_under_the_recipe_of_the_forward(name: str, use_ree
     results = []
     for recompute in (False, True):
         block = make_list()
-        results.append(step_by_backward(block, recomputed(block)))
+        results.append(step_by_backward(block, under_autocast(block, recompute)))
     assert same(*results)
 
 

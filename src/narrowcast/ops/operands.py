@@ -33,7 +33,7 @@ def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
         ValueError: what a custom recipe's factory returned.
     """
     if torch.compiler.is_compiling():
-        torch._dynamo.comptime.comptime(_remember_while_tracing)
+        torch._dynamo.comptime.comptime(_remember_while_tracing)  # type: ignore[attr-defined]
     roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
     names = [
         "|".join([f"{role.module_type}:{role.tensor_type}:{role.name}" for role in some]) for some in roles
