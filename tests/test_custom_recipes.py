@@ -20,9 +20,10 @@ from narrowcast.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
+    linear_plan,
 )
 from narrowcast.roles import QuantizerRole
-from narrowcast.state import STATE
+from narrowcast.state import THREAD, AutocastState
 
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
 K, N = 48, 80
@@ -40,9 +41,9 @@ FACTORIES: dict[str, Callable[[QuantizerRole], Any]] = {
 
 @pytest.fixture(autouse=True)
 def clean_autocast() -> Iterator[None]:
-    STATE.reset()
+    THREAD.state = AutocastState()
     yield
-    STATE.reset()
+    THREAD.state = AutocastState()
 
 
 def make_layer(**kwargs: Any) -> nc.Linear:
@@ -96,9 +97,9 @@ def test_delayed_scaling_factory_trains_like_the_recipe() -> None:
     with nc.autocast(recipe=custom):
         pass
     for name in ("scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"):
-        assert torch.equal(getattr(layer.delayed_scaling, name), getattr(twin.delayed_scaling, name))
-    assert (layer.delayed_scaling.scale_fwd[:2] != 1).all()
-    assert layer.delayed_scaling.scale_bwd[0] != 1
+        assert torch.equal(getattr(layer, name), getattr(twin, name))
+    assert (layer.scale_fwd[:2] != 1).all()
+    assert layer.scale_bwd[0] != 1
 
 
 def test_high_precision_factory_computes_what_no_recipe_computes() -> None:
@@ -131,7 +132,7 @@ def test_recipe_built_inside_the_compiled_function(name: str) -> None:
         run = compile_(step)
         for _ in range(3):
             y = run(x)
-        outs.append([y.detach(), layer.delayed_scaling.scale_fwd.clone()])
+        outs.append([y.detach(), layer.scale_fwd.clone()])
     assert_equal(*outs)
 
 
@@ -192,20 +193,19 @@ def test_different_state_per_direction() -> None:
         "grad_output": DelayedScalingRequest(amax_history_len=3, margin=2),
     }
     recipe = CustomRecipe(qfactory=lambda role: requests[role.tensor_type])
-    handles = recipe.linear_handles()
-    assert handles.forward_state == DelayedScaling(amax_history_len=2)
-    assert handles.backward_state == DelayedScaling(amax_history_len=3, margin=2)
+    plan = linear_plan(recipe, "fc1", True, True)
+    assert plan.forward_state == DelayedScaling(amax_history_len=2)
+    assert plan.backward_state == DelayedScaling(amax_history_len=3, margin=2)
     layer, x = make_layer(bias=False), make_input()
     with nc.autocast(recipe=recipe):
         y = layer(x)
     y.backward(torch.full_like(y, 7.0))
     with nc.autocast(recipe=recipe):
         pass
-    state = layer.delayed_scaling
-    assert state.scale_fwd[0] == torch.tensor(448.0) / x.detach().abs().max()
-    assert state.scale_bwd[0] == 57344 / 4 / 7
-    assert state.amax_history_bwd[:3, 0].tolist() == [0, 0, 7]
-    assert state.amax_history_fwd[:2, 0].tolist() == [0, float(x.detach().abs().max())]
+    assert layer.scale_fwd[0] == torch.tensor(448.0) / x.detach().abs().max()
+    assert layer.scale_bwd[0] == 57344 / 4 / 7
+    assert layer.amax_history_bwd[:3, 0].tolist() == [0, 0, 7]
+    assert layer.amax_history_fwd[:2, 0].tolist() == [0, float(x.detach().abs().max())]
 
 
 def test_only_the_gradient_is_delayed() -> None:
@@ -219,8 +219,8 @@ def test_only_the_gradient_is_delayed() -> None:
     recipe, layer, x = CustomRecipe(qfactory=factory), make_layer(), make_input()
     first = results(layer, recipe, x)
     assert_equal(first[:1], results(layer, Float8CurrentScaling(), x)[:1])
-    assert layer.delayed_scaling.amax_history_bwd[:, 0].any()
-    assert not layer.delayed_scaling.amax_history_fwd.any()
+    assert layer.amax_bwd[0] > 0
+    assert layer.scale_fwd is layer.amax_history_fwd is layer.amax_fwd is None
 
 
 # -- what the factory is asked, and when ------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_wrong_answers_name_the_role(kind: str, wrong: Any, error: type[Exceptio
         error, match=f"qfactory returned .* for QuantizerRole.*tensor_type='{kind}', name='fc1'"
     ):
         results(layer, recipe, x)
-    assert STATE.recipe is None
+    assert THREAD.state.recipe is None
 
 
 def test_differing_requests_are_refused() -> None:

@@ -26,6 +26,7 @@ from narrowcast.recipe import (
     QParams,
     Recipe,
     get_align_size_for_quantization,
+    linear_plan,
 )
 
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
@@ -72,6 +73,7 @@ DEFAULTS: dict[type[Recipe], dict[str, Any]] = {
         "amax_compute_algo": "max",
         "scaling_factor_compute_algo": None,
         "reduce_amax": True,
+        "initial_scale": "range",
         **COMMON,
     },
     Float8CurrentScaling: {
@@ -221,8 +223,8 @@ def test_alignment_of_grouped_rows() -> None:
 
 
 def quantizers(recipe: Recipe) -> dict[str, nc.Quantizer]:
-    handles = recipe.linear_handles("fc")
-    return {kind: getattr(handles, kind).both.quantizer for kind in ("input", "weight", "grad_output")}
+    plan = linear_plan(recipe, "fc", True, True)
+    return {kind: getattr(plan, kind).quantizer for kind in ("input", "weight", "grad_output")}
 
 
 @pytest.mark.parametrize(
@@ -240,10 +242,11 @@ def test_element_types_follow_the_format(kind: type[Recipe], fp8_format: Format,
 
 def test_delayed_slots_and_state() -> None:
     recipe = DelayedScaling(amax_history_len=4)
-    handles = recipe.linear_handles()
     assert [q.slot for q in quantizers(recipe).values()] == [0, 1, 0]  # type: ignore[attr-defined]
-    assert handles.forward_state == handles.backward_state == handles.managed == recipe
-    assert Float8CurrentScaling().linear_handles().managed is None
+    plan = linear_plan(recipe, "", True, True)
+    assert plan.forward_state == plan.backward_state == recipe
+    stateless = linear_plan(Float8CurrentScaling(), "", True, True)
+    assert stateless.forward_state is stateless.backward_state is None
 
 
 @pytest.mark.parametrize("power_2", [False, True])
@@ -378,6 +381,7 @@ CHANGES: dict[type[Recipe], list[dict[str, Any]]] = {
         {"amax_compute_algo": largest},
         {"scaling_factor_compute_algo": print},
         {"reduce_amax": False},
+        {"initial_scale": "one"},
         {"emulate": True},
     ],
     Float8CurrentScaling: [
@@ -524,6 +528,7 @@ BAD: list[tuple[type[Recipe], dict[str, Any], str]] = [
     (DelayedScaling, {"amax_history_len": 2.5}, "amax_history_len is 2.5"),
     (DelayedScaling, {"margin": 0.5}, "margin is 0.5; use a whole number"),
     (DelayedScaling, {"amax_compute_algo": "mean"}, "amax_compute_algo is 'mean'; use 'max', 'most_recent'"),
+    (DelayedScaling, {"initial_scale": 1.0}, "initial_scale is 1.0; use 'range' or 'one'"),
     (DelayedScaling, {"scaling_factor_compute_algo": "max"}, "scaling_factor_compute_algo is 'max'"),
     (MXFP8BlockScaling, {"margin": 1}, "margin=1"),
     (MXFP6BlockScaling, {"forward_format": Format.E4M3}, "forward_format=Format.E4M3; use Format.E2M3 or"),

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+MADE_IN_GRAPH: Any = object()
+"""Stands for an object that exists only in the graph."""
+
 
 def traced_local(context: Any, name: str) -> Any:
-    """The object that a local variable of the traced function stands for; None for one that is made in the graph."""
+    """The object that a local variable of the traced function stands for, or :data:`MADE_IN_GRAPH`."""
     return _real(context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker())
 
 
@@ -24,4 +27,6 @@ def _real(variable: Any) -> Any:
         getattr(variable, "items", None), list
     ):  # a tuple or list that the traced code put together
         return [_real(item) for item in variable.items]
-    return variable.value if getattr(variable, "source", None) is not None else None
+    if hasattr(variable, "get_function"):
+        return variable.get_function()
+    return variable.value if getattr(variable, "source", None) is not None else MADE_IN_GRAPH

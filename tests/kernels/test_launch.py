@@ -19,7 +19,7 @@ from narrowcast.formats import E4M3
 from .conftest import HAS_TRITON
 
 if HAS_TRITON:
-    from narrowcast.kernels import float8, float8_block, launch, norm, sources
+    from narrowcast.kernels import activation, float8, float8_block, launch, norm, sources
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int64, torch.float8_e4m3fn)
 WIDE = (2**31 - 16, 2**31 - 1, 2**31, 2**31 + 16, 2**40 + 1, 2**63, -(2**31), -(2**40))
@@ -129,6 +129,9 @@ PATHS: dict[str, tuple[Callable[[], object], int, int]] = {
     "block": (lambda: float8_block.quantize(X, E4M3, **BLOCK), 4, 1),
     "norm, current": (lambda: float8.quantize_current(_normalized(), E4M3, **CURRENT), 5, 2),
     "norm, block": (lambda: float8_block.quantize(_normalized(), E4M3, **BLOCK), 5, 2),
+    "activation, current": (
+        lambda: float8.quantize_current(sources.activation(X, "swiglu"), E4M3, **CURRENT), 5, 2,
+    ),
     "activation, given": (
         lambda: float8.quantize(sources.activation(X, "swiglu"), torch.ones(1), E4M3, **BOTH), 4, 1,
     ),
@@ -141,7 +144,7 @@ PATHS: dict[str, tuple[Callable[[], object], int, int]] = {
 def test_few_functions_until_the_kernel_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variant = _Variant()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    for module in (float8, float8_block, norm):
+    for module in (activation, float8, float8_block, norm):
         for value in vars(module).values():
             if isinstance(value, launch.Launcher):
                 monkeypatch.setattr(value, "kernel", _Kernel(variant))

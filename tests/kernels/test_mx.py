@@ -62,16 +62,12 @@ def test_ragged(
     check(shape, kind, dtype, device, two_d=two_d, fmt=E5M2, directions=directions)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 7), (7, 1), (33, 17), (3, 50, 7), (128, 128), (130, 136), (100, 33), (0, 8), (8, 0)],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", [(1, 7), (33, 17), (3, 11, 7), (40, 136), (0, 8), (8, 0)], ids=str)
 @pytest.mark.parametrize("two_d", [False, True], ids=["1d", "2d"])
 def test_packed_ragged(shape: tuple[int, ...], two_d: bool, device: torch.device) -> None:
-    for fmt in PACKED.values():
-        for dtype, directions, kind in zip(DTYPES, DIRECTIONS, ("special", "wide", "tiny")):
-            check(shape, kind, dtype, device, two_d=two_d, fmt=fmt, directions=directions)
+    kinds = ("special", "wide", "tiny")
+    for fmt, dtype, directions, kind in zip(PACKED.values(), DTYPES, DIRECTIONS, kinds):
+        check(shape, kind, dtype, device, two_d=two_d, fmt=fmt, directions=directions)
 
 
 @pytest.mark.parametrize("fmt", {**FORMATS, **PACKED}.values(), ids={**FORMATS, **PACKED})
@@ -91,9 +87,8 @@ def test_every_scale_code(fmt, device: torch.device) -> None:
 
 
 def test_packed_kinds(device: torch.device) -> None:
-    for kind in KINDS:
-        for fmt, dtype in zip(PACKED.values(), DTYPES):
-            check((96, 160), kind, dtype, device, two_d=False, fmt=fmt)
+    for i, kind in enumerate(KINDS):
+        check((40, 72), kind, DTYPES[i % 3], device, two_d=False, fmt=tuple(PACKED.values())[i // 2 % 3])
 
 
 @pytest.mark.parametrize("fmt", PACKED.values(), ids=PACKED)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from recipes import DEVICE, EMULATE, QUANTIZED, RECIPES
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -968,3 +969,56 @@ def test_options_add_nothing_to_the_state_dict() -> None:
     assert list(layer._fp8_workspaces) == ["weight"] and layer._fp8_workspaces["weight"] is not None
     layer.float()
     assert layer._fp8_workspaces == {"weight": None}
+
+
+# -- its own recipe -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
+def test_own_recipe_is_that_of_an_autocast(name: str, compiled: bool) -> None:
+    layer, other = make_layer(recipe=DETERMINISTIC[name]), make_layer()
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    for seed in range(3):
+        x, theirs = make_input(seed=seed), make_input(seed=seed)
+        y = forward(x, torch.tensor(SPLITS, device=DEVICE))
+        ours = gradients(y, [x, *layer.parameters()])
+        assert_equal(ours, run(other, name, theirs, SPLITS))
+    with nc.autocast(enabled=False):
+        assert torch.equal(forward(x, torch.tensor(SPLITS, device=DEVICE)), other(x, SPLITS))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_plain_checkpoint(name: str, reentrant: bool) -> None:
+    """The recomputation runs in the backward, outside of the autocast that the forward ran in."""
+    layer, other = make_layer(), make_layer()
+    for seed in range(2):
+        x, theirs = make_input(seed=seed), make_input(seed=seed)
+        with nc.autocast(recipe=DETERMINISTIC[name]):
+            y = torch.utils.checkpoint.checkpoint(layer, x, SPLITS, use_reentrant=reentrant)
+        y.float().square().sum().backward()
+        train(other, name, theirs, SPLITS)
+        assert torch.equal(x.grad, theirs.grad)
+        for ours, expected in zip(layer.parameters(), other.parameters(), strict=True):
+            assert torch.equal(ours.grad, expected.grad)
+
+
+@FORMS_OF_WEIGHTS
+def test_meta_layer_takes_a_state_dict(single: bool) -> None:
+    options = {"recipe": RECIPES["delayed"], "single_grouped_parameter": single}
+    layer, x = make_layer(**options), make_input()
+    train(layer, "delayed", x, SPLITS)
+    meta = nc.GroupedLinear(GROUPS, K, N, device="meta", dtype=torch.bfloat16, **options)
+    meta.load_state_dict(layer.state_dict(), assign=True)
+    assert not any(tensor.is_meta for tensor in (*meta.parameters(), *meta.buffers()))
+    assert torch.equal(meta(x, SPLITS), layer(x, SPLITS))
+
+
+def test_initial_scales_are_those_of_the_groups() -> None:
+    layer = make_layer()
+    with torch.no_grad():
+        layer.weight1.mul_(64.0)
+    layer.recipe = RECIPES["delayed"]
+    expected = torch.stack([448.0 / weight.abs().amax().float() for weight in layer._parts_of("weight")])
+    assert torch.equal(layer.scale_fwd[GROUPS : 2 * GROUPS], expected.detach())

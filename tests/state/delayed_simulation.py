@@ -11,33 +11,38 @@ import torch
 
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling, Format
-from narrowcast.state import STATE
+from narrowcast.state import THREAD, AutocastState
 
+KEYS = [
+    f"{buffer}_{direction}" for buffer in ("scale", "amax_history", "amax") for direction in ("fwd", "bwd")
+]
 FORWARD, BACKWARD = ("input", "weight", "output"), ("grad_output", "grad_input")
 
 
 @pytest.fixture(autouse=True)
 def clean_autocast() -> Iterator[None]:
-    """No test starts, or leaves, inside of an autocast."""
-    STATE.reset()
+    """No test starts, or leaves, inside of an autocast, and none renews what another made."""
+    THREAD.state = AutocastState()
     yield
-    STATE.reset()
+    THREAD.state = AutocastState()
 
 
 class Column:
-    """Scale and history of one tensor."""
+    """Scale and history of one tensor, and the amax of the step that runs."""
 
     def __init__(self, length: int) -> None:
         self.scale = np.float32(1)
         self.history = [np.float32(0)] * length
+        self.amax = np.float32(0)
 
     def collect(self, amax: float) -> None:
-        self.history[0] = max(self.history[0], np.float32(amax))
+        self.amax = max(self.amax, np.float32(amax))
 
     def renew(self, fp8_max: float, margin: int, algo: str) -> None:
-        last = self.history[0]
+        last, self.amax = self.amax, np.float32(0)
         if last == 0:
             return
+        self.history[0] = last
         amax = max([last, *self.history[1:]]) if algo == "max" else last
         self.history = [np.float32(0), *self.history[2:], last][: len(self.history)]
         if np.isfinite(amax):
@@ -64,21 +69,20 @@ class Simulation:
             fp8_max = 57344.0 if hybrid and name in BACKWARD else 448.0
             column.renew(fp8_max, self.recipe.margin, self.recipe.amax_compute_algo)  # type: ignore[arg-type]
 
-    def tensors(self, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def tensors(self, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(scale, history, amax), as a layer's buffers."""
         scale = torch.tensor([float(self.columns[name].scale) for name in names])
         history = torch.tensor(np.array([self.columns[name].history for name in names]).T.copy())
-        return scale, history
+        return scale, history, torch.tensor([float(self.columns[name].amax) for name in names])
 
     def assert_equals(self, layer: nc.Linear, where: str = "") -> None:
-        state, length = layer.delayed_scaling, self.recipe.amax_history_len
         for direction, names in (("fwd", FORWARD), ("bwd", BACKWARD)):
-            scale, history = self.tensors(names)
-            ours, rows = getattr(state, f"scale_{direction}"), getattr(state, f"amax_history_{direction}")
-            assert torch.equal(ours.cpu(), scale), f"{where} {direction}: scale {ours}, expected {scale}"
-            assert torch.equal(rows[:length].cpu(), history), (
-                f"{where} {direction}: {rows[:length]}, expected {history}"
-            )
-            assert not rows[length:].any()
+            expected = dict(zip(("scale", "amax_history", "amax"), self.tensors(names)))
+            for buffer, value in expected.items():
+                ours = getattr(layer, f"{buffer}_{direction}")
+                assert torch.equal(ours.cpu(), value), (
+                    f"{where} {buffer}_{direction}: {ours}, expected {value}"
+                )
 
 
 def make_layer(k: int = 24, n: int = 40, seed: int = 1, **kwargs: Any) -> nc.Linear:
@@ -109,10 +113,8 @@ def train_step(
 
 
 def buffers(layer: nc.Linear) -> list[torch.Tensor]:
-    state = layer.delayed_scaling
-    return [
-        t.clone() for t in (state.scale_fwd, state.amax_history_fwd, state.scale_bwd, state.amax_history_bwd)
-    ]
+    """Copies of the layer's state: scales, histories, amaxes."""
+    return [getattr(layer, name).clone() for name in KEYS]
 
 
 def perturb(layer: nc.Linear, step: int) -> None:

@@ -12,7 +12,7 @@ from delayed_simulation import clean_autocast, make_layer
 
 import narrowcast as nc
 from narrowcast import state
-from narrowcast.state import STATE
+from narrowcast.state import THREAD
 
 __all__ = ["clean_autocast"]
 CURRENT, MXFP8 = nc.recipe.Float8CurrentScaling(), nc.recipe.MXFP8BlockScaling()
@@ -20,7 +20,8 @@ DELAYED = nc.recipe.DelayedScaling(amax_history_len=4)
 
 
 def snapshot() -> tuple[Any, ...]:
-    return tuple(getattr(STATE, name) for name in STATE.__slots__)
+    state = THREAD.state
+    return (*state.get(), state.init_recipe, state.init_preserve, *state.entered)
 
 
 class Stop(Exception):
@@ -48,29 +49,29 @@ def test_nested_contexts_restore_each_other() -> None:
     seen = []
     with nc.autocast(recipe=CURRENT):
         with nc.autocast(recipe=MXFP8):
-            seen.append(STATE.recipe)
+            seen.append(THREAD.state.recipe)
             with nc.autocast(enabled=False):
-                seen.append(STATE.recipe)
+                seen.append(THREAD.state.recipe)
                 with nc.autocast(recipe=DELAYED):
-                    seen.append(STATE.recipe)
-                seen.append(STATE.recipe)
-            seen.append(STATE.recipe)
-        seen.append(STATE.recipe)
+                    seen.append(THREAD.state.recipe)
+                seen.append(THREAD.state.recipe)
+            seen.append(THREAD.state.recipe)
+        seen.append(THREAD.state.recipe)
     assert seen == [MXFP8, None, DELAYED, None, MXFP8, CURRENT]
-    assert snapshot() == (None, 0, None, False, None, None) or not any(snapshot())
+    assert not any(snapshot())
 
 
 def test_one_instance_again_and_again_but_not_inside_itself() -> None:
     context = nc.autocast(recipe=CURRENT)
     for _ in range(3):
         with context:
-            assert STATE.recipe is CURRENT
-        assert STATE.recipe is None
+            assert THREAD.state.recipe is CURRENT
+        assert THREAD.state.recipe is None
     with context:
         with pytest.raises(RuntimeError, match="active already; make a new one to nest"), context:
             pass
-        assert STATE.recipe is CURRENT  # the refused entry changed nothing
-    assert STATE.recipe is None
+        assert THREAD.state.recipe is CURRENT  # the refused entry changed nothing
+    assert THREAD.state.recipe is None
     with context, nc.autocast(recipe=MXFP8), pytest.raises(RuntimeError, match="active already"):
         context.__enter__()
 
@@ -79,7 +80,7 @@ def test_decorator() -> None:
     @nc.autocast(recipe=CURRENT)
     def depth(n: int) -> list[Any]:
         """Documented."""
-        return [STATE.recipe, STATE.depth, *(depth(n - 1) if n else [])]
+        return [THREAD.state.recipe, THREAD.state.depth, *(depth(n - 1) if n else [])]
 
     assert depth.__name__ == "depth"
     assert depth.__doc__ == "Documented."
@@ -87,10 +88,12 @@ def test_decorator() -> None:
         assert depth(2) == [CURRENT, 1, CURRENT, 2, CURRENT, 3]
     assert not any(snapshot())
     calibrated = nc.autocast(enabled=False, calibrating=True, recipe=DELAYED)(
-        lambda: (STATE.recipe, STATE.calibrating)
+        lambda: (THREAD.state.recipe, THREAD.state.calibrating)
     )
     assert calibrated() == (None, DELAYED)
-    disabled = nc.autocast(enabled=False, recipe=CURRENT)(lambda: (STATE.recipe, STATE.calibrating))
+    disabled = nc.autocast(enabled=False, recipe=CURRENT)(
+        lambda: (THREAD.state.recipe, THREAD.state.calibrating)
+    )
     assert disabled() == (None, None)
 
 
@@ -130,7 +133,7 @@ def test_disabled_runs_in_high_precision() -> None:
 
 def test_default_recipe() -> None:
     with nc.autocast():
-        assert STATE.recipe == nc.get_default_recipe()
+        assert THREAD.state.recipe == nc.get_default_recipe()
     if not torch.cuda.is_available():
         assert nc.get_default_recipe() == nc.recipe.DelayedScaling()
 
@@ -191,15 +194,15 @@ def test_old_names_warn_and_work() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with context:
-            assert STATE.recipe is CURRENT
-        assert context(lambda: STATE.recipe)() is CURRENT
+            assert THREAD.state.recipe is CURRENT
+        assert context(lambda: THREAD.state.recipe)() is CURRENT
     with pytest.warns(
         DeprecationWarning, match="fp8_model_init is now called quantized_model_init"
     ) as caught:
         initialising = nc.fp8_model_init(enabled=True, recipe=CURRENT, preserve_high_precision_init_val=True)
     assert caught[0].filename == __file__
     with initialising:
-        assert (STATE.init_recipe, STATE.init_preserve) == (CURRENT, True)
+        assert (THREAD.state.init_recipe, THREAD.state.init_preserve) == (CURRENT, True)
     assert not any(snapshot())
 
 

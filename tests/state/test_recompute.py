@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling
-from narrowcast.state import STATE
+from narrowcast.state import THREAD
 
 __all__ = ["clean_autocast"]
 RECIPE = DelayedScaling(amax_history_len=3)
@@ -95,7 +95,7 @@ def test_ours_recomputes_under_the_recipe_of_the_first_forward(recipe: Any) -> N
     layer, seen = make_layer(), []
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        seen.append((STATE.recipe, STATE.group))
+        seen.append((THREAD.state.recipe, THREAD.state.group))
         return layer(x)
 
     x, group = torch.randn(6, 24, requires_grad=True), object()
@@ -106,11 +106,11 @@ def test_ours_recomputes_under_the_recipe_of_the_first_forward(recipe: Any) -> N
             y = run(x)
         with nc.autocast(recipe=nc.recipe.MXFP8BlockScaling()):  # whatever is in force during the backward
             results.append(torch.autograd.grad(y.square().sum(), (x, layer.weight)))
-            assert isinstance(STATE.recipe, nc.recipe.MXFP8BlockScaling)
+            assert isinstance(THREAD.state.recipe, nc.recipe.MXFP8BlockScaling)
     assert seen == [(recipe, group)] * 3
     for a, b in zip(*results):
         assert torch.equal(a, b)
-    assert STATE.recipe is None
+    assert THREAD.state.recipe is None
 
 
 def test_exception_in_the_recomputed_function_restores_the_state() -> None:
@@ -120,8 +120,8 @@ def test_exception_in_the_recomputed_function_restores_the_state() -> None:
     with nc.autocast(recipe=RECIPE):
         with pytest.raises(KeyError):
             nc.checkpoint(fail, torch.ones(1, requires_grad=True))
-        assert STATE.recipe is RECIPE
-    assert STATE.recipe is None
+        assert THREAD.state.recipe is RECIPE
+    assert THREAD.state.recipe is None
 
 
 def test_keyword_arguments_reach_the_function() -> None:

@@ -155,26 +155,11 @@ def _forward_quantized(
     weight = args.workspace
     if weight is None:
         weight = quantize_weights(weights, plan.weight, scales.scale_fwd, scales.amax_fwd)
-    out = grouped_gemm(
-        "fprop",
-        inp.rowwise,
-        inp.quantizer,
-        grouped_layout(plan.input.storage_name),
-        args.dtype,
-        weight.rowwise,
-        weight.quantizer,
-        grouped_layout(plan.weight.storage_name),
-        weights[0].dtype,
-        splits,
-        biases,
-        args.dtype,
-        x.shape[0],
-        groups.out_features,
-        groups.in_features,
-        groups.covered,
-        plan.fast_fprop,
-        plan.emulate,
-    )
+    left = inp.rowwise, inp.quantizer, grouped_layout(plan.input.storage_name), args.dtype
+    right = weight.rowwise, weight.quantizer, grouped_layout(plan.weight.storage_name), weights[0].dtype
+    sizes = x.shape[0], groups.out_features, groups.in_features
+    how = groups.covered, plan.fast_fprop, plan.emulate
+    out = grouped_gemm("fprop", *left, *right, splits, biases, args.dtype, *sizes, *how)
     if override == "high_precision":
         return out, [x] if plan.needs_weight else [], weights if plan.needs_input else []
     saved_input = saved_operand(inp, None, plan.needs_weight, override).tensors
@@ -282,25 +267,11 @@ def _quantized_gradients(
     plan, dgrad = args.plan, None
     grad = quantize_rows(dy, splits, plan.grad_output, scale_bwd, args.amax_bwd)
     if plan.needs_input:
-        dgrad = grouped_gemm(
-            "dgrad",
-            grad.rowwise,
-            grad.quantizer,
-            grouped_layout(plan.grad_output.storage_name),
-            dy.dtype,
-            weight,
-            args.saved_weight[1],
-            grouped_layout(plan.weight.storage_name),
-            args.weight_dtype,
-            splits,
-            [],
-            args.dtype,
-            dy.shape[0],
-            *args.shape,
-            groups.covered,
-            plan.fast_dgrad,
-            plan.emulate,
-        )
+        left = grad.rowwise, grad.quantizer, grouped_layout(plan.grad_output.storage_name), dy.dtype
+        layout = grouped_layout(plan.weight.storage_name)
+        right = weight, args.saved_weight[1], layout, args.weight_dtype
+        how = groups.covered, plan.fast_dgrad, plan.emulate
+        dgrad = grouped_gemm("dgrad", *left, *right, splits, [], args.dtype, dy.shape[0], *args.shape, *how)
     if not plan.needs_weight:
         return dgrad, [None] * len(groups.main_grads), grad_bias
     input_quantizer = args.saved_input[1]
@@ -385,25 +356,11 @@ def compute_grouped_wgrad(deferred: DeferredWgrad, shape: tuple[int, int], dtype
     grad_layout = grouped_layout(deferred.grad_quantizer._storage_name)  # type: ignore[attr-defined]
     if grad_layout == "split" and deferred.grad[0].dim() == 2:  # matrices, not an arena of quantized groups
         return grouped_mm("wgrad", deferred.grad[0], inp, splits, [], False).to(dtype)
-    return grouped_gemm(
-        "wgrad",
-        deferred.grad,
-        deferred.grad_quantizer,
-        grad_layout,
-        like.dtype,
-        inp,
-        deferred.inp_quantizer,
-        grouped_layout(deferred.inp_quantizer._storage_name),  # type: ignore[attr-defined]
-        like.dtype,
-        splits,
-        [],
-        dtype,
-        like.shape[0],
-        *shape,
-        False,
-        deferred.fast_accumulation,
-        deferred.emulate,
-    )
+    inp_layout = grouped_layout(deferred.inp_quantizer._storage_name)  # type: ignore[attr-defined]
+    left = deferred.grad, deferred.grad_quantizer, grad_layout, like.dtype
+    right = inp, deferred.inp_quantizer, inp_layout, like.dtype
+    how = False, deferred.fast_accumulation, deferred.emulate
+    return grouped_gemm("wgrad", *left, *right, splits, [], dtype, like.shape[0], *shape, *how)
 
 
 def add_to_main_grads_(

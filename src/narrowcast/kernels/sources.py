@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import triton
@@ -152,7 +153,7 @@ def activation(x: Tensor, name: str, **parameters: float) -> Source:
         x.dtype,
         (x,),
         ("gated" if record.gated else "activation", name, *numbers),
-        lambda amax: activations.forward(x, name, amax, **parameters),
+        partial(activations.forward, x, name, **parameters),
     )
 
 
@@ -172,7 +173,7 @@ def activation_backward(
         x.dtype,
         (x, grad),
         ("gated_backward" if record.gated else "activation_backward", name, *numbers),
-        lambda amax: activations.backward(grad, x, name, amax, **parameters),
+        partial(activations.backward, grad, x, name, **parameters),
         column_sums=ColumnSums() if column_sums else None,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tracing import traced_local
+from .._tracing import MADE_IN_GRAPH, traced_local
 from ..autograd import DelayedScales
 from ..functional import read_scales
 from ..recipe import (
@@ -18,9 +18,20 @@ from ..recipe import (
     DelayedScaling,
     LinearPlan,
     Mode,
+    Recipe,
     linear_plan,
 )
-from ..state import THREAD, DelayedSlots, fp8_max, register_delayed, renew, renew_and_read
+from ..state import (
+    THREAD,
+    AutocastState,
+    DelayedSlots,
+    first_scale,
+    fp8_max,
+    register_delayed,
+    renew,
+    renew_and_read,
+    starts_a_step,
+)
 from .recipe_owner import RecipeOwner
 
 _BUFFERS = ("scale", "amax_history", "amax")
@@ -28,9 +39,6 @@ _DIRECTIONS: tuple[tuple[str, Mode, tuple[str, ...]], ...] = (
     ("fwd", "forward", FORWARD_TENSOR_TYPES),
     ("bwd", "backward", BACKWARD_TENSOR_TYPES),
 )
-# What a first step may bring: activations up to 28, gradients up to 7/8. With the range of the formats below that, E4M3
-# keeps activations down to 1e-4 and E5M2 gradients down to 2e-10, where a scale of 1 loses gradients below 1e-5.
-_FIRST_ACTIVATION, _FIRST_GRADIENT = 28.0, 0.875
 
 
 class DelayedLayer(RecipeOwner):
@@ -54,6 +62,7 @@ class DelayedLayer(RecipeOwner):
         """
         self._stage_names, self._delayed, self._renewed_by_root = stage_names, {}, False
         self._registered_with: Any = None
+        self._recipe_made_in_graph = False
         for prefix in stage_names:
             for direction, _, _ in _DIRECTIONS:
                 for buffer in _BUFFERS:
@@ -63,30 +72,41 @@ class DelayedLayer(RecipeOwner):
 
     def _prepare_for_recipe(self) -> None:
         if self._recipe is not None:
-            for prefix, name in self._stage_names.items():
-                plan = linear_plan(self._recipe, name, True, True)
-                self._keep_state(prefix, plan.forward_state, plan.backward_state)
+            self._keep_state_of(self._recipe)
+
+    def _keep_state_of(self, recipe: Recipe) -> None:
+        for prefix, name in self._stage_names.items():
+            plan = linear_plan(recipe, name, True, True)
+            self._keep_state(prefix, plan.forward_state, plan.backward_state)
 
     def _keep_state(
         self, prefix: str, forward: DelayedScaling | None, backward: DelayedScaling | None
     ) -> None:
         """Have the buffers that these need, histories in their length; what is there already stays."""
-        known = self._delayed.get(prefix)
-        if known is None or known[0] is not forward or known[1] is not backward:
-            if known != (forward, backward):
-                for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
-                    if delayed is not None:
-                        self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
-            self._delayed[prefix] = (forward, backward)
         state = THREAD.state
-        if state.depth and not (forward is None and backward is None):
-            registers = self._registered_with is not state
-            if registers:
-                self.__dict__["_registered_with"] = state
-                register_delayed(self)
-            if (registers or known is None) and self.training and torch._C._current_graph_task_id() == -1:
-                # as the context would have done on entry, had it known: state that was loaded has collected amax
-                renew([self])
+        if state.depth and self._registered_with is not state and not (forward is None and backward is None):
+            self._register_with(state)
+        known = self._delayed.get(prefix)
+        if known is not None and known[0] is forward and known[1] is backward:
+            return
+        if known != (forward, backward):
+            for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
+                if delayed is not None:
+                    self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
+        self._delayed[prefix] = (forward, backward)
+
+    def _register_with(self, state: AutocastState) -> None:
+        """Have the autocasts of this thread renew the state from now on, and do what the present one could not.
+
+        A layer that was restored or copied comes with the amax of its last step.
+        """
+        self.__dict__["_registered_with"] = state
+        register_delayed(self)
+        recipe = state.recipe or state.calibrating
+        if recipe is not None:
+            self._keep_state_of(recipe)
+        if state.recipe is not None and self.training and starts_a_step():
+            renew([self])
 
     @torch.no_grad()
     def _fit_buffers(
@@ -109,21 +129,16 @@ class DelayedLayer(RecipeOwner):
             setattr(self, name, fitted)
 
     def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
-        """Have the buffers that these plans need: of all stages at once, before any is read.
-
-        Raises:
-            RuntimeError: in a graph, for a recipe that is made there.
-        """
+        """:meth:`_keep_state` in traced and eager code alike, of all stages at once, before any is read."""
+        states = tuple((plan.forward_state, plan.backward_state) for plan in plans)
         if not torch.compiler.is_compiling():
-            for prefix, plan in zip(prefixes, plans):
-                self._keep_state(prefix, plan.forward_state, plan.backward_state)
+            for prefix, (forward, backward) in zip(prefixes, states):
+                self._keep_state(prefix, forward, backward)
             return
         torch._dynamo.comptime.comptime(_keep_states_while_tracing)
-        for prefix, plan in zip(prefixes, plans):
-            if plan.forward_state is not None and getattr(self, f"{prefix}scale_fwd") is None:
-                raise RuntimeError(
-                    "a recipe made inside a compiled function has no place for its state; make it outside"
-                )
+        if self._recipe_made_in_graph:  # of values that an equal one can be made of
+            described = [[_described(state) for state in pair] for pair in states]  # noqa: F841, the function reads it
+            torch._dynamo.comptime.comptime(_keep_described_states_while_tracing)
 
     def _state_device(self, prefix: str) -> torch.device:
         return self._weight_of_state(prefix).device
@@ -135,16 +150,12 @@ class DelayedLayer(RecipeOwner):
     def _reset_direction(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> None:
         for buffer in ("amax_history", "amax"):
             getattr(self, f"{prefix}{buffer}_{direction}").zero_()
-        scale = getattr(self, f"{prefix}scale_{direction}").fill_(1.0)
-        if delayed.initial_scale == "one":
-            return
-        largest = fp8_max(delayed, mode) / 2**delayed.margin
-        if mode == "backward":
-            scale.fill_(largest / _FIRST_GRADIENT)
-            return
-        scale.fill_(largest / _FIRST_ACTIVATION)
-        if not scale.is_meta:
-            amax = self._weight_amax(prefix).to(scale.device)
+        scale = getattr(self, f"{prefix}scale_{direction}").fill_(first_scale(delayed, mode))
+        if mode == "forward" and delayed.initial_scale == "range" and not scale.is_meta:
+            largest, amax = (
+                fp8_max(delayed, mode) / 2**delayed.margin,
+                self._weight_amax(prefix).to(scale.device),
+            )
             at = slice(WEIGHT_SLOT * self._groups, (WEIGHT_SLOT + 1) * self._groups)
             usable = (amax > 0) & amax.isfinite()
             scale[at] = torch.where(usable, torch.full_like(amax, largest) / amax, scale[at])
@@ -157,11 +168,15 @@ class DelayedLayer(RecipeOwner):
 
     @torch.no_grad()
     def reset_delayed_scaling(self) -> None:
-        """Start delayed scaling anew: scales as its recipe says, no amax."""
-        for prefix, states in self._delayed.items():
+        """Start delayed scaling anew: scales as its recipe says, no amax. State of an unknown recipe is dropped."""
+        for prefix in self._stage_names:
+            states = self._delayed.get(prefix, (None, None))
             for delayed, (direction, mode, _) in zip(states, _DIRECTIONS):
                 if delayed is not None:
                     self._reset_direction(prefix, direction, mode, delayed)
+                else:
+                    for buffer in _BUFFERS:
+                        setattr(self, f"{prefix}{buffer}_{direction}", None)
 
     def delayed_slots(self) -> list[DelayedSlots]:
         """The state, by stage and direction, as it is to be renewed."""
@@ -275,8 +290,11 @@ class DelayedLayer(RecipeOwner):
                 f"{prefix}: the checkpoint has {sorted(saved)} and lacks {sorted(set(keys) - set(saved))}"
             ]
         for key, tensor in saved.items():
-            if tensor.shape[-1:] != (width,):
-                return [f"{prefix + key} has shape {tuple(tensor.shape)}; this layer keeps {width} slots"]
+            wanted = (max(tensor.numel() // width, 1), width) if "history" in key else (width,)
+            if tensor.shape != wanted:
+                shape = f"(rows, {width})" if "history" in key else f"({width},)"
+                return [f"{prefix + key} has shape {tuple(tensor.shape)}; this layer keeps {shape}"]
+        for key, tensor in saved.items():
             ours = self._buffers[key]
             if ours is None or ours.shape != tensor.shape:
                 device = tensor.device if ours is None else ours.device
@@ -298,11 +316,44 @@ class DelayedLayer(RecipeOwner):
         self.reset_delayed_scaling()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_registered_with": None, "_delayed": dict(self._delayed)}
+        # without the recipes of others, which need not pickle; the next forward tells them
+        return {**super().__getstate__(), "_registered_with": None, "_delayed": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prepare_for_recipe()
 
 
 def _keep_states_while_tracing(context: Any) -> None:
-    layer, prefixes, plans = (traced_local(context, name) for name in ("self", "prefixes", "plans"))
-    for prefix, plan in zip(prefixes, plans):
-        if plan is not None:
-            layer._keep_state(prefix, plan.forward_state, plan.backward_state)
+    layer, prefixes, states = (traced_local(context, name) for name in ("self", "prefixes", "states"))
+    unknown = any(state is MADE_IN_GRAPH for pair in states for state in pair)
+    layer.__dict__["_recipe_made_in_graph"] = (
+        unknown  # read by the traced code that follows, and by nobody else
+    )
+    if not unknown:
+        for prefix, (forward, backward) in zip(prefixes, states):
+            layer._keep_state(prefix, forward, backward)
+
+
+_DESCRIBED = (
+    "margin",
+    "fp8_format",
+    "amax_history_len",
+    "amax_compute_algo",
+    "scaling_factor_compute_algo",
+    "reduce_amax",
+    "initial_scale",
+)
+
+
+def _described(delayed: DelayedScaling | None) -> list[Any] | None:
+    return None if delayed is None else [getattr(delayed, name) for name in _DESCRIBED]
+
+
+def _keep_described_states_while_tracing(context: Any) -> None:
+    layer, prefixes, described = (traced_local(context, name) for name in ("self", "prefixes", "described"))
+    for prefix, pair in zip(prefixes, described):
+        forward, backward = (
+            None if values is None else DelayedScaling(**dict(zip(_DESCRIBED, values))) for values in pair
+        )
+        layer._keep_state(prefix, forward, backward)

@@ -95,7 +95,8 @@ class GroupedLinearLayer(LinearLayer):
         sizes = (num_gemms, out_features, in_features)
         self._add_groups("weight", torch.empty(sizes, dtype=dtype, device=place))
         self._add_groups("bias", torch.empty(sizes[:2], dtype=dtype, device=place) if bias else None)
-        self.reset_parameters()
+        if place.type != "meta":
+            self.reset_parameters()
         self._prepare_for_recipe()
 
     # -- parameters --------------------------------------------------------------------------------------------------
@@ -261,14 +262,17 @@ class GroupedLinearLayer(LinearLayer):
             )
         return main_grad, overwrite, dummy
 
-    def _calibrate_groups(self, x: Tensor, splits: Tensor, weights: list[Tensor]) -> None:
-        """Overwrite the amax of every group's input and weight, where an autocast asks for nothing else."""
+    def _calibration_plan(self) -> LinearPlan | None:
+        """What says which amax to collect, where an autocast asks for nothing else."""
         calibrating = THREAD.state.calibrating
-        if calibrating is None:
-            return
-        plan = linear_plan(calibrating, self.name, True, True)
-        amax = self._scales("", plan).amax_fwd
-        if amax is None:
+        return None if calibrating is None else linear_plan(calibrating, self.name, True, True)
+
+    def _calibrate_groups(
+        self, amax: Tensor | None, x: Tensor, splits: Tensor, weights: list[Tensor]
+    ) -> None:
+        """Overwrite the amax (3 * G,) of every group's input and weight, as the calibration plan says."""
+        plan = self._calibration_plan()
+        if plan is None or amax is None:
             return
         if plan.input.delayed:
             grouped_calibrate_([x.detach()], splits, amax, INPUT_SLOT)

@@ -284,8 +284,9 @@ class LinearLayer(DelayedLayer):
     def _calibrate(self, stage: Stage, recipe: Recipe, inp: Tensor, weight: Tensor) -> None:
         """Collect the amax of both operands, where an autocast asks for nothing else."""
         plan = linear_plan(recipe, stage.name, True, True)
-        amax = self._scales(stage.prefix, plan).amax_fwd
-        if amax is not None:
+        if plan.forward_state is not None:
+            self._keep_states((stage.prefix,), (plan,))
+            amax = getattr(self, f"{stage.prefix}amax_fwd")
             calibrate_(_plain(inp).detach(), amax, INPUT_SLOT)
             calibrate_(_plain(weight).detach(), amax, WEIGHT_SLOT)
 

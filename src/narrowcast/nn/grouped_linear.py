@@ -135,13 +135,13 @@ class GroupedLinear(GroupedLinearLayer):
         plan = linear_plan(
             recipe, self.name, grad and x.requires_grad, needs_weight, self.save_original_input
         )
-        if recipe is None:
-            self._calibrate_groups(x, splits, weights)
-        elif self.save_original_input and not plan.save_original_input:
+        if self.save_original_input and recipe is not None and not plan.save_original_input:
             self._warn_of_delayed_input()
+        scales = self._scales("", self._calibration_plan() or plan)
+        self._calibrate_groups(scales.amax_fwd, x, splits, weights)
         needs_bias = grad and any(bias.requires_grad for bias in added)
         args, groups = self._grouped_args(
-            plan, self._scales("", plan), x.dtype, needs_bias, covered, is_first_microbatch, out, dgrad_out
+            plan, scales, x.dtype, needs_bias, covered, is_first_microbatch, out, dgrad_out
         )
         y = grouped_linear(x, splits, weights, added, args, groups).view(*inp.shape[:-1], self.out_features)
         return (y, biases) if self.return_bias else y

@@ -314,9 +314,9 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         self._delayed_device = parameter_device(device)
         self._init_delayed({"": name})
 
-    def _prepare_for_recipe(self) -> None:
-        if self._recipe is not None and self._stage_names:
-            plan = operation_plan(self._recipe, self)
+    def _keep_state_of(self, recipe: Recipe) -> None:
+        if self._stage_names:
+            plan = operation_plan(recipe, self)
             self._keep_state("", plan.forward_state, plan.backward_state)
 
     def _state_device(self, prefix: str) -> torch.device:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._tracing import traced_local
+from .._tracing import MADE_IN_GRAPH, traced_local
 from ..quantizers import Operand
 from ..recipe import DelayedScaling, Recipe
+from ..roles import QuantizerRole
 
 if TYPE_CHECKING:
     from .op import BasicOperation
@@ -35,25 +36,36 @@ def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
     if torch.compiler.is_compiling():
         torch._dynamo.comptime.comptime(_remember_while_tracing)  # type: ignore[attr-defined]
     roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
-    names = [
-        "|".join([f"{role.module_type}:{role.tensor_type}:{role.name}" for role in some]) for some in roles
-    ]
-    key = f"_operands_{names[0]}/{names[1]}".replace(".", "_dot_")  # guards take no dots in attributes
+    key = _key(roles)
     plan = getattr(recipe, key, None)
     if plan is None:
-        forward, forward_state = recipe.resolve("forward", roles[0])
-        backward, backward_state = recipe.resolve("backward", roles[1])
-        operands = [tuple([Operand.of(quantizer) for quantizer in some]) for some in (forward, backward)]
-        plan = OperationPlan(operands[0], operands[1], forward_state, backward_state)
+        plan = _build(recipe, roles)
         if not torch.compiler.is_compiling():
             object.__setattr__(recipe, key, plan)
     return plan
 
 
+_Roles = tuple[list[QuantizerRole], list[QuantizerRole]]
+
+
+def _key(roles: _Roles) -> str:
+    names = [
+        "|".join([f"{role.module_type}:{role.tensor_type}:{role.name}" for role in some]) for some in roles
+    ]
+    return f"_operands_{names[0]}/{names[1]}".replace(".", "_dot_")  # guards take no dots in attributes
+
+
+def _build(recipe: Recipe, roles: _Roles) -> OperationPlan:
+    forward, forward_state = recipe.resolve("forward", roles[0])
+    backward, backward_state = recipe.resolve("backward", roles[1])
+    operands = [tuple([Operand.of(quantizer) for quantizer in some]) for some in (forward, backward)]
+    return OperationPlan(operands[0], operands[1], forward_state, backward_state)
+
+
 def _remember_while_tracing(context: Any) -> None:
     recipe, op = traced_local(context, "recipe"), traced_local(context, "op")
-    if recipe is not None and op is not None:
-        with contextlib.suppress(
-            Exception
-        ):  # traced code meets it again, and raises it where the user sees it
-            operation_plan(recipe, op)
+    if recipe is not MADE_IN_GRAPH and op is not MADE_IN_GRAPH:
+        # what fails here, traced code meets again, and raises where the user sees it
+        with contextlib.suppress(Exception):
+            roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
+            object.__setattr__(recipe, _key(roles), _build(recipe, roles))

@@ -102,8 +102,10 @@ class Recipe:
     """
 
     _family: ClassVar[str] = ""
-    backward_override: ClassVar[BackwardOverride]
-    emulate: ClassVar[bool]
+
+    if TYPE_CHECKING:  # a declaration that dataclass saw would be every recipe's first field
+        backward_override: ClassVar[BackwardOverride]
+        emulate: ClassVar[bool]
 
     fp8_gemm_fprop = MMParams(False)
     fp8_gemm_dgrad = MMParams(True)

@@ -57,7 +57,7 @@ class CustomRecipe(Recipe):
             )
 
     def plan_name(self, name: str) -> str:
-        return name
+        return name.replace("_", "__").replace(".", "_d")  # the compiler takes no dots in an attribute
 
     def resolve(
         self, mode: Mode, roles: Sequence[QuantizerRole]

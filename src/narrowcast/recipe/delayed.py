@@ -88,6 +88,7 @@ class DelayedScalingRequest:
     amax_compute_algo: AmaxAlgorithm = "max"
     scaling_factor_compute_algo: Callable[..., Any] | None = None
     reduce_amax: bool = True
+    initial_scale: Literal["range", "one"] = "range"
 
     def as_recipe(self) -> DelayedScaling:
         """The recipe whose update rule keeps the requested state."""
@@ -98,6 +99,7 @@ class DelayedScalingRequest:
             amax_compute_algo=self.amax_compute_algo,
             scaling_factor_compute_algo=self.scaling_factor_compute_algo,
             reduce_amax=self.reduce_amax,
+            initial_scale=self.initial_scale,
         )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._tracing import traced_local
+from .._tracing import MADE_IN_GRAPH, traced_local
 from ..quantizers import IdentityQuantizer, Operand
 from ..roles import QuantizerRole
 
@@ -89,7 +89,7 @@ def linear_plan(
 
 def _remember_while_tracing(context: Any) -> None:
     recipe, key = traced_local(context, "recipe"), traced_local(context, "key")
-    if recipe is None or getattr(recipe, key, None) is not None:
+    if recipe is MADE_IN_GRAPH or getattr(recipe, key, None) is not None:
         return
     names = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over")
     with contextlib.suppress(Exception):  # traced code meets it again, and raises it where the user sees it

@@ -2,6 +2,7 @@
 
 from .autocast import (
     THREAD,
+    AutocastState,
     autocast,
     checked_recipe,
     checkpoint,
@@ -16,19 +17,30 @@ from .autocast import (
     quantized_model_init,
     register_delayed,
     set_autocast_state,
+    starts_a_step,
     with_fp8_parameters,
 )
-from .delayed_scaling import DelayedSlots, DelayedState, fp8_max, reduce_amax, renew, renew_and_read
+from .delayed_scaling import (
+    DelayedSlots,
+    DelayedState,
+    first_scale,
+    fp8_max,
+    reduce_amax,
+    renew,
+    renew_and_read,
+)
 from .recipe_state import RecipeState
 
 __all__ = [
     "THREAD",
+    "AutocastState",
     "DelayedSlots",
     "DelayedState",
     "RecipeState",
     "autocast",
     "checked_recipe",
     "checkpoint",
+    "first_scale",
     "fp8_autocast",
     "fp8_max",
     "fp8_model_init",
@@ -44,5 +56,6 @@ __all__ = [
     "renew",
     "renew_and_read",
     "set_autocast_state",
+    "starts_a_step",
     "with_fp8_parameters",
 ]

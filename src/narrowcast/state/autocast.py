@@ -27,8 +27,9 @@ class AutocastState:
     """What the autocast contexts of one thread ask for.
 
     ``recipe``: in force, where ``depth``, the number of entered contexts, is not 0. ``calibrating``: collects amax
-    only. ``traced``: the outermost context was entered in a graph. ``entered``: contexts that eager code has entered
-    and not left, in order. ``delayed``: what keeps state of delayed scaling and ran under an autocast of this thread.
+    only. ``traced``: whether the outermost enabled context was entered in a graph; None outside of any. ``entered``:
+    contexts that eager code has entered and not left, in order. ``delayed``: what keeps state of delayed scaling and
+    ran under an autocast of this thread.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class AutocastState:
         self.calibrating: Recipe | None = None
         self.group: Any = None
         self.depth = 0
-        self.traced = False
+        self.traced: bool | None = None
         self.init_recipe: Recipe | None = None
         self.init_preserve = False
         self.entered: list[autocast] = []
@@ -162,16 +163,16 @@ class autocast:
         state, compiling = THREAD.state, torch.compiler.is_compiling()
         if compiling and _CHECKPOINT_REFUSES_MUTATION:
             torch._dynamo.comptime.comptime(_refuse_in_checkpoint)
+        outermost = self.recipe is not None and state.traced is None
         if not compiling:
             state.entered.append(self)
-            # not inside a backward: that is a recomputation, which sees the scales of the first forward
-            starts = state.depth == 0 and torch._C._current_graph_task_id() == -1
-            if starts and self.recipe is not None and not self.graph:
+            if outermost and not self.graph and starts_a_step():
                 renew(
                     [owner for owner in state.delayed if getattr(owner, "training", torch.is_grad_enabled())]
                 )
         self.previous = state.get()
-        state.traced = state.traced if state.depth else compiling
+        if outermost:
+            state.traced = compiling
         state.recipe, state.calibrating, state.group = self.recipe, self.calibrating, self.group
         state.depth += 1
 
@@ -202,6 +203,11 @@ class autocast:
                 return function(*args, **kwargs)
 
         return wrapped
+
+
+def starts_a_step() -> bool:
+    """Whether a forward that runs now is no recomputation, which sees the scales of the first forward."""
+    return torch._C._current_graph_task_id() == -1
 
 
 _CHECKPOINT_REFUSES_MUTATION = TorchVersion(torch.__version__) < "2.13"

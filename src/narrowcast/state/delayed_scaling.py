@@ -52,6 +52,18 @@ def fp8_max(recipe: DelayedScaling, mode: Mode) -> float:
     return recipe.fp8_format.max_fwd if mode == "forward" else recipe.fp8_format.max_bwd
 
 
+# What a first step may bring: activations up to 28, gradients up to 7/8. With the range of the formats below that, E4M3
+# keeps activations down to 1e-4 and E5M2 gradients down to 2e-10, where a scale of 1 loses gradients below 1e-5.
+_FIRST_AMAX: dict[Mode, float] = {"forward": 28.0, "backward": 0.875}
+
+
+def first_scale(recipe: DelayedScaling, mode: Mode) -> float:
+    """Scale of a direction before anything was seen; that of a weight follows from the weight."""
+    if recipe.initial_scale == "one":
+        return 1.0
+    return fp8_max(recipe, mode) / 2**recipe.margin / _FIRST_AMAX[mode]
+
+
 def renew(owners: Iterable[DelayedState]) -> None:
     """Renew scales from the amax that was collected, in a few launches for all of a recipe, direction and device.
 

@@ -17,7 +17,7 @@ from ..quantizers import Float8Quantizer, Quantizer
 from ..recipe import DelayedScaling, Mode, Recipe, tensor_type_at
 from ..roles import QuantizerRole
 from .autocast import register_delayed
-from .delayed_scaling import DelayedSlots
+from .delayed_scaling import DelayedSlots, first_scale
 
 
 class RecipeState:
@@ -137,7 +137,8 @@ class RecipeState:
         )
 
     def _keep_new(self, delayed: DelayedScaling) -> None:
-        scale = torch.ones(self.num_quantizers, dtype=torch.float32, device=self.device)
+        shape, first = (self.num_quantizers,), first_scale(delayed, self.mode)
+        scale = torch.full(shape, first, dtype=torch.float32, device=self.device)
         history = scale.new_zeros(delayed.amax_history_len, self.num_quantizers)
         self._slots = DelayedSlots(delayed, self.mode, scale, history, torch.zeros_like(scale))
         register_delayed(self)

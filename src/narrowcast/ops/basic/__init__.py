@@ -7,6 +7,7 @@ from .bias import Bias
 from .collective import AllGather, AllReduce, ReduceScatter
 from .constant_scale import ConstantScale
 from .dropout import Dropout
+from .grouped_linear import GroupedLinear
 from .identity import Identity
 from .l2normalization import L2Normalization
 from .layer_norm import LayerNorm
@@ -31,6 +32,7 @@ __all__ = [
     "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
+    "GroupedLinear",
     "Identity",
     "L2Normalization",
     "LayerNorm",

@@ -12,9 +12,10 @@ from .backward_linear_scale import BACKWARD_LINEAR_SCALE
 from .forward_linear_bias_activation import FORWARD_LINEAR_BIAS_ACTIVATION
 from .forward_linear_bias_add import FORWARD_LINEAR_BIAS_ADD
 from .forward_linear_scale_add import FORWARD_LINEAR_SCALE_ADD
+from .grouped_mlp import GROUPED_MLP
 from .pattern import Fusion, Match, NearMiss, follows
 
-JOINT_FUSIONS: tuple[Fusion, ...] = ()
+JOINT_FUSIONS: tuple[Fusion, ...] = (GROUPED_MLP,)
 FORWARD_FUSIONS: tuple[Fusion, ...] = (
     FORWARD_LINEAR_BIAS_ADD,
     FORWARD_LINEAR_BIAS_ACTIVATION,
