@@ -65,7 +65,7 @@ def test_fuses_with_its_neighbours() -> None:
     inputs = make_inputs([(*LEAD, K), (*LEAD, N)])
     sequential(*inputs)
     (group,) = sequential.groups()
-    assert [type(op).__name__ for op, _ in group._fused.forward] == ["ForwardLinearBiasAdd"]
+    assert [type(op).__name__ for op, _ in group._last_fused[1].forward] == ["ForwardLinearBiasAdd"]
 
 
 def copied(module: nn.Module, source: nn.Module) -> list[str]:

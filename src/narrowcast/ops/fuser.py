@@ -187,9 +187,12 @@ def _run_backward(
     grad: Any = grad_outputs[0]
     # by (operation, number of the extra output); channels add to what the caller gives
     grad_extra: dict[tuple[int, int], Tensor] = {}
-    for outlet, given in zip([one for one in wiring.outlets if one.to_caller], grad_outputs[1:]):
-        grad_extra[outlet.op, outlet.index] = given
-    grad_params: list[tuple[Tensor | None, ...]] = [(None,) * count for count in call.num_params]
+    if len(grad_outputs) > 1:
+        for outlet, given in zip([one for one in wiring.outlets if one.to_caller], grad_outputs[1:]):
+            grad_extra[outlet.op, outlet.index] = given
+    grad_params: list[tuple[Tensor | None, ...]] = []
+    for count in call.num_params:
+        grad_params.append((None,) * count)
     grad_inputs: list[Tensor | None] = [None] * wiring.from_caller
     for op, where in reversed(call.fused.backward):
         grad_outputs_of: ExtraTensors = [()] * len(where)

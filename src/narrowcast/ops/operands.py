@@ -34,7 +34,7 @@ def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
         ValueError: what a custom recipe's factory returned.
     """
     if torch.compiler.is_compiling():
-        torch._dynamo.comptime.comptime(_remember_while_tracing)
+        torch._dynamo.comptime.comptime(_remember_while_tracing)  # type: ignore[attr-defined]
     roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
     key = _key(roles)
     plan = getattr(recipe, key, None)

@@ -48,7 +48,7 @@ class Sequential(nn.Sequential):
         """
         groups = self.groups()
         _check_extra_inputs(groups, len(extra_inputs))
-        kwargs = _kwargs_by_number(groups, op_kwargs)
+        kwargs = _kwargs_by_number(groups, op_kwargs) if op_kwargs else {}
         given = list(extra_inputs)
         x, extra_outputs = input, []
         channels: dict[str | None, Tensor] = {}
@@ -143,10 +143,8 @@ def _check_extra_inputs(groups: list[Any], given: int) -> None:
         raise ValueError(f"got {given} extra inputs, the operations take {wanted}")
 
 
-def _kwargs_by_number(groups: list[Any], op_kwargs: OperationKwargs | None) -> dict[int, dict[str, Any]]:
+def _kwargs_by_number(groups: list[Any], op_kwargs: OperationKwargs) -> dict[int, dict[str, Any]]:
     """Keyword arguments by number of the basic operation."""
-    if not op_kwargs:
-        return {}
     ops = [op for group in groups if isinstance(group, OperationFuser) for op in group.basic_ops]
     found: dict[int, dict[str, Any]] = {}
     for key, kwargs in op_kwargs.items():

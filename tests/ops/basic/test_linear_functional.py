@@ -107,7 +107,7 @@ def test_quantizers_with_state() -> None:
     module = nc.Linear(K, N, bias=False, device="cpu", params_dtype=torch.bfloat16)
     module.weight = torch.nn.Parameter(w)
     x.requires_grad_(True)
-    with nc.autocast(recipe=nc.recipe.DelayedScaling()):
+    with nc.autocast(recipe=nc.recipe.DelayedScaling(initial_scale="one")):
         expected = module(x)
     assert torch.equal(y, expected)
     for ours, theirs in zip((dx, dw), torch.autograd.grad(expected, (x, module.weight), dy), strict=True):

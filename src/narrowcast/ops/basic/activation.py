@@ -117,8 +117,9 @@ class ActivationOperation(BasicOperation):
         buffers = act_backward_quantize(
             matrix_of(grad), matrix_of(x), name, quantizer, parameters, column_sums, *wanted.state(grad)
         )
-        sums = buffers.pop() if column_sums else None
-        return wanted.assemble(buffers, tuple(x.shape), x.dtype), sums
+        # by slices: on the way back traced code cannot pop
+        made, sums = (buffers[:-1], buffers[-1]) if column_sums else (buffers, None)
+        return wanted.assemble(made, tuple(x.shape), x.dtype), sums
 
     def saved_input(self, ctx: OperationContext, grad_output: TensorOrQuantized) -> Tensor:
         """The input as the kernel takes it, with the leading dims of the gradient."""

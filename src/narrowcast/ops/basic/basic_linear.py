@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
-from ...autograd.gemms import SavedOperand, linear_bwd_args, linear_forward
+from ...autograd.gemms import SavedOperand, linear_backward, linear_bwd_args, linear_forward
 from ...dynamo import TensorProto
 from ...functional import calibrate_
 from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
@@ -282,11 +282,14 @@ class BasicLinear(LinearLayer, BasicOperation):
             grad_output: (*lead, N), plain or quantized as :meth:`get_grad_output_quantizer` says.
         """
         args: LinearBwdArgs = ctx.backward_args
-        saved, count = list(ctx.saved_tensors), args.saved_input[0]
+        saved: Any = ctx.saved_tensors
+        count = args.saved_input[0]
+        inp, rest = list(saved[:count]), list(saved[count + 1 :])
         scale = None if ctx.scales is None else ctx.scales.scale_bwd
-        grad_weight, grad_input = split_backward(
-            args, grad_output, saved[:count], saved[count + 1 :], scale, self.parallel
-        )
+        if self.parallel.mode is None:
+            grad_weight, grad_input, _ = linear_backward(args, grad_output, inp, rest, scale)
+        else:
+            grad_weight, grad_input = split_backward(args, grad_output, inp, rest, scale, self.parallel)
         return None if grad_input is None else grad_input.to(ctx.input_dtype), grad_weight
 
     def output_proto(self, input_: TensorOrQuantized) -> TensorProto:

@@ -117,13 +117,15 @@ class NormOperation(NormParameters, BasicOperation):
         next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
-        x, weight = plain_input(input_), self.weight
+        x = plain_input(input_)
+        weight: Any = self.weight
+        bias: Any = self.bias
         if weight.is_meta:
             raise RuntimeError(
                 "parameters are on the meta device; call to_empty() and reset_parameters() first"
             )
         self.check_input(x)
-        return normalize(x, weight, self.bias, self.settings, next_op_input_quantizer, requires_grad)
+        return normalize(x, weight, bias, self.settings, next_op_input_quantizer, requires_grad)
 
     def op_forward_save_ctx(
         self, ctx: OperationContext, input_: TensorOrQuantized, tensors_to_save: TensorsToSave, **kwargs: Any

@@ -83,10 +83,11 @@ class Quantize(BasicOperation):
         arguments = (
             {"plan": plan, "scales": scales} if plan else self.forward_arguments(requires_grad, requires_grad)
         )
-        plan, scales = arguments["plan"], arguments.get("scales") or DelayedScales()
-        if not (self.quantizes_forward and plan.quantized):
+        chosen: LinearPlan = arguments["plan"]
+        if not (self.quantizes_forward and chosen.quantized):
             return x, ()
-        own = ScaledOperand(plan.input, scales.scale_fwd, scales.amax_fwd)
+        state: DelayedScales = arguments.get("scales") or DelayedScales()
+        own = ScaledOperand(chosen.input, state.scale_fwd, state.amax_fwd)
         return _rounded(x, next_op_input_quantizer, own), ()
 
     def op_forward_save_ctx(
