@@ -7,18 +7,23 @@ traced code reads next is what that function left, guarded as if it had always b
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import Any
-
-MADE_IN_GRAPH: Any = object()
-"""Stands for an object that exists only in the graph."""
 
 
 def traced_local(context: Any, name: str) -> Any:
-    """The object that a local variable of the traced function stands for, or :data:`MADE_IN_GRAPH`."""
-    return _real(context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker())
+    """The object that a local variable of the traced function stands for; of records made in the graph, an equal one.
+
+    None where that has parts which are neither constants nor found outside of the graph.
+    """
+    variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    with contextlib.suppress(NotImplementedError):
+        return _real(variable, context._i_will_not_complain_if_bc_breaks_InstructionTranslator())
+    return None
 
 
-def _real(variable: Any) -> Any:
+def _real(variable: Any, translator: Any) -> Any:
     if hasattr(variable, "realize"):
         variable = variable.realize()
     if variable.is_python_constant():
@@ -26,7 +31,13 @@ def _real(variable: Any) -> Any:
     if isinstance(
         getattr(variable, "items", None), list
     ):  # a tuple or list that the traced code put together
-        return [_real(item) for item in variable.items]
+        return [_real(item, translator) for item in variable.items]
     if hasattr(variable, "get_function"):
         return variable.get_function()
-    return variable.value if getattr(variable, "source", None) is not None else MADE_IN_GRAPH
+    if getattr(variable, "source", None) is not None:
+        return variable.value
+    kind = variable.python_type()
+    if not dataclasses.is_dataclass(kind):
+        raise NotImplementedError
+    names = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{name: _real(variable.var_getattr(translator, name), translator) for name in names})

@@ -97,11 +97,36 @@ def test_captures_into_a_graph(device: torch.device) -> None:
 
 
 def test_read_scales_are_a_copy(device: torch.device) -> None:
-    scale = torch.rand(3, device=device)
-    read = functional.read_scales(scale)
-    expected = scale.clone()
-    scale.zero_()
-    assert torch.equal(read, expected)
+    scales = [torch.rand(n, device=device) for n in (3, 2)]
+    expected = [scale.clone() for scale in scales]
+    read = functional.read_scales(scales)
+    for scale in scales:
+        scale.zero_()
+    assert all(map(torch.equal, read, expected))
+
+
+def test_taken_amaxes_leave_zeros(device: torch.device) -> None:
+    amaxes = [torch.rand(n, device=device) for n in (3, 2)]
+    expected = [amax.clone() for amax in amaxes]
+    assert all(map(torch.equal, functional.take_amaxes(amaxes), expected))
+    assert not any(amax.any() for amax in amaxes)
+
+
+def test_a_backward_takes_nothing_and_renews_nothing(device: torch.device) -> None:
+    scales, histories, amaxes = ([torch.full(shape, 2.0, device=device)] for shape in ((3,), (4, 3), (3,)))
+    x, seen = torch.ones(1, requires_grad=True), []
+
+    def inside(grad: Tensor) -> None:
+        seen.extend(functional.take_amaxes(amaxes))
+        seen.extend(functional.renewed_scales(scales, histories, amaxes, [448.0], [0], ["max"]))
+
+    x.register_hook(inside)
+    x.sum().backward()
+    assert [tensor.tolist() for tensor in seen] == [[0.0] * 3, [2.0] * 3]
+    assert all((tensor == 2).all() for (tensor,) in (scales, histories, amaxes))
+    (renewed,) = functional.renewed_scales(scales, histories, amaxes, [448.0], [0], ["max"])
+    assert renewed.tolist() == scales[0].tolist() == [224.0] * 3
+    assert not amaxes[0].any() and histories[0][-1].tolist() == [2.0] * 3
 
 
 def test_calibrating_overwrites_one_slot(device: torch.device) -> None:
@@ -131,7 +156,7 @@ def test_a_compiled_step_collects_what_an_eager_one_does(backend: str) -> None:
 
     def step(x: Tensor, scale: Tensor, history: Tensor, amax: Tensor) -> Tensor:
         functional.renew_delayed_scaling([scale], [history], [amax], 448.0, 0, "max")
-        return Scaled.apply(x, functional.read_scales(scale), amax)
+        return Scaled.apply(x, functional.read_scales([scale])[0], amax)
 
     def run(step):  # type: ignore[no-untyped-def]
         scale, history, amax = torch.ones(2), torch.zeros(4, 2), torch.zeros(2)

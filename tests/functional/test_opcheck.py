@@ -237,7 +237,23 @@ def renew_delayed_scaling_cases(x: Tensor) -> Iterator[Arguments]:
 
 @family("read_scales")
 def read_scales_cases(x: Tensor) -> Iterator[Arguments]:
-    yield (torch.ones(3, device=x.device),)
+    yield ([torch.ones(n, device=x.device) for n in (3, 2)],)
+
+
+@family("renewed_scales")
+def renewed_scales_cases(x: Tensor) -> Iterator[Arguments]:
+    for algorithm in ("max", "most_recent"):
+        scales = [torch.ones(n, device=x.device) for n in (3, 2)]
+        histories = [torch.rand(5, n, device=x.device) for n in (3, 2)]
+        amaxes = [
+            torch.zeros(n, device=x.device) for n in (3, 2)
+        ]  # no write is declared: nothing is to be written
+        yield scales, histories, amaxes, [448.0, 57344.0], [0, 1], [algorithm] * 2
+
+
+@family("take_amaxes")
+def take_amaxes_cases(x: Tensor) -> Iterator[Arguments]:
+    yield ([torch.zeros(n, device=x.device) for n in (3, 2)],)
 
 
 @family("gemm")

@@ -224,7 +224,7 @@ def test_quantized_parameters(name: str) -> None:
     assert not isinstance(layer.layer_norm_weight, nc.QuantizedTensor)
     results = []
     for forward in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        layer.delayed_scaling.reset()
+        layer.reset_delayed_scaling()
         results.append(step(layer, make_input(K), RECIPES[name], forward))
     assert_same(*results)
     other = RECIPES["mxfp8" if name != "mxfp8" and name != "custom" else "block"]
@@ -336,6 +336,8 @@ def test_meta_device() -> None:
     with pytest.raises(RuntimeError, match="reset_parameters"):
         layer(make_input(K))
     layer.reset_parameters()
+    assert layer.layer_norm_weight.is_meta
+    layer.to_empty(device=DEVICE).reset_parameters()
     assert layer.layer_norm_weight.device.type == DEVICE and not layer.layer_norm_weight.any()
     step(layer, make_input(K), RECIPES["delayed"])
 

@@ -210,8 +210,7 @@ def test_cached_weights_give_the_same_numbers(name: str) -> None:
     mlp, x = make_mlp(), make_input(H)
     results = []
     for first in (None, True, False):
-        for state in (mlp.delayed_scaling, mlp.delayed_scaling_fc2):
-            state.reset()
+        mlp.reset_delayed_scaling()
         results.append(step(mlp, x, RECIPES[name], is_first_microbatch=first))
     assert set(mlp._fp8_workspaces) == {"fc1_weight", "fc2_weight"}
     assert_same(results[1], results[0])
@@ -282,8 +281,7 @@ def test_quantized_parameters(name: str, checkpoint: bool) -> None:
     assert all(type(value) is Tensor for value in mlp.state_dict().values())
     results = []
     for forward in (mlp, torch.compile(mlp, fullgraph=True, backend="aot_eager")):
-        for state in (mlp.delayed_scaling, mlp.delayed_scaling_fc2):
-            state.reset()
+        mlp.reset_delayed_scaling()
         results.append(step(mlp, make_input(H), RECIPES[name], forward))
     assert_same(*results)
 
@@ -363,7 +361,8 @@ def test_recomputation_uses_the_scales_of_its_forward(backend: str | None) -> No
             torch.autograd.grad(out.float().square().sum(), [x, *mlp.parameters()])
             for out, x in zip(outs, xs)
         ]
-        state = [*mlp.delayed_scaling.buffers(), *mlp.delayed_scaling_fc2.buffers()]
+        state = list(mlp.buffers())
+        assert len(state) == 12
         results.append([*outs, *(g for one in grads for g in one), *(s.clone() for s in state)])
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
@@ -434,16 +433,21 @@ def test_state_dict_of_delayed_scaling_continues() -> None:
     other, x = make_mlp(), make_input(H, seed=9)
     other.load_state_dict(mlp.state_dict())
     assert_same(step(other, x, recipe), step(copy.deepcopy(mlp), x, recipe))
-    mlp.load_state_dict(fresh)  # saved before the first step: the scales begin anew
-    assert (mlp.delayed_scaling.scale_fwd == 1).all() and (mlp.delayed_scaling_fc2.scale_fwd == 1).all()
+    with pytest.warns(UserWarning, match="scales start anew"):
+        mlp.load_state_dict(fresh)  # saved before the first step
+    for stage, weight in (("fc1", mlp.fc1_weight), ("fc2", mlp.fc2_weight)):
+        expected = torch.tensor([16, 448 / weight.detach().float().abs().max(), 16], device=DEVICE)
+        assert torch.equal(getattr(mlp, f"{stage}_scale_fwd"), expected)
+        assert (getattr(mlp, f"{stage}_scale_bwd") == 65536).all()
 
 
 def test_a_copy_takes_part_in_the_update_of_scales() -> None:
-    mlp = copy.deepcopy(make_mlp())
+    mlp, recipe = copy.deepcopy(make_mlp()), nc.recipe.DelayedScaling(amax_history_len=4, initial_scale="one")
     for seed in range(2):
-        step(mlp, make_input(H, seed=seed), RECIPES["delayed"])
-    for state in (mlp.delayed_scaling, mlp.delayed_scaling_fc2):
-        assert (state.scale_fwd[:2] != 1).all() and (state.scale_bwd[:1] != 1).all()
+        step(mlp, make_input(H, seed=seed), recipe)
+    for stage in ("fc1", "fc2"):
+        assert (getattr(mlp, f"{stage}_scale_fwd")[:2] != 1).all()
+        assert (getattr(mlp, f"{stage}_scale_bwd")[:1] != 1).all()
 
 
 def test_roles_name_both_layers() -> None:
@@ -464,8 +468,7 @@ def test_calibration_reaches_both_layers() -> None:
     mlp = make_mlp()
     with nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
         mlp(make_input(H))
-    for state in (mlp.delayed_scaling, mlp.delayed_scaling_fc2):
-        assert (state.amax_history_fwd[0, :2] > 0).all()
+    assert (mlp.fc1_amax_fwd[:2] > 0).all() and (mlp.fc2_amax_fwd[:2] > 0).all()
 
 
 def test_meta_device() -> None:
@@ -473,6 +476,8 @@ def test_meta_device() -> None:
     with pytest.raises(RuntimeError, match="reset_parameters"):
         mlp(make_input(H))
     mlp.reset_parameters()
+    assert {p.device.type for p in mlp.parameters()} == {"meta"}
+    mlp.to_empty(device=DEVICE).reset_parameters()
     assert {p.device.type for p in mlp.parameters()} == {DEVICE}
     step(mlp, make_input(H), RECIPES["delayed"])
 

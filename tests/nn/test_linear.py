@@ -173,8 +173,8 @@ def test_errors_name_value_and_fix() -> None:
         module(torch.randn(4, 48).bfloat16())
     with pytest.raises(RuntimeError, match="meta"):
         module(torch.randn(4, 48, device="meta"))
-    with pytest.raises(RuntimeError, match="reset_parameters"):
-        layer(device="meta")(torch.randn(4, 48, device="meta"))
+    with pytest.raises(RuntimeError, match="to_empty and reset_parameters"):
+        layer(device="meta")(torch.randn(4, 48))
     with pytest.raises(ValueError, match="in_features is 0"):
         nc.Linear(0, 4)
 
@@ -205,20 +205,23 @@ def test_return_bias(name: str) -> None:
         assert torch.equal(y, module(x))
 
 
-def test_meta_device_is_materialised_by_reset_parameters() -> None:
-    module = layer(device="meta")
+@pytest.mark.parametrize("name", RECIPES)
+def test_meta_device(name: str) -> None:
+    """As torch.nn.Linear there: a forward gives shapes, and to_empty with reset_parameters makes it real."""
+    module, recipe = layer(device="meta"), RECIPES[name]
+    with nc.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(torch.randn(4, 48, device="meta", requires_grad=True))
+    assert y.is_meta and y.shape == (4, 80)
+    module.reset_parameters()
     assert module.weight.is_meta and module.bias.is_meta
     module = module.to_empty(device="cpu")
     module.reset_parameters()
-    assert module.delayed_scaling.scale_fwd.tolist() == [1.0] * 3
     assert abs(module.weight.std().item() - 0.023) < 0.003 and not module.bias.any()
-    assert torch.isfinite(run(module, torch.randn(4, 48), QUANTIZED["delayed"])[0]).all()
-
-
-def test_reset_parameters_alone_materialises_too() -> None:
-    module = layer(device="meta")
-    module.reset_parameters()
-    assert not module.weight.is_meta and not module.bias.is_meta
+    if name == "delayed":
+        expected = torch.tensor([16, 448 / module.weight.detach().abs().max(), 16])
+        assert torch.equal(module.scale_fwd, expected)
+        assert (module.scale_bwd == 65536).all() and not module.amax_fwd.any()
+    assert torch.isfinite(run(module, torch.randn(4, 48), recipe)[0]).all()
 
 
 def test_init_method() -> None:
@@ -296,8 +299,8 @@ def test_a_functional_call_uses_the_state_it_is_given() -> None:
     x = torch.randn(16, 32, device=DEVICE)
     with nc.autocast(recipe=recipe):
         layer(x)
-        before = layer.delayed_scaling.amax_history_fwd.clone()
+        before = layer.amax_fwd.clone()
         buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
         torch.func.functional_call(layer, {**dict(layer.named_parameters()), **buffers}, (100 * x,))
-    assert torch.equal(layer.delayed_scaling.amax_history_fwd, before)
-    assert buffers["delayed_scaling.amax_history_fwd"][0, 0] > 10 * before[0, 0]
+    assert torch.equal(layer.amax_fwd, before)
+    assert buffers["amax_fwd"][0] > 10 * before[0]

@@ -121,10 +121,8 @@ def test_autocast_inside_the_compiled_function(name: str) -> None:
 
     forward = torch.compile(step, fullgraph=True, backend="aot_eager")
     x = make_input(TOKENS)
-    reference = copy.deepcopy(layer.state_dict())
     ours = gradients(layer, lambda: forward(x), x)
-    layer.delayed_scaling.reset()
-    layer.load_state_dict(reference, strict=False)
+    layer.reset_delayed_scaling()
     assert_equal(ours, gradients(layer, lambda: step(x), x))
 
 
@@ -201,10 +199,8 @@ def test_quantized_parameters(name: str) -> None:
     forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
     enter = in_autocast(layer, name)
     x = make_input(TOKENS)
-    saved = copy.deepcopy(layer.delayed_scaling.state_dict())
     ours = gradients(layer, lambda: enter(x, forward), x)
-    layer.delayed_scaling.reset()
-    layer.delayed_scaling.load_state_dict(saved, strict=False)
+    layer.reset_delayed_scaling()
     assert_equal(ours, gradients(layer, lambda: enter(x, layer), x))
 
 
@@ -223,7 +219,7 @@ def test_recompute(name: str) -> None:
     enter = in_autocast(layer, name)
     results = []
     for function in (plain, recomputed, torch.compile(recomputed, fullgraph=True, backend="aot_eager")):
-        layer.delayed_scaling.reset()
+        layer.reset_delayed_scaling()
         results.append(gradients(layer, lambda: enter(x, function), x))
     assert recipe is None or recipe == RECIPES[name]
     assert_equal(results[1], results[0])

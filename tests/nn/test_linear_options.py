@@ -14,6 +14,7 @@ from recipes import QUANTIZED, RECIPES
 from torch import Tensor
 
 import narrowcast as nc
+from narrowcast.recipe import linear_plan
 from narrowcast.testing import assert_close
 
 K, N, TOKENS = 48, 80, 24
@@ -223,7 +224,7 @@ def test_original_input_under_delayed_scaling() -> None:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_input_is_multiplied_as_it_is(name: str) -> None:
     recipe = RECIPES["current"] if name == "delayed" else RECIPES[name]
-    quantizer = recipe.linear_handles().input.both.quantizer
+    quantizer = linear_plan(recipe, "", True, True).input.quantizer
     ours, theirs = layer(), layer()
     x, y = tokens(), tokens()
     torch.manual_seed(7)
@@ -273,21 +274,31 @@ def test_quantized_results_need_a_recipe(option: str) -> None:
         layer()(tokens(), **{option: True})
 
 
-def test_delayed_output_needs_delayed_operands() -> None:
+def test_the_output_alone_may_be_scaled_with_delay() -> None:
     def factory(role: nc.QuantizerRole) -> Any:
         if role.tensor_type == "output":
-            return nc.recipe.DelayedScalingRequest()
+            return nc.recipe.DelayedScalingRequest(amax_history_len=2, initial_scale="one")
         return nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
 
-    with pytest.raises(ValueError, match="only output of 'proj' with delay"):
-        forward(layer(name="proj"), tokens(), nc.recipe.CustomRecipe(qfactory=factory), fp8_output=True)
+    module, recipe = layer(name="proj"), nc.recipe.CustomRecipe(qfactory=factory)
+    plain = forward(module, tokens(), nc.recipe.Float8CurrentScaling())
+    largest = plain.detach().abs().max()
+    for scale in (torch.tensor(1.0), 448 / largest):
+        out = forward(module, tokens(), recipe, fp8_output=True)
+        assert isinstance(out, nc.Float8Tensor)
+        assert torch.equal(out._scale_inv, 1 / scale.reshape(1))
+        expected = (plain.detach() * scale).to(torch.float8_e4m3fn).float() / scale
+        torch.testing.assert_close(out.dequantize(), expected, rtol=1e-6, atol=0)
+        assert module.amax_fwd[2] == largest
+        out.dequantize().sum().backward()
+    assert module.amax_bwd is None
 
 
 @pytest.mark.parametrize("shape", [(3, 5, K), (0, K), (2, 0, K)], ids=str)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_input_and_output_of_any_shape(name: str, shape: tuple[int, ...]) -> None:
     recipe = RECIPES["current"] if name == "delayed" else RECIPES[name]
-    quantizer = recipe.linear_handles().input.both.quantizer
+    quantizer = linear_plan(recipe, "", True, True).input.quantizer
     module, x = layer(), torch.randn(shape, requires_grad=True)
     out = forward(module, quantizer.quantize(x), recipe, fp8_output=True)
     assert out.shape == (*shape[:-1], N)
@@ -345,8 +356,7 @@ def test_a_changed_weight_is_never_taken_from_the_cache(name: str, compiled: boo
         before = forward(run, x, recipe, is_first_microbatch=True)
         change(module)
         fresh = layer(bias=False)
-        fresh.weight.copy_(module.weight)
-        fresh.delayed_scaling.load_state_dict(module.delayed_scaling.state_dict(), strict=False)
+        fresh.load_state_dict(module.state_dict())
         expected = forward(fresh, x, recipe)
         assert not torch.equal(expected, before)
         assert torch.equal(forward(run, x, recipe), expected)

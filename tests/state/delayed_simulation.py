@@ -85,6 +85,11 @@ class Simulation:
                 )
 
 
+def from_one(**fields: Any) -> DelayedScaling:
+    """Delayed scaling that starts at scale 1, as the simulation does."""
+    return DelayedScaling(initial_scale="one", **fields)
+
+
 def make_layer(k: int = 24, n: int = 40, seed: int = 1, **kwargs: Any) -> nc.Linear:
     torch.manual_seed(seed)
     kwargs.setdefault("device", "cpu")

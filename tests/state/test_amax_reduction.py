@@ -1,4 +1,4 @@
-"""Delayed scaling on two processes: amaxes are reduced, so both ranks hold the same scales."""
+"""Delayed scaling on two processes: one explicit call reduces amaxes, so that both ranks hold the same scales."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from delayed_simulation import Simulation, draw, make_layer
+from delayed_simulation import BACKWARD, FORWARD, Simulation, draw, make_layer
 from ranks import run_ranks
+from torch import nn
 
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling
 
 WORLD, STEPS, SECONDS = 2, 5, 120
-REDUCED = DelayedScaling(amax_history_len=3)
-LOCAL = DelayedScaling(amax_history_len=3, reduce_amax=False)
+REDUCED = DelayedScaling(amax_history_len=3, initial_scale="one")
+LOCAL = DelayedScaling(amax_history_len=3, initial_scale="one", reduce_amax=False)
 FUNCTIONS = DelayedScaling(
     amax_history_len=2, scaling_factor_compute_algo=lambda amax, *_: 448.0 / amax.clamp(min=1.0)
 )
@@ -32,19 +33,34 @@ def runs_second(rank: int, step: int) -> bool:
     return (rank == 0 or step >= 2) and not (rank == 0 and step == STEPS - 1)
 
 
-def train(rank: int, first: nc.Linear, second: nc.Linear, recipe: DelayedScaling, group: Any) -> None:
+def train(rank: int, model: nn.ModuleList, recipe: DelayedScaling, group: Any) -> None:
     for step in range(STEPS):
-        pairs = [(first, *batch(rank, step, 0))]
+        pairs = [(model[0], *batch(rank, step, 0))]
         if runs_second(rank, step):
-            pairs.append((second, *batch(rank, step, 5)))
-        with nc.autocast(recipe=recipe, amax_reduction_group=group):
+            pairs.append((model[1], *batch(rank, step, 5)))
+        with nc.autocast(recipe=recipe):
             ys = [layer(x) for layer, x, _ in pairs]
         torch.autograd.backward(ys, [dy for _, _, dy in pairs])
         with torch.no_grad(), nc.autocast(recipe=recipe):
             if rank == 0:  # evaluation on one rank must not wait for the other
-                first(torch.zeros(1, 24))
-    with nc.autocast(recipe=recipe, amax_reduction_group=group):
+                model[0](torch.zeros(1, 24))
+        nc.reduce_delayed_scaling(model, group)
+    with nc.autocast(recipe=recipe):
         pass
+
+
+def make_model(recipe: DelayedScaling) -> nn.ModuleList:
+    """Two layers that know their recipe before they run: ranks then keep the same state, whichever layers ran."""
+    return nn.ModuleList([make_layer(seed=1, recipe=recipe), make_layer(seed=2, recipe=recipe)])
+
+
+def refused(rank: int) -> str:
+    """What a rank is told whose model keeps another number of scales than the other's."""
+    try:
+        nc.reduce_delayed_scaling(make_model(REDUCED)[: 1 + rank])
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 def work(rank: int, folder: str) -> None:
@@ -56,9 +72,10 @@ def work(rank: int, folder: str) -> None:
         cases |= {"local": (LOCAL, None), "functions": (FUNCTIONS, None)}
         results = {}
         for name, (recipe, group) in cases.items():
-            layers = make_layer(seed=1), make_layer(seed=2)
-            train(rank, *layers, recipe, group)
-            results[name] = [layer.state_dict() for layer in layers]
+            model = make_model(recipe)
+            train(rank, model, recipe, group)
+            results[name] = [layer.state_dict() for layer in model]
+        results["refused"] = refused(rank)
         torch.save(results, f"{folder}/rank{rank}.pt")
         dist.barrier()
     finally:
@@ -80,20 +97,16 @@ def expected(recipe: DelayedScaling, layer: int, ranks_: tuple[int, ...]) -> dic
             if step < STEPS and (layer == 0 or runs_second(rank, step)):
                 x, dy = batch(rank, step, 5 * layer)
                 rule.collect(input=x, weight=weight, grad_output=dy)
-    (scale_fwd, history_fwd), (scale_bwd, history_bwd) = (
-        rule.tensors(kinds) for kinds in (("input", "weight", "output"), ("grad_output", "grad_input"))
-    )
     return {
-        "scale_fwd": scale_fwd,
-        "amax_history_fwd": history_fwd,
-        "scale_bwd": scale_bwd,
-        "amax_history_bwd": history_bwd,
+        f"{buffer}_{direction}": tensor
+        for direction, kinds in (("fwd", FORWARD), ("bwd", BACKWARD))
+        for buffer, tensor in zip(("scale", "amax_history", "amax"), rule.tensors(kinds))
     }
 
 
 def assert_states(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     for name, tensor in wanted.items():
-        assert torch.equal(state[f"delayed_scaling.{name}"], tensor), name
+        assert torch.equal(state[name], tensor), name
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -108,7 +121,7 @@ def test_reduced_amax_gives_equal_scales(ranks: list[dict[str, Any]], case: str,
 def test_unreduced_amax_stays_local(ranks: list[dict[str, Any]], case: str, layer: int) -> None:
     for rank in range(WORLD):
         assert_states(ranks[rank][case][layer], expected(LOCAL, layer, (rank,)))
-    ours, theirs = (ranks[rank][case][layer]["delayed_scaling.scale_fwd"] for rank in range(WORLD))
+    ours, theirs = (ranks[rank][case][layer]["scale_fwd"] for rank in range(WORLD))
     assert not torch.equal(ours, theirs)
 
 
@@ -118,4 +131,19 @@ def test_functions_see_the_reduced_amax(ranks: list[dict[str, Any]]) -> None:
         assert sorted(ours) == sorted(theirs)
         for name in ours:
             assert torch.equal(ours[name], theirs[name]), name
-    assert ours["delayed_scaling.scale_fwd"][0] != 1
+    assert ours["scale_fwd"][0] != 1
+
+
+def test_ranks_with_different_models_find_out_together(ranks: list[dict[str, Any]]) -> None:
+    for rank in range(WORLD):
+        assert (
+            f"this rank's model keeps {5 * (rank + 1)} delayed scales, others keep between 5 and 10"
+            in (ranks[rank]["refused"])
+        )
+
+
+def test_without_ranks_nothing_is_reduced() -> None:
+    model = make_model(REDUCED)
+    model[0].amax_fwd.fill_(3.0)
+    nc.reduce_delayed_scaling(model)
+    assert model[0].amax_fwd.tolist() == [3.0] * 3

@@ -11,15 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-from delayed_simulation import Simulation, buffers, clean_autocast, draw, make_layer, perturb, train_step
+from delayed_simulation import (
+    KEYS,
+    Simulation,
+    buffers,
+    clean_autocast,
+    draw,
+    from_one,
+    make_layer,
+    perturb,
+    train_step,
+)
 
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling, Format
-from narrowcast.state import delayed_scaling
+from narrowcast.state import THREAD
 
 __all__ = ["clean_autocast"]
 STEPS = 6
-KEYS = ["amax_history_bwd", "amax_history_fwd", "scale_bwd", "scale_fwd"]
 
 
 def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -37,9 +46,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 def test_scales_and_histories_follow_the_rule(
     length: int, algo: Any, margin: int, fp8_format: Format
 ) -> None:
-    recipe = DelayedScaling(
-        margin=margin, fp8_format=fp8_format, amax_history_len=length, amax_compute_algo=algo
-    )
+    recipe = from_one(margin=margin, fp8_format=fp8_format, amax_history_len=length, amax_compute_algo=algo)
     layer, rule = make_layer(), Simulation(recipe)
     for step in range(STEPS):
         x, dy = draw(step, 10, 24), draw(step, 10, 40, salt=1)
@@ -51,7 +58,7 @@ def test_scales_and_histories_follow_the_rule(
 
 
 def test_a_step_computes_with_the_scales_of_the_steps_before() -> None:
-    recipe = DelayedScaling(amax_history_len=2)
+    recipe = from_one(amax_history_len=2)
     layer, rule = make_layer(bias=False), Simulation(recipe)
 
     def rounded(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -77,21 +84,21 @@ def test_a_step_computes_with_the_scales_of_the_steps_before() -> None:
 
 def test_amax_that_gives_no_scale() -> None:
     """Zero leaves everything alone; infinity enters the history, not the scale; a tiny amax gives FLT_MAX."""
-    recipe = DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent")
+    recipe = from_one(amax_history_len=3, amax_compute_algo="most_recent")
     layer, dy = make_layer(), torch.zeros(4, 40)
-    state, scales = layer.delayed_scaling, []
+    scales = []
     for value in (2.0, 0.0, float("inf"), 1e-40, 4.0):
         x = torch.zeros(4, 24)
         x[0, 0] = value
         train_step(layer, recipe, x, dy)
-        scales.append(float(state.scale_fwd[0]))
+        scales.append(float(layer.scale_fwd[0]))
     with nc.autocast(recipe=recipe):
         pass
-    scales.append(float(state.scale_fwd[0]))
+    scales.append(float(layer.scale_fwd[0]))
     largest = torch.finfo(torch.float32).max
     assert scales == [1.0, 224.0, 224.0, 224.0, largest, 112.0]
-    assert torch.equal(state.scale_bwd, torch.ones(2))
-    assert not state.amax_history_bwd.any()
+    assert torch.equal(layer.scale_bwd, torch.ones(2))
+    assert not layer.amax_history_bwd.any()
 
 
 def test_functions_for_amax_and_scale() -> None:
@@ -107,7 +114,7 @@ def test_functions_for_amax_and_scale() -> None:
         seen.append((amax.shape, repr(recipe)))
         return torch.where(amax > 0, 0.5 * fp8_max / amax, scale)
 
-    recipe = DelayedScaling(
+    recipe = from_one(
         amax_history_len=3, amax_compute_algo=mean_of_used, scaling_factor_compute_algo=half, margin=7
     )
     layer, rows, scale = make_layer(), [[0.0] * 3 for _ in range(3)], torch.ones(3)
@@ -120,34 +127,32 @@ def test_functions_for_amax_and_scale() -> None:
             rows = [[0.0] * 3, rows[2], rows[0]]
         rows[0] = [float(x.abs().max()), float(layer.weight.detach().abs().max()), 0.0]
         train_step(layer, recipe, x, torch.zeros(5, 40))
-        assert torch.equal(layer.delayed_scaling.scale_fwd, scale), step
-        assert torch.equal(layer.delayed_scaling.amax_history_fwd[:3], torch.tensor(rows)), step
-    assert torch.equal(
-        layer.delayed_scaling.scale_bwd, torch.ones(2)
-    )  # nothing was collected, nothing called
+        assert torch.equal(layer.scale_fwd, scale), step
+        assert torch.equal(
+            torch.cat([layer.amax_fwd[None], layer.amax_history_fwd[1:]]), torch.tensor(rows)
+        ), step
+    assert torch.equal(layer.scale_bwd, torch.ones(2))  # nothing was collected, nothing called
     assert set(seen) == {(torch.Size([3]), repr(recipe)), (torch.Size([2]), repr(recipe))}
 
 
 def test_only_one_function() -> None:
-    recipe = DelayedScaling(
+    recipe = from_one(
         amax_history_len=4, scaling_factor_compute_algo=lambda amax, scale, fp8_max, _: fp8_max - amax
     )
     layer = make_layer()
     train_step(layer, recipe, torch.full((2, 24), 8.0), torch.full((2, 40), 16.0))
-    assert (
-        layer.delayed_scaling.scale_fwd.tolist() == [1.0] * 3
-    )  # the first entry found nothing and asked nothing
+    assert layer.scale_fwd.tolist() == [1.0] * 3  # the first entry found nothing and asked nothing
     with nc.autocast(recipe=recipe):
         pass
-    assert float(layer.delayed_scaling.scale_fwd[0]) == 440.0
-    assert layer.delayed_scaling.scale_bwd.tolist() == [57344.0 - 16.0, 57344.0]
+    assert float(layer.scale_fwd[0]) == 440.0
+    assert layer.scale_bwd.tolist() == [57344.0 - 16.0, 57344.0]
 
 
 # -- which module, when -----------------------------------------------------------------------------------------------
 
 
 def test_several_modules_and_unused_ones() -> None:
-    recipe = DelayedScaling(amax_history_len=4)
+    recipe = from_one(amax_history_len=4)
     layers = [make_layer(24, 24, seed) for seed in range(3)]
     rules = [Simulation(recipe) for _ in layers]
     for step in range(STEPS):
@@ -162,11 +167,14 @@ def test_several_modules_and_unused_ones() -> None:
             ys = {i: layers[i](xs[i]) for i in used}
         torch.autograd.backward(list(ys.values()), list(dys.values()))
         for i, (layer, rule) in enumerate(zip(layers, rules)):
-            rule.assert_equals(layer, f"step {step}, layer {i}")
+            if step == i == 0:
+                assert layer.scale_fwd is None  # it has not run yet
+            else:
+                rule.assert_equals(layer, f"step {step}, layer {i}")
 
 
 def test_one_module_twice_in_a_region() -> None:
-    recipe = DelayedScaling(amax_history_len=4)
+    recipe = from_one(amax_history_len=4)
     layer, rule = make_layer(), Simulation(recipe)
     for step in range(STEPS):
         x1, x2 = draw(step, 6, 24), draw(step + 1, 6, 24)
@@ -182,7 +190,7 @@ def test_one_module_twice_in_a_region() -> None:
 @pytest.mark.parametrize("order", ["forward_backward", "two_forwards_then_two_backwards"])
 def test_gradient_accumulation(order: str) -> None:
     """Every outermost entry renews from what was collected since the one before."""
-    recipe = DelayedScaling(amax_history_len=4)
+    recipe = from_one(amax_history_len=4)
     layer, rule = make_layer(), Simulation(recipe)
     for step in range(3):
         pending = []
@@ -203,7 +211,7 @@ def test_gradient_accumulation(order: str) -> None:
 
 
 def test_cached_weight_is_collected_once() -> None:
-    recipe = DelayedScaling(amax_history_len=4)
+    recipe = from_one(amax_history_len=4)
     layer, rule = make_layer(), Simulation(recipe)
     for step in range(3):
         for micro in range(3):
@@ -221,8 +229,8 @@ def test_cached_weight_is_collected_once() -> None:
 
 def test_two_models_under_two_recipes() -> None:
     recipes = [
-        DelayedScaling(amax_history_len=4, margin=1),
-        DelayedScaling(amax_history_len=2, fp8_format=Format.E4M3, amax_compute_algo="most_recent"),
+        from_one(amax_history_len=4, margin=1),
+        from_one(amax_history_len=2, fp8_format=Format.E4M3, amax_compute_algo="most_recent"),
     ]
     layers, rules = [make_layer(seed=seed) for seed in range(2)], [Simulation(recipe) for recipe in recipes]
     for step in range(STEPS):
@@ -245,12 +253,12 @@ def test_two_models_under_two_recipes() -> None:
 def test_nested_recipes(outer: str) -> None:
     """A module renews by the recipe it ran under, once per outermost enabled entry, whatever that recipe is."""
     enclosing: dict[str, Any] = {
-        "delayed": DelayedScaling(amax_history_len=3, margin=2),
+        "delayed": from_one(amax_history_len=3, margin=2),
         "current": nc.recipe.Float8CurrentScaling(),
         "custom": nc.recipe.CustomRecipe(qfactory=lambda role: nc.MXFP8Quantizer(nc.DType.kFloat8E4M3)),
         "disabled": None,
     }
-    inner = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)
+    inner = from_one(amax_history_len=4, fp8_format=Format.E4M3)
     first, second, third = (make_layer(seed=seed) for seed in range(3))
     recipe = enclosing[outer]
     rules = {second: Simulation(inner), third: Simulation(inner)}
@@ -278,51 +286,60 @@ def test_nested_recipes(outer: str) -> None:
 def test_one_module_under_changing_recipes() -> None:
     """A history that shrinks keeps its first rows; one that grows gets zeros, not what it held before."""
     layer, x, dy = make_layer(), torch.ones(2, 24), torch.ones(2, 40)
-    state = layer.delayed_scaling
-    long, short = DelayedScaling(amax_history_len=6), DelayedScaling(amax_history_len=3)
+
+    def seen() -> list[float]:
+        return [float(layer.amax_fwd[0]), *layer.amax_history_fwd[1:, 0].tolist()]
+
+    long, short = from_one(amax_history_len=6), from_one(amax_history_len=3)
     for step in range(8):
         train_step(layer, long, x * (step + 1), dy)
-    assert state.amax_history_fwd[:6, 0].tolist() == [8, 3, 4, 5, 6, 7]
+    assert seen() == [8, 3, 4, 5, 6, 7]
     train_step(layer, short, x, dy)  # the entry still renews by the recipe the collecting forward ran under
     train_step(layer, short, x, dy)
-    assert state.amax_history_fwd[:6, 0].tolist() == [1, 5, 1, 0, 0, 0]
+    assert seen() == [1, 5, 1]
     train_step(layer, long, x, dy)
     train_step(layer, long, x * 2, dy)
-    assert state.amax_history_fwd[:6, 0].tolist() == [2, 1, 0, 0, 0, 1]
+    assert seen() == [2, 1, 0, 0, 0, 1]
 
 
-def test_history_longer_than_the_buffers() -> None:
-    recipe = DelayedScaling(amax_history_len=1030)
+def test_a_history_of_any_length() -> None:
+    recipe = from_one(amax_history_len=1030)
     layer = make_layer(4, 4)
+    train_step(layer, recipe, torch.zeros(1, 4), torch.zeros(1, 4))
     for step in range(1040):
-        layer.delayed_scaling.amax_history_fwd[0] = 1040 - step
+        layer.amax_fwd.fill_(1040 - step)
         with nc.autocast(recipe=recipe):
             pass
-    assert layer.delayed_scaling.amax_history_fwd.shape == (1030, 3)
-    assert layer.delayed_scaling.amax_history_fwd[1, 0] == 1029  # the eleven largest have left
-    assert layer.delayed_scaling.scale_fwd[0] == torch.tensor(448.0) / 1030
+    assert layer.amax_history_fwd.shape == (1030, 3)
+    assert layer.amax_history_fwd[1, 0] == 1029  # the eleven largest have left
+    assert layer.scale_fwd[0] == torch.tensor(448.0) / 1030
 
 
-def test_without_gradients_scales_are_frozen() -> None:
-    recipe = DelayedScaling(amax_history_len=4)
+@pytest.mark.parametrize("larger", [False, True])
+def test_evaluation_leaves_the_state_alone(larger: bool) -> None:
+    recipe = from_one(amax_history_len=4)
     layer = make_layer()
     for step in range(2):
         train_step(layer, recipe, draw(step, 6, 24), draw(step, 6, 40))
-    before = buffers(layer)
+    before, x = buffers(layer), draw(4 if larger else 2, 6, 24)
     for manager in (torch.no_grad, torch.inference_mode):
         for _ in range(3):
             with manager(), nc.autocast(recipe=recipe):
-                layer(draw(0, 6, 24) * 1e-3)
-            assert_same(buffers(layer), before)  # smaller than what the slot holds: nothing moves at all
-    with torch.no_grad(), nc.autocast(recipe=recipe):
-        layer(draw(4, 6, 24))
-    assert_same([buffers(layer)[0], buffers(layer)[2]], [before[0], before[2]])
+                layer(x)
+            assert_same(buffers(layer), before)
+    layer.eval()
+    with nc.autocast(recipe=recipe):  # an entry with gradients begins a step: it renews from the last one
+        renewed = buffers(layer)
+        y = layer(x)
+    y.backward(torch.ones_like(y))
+    assert_same(buffers(layer), renewed)
+    layer.train()
     train_step(layer, recipe, draw(2, 6, 24), draw(2, 6, 40))
-    assert not torch.equal(buffers(layer)[0], before[0])
+    assert not torch.equal(layer.amax_fwd, renewed[4])
 
 
 def test_graph_capture_and_disabled_regions_renew_nothing() -> None:
-    recipe = DelayedScaling(amax_history_len=4)
+    recipe = from_one(amax_history_len=4)
     layer = make_layer()
     train_step(layer, recipe, draw(0, 6, 24), draw(0, 6, 40))
     before = buffers(layer)
@@ -333,32 +350,34 @@ def test_graph_capture_and_disabled_regions_renew_nothing() -> None:
     assert_same(buffers(layer), before)
 
 
-def test_calibration_overwrites_the_slots_and_nothing_else() -> None:
-    recipe = DelayedScaling(amax_history_len=4)
-    layer = make_layer()
+@pytest.mark.parametrize("training", [True, False])
+def test_calibration_overwrites_the_slots_and_nothing_else(training: bool) -> None:
+    recipe = from_one(amax_history_len=4)
+    layer = make_layer().train(training)
     for x in (draw(1, 6, 24), draw(0, 6, 24)):  # the second is smaller: overwritten, not accumulated
-        with nc.autocast(enabled=False, calibrating=True, recipe=recipe):
+        with torch.set_grad_enabled(training), nc.autocast(enabled=False, calibrating=True, recipe=recipe):
             y = layer(x)
         assert torch.equal(y, torch.nn.functional.linear(x, layer.weight, layer.bias))
-        expected = torch.zeros(1024, 3)
-        expected[0] = torch.tensor([float(x.abs().max()), float(layer.weight.detach().abs().max()), 0.0])
-        assert_same(buffers(layer), [torch.ones(3), expected, torch.ones(2), torch.zeros(1024, 2)])
+        collected = torch.tensor([float(x.abs().max()), float(layer.weight.detach().abs().max()), 0.0])
+        histories = [torch.zeros(4, 3), torch.zeros(4, 2)]
+        assert_same(buffers(layer), [torch.ones(3), torch.ones(2), *histories, collected, torch.zeros(2)])
+    layer.train()
     train_step(layer, recipe, x, torch.ones(6, 40))  # the first step runs on calibrated scales
-    assert layer.delayed_scaling.scale_fwd[0] == torch.tensor(448.0) / x.abs().max()
+    assert layer.scale_fwd[0] == torch.tensor(448.0) / x.abs().max()
 
 
 def test_calibrating_a_custom_recipe_that_requests_state() -> None:
     recipe, layer = nc.recipe.CustomRecipe(qfactory=lambda role: nc.DelayedScalingRequest()), make_layer()
     with nc.autocast(enabled=False, calibrating=True, recipe=recipe):
         layer(torch.full((2, 24), 7.0))
-    assert float(layer.delayed_scaling.amax_history_fwd[0, 0]) == 7.0
+    assert float(layer.amax_fwd[0]) == 7.0
 
 
 def test_calibrating_needs_delayed_scaling() -> None:
     layer = make_layer()
     with nc.autocast(enabled=False, calibrating=True, recipe=nc.recipe.MXFP8BlockScaling()):
         layer(torch.ones(2, 24))
-    assert_same(buffers(layer), buffers(make_layer()))
+    assert all(getattr(layer, key) is None for key in KEYS)
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------------
@@ -381,7 +400,7 @@ def states_over_steps(
             return forward_compiled(x)
 
     def built_inside(x: torch.Tensor) -> torch.Tensor:
-        with nc.autocast(recipe=DelayedScaling(amax_history_len=4)):
+        with nc.autocast(recipe=from_one(amax_history_len=4)):
             return forward(x)
 
     def compile_(function: Any, **kwargs: Any) -> Any:
@@ -405,12 +424,10 @@ def states_over_steps(
 
 
 RECIPES = {
-    "history_1": DelayedScaling(amax_history_len=1),
-    "history_4": DelayedScaling(amax_history_len=4),
-    "margin": DelayedScaling(
-        amax_history_len=4, margin=2, amax_compute_algo="most_recent", fp8_format=Format.E4M3
-    ),
-    "functions": DelayedScaling(
+    "history_1": from_one(amax_history_len=1),
+    "history_4": from_one(amax_history_len=4),
+    "margin": from_one(amax_history_len=4, margin=2, amax_compute_algo="most_recent", fp8_format=Format.E4M3),
+    "functions": from_one(
         amax_history_len=4,
         amax_compute_algo=lambda history: history.amax(0),
         scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: torch.where(
@@ -438,19 +455,20 @@ def test_recipe_built_inside_the_compiled_function() -> None:
         assert_same(ours, theirs)
 
 
-def test_too_long_a_history_inside_a_compiled_function_is_named() -> None:
-    layer, recipe = make_layer(), DelayedScaling(amax_history_len=2000)
+def test_a_compiled_function_may_be_the_first_to_use_a_layer() -> None:
+    results = []
+    for compiled in (True, False):
+        layer, recipe = make_layer(), from_one(amax_history_len=2000)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        with nc.autocast(recipe=recipe):
-            return layer(x)
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with nc.autocast(recipe=recipe):
+                return layer(x)
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="amax_history_len=2000 is longer than the 1024 rows"):
-        compiled(torch.ones(4, 24))
-    torch._dynamo.reset()
-    step(torch.ones(4, 24))
-    compiled(torch.ones(4, 24))
+        run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+        run(torch.ones(4, 24)).sum().backward()
+        assert layer.amax_history_fwd.shape == (2000, 3)
+        results.append(buffers(layer))
+    assert_same(*results)
 
 
 # -- checkpoints, copies, moves ---------------------------------------------------------------------------------------
@@ -480,15 +498,12 @@ def test_stateless_recipes_add_nothing_to_the_state_dict(name: str) -> None:
 
 
 def test_state_dict_after_use_is_plain_and_short() -> None:
-    layer = trained(DelayedScaling(amax_history_len=4))
+    layer = trained(from_one(amax_history_len=4))
     state = layer.state_dict()
-    assert sorted(state) == ["bias", *[f"delayed_scaling.{key}" for key in KEYS], "weight"]
-    assert state["delayed_scaling.amax_history_fwd"].shape == (4, 3)
-    assert state["delayed_scaling.amax_history_bwd"].shape == (4, 2)
+    assert sorted(state) == sorted(["bias", *KEYS, "weight"])
+    assert state["amax_history_fwd"].shape == (4, 3)
+    assert state["amax_history_bwd"].shape == (4, 2)
     assert all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in state.values())
-    before = state["delayed_scaling.scale_fwd"].clone()
-    train_step(layer, DelayedScaling(amax_history_len=4), draw(4, 6, 24), draw(4, 6, 40))
-    assert torch.equal(state["delayed_scaling.scale_fwd"], before)  # a copy, not a view
 
 
 def through_a_file(state: dict[str, torch.Tensor], how: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -504,7 +519,7 @@ def through_a_file(state: dict[str, torch.Tensor], how: str, folder: Path) -> di
 @pytest.mark.parametrize("length", [1, 4, 1024, 1100])
 def test_a_restored_layer_continues_like_the_original(tmp_path: Path, length: int, file: str) -> None:
     """Also in a process that never trained: nothing but the checkpoint may count."""
-    recipe = DelayedScaling(amax_history_len=length)
+    recipe = from_one(amax_history_len=length)
     layer = trained(recipe, steps=4)
     saved = through_a_file(layer.state_dict(), file, tmp_path)
 
@@ -513,29 +528,43 @@ def test_a_restored_layer_continues_like_the_original(tmp_path: Path, length: in
         return [[train_step(module, recipe, x, dy), *buffers(module)] for x, dy in xs]
 
     expected = go_on(layer)
-    restored = make_layer(seed=9)  # only now: while a module is alive, other modules' steps renew it, too
+    restored = make_layer(seed=9)
     restored.load_state_dict(saved)
     for ours, theirs in zip(go_on(restored), expected):
         assert_same(ours, theirs)
 
 
 def test_strict_load_both_ways() -> None:
-    used, fresh = trained(DelayedScaling(amax_history_len=4)), make_layer(seed=3)
-    plain, state = copy.deepcopy(fresh.state_dict()), fresh.delayed_scaling
-    addresses = [state.scale_fwd.data_ptr(), state.amax_history_fwd.data_ptr()]
+    used, fresh = trained(from_one(amax_history_len=4)), make_layer(seed=3)
+    plain = copy.deepcopy(fresh.state_dict())
     fresh.load_state_dict(used.state_dict())
     assert_same(buffers(fresh), buffers(used))
-    assert [
-        state.scale_fwd.data_ptr(),
-        state.amax_history_fwd.data_ptr(),
-    ] == addresses  # quantizers keep their views
-    used.load_state_dict(plain)  # saved before the first step: scales 1, no amax
-    assert_same(buffers(used), buffers(make_layer()))
-    assert sorted(used.state_dict()) == ["bias", "weight"]
+    addresses = [getattr(used, key).data_ptr() for key in KEYS]
+    with pytest.warns(UserWarning, match="no delayed-scaling state for Linear; its scales start anew"):
+        used.load_state_dict(plain)  # saved before the first step: scales 1, no amax
+    anew = [
+        torch.ones(3),
+        torch.ones(2),
+        torch.zeros(4, 3),
+        torch.zeros(4, 2),
+        torch.zeros(3),
+        torch.zeros(2),
+    ]
+    assert_same(buffers(used), anew)
+    assert [getattr(used, key).data_ptr() for key in KEYS] == addresses
+    assert sorted(used.state_dict()) == sorted(["bias", *KEYS, "weight"])
+
+
+@pytest.mark.parametrize("missing", ["scale_fwd", "amax_bwd", "amax_history_fwd"])
+def test_a_partial_state_is_refused(missing: str) -> None:
+    state = trained(from_one(amax_history_len=4)).state_dict()
+    del state[missing]
+    with pytest.raises(RuntimeError, match=rf"lacks \['{missing}'\]"):
+        make_layer().load_state_dict(state)
 
 
 def test_loading_other_parts_leaves_the_state() -> None:
-    layer = trained(DelayedScaling(amax_history_len=4))
+    layer = trained(from_one(amax_history_len=4))
     model = torch.nn.Sequential(layer, torch.nn.LayerNorm(40))
     before = buffers(layer)
     model.load_state_dict({"1.weight": torch.ones(40)}, strict=False)
@@ -545,35 +574,43 @@ def test_loading_other_parts_leaves_the_state() -> None:
 @pytest.mark.parametrize("saved, loaded", [(2, 5), (5, 2), (1024, 4), (4, 1024), (1, 4)])
 def test_history_length_may_change_at_a_restart(saved: int, loaded: int) -> None:
     """Shrinking keeps the first rows, growing appends zero rows."""
-    layer = trained(DelayedScaling(amax_history_len=saved), steps=5)
+    layer = trained(from_one(amax_history_len=saved), steps=5)
     restored = make_layer()
     restored.load_state_dict(layer.state_dict())
-    old = layer.delayed_scaling.amax_history_fwd[:saved].clone()
-    with nc.autocast(recipe=DelayedScaling(amax_history_len=loaded)):
-        pass
+    old = torch.cat([layer.amax_fwd[None], layer.amax_history_fwd[1:]])
+    with nc.autocast(recipe=from_one(amax_history_len=loaded)):
+        restored(torch.zeros(1, 24))
     rows = torch.zeros(loaded, 3)
     rows[: min(saved, loaded)] = old[:loaded]
     amax = rows.amax(0)
     rolled = torch.cat([torch.zeros(1, 3), rows[2:], rows[:1]])[:loaded]
     used = amax > 0
-    assert torch.equal(restored.delayed_scaling.amax_history_fwd[:loaded][:, used], rolled[:, used])
-    assert torch.equal(restored.delayed_scaling.scale_fwd[used], 448.0 / amax[used])
+    assert used[:2].all()
+    assert torch.equal(restored.amax_history_fwd[:, used], rolled[:, used])
+    assert torch.equal(restored.scale_fwd[used], 448.0 / amax[used])
 
 
 @pytest.mark.parametrize(
-    "key, shape", [("scale_fwd", (2,)), ("amax_history_bwd", (4, 3)), ("amax_history_fwd", (12,))]
+    "key, shape",
+    [
+        ("scale_fwd", (2,)),
+        ("amax_bwd", (1, 2)),
+        ("amax_history_bwd", (4, 3)),
+        ("amax_history_fwd", (12,)),
+        ("amax_history_fwd", (0, 3)),
+    ],
 )
 def test_wrong_shapes_are_named_and_change_nothing(key: str, shape: tuple[int, ...]) -> None:
-    layer = trained(DelayedScaling(amax_history_len=4))
+    layer = trained(from_one(amax_history_len=4))
     before, state = buffers(layer), layer.state_dict()
-    state[f"delayed_scaling.{key}"] = torch.full(shape, 5.0)
-    with pytest.raises(RuntimeError, match=rf"delayed_scaling.{key} has shape .*, expected"):
+    state[key] = torch.full(shape, 5.0)
+    with pytest.raises(RuntimeError, match=rf"{key} has shape .*; this layer keeps \("):
         layer.load_state_dict(state)
     assert_same(buffers(layer), before)
 
 
 def test_loading_onto_the_meta_device() -> None:
-    source = trained(DelayedScaling(amax_history_len=4))
+    source = trained(from_one(amax_history_len=4))
     layer = make_layer(device="meta")
     layer.load_state_dict(source.state_dict(), assign=True)
     assert_same(buffers(layer), buffers(source))
@@ -587,25 +624,25 @@ COPIES = {
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_copies_have_fp32_state_of_their_own_and_stay_registered(how: str) -> None:
-    recipe = DelayedScaling(
+def test_copies_have_fp32_state_of_their_own(how: str) -> None:
+    recipe = from_one(
         amax_history_len=4, amax_compute_algo=lambda history: history.amax(0)
     )  # does not pickle
     layer = trained(recipe)
-    twin = COPIES[how](layer)
-    assert_same(buffers(twin), buffers(layer))
+    twin, before = COPIES[how](layer), buffers(layer)
+    assert_same(buffers(twin), before)
     assert all(tensor.dtype == torch.float32 for tensor in buffers(twin))
     twin.weight.data.fill_(0.5)
-    twin.delayed_scaling.amax_history_fwd[0] = 896.0  # its own slot: the original must not see it
+    twin.amax_fwd.fill_(896.0)  # its own slot: the original must not see it
     with nc.autocast(recipe=recipe):
-        pass
-    assert twin.delayed_scaling.scale_fwd.tolist() == [0.5, 0.5, 0.5]
-    assert float(layer.delayed_scaling.scale_fwd[0]) not in (1.0, 0.5)
+        twin(torch.zeros(1, 24))
+    assert twin.scale_fwd.tolist() == [0.5, 0.5, 0.5]
+    assert float(layer.scale_fwd[0]) not in (1.0, 0.5)
 
 
 @pytest.mark.parametrize("move", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.cpu()])
 def test_moved_modules_train_on_with_fp32_state(move: Any) -> None:
-    recipe, rule = DelayedScaling(amax_history_len=4), Simulation(DelayedScaling(amax_history_len=4))
+    recipe, rule = from_one(amax_history_len=4), Simulation(from_one(amax_history_len=4))
     layer = make_layer()
     for step in range(4):
         if step == 2:
@@ -621,28 +658,23 @@ def test_moved_modules_train_on_with_fp32_state(move: Any) -> None:
     assert all(tensor.dtype == torch.float32 for tensor in buffers(layer))
 
 
-def registered() -> int:
-    """Modules in the registry; entering autocast drops the dead ones."""
-    gc.collect()
-    with nc.autocast(recipe=DelayedScaling(amax_history_len=4)):
-        pass
-    return len(delayed_scaling._STATES)
-
-
-def test_dead_modules_leave_the_registry() -> None:
-    before = registered()
-    layers = [make_layer(4, 4) for _ in range(3)]
+def test_nobody_keeps_a_layer_alive() -> None:
+    layers = [trained(from_one(amax_history_len=4)) for _ in range(3)]
     twin = copy.copy(layers[0])  # shares its parts, so the state lives as long as either
-    assert registered() == before + 3
-    watch = weakref.ref(layers[1].delayed_scaling)
+    assert len(THREAD.state.delayed) == 3
+    watch = weakref.ref(layers[1])
     layers.clear()
-    assert registered() == before + 1
-    assert watch() is None
-    twin.delayed_scaling.amax_history_fwd[0] = 2.0
-    assert registered() == before + 1
-    assert twin.delayed_scaling.scale_fwd.tolist() == [224.0] * 3
+    gc.collect()
+    assert watch() is None and not THREAD.state.delayed
+    train_step(twin, from_one(amax_history_len=4), torch.zeros(1, 24), torch.zeros(1, 40))
+    twin.amax_fwd.fill_(224.0)
+    assert len(THREAD.state.delayed) == 1
+    with nc.autocast(recipe=from_one(amax_history_len=4)):
+        pass
+    assert twin.scale_fwd.tolist() == [2.0] * 3
     del twin
-    assert registered() == before
+    gc.collect()
+    assert not THREAD.state.delayed
 
 
 def test_modules_may_die_while_autocast_is_traced() -> None:
@@ -654,17 +686,17 @@ def test_modules_may_die_while_autocast_is_traced() -> None:
         return graph.forward
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        with nc.autocast(recipe=DelayedScaling(amax_history_len=4)):
+        with nc.autocast(recipe=from_one(amax_history_len=4)):
             return layer(x)
 
-    registered()
-    mortal += [make_layer() for _ in range(3)]
+    mortal += [trained(from_one(amax_history_len=4)) for _ in range(3)]
     assert torch.compile(step, fullgraph=True, backend=backend)(torch.ones(2, 24)).shape == (2, 40)
 
 
 def test_meta_modules_do_not_disturb() -> None:
-    sleeping = make_layer(device="meta")
-    layer = trained(DelayedScaling(amax_history_len=4))
-    assert layer.delayed_scaling.scale_fwd[0] != 1
-    assert sleeping.delayed_scaling.scale_fwd.is_meta
-    assert sorted(sleeping.state_dict()) == ["bias", "weight"]
+    sleeping, recipe = make_layer(device="meta"), from_one(amax_history_len=4)
+    with nc.autocast(recipe=recipe):
+        assert sleeping(torch.ones(2, 24, device="meta")).is_meta
+    layer = trained(recipe)
+    assert layer.scale_fwd[0] != 1
+    assert sleeping.scale_fwd.is_meta

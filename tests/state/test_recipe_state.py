@@ -22,9 +22,10 @@ from narrowcast.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
+    linear_plan,
 )
 from narrowcast.roles import QuantizerRole
-from narrowcast.state import RecipeState, delayed_scaling
+from narrowcast.state import THREAD, RecipeState
 
 __all__ = ["clean_autocast"]
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
@@ -41,7 +42,7 @@ def create(recipe: Any, mode: Any = "forward", num_quantizers: int = 3, **kwargs
 
 
 def delayed(**fields: Any) -> DelayedScaling:
-    return DelayedScaling(**{"amax_history_len": 4, **fields})
+    return DelayedScaling(**{"amax_history_len": 4, "initial_scale": "one", **fields})
 
 
 # -- which quantizer for which slot -----------------------------------------------------------------------------------
@@ -49,8 +50,8 @@ def delayed(**fields: Any) -> DelayedScaling:
 
 @pytest.mark.parametrize("recipe", STATELESS, ids=lambda recipe: type(recipe).__name__)
 def test_slots_by_position(recipe: Recipe) -> None:
-    handles = recipe.linear_handles()
-    inp, weight, grad = (getattr(handles, kind).both.quantizer for kind in ("input", "weight", "grad_output"))
+    plan = linear_plan(recipe, "", True, True)
+    inp, weight, grad = (operand.quantizer for operand in (plan.input, plan.weight, plan.grad_output))
     forward = [q.with_usage(True, True) for q in create(recipe, num_quantizers=6).make_quantizers()]
     assert forward[0] == forward[3] == inp
     assert forward[1] == forward[4] == weight
@@ -95,10 +96,18 @@ def test_delayed_quantizers_are_views(mode: Any, kinds: tuple[str, ...], fp8_for
         assert type(quantizer) is nc.Float8Quantizer
         assert quantizer.dtype == element
         assert quantizer.scale.data_ptr() == state.scale[slot].data_ptr()
-        assert quantizer.amax.data_ptr() == state.amax_history[0, slot].data_ptr()
+        assert quantizer.amax.data_ptr() == state.amax[slot].data_ptr()
         quantizer.quantize(torch.full((2, 2), 3.0 + slot))
-    assert torch.equal(state.amax_history[0], 3.0 + torch.arange(count))
-    assert not state.amax_history[1:].any()
+    assert torch.equal(state.amax, 3.0 + torch.arange(count))
+    assert not state.amax_history.any()
+
+
+@pytest.mark.parametrize("margin", [0, 1])
+def test_scales_before_the_first_step(margin: int) -> None:
+    recipe = delayed(initial_scale="range", margin=margin)
+    assert create(recipe).scale.tolist() == [16.0 / 2**margin] * 3
+    assert create(recipe, "backward", 2).scale.tolist() == [65536.0 / 2**margin] * 2
+    assert create(delayed(margin=margin)).scale.tolist() == [1.0] * 3
 
 
 # -- delayed scaling --------------------------------------------------------------------------------------------------
@@ -117,28 +126,27 @@ def test_quantizers_see_the_renewed_scales(mode: Any, kinds: tuple[str, ...]) ->
                 storage = made[slot].quantize(x)
                 assert torch.equal(storage._scale_inv, 1 / torch.tensor([rule.columns[kind].scale]))
                 rule.collect(**{kind: x})
-        scale, history = rule.tensors(kinds)
-        assert torch.equal(state.scale, scale)
-        assert torch.equal(state.amax_history, history)
+        expected = rule.tensors(kinds)
+        assert all(map(torch.equal, (state.scale, state.amax_history, state.amax), expected))
 
 
-def test_dead_states_leave_the_registry() -> None:
-    def registered() -> int:
+def test_nobody_keeps_a_state_alive() -> None:
+    def renewed() -> int:
         gc.collect()
-        with nc.autocast(recipe=delayed()):
-            pass
-        return len(delayed_scaling._STATES)
+        return len(THREAD.state.delayed)
 
-    before = registered()
-    state = create(delayed())
-    heir = create(delayed())
-    assert registered() == before + 2
-    heir.inherit_state_from(state)  # one set of buffers for both
-    assert registered() == before + 1
+    state, heir = create(delayed()), create(delayed())
+    assert heir.inherit_state_from(state)  # one set of buffers for both
+    assert renewed() == 2
+    state.amax.fill_(2.0)
+    with nc.autocast(recipe=delayed()):
+        pass
+    assert heir.scale.tolist() == [224.0] * 3  # and renewed once
+    assert heir.amax_history[:, 0].tolist() == [0.0, 0.0, 0.0, 2.0]
     del state
-    assert registered() == before + 1
+    assert renewed() == 1
     del heir
-    assert registered() == before
+    assert renewed() == 0
 
 
 def test_rebuilding_for_new_roles_keeps_the_buffers() -> None:
@@ -152,6 +160,7 @@ def test_rebuilding_for_new_roles_keeps_the_buffers() -> None:
     assert heir.inherit_state_from(state)
     assert heir.scale is state.scale
     assert heir.amax_history is state.amax_history
+    assert heir.amax is state.amax
     inherited: Any = heir.make_quantizers()[1]
     assert float(inherited.amax) == 7.0
     with nc.autocast(recipe=delayed()):
@@ -205,7 +214,7 @@ def test_factory_sees_the_roles() -> None:
 
 
 def test_requested_state() -> None:
-    request = DelayedScalingRequest(amax_history_len=4, margin=1)
+    request = DelayedScalingRequest(amax_history_len=4, margin=1, initial_scale="one")
 
     def factory(role: QuantizerRole) -> Any:
         return nc.MXFP8Quantizer(E4M3) if role.tensor_type == "weight" else request
@@ -247,6 +256,7 @@ def test_differing_requests(field: str) -> None:
         "amax_compute_algo": "most_recent",
         "scaling_factor_compute_algo": print,
         "reduce_amax": False,
+        "initial_scale": "one",
     }
     other = DelayedScalingRequest(**{field: others[field]})
 

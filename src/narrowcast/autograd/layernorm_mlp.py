@@ -194,27 +194,31 @@ def _backward(
     grad_normalized: Tensor | None,
     scales: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the seven operands, in their order. Empties ``saved`` on the way, so that memory is freed."""
+    """Gradients of the seven operands, in their order. Lets go of what was saved on the way, so that it is freed."""
     fc1, fc2 = args.fc1, args.fc2
-    w2, x2 = _last(saved, fc2.saved_weight[0]), _last(saved, fc2.saved_input[0])
+    saved, w2 = _parted(saved, fc2.saved_weight[0])
+    saved, x2 = _parted(saved, fc2.saved_input[0])
     dw2, d_act, db2 = linear_backward(fc2, dy, x2, w2, scales[1])
     del w2, x2
     if d_act is None:
         return None, None, None, None, None, dw2, db2
-    w1, x1 = _last(saved, fc1.saved_weight[0]), _last(saved, fc1.saved_input[0])
-    dw1, grad, db1 = _fc1_backward(args, saved.pop(), x1, w1, d_act, scales[0])
-    del w1, x1, d_act
+    saved, w1 = _parted(saved, fc1.saved_weight[0])
+    saved, x1 = _parted(saved, fc1.saved_input[0])
+    inp, norm_weight, mean, rstd, fc1_out = saved
+    del saved
+    dw1, grad, db1 = _fc1_backward(args, fc1_out, x1, w1, d_act, scales[0])
+    del w1, x1, d_act, fc1_out
     if grad is None:
         return None, None, None, dw1, db1, dw2, db2
     if grad_normalized is not None:
         grad = grad + grad_normalized.reshape(grad.shape)
-    inp, norm_weight, mean, rstd = saved
     return (*norm_gradients(grad, inp, norm_weight, mean, rstd, args.norm), dw1, db1, dw2, db2)
 
 
-def _last(tensors: list[Any], count: int) -> list[Any]:
-    """The last ``count`` tensors, taken out of the list."""
-    return [tensors.pop() for _ in range(count)][::-1]
+def _parted(tensors: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+    """All but the last ``count`` tensors, and those."""
+    end = len(tensors) - count
+    return list(tensors[:end]), list(tensors[end:])
 
 
 def _fc1_backward(

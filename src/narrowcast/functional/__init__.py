@@ -6,7 +6,7 @@ from .activation import (
     act_backward_quantize,
     act_quantize,
 )
-from .delayed_scaling import calibrate_, read_scales, renew_delayed_scaling, renewed_scales
+from .delayed_scaling import calibrate_, read_scales, renew_delayed_scaling, renewed_scales, take_amaxes
 from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
 from .grouped_gemm import grouped_dequantize, grouped_gemm, grouped_mm
@@ -71,6 +71,7 @@ __all__ = [
     "scaled_act",
     "scaled_act_backward",
     "swizzle_scales",
+    "take_amaxes",
     "transpose_codes",
     "unpad_rows",
     "unswizzle_scales",

@@ -127,6 +127,26 @@ data flow through the result.
 """
 
 
+def _take_amaxes(amaxes: list[Tensor]) -> list[Tensor]:
+    if torch._C._current_graph_task_id() != -1:
+        return [torch.zeros_like(amax) for amax in amaxes]
+    collected = [amax.clone() for amax in amaxes]
+    torch._foreach_zero_(amaxes)
+    return collected
+
+
+def _take_amaxes_fake(amaxes: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(amax) for amax in amaxes]
+
+
+take_amaxes = define("take_amaxes(Tensor[] amaxes) -> Tensor[]", _take_amaxes, _take_amaxes_fake)
+"""What was collected, fp32 (n,) each, for a renewal by functions of the user; what is left are zeros.
+
+Inside a backward, which recomputes, it gives zeros, as if nothing had been collected, and leaves all as it is. The write
+is not declared, as in :data:`renewed_scales`.
+"""
+
+
 def _calibrate(x: Tensor, amax: Tensor, slot: int) -> None:
     taken = amax.view(-1)[slot : slot + 1].zero_()
     # a cast without outputs raises the amax and nothing else; its scale does not matter

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tracing import MADE_IN_GRAPH, traced_local
+from .._tracing import traced_local
 from ..autograd import DelayedScales
 from ..functional import read_scales
 from ..recipe import (
@@ -62,7 +62,6 @@ class DelayedLayer(RecipeOwner):
         """
         self._stage_names, self._delayed, self._renewed_by_root = stage_names, {}, False
         self._registered_with: Any = None
-        self._recipe_made_in_graph = False
         for prefix in stage_names:
             for direction, _, _ in _DIRECTIONS:
                 for buffer in _BUFFERS:
@@ -105,7 +104,8 @@ class DelayedLayer(RecipeOwner):
         recipe = state.recipe or state.calibrating
         if recipe is not None:
             self._keep_state_of(recipe)
-        if state.recipe is not None and self.training and starts_a_step():
+        keeps_scales = any(context.graph for context in state.entered)
+        if state.recipe is not None and not keeps_scales and self.training and starts_a_step():
             renew([self])
 
     @torch.no_grad()
@@ -130,15 +130,12 @@ class DelayedLayer(RecipeOwner):
 
     def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
         """:meth:`_keep_state` in traced and eager code alike, of all stages at once, before any is read."""
-        states = tuple((plan.forward_state, plan.backward_state) for plan in plans)
+        states = [(plan.forward_state, plan.backward_state) for plan in plans]
         if not torch.compiler.is_compiling():
             for prefix, (forward, backward) in zip(prefixes, states):
                 self._keep_state(prefix, forward, backward)
             return
         torch._dynamo.comptime.comptime(_keep_states_while_tracing)
-        if self._recipe_made_in_graph:  # of values that an equal one can be made of
-            described = [[_described(state) for state in pair] for pair in states]  # noqa: F841, the function reads it
-            torch._dynamo.comptime.comptime(_keep_described_states_while_tracing)
 
     def _state_device(self, prefix: str) -> torch.device:
         return self._weight_of_state(prefix).device
@@ -326,34 +323,5 @@ class DelayedLayer(RecipeOwner):
 
 def _keep_states_while_tracing(context: Any) -> None:
     layer, prefixes, states = (traced_local(context, name) for name in ("self", "prefixes", "states"))
-    unknown = any(state is MADE_IN_GRAPH for pair in states for state in pair)
-    layer.__dict__["_recipe_made_in_graph"] = (
-        unknown  # read by the traced code that follows, and by nobody else
-    )
-    if not unknown:
-        for prefix, (forward, backward) in zip(prefixes, states):
-            layer._keep_state(prefix, forward, backward)
-
-
-_DESCRIBED = (
-    "margin",
-    "fp8_format",
-    "amax_history_len",
-    "amax_compute_algo",
-    "scaling_factor_compute_algo",
-    "reduce_amax",
-    "initial_scale",
-)
-
-
-def _described(delayed: DelayedScaling | None) -> list[Any] | None:
-    return None if delayed is None else [getattr(delayed, name) for name in _DESCRIBED]
-
-
-def _keep_described_states_while_tracing(context: Any) -> None:
-    layer, prefixes, described = (traced_local(context, name) for name in ("self", "prefixes", "described"))
-    for prefix, pair in zip(prefixes, described):
-        forward, backward = (
-            None if values is None else DelayedScaling(**dict(zip(_DESCRIBED, values))) for values in pair
-        )
+    for prefix, (forward, backward) in zip(prefixes, states):
         layer._keep_state(prefix, forward, backward)

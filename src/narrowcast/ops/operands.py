@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._tracing import MADE_IN_GRAPH, traced_local
+from .._tracing import traced_local
 from ..quantizers import Operand
 from ..recipe import DelayedScaling, Recipe
 from ..roles import QuantizerRole
@@ -64,7 +64,7 @@ def _build(recipe: Recipe, roles: _Roles) -> OperationPlan:
 
 def _remember_while_tracing(context: Any) -> None:
     recipe, op = traced_local(context, "recipe"), traced_local(context, "op")
-    if recipe is not MADE_IN_GRAPH and op is not MADE_IN_GRAPH:
+    if recipe is not None and op is not None:
         # what fails here, traced code meets again, and raises where the user sees it
         with contextlib.suppress(Exception):
             roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._tracing import MADE_IN_GRAPH, traced_local
+from .._tracing import traced_local
 from ..quantizers import IdentityQuantizer, Operand
 from ..roles import QuantizerRole
 
@@ -77,19 +77,20 @@ def linear_plan(
     if recipe is None:
         return _IN_HIGH_PRECISION[flags]
     key = flags + recipe.plan_name(name)
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if compiling:
         torch._dynamo.comptime.comptime(_remember_while_tracing)
     plan = getattr(recipe, key, None)
     if plan is None:
         plan = _build(recipe, name, needs_input, needs_weight, save_original_input, hands_over)
-        if not torch.compiler.is_compiling():
+        if not compiling:
             object.__setattr__(recipe, key, plan)
     return plan
 
 
 def _remember_while_tracing(context: Any) -> None:
     recipe, key = traced_local(context, "recipe"), traced_local(context, "key")
-    if recipe is MADE_IN_GRAPH or getattr(recipe, key, None) is not None:
+    if recipe is None or hasattr(recipe, key):
         return
     names = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over")
     with contextlib.suppress(Exception):  # traced code meets it again, and raises it where the user sees it

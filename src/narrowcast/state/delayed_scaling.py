@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..functional import read_scales, renew_delayed_scaling, renewed_scales
+from ..functional import read_scales, renew_delayed_scaling, renewed_scales, take_amaxes
 from ..recipe import DelayedScaling, Mode
 
 
@@ -113,10 +113,10 @@ def asks_callables(recipe: DelayedScaling) -> bool:
 
 def _renew_with_callables(group: Sequence[DelayedSlots]) -> None:
     """Unlike the fused rule this one rolls unused tensors, too; but not in a step in which no tensor was used."""
-    recipe = group[0].recipe
-    used = torch.cat([slots.amax for slots in group]).any()
-    for slots in group:
-        collected = torch.cat([slots.amax[None], slots.amax_history[1:]])
+    recipe, amaxes = group[0].recipe, take_amaxes([slots.amax for slots in group])
+    used = torch.cat(amaxes).any()
+    for slots, amax in zip(group, amaxes):
+        collected = torch.cat([amax[None], slots.amax_history[1:]])
         scale, history = reference.delayed.update_always_roll(
             slots.scale,
             collected,
@@ -128,7 +128,6 @@ def _renew_with_callables(group: Sequence[DelayedSlots]) -> None:
         )
         slots.scale.copy_(torch.where(used, scale, slots.scale))
         slots.amax_history.copy_(torch.where(used, history, slots.amax_history))
-        slots.amax.zero_()
 
 
 def reduce_amax(owners: Iterable[DelayedState], group: Any = None) -> None:
