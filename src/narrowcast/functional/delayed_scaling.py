@@ -142,8 +142,8 @@ def _take_amaxes_fake(amaxes: list[Tensor]) -> list[Tensor]:
 take_amaxes = define("take_amaxes(Tensor[] amaxes) -> Tensor[]", _take_amaxes, _take_amaxes_fake)
 """What was collected, fp32 (n,) each, for a renewal by functions of the user; what is left are zeros.
 
-Inside a backward, which recomputes, it gives zeros, as if nothing had been collected, and leaves all as it is. The write
-is not declared, as in :data:`renewed_scales`.
+Inside a backward, which recomputes, it gives zeros, as if nothing had been collected, and leaves all as it is. The
+write is not declared, as in :data:`renewed_scales`.
 """
 
 
