@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import ActivationSettings, LayerNormMLPFwdArgs, activate, layernorm_mlp
+from ..autograd import ActivationSettings, LayerNormMLPFunction, LayerNormMLPFwdArgs, activate
 from ..layers import Stage, checked_input, parameter_device, positive
 from ..layers.norm import norm_settings
 from ..layers.parameters import parameter_dtype
@@ -187,7 +187,7 @@ class LayerNormMLP(NormLinearLayer):
             self.return_layernorm_output,
             forward_plans,
         )
-        return layernorm_mlp(
+        result = LayerNormMLPFunction.apply(
             inp,
             self.layer_norm_weight,
             self.layer_norm_bias,
@@ -197,6 +197,7 @@ class LayerNormMLP(NormLinearLayer):
             fc2_bias,
             args,
         )
+        return (result, None) if isinstance(result, Tensor) else result
 
 
 def _check_repeatable(plan: LinearPlan, name: str) -> None:
