@@ -15,9 +15,10 @@ export OMP_WAIT_POLICY ?= PASSIVE
 demo: $(VENV)/.installed-train
 	$(bin)/narrowcast demo $(DEMO_ARGS)
 
-# One thread per worker: more would only fight over the cores.
+# One thread per worker: more would only fight over the cores. A worker that is done takes tests from the other's end,
+# so that most files, and what their tests share, stay in one worker.
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(bin)/ruff check .

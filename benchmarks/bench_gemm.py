@@ -3,15 +3,13 @@
 Every contender is first compared with the bf16 product on a ragged and an even shape. Then the contenders of a shape
 are timed in turns over a ring of random operands larger than the cache; quantizing is not part of the time.
 `TFLOP/s` counts 2 x tokens x in x out; `vs_bf16` is the time of the bf16 product of the same kind over the contender's.
-With --sweep, other tile shapes are timed for the Triton GEMM.
 """
 
 from __future__ import annotations
 
 import statistics
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +17,8 @@ from harness import Row, parser, report, ring, runs_on_gpu, spread, time_in_turn
 from torch import Tensor
 
 import narrowcast as nc
-from narrowcast import functional, kernels
+from narrowcast import functional
 from narrowcast.testing import assert_close
-
-if kernels.AVAILABLE:
-    from narrowcast.kernels import gemm as triton_gemm
-    from narrowcast.kernels.launch import Launcher
 
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
 SHAPES = tuple(
@@ -147,67 +141,7 @@ def accumulations() -> dict[str, Contender]:
         "per-tensor, scaled_mm + add_": library("per-tensor", False),
         "per-tensor, fast, scaled_mm + add_": library("per-tensor", True),
         "128-block, scaled_mm + add_": library("128-block", False),
-        "per-tensor, Triton": in_kernel("per-tensor", False),
-        "per-tensor, fast, Triton": in_kernel("per-tensor", True),
-        "128-block, Triton": in_kernel("128-block", False),
     }
-
-
-def in_kernel(scaling: str, fast: bool) -> Contender:
-    """The Triton GEMM with the accumulating epilogue."""
-
-    def run(_: Tensor, case: Operands) -> None:
-        left, left_quantizer, right, right_quantizer = pair("wgrad", case, scaling)
-        a = left_quantizer._native_operand(left, True)
-        b = right_quantizer._native_operand(right, True)
-        accumulate = triton_gemm.accumulate_ if scaling == "per-tensor" else triton_gemm.accumulate_block_
-        accumulate(case.main_grad, a.data, a.scale, b.data, b.scale, fast_accumulation=fast)
-
-    return run
-
-
-@contextmanager
-def attributes(module: Any, **values: Any) -> Iterator[None]:
-    """The module with other attributes."""
-    saved = {name: getattr(module, name) for name in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            setattr(module, name, value)
-
-
-def with_settings(run: Contender, values: dict[str, Any]) -> Contender:
-    """The contender with other attributes of the Triton GEMM's module."""
-
-    def changed(x: Tensor, case: Operands) -> None:
-        with attributes(triton_gemm, **values):
-            run(x, case)
-
-    return changed
-
-
-def sweep() -> dict[str, Contender]:
-    """The Triton GEMM with other tiles, warps and stages."""
-    table: dict[str, Contender] = {}
-    for m, n, warps, stages in (
-        (128, 128, 4, 4), (128, 128, 8, 3), (128, 128, 8, 5), (128, 256, 8, 3), (256, 128, 8, 3), (64, 256, 4, 4),
-    ):  # fmt: skip
-        for scaling, fast in (("per-tensor", False), ("per-tensor", True), ("128-block", False)):
-            name = "_accumulate" if scaling == "per-tensor" else "_accumulate_block"
-            kernel = getattr(triton_gemm, name).kernel
-            values = {
-                "TILE_M": m,
-                "TILE_N": n,
-                "FAST_TILE_N": n,
-                name: Launcher(kernel, num_warps=warps, num_stages=stages),
-            }
-
-            label = f"{scaling}{', fast' if fast else ''}, Triton {m}x{n} w{warps} s{stages}"
-            table[label] = with_settings(in_kernel(scaling, fast), values)
-    return table
 
 
 def gate(table: dict[str, Contender]) -> None:
@@ -228,7 +162,7 @@ def gate(table: dict[str, Contender]) -> None:
 
 
 def measure(chosen: Namespace) -> list[Row]:
-    accumulating = accumulations() | (sweep() if chosen.sweep else {})
+    accumulating = accumulations()
     if not chosen.skip_gate:
         gate(accumulating)
     rows: list[Row] = []
@@ -261,9 +195,7 @@ def summarize(shape: tuple[int, int, int], kind: str, times: dict[str, list[floa
 
 
 def main() -> None:
-    flags = parser(__doc__)
-    flags.add_argument("--sweep", action="store_true", help="time other tile shapes of the Triton GEMM too")
-    chosen = flags.parse_args()
+    chosen = parser(__doc__).parse_args()
     if runs_on_gpu(chosen):
         torch.manual_seed(0)
         report("gemm", measure(chosen), chosen)

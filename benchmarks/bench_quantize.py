@@ -51,14 +51,14 @@ def kernel_table(module: ModuleType, device: str) -> Table:
     seed = torch.tensor([SEED], device=device)
     both = {"rowwise": True, "columnwise": True}
     block = {**both, "power_2": True, "epsilon": 0.0}
-    float8, float8_block, mxfp8, nvfp4 = module.float8, module.float8_block, module.mxfp8, module.nvfp4
+    float8, float8_block, mx, nvfp4 = module.float8, module.float8_block, module.mx, module.nvfp4
     runs: dict[str, Callable[[Tensor], Any]] = {
         "fp8 given scale + amax": lambda x: float8.quantize(x, scale, E4M3, amax=amax, **both),
         "fp8 current": lambda x: float8.quantize_current(x, E4M3, power_2=False, epsilon=0.0, **both),
         "fp8 128-block 1-D": lambda x: float8_block.quantize(x, E4M3, block_dim=1, **block),
         "fp8 128-block 2-D": lambda x: float8_block.quantize(x, E4M3, block_dim=2, **block),
-        "mxfp8 1-D": lambda x: mxfp8.quantize(x, E4M3, **both),
-        "mxfp8 2-D": lambda x: mxfp8.quantize(x, E4M3, two_d=True, **both),
+        "mxfp8 1-D": lambda x: mx.quantize(x, E4M3, **both),
+        "mxfp8 2-D": lambda x: mx.quantize(x, E4M3, two_d=True, **both),
         "nvfp4 1-D": lambda x: nvfp4.quantize(x, **both),
         "nvfp4 2-D": lambda x: nvfp4.quantize(x, two_d=True, **both),
         "nvfp4 RHT": lambda x: nvfp4.quantize(x, rht=True, **both),
@@ -130,7 +130,7 @@ VARIANTS = (
         for warps, registers in ((4, 128), (8, None), (8, 80))
     ),
     *(
-        Variant("mxfp8 1-D", "mxfp8", "_two_warps", warps, registers)
+        Variant("mxfp8 1-D", "mx", "_two_warps", warps, registers)
         for warps, registers in ((1, None), (1, 96), (2, None), (4, None))
     ),
     *(

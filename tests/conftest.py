@@ -7,11 +7,13 @@ import random
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from covering import covering
 
 if not torch.cuda.is_available():  # before anything imports Triton, which reads it once
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -21,18 +23,50 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--threads", type=int, default=1, help="CPU threads of PyTorch in each test process (default 1)"
     )
+    parser.addoption(
+        "--full-matrix",
+        action="store_true",
+        help="run every combination of the tests marked covering, not only one for every two values",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(config.getoption("--threads"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # after -k and -m: what they leave is what must hold every pair
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing = {"gpu": _missing_gpu(), "inductor": _missing_compiler()}
     for item in items:
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if not config.getoption("--full-matrix"):
+        _thin_out(config, items)
+
+
+def _thin_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each test marked ``covering(strength)`` keep combinations that hold every two, or each, of their values."""
+    matrices: dict[Any, list[pytest.Function]] = {}
+    for item in items:
+        marker = item.get_closest_marker("covering")
+        if marker is not None and isinstance(item, pytest.Function):
+            matrices.setdefault((item.path, item.originalname, *marker.args), []).append(item)
+    unneeded: set[pytest.Item] = set()
+    for (_, _, *strength), combinations in matrices.items():
+        rows = [tuple(map(_value_key, one.callspec.params.values())) for one in combinations]
+        unneeded |= set(combinations) - {combinations[index] for index in covering(rows, *strength)}
+    config.hook.pytest_deselected(items=[item for item in items if item in unneeded])
+    items[:] = [item for item in items if item not in unneeded]
+
+
+def _value_key(value: Any) -> Hashable:
+    """What tells a parameter from the others: its value, or which object it is where values cannot be compared."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value
 
 
 def _missing_gpu() -> str | None:

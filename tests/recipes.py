@@ -32,3 +32,8 @@ RECIPES: dict[str, nc.recipe.Recipe | None] = {
     "custom": nc.recipe.CustomRecipe(qfactory=mixed_factory, emulate=EMULATE),
 }
 QUANTIZED = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}
+# Formats that differ from those above in their codecs and layouts alone, and so run in fewer of the layers' tests.
+MORE_FORMATS: dict[str, nc.recipe.Recipe] = {
+    "mxfp6": nc.recipe.MXFP6BlockScaling(emulate=EMULATE),
+    "mxfp4": nc.recipe.MXFP4BlockScaling(emulate=EMULATE),
+}

@@ -10,9 +10,23 @@ import pytest
 import torch
 
 from narrowcast import formats
-from narrowcast.formats import E2M1, E4M3, E5M2, E8M0, DType, ElementFormat, cdiv, round_to_float32, round_up
+from narrowcast.formats import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    DType,
+    ElementFormat,
+    Layout,
+    cdiv,
+    round_to_float32,
+    round_up,
+)
 
-ELEMENTS = [E4M3, E5M2, E2M1]
+ELEMENTS = [E4M3, E5M2, E2M1, E2M3, E3M2]
+LAYOUTS = {name: record for name, record in vars(formats).items() if isinstance(record, Layout)}
 
 
 def _bits(value: float) -> int:
@@ -50,6 +64,8 @@ def test_published_values() -> None:
     assert (E4M3.max, E4M3.min_normal, E4M3.min_subnormal) == (448.0, 2.0**-6, 2.0**-9)
     assert (E5M2.max, E5M2.min_normal, E5M2.min_subnormal) == (57344.0, 2.0**-14, 2.0**-16)
     assert (E2M1.max, E2M1.min_normal, E2M1.min_subnormal) == (6.0, 1.0, 0.5)
+    assert (E2M3.max, E2M3.min_normal, E2M3.min_subnormal) == (7.5, 1.0, 0.125)
+    assert (E3M2.max, E3M2.min_normal, E3M2.min_subnormal) == (28.0, 0.25, 0.0625)
     assert [_decode(code, E2M1) for code in range(8)] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     assert (E8M0.bias, E8M0.max_code, E8M0.nan_code) == (127, 254, 255)
 
@@ -65,7 +81,14 @@ def test_torch_dtype_has_the_same_codes(fmt: ElementFormat) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fmt", "name"), [(E4M3, "float8_e4m3fn"), (E5M2, "float8_e5m2"), (E2M1, "float4_e2m1fn")]
+    ("fmt", "name"),
+    [
+        (E4M3, "float8_e4m3fn"),
+        (E5M2, "float8_e5m2"),
+        (E2M1, "float4_e2m1fn"),
+        (E2M3, "float6_e2m3fn"),
+        (E3M2, "float6_e3m2fn"),
+    ],
 )
 def test_ml_dtypes_agrees(fmt: ElementFormat, name: str) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -94,9 +117,12 @@ def test_dtype_names_map_to_formats() -> None:
         DType.kFloat8E4M3: E4M3,
         DType.kFloat8E5M2: E5M2,
         DType.kFloat4E2M1: E2M1,
+        DType.kFloat6E2M3: E2M3,
+        DType.kFloat6E3M2: E3M2,
     } == formats.ELEMENT_FORMATS
     assert [member.name for member in DType] == [
         "kByte", "kInt32", "kFloat32", "kFloat16", "kBFloat16", "kFloat8E4M3", "kFloat8E5M2", "kFloat4E2M1",
+        "kFloat6E2M3", "kFloat6E3M2",
     ]  # fmt: skip
     assert DType(int(DType.kFloat8E5M2)) is DType.kFloat8E5M2
 
@@ -124,4 +150,32 @@ def test_the_module_imports_no_torch() -> None:
     tree = ast.parse(Path(formats.__file__).read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"enum", "math", "struct", "dataclasses"}
+    assert imported == {"enum", "math", "struct", "dataclasses", "typing"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_tells_its_shapes_both_ways(name: str) -> None:
+    layout = LAYOUTS[name]
+    assert layout.attributes(False) and layout.attributes(True)
+    if name == "HYBRID":
+        assert not any(buffer.shape for buffer in layout.buffers)
+        return
+    for shape in ((256, 128), (2, 128, 384)):
+        described = layout.describe(shape, True, True)
+        assert list(described) == [buffer.attribute for buffer in layout.buffers]
+        flat = (math.prod(shape[:-1]), shape[-1])
+        for columnwise in (False, True):
+            one = layout.describe(shape, not columnwise, columnwise)
+            assert tuple(one) == layout.attributes(columnwise)
+            data = next(buffer for buffer in layout.buffers if buffer.attribute == next(iter(one)))
+            assert data.logical_shape(one[data.attribute][0]) in (shape, flat)
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.scale_group != (0, 0)])
+def test_scales_cover_their_groups(name: str) -> None:
+    """Of a shape that needs no padding, there is one scale per group of elements and of rows that share none."""
+    layout, shape = LAYOUTS[name], (512, 1024)
+    rows, columns = layout.scale_group
+    described = layout.describe(shape, True, False)
+    scale = list(described.values())[1][0]
+    assert math.prod(scale) == shape[0] * shape[1] // (rows * columns)

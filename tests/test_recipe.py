@@ -19,6 +19,8 @@ from narrowcast.recipe import (
     Float8CurrentScaling,
     Format,
     MMParams,
+    MXFP4BlockScaling,
+    MXFP6BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -57,6 +59,8 @@ KINDS = [
     MXFP8BlockScaling,
     Float8BlockScaling,
     NVFP4BlockScaling,
+    MXFP6BlockScaling,
+    MXFP4BlockScaling,
     CustomRecipe,
 ]
 ATTENTION = {"fp8_dpa": False, "fp8_mha": False}
@@ -86,6 +90,20 @@ DEFAULTS: dict[type[Recipe], dict[str, Any]] = {
     MXFP8BlockScaling: {
         "margin": 0,
         "fp8_format": Format.E4M3,
+        **ATTENTION,
+        "backward_override": None,
+        "enable_2d_quantization": False,
+        "emulate": False,
+    },
+    MXFP6BlockScaling: {
+        "forward_format": Format.E2M3,
+        "backward_format": Format.E3M2,
+        **ATTENTION,
+        "backward_override": None,
+        "enable_2d_quantization": False,
+        "emulate": False,
+    },
+    MXFP4BlockScaling: {
         **ATTENTION,
         "backward_override": None,
         "enable_2d_quantization": False,
@@ -158,7 +176,14 @@ def test_parameters_default_values() -> None:
 
 @pytest.mark.parametrize(
     "name, maxima",
-    [("E2M1", (6, 6)), ("E4M3", (448, 448)), ("E5M2", (57344, 57344)), ("HYBRID", (448, 57344))],
+    [
+        ("E2M1", (6, 6)),
+        ("E2M3", (7.5, 7.5)),
+        ("E3M2", (28, 28)),
+        ("E4M3", (448, 448)),
+        ("E5M2", (57344, 57344)),
+        ("HYBRID", (448, 57344)),
+    ],
 )
 def test_format_maxima(name: str, maxima: tuple[float, float]) -> None:
     assert (Format[name].max_fwd, Format[name].max_bwd) == maxima
@@ -188,6 +213,8 @@ def test_alignment_of_grouped_rows() -> None:
         DelayedScaling: 16,
         Float8CurrentScaling: 16,
         MXFP8BlockScaling: 32,
+        MXFP6BlockScaling: 32,
+        MXFP4BlockScaling: 32,
         Float8BlockScaling: 16,
         NVFP4BlockScaling: 128,
         CustomRecipe: 128,
@@ -281,10 +308,22 @@ def test_block_dims(dims: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("two_d", [False, True])
-def test_mxfp8_two_d_is_for_weights(two_d: bool) -> None:
-    made = quantizers(MXFP8BlockScaling(enable_2d_quantization=two_d))
+@pytest.mark.parametrize("kind", [MXFP8BlockScaling, MXFP6BlockScaling, MXFP4BlockScaling])
+def test_mx_two_d_is_for_weights(kind: type[Recipe], two_d: bool) -> None:
+    made = quantizers(make(kind, enable_2d_quantization=two_d))
     tiles = {name: q.with_2d_quantization for name, q in made.items()}  # type: ignore[attr-defined]
     assert tiles == {"input": False, "weight": two_d, "grad_output": False}
+
+
+def test_mxfp6_formats_by_direction() -> None:
+    for forward, backward in ((Format.E2M3, Format.E3M2), (Format.E3M2, Format.E2M3)):
+        made = quantizers(MXFP6BlockScaling(forward_format=forward, backward_format=backward))
+        elements = {name: q.dtype.name for name, q in made.items()}  # type: ignore[attr-defined]
+        assert elements == {
+            "input": f"kFloat6{forward.value}",
+            "weight": f"kFloat6{forward.value}",
+            "grad_output": f"kFloat6{backward.value}",
+        }
 
 
 NVFP4_FIELDS = ("with_rht", "with_post_rht_amax", "with_2d_quantization", "stochastic_rounding")
@@ -353,6 +392,8 @@ CHANGES: dict[type[Recipe], list[dict[str, Any]]] = {
         {"backward_override": "dequantized"},
     ],
     MXFP8BlockScaling: [{"fp8_format": Format.HYBRID}, {"enable_2d_quantization": True}],
+    MXFP6BlockScaling: [{"forward_format": Format.E3M2}, {"enable_2d_quantization": True}],
+    MXFP4BlockScaling: [{"enable_2d_quantization": True}, {"backward_override": "dequantized"}],
     Float8BlockScaling: [{"use_f32_scales": True}, {"w_block_scaling_dim": 1}],
     NVFP4BlockScaling: [{"disable_rht": True}, {"nvfp4_4over6": "weights"}, {"nvfp4_4over6_err_mode": "MSE"}],
     CustomRecipe: [{"qfactory": other_factory}, {"quantization_alignment": 16}],
@@ -490,6 +531,8 @@ BAD: list[tuple[type[Recipe], dict[str, Any], str]] = [
     (DelayedScaling, {"initial_scale": 1.0}, "initial_scale is 1.0; use 'range' or 'one'"),
     (DelayedScaling, {"scaling_factor_compute_algo": "max"}, "scaling_factor_compute_algo is 'max'"),
     (MXFP8BlockScaling, {"margin": 1}, "margin=1"),
+    (MXFP6BlockScaling, {"forward_format": Format.E4M3}, "forward_format=Format.E4M3; use Format.E2M3 or"),
+    (MXFP6BlockScaling, {"backward_format": Format.HYBRID}, "backward_format=Format.HYBRID; use Format.E2M3"),
     (Float8BlockScaling, {"x_block_scaling_dim": 2}, "two 128x128-scaled operands"),
     (Float8BlockScaling, {"grad_block_scaling_dim": 2}, "two 128x128-scaled operands"),
     (

@@ -1,6 +1,6 @@
 """narrowcast: low-precision training for PyTorch that compiles."""
 
-from . import custom_recipes, dynamo, nn, recipe, state
+from . import custom_recipes, dynamo, nn, ops, recipe, state
 from ._device import (
     get_device_compute_capability,
     is_bf16_available,
@@ -12,13 +12,15 @@ from ._device import (
 from ._version import __version__
 from .formats import DType
 from .layers import get_recipes, reduce_delayed_scaling, set_recipe
-from .nn import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from .nn import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     HybridQuantizer,
     IdentityQuantizer,
+    MXFP4Quantizer,
+    MXFP6Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -44,6 +46,10 @@ from .tensors import (
     HybridQuantizedTensorStorage,
     IdentityTensor,
     IdentityTensorStorage,
+    MXFP4Tensor,
+    MXFP4TensorStorage,
+    MXFP6Tensor,
+    MXFP6TensorStorage,
     MXFP8Tensor,
     MXFP8TensorStorage,
     NVFP4Tensor,
@@ -78,6 +84,12 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MXFP4Quantizer",
+    "MXFP4Tensor",
+    "MXFP4TensorStorage",
+    "MXFP6Quantizer",
+    "MXFP6Tensor",
+    "MXFP6TensorStorage",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",

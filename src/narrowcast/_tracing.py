@@ -13,22 +13,30 @@ from typing import Any
 
 
 def traced_local(context: Any, name: str) -> Any:
-    """The object that a local variable of the traced function stands for; an equal one for a value made in the graph.
+    """The object that a local variable of the traced function stands for; of records made in the graph, an equal one.
 
-    None where that has parts that are no constants.
+    None where that has parts which are neither constants nor found outside of the graph.
     """
     variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    with contextlib.suppress(NotImplementedError):
+        return _real(variable, context._i_will_not_complain_if_bc_breaks_InstructionTranslator())
+    return None
+
+
+def _real(variable: Any, translator: Any) -> Any:
     if hasattr(variable, "realize"):
         variable = variable.realize()
     if variable.is_python_constant():
         return variable.as_python_constant()
+    # a tuple or list that the traced code put together
+    if isinstance(getattr(variable, "items", None), list):
+        return [_real(item, translator) for item in variable.items]
+    if hasattr(variable, "get_function"):
+        return variable.get_function()
     if getattr(variable, "source", None) is not None:
         return variable.value
-    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    kind: Any = variable.python_type()
-    with contextlib.suppress(NotImplementedError):
-        if dataclasses.is_dataclass(kind):
-            names = [field.name for field in dataclasses.fields(kind)]
-            parts = [variable.var_getattr(translator, part).as_python_constant() for part in names]
-            return kind(**dict(zip(names, parts)))
-    return None
+    kind = variable.python_type()
+    if not dataclasses.is_dataclass(kind):
+        raise NotImplementedError
+    names = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{name: _real(variable.var_getattr(translator, name), translator) for name in names})

@@ -1,4 +1,9 @@
-"""Formats as data: frozen records of the element and scale formats, and the constants the quantizers share.
+"""Formats as data: frozen records of element formats, scale formats and tensor layouts, and shared constants.
+
+A tensor format is told by three records. An :class:`ElementFormat` says what a code means. A :class:`ScaleFormat` says
+what a scale byte means. A :class:`Layout` says which buffers a quantized tensor consists of, how large each is for a
+matrix [M, K], and how they are read back; storages, tensors, ``TensorProto``, the operators' fakes and the decoding of
+GEMM operands all read that one record.
 
 Nothing here computes on tensors; the algorithms in ``reference`` and ``kernels`` read these records, so a
 format's published values are written down once.
@@ -7,7 +12,8 @@ format's published values are written down once.
 import enum
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 
 class DType(enum.IntEnum):
@@ -21,6 +27,8 @@ class DType(enum.IntEnum):
     kFloat8E4M3 = 7
     kFloat8E5M2 = 8
     kFloat4E2M1 = 10
+    kFloat6E2M3 = 11
+    kFloat6E3M2 = 12
 
 
 def round_to_float32(value: float) -> float:
@@ -137,15 +145,41 @@ E2M1 = ElementFormat(
     torch_dtype=None,
     dtype=DType.kFloat4E2M1,
 )
+E2M3 = ElementFormat(
+    name="e2m3",
+    bits=6,
+    exponent_bits=2,
+    mantissa_bits=3,
+    bias=1,
+    max=7.5,
+    max_reciprocal=round_to_float32(1.0 / 7.5),
+    has_infinity=False,
+    nan_codes=(),
+    torch_dtype=None,
+    dtype=DType.kFloat6E2M3,
+)
+E3M2 = ElementFormat(
+    name="e3m2",
+    bits=6,
+    exponent_bits=3,
+    mantissa_bits=2,
+    bias=3,
+    max=28.0,
+    max_reciprocal=round_to_float32(1.0 / 28.0),
+    has_infinity=False,
+    nan_codes=(),
+    torch_dtype=None,
+    dtype=DType.kFloat6E3M2,
+)
 E8M0 = ScaleFormat(name="e8m0", bits=8, bias=127, max_code=254, nan_code=255)
 
-ELEMENT_FORMATS: dict[DType, ElementFormat] = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E2M1)}
+ELEMENT_FORMATS: dict[DType, ElementFormat] = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E2M1, E2M3, E3M2)}
 
 FLT_MAX = float.fromhex("0x1.FFFFFEp127")
 BF16_MAX = float.fromhex("0x1.FEp127")
 FP16_MAX = 65504.0
 
-MXFP8_BLOCK = 32
+MX_BLOCK = 32
 FLOAT8_BLOCK = 128
 NVFP4_BLOCK = 16
 
@@ -168,3 +202,264 @@ def cdiv(a: int, b: int) -> int:
 def round_up(a: int, multiple: int) -> int:
     """``a`` rounded up to a multiple of ``multiple`` (symbolic sizes allowed)."""
     return (a + multiple - 1) // multiple * multiple
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One dim of a buffer as a rule: ``round_up(cdiv(size, group), multiple) * bits / 8``.
+
+    Args:
+        size: which size it follows: "M", "K", "1" (always one), or "lead" (the leading dims of the tensor as they are).
+        group: elements of the matrix that share one entry, as for scales.
+        multiple: what the number of entries is padded to.
+        bits: storage bits of one entry, 8 for a byte.
+    """
+
+    size: Literal["lead", "M", "K", "1"]
+    group: int = 1
+    multiple: int = 1
+    bits: int = 8
+
+    def of(self, size: int) -> int:
+        """Entries of the buffer's dim for a matrix that has ``size`` in it (symbolic sizes allowed)."""
+        if self.group > 1:
+            size = cdiv(size, self.group)
+        if self.multiple > 1:
+            size = round_up(size, self.multiple)
+        return size if self.bits == 8 else size * self.bits // 8
+
+    def undo(self, entries: int) -> int:
+        """The size, padding included, behind that many entries of packed codes."""
+        return entries if self.bits == 8 else entries * 8 // self.bits
+
+
+Direction = Literal["rowwise", "columnwise", "both"]
+_SIDES: dict[Direction, tuple[bool, bool]] = {
+    "rowwise": (True, False),
+    "columnwise": (False, True),
+    "both": (True, True),
+}
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One buffer of a quantized tensor.
+
+    Args:
+        attribute: its name on the storage.
+        argument: its name in the storage's constructor.
+        direction: the direction that it belongs to; a buffer of "both" exists where either does.
+        dtype: name of its torch dtype; "" for that of the tensor.
+        shape: rules of its dims; none where another format decides.
+    """
+
+    attribute: str
+    argument: str
+    direction: Direction
+    dtype: str
+    shape: tuple[Extent, ...] = ()
+
+    def of_direction(self, columnwise: bool) -> bool:
+        """Whether the operand of that direction reads it."""
+        return _SIDES[self.direction][columnwise]
+
+    def of_usage(self, rowwise: bool, columnwise: bool) -> bool:
+        """Whether a tensor that has these directions has it."""
+        with_rows, with_columns = _SIDES[self.direction]
+        return (rowwise and with_rows) or (columnwise and with_columns)
+
+    def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the buffer for a tensor of ``shape`` (symbolic sizes allowed)."""
+        rows = 1
+        for size in shape[:-1]:
+            rows = rows * size
+        sizes: list[int] = []
+        for extent in self.shape:
+            if extent.size == "lead":
+                sizes += shape[:-1]
+            else:
+                sizes.append(extent.of({"M": rows, "K": shape[-1], "1": 1}[extent.size]))
+        return tuple(sizes)
+
+    def logical_shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the tensor whose data have these ``sizes``; packed data tell it up to their padding."""
+        first, last = self.shape
+        if first.size == "K":  # transposed: the leading dims follow
+            lead = sizes[1:] if last.size == "lead" else (last.undo(sizes[1]),)
+            return (*lead, first.undo(sizes[0]))
+        return (*sizes[:-1], last.undo(sizes[-1]))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a quantized tensor of one format consists of, and how it is read.
+
+    Args:
+        buffers: in the order of flattening; of each direction, data come first and their scales second.
+        minimum_rank: the fewest dims that a tensor to quantize has.
+        scale_group: (rows, columns) of the elements that share a scale row-wise; (0, 0) for one scale of the tensor.
+        decoders: functions of ``reference.dequantize`` and ``kernels.dequantize``, row-wise and column-wise, that give
+            the values in the logical orientation.
+        native: how the tensor cores' GEMM scales an operand, in the words of ``functional.NativeOperand``; "" where no
+            GPU's GEMM takes the format.
+        grouped: how groups lie in the buffers of grouped operators: "tensor", "padded", or "split", each by itself.
+    """
+
+    buffers: tuple[Buffer, ...] = ()
+    minimum_rank: int = 1
+    scale_group: tuple[int, int] = (0, 0)
+    decoders: tuple[str, str] = ("", "")
+    native: str = ""
+    grouped: Literal["tensor", "padded", "split"] = "split"
+
+    def attributes(self, columnwise: bool) -> tuple[str, ...]:
+        """Attributes that make up the operand of one direction, data first."""
+        return tuple(buffer.attribute for buffer in self.buffers if buffer.of_direction(columnwise))
+
+    def describe(
+        self, shape: tuple[int, ...], rowwise: bool, columnwise: bool
+    ) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype name of every buffer of a tensor, by attribute, in the order of flattening.
+
+        Args:
+            shape: of the tensor, rank at least ``minimum_rank``; symbolic sizes allowed.
+            rowwise, columnwise: its directions.
+        """
+        return {
+            buffer.attribute: (buffer.sizes(shape), buffer.dtype)
+            for buffer in self.buffers
+            if buffer.of_usage(rowwise, columnwise)
+        }
+
+
+_LEAD, _M, _K, _ONE = Extent("lead"), Extent("M"), Extent("K"), Extent("1")
+_LOGICAL, _TRANSPOSED = (_LEAD, _K), (_K, _LEAD)
+
+
+def _one_direction_each(
+    data: tuple[tuple[Extent, ...], tuple[Extent, ...]],
+    scales: tuple[tuple[Extent, ...], tuple[Extent, ...]],
+    scale_dtype: str = "uint8",
+) -> tuple[Buffer, ...]:
+    """Data and scales of each direction, shapes given row-wise first: what all block-scaled formats consist of."""
+    sides: tuple[Direction, Direction] = ("rowwise", "columnwise")
+    return tuple(
+        buffer
+        for side, of_data, of_scales in zip(sides, data, scales)
+        for buffer in (
+            Buffer(f"_{side}_data", f"{side}_data", side, "uint8", of_data),
+            Buffer(f"_{side}_scale_inv", f"{side}_scale_inv", side, scale_dtype, of_scales),
+        )
+    )
+
+
+def _packed(bits: int, block: int) -> tuple[tuple[Extent, ...], tuple[Extent, ...]]:
+    """Data of sub-byte codes: packed along the contraction, zero-padded to whole blocks, column-wise transposed."""
+    return (_LEAD, Extent("K", 1, block, bits)), (_K, Extent("M", 1, block, bits))
+
+
+def _tensor_core_scales(outer: Literal["M", "K"], inner: Literal["M", "K"], block: int) -> tuple[Extent, ...]:
+    """Scales as the block-scaled tensor cores tile them: one row per row of the operand, one column per block."""
+    return Extent(outer, 1, SCALE_TILE_ROWS), Extent(inner, block, SCALE_TILE_COLUMNS)
+
+
+FLOAT8 = Layout(
+    buffers=(
+        Buffer("_data", "data", "rowwise", "uint8", _LOGICAL),
+        Buffer("_transpose", "data_transpose", "columnwise", "uint8", _TRANSPOSED),
+        Buffer("_scale_inv", "fp8_scale_inv", "both", "float32", (_ONE,)),
+    ),
+    decoders=("float8", "float8_transpose"),
+    native="tensor",
+    grouped="tensor",
+)
+FLOAT8_BLOCK_1D = Layout(
+    buffers=_one_direction_each(
+        (_LOGICAL, _TRANSPOSED),
+        (
+            (Extent("K", FLOAT8_BLOCK), Extent("M", 1, FLOAT8_BLOCK_SCALE_ALIGNMENT)),
+            (Extent("M", FLOAT8_BLOCK), Extent("K", 1, FLOAT8_BLOCK_SCALE_ALIGNMENT)),
+        ),
+        "float32",
+    ),
+    minimum_rank=2,
+    scale_group=(1, FLOAT8_BLOCK),
+    decoders=("float8_block_rowwise", "float8_block_columnwise"),
+    native="1x128",
+    grouped="padded",
+)
+FLOAT8_BLOCK_2D = replace(
+    FLOAT8_BLOCK_1D,
+    buffers=_one_direction_each(
+        (_LOGICAL, _TRANSPOSED),
+        (
+            (Extent("M", FLOAT8_BLOCK), Extent("K", FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT)),
+            (Extent("K", FLOAT8_BLOCK), Extent("M", FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT)),
+        ),
+        "float32",
+    ),
+    scale_group=(FLOAT8_BLOCK, FLOAT8_BLOCK),
+    native="128x128",
+)
+MXFP8 = Layout(
+    buffers=_one_direction_each(
+        (
+            _LOGICAL,
+            _LOGICAL,
+        ),  # column-wise data keep the logical orientation, so their scales lie the other way round
+        (
+            _tensor_core_scales("M", "K", MX_BLOCK),
+            (Extent("M", MX_BLOCK, SCALE_TILE_COLUMNS), Extent("K", 1, SCALE_TILE_ROWS)),
+        ),
+    ),
+    minimum_rank=2,
+    scale_group=(1, MX_BLOCK),
+    decoders=("mxfp8_rowwise", "mxfp8_columnwise"),
+    grouped="padded",
+)
+MXFP6 = Layout(
+    buffers=_one_direction_each(
+        _packed(6, MX_BLOCK),
+        (_tensor_core_scales("M", "K", MX_BLOCK), _tensor_core_scales("K", "M", MX_BLOCK)),
+    ),
+    minimum_rank=2,
+    scale_group=(1, MX_BLOCK),
+    decoders=("mx_packed_rowwise", "mx_packed_columnwise"),
+)
+MXFP4 = replace(
+    MXFP6,
+    buffers=_one_direction_each(
+        _packed(4, MX_BLOCK),
+        (_tensor_core_scales("M", "K", MX_BLOCK), _tensor_core_scales("K", "M", MX_BLOCK)),
+    ),
+)
+NVFP4 = Layout(
+    buffers=(
+        *_one_direction_each(
+            _packed(4, NVFP4_BLOCK),
+            (_tensor_core_scales("M", "K", NVFP4_BLOCK), _tensor_core_scales("K", "M", NVFP4_BLOCK)),
+        ),
+        Buffer("_amax_rowwise", "amax_rowwise", "rowwise", "float32", (_ONE,)),
+        Buffer("_amax_columnwise", "amax_columnwise", "columnwise", "float32", (_ONE,)),
+    ),
+    minimum_rank=2,
+    scale_group=(1, NVFP4_BLOCK),
+    decoders=("nvfp4_rowwise", "nvfp4_columnwise"),
+)
+NVFP4_ROW_SCALED = replace(
+    NVFP4,
+    buffers=(
+        *NVFP4.buffers[:-2],
+        Buffer("_amax_rowwise", "amax_rowwise", "rowwise", "float32", (_M,)),
+        Buffer("_amax_columnwise", "amax_columnwise", "columnwise", "float32", (_K,)),
+    ),
+)
+IDENTITY = Layout(buffers=(Buffer("_hp_data", "hp_data", "both", "", _LOGICAL),), native="plain")
+# Three buffers per direction, in the order of that direction's own format; those it lacks hold no elements.
+HYBRID = Layout(
+    buffers=tuple(
+        Buffer(f"_{side}_{index}", f"{side}_{index}", side, "")
+        for side in ("rowwise", "columnwise")
+        for index in range(3)
+    )
+)

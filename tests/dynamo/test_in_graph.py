@@ -226,6 +226,43 @@ def test_a_registered_subclass_compiles_with_its_own_knob() -> None:
     assert not torch.equal(run(x, quantizer), run(x, quantizer.replace(halve=False)))
 
 
+def namesake(module: str, factor: float) -> type[nc.Quantizer]:
+    """A registered class called Namesake of that module, which multiplies before it encodes."""
+
+    class Namesake(nc.Float8CurrentScalingQuantizer):
+        def _encode(self, numerics: Any, x: torch.Tensor, seed: torch.Tensor | None) -> list[torch.Tensor]:
+            return super()._encode(numerics, x * factor, seed)
+
+    named = type("Namesake", (Namesake,), {"__module__": module, "__qualname__": "Namesake"})
+    return register_value_opaque_quantizer(named)
+
+
+def test_classes_of_one_name_stay_apart_in_a_graph() -> None:
+    """From two modules, and one defined twice: nothing takes one for the other."""
+    quantizers = [namesake(module, factor)(E4M3) for module, factor in (("one", 1), ("two", 2), ("two", 4))]  # type: ignore[call-arg]
+    x = normal((32, 32), BF16)
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        return [quantizer.quantize(x).dequantize() for quantizer in quantizers]
+
+    results = run(x)
+    for ours, theirs in zip(compiled(run)(x), results, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(results[0], results[1]) and not torch.equal(results[1], results[2])
+    assert len({quantizer._value_text() for quantizer in quantizers}) == 3
+
+
+def test_a_class_defined_again_is_not_swapped_into_a_hybrid() -> None:
+    x, other = normal((32, 32), BF16), nc.MXFP8Quantizer(E4M3)
+    first = namesake("notebook", 2)(E4M3)  # type: ignore[call-arg]
+    hybrid = nc.HybridQuantizer(rowwise_quantizer=first, columnwise_quantizer=other)
+    expected = hybrid.quantize(x).dequantize()
+    again = namesake("notebook", 8)(E4M3)  # type: ignore[call-arg]
+    assert torch.equal(hybrid.replace().quantize(x).dequantize(), expected)
+    assert torch.equal(compiled(lambda x: hybrid.quantize(x).dequantize())(x), expected)
+    assert nc.HybridQuantizer(rowwise_quantizer=again, columnwise_quantizer=other) != hybrid
+
+
 @pytest.mark.parametrize("quantizer", [Plain(E4M3), delayed()], ids=["subclass", "delayed"])
 def test_an_unregistered_quantizer_is_named(quantizer: nc.Quantizer) -> None:
     name = type(quantizer).__name__

@@ -385,16 +385,12 @@ def test_native_bias(name: str, dtype: torch.dtype, bias_dtype: torch.dtype) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("in_kernel", [False, True], ids=["added", "epilogue"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(256, 128, 384), (64, 48, 256), (1, 1, 1), (1000, 130, 520), (0, 16, 32)]
 )
 @pytest.mark.parametrize("name", ["gemm_fp8_current_hybrid", "gemm_fp8_block_pow2", "gemm_fp8_block_fp32"])
-def test_native_accumulation(
-    name: str, m: int, n: int, k: int, dtype: torch.dtype, in_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gemm_module, "ACCUMULATE_IN_KERNEL", in_kernel)
+def test_native_accumulation(name: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
     x, _, dy = quantized(name, m, n, k, "cuda")
     before = torch.randn(n, k, device="cuda").to(dtype)
     # the values of the column-wise codes: scales that are no powers of two round them otherwise than the row-wise ones

@@ -13,7 +13,7 @@ from reference.checks import assert_bitwise, assert_fresh
 from torch import Tensor
 
 from narrowcast import kernels, reference
-from narrowcast.formats import E2M1, E4M3, E5M2
+from narrowcast.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 
 from .checks import DTYPES, SHAPES_2D, make
 
@@ -59,10 +59,18 @@ def check_float8(shape: Sequence[int], fmt, dtype: torch.dtype, device: torch.de
 def check_mxfp8(shape: Sequence[int], fmt, dtype: torch.dtype, device: torch.device) -> None:
     for name, options in (("rowwise", (True, False)), ("columnwise", (False, True))):
         x = make("normal", shape, torch.float32)
-        data, scale_inv = reference.mxfp8.quantize(x, fmt, rowwise=options[0], columnwise=options[1])
+        data, scale_inv = reference.mx.quantize(x, fmt, rowwise=options[0], columnwise=options[1])
         check(f"mxfp8_{name}", [data, scale_inv], fmt, dtype, device=device)
         everything = [random_codes(data.shape), random_codes(scale_inv.shape, 1)]
         check(f"mxfp8_{name}", everything, fmt, dtype, device=device)
+
+
+def check_mx_packed(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    for fmt in (E2M3, E3M2, E2M1):
+        buffers = reference.mx.quantize(torch.zeros(shape), fmt, rowwise=True, columnwise=True)
+        for name, (data, scale_inv) in (("rowwise", buffers[:2]), ("columnwise", buffers[2:])):
+            everything = [random_codes(data.shape), random_codes(scale_inv.shape, 1)]
+            check(f"mx_packed_{name}", everything, fmt, dtype, device=device)
 
 
 def check_block(shape: Sequence[int], fmt, dtype: torch.dtype, device: torch.device) -> None:
@@ -112,13 +120,22 @@ def check_nvfp4(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
         check("nvfp4_columnwise", operands, 256, dtype, device=device, rows=2 * column_data.shape[-1])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", INTERPRETED_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ragged(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    for fmt in FORMATS.values():
-        check_float8(shape, fmt, dtype, device)
-        check_mxfp8(shape, fmt, dtype, device)
-        check_block(shape, fmt, dtype, device)
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("check_format", [check_float8, check_mxfp8, check_block])
+def test_ragged(
+    check_format: Callable[..., None], fmt, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    check_format(shape, fmt, dtype, device)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("shape", INTERPRETED_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ragged_packed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    check_mx_packed(shape, dtype, device)
     check_nvfp4(shape, dtype, device)
 
 
@@ -159,20 +176,18 @@ def test_strided_and_misaligned_buffers(device: torch.device) -> None:
     assert_bitwise(actual, expected)
 
 
-@pytest.mark.parametrize(
-    "name", golden_vectors.names("fp8_current_", "mxfp8_", "fp8_block_", without=("fp8_delayed_update",))
-)
-def test_golden(name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("name", golden_vectors.names("fp8_current_"))
+def test_golden_per_tensor(name: str, device: torch.device) -> None:
     golden = golden_vectors.load(name)
-    if name.startswith("fp8_current"):
-        fmt = FORMATS[golden.meta["format"]]
-        operands = [golden["rowwise_data"], golden["scale_inv"]]
-        values = check("float8", operands, fmt, torch.float32, device=device)
-        operands[0] = golden["columnwise_data"]
-        transposed = check("float8_transpose", operands, fmt, torch.float32, device=device)
+    fmt, scale_inv = FORMATS[golden.meta["format"]], golden["scale_inv"]
+    for kernel, data in (("float8", "rowwise_data"), ("float8_transpose", "columnwise_data")):
+        values = check(kernel, [golden[data], scale_inv], fmt, torch.float32, device=device)
         assert_bitwise(values, golden["dequant"])
-        assert_bitwise(transposed, golden["dequant"])
-        return
+
+
+@pytest.mark.parametrize("name", golden_vectors.names("mxfp8_", "fp8_block_"))
+def test_golden_of_blocks(name: str, device: torch.device) -> None:
+    golden = golden_vectors.load(name)
     fmt = FORMATS["e5m2" if "e5m2" in name else "e4m3"]
     kind = "mxfp8" if name.startswith("mxfp8") else "float8_block"
     options = {} if kind == "mxfp8" else {"two_d": "_2d_" in name}
@@ -200,6 +215,7 @@ def test_every_shape(device: torch.device) -> None:
             check_float8(shape, fmt, dtype, device)
             check_mxfp8(shape, fmt, dtype, device)
             check_block(shape, fmt, dtype, device)
+        check_mx_packed(shape, dtype, device)
         check_nvfp4(shape, dtype, device)
 
 

@@ -20,25 +20,35 @@ def values(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 256, (rows, columns * size), dtype=torch.uint8).view(dtype)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equals_the_reference(splits: list[int], dtype: torch.dtype, device: torch.device) -> None:
-    for alignment, columns, index in ((16, 40, torch.int64), (32, 1, torch.int32), (1, 7, torch.int64)):
-        groups, total = torch.tensor(splits, dtype=index), sum(splits)
-        x = values(total, columns, dtype)
-        source = x.to(device)
-        for rows in (
-            sum(round_up(s, alignment) for s in splits),
-            round_up(total, alignment) + 64,
-            total // 2,
-        ):
-            expected = reference.pad_rows(x, groups, alignment, rows)
-            actual = kernels.grouped.pad_rows(source, groups.to(device), alignment, rows)
-            assert_fresh(actual, [source])
-            for a, b in zip(actual, expected, strict=True):
-                assert_bitwise(a, b, f"{alignment} {rows}")
-            back = kernels.grouped.unpad_rows(actual[0], groups.to(device), alignment, total + 3)
-            assert_bitwise(back, reference.unpad_rows(expected[0], groups, alignment, total + 3))
+@pytest.mark.parametrize(
+    ("alignment", "columns", "index"), [(16, 40, torch.int64), (32, 1, torch.int32), (1, 7, torch.int64)]
+)
+def test_equals_the_reference(
+    alignment: int,
+    columns: int,
+    index: torch.dtype,
+    dtype: torch.dtype,
+    splits: list[int],
+    device: torch.device,
+) -> None:
+    groups, total = torch.tensor(splits, dtype=index), sum(splits)
+    x = values(total, columns, dtype)
+    source = x.to(device)
+    for rows in (
+        sum(round_up(s, alignment) for s in splits),
+        round_up(total, alignment) + 64,
+        total // 2,
+    ):
+        expected = reference.pad_rows(x, groups, alignment, rows)
+        actual = kernels.grouped.pad_rows(source, groups.to(device), alignment, rows)
+        assert_fresh(actual, [source])
+        for a, b in zip(actual, expected, strict=True):
+            assert_bitwise(a, b, f"{alignment} {rows}")
+        back = kernels.grouped.unpad_rows(actual[0], groups.to(device), alignment, total + 3)
+        assert_bitwise(back, reference.unpad_rows(expected[0], groups, alignment, total + 3))
 
 
 def test_wide_rows_and_many_groups(device: torch.device) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from reference.checks import assert_bitwise, assert_fresh, awkward_layouts
@@ -89,30 +87,33 @@ def check(
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("normalization", reference.NORMALIZATIONS)
 @pytest.mark.parametrize("shape", INTERPRETED_SHAPES, ids=str)
-def test_shapes(shape: tuple[int, ...], normalization: str, device: torch.device) -> None:
-    for dtype in DTYPES:
-        check(
-            shape,
-            "normal",
-            dtype,
-            device,
-            normalization,
-            residual=False,
-            zero_centered_gamma=False,
-            bias=True,
-        )
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shapes(dtype: torch.dtype, shape: tuple[int, ...], normalization: str, device: torch.device) -> None:
+    options = {"residual": False, "zero_centered_gamma": False, "bias": True}
+    check(shape, "normal", dtype, device, normalization, **options)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("normalization", reference.NORMALIZATIONS)
-def test_kinds_and_options(normalization: str, kind: str, device: torch.device) -> None:
-    for index, (residual, zero_centered_gamma) in enumerate(itertools.product((False, True), repeat=2)):
-        check(
-            (6, 270), kind, DTYPES[index % 3], device, normalization,
-            residual=residual, zero_centered_gamma=zero_centered_gamma, bias=index % 2 == 0,
-        )  # fmt: skip
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("zero_centered_gamma", [False, True], ids=["gamma", "zero_centered_gamma"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kinds_and_options(
+    dtype: torch.dtype,
+    bias: bool,
+    zero_centered_gamma: bool,
+    residual: bool,
+    normalization: str,
+    kind: str,
+    device: torch.device,
+) -> None:
+    options = {"residual": residual, "zero_centered_gamma": zero_centered_gamma, "bias": bias}
+    check((6, 270), kind, dtype, device, normalization, **options)
 
 
 def test_one_program_takes_many_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_imports_without_triton() -> None:
 def test_refuses_what_no_kernel_reaches() -> None:
     script = (
         "import torch; from narrowcast import kernels; from narrowcast.formats import E4M3\n"
-        "try: kernels.mxfp8.quantize(torch.ones(4, 4), E4M3, rowwise=True, columnwise=True)\n"
+        "try: kernels.mx.quantize(torch.ones(4, 4), E4M3, rowwise=True, columnwise=True)\n"
         "except ValueError as error: assert 'CUDA' in str(error) and 'TRITON_INTERPRET' in str(error)\n"
         "else: raise SystemExit('accepted a CPU tensor')"
     )

@@ -58,13 +58,13 @@ def test_strides(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("group", [16, 128])
-def test_fold_partials(group: int, device: torch.device) -> None:
+def test_column_sum_of_partial_sums(group: int, device: torch.device) -> None:
     x = make("wide", (2100, 3), torch.float32)
     padded = torch.cat((x, torch.zeros(-2100 % group, 3)))
     partials = padded.view(-1, group, 3)
     while partials.shape[1] > 1:
         partials = partials[:, 0::2] + partials[:, 1::2]
-    actual = kernels.reduction.fold_partials(partials.squeeze(1).to(device))
+    actual = kernels.reduction.column_sum(partials.squeeze(1).to(device))
     assert_bitwise(actual, reference.column_sum(x))
 
 

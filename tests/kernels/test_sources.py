@@ -38,10 +38,10 @@ QUANTIZERS: dict[str, Callable[[object, object, bool, bool], list[Tensor]]] = {
     "block 2-D": lambda numerics, x, rows, columns: numerics.float8_block.quantize(
         x, E4M3, rowwise=rows, columnwise=columns, block_dim=2, power_2=False, epsilon=0.0
     ),
-    "mxfp8": lambda numerics, x, rows, columns: numerics.mxfp8.quantize(
+    "mxfp8": lambda numerics, x, rows, columns: numerics.mx.quantize(
         x, E4M3, rowwise=rows, columnwise=columns
     ),
-    "mxfp8 2-D": lambda numerics, x, rows, columns: numerics.mxfp8.quantize(
+    "mxfp8 2-D": lambda numerics, x, rows, columns: numerics.mx.quantize(
         x, E5M2, rowwise=rows, columnwise=columns, two_d=True
     ),
 }
@@ -120,37 +120,53 @@ def _check(build, quantize: str, device: torch.device, directions: tuple[bool, b
         )
 
 
+PRODUCERS: dict[str, Callable[[tuple[int, ...], torch.dtype], Callable]] = {
+    "activation": lambda shape, dtype: _activation("swiglu", shape, "normal", dtype),
+    "activation backward": lambda shape, dtype: _activation_backward("swiglu", shape, "normal", dtype),
+    "norm": lambda shape, dtype: _norm("RMSNorm", shape, "normal", dtype, False),
+    "norm backward": lambda shape, dtype: _norm_backward("LayerNorm", shape, "normal", dtype, True),
+}
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("producer", PRODUCERS)
 @pytest.mark.parametrize("quantize", QUANTIZERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sources(quantize: str, shape: tuple[int, ...], device: torch.device) -> None:
-    dtype = DTYPES[SHAPES.index(shape) % 3]
-    _check(_activation("swiglu", shape, "normal", dtype), quantize, device)
-    _check(_activation_backward("swiglu", shape, "normal", dtype), quantize, device)
-    _check(_norm("RMSNorm", shape, "normal", dtype, False), quantize, device)
-    _check(_norm_backward("LayerNorm", shape, "normal", dtype, True), quantize, device)
+def test_sources(quantize: str, shape: tuple[int, ...], producer: str, device: torch.device) -> None:
+    _check(PRODUCERS[producer](shape, DTYPES[SHAPES.index(shape) % 3]), quantize, device)
 
 
+@pytest.mark.covering
+@pytest.mark.parametrize(
+    ("kind", "quantize"), [("normal", "given scale"), ("special", "block 1-D"), ("wide", "mxfp8")]
+)
+@pytest.mark.parametrize("direction", [_activation, _activation_backward])
 @pytest.mark.parametrize("name", reference.activation.ACTIVATIONS)
-def test_activations(name: str, device: torch.device) -> None:
+def test_activations(
+    name: str, direction: Callable[..., Callable], kind: str, quantize: str, device: torch.device
+) -> None:
     given = {"clamped_swiglu": {"limit": 0.5, "alpha": 1.5}, "situ_glu": {"beta1": 0.5, "beta2": 3.0}}
-    parameters = given.get(name, {})
-    for kind, quantize in (("normal", "given scale"), ("special", "block 1-D"), ("wide", "mxfp8")):
-        _check(_activation(name, (33, 36), kind, torch.bfloat16, **parameters), quantize, device)
-        _check(_activation_backward(name, (33, 36), kind, torch.bfloat16, **parameters), quantize, device)
+    _check(direction(name, (33, 36), kind, torch.bfloat16, **given.get(name, {})), quantize, device)
 
 
-@pytest.mark.parametrize("normalization", reference.norm.NORMALIZATIONS)
+@pytest.mark.covering
+@pytest.mark.parametrize(
+    ("quantize", "directions"),
+    [("given scale", (True, False)), ("current", (False, True)), ("block 2-D", (True, True))],
+)
+@pytest.mark.parametrize(("direction", "dtype"), [(_norm, torch.float32), (_norm_backward, torch.float16)])
 @pytest.mark.parametrize("centered", [False, True])
-def test_norms(normalization: str, centered: bool, device: torch.device) -> None:
-    cases = {"given scale": (True, False), "current": (False, True), "block 2-D": (True, True)}
-    for quantize, directions in cases.items():
-        _check(_norm(normalization, (35, 40), "wide", torch.float32, centered), quantize, device, directions)
-        _check(
-            _norm_backward(normalization, (35, 40), "wide", torch.float16, centered),
-            quantize,
-            device,
-            directions,
-        )
+@pytest.mark.parametrize("normalization", reference.norm.NORMALIZATIONS)
+def test_norms(
+    normalization: str,
+    centered: bool,
+    direction: Callable[..., Callable],
+    dtype: torch.dtype,
+    quantize: str,
+    directions: tuple[bool, bool],
+    device: torch.device,
+) -> None:
+    _check(direction(normalization, (35, 40), "wide", dtype, centered), quantize, device, directions)
 
 
 @pytest.mark.parametrize("quantize", QUANTIZERS)

@@ -2,7 +2,8 @@
 
 A row of ``MODULES`` is a module and the options it takes, a row of ``OPTIONS`` is how an option is set and exercised.
 A combination that cannot exist is in ``IMPOSSIBLE`` with the error that says why, and must raise it. Every cell runs
-its scenario twice, and the second time must compile nothing.
+its scenario twice, and the second time must compile nothing. As many cells run as hold every pair of values; with
+``--full-matrix`` all of them.
 """
 
 from __future__ import annotations
@@ -528,16 +529,41 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("module", "recipe", "option"), CELLS, ids=str)
+@pytest.mark.parametrize(
+    ("module", "recipe", "option"), [cell for cell in CELLS if reason_against(*cell)], ids=str
+)
+def test_impossible(module: str, recipe: str, option: str) -> None:
+    reason, row = reason_against(module, recipe, option), OPTIONS[option]
+    assert reason is not None
+    with pytest.raises(reason.error, match=reason.match):
+        row.scenario(make_cell(module, recipe, row))
+
+
+POSSIBLE = [cell for cell in CELLS if not reason_against(*cell)]
+WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(
+    ("module", "recipe", "option"), [cell for cell in POSSIBLE if cell[2] not in WITHOUT_GRADIENTS], ids=str
+)
 def test_cell(module: str, recipe: str, option: str) -> None:
+    """Forward and backward, so that every module is trained under every recipe."""
+    compare_compiled_with_eager(module, recipe, option)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(
+    ("module", "recipe", "option"), [cell for cell in POSSIBLE if cell[2] in WITHOUT_GRADIENTS], ids=str
+)
+def test_cell_without_gradients(module: str, recipe: str, option: str) -> None:
+    compare_compiled_with_eager(module, recipe, option)
+
+
+def compare_compiled_with_eager(module: str, recipe: str, option: str) -> None:
     row = OPTIONS[option]
     counter = CompileCounterWithBackend("aot_eager")
     compiled = functools.partial(torch.compile, fullgraph=True, backend=counter)
-    reason = reason_against(module, recipe, option)
-    if reason is not None:
-        with pytest.raises(reason.error, match=reason.match):
-            row.scenario(make_cell(module, recipe, row))
-        return
     theirs = run_twice(make_cell(module, recipe, row), row)
     frames: list[int] = []
     cell = make_cell(module, recipe, row, compiled)
@@ -549,34 +575,35 @@ def test_cell(module: str, recipe: str, option: str) -> None:
         assert_equal(ours, run_twice(make_cell(module, recipe, OPTIONS[row.like]), OPTIONS[row.like]))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("module", MODULES)
-def test_graphs_of_a_training_run(module: str, recipe: str) -> None:
-    """At most one graph per {grad on or off, first or later microbatch or neither}, however often they alternate."""
-    counter = CompileCounterWithBackend("aot_eager")
-    cell = make_cell(
-        module, recipe, OPTIONS["plain"], functools.partial(torch.compile, fullgraph=True, backend=counter)
-    )
-    frames: list[int] = []
-    for _ in range(3):
+def training_run(cell: Cell, between: Callable[[], None] = lambda: None) -> list[Tensor]:
+    """Steps and evaluations, with weights quantized for each, for the first microbatch and kept for later ones."""
+    results: list[Tensor] = []
+    for _ in range(2):
+        torch.manual_seed(7)
         for first in (None, True, False):
-            step(cell, is_first_microbatch=first)
+            results += step(cell, is_first_microbatch=first)
             with torch.no_grad():
-                cell(cell.input(), is_first_microbatch=first)
-        frames.append(counter.frame_count)
-    assert frames[0] <= 6 and frames[2] == frames[0], frames
+                results += plain_values(cell(cell.input(), is_first_microbatch=first))
+        between()
+    return results
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("module", MODULES)
-def test_at_most_one_recompilation_over_twenty_token_counts(module: str, recipe: str) -> None:
+def test_training_run(module: str, recipe: str) -> None:
+    """At most one graph per {grad on or off, first or later microbatch or neither}, however often they alternate, and
+    one more for twenty other token counts."""
     counter = CompileCounterWithBackend("aot_eager")
-    cell = make_cell(
-        module, recipe, OPTIONS["plain"], functools.partial(torch.compile, fullgraph=True, backend=counter)
-    )
+    compiled = functools.partial(torch.compile, fullgraph=True, backend=counter)
+    frames: list[int] = []
+    cell = make_cell(module, recipe, OPTIONS["plain"], compiled)
+    ours = training_run(cell, lambda: frames.append(counter.frame_count))
+    assert_equal(ours, training_run(make_cell(module, recipe, OPTIONS["plain"])))
+    assert frames[0] <= 6 and frames[1] == frames[0], frames
     for tokens in range(33, 53):
         step(cell, cell.input(tokens))
-    assert counter.frame_count <= 2
+    assert counter.frame_count <= frames[0] + 1
 
 
 INDUCTOR_OPTIONS = (
@@ -588,13 +615,19 @@ INDUCTOR_OPTIONS = (
 )
 
 
+INDUCTOR_CELLS = [
+    (module, option)
+    for module, case in MODULES.items()
+    for option in INDUCTOR_OPTIONS
+    if option in case.options
+]
+
+
+@pytest.mark.covering(1)
 @pytest.mark.inductor
-@pytest.mark.parametrize("option", INDUCTOR_OPTIONS)
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(("module", "option"), INDUCTOR_CELLS, ids=str)
 def test_inductor(module: str, option: str) -> None:
     """What depends on how the compiler treats memory: buffers written in the backward, operands kept beyond it."""
-    if option not in MODULES[module].options:
-        return
     row = OPTIONS[option]
     cell = make_cell(module, "current", row, functools.partial(torch.compile, fullgraph=True))
     ours, theirs = run_twice(cell, row), run_twice(make_cell(module, "current", row), row)

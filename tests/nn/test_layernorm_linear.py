@@ -74,6 +74,7 @@ def compare_composed(layer: nc.LayerNormLinear, recipe: Any, steps: int = 1, **k
         assert_same(ours, renamed(theirs, ours))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("name", RECIPES)
@@ -107,6 +108,7 @@ def test_is_torchs_layer_in_high_precision() -> None:
     assert_close(layer(x), F.linear(normalized, layer.weight, layer.bias), "fp32_sum_order")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("lead", [(1,), (7,), (0,), (3, 5), (2, 0, 4)], ids=str)
 @pytest.mark.parametrize(("k", "n"), [(48, 80), (5, 3), (130, 1), (1, 17)])
@@ -167,6 +169,7 @@ def test_weight_cache(name: str) -> None:
     compare_compiled(make_layer(), K, RECIPES[name], calls=calls)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["none", "delayed", "nvfp4"])
 @pytest.mark.parametrize(
     "frozen", ["weight", "input", "weight+bias", "layer_norm_weight+layer_norm_bias+input"]

@@ -79,6 +79,7 @@ def compare_composed(mlp: nc.LayerNormMLP, recipe: Any, steps: int = 1, **kwargs
         assert len(ours) == len(theirs)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("name", RECIPES)
@@ -150,6 +151,7 @@ def test_is_torchs_block_in_high_precision() -> None:
     assert_close(mlp(x).detach(), expected.detach(), "fp32_sum_order")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("lead", [(1,), (0,), (3, 5), (2, 0, 4)], ids=str)
@@ -215,6 +217,7 @@ def test_cached_weights_give_the_same_numbers(name: str) -> None:
     assert_same(results[2], results[0])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["delayed", "block"])
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
 @pytest.mark.parametrize(

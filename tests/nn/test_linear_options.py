@@ -45,6 +45,7 @@ def train(module: nc.Linear, x: Tensor, recipe: nc.recipe.Recipe | None, **kwarg
 # -- main_grad ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("accumulator", [torch.float32, torch.bfloat16], ids=str)
@@ -342,6 +343,7 @@ def cast(module: nc.Linear) -> None:
 CHANGES = [optimizer_step, load, edit, assign_data, edit_data, replace, cast]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("change", CHANGES)

@@ -65,6 +65,7 @@ def assert_same_gradients(split: Any, whole: Any) -> None:
             assert getattr(whole, kind).grad.abs().sum() > 0
 
 
+@pytest.mark.covering
 @modules
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("bias", [True, False])
@@ -98,6 +99,7 @@ def test_compiled(module: Any, name: str) -> None:
         assert equal(ours.grad, theirs.grad)
 
 
+@pytest.mark.covering
 @modules
 @pytest.mark.parametrize("name", ["none", "current"])
 @pytest.mark.parametrize("how", ["adjacent", "apart", "compiled"])

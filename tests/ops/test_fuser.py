@@ -18,12 +18,12 @@ from narrowcast.ops import (
     AddExtraInput,
     BasicOperation,
     Bias,
-    BoundQuantizer,
     ConstantScale,
     FusedOperation,
     Identity,
     MakeExtraOutput,
     OperationFuser,
+    ScaledOperand,
     Sequential,
     register_backward_fusion,
     register_forward_backward_fusion,
@@ -31,6 +31,7 @@ from narrowcast.ops import (
     unregister_fusion,
 )
 from narrowcast.ops.fused import Fusion, Match, NearMiss, follows
+from narrowcast.recipe import linear_plan
 
 RAN: list[str] = []
 
@@ -297,8 +298,8 @@ def test_wrong_arguments_are_refused() -> None:
 def test_a_quantized_result_that_nobody_asked_for() -> None:
     class Quantizes(Identity):
         def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
-            handle = nc.recipe.Float8CurrentScaling().linear_handles().input.rowwise
-            return BoundQuantizer(handle).quantize(input_), ()
+            plan = linear_plan(nc.recipe.Float8CurrentScaling(), "", False, False)
+            return ScaledOperand(plan.input).quantize(input_), ()
 
         op_forward_save_ctx = Identity.op_forward_save_ctx
 

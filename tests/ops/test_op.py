@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowcast as nc
-from narrowcast.ops import BasicOperation, CompositeOperation, FusedOperation, OperationContext
+from narrowcast.ops import BasicOperation, CompositeOperation, FusedOperation, OperationContext, ScaledOperand
 
 
 class Double(BasicOperation):
@@ -266,19 +266,21 @@ def test_quantizers_of_an_operation() -> None:
     op, recipe = Asks(), nc.recipe.DelayedScaling()
     assert op.get_quantizer("forward", 0) is None
     with nc.autocast(recipe=recipe):
-        asked = op.get_quantizer("backward", 0)
-        assert asked is not None and asked.scale is op.delayed_scaling.scale_bwd
+        operand, scales = op.get_quantizer("backward", 0), op.forward_arguments(True, True)["scales"]
+        assert operand is not None and operand.delayed and scales.amax_bwd is op.amax_bwd
+        assert torch.equal(scales.scale_bwd, op.scale_bwd) and scales.scale_bwd is not op.scale_bwd
         x = torch.randn(3, 5, 32)
-        quantized = asked.quantize(x)
-    assert quantized.shape == x.shape and asked.amax is not None
-    assert asked.amax[0, 0] == x.abs().max()
+        quantized = ScaledOperand(operand, scales.scale_bwd, scales.amax_bwd).quantize(x)
+    assert quantized.shape == x.shape
+    assert op.amax_bwd[0] == x.abs().max()
     with pytest.raises(IndexError, match="Asks has 2 forward quantizers; there is no number 2"):
         op.get_quantizer("forward", 2)
     op.reset_recipe_state(recipe=recipe)
-    assert not op.delayed_scaling.amax_history_bwd.any() and op.delayed_scaling.ran_under is recipe
+    assert not op.amax_bwd.any() and not op.amax_history_bwd.any() and op._last_recipe is recipe
     with nc.autocast(recipe=nc.recipe.MXFP8BlockScaling(emulate=True)):
         asked = op.get_quantizer("forward", 1)
-        assert asked is not None and asked.scale is None and asked.handle.rowwise and asked.handle.columnwise
+        assert asked is not None and not asked.delayed and any(asked.rowwise) and any(asked.columnwise)
+        assert op.forward_arguments(True, True) == {}
     assert Double().num_quantizers("forward") == 0 and isinstance(op, nn.Module)
 
 

@@ -17,6 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 import narrowcast as nc
 from narrowcast import ops
 from narrowcast.dynamo import to_tensor_proto
+from narrowcast.recipe import linear_plan
 from narrowcast.testing import assert_close
 
 from .basic.contract import check_split_forward
@@ -112,14 +113,14 @@ def run_collectives(rank: int, compiled: bool) -> dict[str, Tensor]:
 def run_functional(rank: int, mode: str, sequence: bool) -> bool:
     """Whether the functional form does what the layer does, and its fakes tell what it returns."""
     layer, (x, dy) = make_layer(rank, mode, sequence).basic_ops[0], operands(rank, mode, sequence, 0)
-    handles = RECIPES["mxfp8"].linear_handles()
+    plan: Any = linear_plan(RECIPES["mxfp8"], "", True, True)
     split = {"tensor_parallel_mode": mode, "sequence_parallel": sequence, "with_quantized_compute": True}
     for kind in ("input", "weight"):
-        split[f"{kind}_quantizer"] = getattr(handles, kind).both.quantizer
+        split[f"{kind}_quantizer"] = getattr(plan, kind).quantizer
     weight = layer.weight.detach()
     results = layer._functional_forward(x, weight, **split)
     described = layer._functional_forward_fake(to_tensor_proto(x), to_tensor_proto(weight), **split)
-    split["grad_output_quantizer"] = handles.grad_output.both.quantizer
+    split["grad_output_quantizer"] = plan.grad_output.quantizer
     grads = layer._functional_backward(dy, *results[1:], **split)
     saved = [to_tensor_proto(tensor) for tensor in results[1:]]
     described += layer._functional_backward_fake(to_tensor_proto(dy), *saved, **split)

@@ -11,11 +11,14 @@ from torch import Tensor
 import narrowcast as nc
 
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
+E2M3, E3M2 = nc.DType.kFloat6E2M3, nc.DType.kFloat6E3M2
 
 ONE_OF_EACH: dict[str, nc.Quantizer] = {
     "current": nc.Float8CurrentScalingQuantizer(E4M3),
     "mxfp8": nc.MXFP8Quantizer(E4M3),
     "block": nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+    "mxfp6": nc.MXFP6Quantizer(E2M3),
+    "mxfp4": nc.MXFP4Quantizer(),
     "nvfp4": nc.NVFP4Quantizer(),
     "identity": nc.IdentityQuantizer(),
 }
@@ -23,6 +26,8 @@ VARIANTS: dict[str, nc.Quantizer] = {
     **ONE_OF_EACH,
     "current e5m2": nc.Float8CurrentScalingQuantizer(E5M2, force_pow_2_scales=True, amax_epsilon=0.5),
     "mxfp8 2d": nc.MXFP8Quantizer(E5M2, with_2d_quantization=True),
+    "mxfp6 2d": nc.MXFP6Quantizer(E3M2, with_2d_quantization=True),
+    "mxfp4 2d": nc.MXFP4Quantizer(with_2d_quantization=True),
     "block 1d": nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
     "block fp32 scales": nc.Float8BlockQuantizer(
         E5M2, rowwise=True, columnwise=True, force_pow_2_scales=False, amax_epsilon=0.25

@@ -49,6 +49,14 @@ def expected_buffers(name: str, quantizer: nc.Quantizer, shape: tuple[int, ...])
             "_columnwise_data": (shape, U8),
             "_columnwise_scale_inv": ((round_up(cdiv(m, 32), 4), round_up(k, 128)), U8),
         }
+    if isinstance(quantizer, (nc.MXFP6Quantizer, nc.MXFP4Quantizer)):
+        bits = 6 if isinstance(quantizer, nc.MXFP6Quantizer) else 4
+        return {
+            "_rowwise_data": ((*lead, round_up(k, 32) * bits // 8), U8),
+            "_rowwise_scale_inv": ((round_up(m, 128), round_up(cdiv(k, 32), 4)), U8),
+            "_columnwise_data": ((k, round_up(m, 32) * bits // 8), U8),
+            "_columnwise_scale_inv": ((round_up(k, 128), round_up(cdiv(m, 32), 4)), U8),
+        }
     if isinstance(quantizer, nc.Float8BlockQuantizer):
         two_d = quantizer.block_scaling_dim == 2
         return {

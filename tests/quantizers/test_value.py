@@ -25,6 +25,8 @@ FIELDS: dict[type[nc.Quantizer], tuple[str, ...]] = {
     nc.Float8CurrentScalingQuantizer: ("dtype", "with_amax_reduction", "force_pow_2_scales", "amax_epsilon"),
     DelayedFloat8Quantizer: ("dtype", "slot"),
     nc.MXFP8Quantizer: ("dtype", "with_2d_quantization"),
+    nc.MXFP6Quantizer: ("dtype", "with_2d_quantization"),
+    nc.MXFP4Quantizer: ("dtype", "with_2d_quantization"),
     nc.Float8BlockQuantizer: ("dtype", "amax_epsilon", "force_pow_2_scales", "block_scaling_dim"),
     nc.NVFP4Quantizer: (
         "dtype",

@@ -96,13 +96,13 @@ def test_only_fp8_formats_are_fp8() -> None:
 class TestFloat4:
     def test_golden(self, device: torch.device) -> None:
         golden = golden_vectors.load("cast_e2m1")
-        assert_bitwise(codecs.encode_float4(golden["value"].to(device)).cpu(), golden["code"])
-        decoded = codecs.decode_float4(torch.arange(16, dtype=torch.uint8, device=device)).cpu()
+        assert_bitwise(codecs.encode_subbyte(golden["value"].to(device), E2M1).cpu(), golden["code"])
+        decoded = codecs.decode_subbyte(torch.arange(16, dtype=torch.uint8, device=device), E2M1).cpu()
         assert_bitwise(decoded, golden["code_value"])
 
     def test_every_bf16_value_as_ml_dtypes(self, device: torch.device) -> None:
         x = every_bf16()
-        codes = codecs.encode_float4(x.to(device)).cpu()
+        codes = codecs.encode_subbyte(x.to(device), E2M1).cpu()
         assert torch.equal(codes[~x.isnan()], ml_encode(x, "float4_e2m1fn", E2M1)[~x.isnan()])
         assert codes[x.isnan()].eq(7).all()
 
@@ -110,51 +110,53 @@ class TestFloat4:
     def test_random_fp32_as_ml_dtypes(self, values: Tensor) -> None:
         number = ~values.isnan()
         assert torch.equal(
-            codecs.encode_float4(values)[number], ml_encode(values, "float4_e2m1fn", E2M1)[number]
+            codecs.encode_subbyte(values, E2M1)[number], ml_encode(values, "float4_e2m1fn", E2M1)[number]
         )
 
     def test_one_ulp_around_every_tie(self) -> None:
         ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
         below = torch.nextafter(ties, torch.zeros(()))
         above = torch.nextafter(ties, torch.full((), 9.0))
-        assert codecs.encode_float4(ties).tolist() == [0, 2, 2, 4, 4, 6, 6]
-        assert codecs.encode_float4(below).tolist() == [0, 1, 2, 3, 4, 5, 6]
-        assert codecs.encode_float4(above).tolist() == [1, 2, 3, 4, 5, 6, 7]
-        assert codecs.encode_float4(-above).tolist() == [9, 10, 11, 12, 13, 14, 15]
+        assert codecs.encode_subbyte(ties, E2M1).tolist() == [0, 2, 2, 4, 4, 6, 6]
+        assert codecs.encode_subbyte(below, E2M1).tolist() == [0, 1, 2, 3, 4, 5, 6]
+        assert codecs.encode_subbyte(above, E2M1).tolist() == [1, 2, 3, 4, 5, 6, 7]
+        assert codecs.encode_subbyte(-above, E2M1).tolist() == [9, 10, 11, 12, 13, 14, 15]
 
     def test_specials(self, device: torch.device) -> None:
-        codes = codecs.encode_float4(torch.tensor(SPECIAL, device=device)).tolist()
+        codes = codecs.encode_subbyte(torch.tensor(SPECIAL, device=device), E2M1).tolist()
         assert codes == [7, 7, 7, 15, 0, 8, 0, 8, 7]
 
     def test_inputs_are_left_alone_and_may_be_strided(self) -> None:
         x = every_bf16().view(256, 256)
         kept = x.clone()
-        codes = codecs.encode_float4(x.t())
+        codes = codecs.encode_subbyte(x.t(), E2M1)
         assert_bitwise(x, kept)
-        assert torch.equal(codes, codecs.encode_float4(x).t())
+        assert torch.equal(codes, codecs.encode_subbyte(x, E2M1).t())
 
     def test_the_overwriting_form_agrees(self) -> None:
         x = every_bf16()
         scratch = torch.full((1 << 16,), -1, dtype=torch.int32)
-        assert torch.equal(codecs.encode_float4(x), codecs.encode_float4_(x.clone(), scratch))
+        assert torch.equal(codecs.encode_subbyte(x, E2M1), codecs.encode_subbyte_(x.clone(), E2M1, scratch))
 
     @pytest.mark.parametrize("shape", [(2,), (3, 8), (2, 3, 16), (0, 4), (4, 0)])
     def test_packing_round_trip(self, shape: tuple[int, ...], device: torch.device) -> None:
         codes = torch.randint(0, 16, shape, dtype=torch.uint8).to(device)
-        data = codecs.pack_float4(codes)
+        data = codecs.pack_codes(codes, 4)
         assert data.shape == (*shape[:-1], shape[-1] // 2)
         assert torch.equal(data, codes[..., 0::2] | (codes[..., 1::2] << 4))
-        assert torch.equal(codecs.unpack_float4(data), codes)
+        assert torch.equal(codecs.unpack_codes(data, 4), codes)
 
     def test_packing_strided_codes(self) -> None:
         codes = torch.randint(0, 16, (6, 4), dtype=torch.uint8)
-        assert torch.equal(codecs.pack_float4(codes.t()), codecs.pack_float4(codes.t().contiguous()))
-        data = codecs.pack_float4(codes)
-        assert torch.equal(codecs.unpack_float4(data.t()), codecs.unpack_float4(data.t().contiguous()))
+        assert torch.equal(codecs.pack_codes(codes.t(), 4), codecs.pack_codes(codes.t().contiguous(), 4))
+        data = codecs.pack_codes(codes, 4)
+        assert torch.equal(codecs.unpack_codes(data.t(), 4), codecs.unpack_codes(data.t().contiguous(), 4))
 
     def test_an_odd_number_of_codes_cannot_be_packed(self) -> None:
-        with pytest.raises(ValueError, match="odd number of FP4 codes: the last dimension is 3"):
-            codecs.pack_float4(torch.zeros(2, 3, dtype=torch.uint8))
+        with pytest.raises(
+            ValueError, match="cannot pack 3 codes of 4 bits: the last dimension must be a multiple of 2"
+        ):
+            codecs.pack_codes(torch.zeros(2, 3, dtype=torch.uint8), 4)
 
 
 def stochastic_oracle(x: np.ndarray, r: int) -> list[int]:
@@ -194,7 +196,7 @@ class TestStochasticFloat4:
         assert codes.eq(low).sum() == 256 - share
 
     def test_codes_stay_and_nan_saturates(self) -> None:
-        values = codecs.decode_float4(torch.arange(16, dtype=torch.uint8))
+        values = codecs.decode_subbyte(torch.arange(16, dtype=torch.uint8), E2M1)
         for r in (0.0, 255.0):
             codes = codecs.encode_float4_stochastic_(values.clone(), torch.full((16,), r))
             assert codes.tolist() == list(range(16))

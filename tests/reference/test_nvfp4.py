@@ -82,7 +82,7 @@ def test_golden(name: str, dtype: torch.dtype, device: torch.device) -> None:
     values = [rowwise, columnwise.t()]
     for index, side in enumerate(("rowwise", "columnwise")):
         assert_bitwise(outputs[2 * index].cpu(), golden[f"{side}_data"])
-        codes = codecs.unpack_float4(outputs[2 * index]).cpu()
+        codes = codecs.unpack_codes(outputs[2 * index], 4).cpu()
         assert_bitwise(codes, golden[f"{side}_codes"])
         assert_bitwise(outputs[2 * index + 1].cpu(), golden[f"{side}_scale_inv"])
         assert_bitwise(outputs[4 + index].cpu(), golden[f"amax_{side}"])
@@ -209,7 +209,7 @@ def test_nan_becomes_plus_6_and_does_not_touch_the_amax(two_d: bool, device: tor
     x[3, 5], x[4, 6] = math.nan, -math.nan
     outputs = both(x, two_d=two_d)
     assert outputs[4].tolist() == outputs[5].tolist() == [1.0]
-    codes = codecs.unpack_float4(outputs[0])
+    codes = codecs.unpack_codes(outputs[0], 4)
     assert codes[3, 5] == codes[4, 6] == 7
     clean = both(torch.ones(16, 32, device=device), two_d=two_d)
     assert torch.equal(outputs[1], clean[1])
@@ -219,7 +219,7 @@ def test_nan_becomes_plus_6_and_does_not_touch_the_amax(two_d: bool, device: tor
 def test_negative_zero_keeps_its_sign() -> None:
     x = torch.ones(16, 16)
     x[0, 0] = -0.0
-    assert codecs.unpack_float4(both(x)[0])[0, 0] == 8
+    assert codecs.unpack_codes(both(x)[0], 4)[0, 0] == 8
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -254,7 +254,7 @@ class TestStochasticRounding:
                 outputs = nvfp4.quantize(x.t(), rowwise=False, columnwise=True, seed=seed)
             else:
                 outputs = nvfp4.quantize(x, rowwise=True, columnwise=False, seed=seed)
-            codes = codecs.unpack_float4(outputs[0]).cpu()
+            codes = codecs.unpack_codes(outputs[0], 4).cpu()
             assert ((codes == low) | (codes == high)).all()
             count += codes == high
             if draw == 0:
@@ -290,8 +290,8 @@ class TestStochasticRounding:
         outputs = both(x, seed=seed_tensor(11))
         inner = torch.ones(256, 256, dtype=torch.bool)
         inner[::16, :] = inner[:, ::16] = False
-        row = codecs.unpack_float4(outputs[0])[inner]
-        column = codecs.unpack_float4(outputs[2]).t()[inner]
+        row = codecs.unpack_codes(outputs[0], 4)[inner]
+        column = codecs.unpack_codes(outputs[2], 4).t()[inner]
         assert row.unique().tolist() == column.unique().tolist() == [4, 5]
         n = inner.sum().item()
         assert (row == 5).float().mean().item() == pytest.approx(0.5, abs=5 / math.sqrt(n))
@@ -322,8 +322,8 @@ class TestStochasticRounding:
         x[0, 0] = 2688.0
         outputs = both(x.to(device), seed=seed_tensor(seed, device))
         key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
-        rowwise = codecs.unpack_float4(outputs[0]).tolist()
-        columnwise = codecs.unpack_float4(outputs[2]).tolist()
+        rowwise = codecs.unpack_codes(outputs[0], 4).tolist()
+        columnwise = codecs.unpack_codes(outputs[2], 4).tolist()
         for stream, codes, source in ((0, rowwise, x), (1, columnwise, x.t())):
             lines, blocks = source.shape[0], source.shape[1] // 16
             for line in range(1, lines):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowcast.formats import E4M3
-from narrowcast.reference import delayed, float8, float8_block, mxfp8, nvfp4
+from narrowcast.reference import delayed, float8, float8_block, mx, nvfp4
 
 from .checks import assert_bitwise, normal
 
@@ -17,8 +17,8 @@ QUANTIZE: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "current": lambda x: float8.quantize_current(
         x, E4M3, power_2=True, epsilon=0.0, rowwise=True, columnwise=True
     ),
-    "mxfp8": lambda x: mxfp8.quantize(x, E4M3, rowwise=True, columnwise=True),
-    "mxfp8 2d": lambda x: mxfp8.quantize(x, E4M3, rowwise=True, columnwise=True, two_d=True),
+    "mxfp8": lambda x: mx.quantize(x, E4M3, rowwise=True, columnwise=True),
+    "mxfp8 2d": lambda x: mx.quantize(x, E4M3, rowwise=True, columnwise=True, two_d=True),
     "block 1d": lambda x: float8_block.quantize(
         x, E4M3, rowwise=True, columnwise=True, block_dim=1, power_2=True, epsilon=0.0
     ),

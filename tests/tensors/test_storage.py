@@ -104,7 +104,7 @@ def test_unflatten_refuses_what_it_does_not_know() -> None:
     inner, context = flatten(tensor)
     with pytest.raises(KeyError, match="_data"):
         type(tensor).__tensor_unflatten__({**inner, "_data": torch.ones(1)}, context, None, None)
-    with pytest.raises(KeyError, match=r"no\.such:Class.*known: .*narrowcast\.tensors\.mxfp8:MXFP8Tensor"):
+    with pytest.raises(KeyError, match=r"no\.such:Class.*known: .*narrowcast\.tensors\.named:MXFP8Tensor"):
         type(tensor).__tensor_unflatten__(inner, {**context, "class": "no.such:Class"}, None, None)
     with pytest.raises(
         TypeError, match=r"MXFP8TensorStorage got unknown buffers \['payload'\]; it takes \['rowwise_data'"

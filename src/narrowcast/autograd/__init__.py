@@ -3,9 +3,10 @@
 from .activation import ActivationSettings, activate
 from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
 from .concatenate import concatenate
-from .layernorm_linear import LayerNormLinearFwdArgs, layernorm_linear
-from .layernorm_mlp import LayerNormMLPFwdArgs, layernorm_mlp
-from .linear import linear
+from .grouped_linear import Groups, grouped_linear
+from .layernorm_linear import LayerNormLinearFunction, LayerNormLinearFwdArgs
+from .layernorm_mlp import LayerNormMLPFunction, LayerNormMLPFwdArgs
+from .linear import LinearFunction
 from .norm import NormSettings, normalize
 from .quantized_boundary import quantize_input_gradient, quantize_output
 from .weight_gradient import add_to_main_grad_, compute_wgrad
@@ -13,9 +14,13 @@ from .weight_gradient import add_to_main_grad_, compute_wgrad
 __all__ = [
     "ActivationSettings",
     "DelayedScales",
+    "Groups",
+    "LayerNormLinearFunction",
     "LayerNormLinearFwdArgs",
+    "LayerNormMLPFunction",
     "LayerNormMLPFwdArgs",
     "LinearBwdArgs",
+    "LinearFunction",
     "LinearFwdArgs",
     "LinearWgrad",
     "NormSettings",
@@ -23,9 +28,7 @@ __all__ = [
     "add_to_main_grad_",
     "compute_wgrad",
     "concatenate",
-    "layernorm_linear",
-    "layernorm_mlp",
-    "linear",
+    "grouped_linear",
     "normalize",
     "quantize_input_gradient",
     "quantize_output",

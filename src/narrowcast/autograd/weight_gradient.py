@@ -7,26 +7,36 @@ from torch import Tensor
 
 from ..functional import gemm, gemm_accumulate_
 from ..functional.wgrad_store import DeferredWgrad, defer_wgrad
-from .arguments import LinearBwdArgs
+from .arguments import LinearBwdArgs, LinearWgrad
 
 
 def weight_gradient(args: LinearBwdArgs, deferred: DeferredWgrad) -> tuple[Tensor | None, Tensor | None]:
     """(wgrad, grad_bias) for autograd, after what goes elsewhere went there."""
     wgrad = args.wgrad
-    if wgrad.store is None:
-        if wgrad.main_grad is None:
-            return compute_wgrad(deferred, args.shape, args.weight_dtype), deferred.grad_bias
-        add_to_main_grad_(deferred, wgrad.main_grad)
-    elif torch.compiler.is_compiling():
-        defer_wgrad(wgrad.store.key, wgrad.ticket, deferred)  # type: ignore[arg-type]
+    if wgrad.store is not None:
+        queue_wgrad(wgrad, deferred)
+        return None, None
+    if wgrad.main_grad is None:
+        return compute_wgrad(deferred, args.shape, args.weight_dtype), deferred.grad_bias
+    add_to_main_grad_(deferred, wgrad.main_grad)
+    returned = placeholder(wgrad.dummy, deferred.grad[0], args.shape, args.weight_dtype)
+    return returned, deferred.grad_bias
+
+
+def queue_wgrad(wgrad: LinearWgrad, deferred: DeferredWgrad) -> None:
+    """Put a weight gradient into the queue of ``backward_dw``."""
+    if torch.compiler.is_compiling():
+        defer_wgrad(wgrad.store.key, wgrad.ticket, deferred)  # type: ignore[union-attr,arg-type]
     else:
-        wgrad.store.put(deferred)
-    grad_bias = deferred.grad_bias if wgrad.store is None else None
-    if wgrad.store is not None or not wgrad.dummy:
-        return None, grad_bias
-    like = deferred.grad[0]
-    new = like.new_zeros if wgrad.dummy == "zeros" else like.new_empty
-    return new(args.shape, dtype=args.weight_dtype), grad_bias
+        wgrad.store.put(deferred)  # type: ignore[union-attr]
+
+
+def placeholder(dummy: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """What autograd gets in place of a gradient that went to ``main_grad``; ``dummy`` as of ``LinearWgrad``."""
+    if not dummy:
+        return None
+    new = like.new_zeros if dummy == "zeros" else like.new_empty
+    return new(shape, dtype=dtype)
 
 
 def compute_wgrad(deferred: DeferredWgrad, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

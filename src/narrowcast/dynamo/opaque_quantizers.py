@@ -6,16 +6,7 @@ import enum
 from typing import Any
 
 from ..functional import _opaque
-from ..quantizers import (
-    DelayedFloat8Quantizer,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-)
+from ..quantizers import VALUE_QUANTIZERS, Quantizer
 from ..quantizers.quantizer import value_fields
 
 # what handles and TensorProto use of a quantizer in traced code
@@ -75,13 +66,5 @@ def is_value_opaque_quantizer(quantizer: Any) -> bool:
     return getattr(quantizer, "_te_compile_value_opaque", False)
 
 
-for _cls in (
-    DelayedFloat8Quantizer,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-):
+for _cls in VALUE_QUANTIZERS:
     register_value_opaque_quantizer(_cls)

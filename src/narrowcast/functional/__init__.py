@@ -11,6 +11,7 @@ from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
 from .grouped_gemm import grouped_dequantize, grouped_gemm, grouped_mm
 from .grouped_quantize import (
+    grouped_calibrate_,
     grouped_column_sum,
     grouped_quantize,
     grouped_quantize_weights,
@@ -48,6 +49,7 @@ __all__ = [
     "draw_seed",
     "gemm",
     "gemm_accumulate_",
+    "grouped_calibrate_",
     "grouped_column_sum",
     "grouped_dequantize",
     "grouped_gemm",

@@ -48,22 +48,11 @@ def _renew_alike(
     torch._foreach_zero_(amaxes)
 
 
-def _renew_fake(
-    scales: list[Tensor],
-    histories: list[Tensor],
-    amaxes: list[Tensor],
-    fp8_max: float,
-    margin: int,
-    algorithm: str,
-) -> None:
-    return None
-
-
 renew_delayed_scaling = define(
     "renew_delayed_scaling(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor[] amaxes, float fp8_max, int margin, "
     "str algorithm) -> ()",
     _renew,
-    _renew_fake,
+    lambda *_: None,
 )
 """Renew the delayed scaling of many layers from the amaxes they collected, by the rule of ``reference.delayed.update``.
 
@@ -163,9 +152,5 @@ def _calibrate(x: Tensor, amax: Tensor, slot: int) -> None:
     numerics_for(x).float8.quantize(x, taken, E4M3, rowwise=False, columnwise=False, amax=taken)
 
 
-def _calibrate_fake(x: Tensor, amax: Tensor, slot: int) -> None:
-    return None
-
-
-calibrate_ = define("calibrate_(Tensor x, Tensor(a!) amax, int slot) -> ()", _calibrate, _calibrate_fake)
+calibrate_ = define("calibrate_(Tensor x, Tensor(a!) amax, int slot) -> ()", _calibrate, lambda *_: None)
 """Overwrite one slot of ``amax`` (n,) with max|x|, without quantizing."""

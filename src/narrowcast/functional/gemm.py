@@ -18,22 +18,20 @@ A bias is rounded to the dtype of the result and added to the fp32 product befor
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 from torch.torch_version import TorchVersion
 
-from .. import kernels
 from . import _opaque
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
 from .quantizer_value import GemmOperand, NativeOperand, QuantizerValue
 
-ACCUMULATE_IN_KERNEL: bool = False
-"""Whether a native ``gemm_accumulate_`` adds in the Triton GEMM's epilogue, where it covers the operands."""
-
-_COLUMNWISE = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
+COLUMNWISE = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
 _SCALING = {
     "1x128": ScalingType.BlockWise1x128,
     "128x128": ScalingType.BlockWise128x128,
@@ -60,28 +58,28 @@ def _gemm(
     fast_accumulation: bool,
     emulate: bool,
 ) -> Tensor:
-    _check_kind(kind)
-    if _runs_decoded(left, emulate):
-        a, b = _decoded_operands(kind, left, left_quantizer, right, right_quantizer)
-        return _multiply_decoded(a, b, bias, dtype, rows, columns)
-    a, b = _native_operands(kind, left, left_quantizer, right, right_quantizer)
+    left_columnwise, right_columnwise = gemm_directions(kind)
+    if emulate or not left[0].is_cuda:
+        numerics = numerics_for(left[0])
+        compute = torch.bfloat16 if left[0].is_cuda else torch.float32
+        return _multiply_decoded(
+            left_quantizer._gemm_operand(numerics, left, left_columnwise, compute),
+            right_quantizer._gemm_operand(numerics, right, right_columnwise, compute),
+            bias,
+            dtype,
+            rows,
+            columns,
+        )
+    a = left_quantizer._native_operand(left, left_columnwise)
+    b = right_quantizer._native_operand(right, right_columnwise)
+    if a is None or b is None or not _multiplies_natively(a, b):
+        raise RuntimeError(no_native_gemm("GEMM", left_quantizer, right_quantizer))
     return _multiply_native(a, b, bias, dtype, rows, columns, fast_accumulation)
 
 
-def _gemm_fake(
-    kind: str,
-    left: list[Tensor],
-    left_quantizer: QuantizerValue,
-    right: list[Tensor],
-    right_quantizer: QuantizerValue,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    rows: int,
-    columns: int,
-    fast_accumulation: bool,
-    emulate: bool,
-) -> Tensor:
-    _check_kind(kind)
+def _gemm_fake(kind: str, left: list[Tensor], *arguments: Any) -> Tensor:
+    gemm_directions(kind)
+    dtype, rows, columns = arguments[4:7]
     return left[0].new_empty((rows, columns), dtype=dtype)
 
 
@@ -123,29 +121,12 @@ def _gemm_accumulate(
     emulate: bool,
 ) -> None:
     _check_accumulator(kind, out)
+    operands = (left, left_quantizer, right, right_quantizer)
     rows, columns = out.shape
-    if _runs_decoded(left, emulate):
-        a, b = _decoded_operands(kind, left, left_quantizer, right, right_quantizer)
-        out.add_(_multiply_decoded(a, b, None, torch.float32, rows, columns))
-        return
-    a, b = _native_operands(kind, left, left_quantizer, right, right_quantizer)
-    if ACCUMULATE_IN_KERNEL and _accumulates_in_kernel(out, a, b):
-        accumulate = kernels.gemm.accumulate_ if a.scaling == "tensor" else kernels.gemm.accumulate_block_
-        accumulate(out, a.data, a.scale, b.data, b.scale, fast_accumulation=fast_accumulation)
-    else:
-        out.add_(_multiply_native(a, b, None, torch.float32, rows, columns, fast_accumulation))
+    out.add_(_gemm(kind, *operands, None, torch.float32, rows, columns, fast_accumulation, emulate))
 
 
-def _gemm_accumulate_fake(
-    kind: str,
-    out: Tensor,
-    left: list[Tensor],
-    left_quantizer: QuantizerValue,
-    right: list[Tensor],
-    right_quantizer: QuantizerValue,
-    fast_accumulation: bool,
-    emulate: bool,
-) -> None:
+def _gemm_accumulate_fake(kind: str, out: Tensor, *_: Any) -> None:
     _check_accumulator(kind, out)
 
 
@@ -184,73 +165,31 @@ def gemm_accumulate_(
     Numerics:
         ``out = RN(out + left @ right.T)``, product and sum in fp32, one rounding to the dtype of ``out``.
     """
+    operands = (left, left_quantizer, right, right_quantizer)
     if _COMPILES_MUTATION or not torch.compiler.is_compiling():
-        _accumulate_op(kind, out, left, left_quantizer, right, right_quantizer, fast_accumulation, emulate)
+        _accumulate_op(kind, out, *operands, fast_accumulation, emulate)
         return
     _check_accumulator(kind, out)
-    rows, columns = out.shape
-    product = gemm(
-        kind,
-        left,
-        left_quantizer,
-        right,
-        right_quantizer,
-        None,
-        torch.float32,
-        rows,
-        columns,
-        fast_accumulation,
-        emulate,
-    )
-    out.add_(product)
+    out.add_(gemm(kind, *operands, None, torch.float32, *out.shape, fast_accumulation, emulate))
 
 
-def _check_kind(kind: str) -> None:
-    if kind not in _COLUMNWISE:
-        raise ValueError(f"kind is {kind!r}; use one of {list(_COLUMNWISE)}")
+def gemm_directions(kind: str) -> tuple[bool, bool]:
+    """Whether the left and the right operand are column-wise.
+
+    Raises:
+        ValueError: another ``kind`` than the three.
+    """
+    if kind not in COLUMNWISE:
+        raise ValueError(f"kind is {kind!r}; use one of {list(COLUMNWISE)}")
+    return COLUMNWISE[kind]
 
 
 def _check_accumulator(kind: str, out: Tensor) -> None:
-    _check_kind(kind)
+    gemm_directions(kind)
     if out.dim() != 2:
         raise ValueError(f"out has shape {tuple(out.shape)}; accumulate into a matrix (rows, columns)")
     if out.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"out is {out.dtype}; accumulate into torch.float32 or torch.bfloat16")
-
-
-def _runs_decoded(left: list[Tensor], emulate: bool) -> bool:
-    return emulate or not left[0].is_cuda
-
-
-def _decoded_operands(
-    kind: str,
-    left: list[Tensor],
-    left_quantizer: QuantizerValue,
-    right: list[Tensor],
-    right_quantizer: QuantizerValue,
-) -> tuple[GemmOperand, GemmOperand]:
-    left_columnwise, right_columnwise = _COLUMNWISE[kind]
-    numerics = numerics_for(left[0])
-    compute = torch.bfloat16 if left[0].is_cuda else torch.float32
-    return (
-        left_quantizer._gemm_operand(numerics, left, left_columnwise, compute),
-        right_quantizer._gemm_operand(numerics, right, right_columnwise, compute),
-    )
-
-
-def _native_operands(
-    kind: str,
-    left: list[Tensor],
-    left_quantizer: QuantizerValue,
-    right: list[Tensor],
-    right_quantizer: QuantizerValue,
-) -> tuple[NativeOperand, NativeOperand]:
-    left_columnwise, right_columnwise = _COLUMNWISE[kind]
-    a = left_quantizer._native_operand(left, left_columnwise)
-    b = right_quantizer._native_operand(right, right_columnwise)
-    if a is None or b is None or not _multiplies_natively(a, b):
-        raise RuntimeError(_no_native_gemm(left_quantizer, right_quantizer))
-    return a, b
 
 
 def _multiplies_natively(a: NativeOperand, b: NativeOperand) -> bool:
@@ -259,10 +198,6 @@ def _multiplies_natively(a: NativeOperand, b: NativeOperand) -> bool:
     return (a.scaling, b.scaling) in _NATIVE_PAIRS and not (
         all(e5m2) or (a.scaling != "tensor" and any(e5m2))
     )
-
-
-def _accumulates_in_kernel(out: Tensor, a: NativeOperand, b: NativeOperand) -> bool:
-    return kernels.AVAILABLE and a.scaling == b.scaling != "plain" and out.stride(1) == 1
 
 
 def _multiply_decoded(
@@ -382,8 +317,9 @@ def _pad_scale(operand: NativeOperand, padded: Tensor) -> Tensor:
     return F.pad(operand.scale.t(), (0, missing), value=1.0).t() if missing else operand.scale
 
 
-def _no_native_gemm(left: QuantizerValue, right: QuantizerValue) -> str:
+def no_native_gemm(what: str, left: QuantizerValue, right: QuantizerValue) -> str:
+    """What to say when a pair of formats has no native GEMM; ``what``: "GEMM", or of which kind."""
     return (
-        f"this GPU has no native GEMM for {type(left).__qualname__} x {type(right).__qualname__}; pass "
+        f"this GPU has no native {what} for {type(left).__qualname__} x {type(right).__qualname__}; pass "
         "emulate=True to the recipe or set NARROWCAST_EMULATE=1 to run it emulated (decode to bf16, bf16 GEMM)"
     )

@@ -16,10 +16,6 @@ from ._library import define
 from .numerics import numerics_for
 
 
-def _pad(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    return numerics_for(x).grouped.pad_rows(x, splits, alignment, rows)
-
-
 def _pad_fake(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     ends = splits.new_empty(splits.shape, dtype=torch.int32)
     return x.new_empty((rows, x.shape[1])), splits.new_empty(splits.shape), ends
@@ -27,21 +23,15 @@ def _pad_fake(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Ten
 
 _pad_op = define(
     "pad_rows(Tensor x, Tensor splits, SymInt alignment, SymInt rows) -> (Tensor, Tensor, Tensor)",
-    _pad,
+    lambda x, splits, alignment, rows: numerics_for(x).grouped.pad_rows(x, splits, alignment, rows),
     _pad_fake,
 )
-
-
-def _unpad(padded: Tensor, splits: Tensor, alignment: int, rows: int) -> Tensor:
-    return numerics_for(padded).grouped.unpad_rows(padded, splits, alignment, rows)
-
-
-def _unpad_fake(padded: Tensor, splits: Tensor, alignment: int, rows: int) -> Tensor:
-    return padded.new_empty((rows, padded.shape[1]))
-
-
 _unpad_op = define(
-    "unpad_rows(Tensor padded, Tensor splits, SymInt alignment, SymInt rows) -> Tensor", _unpad, _unpad_fake
+    "unpad_rows(Tensor padded, Tensor splits, SymInt alignment, SymInt rows) -> Tensor",
+    lambda padded, splits, alignment, rows: numerics_for(padded).grouped.unpad_rows(
+        padded, splits, alignment, rows
+    ),
+    lambda padded, splits, alignment, rows: padded.new_empty((rows, padded.shape[1])),
 )
 
 

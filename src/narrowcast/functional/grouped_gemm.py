@@ -15,7 +15,8 @@ takes nothing else here, and the other pairs to the Triton kernel; neither waits
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from torch.nn.functional import ScalingType
 from .. import kernels, reference
 from ..formats import FLOAT8_BLOCK
 from ._library import QUANTIZER, define
-from .gemm import gemm
+from .gemm import gemm, gemm_directions, no_native_gemm
 from .grouped_quantize import ALIGNMENT, group_operands, stack
 from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
@@ -33,8 +34,29 @@ from .quantizer_value import QuantizerValue
 LIBRARY_PER_TENSOR: bool = True
 """Whether per-tensor E4M3 is multiplied by ``scaled_grouped_mm`` where it can be; else by the Triton kernel."""
 
-_COLUMNWISE = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
 _BLOCK_OF = {"1x128": 1, "128x128": 128}
+
+
+class _Operand(NamedTuple):
+    """One direction's buffers of groups, as ``grouped_quantize`` left them; ``dtype``: of what was quantized."""
+
+    buffers: list[Tensor]
+    quantizer: QuantizerValue
+    layout: str
+    dtype: torch.dtype
+
+
+class _Sizes(NamedTuple):
+    """T, N and K."""
+
+    rows: int
+    out_features: int
+    in_features: int
+
+    def of_result(self, kind: str, groups: int) -> tuple[int, ...]:
+        if kind == "wgrad":
+            return groups, self.out_features, self.in_features
+        return self.rows, self.out_features if kind == "fprop" else self.in_features
 
 
 def _grouped_gemm(
@@ -57,42 +79,19 @@ def _grouped_gemm(
     fast_accumulation: bool,
     emulate: bool,
 ) -> Tensor:
-    _check_kind(kind)
+    a = _Operand(left, left_quantizer, left_layout, left_dtype)
+    b = _Operand(right, right_quantizer, right_layout, right_dtype)
+    sizes = _Sizes(rows, out_features, in_features)
+    bias = _stacked(biases)
     if emulate or not left[0].is_cuda:
-        return _multiply_each(
-            kind, left, left_quantizer, left_layout, left_dtype, right, right_quantizer, right_layout, right_dtype,
-            splits, biases, dtype, rows, out_features, in_features, fast_accumulation, emulate,
-        )  # fmt: skip
-    return _multiply_native(
-        kind, left, left_quantizer, left_layout, right, right_quantizer, right_layout, splits, biases, dtype, rows,
-        out_features, in_features, covered, fast_accumulation,
-    )  # fmt: skip
+        return _multiply_each(kind, a, b, splits, bias, dtype, sizes, fast_accumulation, emulate)
+    return _multiply_native(kind, a, b, splits, bias, dtype, sizes, covered, fast_accumulation)
 
 
-def _grouped_gemm_fake(
-    kind: str,
-    left: list[Tensor],
-    left_quantizer: QuantizerValue,
-    left_layout: str,
-    left_dtype: torch.dtype,
-    right: list[Tensor],
-    right_quantizer: QuantizerValue,
-    right_layout: str,
-    right_dtype: torch.dtype,
-    splits: Tensor,
-    biases: list[Tensor],
-    dtype: torch.dtype,
-    rows: int,
-    out_features: int,
-    in_features: int,
-    covered: bool,
-    fast_accumulation: bool,
-    emulate: bool,
-) -> Tensor:
-    _check_kind(kind)
-    return left[0].new_empty(
-        _result_shape(kind, splits.shape[0], rows, out_features, in_features), dtype=dtype
-    )
+def _grouped_gemm_fake(kind: str, left: list[Tensor], *arguments: Any) -> Tensor:
+    gemm_directions(kind)
+    splits, _, dtype, *sizes = arguments[7:13]
+    return left[0].new_empty(_Sizes(*sizes).of_result(kind, splits.shape[0]), dtype=dtype)
 
 
 grouped_gemm = define(
@@ -125,71 +124,63 @@ Raises:
 """
 
 
-def _check_kind(kind: str) -> None:
-    if kind not in _COLUMNWISE:
-        raise ValueError(f"kind is {kind!r}; use one of {list(_COLUMNWISE)}")
-
-
-def _result_shape(kind: str, groups: int, rows: int, out_features: int, in_features: int) -> tuple[int, ...]:
-    if kind == "wgrad":
-        return groups, out_features, in_features
-    return rows, out_features if kind == "fprop" else in_features
-
-
 def _multiply_each(
     kind: str,
-    left: list[Tensor],
-    left_quantizer: QuantizerValue,
-    left_layout: str,
-    left_dtype: torch.dtype,
-    right: list[Tensor],
-    right_quantizer: QuantizerValue,
-    right_layout: str,
-    right_dtype: torch.dtype,
+    left: _Operand,
+    right: _Operand,
     splits: Tensor,
-    biases: list[Tensor],
+    bias: Tensor | None,
     dtype: torch.dtype,
-    rows: int,
-    out_features: int,
-    in_features: int,
+    sizes: _Sizes,
     fast_accumulation: bool,
     emulate: bool,
 ) -> Tensor:
     """Group by group as the ordinary GEMM."""
+    left_columnwise, right_columnwise = gemm_directions(kind)
     groups = splits.shape[0]
-    sizes, starts, _ = reference.grouped_quantize.extents(splits, rows, 1)
-    left_columnwise, right_columnwise = _COLUMNWISE[kind]
-    left_columns = in_features if kind == "fprop" else out_features
-    right_sizes = sizes if kind == "wgrad" else [out_features] * groups
+    extents, _, _ = reference.grouped_quantize.extents(splits, sizes.rows, 1)
+    left_columns = sizes.in_features if kind == "fprop" else sizes.out_features
+    right_extents = extents if kind == "wgrad" else [sizes.out_features] * groups
     lefts = group_operands(
-        left, left_layout, left_quantizer, left_columnwise, sizes, left_columns, left_dtype
+        left.buffers, left.layout, left.quantizer, left_columnwise, extents, left_columns, left.dtype
     )
     rights = group_operands(
-        right, right_layout, right_quantizer, right_columnwise, right_sizes, in_features, right_dtype
+        right.buffers,
+        right.layout,
+        right.quantizer,
+        right_columnwise,
+        right_extents,
+        sizes.in_features,
+        right.dtype,
     )
-    out = left[0].new_zeros(_result_shape(kind, groups, rows, out_features, in_features), dtype=dtype)
-    stacked = stack_biases(biases)
-    for group, (start, size) in enumerate(zip(starts, sizes)):
-        if size == 0:
-            continue
-        place = out[group] if kind == "wgrad" else out[start : start + size]
-        product = gemm(
-            kind,
-            lefts[group],
-            left_quantizer,
-            rights[group],
-            right_quantizer,
-            None if stacked is None else stacked[group],
-            dtype,
-            *place.shape,
-            fast_accumulation,
-            emulate,
-        )
-        place.copy_(product)
+
+    def multiply(group: int, at: slice, shape: torch.Size) -> Tensor:
+        operands = lefts[group], left.quantizer, rights[group], right.quantizer
+        own = None if bias is None else bias[group]
+        return gemm(kind, *operands, own, dtype, *shape, fast_accumulation, emulate)
+
+    out = left.buffers[0].new_zeros(sizes.of_result(kind, groups), dtype=dtype)
+    return _fill(out, kind, splits, sizes.rows, multiply)
+
+
+def _fill(
+    out: Tensor,
+    kind: str,
+    splits: Tensor,
+    rows: int,
+    multiply: Callable[[int, slice, torch.Size], Tensor],
+) -> Tensor:
+    """``out`` with the product of every group that has rows: of its number, its rows and the product's shape."""
+    extents, starts, _ = reference.grouped_quantize.extents(splits, rows, 1)
+    for group, (start, size) in enumerate(zip(starts, extents)):
+        if size:
+            at = slice(start, start + size)
+            place = out[group] if kind == "wgrad" else out[at]
+            place.copy_(multiply(group, at, place.shape))
     return out
 
 
-def stack_biases(biases: list[Tensor]) -> Tensor | None:
+def _stacked(biases: list[Tensor]) -> Tensor | None:
     """(G, N) from G biases or from one that holds them all; None without any."""
     if not biases:
         return None
@@ -198,36 +189,25 @@ def stack_biases(biases: list[Tensor]) -> Tensor | None:
 
 def _multiply_native(
     kind: str,
-    left: list[Tensor],
-    left_quantizer: QuantizerValue,
-    left_layout: str,
-    right: list[Tensor],
-    right_quantizer: QuantizerValue,
-    right_layout: str,
+    left: _Operand,
+    right: _Operand,
     splits: Tensor,
-    biases: list[Tensor],
+    bias: Tensor | None,
     dtype: torch.dtype,
-    rows: int,
-    out_features: int,
-    in_features: int,
+    sizes: _Sizes,
     covered: bool,
     fast_accumulation: bool,
 ) -> Tensor:
     """All groups at once, on the codes as they are."""
-    left_columnwise, right_columnwise = _COLUMNWISE[kind]
-    a = _native(left, left_quantizer, left_layout, left_columnwise, 0)
-    weights = 0 if kind == "wgrad" else splits.shape[0]
-    b = _native(right, right_quantizer, right_layout, right_columnwise, weights)
+    left_columnwise, right_columnwise = gemm_directions(kind)
+    a = _native(left, left_columnwise, 0)
+    b = _native(right, right_columnwise, 0 if kind == "wgrad" else splits.shape[0])
     if a is None or b is None or a.block_scaled != b.block_scaled:
-        raise RuntimeError(
-            f"this GPU has no native grouped GEMM for {type(left_quantizer).__qualname__} x "
-            f"{type(right_quantizer).__qualname__}; pass emulate=True to the recipe or set NARROWCAST_EMULATE=1 to "
-            "run it emulated (decode to bf16, bf16 GEMM)"
-        )
+        raise RuntimeError(no_native_gemm("grouped GEMM", left.quantizer, right.quantizer))
     if kind == "wgrad":
         return _weight_gradients(a, b, splits, dtype, fast_accumulation)
-    columns = out_features if kind == "fprop" else in_features
-    return _rows(a, b, splits, biases, dtype, rows, columns, covered, fast_accumulation)
+    columns = sizes.out_features if kind == "fprop" else sizes.in_features
+    return _rows(a, b, splits, bias, dtype, sizes.rows, columns, covered, fast_accumulation)
 
 
 class _NativeOperand(NamedTuple):
@@ -243,17 +223,16 @@ class _NativeOperand(NamedTuple):
     block: int
 
 
-def _native(
-    operand: list[Tensor], quantizer: QuantizerValue, layout: str, columnwise: bool, weights: int
-) -> _NativeOperand | None:
+def _native(operand: _Operand, columnwise: bool, weights: int) -> _NativeOperand | None:
     """The operand as the kernels read it, or None when they do not; ``weights``: how many, 0 for groups of rows."""
-    if layout == "split":
+    quantizer = operand.quantizer
+    if operand.layout == "split":
         return None
-    if layout == "tensor":
-        codes, scale = operand
+    if operand.layout == "tensor":
+        codes, scale = operand.buffers
         native = quantizer._native_operand([codes.view(-1, codes.shape[-1]), scale], columnwise)
         return None if native is None else _NativeOperand(native.data.view(codes.shape), scale, False, 1)
-    native = quantizer._native_operand(operand, columnwise)
+    native = quantizer._native_operand(operand.buffers, columnwise)
     if native is None or native.scaling not in _BLOCK_OF:
         return None
     block = _BLOCK_OF[native.scaling]
@@ -275,14 +254,13 @@ def _rows(
     a: _NativeOperand,
     b: _NativeOperand,
     splits: Tensor,
-    biases: list[Tensor],
+    bias: Tensor | None,
     dtype: torch.dtype,
     rows: int,
     columns: int,
     covered: bool,
     fast_accumulation: bool,
 ) -> Tensor:
-    bias = stack_biases(biases)
     if rows == 0 or columns == 0:
         return a.codes.new_zeros((rows, columns), dtype=dtype)
     if _library_takes(a, b, dtype) and columns % 16 == 0:
@@ -363,11 +341,12 @@ def _library_takes(a: _NativeOperand, b: _NativeOperand, dtype: torch.dtype) -> 
 def _grouped_mm(
     kind: str, left: Tensor, right: list[Tensor], splits: Tensor, biases: list[Tensor], covered: bool
 ) -> Tensor:
-    _check_kind(kind)
+    gemm_directions(kind)
     weights = right[0] if kind == "wgrad" else stack(right)
+    bias = _stacked(biases)
     shape = _plain_shape(kind, left, right, splits)
     if not left.is_cuda or 0 in shape or 0 in left.shape:
-        return _mm_each(kind, left, weights, splits, biases, shape)
+        return _mm_each(kind, left, weights, splits, bias, shape)
     ends = splits.cumsum(0, dtype=torch.int32)
     multiple = 16 // left.element_size()
     a, b = left.contiguous(), weights.contiguous()
@@ -382,7 +361,6 @@ def _grouped_mm(
     out = F.grouped_mm(_pad_columns(a, multiple), b, offs=ends)
     if out.shape[1] != columns:
         out = out[:, :columns].contiguous()
-    bias = stack_biases(biases)
     if bias is not None or not covered:
         kernels.grouped_gemm.finish_rows_(out, splits, bias)
     return out
@@ -394,23 +372,18 @@ def _pad_columns(x: Tensor, multiple: int) -> Tensor:
 
 
 def _mm_each(
-    kind: str, left: Tensor, right: Tensor, splits: Tensor, biases: list[Tensor], shape: tuple[int, ...]
+    kind: str, left: Tensor, right: Tensor, splits: Tensor, bias: Tensor | None, shape: tuple[int, ...]
 ) -> Tensor:
     """Group by group as an ordinary linear layer."""
-    out = left.new_zeros(shape)
-    bias = stack_biases(biases)
-    sizes, starts, _ = reference.grouped_quantize.extents(splits, left.shape[0], 1)
-    for group, (start, size) in enumerate(zip(starts, sizes)):
-        if size == 0:
-            continue
-        at = slice(start, start + size)
+
+    def multiply(group: int, at: slice, _: torch.Size) -> Tensor:
         if kind == "wgrad":
-            out[group] = left[at].t() @ right[at]
-        elif kind == "dgrad":
-            out[at] = left[at] @ right[group]
-        else:
-            out[at] = F.linear(left[at], right[group], None if bias is None else bias[group])
-    return out
+            return left[at].t() @ right[at]
+        if kind == "dgrad":
+            return left[at] @ right[group]
+        return F.linear(left[at], right[group], None if bias is None else bias[group])
+
+    return _fill(left.new_zeros(shape), kind, splits, left.shape[0], multiply)
 
 
 def _plain_shape(kind: str, left: Tensor, right: list[Tensor], splits: Tensor) -> tuple[int, ...]:
@@ -420,10 +393,8 @@ def _plain_shape(kind: str, left: Tensor, right: list[Tensor], splits: Tensor) -
     return left.shape[0], first.shape[-1 if kind == "dgrad" else -2]
 
 
-def _grouped_mm_fake(
-    kind: str, left: Tensor, right: list[Tensor], splits: Tensor, biases: list[Tensor], covered: bool
-) -> Tensor:
-    _check_kind(kind)
+def _grouped_mm_fake(kind: str, left: Tensor, right: list[Tensor], splits: Tensor, *_: Any) -> Tensor:
+    gemm_directions(kind)
     return left.new_empty(_plain_shape(kind, left, right, splits))
 
 
@@ -472,22 +443,11 @@ def _grouped_dequantize(
     return out
 
 
-def _grouped_dequantize_fake(
-    operand: list[Tensor],
-    quantizer: QuantizerValue,
-    layout: str,
-    splits: Tensor | None,
-    dtype: torch.dtype,
-    shape: list[int],
-) -> Tensor:
-    return operand[0].new_empty(shape, dtype=dtype)
-
-
 grouped_dequantize = define(
     f"grouped_dequantize(Tensor[] operand, {QUANTIZER} quantizer, str layout, Tensor? splits, ScalarType dtype, "
     "SymInt[] shape) -> Tensor",
     _grouped_dequantize,
-    _grouped_dequantize_fake,
+    lambda operand, quantizer, layout, splits, dtype, shape: operand[0].new_empty(shape, dtype=dtype),
 )
 """Decode a row-wise operand of groups to (T, K), or without ``splits`` of weights to (G, N, K).
 

@@ -18,14 +18,15 @@ reads the splits on the host.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..formats import round_up
+from ..formats import E4M3, round_up
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
 from .quantize import STATE, encode
@@ -46,18 +47,16 @@ def operand_of(buffers: list[Tensor], layout: str, columnwise: bool) -> list[Ten
     return buffers[-count:] if columnwise else buffers[:count]
 
 
-class GroupedNumerics(NamedTuple):
-    """Numerics whose per-tensor functions work on groups: what a quantizer that knows no groups is handed."""
+class _GroupedNumerics:
+    """Numerics whose ``float8`` functions work on groups: what a quantizer that knows no groups is handed.
 
-    float8: Any
-
-
-class _GroupedFloat8:
-    """The ``float8`` numerics on groups, with the scales and amaxes of all groups where a quantizer reads one slot."""
+    ``scale``, ``amax``: (G,), taken in the place of the one slot that a delayed quantizer reads.
+    """
 
     def __init__(
         self, x: Tensor, splits: Tensor | None, groups: int, scale: Tensor | None, amax: Tensor | None
     ):
+        self.float8 = self
         self.numerics, self.splits, self.groups = numerics_for(x).grouped_quantize, splits, groups
         self.scale, self.amax = scale, amax
 
@@ -94,7 +93,7 @@ def _encode(
     """Quantize rows (T, K) in groups, or weights (G, N, K) without splits."""
     if layout == "tensor":
         scales, amaxes = (_slots_of_groups(state, quantizer, groups) for state in (scale, amax))
-        numerics = GroupedNumerics(_GroupedFloat8(x, splits, groups, scales, amaxes))
+        numerics = _GroupedNumerics(x, splits, groups, scales, amaxes)
         return encode(numerics, x, quantizer, seed, scale, amax)
     if layout == "padded":
         return quantizer._encode(numerics_for(x), _padded(x, splits), seed)
@@ -121,24 +120,23 @@ def _encode_split(
     x: Tensor, sizes: list[int], groups: int, quantizer: QuantizerValue, seed: Tensor | None
 ) -> list[Tensor]:
     parts = x.split([*sizes, x.shape[0] - sum(sizes)])[:groups]
-    made: list[list[Tensor]] = []
-    for group, part in enumerate(parts):
-        own = None if seed is None else seed + group
-        made.append(quantizer._encode(numerics_for(x), part, own) if part.numel() else [])
     arenas = []
     for columnwise in quantizer._directions():
-        arena = x.new_zeros(
-            _arena_bytes(x.shape[0], x.shape[1], groups, quantizer, columnwise, x.dtype), dtype=torch.uint8
+        length = _arena_bytes(x.shape[0], x.shape[1], groups, quantizer, columnwise, x.dtype)
+        arena = x.new_zeros(length, dtype=torch.uint8)
+        arenas.append(
+            (columnwise, arena, split_arena(arena, sizes, x.shape[1], quantizer, columnwise, x.dtype))
         )
-        views = split_arena(arena, sizes, x.shape[1], quantizer, columnwise, x.dtype)
-        for part, buffers, own_views in zip(parts, made, views, strict=True):
-            names = list(quantizer._describe_buffers(tuple(part.shape), x.dtype))
+    for group, part in enumerate(parts):
+        if not part.numel():
+            continue
+        buffers = quantizer._encode(numerics_for(x), part, None if seed is None else seed + group)
+        by_name = dict(zip(quantizer._describe_buffers(tuple(part.shape), x.dtype), buffers, strict=True))
+        for columnwise, _, views in arenas:
             wanted = _direction(quantizer, columnwise)._describe_buffers(tuple(part.shape), x.dtype)
-            for name, view in zip(wanted, own_views):
-                if buffers:
-                    view.copy_(buffers[names.index(name)])
-        arenas.append(arena)
-    return arenas
+            for name, view in zip(wanted, views[group], strict=True):
+                view.copy_(by_name[name])
+    return [arena for _, arena, _ in arenas]
 
 
 def split_arena(
@@ -156,9 +154,7 @@ def split_arena(
     for size in sizes:
         views = []
         for shape, kind in one._describe_buffers((size, columns), dtype).values():
-            count = kind.itemsize
-            for length in shape:
-                count *= length
+            count = kind.itemsize * math.prod(shape)
             views.append(arena[at : at + count].view(kind).view(shape))
             at += round_up(count, _ARENA_ALIGNMENT)
         groups.append(views)
@@ -170,18 +166,12 @@ def _arena_bytes(
 ) -> int:
     """Bytes that groups of that many rows can need: each is as long as one of whole 128 rows at most."""
     one = _direction(quantizer, columnwise)
-    aligned = round_up(rows, 128)
-    return _bytes(one, aligned, columns, dtype) + groups * _bytes(one, 128, columns, dtype)
 
+    def size(rows: int) -> int:
+        buffers = one._describe_buffers((rows, columns), dtype).values()
+        return sum(round_up(kind.itemsize * math.prod(shape), _ARENA_ALIGNMENT) for shape, kind in buffers)
 
-def _bytes(quantizer: QuantizerValue, rows: int, columns: int, dtype: torch.dtype) -> int:
-    total = 0
-    for shape, kind in quantizer._describe_buffers((rows, columns), dtype).values():
-        count = kind.itemsize
-        for length in shape:
-            count *= length
-        total += round_up(count, _ARENA_ALIGNMENT)
-    return total
+    return size(round_up(rows, 128)) + groups * size(128)
 
 
 def _direction(quantizer: Any, columnwise: bool) -> Any:
@@ -272,16 +262,32 @@ grouped_quantize_weights = define(
 """As :data:`grouped_quantize` for G matrices (N, K), or for one (G, N, K) that holds them all."""
 
 
-def _column_sum(x: Tensor, splits: Tensor) -> Tensor:
-    return numerics_for(x).grouped_quantize.column_sum(x, splits)
+def _calibrate_groups(tensors: list[Tensor], splits: Tensor | None, amax: Tensor, slot: int) -> None:
+    x = stack(tensors) if splits is None else tensors[0]
+    groups = x.shape[0] if splits is None else splits.shape[0]
+    taken = amax.view(-1)[slot * groups : (slot + 1) * groups].zero_()
+    # the codes are dropped, so their scales do not matter
+    numerics_for(x).grouped_quantize.quantize(
+        x, splits, taken, E4M3, rowwise=True, columnwise=False, alignment=ALIGNMENT["tensor"], amax=taken
+    )
 
 
-def _column_sum_fake(x: Tensor, splits: Tensor) -> Tensor:
-    return x.new_empty((splits.shape[0], x.shape[1]), dtype=torch.float32)
+grouped_calibrate_ = define(
+    "grouped_calibrate_(Tensor[] tensors, Tensor? splits, Tensor(a!) amax, int slot) -> ()",
+    _calibrate_groups,
+    lambda *_: None,
+)
+"""Overwrite one slot of ``amax`` (slots * G,) with max|x| of every group, without keeping codes.
+
+Args:
+    tensors: rows (T, K) alone with ``splits`` (G,); without, weights as :data:`grouped_quantize_weights` takes them.
+"""
 
 
 grouped_column_sum = define(
-    "grouped_column_sum(Tensor x, Tensor splits) -> Tensor", _column_sum, _column_sum_fake
+    "grouped_column_sum(Tensor x, Tensor splits) -> Tensor",
+    lambda x, splits: numerics_for(x).grouped_quantize.column_sum(x, splits),
+    lambda x, splits: x.new_empty((splits.shape[0], x.shape[1]), dtype=torch.float32),
 )
 """Sums over the rows of every group of ``x`` (T, K): fp32 (G, K)."""
 

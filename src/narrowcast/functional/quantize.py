@@ -12,6 +12,7 @@ nothing in the same graph reads the buffer afterwards, and raising it twice chan
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -47,13 +48,9 @@ def encode(
     Raises:
         ValueError: a delayed quantizer without ``scale``.
     """
-    if not quantizer._is_delayed():
-        return quantizer._encode(numerics, x, seed)
-    if scale is None:
-        raise ValueError(
-            f"scale is None, but {quantizer} scales with delay; pass the layer's fp32 scale vector, one per slot"
-        )
-    return quantizer._encode_scaled(numerics, x, scale, amax)
+    if scale is not None and quantizer._is_delayed():
+        return quantizer._encode_scaled(numerics, x, scale, amax)
+    return quantizer._encode(numerics, x, seed)
 
 
 def encode_source(
@@ -70,7 +67,10 @@ def encode_source(
     With ``column_sums`` the sums over all but the last dim, fp32 (K,), are the last output.
     """
     x = source if quantizer._takes_sources else numerics.sources.materialize(source)
-    buffers = encode(numerics, x, quantizer, seed, scale, amax)
+    if scale is not None and quantizer._is_delayed():
+        buffers = quantizer._encode_scaled(numerics, x, scale, amax)
+    else:
+        buffers = quantizer._encode(numerics, x, seed)
     return [*buffers, numerics.sources.column_sum(x)] if column_sums else buffers
 
 
@@ -81,7 +81,10 @@ def _quantize(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> list[Tensor]:
-    return encode(numerics_for(x), x, quantizer, seed, scale, amax)
+    numerics = numerics_for(x)  # from here on as encode(), in line: this operator runs the most
+    if scale is not None and quantizer._is_delayed():
+        return quantizer._encode_scaled(numerics, x, scale, amax)
+    return quantizer._encode(numerics, x, seed)
 
 
 def _quantize_fake(x: Tensor, quantizer: QuantizerValue, *state: Tensor | None) -> list[Tensor]:
@@ -127,16 +130,10 @@ def _quantize_into(
         destination.copy_(source)
 
 
-def _quantize_into_fake(
-    x: Tensor, out: list[Tensor], quantizer: QuantizerValue, noop_flag: Tensor | None, seed: Tensor | None
-) -> None:
-    return None
-
-
 quantize_into = define(
     f"quantize_into(Tensor x, Tensor(a!)[] out, {QUANTIZER} quantizer, Tensor? noop_flag, Tensor? seed) -> ()",
     _quantize_into,
-    _quantize_into_fake,
+    lambda *_: None,
 )
 """Overwrite ``out`` with the quantization of ``x``, or leave it when ``noop_flag`` (fp32, one element) is non-zero."""
 
@@ -148,38 +145,25 @@ def _dequantize(
     if list(decoded.shape) == list(shape):
         return decoded
     # formats that pack or pad hold more than the logical tensor, along the first and the last dim of the matrix
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
+    rows = math.prod(shape[:-1])
     if rows * shape[-1] == 0:
         return decoded.new_empty(shape)
     matrix = decoded.reshape(-1, decoded.shape[-1])
     return matrix[:rows, : shape[-1]].reshape(shape).contiguous()
 
 
-def _dequantize_fake(
-    buffers: list[Tensor], quantizer: QuantizerValue, columnwise: bool, dtype: torch.dtype, shape: list[int]
-) -> Tensor:
-    return buffers[0].new_empty(shape, dtype=dtype)
-
-
 dequantize = define(
     f"dequantize(Tensor[] buffers, {QUANTIZER} quantizer, bool columnwise, ScalarType dtype, SymInt[] shape) -> Tensor",
     _dequantize,
-    _dequantize_fake,
+    lambda buffers, quantizer, columnwise, dtype, shape: buffers[0].new_empty(shape, dtype=dtype),
 )
 """Decode the buffers of one direction to a tensor of the logical ``shape``."""
 
 
-def _draw_seed(like: Tensor) -> Tensor:
-    return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=like.device)
-
-
-def _draw_seed_fake(like: Tensor) -> Tensor:
-    return like.new_empty((1,), dtype=torch.int64)
-
-
 draw_seed = define(
-    "draw_seed(Tensor like) -> Tensor", _draw_seed, _draw_seed_fake, tags=(torch.Tag.nondeterministic_seeded,)
+    "draw_seed(Tensor like) -> Tensor",
+    lambda like: torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=like.device),
+    lambda like: like.new_empty((1,), dtype=torch.int64),
+    tags=(torch.Tag.nondeterministic_seeded,),
 )
 """A fresh int64[1] seed from the default generator of the tensor's device; advances that generator."""

@@ -68,7 +68,7 @@ class QuantizerValue(_opaque.OpaqueBase):
         )
 
     def _is_delayed(self) -> bool:
-        """Whether it quantizes with a scale from state, by ``_encode_scaled`` instead of ``_encode``."""
+        """Whether it quantizes with a scale from state, by ``_encode_scaled``, and not at all without one."""
         return False
 
     def _directions(self) -> list[bool]:
@@ -81,6 +81,10 @@ class QuantizerValue(_opaque.OpaqueBase):
 
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
         """Quantize with the functions of ``numerics`` (``reference`` or ``kernels``); flatten order."""
+        if self._is_delayed():
+            raise ValueError(
+                f"scale is None, but {self} scales with delay; pass the layer's fp32 scale vector, one per slot"
+            )
         raise NotImplementedError(f"{type(self).__qualname__} cannot quantize without state")
 
     def _encode_scaled(

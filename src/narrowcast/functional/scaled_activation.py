@@ -19,14 +19,10 @@ def _scaled_act(x: Tensor, scale: Tensor, activation: str, parameters: Sequence[
     return numerics_for(x).scaled_activation.forward(x, scale, activation, **named)
 
 
-def _scaled_act_fake(x: Tensor, scale: Tensor, activation: str, parameters: Sequence[float] = ()) -> Tensor:
-    return x.new_empty(output_shape(x, activation))
-
-
 scaled_act = define(
     "scaled_act(Tensor x, Tensor scale, str activation, float[] parameters=[]) -> Tensor",
     _scaled_act,
-    _scaled_act_fake,
+    lambda x, scale, activation, parameters=(): x.new_empty(output_shape(x, activation)),
 )
 """An activation of ``x`` (*lead, F), or (*lead, 2F) for a gated one, times ``scale`` (lead) -> (*lead, F)."""
 
@@ -38,16 +34,10 @@ def _scaled_act_backward(
     return numerics_for(x).scaled_activation.backward(grad, x, scale, activation, **named)
 
 
-def _scaled_act_backward_fake(
-    grad: Tensor, x: Tensor, scale: Tensor, activation: str, parameters: Sequence[float] = ()
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), scale.new_empty(scale.shape)
-
-
 scaled_act_backward = define(
     "scaled_act_backward(Tensor grad, Tensor x, Tensor scale, str activation, float[] parameters=[]) "
     "-> (Tensor, Tensor)",
     _scaled_act_backward,
-    _scaled_act_backward_fake,
+    lambda grad, x, scale, *_: (x.new_empty(x.shape), scale.new_empty(scale.shape)),
 )
 """Gradients (dx, dscale) of :data:`scaled_act`, in the shapes and dtypes of its operands."""

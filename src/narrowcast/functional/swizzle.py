@@ -9,23 +9,23 @@ from ._library import define
 from .numerics import numerics_for
 
 
-def _swizzle(scales: Tensor) -> Tensor:
-    return numerics_for(scales).swizzle.swizzle_scales(scales)
-
-
-def _unswizzle(scales: Tensor) -> Tensor:
-    return numerics_for(scales).swizzle.unswizzle_scales(scales)
-
-
 def _fake(scales: Tensor) -> Tensor:
     return torch.empty_like(scales, memory_format=torch.contiguous_format)
 
 
-swizzle_scales = define("swizzle_scales(Tensor scales) -> Tensor", _swizzle, _fake)
+swizzle_scales = define(
+    "swizzle_scales(Tensor scales) -> Tensor",
+    lambda scales: numerics_for(scales).swizzle.swizzle_scales(scales),
+    _fake,
+)
 """Reorder compact scales, uint8 (R, C) with R a multiple of 128 and C of 4.
 
 Raises:
     ValueError: another shape.
 """
-unswizzle_scales = define("unswizzle_scales(Tensor scales) -> Tensor", _unswizzle, _fake)
+unswizzle_scales = define(
+    "unswizzle_scales(Tensor scales) -> Tensor",
+    lambda scales: numerics_for(scales).swizzle.unswizzle_scales(scales),
+    _fake,
+)
 """Undo :data:`swizzle_scales`."""

@@ -87,46 +87,21 @@ class WeightGradStore:
             )
 
 
-def _defer_wgrad(
-    store: str,
-    grad: list[Tensor],
-    grad_quantizer: QuantizerValue,
-    inp: list[Tensor],
-    inp_quantizer: QuantizerValue,
-    grad_bias: Tensor | None,
-    overwrite: bool,
-    fast_accumulation: bool,
-    emulate: bool,
-) -> Tensor:
+def _defer_wgrad(store: str, *fields: Any) -> Tensor:
     if store not in _STORES:
         raise RuntimeError(f"the module of weight-gradient store {store!r} no longer exists; compile it anew")
+    deferred = DeferredWgrad(*fields)
     # copies: the compiler reuses the memory of an operand after its last use in the graph
-    _STORES[store].put(
-        DeferredWgrad(
-            [buffer.clone() for buffer in grad],
-            grad_quantizer,
-            [buffer.clone() for buffer in inp],
-            inp_quantizer,
-            None if grad_bias is None else grad_bias.clone(),
-            overwrite,
-            fast_accumulation,
-            emulate,
-        )
+    copied = deferred._replace(
+        grad=[buffer.clone() for buffer in deferred.grad],
+        inp=[buffer.clone() for buffer in deferred.inp],
+        grad_bias=None if deferred.grad_bias is None else deferred.grad_bias.clone(),
     )
-    return torch.ones(1, dtype=torch.int64, device=grad[0].device)
+    _STORES[store].put(copied)
+    return torch.ones(1, dtype=torch.int64, device=deferred.grad[0].device)
 
 
-def _defer_wgrad_fake(
-    store: str,
-    grad: list[Tensor],
-    grad_quantizer: QuantizerValue,
-    inp: list[Tensor],
-    inp_quantizer: QuantizerValue,
-    grad_bias: Tensor | None,
-    overwrite: bool,
-    fast_accumulation: bool,
-    emulate: bool,
-) -> Tensor:
+def _defer_wgrad_fake(store: str, grad: list[Tensor], *_: Any) -> Tensor:
     return grad[0].new_empty((1,), dtype=torch.int64)
 
 
@@ -135,9 +110,8 @@ _defer_op = define(
     "Tensor? grad_bias, bool overwrite, bool fast_accumulation, bool emulate) -> Tensor",
     _defer_wgrad,
     _defer_wgrad_fake,
-    tags=(
-        torch.Tag.nondeterministic_seeded,
-    ),  # two equal calls are two entries: never merged, never recomputed
+    # two equal calls are two entries: never merged, never recomputed
+    tags=(torch.Tag.nondeterministic_seeded,),
 )
 
 
@@ -151,16 +125,4 @@ def defer_wgrad(store: str, ticket: Tensor, deferred: DeferredWgrad) -> None:
     Raises:
         RuntimeError: when it runs, the store is gone.
     """
-    ticket.add_(
-        _defer_op(
-            store,
-            deferred.grad,
-            deferred.grad_quantizer,
-            deferred.inp,
-            deferred.inp_quantizer,
-            deferred.grad_bias,
-            deferred.overwrite,
-            deferred.fast_accumulation,
-            deferred.emulate,
-        )
-    )
+    ticket.add_(_defer_op(store, *deferred))

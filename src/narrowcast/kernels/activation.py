@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import magnitude, reciprocal, round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device
 
 BLOCK = 1024
 FLAT_BLOCK = 2048
@@ -358,28 +358,14 @@ def numbers(activation: str, params: Mapping[str, float]) -> tuple[float, float,
     return first, second, third
 
 
-def _launch(
-    launcher: Launcher,
-    tensors: tuple[Tensor, ...],
-    amax: Tensor | None,
-    activation: str,
-    gated: bool,
-    given: tuple,
-) -> None:
-    x = tensors[0]
-    if x.numel() == 0:
-        return
+def _chunks(x: Tensor, gated: bool) -> tuple[tuple[int, int, int], int, int, int]:
+    """Grid over the rows in chunks, the length of a row, its chunks, and elements per chunk."""
     # Without halves the rows do not matter: all is one long row.
     F = x.shape[-1] // 2 if gated else x.numel()
     rows = x.numel() // (2 * F) if gated else 1
     block = min(BLOCK, max(triton.next_power_of_2(F), 64)) if gated else FLAT_BLOCK
     chunks = cdiv(F, block)
-    launcher(
-        (rows * chunks, 1, 1),
-        (*tensors, x if amax is None else amax, F, chunks, *given),
-        (activation, gated, amax is not None, block, INTERPRETING),
-        (*((t.dtype, is_aligned(t)) for t in tensors), dim_class(F), dim_class(chunks)),
-    )
+    return (rows * chunks, 1, 1), F, chunks, block
 
 
 def amax_slots(x: Tensor) -> Tensor:
@@ -410,7 +396,13 @@ def forward(x: Tensor, activation: str, amax: Tensor | None = None, **params: fl
     x = x.contiguous()
     width = x.shape[-1] // 2 if kind.gated else x.shape[-1]
     y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
-    _launch(_forward, (x, y), amax, activation, kind.gated, numbers(activation, params))
+    if x.numel():
+        grid, F, chunks, block = _chunks(x, kind.gated)
+        _forward(
+            grid,
+            (x, y, x if amax is None else amax, F, chunks, *numbers(activation, params)),
+            (activation, kind.gated, amax is not None, block, INTERPRETING),
+        )
     return y
 
 
@@ -435,5 +427,11 @@ def backward(grad: Tensor, x: Tensor, activation: str, amax: Tensor | None = Non
     check_gradient(grad, x, activation)
     x, grad = x.contiguous(), grad.contiguous()
     dx = torch.empty_like(x)
-    _launch(_backward, (x, grad, dx), amax, activation, kind.gated, numbers(activation, params))
+    if x.numel():
+        grid, F, chunks, block = _chunks(x, kind.gated)
+        _backward(
+            grid,
+            (x, grad, dx, x if amax is None else amax, F, chunks, *numbers(activation, params)),
+            (activation, kind.gated, amax is not None, block, INTERPRETING),
+        )
     return dx

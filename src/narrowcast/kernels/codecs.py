@@ -87,29 +87,39 @@ def reciprocal(x, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def _fp8_code_emulated(x, E5M2: tl.constexpr):
+def encode_by_bits(
+    x,
+    BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+):
+    """Codes of fp32 ``x`` in integer arithmetic, for formats and machines without a conversion of their own.
+
+    Nearest even; whatever is larger than the value of ``MAX_CODE`` becomes that code, with its sign; a NaN becomes
+    ``NAN_CODE``. Returns uint32.
+    """
+    DROP: tl.constexpr = 23 - MANTISSA_BITS  # fp32 mantissa bits that go away
+    REBIAS: tl.constexpr = (127 - BIAS) << MANTISSA_BITS
+    MIN_NORMAL: tl.constexpr = (128 - BIAS) << 23
+    SUBNORMAL_ULP_ADDER: tl.constexpr = 1 << (24 - BIAS - MANTISSA_BITS)  # its ulp is the smallest subnormal
+    HALF: tl.constexpr = (1 << (DROP - 1)) - 1
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    if E5M2:
-        DROP: tl.constexpr = 21  # fp32 mantissa bits that go away
-        REBIAS: tl.constexpr = (127 - 15) << 2
-        MIN_NORMAL: tl.constexpr = (127 - 14) << 23
-        SUBNORMAL_ULP_ADDER: tl.constexpr = 128.0  # its ulp is the format's smallest subnormal
-        MAX_CODE: tl.constexpr = 0x7B
-    else:
-        DROP: tl.constexpr = 20
-        REBIAS: tl.constexpr = (127 - 7) << 3
-        MIN_NORMAL: tl.constexpr = (127 - 6) << 23
-        SUBNORMAL_ULP_ADDER: tl.constexpr = 16384.0
-        MAX_CODE: tl.constexpr = 0x7E
-    HALF: tl.constexpr = (1 << (DROP - 1)) - 1
     rounded = (size + HALF + ((size >> DROP) & 1)) >> DROP
     normal = tl.maximum(rounded, REBIAS) - REBIAS
     sum_ = tl.abs(x) + SUBNORMAL_ULP_ADDER
     subnormal = sum_.to(tl.uint32, bitcast=True) & 0x7FFFFF
     code = tl.minimum(tl.where(size < MIN_NORMAL, subnormal, normal), MAX_CODE)
-    code = tl.where(size > 0x7F800000, 0x7F, code | ((bits >> 24) & 0x80))
-    return code.to(tl.uint8)
+    return tl.where(size > 0x7F800000, NAN_CODE, code | ((bits >> 31) << (BITS - 1)))
+
+
+@triton.jit
+def _fp8_code_emulated(x, E5M2: tl.constexpr):
+    if E5M2:
+        return encode_by_bits(x, 8, 2, 15, 0x7B, 0x7F).to(tl.uint8)
+    return encode_by_bits(x, 8, 3, 7, 0x7E, 0x7F).to(tl.uint8)
 
 
 @triton.jit
@@ -194,6 +204,17 @@ def fp8_word(x0, x1, x2, x3, E5M2: tl.constexpr, EMULATE: tl.constexpr):
 def decode_e4m3(code):
     """fp32 value of an E4M3 code 0..0x7E given as uint8: moved into place as a tiny fp32, scaled up exactly."""
     return (code.to(tl.uint32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+
+
+@triton.jit
+def decode_subbyte(code, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr):
+    """fp32 values of codes of fewer than eight bits given as uint32; moved and scaled as in ``decode_e4m3``."""
+    SIGN: tl.constexpr = 1 << (BITS - 1)
+    UNBIAS: tl.constexpr = (254 - BIAS) << 23  # 2**(127 - BIAS)
+    bits = ((code & (SIGN - 1)) << (23 - MANTISSA_BITS)) | ((code & SIGN) << (32 - BITS))
+    return bits.to(tl.float32, bitcast=True) * tl.full(bits.shape, UNBIAS, tl.uint32).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit
@@ -338,3 +359,34 @@ def pack_fp4(m0, m1, m2, m3, m4, m5, m6, m7, s0, s1, s2, s3, s4, s5, s6, s7, EMU
         is_pure=True,
         pack=1,
     )
+
+
+@triton.jit
+def decode_fp8(code, E5M2: tl.constexpr, EMULATE: tl.constexpr):
+    """fp32 values of uint8 codes, NaN and infinities included."""
+    if E5M2:  # the upper byte of an fp16
+        return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    elif EMULATE:
+        size = code.to(tl.uint32) & 0x7F
+        value = (size << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+        value = tl.where(size == 0x7F, float("nan"), value)
+        sign = (code.to(tl.uint32) & 0x80) << 24
+        return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    else:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def decode_fp4(code):
+    """fp32 values of E2M1 codes 0..15 given as uint32: moved into place as a tiny fp32, scaled up exactly."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+
+
+@triton.jit
+def repeat_columns(values, TIMES: tl.constexpr):
+    """[R, C] -> [R, C * TIMES], every column repeated."""
+    ROWS: tl.constexpr = values.shape[0]
+    COLUMNS: tl.constexpr = values.shape[1]
+    repeated = tl.broadcast_to(tl.expand_dims(values, 2), (ROWS, COLUMNS, TIMES))
+    return tl.reshape(repeated, (ROWS, COLUMNS * TIMES))

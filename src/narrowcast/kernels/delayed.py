@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLT_MAX, cdiv
-from .launch import INTERPRETING, Launcher, check_device, dim_class
+from .launch import INTERPRETING, Launcher, check_device
 
 COLUMNS = 32
 ROWS = 64
@@ -111,7 +111,6 @@ def update(
             (cdiv(n, COLUMNS), 1, 1),
             (scale, history, reduced, new_scale, new_history, math.ldexp(fp8_max, -margin), L, n),
             (reduced_amax is not None, algo == "max", ROWS, COLUMNS, INTERPRETING),
-            (dim_class(L), dim_class(n)),
         )
     return new_scale, new_history
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from ..formats import FLT_MAX, ElementFormat, cdiv
 from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, to_float32
-from .launch import INTERPRETING, PLANS_KEPT, Allocation, Launcher, check_device, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device
 from .scaling import scale_from_amax
 from .sources import Source, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .tiles import (
@@ -121,7 +118,14 @@ def _emit_tile(
     do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"],
 )
 def _cast_tile_kernel(
-    operands,
+    operand_0,
+    operand_1,
+    operand_2,
+    operand_3,
+    operand_4,
+    operand_5,
+    operand_6,
+    operand_7,
     scale_ptr,
     data_ptr,
     transpose_ptr,
@@ -156,6 +160,7 @@ def _cast_tile_kernel(
     WIDE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
+    operands = (operand_0, operand_1, operand_2, operand_3, operand_4, operand_5, operand_6, operand_7)
     # The pass before, over all rows, ends at the last ones, so what L2 still holds is there: start there.
     REVERSE: tl.constexpr = CURRENT or SOURCE == "norm" or SOURCE == "norm_backward"
     tile_m, tile_k = tile_position(band_bits, REVERSE)
@@ -306,76 +311,6 @@ _amax = Launcher(_amax_kernel, num_warps=4)
 _transpose = Launcher(_transpose_kernel, num_warps=4)
 
 
-def _sizes(x: Tensor) -> tuple[int, int]:
-    """Rows and columns of the tensor as a matrix whose last dim stays."""
-    columns = x.shape[-1]
-    return (x.numel() // columns if columns else 0), columns
-
-
-class _Cast(NamedTuple):
-    """A cast with everything decided but the tensors. ``flat``: over the elements, not over tiles."""
-
-    launch: Callable[[tuple[Any, ...]], None]
-    data: Allocation | None
-    transpose: Allocation | None
-    flat: bool
-    sizes: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=PLANS_KEPT)
-def _plan_cast(
-    device: int,
-    key: tuple[object, ...],
-    shape: tuple[int, ...],
-    constants: tuple[Any, ...],
-    sums: bool,
-    e5m2: bool,
-    fp8_max: float,
-    rowwise: bool,
-    columnwise: bool,
-    with_amax: bool,
-    partials: int,
-    power_2: bool,
-) -> _Cast:
-    M, K = math.prod(shape[:-1]), shape[-1]
-    current = partials >= 0
-    rule = (
-        current,
-        fp8_max,
-        FLT_MAX,
-        power_2 and current,
-        1 << (partials - 1).bit_length() if partials > 0 else 1,
-    )
-    data = Allocation.of(shape, torch.uint8) if rowwise else None
-    transpose = Allocation.of((K, *shape[:-1]), torch.uint8) if columnwise else None
-    n = M * K
-    if n == 0 or (constants[0] == "tensor" and not sums and (transpose is None or M <= 1 or K <= 1)):
-        launch = _cast.bind(
-            device,
-            (max(cdiv(n, FLAT_BLOCK), 1), 1, 1),
-            (e5m2, rowwise, columnwise, with_amax, *rule, FLAT_BLOCK, INTERPRETING),
-            (key, dim_class(n)),
-        )
-        return _Cast(launch, data, transpose, True, (n,))
-    paired = pairs_tiles(constants, K, PAIRED_COLUMNS)
-    width, columns = (K // 2, PAIRED_COLUMNS) if paired else (K, TILE_COLUMNS)
-    grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(width, columns))
-    even = M % TILE_ROWS == 0 and width % columns == 0
-    launch = _cast_tile.bind(
-        device,
-        grid,
-        (
-            e5m2, rowwise, columnwise, with_amax, sums, *rule, *constants, paired, TILE_ROWS, columns, even,
-            M % 4 == 0, is_wide(M, K), INTERPRETING,
-        ),
-        (key, dim_class(M), dim_class(K)),
-    )  # fmt: skip
-    return _Cast(launch, data, transpose, False, (M, K, band_bits))
-
-
-_SCALAR = Allocation.of((1,), torch.float32)
-
-
 def _run_cast(
     source: Source,
     scale: Tensor,
@@ -383,32 +318,49 @@ def _run_cast(
     rowwise: bool,
     columnwise: bool,
     amax: Tensor | None,
-    partials: int,
+    current: bool,
     power_2: bool,
     epsilon: float,
 ) -> list[Tensor]:
-    # Its pointer is passed for what is absent: the constants keep the kernel off it.
-    absent = source.operands[0]
-    plan = _plan_cast(
-        absent.get_device(), source.key, source.shape, source.constants, source.column_sums is not None,
-        fmt.name == "e5m2", fmt.max, rowwise, columnwise, amax is not None, partials, power_2,
-    )  # fmt: skip
-    data = None if plan.data is None else plan.data.make(absent)
-    transpose = None if plan.transpose is None else plan.transpose.make(absent)
-    scale_inv = _SCALAR.make(absent)
+    """Cast with ``scale``, or where ``current`` with the scale of the amax that ``scale`` has partial maxima of."""
+    like = source.operands[0]
+    M, K = source.matrix
+    data = like.new_empty(source.shape, dtype=torch.uint8) if rowwise else None
+    transpose = like.new_empty((K, *source.shape[:-1]), dtype=torch.uint8) if columnwise else None
+    scale_inv = like.new_empty(1, dtype=torch.float32)
+    # The pointer of ``like`` is passed for what is absent: the constants keep the kernel off it.
     pointers = (
         scale,
-        absent if data is None else data,
-        absent if transpose is None else transpose,
+        like if data is None else data,
+        like if transpose is None else transpose,
         scale_inv,
         scale if amax is None else amax,
     )
-    if plan.flat:
-        plan.launch((absent, *pointers, *plan.sizes, partials, epsilon))
+    partials = scale.numel() if current else 1
+    rule = (current, fmt.max, FLT_MAX, power_2 and current, 1 << max(partials - 1, 0).bit_length())
+    outputs = (fmt.name == "e5m2", rowwise, columnwise, amax is not None)
+    asks_sums = source.column_sums is not None
+    n = M * K
+    if n == 0 or (source.is_tensor and not asks_sums and (transpose is None or M <= 1 or K <= 1)):
+        _cast(
+            (max(cdiv(n, FLAT_BLOCK), 1), 1, 1),
+            (like, *pointers, n, partials, epsilon),
+            (*outputs, *rule, FLAT_BLOCK, INTERPRETING),
+        )
     else:
         sums = source.partial_sums()
-        pointers = (*pointers, absent if sums is None else sums)
-        plan.launch((source.operands, *pointers, *plan.sizes, partials, epsilon))
+        paired = pairs_tiles(source.constants, K, PAIRED_COLUMNS)
+        width, columns = (K // 2, PAIRED_COLUMNS) if paired else (K, TILE_COLUMNS)
+        grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(width, columns))
+        even = M % TILE_ROWS == 0 and width % columns == 0
+        _cast_tile(
+            grid,
+            (*source.pointers, *pointers, like if sums is None else sums, M, K, band_bits, partials, epsilon),
+            (
+                *outputs, asks_sums, *rule, *source.constants, paired, TILE_ROWS, columns, even, M % 4 == 0,
+                is_wide(M, K), INTERPRETING,
+            ),
+        )  # fmt: skip
     return [buffer for buffer in (data, transpose, scale_inv) if buffer is not None]
 
 
@@ -440,7 +392,7 @@ def quantize(
     Numerics:
         ``code = sat(RN(x * scale))``, ``scale_inv = RN(1 / scale)``; equal to ``reference.float8.quantize``.
     """
-    return _run_cast(source_of(x, 1), scale, fmt, rowwise, columnwise, amax, -1, False, 0.0)
+    return _run_cast(source_of(x, 1), scale, fmt, rowwise, columnwise, amax, False, False, 0.0)
 
 
 def quantize_current(
@@ -480,31 +432,16 @@ def quantize_current(
     if partial is None:
         source = source.materialized()
         partial = _amax_partials(source.operands[0])
-    return _run_cast(
-        source, partial, fmt, rowwise, columnwise, None, partial.numel(), power_2, float(epsilon)
-    )
-
-
-class _AmaxPass(NamedTuple):
-    launch: Callable[[tuple[Any, ...]], None]
-    partials: Allocation
-
-
-@functools.lru_cache(maxsize=PLANS_KEPT)
-def _plan_amax(device: int, dtype: torch.dtype, aligned: bool, n: int) -> _AmaxPass:
-    programs = min(cdiv(n, AMAX_BLOCK), AMAX_PROGRAMS)
-    key = (dtype, aligned, dim_class(n))
-    launch = _amax.bind(device, (programs, 1, 1), (AMAX_BLOCK, INTERPRETING), key)
-    return _AmaxPass(launch, Allocation.of((programs,), torch.float32))
+    return _run_cast(source, partial, fmt, rowwise, columnwise, None, True, power_2, float(epsilon))
 
 
 def _amax_partials(x: Tensor) -> Tensor:
     """Maxima of parts of a contiguous tensor; none for an empty one."""
     n = x.numel()
-    plan = _plan_amax(x.get_device(), x.dtype, is_aligned(x), n)
-    partials = plan.partials.make(x)
+    programs = min(cdiv(n, AMAX_BLOCK), AMAX_PROGRAMS)
+    partials = x.new_empty(programs, dtype=torch.float32)
     if n:
-        plan.launch((x, partials, n))
+        _amax((programs, 1, 1), (x, partials, n), (AMAX_BLOCK, INTERPRETING))
     return partials
 
 
@@ -522,7 +459,7 @@ def transpose(data: Tensor) -> Tensor:
     """
     check_device(data)
     data = data.contiguous()
-    M, K = _sizes(data)
+    M, K = math.prod(data.shape[:-1]), data.shape[-1]
     result = torch.empty((K, *data.shape[:-1]), dtype=torch.uint8, device=data.device)
     if M <= 1 or K <= 1:
         result.view(-1).copy_(data.view(-1))
@@ -533,6 +470,5 @@ def transpose(data: Tensor) -> Tensor:
         grid,
         (data, result, M, K, band_bits),
         (TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, is_wide(M, K), INTERPRETING),
-        (is_aligned(data), dim_class(M), dim_class(K)),
     )
     return result

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +9,7 @@ from torch import Tensor
 
 from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, ElementFormat, cdiv, round_up
 from .codecs import fp8_code, fp8_word, magnitude, magnitude_of_four, pack_codes, reciprocal, to_float32
-from .launch import INTERPRETING, PLANS_KEPT, Allocation, Launcher, dim_class
+from .launch import INTERPRETING, Launcher
 from .scaling import OVERFLOW_BY_DTYPE, power_2_scales, scale_from_amax
 from .sources import Source, load_four_rows, source_of, store_column_sums
 from .tiles import is_wide, store_row, store_transposed, tile_grid, tile_position
@@ -181,7 +176,14 @@ def _emit_square(
     do_not_specialize=["band_bits"], do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"]
 )
 def _quantize_kernel(
-    operands,
+    operand_0,
+    operand_1,
+    operand_2,
+    operand_3,
+    operand_4,
+    operand_5,
+    operand_6,
+    operand_7,
     data_ptr,
     row_scale_ptr,
     transpose_ptr,
@@ -210,6 +212,7 @@ def _quantize_kernel(
     WORDS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
+    operands = (operand_0, operand_1, operand_2, operand_3, operand_4, operand_5, operand_6, operand_7)
     # The statistics of a norm come from a pass over all rows; the last ones are still in L2: start there.
     REVERSE: tl.constexpr = SOURCE == "norm" or SOURCE == "norm_backward"
     tile_m, tile_k = tile_position(band_bits, REVERSE)
@@ -249,54 +252,6 @@ def _scale_shapes(M: int, K: int, block_dim: int) -> tuple[tuple[int, int], tupl
     return (blocks_k, round_up(M, alignment)), (blocks_m, round_up(K, alignment))
 
 
-class _Plan(NamedTuple):
-    """A quantization with everything decided but the tensors."""
-
-    launch: Callable[[tuple[Any, ...]], None]
-    buffers: list[Allocation]
-    sizes: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=PLANS_KEPT)
-def _plan(
-    device: int,
-    key: tuple[object, ...],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    constants: tuple[Any, ...],
-    is_activation: bool,
-    sums: bool,
-    block_dim: int,
-    e5m2: bool,
-    fp8_max: float,
-    rowwise: bool,
-    columnwise: bool,
-    power_2: bool,
-    with_epsilon: bool,
-) -> _Plan:
-    M, K = math.prod(shape[:-1]), shape[-1]
-    row_shape, column_shape = _scale_shapes(M, K, block_dim)
-    buffers = []
-    if rowwise:
-        buffers += [Allocation.of(shape, torch.uint8), Allocation.of(row_shape, torch.float32)]
-    if columnwise:
-        buffers.append(Allocation.of((K, *shape[:-1]), torch.uint8))
-        buffers.append(Allocation.of(column_shape, torch.float32))
-    grid, band_bits = tile_grid(cdiv(M, FLOAT8_BLOCK), cdiv(K, FLOAT8_BLOCK))
-    launcher = _four_warps if block_dim == 1 and not is_activation else _eight_warps
-    launch = launcher.bind(
-        device,
-        grid,
-        (
-            block_dim == 2, sums, *constants, is_wide(M, K), e5m2, rowwise, columnwise, fp8_max,
-            OVERFLOW_BY_DTYPE[str(dtype)], power_2, with_epsilon,
-            M % FLOAT8_BLOCK == 0 and K % FLOAT8_BLOCK == 0, M % 4 == 0, INTERPRETING,
-        ),
-        (key, dim_class(M), dim_class(K)),
-    )  # fmt: skip
-    return _Plan(launch, buffers, (M, K, band_bits))
-
-
 def quantize(
     x: Tensor | Source,
     fmt: ElementFormat,
@@ -332,16 +287,29 @@ def quantize(
         raise ValueError(f"block_dim is {block_dim}; use 1 (blocks of 128) or 2 (tiles of 128 x 128)")
     source = source_of(x, 2).within_registers()
     like = source.operands[0]
-    plan = _plan(
-        like.get_device(), source.key, source.shape, source.dtype, source.constants, source.is_activation,
-        source.column_sums is not None, block_dim, fmt.name == "e5m2", fmt.max, rowwise, columnwise, power_2,
-        epsilon > 0.0,
-    )  # fmt: skip
-    buffers = [allocation.make(like) for allocation in plan.buffers]
-    if not buffers or 0 in source.shape:
+    M, K = source.matrix
+    row_shape, column_shape = _scale_shapes(M, K, block_dim)
+    buffers: list[Tensor] = []
+    if rowwise:
+        buffers.append(like.new_empty(source.shape, dtype=torch.uint8))
+        buffers.append(like.new_empty(row_shape, dtype=torch.float32))
+    if columnwise:
+        buffers.append(like.new_empty((K, *source.shape[:-1]), dtype=torch.uint8))
+        buffers.append(like.new_empty(column_shape, dtype=torch.float32))
+    if not buffers or M * K == 0:
         return [buffer.zero_() for buffer in buffers]
     sums = source.partial_sums()
+    grid, band_bits = tile_grid(cdiv(M, FLOAT8_BLOCK), cdiv(K, FLOAT8_BLOCK))
+    launcher = _four_warps if block_dim == 1 and not source.is_activation else _eight_warps
     # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
     pointers = (*buffers[:2], *buffers[-2:], buffers[0] if sums is None else sums)
-    plan.launch((source.operands, *pointers, *plan.sizes, float(epsilon)))
+    launcher(
+        grid,
+        (*source.pointers, *pointers, M, K, band_bits, float(epsilon)),
+        (
+            block_dim == 2, sums is not None, *source.constants, is_wide(M, K), fmt.name == "e5m2", rowwise, columnwise,
+            fmt.max, OVERFLOW_BY_DTYPE[str(source.dtype)], power_2, epsilon > 0.0,
+            M % FLOAT8_BLOCK == 0 and K % FLOAT8_BLOCK == 0, M % 4 == 0, INTERPRETING,
+        ),
+    )  # fmt: skip
     return buffers

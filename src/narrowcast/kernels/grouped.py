@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
-from .launch import Launcher, check_device, dim_class, is_aligned
+from .launch import Launcher, check_device
 
 ROWS = 16
 BYTES = 2048  # of a row, per program
@@ -140,6 +140,5 @@ def _run(
             alignment,
         ),
         (written is not None, max(triton.next_power_of_2(G), 1), ROWS, columns),
-        (raw, splits.dtype, is_aligned(x), dim_class(K), dim_class(alignment)),
     )
     return out

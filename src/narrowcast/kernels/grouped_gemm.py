@@ -2,7 +2,8 @@
 
 Both operands are K-major: rows of codes whose last dim is the contraction. Programs stay on their multiprocessor and
 take tile after tile of all groups; where a group starts is computed from the splits on the device, so nothing waits
-for them. Sums are promoted to fp32 registers, and scaled there with block scales, as ``kernels.gemm`` says.
+for them. On Hopper the tensor cores accumulate FP8 in registers of about 14 bits: unless fast accumulation is asked
+for, partial sums are added to fp32 registers every 128 of the contraction, and scaled there with block scales.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..formats import FLOAT8_BLOCK, cdiv
 from .codecs import round_to_dtype, to_float32
 from .grouped_quantize import group_ends
-from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device
 
 TILE_M = 128
 TILE_N = 128
@@ -390,10 +391,6 @@ def rows(
             None if fast_accumulation else PROMOTION, triton.next_power_of_2(groups + 1), TILE_M, tile_n, TILE_K, BAND,
             INTERPRETING,
         ),
-        (
-            *_key(out, left, right), splits.dtype, None if bias is None else bias.dtype,
-            *map(dim_class, (rows, columns, K, *strides)),
-        ),
     )  # fmt: skip
     return out
 
@@ -456,7 +453,6 @@ def contraction(
             block_scaled, left_block, right_block, alignment, None if fast_accumulation else PROMOTION,
             triton.next_power_of_2(max(groups, 1)), tile_m, tile_n, TILE_K, BAND, INTERPRETING,
         ),
-        (*_key(out, left, right), splits.dtype, *map(dim_class, (M, N, P, *strides))),
     )  # fmt: skip
     return out
 
@@ -484,10 +480,7 @@ def finish_rows_(out: Tensor, splits: Tensor, bias: Tensor | None) -> None:
         (cdiv(T, ROWS), cdiv(N, COLUMNS), 1),
         (out, out if bias is None else bias, splits, T, N, groups),
         (bias is not None, triton.next_power_of_2(max(groups, 1)), ROWS, COLUMNS, INTERPRETING),
-        (
-            out.dtype, is_aligned(out), None if bias is None else bias.dtype, splits.dtype, dim_class(T), dim_class(N),
-        ),
-    )  # fmt: skip
+    )
 
 
 def scale_of_rows(scale: Tensor, splits: Tensor, rows: int) -> Tensor:
@@ -512,7 +505,6 @@ def scale_of_rows(scale: Tensor, splits: Tensor, rows: int) -> Tensor:
             (cdiv(rows, COLUMNS), 1, 1),
             (out, scale, splits, rows, groups),
             (triton.next_power_of_2(max(groups, 1)), COLUMNS),
-            (splits.dtype,),
         )
     return out
 
@@ -536,7 +528,3 @@ def _programs(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS  # few, so that a program takes several tiles
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _key(out: Tensor, left: Tensor, right: Tensor) -> tuple[object, ...]:
-    return tuple((x.dtype, is_aligned(x)) for x in (out, left, right))

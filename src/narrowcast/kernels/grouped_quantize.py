@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..formats import FLT_MAX, ElementFormat, cdiv, round_up
 from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device, check_input, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device, check_input
 from .scaling import scale_from_amax
 from .tiles import is_wide, load_row, store_row, store_transposed, tile_grid, tile_position
 
@@ -105,6 +105,48 @@ def _encoding_scale(
     return scale
 
 
+@triton.jit
+def _locate(splits_ptr, row, T, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr):
+    """Of every fourth padded row [R]: its group, its row of ``x``, and [R, 1] how many rows of the group follow it."""
+    ends, padded_ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
+    before = padded_ends[None, :] <= row[:, None]
+    group = tl.minimum(tl.sum(before.to(tl.int32), axis=1), groups)
+    start = tl.max(tl.where(before, ends[None, :], 0), axis=1)
+    padded_start = tl.max(tl.where(before, padded_ends[None, :], 0), axis=1)
+    end = tl.minimum(tl.min(tl.where(before, 0x7FFFFFFFFFFFFFFF, ends[None, :]), axis=1), T)
+    source = start + (row - padded_start)
+    return group, source, (end - source)[:, None]
+
+
+@triton.jit
+def _store_rows(pointer, c0, c1, c2, c3, K, left, inside):
+    """Store four interleaved rows, as many as are ``left``."""
+    tl.store(pointer, c0, mask=inside & (left > 0))
+    tl.store(pointer + K, c1, mask=inside & (left > 1))
+    tl.store(pointer + 2 * K, c2, mask=inside & (left > 2))
+    tl.store(pointer + 3 * K, c3, mask=inside & (left > 3))
+
+
+@triton.jit
+def _store_inverses(
+    scale_inv_ptr,
+    scale_ptr,
+    groups,
+    epsilon,
+    CURRENT: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    POWER_2: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Store the reciprocals of all groups' scales."""
+    index = tl.arange(0, GROUPS)
+    scale = tl.load(scale_ptr + index, mask=index < groups, other=1.0)
+    scale = _encoding_scale(scale, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)
+    inverse = tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), scale)
+    tl.store(scale_inv_ptr + index, inverse, mask=index < groups)
+
+
 @triton.jit(
     do_not_specialize=["groups", "band_bits"],
     do_not_specialize_on_alignment=["splits_ptr", "scale_ptr", "scale_inv_ptr", "amax_ptr"],
@@ -155,16 +197,7 @@ def _cast_kernel(
     quad = tl.arange(0, TILE_ROWS // 4) * 4
     column = tl.arange(0, TILE_COLUMNS)[None, :]
     if RAGGED:
-        ends, padded_ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
-        position = (m0 + quad)[:, None]
-        before = padded_ends[None, :] <= position
-        group = tl.minimum(tl.sum(before.to(tl.int32), axis=1), groups)
-        start = tl.max(tl.where(before, ends[None, :], 0), axis=1)
-        padded_start = tl.max(tl.where(before, padded_ends[None, :], 0), axis=1)
-        end = tl.minimum(tl.min(tl.where(before, 0x7FFFFFFFFFFFFFFF, ends[None, :]), axis=1), T)
-        source = start + (m0 + quad - padded_start)
-        # rows that lie in the tile before ``left`` are the group's
-        left = (end - source)[:, None]
+        group, source, left = _locate(splits_ptr, m0 + quad, T, groups, ALIGNMENT, GROUPS)
         tile = x_ptr + (source[:, None] * K + k0 + column)
         mask = (column < columns_left) & (group < groups)[:, None]
         x0 = tl.load(tile, mask=mask & (left > 0), other=0.0)
@@ -194,11 +227,7 @@ def _cast_kernel(
     if ROWWISE:
         if RAGGED:
             data = data_ptr + (source[:, None] * K + k0 + column)
-            inside = column < columns_left
-            tl.store(data, c0, mask=inside & (left > 0))
-            tl.store(data + K, c1, mask=inside & (left > 1))
-            tl.store(data + 2 * K, c2, mask=inside & (left > 2))
-            tl.store(data + 3 * K, c3, mask=inside & (left > 3))
+            _store_rows(data, c0, c1, c2, c3, K, left, column < columns_left)
         else:
             data = data_ptr + (member * rows * K + m0 * K + k0)
             store_row(data, offsets, c0, row, column, rows_left, columns_left, EVEN)
@@ -213,11 +242,9 @@ def _cast_kernel(
         store_transposed(target, words, m0, k0, rows, rows_left, columns_left, WORDS, EVEN)
     if (tile_m == 0) & (tile_k == 0):
         if RAGGED:
-            index = tl.arange(0, GROUPS)
-            every = tl.load(scale_ptr + index, mask=index < groups, other=1.0)
-            every = _encoding_scale(every, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)
-            inverse = tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), every)
-            tl.store(scale_inv_ptr + index, inverse, mask=index < groups)
+            _store_inverses(
+                scale_inv_ptr, scale_ptr, groups, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, GROUPS
+            )
         else:
             tl.store(scale_inv_ptr + member, tl.div_rn(1.0, scale))
 
@@ -296,7 +323,6 @@ def _amaxes(x: Tensor, splits: Tensor | None, groups: int) -> Tensor:
             (cdiv(T, AMAX_ROWS), 1, 1),
             (x, amax if splits is None else splits, amax, T, K, size, groups),
             (splits is not None, _power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
-            (*_key(x, splits), dim_class(T), dim_class(K), dim_class(size)),
         )
     return amax
 
@@ -330,26 +356,15 @@ def _run_cast(
         _cast(
             (across, down, groups if splits is None else 1),
             (
-                x,
-                scale if splits is None else splits,
-                scale,
-                x if data is None else data,
-                x if transpose is None else transpose,
-                scale_inv,
-                scale if amax is None else amax,
-                x.shape[0],
-                K,
-                rows,
-                groups,
-                band_bits,
-                float(epsilon),
+                x, scale if splits is None else splits, scale, x if data is None else data,
+                x if transpose is None else transpose, scale_inv, scale if amax is None else amax, x.shape[0], K, rows,
+                groups, band_bits, float(epsilon),
             ),
             (
                 fmt.name == "e5m2", rowwise, columnwise, amax is not None, current, fmt.max, FLT_MAX,
                 power_2 and current, splits is not None, alignment, _power_of_2(groups), TILE_ROWS, TILE_COLUMNS, even,
                 rows % 4 == 0, is_wide(rows, K), INTERPRETING,
             ),
-            (*_key(x, splits), dim_class(x.shape[0]), dim_class(K), dim_class(rows)),
         )  # fmt: skip
     return [buffer for buffer in (data, transpose, scale_inv) if buffer is not None]
 
@@ -460,7 +475,6 @@ def column_sum(x: Tensor, splits: Tensor) -> Tensor:
                 (tiles * blocks, 1, 1),
                 (x, splits, sums, x.shape[0], K, tiles, groups),
                 (done, _power_of_2(groups), BLOCK_ROWS, FOLD_COLUMNS, INTERPRETING),
-                (*_key(x, splits), *map(dim_class, (x.shape[0], K, tiles))),
             )
         if most <= 1:
             return sums
@@ -469,7 +483,3 @@ def column_sum(x: Tensor, splits: Tensor) -> Tensor:
 
 def _power_of_2(groups: int) -> int:
     return triton.next_power_of_2(max(groups, 1))
-
-
-def _key(x: Tensor, splits: Tensor | None) -> tuple[object, ...]:
-    return x.dtype, is_aligned(x), None if splits is None else splits.dtype

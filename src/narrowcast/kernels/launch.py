@@ -1,29 +1,37 @@
-"""Launching: compiled variants of a kernel found by the launcher's own key, and the device of the tensors respected.
+"""Launching: one way from a kernel, its grid and its arguments to the running program.
 
-Triton's ``kernel[grid](...)`` inspects every argument at every call to find the compiled variant. The launchers here
-know what the variant depends on, so they pass that as a key and a repeated launch goes straight to the compiled
-kernel. Where shapes repeat, :meth:`Launcher.bind` decides all of that once: what is left per launch is the arguments.
+What a launch is made of (grid, constants, which tensors) the kernel files compute from shapes, dtypes and options
+alone, so the same function serves in three places: on a GPU a launcher runs the compiled variant for its arguments, in
+Triton's interpreter the kernel is interpreted, and where the arguments are fake tensors of a trace the launch becomes
+a node of the graph, which Inductor then launches itself.
+
+Triton's ``kernel[grid](...)`` inspects every argument at every call, binds names and formats a key to find the compiled
+variant: some 30 us. :func:`specialization` derives from the arguments what that key says about them; a launcher keeps
+its compiled variants under it and starts them directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from ..formats import ElementFormat
 
 INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter; fixed when the kernels are defined, that is at import."""
 
-
-PLANS_KEPT = 1024
-"""Settings of launches that a kernel file remembers, one per shape and set of options."""
+_TRACED = (FakeTensor, FunctionalTensor)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Launcher:
-    """Launches one kernel.
+    """A kernel with its compile options; calling it launches the kernel.
 
     Args:
         kernel: a ``triton.jit`` function whose parameters are the run-time arguments, then the constants.
@@ -36,124 +44,97 @@ class Launcher:
         self.num_warps = num_warps
         # A contracted multiply-add would skip one rounding of the formulas.
         self.options = {"enable_fp_fusion": False, **options}
-        self._compiled: dict[Hashable, Any] = {}
+        # One entry per device, constants and specialization: what Triton compiled for exactly these. Never stale, for
+        # neither a kernel's source nor its options change.
+        self.variants: dict[Hashable, Any] = {}
 
     def __call__(
-        self,
-        grid: tuple[int, int, int],
-        arguments: tuple[Any, ...],
-        constants: tuple[Any, ...],
-        key: Hashable,
+        self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
     ) -> None:
         """Launch on the current stream of the device of the first argument.
 
         Args:
             grid: programs along x, y, z; none may be zero.
-            arguments: run-time arguments, the first of them a tensor or a tuple of tensors.
+            arguments: run-time arguments, tensors, ints, floats and None; the first is a tensor.
             constants: values of the kernel's constexpr parameters, in order.
-            key: everything beside ``constants`` that Triton specializes on: dtypes and alignments that vary, and
-                ``dim_class`` of the sizes.
+
+        Raises:
+            TypeError: an argument of another kind.
         """
         first = arguments[0]
-        device = (first[0] if isinstance(first, tuple) else first).get_device()
-        full_key = (device, key, constants)
-        if device >= 0 and device != torch.cuda.current_device():
+        if type(first) is not Tensor and isinstance(first, _TRACED):
+            self._emit(grid, arguments, constants)
+            return
+        device = first.get_device()
+        if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                self._launch(grid, arguments, constants, full_key)
-        else:
-            self._launch(grid, arguments, constants, full_key)
-
-    def _launch(self, grid: Any, arguments: Any, constants: Any, key: Hashable) -> None:
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            # The interpreter compiles nothing and returns None again.
-            self._compiled[key] = self.kernel[grid](
+                self(grid, arguments, constants)
+            return
+        key = (device, constants, specialization(arguments))
+        variant = self.variants.get(key)
+        if variant is None:  # or interpreted: the interpreter compiles nothing and returns None again
+            self.variants[key] = self.kernel[grid](
                 *arguments, *constants, num_warps=self.num_warps, **self.options
             )
-        else:
-            _start(compiled, grid, key[0], arguments, constants)  # type: ignore[index]
+        elif triton.knobs.runtime.launch_enter_hook.calls:  # a profiler wants to know
+            variant[grid](*arguments, *constants)
+        else:  # what ``variant[grid]`` does, without building a function to do it
+            variant.run(
+                *grid, torch._C._cuda_getCurrentRawStream(device), variant.function, variant.packed_metadata,
+                None, None, None, *arguments, *constants,
+            )  # fmt: skip
 
-    def bind(
-        self, device: int, grid: tuple[int, int, int], constants: tuple[Any, ...], key: Hashable
-    ) -> Callable[[tuple[Any, ...]], None]:
-        """A function that launches with these settings on the arguments it is given; see :meth:`__call__`.
+    def _emit(
+        self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
+    ) -> None:
+        """Make the launch a node of the graph that is being traced.
 
-        Args:
-            device: index of the arguments' device, -1 for the CPU.
+        Inductor compiles the kernel with ``num_warps`` and ``num_stages``; it takes none of the other options, so it
+        may contract a multiply and an add that the kernel does not keep apart itself.
         """
-        return _BoundLaunch(self, device, grid, constants, key)
+        stages = {name: value for name, value in self.options.items() if name == "num_stages"}
+        torch.library.wrap_triton(self.kernel)[grid](
+            *arguments, *constants, num_warps=self.num_warps, **stages
+        )
 
 
-class _BoundLaunch:
-    __slots__ = ("compiled", "constants", "device", "full_key", "grid", "key", "launcher")
+def specialization(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What Triton may compile a variant of a kernel for: equal results mean an equal variant.
 
-    def __init__(self, launcher: Launcher, device: int, grid: Any, constants: Any, key: Hashable) -> None:
-        self.launcher, self.device, self.grid = launcher, device, grid
-        self.constants, self.key = constants, key
-        self.full_key = (device, key, constants)
-        self.compiled: Any = None
+    Args:
+        arguments: run-time arguments of a kernel: tensors, ints, floats, bools and None.
 
-    def __call__(self, arguments: tuple[Any, ...]) -> None:
-        if self.compiled is not None and self.device == torch._C._cuda_getDevice():
-            _start(self.compiled, self.grid, self.device, arguments, self.constants)
-            return
-        self.launcher(self.grid, arguments, self.constants, self.key)
-        self.compiled = self.launcher._compiled.get(self.full_key)
+    Returns:
+        Of a tensor its dtype and whether it starts on a 16-byte boundary; of an int whether 16 divides it, and its
+        value where that is 0, 1, negative or wider than 32 bits; of the others their kind. A kernel's opt-outs
+        (``do_not_specialize``) are not applied: one variant is then found under several of these.
 
-
-def _start(compiled: Any, grid: Any, device: int, arguments: Any, constants: Any) -> None:
-    """Run a compiled kernel on the current stream; ``compiled[grid]`` without building a function to do it."""
-    if triton.knobs.runtime.launch_enter_hook.calls:  # a profiler wants to know
-        compiled[grid](*arguments, *constants)
-        return
-    compiled.run(
-        *grid,
-        torch._C._cuda_getCurrentRawStream(device),
-        compiled.function,
-        compiled.packed_metadata,
-        None,
-        None,
-        None,
-        *arguments,
-        *constants,
-    )
+    Raises:
+        TypeError: an argument of another kind.
+    """
+    parts: list[Any] = []
+    for value in arguments:
+        kind = type(value)
+        if kind is int:
+            # Numbers that nobody else has: 2 and 3 stand for all of 32 bits that 16 divides or does not.
+            parts.append(value if value < 2 or value >= 2**31 else 2 + (value % 16 == 0))
+        elif kind is float or kind is bool or value is None:
+            parts.append(kind)
+        elif isinstance(value, Tensor):
+            parts.append(value.dtype)
+            parts.append(value.data_ptr() % 16 == 0)
+        else:
+            raise TypeError(
+                f"a kernel cannot take an argument of {kind}; pass a tensor, int, float, bool or None"
+            )
+    return tuple(parts)
 
 
-class Allocation(NamedTuple):
-    """A contiguous tensor to be made."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(shape: tuple[int, ...], dtype: torch.dtype) -> Allocation:
-        """Of a shape and a dtype."""
-        strides, stride = [], 1
-        for size in reversed(shape):
-            strides.append(stride)
-            stride *= max(size, 1)
-        return Allocation(shape, tuple(reversed(strides)), dtype)
-
-    def make(self, like: Tensor) -> Tensor:
-        """Uninitialised memory on the device of a tensor."""
-        if _EMPTY_CUDA is not None and like.is_cuda and like.get_device() == torch._C._cuda_getDevice():
-            return _EMPTY_CUDA(self.shape, self.strides, self.dtype)
-        return torch.empty(self.shape, dtype=self.dtype, device=like.device)
-
-
-# What compiled code allocates with: a third of the time of torch.empty, on the current device only.
-_EMPTY_CUDA: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-
-
-def dim_class(n: int) -> int:
-    """What Triton specializes an integer argument on: equality to 1, divisibility by 16, 64-bit width."""
-    return (n == 1) + 2 * (n % 16 == 0) + 4 * (n >= 2**31)
-
-
-def is_aligned(x: Tensor) -> bool:
-    """Whether the tensor starts on a 16-byte boundary, which Triton specializes pointers on."""
-    return x.data_ptr() % 16 == 0
+def is_aligned(x: Tensor, size: int) -> bool:
+    """Whether a tensor starts on a boundary of ``size`` bytes; in a trace, whether it does where its storage does."""
+    if isinstance(x, _TRACED):
+        return x.storage_offset() * x.element_size() % size == 0
+    return x.data_ptr() % size == 0
 
 
 def check_device(x: Tensor) -> None:
@@ -176,7 +157,7 @@ def check_input(x: Tensor, min_rank: int) -> None:
         ValueError: ``check_device`` refuses, the dtype is not fp32, bf16 or fp16, or the rank is below ``min_rank``.
     """
     check_device(x)
-    if x.dtype not in (torch.bfloat16, torch.float32, torch.float16):
+    if x.dtype not in _DTYPES:
         raise ValueError(f"cannot quantize {x.dtype}; use torch.bfloat16, torch.float16 or torch.float32")
     check_rank(x.dim(), min_rank)
 
@@ -191,3 +172,24 @@ def check_rank(rank: int, min_rank: int) -> None:
         raise ValueError(
             f"cannot quantize a tensor of rank {rank}; this format needs rank {min_rank} or more"
         )
+
+
+def check_codes(data: Tensor, dtype: torch.dtype, min_rank: int, fmt: ElementFormat | None = None) -> Tensor:
+    """Refuse what no dequantize kernel can read or write; the codes, contiguous.
+
+    Args:
+        data: codes. dtype: of the values. min_rank: that the codes must have. fmt: of the codes, where it is FP8.
+
+    Raises:
+        ValueError: ``check_device`` refuses, another dtype than bf16, fp16 or fp32, another format, or too low a rank.
+    """
+    check_device(data)
+    if dtype not in _DTYPES:
+        raise ValueError(f"cannot dequantize to {dtype}; use torch.bfloat16, torch.float16 or torch.float32")
+    if fmt is not None and fmt.name not in ("e4m3", "e5m2"):
+        raise ValueError(f"{fmt.name} is not an FP8 format; use E4M3 or E5M2")
+    if data.dim() < min_rank:
+        raise ValueError(
+            f"cannot dequantize data of shape {tuple(data.shape)}; this format needs rank {min_rank} or more"
+        )
+    return data.contiguous()

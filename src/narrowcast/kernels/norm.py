@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import magnitude, reciprocal, round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
-from .reduction import fold_lanes, fold_partials, fold_rows
+from .launch import INTERPRETING, Launcher, check_device
+from .reduction import column_sum, fold_lanes, fold_rows
 
 LANES = 256
 ROWS = 4
@@ -364,11 +364,6 @@ def _check(
             raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
 
 
-def _key(*tensors: Tensor) -> tuple[object, ...]:
-    """What Triton specializes on in tensors whose dtype or alignment vary."""
-    return tuple((tensor.dtype, is_aligned(tensor)) for tensor in tensors)
-
-
 def statistics(
     x: Tensor,
     weight: Tensor | None = None,
@@ -432,29 +427,12 @@ def statistics(
         target = x if summed is None else summed
         _statistics(
             (programs, 1, 1),
+            (x, other, target, scale, shift, rstd if mean is None else mean, rstd, partials, M, K, float(eps)),
             (
-                x,
-                other,
-                target,
-                scale,
-                shift,
-                rstd if mean is None else mean,
-                rstd,
-                partials,
-                M,
-                K,
-                float(eps),
+                layer_norm, residual is not None, zero_centered_gamma, bias is not None, amax_partials,
+                ROWS, LANES, UNROLL, INTERPRETING,
             ),
-            (
-                layer_norm,
-                residual is not None,
-                zero_centered_gamma,
-                bias is not None,
-                amax_partials,
-                *(ROWS, LANES, UNROLL, INTERPRETING),
-            ),
-            (*_key(x, other, scale), is_aligned(target), shift.dtype, dim_class(M), dim_class(K)),
-        )
+        )  # fmt: skip
     return (summed, mean, rstd, partials) if amax_partials else (summed, mean, rstd)
 
 
@@ -497,7 +475,6 @@ def forward(
             (cdiv(M, TILE_ROWS) * cdiv(K, LANES), 1, 1),
             (x, weight, shift, rstd if mean is None else mean, rstd, y, M, K),
             (mean is not None, zero_centered_gamma, bias is not None, TILE_ROWS, LANES, INTERPRETING),
-            (*_key(x, weight), shift.dtype, dim_class(M), dim_class(K)),
         )
     return y
 
@@ -547,14 +524,8 @@ def gradient_statistics(
             (tiles, 1, 1),
             (x, grad, weight, *rows, dweight, dweight if dbias is None else dbias, M, K),
             (layer_norm, zero_centered_gamma, GRADIENT_ROWS, LANES, INTERPRETING),
-            (*_key(x, grad, weight), dim_class(M), dim_class(K)),
         )
-    return (
-        c1,
-        c2,
-        fold_partials(dweight),
-        None if dbias is None else fold_partials(dbias),
-    )
+    return c1, c2, column_sum(dweight), None if dbias is None else column_sum(dbias)
 
 
 def backward(
@@ -605,6 +576,5 @@ def backward(
                 LANES,
                 INTERPRETING,
             ),
-            (*_key(x, grad, other, weight), dim_class(M), dim_class(K)),
         )
     return dx

@@ -2,7 +2,7 @@
 
 A reduction over an axis of size two has one possible result, so a chain of them fixes the order whatever the layout.
 A subtree may be summed anywhere: kernels leave the sums of 16 rows each as partials, which shuffles within a warp can
-make, and ``fold_partials`` adds those.
+make, and ``column_sum`` adds those.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device
 
 PARTIAL_ROWS = 16
 FOLDED_ROWS = 128
@@ -83,7 +83,8 @@ def column_sum(x: Tensor) -> Tensor:
         ValueError: a tensor the kernels cannot reach, or no matrix.
 
     Numerics:
-        Equal to ``reference.reduction.column_sum`` of the values in fp32.
+        Equal to ``reference.reduction.column_sum`` of the values in fp32. Of the sums of consecutive groups of R rows
+        each, R a power of two and zeros where a matrix ends, it is also the sum of that matrix.
     """
     check_device(x)
     if x.dim() != 2:
@@ -98,27 +99,7 @@ def column_sum(x: Tensor) -> Tensor:
                 (tiles * sums.shape[0], 1, 1),
                 (x, sums, M, K, tiles),
                 (FOLDED_ROWS, FOLD_COLUMNS, INTERPRETING),
-                (x.dtype, is_aligned(x), dim_class(M), dim_class(K), dim_class(tiles)),
             )
         if sums.shape[0] == 1:
             return sums[0]
         x = sums
-
-
-def fold_partials(partials: Tensor) -> Tensor:
-    """Sum over rows of a matrix from the sums of its consecutive groups of rows.
-
-    Args:
-        partials: fp32 (P, K); row ``i`` is the sum in pairs of rows ``i * R`` to ``(i + 1) * R - 1``, R a power of
-            two, zeros where the matrix ends.
-
-    Returns:
-        fp32 (K,).
-
-    Raises:
-        ValueError: as ``column_sum``.
-
-    Numerics:
-        Equal to ``column_sum`` of the matrix.
-    """
-    return column_sum(partials)

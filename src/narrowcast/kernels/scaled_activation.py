@@ -22,7 +22,7 @@ from .activation import (
     numbers,
 )
 from .codecs import round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device, dim_class, is_aligned
+from .launch import INTERPRETING, Launcher, check_device
 from .reduction import fold_lanes
 
 BLOCK = 1024
@@ -150,7 +150,6 @@ def forward(x: Tensor, scale: Tensor, activation: str, **params: float) -> Tenso
             (scale.numel() * chunks, 1, 1),
             (x, scale, y, F, chunks, *numbers(activation, params)),
             (activation, gated, block, INTERPRETING),
-            (_key(x, scale, y), dim_class(F), dim_class(chunks)),
         )
     return y
 
@@ -185,13 +184,8 @@ def backward(
             (cdiv(rows, ROWS), 1, 1),
             (x, grad, scale, dx, dscale, rows, F, *numbers(activation, params)),
             (activation, gated, ROWS, LANES, INTERPRETING),
-            (_key(x, grad, scale, dx, dscale), dim_class(rows), dim_class(F)),
         )
     return dx, dscale
-
-
-def _key(*tensors: Tensor) -> tuple[object, ...]:
-    return tuple((t.dtype, is_aligned(t)) for t in tensors)
 
 
 def _check_scale(x: Tensor, scale: Tensor, activation: str) -> None:

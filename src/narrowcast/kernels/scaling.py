@@ -59,3 +59,10 @@ def e8m0_from_amax(amax, MAX_RECIPROCAL: tl.constexpr):
 def e8m0_reciprocal(code):
     """``2**(127 - code)`` as fp32, for codes 0..254 as int32."""
     return tl.maximum((254 - code) << 23, 0x00400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e8m0_value(code):
+    """fp32 ``2**(code - 127)``; code 0 is a subnormal and 255 NaN."""
+    bits = tl.maximum(code.to(tl.int32) << 23, 0x00400000)
+    return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)

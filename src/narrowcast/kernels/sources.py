@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import triton
@@ -23,9 +24,11 @@ from . import norm as norms
 from . import reduction
 from .activation import activate, activate_backward, activate_gated, activate_gated_backward
 from .codecs import round_to_dtype, to_float32
-from .launch import check_input, check_rank, is_aligned
+from .launch import check_input, check_rank
 from .norm import norm_gradient, normalize
 from .reduction import fold_pairs
+
+_ABSENT = (None,) * 8
 
 
 @dataclass(slots=True)  # not frozen: that would take longer than all else that a launch does here
@@ -53,6 +56,11 @@ class Source:
         return self.operands[0].device
 
     @property
+    def pointers(self) -> tuple[Tensor | None, ...]:
+        """The operands as the kernels take them: eight arguments, the last ones None, which is no argument at all."""
+        return self.operands + _ABSENT[len(self.operands) :]
+
+    @property
     def matrix(self) -> tuple[int, int]:
         """Rows and columns with the last dim kept."""
         return math.prod(self.shape[:-1]), self.shape[-1]
@@ -67,14 +75,9 @@ class Source:
         """Whether an activation or its gradient is computed on the way in, which takes many registers."""
         return self.constants[0] in ("activation", "activation_backward", "gated", "gated_backward")
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What Triton specializes on: dtypes and alignments of the operands."""
-        return tuple([(operand.dtype, is_aligned(operand)) for operand in self.operands])
-
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An output beside the operands."""
-        return torch.empty(shape, dtype=dtype, device=self.operands[0].device)
+        return self.operands[0].new_empty(shape, dtype=dtype)
 
     def partial_sums(self) -> Tensor | None:
         """Where a kernel leaves the sums of 16 rows each, fp32; None if nobody asks."""
@@ -150,7 +153,7 @@ def activation(x: Tensor, name: str, **parameters: float) -> Source:
         x.dtype,
         (x,),
         ("gated" if record.gated else "activation", name, *numbers),
-        lambda amax: activations.forward(x, name, amax, **parameters),
+        partial(activations.forward, x, name, **parameters),
     )
 
 
@@ -170,7 +173,7 @@ def activation_backward(
         x.dtype,
         (x, grad),
         ("gated_backward" if record.gated else "activation_backward", name, *numbers),
-        lambda amax: activations.backward(grad, x, name, amax, **parameters),
+        partial(activations.backward, grad, x, name, **parameters),
         column_sums=ColumnSums() if column_sums else None,
     )
 
@@ -260,7 +263,7 @@ def column_sum(source: Tensor | Source) -> Tensor:
         and source.column_sums is not None
         and source.column_sums.partials is not None
     ):
-        return reduction.fold_partials(source.column_sums.partials)
+        return reduction.column_sum(source.column_sums.partials)
     x = source.compute(None) if isinstance(source, Source) else source
     return reduction.column_sum(x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((0, x.shape[-1])))
 

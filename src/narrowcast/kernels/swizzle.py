@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import SCALE_TILE_COLUMNS, SCALE_TILE_ROWS, cdiv
-from .launch import Launcher, check_device, dim_class, is_aligned
+from .launch import Launcher, check_device, is_aligned
 
 BLOCK = 1024
 
@@ -80,13 +80,9 @@ def _run(scales: Tensor, inverse: bool) -> Tensor:
     if n == 0:
         return out
     scales = scales.contiguous()
-    if scales.data_ptr() % 4:
+    if not is_aligned(scales, 4):
         scales = scales.clone()
-    words = scales.view(torch.int32)
     _permute(
-        (cdiv(n, BLOCK), 1, 1),
-        (words, out.view(torch.int32), n, tiles),
-        (inverse, BLOCK),
-        (is_aligned(words), dim_class(n), dim_class(tiles)),
+        (cdiv(n, BLOCK), 1, 1), (scales.view(torch.int32), out.view(torch.int32), n, tiles), (inverse, BLOCK)
     )
     return out

@@ -1,6 +1,7 @@
-"""What the modules of ``nn`` and the operations of ``ops`` share: recipe, state, parameters and their gradients."""
+"""What modules and operations share: a recipe, its state, parameters and their gradients."""
 
 from .delayed import DelayedLayer
+from .grouped_layer import GroupedLinearLayer
 from .linear_layer import LinearLayer, Stage
 from .parameters import checked_input, main_grad_of, parameter_device, positive, quantize_parameter
 from .recipe_owner import RecipeOwner
@@ -8,6 +9,7 @@ from .set_recipe import get_recipes, reduce_delayed_scaling, set_recipe
 
 __all__ = [
     "DelayedLayer",
+    "GroupedLinearLayer",
     "LinearLayer",
     "RecipeOwner",
     "Stage",

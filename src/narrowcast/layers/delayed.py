@@ -127,6 +127,17 @@ class DelayedLayer(RecipeOwner):
             fitted[:kept] = history[:kept]
             setattr(self, name, fitted)
 
+    def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
+        """:meth:`_keep_state` in traced and eager code alike, of all stages at once, before any is read."""
+        states = [(plan.forward_state, plan.backward_state) for plan in plans]
+        if states == [(None, None)] * len(states):
+            return
+        if not torch.compiler.is_compiling():
+            for prefix, (forward, backward) in zip(prefixes, states):
+                self._keep_state(prefix, forward, backward)
+            return
+        torch._dynamo.comptime.comptime(_keep_states_while_tracing)
+
     def _state_device(self, prefix: str) -> torch.device:
         return self._weight_of_state(prefix).device
 
@@ -173,28 +184,12 @@ class DelayedLayer(RecipeOwner):
         return slots
 
     def _slots(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> DelayedSlots:
-        scale, history, amax = (getattr(self, f"{prefix}{buffer}_{direction}") for buffer in _BUFFERS)
+        scale = getattr(self, f"{prefix}scale_{direction}")
+        history = getattr(self, f"{prefix}amax_history_{direction}")
+        amax = getattr(self, f"{prefix}amax_{direction}")
         return DelayedSlots(delayed, mode, scale, history, amax)
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
-
-    def _have_state(
-        self, prefix: str, forward: DelayedScaling | None, backward: DelayedScaling | None
-    ) -> None:
-        """:meth:`_keep_state` in traced and eager code alike.
-
-        Raises:
-            RuntimeError: the recipe is made in the graph, of what the compiler cannot tell.
-        """
-        if not torch.compiler.is_compiling():
-            self._keep_state(prefix, forward, backward)
-            return
-        torch._dynamo.comptime.comptime(_keep_state_while_tracing)
-        if forward is not None and getattr(self, f"{prefix}scale_fwd") is None:
-            raise RuntimeError(
-                "this layer has no state for a recipe that is made inside the compiled function; make the "
-                "recipe outside"
-            )
 
     def _scales(self, prefix: str, plan: LinearPlan, copy_forward: bool = False) -> DelayedScales:
         """State for one forward of a stage; nothing for a plan that scales nothing with delay.
@@ -205,9 +200,10 @@ class DelayedLayer(RecipeOwner):
         forward, backward = plan.forward_state, plan.backward_state
         if forward is None and backward is None:
             return DelayedScales()
-        self._have_state(prefix, forward, backward)
+        self._keep_states((prefix,), (plan,))
         collects = self.training and torch.is_grad_enabled()
-        renews = collects and (THREAD.state.traced if THREAD.state.depth else not self._renewed_by_root)
+        # without gradients, too: so runs the first forward of a reentrant checkpoint; renewing early changes no scale
+        renews = self.training and (THREAD.state.traced if THREAD.state.depth else not self._renewed_by_root)
         fwd = None if forward is None else self._slots(prefix, "fwd", "forward", forward)
         bwd = None if backward is None else self._slots(prefix, "bwd", "backward", backward)
         scales = DelayedScales()
@@ -215,7 +211,7 @@ class DelayedLayer(RecipeOwner):
             scales.scale_fwd, scales.amax_fwd = fwd.scale, fwd.amax if collects else None
         if bwd is not None:
             scales.scale_bwd, scales.amax_bwd = bwd.scale, bwd.amax if collects else None
-        if not torch.is_grad_enabled():
+        if not (renews or torch.is_grad_enabled()):
             return scales
         states = [state for state in (fwd, bwd) if state is not None]
         if renews:
@@ -326,6 +322,7 @@ class DelayedLayer(RecipeOwner):
         self._prepare_for_recipe()
 
 
-def _keep_state_while_tracing(context: Any) -> None:
-    layer, *arguments = (traced_local(context, name) for name in ("self", "prefix", "forward", "backward"))
-    layer._keep_state(*arguments)
+def _keep_states_while_tracing(context: Any) -> None:
+    layer, prefixes, states = (traced_local(context, name) for name in ("self", "prefixes", "states"))
+    for prefix, (forward, backward) in zip(prefixes, states):
+        layer._keep_state(prefix, forward, backward)

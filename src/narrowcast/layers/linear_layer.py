@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ..autograd import (
     DelayedScales,
+    LinearFunction,
     LinearFwdArgs,
     LinearWgrad,
     add_to_main_grad_,
     compute_wgrad,
     concatenate,
-    linear,
 )
 from ..functional import calibrate_
 from ..functional.wgrad_store import WeightGradStore
@@ -134,14 +134,10 @@ class LinearLayer(DelayedLayer):
     def _reset_linear(self, stage: Stage) -> None:
         """Initialise the parameters of a stage where they are; a weight that is to be stored quantized, now is."""
         parts = self._parts_of(stage.weight)
-        whole = self._init_recipe is not None or len(parts) > 1
-        value = (
-            torch.empty_like(self._whole(stage.weight), memory_format=torch.contiguous_format)
-            if whole
-            else parts[0]
-        )
-        if isinstance(value, QuantizedTensor):
-            value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        value = parts[0]
+        if self._init_recipe is not None or len(parts) > 1:
+            rows = sum(part.shape[0] for part in parts)
+            value = torch.empty(rows, value.shape[1], dtype=value.dtype, device=value.device)
         if stage.init_method is None:
             value.normal_(0.0, INIT_STD)
         else:
@@ -150,8 +146,8 @@ class LinearLayer(DelayedLayer):
             parameter = quantize_parameter(value, self._init_recipe, self._init_preserve, stage.name)
             setattr(self, stage.weight, parameter)
         elif len(parts) > 1:
-            for part, rows in zip(parts, value.split([part.shape[0] for part in parts])):
-                part.copy_(rows)
+            for part, own in zip(parts, value.split([part.shape[0] for part in parts])):
+                part.copy_(own)
         for bias in self._parts_of(stage.bias):
             bias.zero_()
 
@@ -281,7 +277,7 @@ class LinearLayer(DelayedLayer):
         ):  # the gradient does not go autograd's way
             plan = self._plan(None, stage, inp.requires_grad, weight)
             args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)
-            return linear(weight, inp, bias, args)
+            return LinearFunction.apply(weight, inp, bias, args)  # type: ignore[no-any-return]
         x = _plain(inp)
         return F.linear(x, _plain(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
@@ -289,7 +285,7 @@ class LinearLayer(DelayedLayer):
         """Collect the amax of both operands, where an autocast asks for nothing else."""
         plan = linear_plan(recipe, stage.name, True, True)
         if plan.forward_state is not None:
-            self._have_state(stage.prefix, plan.forward_state, plan.backward_state)
+            self._keep_states((stage.prefix,), (plan,))
             amax = getattr(self, f"{stage.prefix}amax_fwd")
             calibrate_(_plain(inp).detach(), amax, INPUT_SLOT)
             calibrate_(_plain(weight).detach(), amax, WEIGHT_SLOT)

@@ -122,7 +122,7 @@ def mark_after_accumulation(parameter: Tensor) -> None:
 
 
 def weight_quantizer(recipe: Recipe, name: str) -> Quantizer:
-    """What quantizes a weight that is stored quantized; current scaling for delayed, which has no history yet."""
+    """What quantizes a weight to be stored; in place of delayed scaling, which has no history yet, current scaling."""
     quantizer = linear_plan(recipe, name, True, True).kept_weight.quantizer
     if quantizer._is_delayed():
         return Float8CurrentScalingQuantizer(quantizer.dtype)  # type: ignore[attr-defined]

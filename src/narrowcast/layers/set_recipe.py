@@ -75,7 +75,7 @@ def renew_layers(model: nn.Module, args: Any = ()) -> None:
     Not in evaluation, nor in a backward, whose recomputation sees the scales of the first forward.
     """
     recomputes = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-    if model.training and torch.is_grad_enabled() and not recomputes:
+    if model.training and not recomputes:
         renew([layer for layer in model.modules() if isinstance(layer, DelayedLayer)])
 
 

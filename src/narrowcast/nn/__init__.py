@@ -1,6 +1,6 @@
 """Modules: parameters, resolution of the recipe, one call."""
 
-# from .grouped_linear import GroupedLinear
+from .grouped_linear import GroupedLinear
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ..autograd import grouped_linear
-from ..autograd.grouped_linear import ResultBuffers
-from ..state import STATE
-from .grouped_module import GroupedLinearModule, rows_of_buffer
+from ..layers import GroupedLinearLayer
+from ..layers.grouped_layer import rows_of_buffer
+from ..layers.parameters import parameter_dtype
+from ..recipe import Recipe, linear_plan
 
 
-class GroupedLinear(GroupedLinearModule):
-    """y_g = x_g w_g^T + b_g for every group g of rows, quantized as the recipe in force says.
+class GroupedLinear(GroupedLinearLayer):
+    """y_g = x_g w_g^T + b_g for every group g of rows, quantized as its recipe says, or that of the autocast in force.
 
     Every group is quantized as a ``Linear`` of its own would quantize it; all of them in one launch where the format
     has a kernel for it. Any number of tokens and any feature sizes work, and groups may be empty.
@@ -24,11 +25,12 @@ class GroupedLinear(GroupedLinearModule):
         num_gemms: groups, each with a weight and a bias.
         in_features, out_features: sizes of the last dim of input and output, over all tensor-parallel ranks.
         bias: add a learned bias per group.
+        recipe: the layer's own recipe; an ``autocast`` overrides it.
         parallel_mode: "column": ``out_features`` is sharded, "row": ``in_features`` is; None: neither. Nothing is
             communicated here.
         tp_size: ranks that share the layer.
         return_bias: return the biases beside the output instead of adding them.
-        params_dtype: dtype of the parameters; default: torch's default dtype.
+        params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
         device: where the parameters live; default: the accelerator, or the CPU without one.
         init_method: fills one group's weight in place; default: normal with standard deviation 0.023.
         name: name in the quantizer roles of a custom recipe.
@@ -53,10 +55,12 @@ class GroupedLinear(GroupedLinearModule):
         out_features: int,
         bias: bool = True,
         *,
+        recipe: Recipe | None = None,
         parallel_mode: str | None = None,
         tp_size: int = 1,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         name: str | None = None,
@@ -72,19 +76,19 @@ class GroupedLinear(GroupedLinearModule):
             in_features,
             out_features,
             bias,
+            dtype=parameter_dtype(params_dtype, dtype),
+            device=device,
+            recipe=recipe,
             parallel_mode=parallel_mode,
             tp_size=tp_size,
-            params_dtype=params_dtype,
-            device=device,
             init_method=init_method,
             name=name,
             single_grouped_weight=_chosen(single_grouped_weight, single_grouped_parameter),
             single_grouped_bias=_chosen(single_grouped_bias, single_grouped_parameter),
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
-            save_original_input=save_original_input,
         )
-        self.return_bias = return_bias
+        self.return_bias, self.save_original_input = return_bias, save_original_input
 
     def forward(
         self,
@@ -120,24 +124,26 @@ class GroupedLinear(GroupedLinearModule):
             input lives on another device, parameters are on the meta device, a quantized weight does not fit the
             recipe, or a ``main_grad`` is missing.
         """
-        weights, biases = self._parameters_of("weight"), self._parameters_of("bias")
+        weights, biases = self._parts_of("weight"), self._parts_of("bias")
         inp = self._checked_input(inp, weights[0])
         x = inp.reshape(-1, self.in_features)
         splits, covered = self._checked_splits(m_splits, x)
-        added = [] if self.return_bias else biases
-        buffers = ResultBuffers(
-            rows_of_buffer(out, "out", (*inp.shape[:-1], self.out_features), inp.dtype, inp.device),
-            rows_of_buffer(dgrad_out, "dgrad_out", inp.shape, inp.dtype, inp.device),
+        out = rows_of_buffer(out, "out", (*inp.shape[:-1], self.out_features), inp.dtype, inp.device)
+        dgrad_out = rows_of_buffer(dgrad_out, "dgrad_out", inp.shape, inp.dtype, inp.device)
+        added, grad = [] if self.return_bias else biases, torch.is_grad_enabled()
+        recipe, needs_weight = self._recipe_in_force(), grad and self.wants_wgrad
+        plan = linear_plan(
+            recipe, self.name, grad and x.requires_grad, needs_weight, self.save_original_input
         )
-        needs = self._needs(torch.is_grad_enabled(), x.requires_grad, added)
-        args = self._arguments(x.dtype, needs, added, covered, buffers, is_first_microbatch)
-        if STATE.recipe is None:
-            self._calibrate(x, splits, weights)
-        y, new_workspace = grouped_linear(x, splits, weights, added, args)
-        if new_workspace is not None and args.quantizers is not None:
-            value = args.quantizers.weight.both.value
-            self._fp8_workspaces["weight"] = (value, new_workspace)  # type: ignore[assignment]
-        y = y.view(*inp.shape[:-1], self.out_features)
+        if self.save_original_input and recipe is not None and not plan.save_original_input:
+            self._warn_of_delayed_input()
+        scales = self._scales("", self._calibration_plan() or plan)
+        self._calibrate_groups(scales.amax_fwd, x, splits, weights)
+        needs_bias = grad and any(bias.requires_grad for bias in added)
+        args, groups = self._grouped_args(
+            plan, scales, x.dtype, needs_bias, covered, is_first_microbatch, out, dgrad_out
+        )
+        y = grouped_linear(x, splits, weights, added, args, groups).view(*inp.shape[:-1], self.out_features)
         return (y, biases) if self.return_bias else y
 
 

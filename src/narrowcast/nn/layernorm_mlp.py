@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import ActivationSettings, LayerNormMLPFwdArgs, activate, layernorm_mlp
+from ..autograd import ActivationSettings, LayerNormMLPFunction, LayerNormMLPFwdArgs, activate
 from ..layers import Stage, checked_input, parameter_device, positive
+from ..layers.norm import norm_settings
 from ..layers.parameters import parameter_dtype
 from ..recipe import LinearPlan, Recipe, linear_plan
 from ..reference.activation import ACTIVATIONS, checked
 from ..state import checkpoint
-from .norm import norm_settings
 from .norm_linear import NormLinearLayer, no_gathered_output
 
 
@@ -169,6 +169,7 @@ class LayerNormMLP(NormLinearLayer):
             self._plan(recipe, fc1, of_norm, fc1_weight),
             self._plan(recipe, fc2, of_fc1, fc2_weight),
         )
+        self._keep_states(("fc1_", "fc2_"), plans)
         recomputes, forward_plans = self.checkpoint and torch.is_grad_enabled(), None
         if recomputes:
             for plan, stage in zip(plans, (fc1, fc2)):
@@ -186,7 +187,7 @@ class LayerNormMLP(NormLinearLayer):
             self.return_layernorm_output,
             forward_plans,
         )
-        return layernorm_mlp(
+        result = LayerNormMLPFunction.apply(
             inp,
             self.layer_norm_weight,
             self.layer_norm_bias,
@@ -196,6 +197,7 @@ class LayerNormMLP(NormLinearLayer):
             fc2_bias,
             args,
         )
+        return (result, None) if isinstance(result, Tensor) else result
 
 
 def _check_repeatable(plan: LinearPlan, name: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..autograd import NormSettings, normalize
 from ..layers import LinearLayer, Stage
-from .norm import norm_parameters, reset_norm_parameters
+from ..layers.norm import norm_parameters, reset_norm_parameters
 
 
 class NormLinearLayer(LinearLayer):

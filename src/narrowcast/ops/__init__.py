@@ -40,9 +40,9 @@ from .basic import (
 )
 from .context import OperationContext
 from .fuser import OperationFuser
+from .handover import ScaledOperand
 from .linear import Linear
 from .op import BasicOperation, CompositeOperation, FusedOperation, FusibleOperation
-from .quantizer import BoundQuantizer
 from .registry import (
     register_backward_fusion,
     register_forward_backward_fusion,
@@ -63,7 +63,6 @@ __all__ = [
     "BasicLinear",
     "BasicOperation",
     "Bias",
-    "BoundQuantizer",
     "ClampedSwiGLU",
     "CompositeOperation",
     "ConstantScale",
@@ -87,6 +86,7 @@ __all__ = [
     "SReGLU",
     "SReLU",
     "ScaledClampedQGeGLU",
+    "ScaledOperand",
     "ScaledSReLU",
     "ScaledSiTUGLU",
     "ScaledSwiGLU",

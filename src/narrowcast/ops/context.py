@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..autograd import DelayedScales
 from ..tensors import TensorOrQuantized
-from .quantizer import BoundQuantizer
+from .handover import ScaledOperand
 
 
 class OperationContext:
@@ -15,25 +16,24 @@ class OperationContext:
 
     ``requires_grad``: this operation has a backward. ``input_requires_grad``: somebody wants the gradient of its input.
     ``prev_op_grad_output_quantizer``: how the operation in front wants that gradient quantized; None for plain.
+    ``scales``: the operation's state of delayed scaling as its forward read it; None without.
 
     Tensors go through :meth:`save_for_backward` and nowhere else. What is set freely must follow from the operation's
     attributes, its keyword arguments and the tensors' metadata, but hold no sizes: those may be symbolic in a compiled
     graph, and the backward reads them off the gradient and the saved tensors.
     """
 
-    requires_grad: bool
-    input_requires_grad: bool
-    prev_op_grad_output_quantizer: BoundQuantizer | None
-
     def __init__(
         self,
         requires_grad: bool = True,
         input_requires_grad: bool = True,
-        prev_op_grad_output_quantizer: BoundQuantizer | None = None,
+        prev_op_grad_output_quantizer: ScaledOperand | None = None,
+        scales: DelayedScales | None = None,
     ) -> None:
         self.requires_grad = requires_grad
         self.input_requires_grad = input_requires_grad
         self.prev_op_grad_output_quantizer = prev_op_grad_output_quantizer
+        self.scales = scales
         self.to_save: tuple[TensorOrQuantized | None, ...] = ()
 
     def save_for_backward(self, *tensors: TensorOrQuantized | None) -> None:
@@ -58,9 +58,17 @@ class RestoredContext:
     The stored context is left as it is, so that a second backward over the same graph finds it untouched.
     """
 
-    def __init__(self, stored: OperationContext, saved: tuple[TensorOrQuantized | None, ...]) -> None:
+    def __init__(
+        self,
+        stored: OperationContext,
+        saved: tuple[TensorOrQuantized | None, ...],
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        scales: DelayedScales | None,
+    ) -> None:
         self._stored = stored
         self.saved_tensors = saved
+        self.prev_op_grad_output_quantizer = prev_op_grad_output_quantizer
+        self.scales = scales
 
     def __getattr__(self, name: str) -> Any:
         if name == "_stored":  # only while a copy is being made

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..recipe import Recipe
-from ..state import get_autocast_state, set_autocast_state
+from ..state import checked_recipe, get_autocast_state, set_autocast_state
 from .fused.pattern import Fusion, NearMiss
 from .fuser import Fused, OperationFuser
 from .registry import REGISTRY
@@ -95,10 +95,7 @@ def explain(fusers: Sequence[OperationFuser], recipe: Recipe | None) -> Explanat
     Raises:
         TypeError: ``recipe`` is neither a recipe nor None.
     """
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes, or None"
-        )
+    checked_recipe(recipe, "explain")
     forward: list[ChosenOperation] = []
     backward: list[ChosenOperation] = []
     handed_over: list[HandedOver] = []
@@ -129,17 +126,16 @@ class _AskedUnder:
 
     def __init__(self, recipe: Recipe | None, fuser: OperationFuser) -> None:
         self.recipe = recipe
-        states = [getattr(op, "delayed_scaling", None) for op in fuser.basic_ops]
-        self.ran_under = [(state, state.ran_under) for state in states if state is not None]
+        self.last_recipes = [(op, op._last_recipe) for op in fuser.basic_ops]
 
     def __enter__(self) -> None:
         self.before = get_autocast_state()
-        set_autocast_state((self.recipe, None, None))
+        set_autocast_state((self.recipe, None, None, 1, False))
 
     def __exit__(self, *exception: Any) -> None:
         set_autocast_state(self.before)
-        for state, recipe in self.ran_under:
-            state.ran_under = recipe
+        for op, recipe in self.last_recipes:
+            op._last_recipe = recipe
 
 
 def _handed_over(fused: Fused, begin: int) -> list[HandedOver]:

@@ -3,6 +3,9 @@
 Compilers trace straight through it: what the operations compute is PyTorch's or an operator of this library. Rules of
 this file, each paid for with a compiler experiment: nothing outside is written to while tracing; every returned tensor
 is a fresh view; no size is put on the context; the stored contexts are never written to by a backward.
+
+State of delayed scaling is read once per forward, here, outside of the boundary; the scales of the backward are saved
+like any tensor, so that every backward reads those of its forward.
 """
 
 from __future__ import annotations
@@ -15,16 +18,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..autograd import DelayedScales
 from ..autograd.quantized_boundary import plain_gradient
+from ..quantizers import Operand
 from ..recipe import Recipe
-from ..state import STATE
+from ..state import THREAD
 from ..tensors import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx
 from .context import OperationContext, RestoredContext
-from .quantizer import BoundQuantizer
+from .handover import ScaledOperand
 from .registry import REGISTRY, FusionFunction
+from .wiring import Wiring, wire, wrong_count
 
 if TYPE_CHECKING:
-    from .op import BasicOperation, FusibleOperation
+    from .op import BasicOperation, ExtraTensors, FusibleOperation
 
 _Placed = tuple["FusibleOperation", tuple[int, ...]]
 """An operation with the positions of its basic operations in the fuser's list."""
@@ -38,92 +44,56 @@ class Fused:
     backward: tuple[_Placed, ...]
 
 
-@dataclass(frozen=True)
-class _Outlet:
-    """One extra output: which one it is, its channel, and whether it leaves the fuser, and to the user."""
-
-    op: int
-    index: int
-    channel: str | None
-    to_caller: bool
-    to_user: bool
-
-
-@dataclass(frozen=True)
-class _Inlet:
-    """One extra input: which one it is, and its channel. ``position``: among those that the caller gives, else -1."""
-
-    op: int
-    index: int
-    channel: str | None
-    position: int
-
-
-@dataclass(frozen=True)
-class _Wiring:
-    """Extra inputs and outputs of a list of basic operations."""
-
-    inlets: tuple[_Inlet, ...]
-    outlets: tuple[_Outlet, ...]
-    from_caller: int
-
-    def inputs_of(self, op: int, channels: dict[str, Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Extra inputs of one basic operation."""
-        return tuple(
-            given[inlet.position] if inlet.position >= 0 else channels[inlet.channel]  # type: ignore[index]
-            for inlet in self.inlets
-            if inlet.op == op
-        )
-
-    def outputs_of(self, op: int) -> list[_Outlet]:
-        """Extra outputs of one basic operation."""
-        return [outlet for outlet in self.outlets if outlet.op == op]
-
-
+@dataclass(slots=True)
 class _Call:
-    """One call of a fuser: all that its boundary reads besides differentiable tensors."""
+    """One call of a fuser: all that its boundary reads besides differentiable tensors.
 
-    def __init__(
-        self,
-        basic_ops: Sequence[BasicOperation],
-        fused: Fused,
-        wiring: _Wiring,
-        first_with_backward: int,
-        input_requires_grad: bool,
-        num_params: list[int],
-        basic_op_kwargs: Sequence[dict[str, Any]],
-    ) -> None:
-        self.basic_ops = basic_ops
-        self.fused = fused
-        self.wiring = wiring
-        self.first_with_backward = first_with_backward
-        self.input_requires_grad = input_requires_grad
-        self.num_params = num_params
-        self.basic_op_kwargs = basic_op_kwargs
-        # asked here, where the caller's grad mode is in force
-        self.input_quantizers = [op.get_input_quantizer() for op, _ in fused.forward]
-        self.grad_input_quantizers = self._grad_input_quantizers()
+    By basic operation: ``num_params``, ``arguments``, the keyword arguments of its methods, ``scales``, its state of
+    delayed scaling, and ``input_operands``, ``grad_operands``, how it wants what its neighbours hand it.
+    """
 
-    def _grad_input_quantizers(self) -> list[BoundQuantizer | None]:
-        """By basic operation, how the one in front of it in the backward's list wants the gradient of its input."""
-        wanted: list[BoundQuantizer | None] = [None for _ in self.basic_ops]
-        for op, where in self.fused.backward:
-            behind = where[-1] + 1
-            if behind < len(wanted):
-                wanted[behind] = op.get_grad_output_quantizer()
-        return wanted
+    basic_ops: Sequence[BasicOperation]
+    fused: Fused
+    wiring: Wiring
+    first_with_backward: int
+    input_requires_grad: bool
+    num_params: list[int]
+    arguments: list[dict[str, Any]]
+    scales: list[DelayedScales | None]
+    input_operands: list[Operand | None]
+    grad_operands: list[Operand | None]
+
+    def wanted_output(self, step: int) -> ScaledOperand | None:
+        """How the operation behind a step of the forward wants the output."""
+        at = self.fused.forward[step + 1][1][0]
+        operand, scales = self.input_operands[at], self.scales[at]
+        if operand is None or scales is None:
+            return None if operand is None else ScaledOperand(operand)
+        return ScaledOperand(operand, scales.scale_fwd, scales.amax_fwd)
+
+    def wanted_grad_input(self, index: int, scales_bwd: Sequence[Tensor | None] | None = None) -> Any:
+        """How the operation in front of a basic one wants the gradient of that one's input.
+
+        Args:
+            scales_bwd: of all basic operations, as they were saved; None in the forward.
+        """
+        operand = self.grad_operands[index - 1]
+        if operand is None:
+            return None
+        scales = self.scales[index - 1]
+        if scales is None:
+            return ScaledOperand(operand)
+        scale = scales.scale_bwd if scales_bwd is None else scales_bwd[index - 1]
+        return ScaledOperand(operand, scale, scales.amax_bwd)
 
     def contexts(self) -> list[OperationContext]:
         """Fresh contexts, one per basic operation."""
-        first = self.first_with_backward
-        return [
-            OperationContext(
-                index >= first,
-                index > first or (index == first and self.input_requires_grad),
-                self.grad_input_quantizers[index],
-            )
-            for index in range(len(self.basic_ops))
-        ]
+        first, contexts = self.first_with_backward, []
+        for index in range(len(self.basic_ops)):
+            wants_input = index > first or (index == first and self.input_requires_grad)
+            wanted = self.wanted_grad_input(index) if index else None
+            contexts.append(OperationContext(index >= first, wants_input, wanted, self.scales[index]))
+        return contexts
 
 
 def _run(
@@ -135,46 +105,33 @@ def _run(
     to_caller: list[Tensor] = []
     x = input_
     for step, (op, where) in enumerate(forward):
-        following = call.input_quantizers[step + 1] if step + 1 < len(forward) else None
-        x, extra_outputs = _run_one(
-            op,
-            [contexts[index] for index in where],
-            x,
-            {
-                "basic_op_extra_inputs": [wiring.inputs_of(index, channels, extra_inputs) for index in where],
-                "prev_op_grad_output_quantizer": call.grad_input_quantizers[where[0]],
-                "next_op_input_quantizer": following,
-                "basic_op_kwargs": [call.basic_op_kwargs[index] for index in where],
-            },
-        )
+        run = slice(where[0], where[-1] + 1)
+        own = contexts[run]
+        kwargs: dict[str, Any] = {
+            "basic_op_extra_inputs": [wiring.inputs_of(index, channels, extra_inputs) for index in where]
+            if wiring.inlets
+            else [()] * len(where),
+            "prev_op_grad_output_quantizer": own[0].prev_op_grad_output_quantizer,
+            "next_op_input_quantizer": call.wanted_output(step) if step + 1 < len(forward) else None,
+            "basic_op_kwargs": call.arguments[run],
+        }
+        if op._use_split_forward:
+            kwargs["requires_grad"] = own[-1].requires_grad
+            out, extra_outputs, tensors_to_save = op.fuser_forward_compute(x, **kwargs)
+            if own[-1].requires_grad:
+                op.fuser_forward_save_ctx(own, x, tensors_to_save, **kwargs)
+            x = out
+        else:
+            x, extra_outputs = op.fuser_forward(own, x, **kwargs)
         for index, outputs in zip(where, extra_outputs, strict=True):
-            outlets = wiring.outputs_of(index)
-            _check_count(call.basic_ops[index], "the forward", "extra outputs", outputs, len(outlets))
-            for outlet, output in zip(outlets, outputs):
-                if outlet.channel is not None:
-                    channels[outlet.channel] = output
-                if outlet.to_caller:
-                    to_caller.append(output)
+            if outputs or wiring.outlets:
+                wiring.distribute(call.basic_ops[index], index, outputs, channels, to_caller)
     if not isinstance(x, Tensor):
         raise RuntimeError(
             f"{type(forward[-1][0]).__name__} returned a {type(x).__name__} as the last output; an operation returns a "
             "quantized tensor only where next_op_input_quantizer is not None"
         )
     return x, to_caller
-
-
-def _run_one(
-    op: FusibleOperation, contexts: list[OperationContext], x: TensorOrQuantized, kwargs: dict[str, Any]
-) -> Any:
-    if not op._use_split_forward:
-        return op.fuser_forward(contexts, x, **kwargs)
-    requires_grad = contexts[-1].requires_grad
-    output, extra_outputs, tensors_to_save = op.fuser_forward_compute(
-        x, requires_grad=requires_grad, **kwargs
-    )
-    if requires_grad:
-        op.fuser_forward_save_ctx(contexts, x, tensors_to_save, requires_grad=requires_grad, **kwargs)
-    return output, extra_outputs
 
 
 class _OperationsFunction(torch.autograd.Function):
@@ -185,6 +142,8 @@ class _OperationsFunction(torch.autograd.Function):
         contexts = call.contexts()
         output, extra_outputs = _run(call, contexts, input_, tensors[num_params:])
         tensors_to_save: list[TensorOrQuantized | None] = []
+        for scales in call.scales:
+            tensors_to_save.append(None if scales is None else scales.scale_bwd)
         ranges = []
         for context in contexts:
             begin = len(tensors_to_save)
@@ -196,8 +155,9 @@ class _OperationsFunction(torch.autograd.Function):
         ctx.save_for_backward(*flat)
         ctx.tensor_objects = objects
         ctx.call, ctx.contexts, ctx.ranges = call, contexts, ranges
-        outputs = [tensor.view_as(tensor) for tensor in (output, *extra_outputs)]
-        return tuple(outputs) if extra_outputs else outputs[0]
+        if not extra_outputs:
+            return output.view_as(output)
+        return output.view_as(output), *[tensor.view_as(tensor) for tensor in extra_outputs]
 
     @staticmethod
     @once_differentiable
@@ -207,11 +167,16 @@ class _OperationsFunction(torch.autograd.Function):
 
 def _restored(ctx: Any) -> list[Any]:
     """The operations' contexts with what they saved; nothing else holds that, so it goes as they do."""
-    saved = restore_from_func_ctx(ctx)
-    return [
-        RestoredContext(context, tuple(saved[begin:end]))
-        for context, (begin, end) in zip(ctx.contexts, ctx.ranges)
-    ]
+    saved: list[Any] = restore_from_func_ctx(ctx)
+    call: _Call = ctx.call
+    scales_bwd, contexts = saved[: len(call.scales)], []
+    for index, (context, (begin, end)) in enumerate(zip(ctx.contexts, ctx.ranges)):
+        scales = call.scales[index]
+        if scales is not None:
+            scales = DelayedScales(None, None, scales_bwd[index], scales.amax_bwd)
+        wanted = call.wanted_grad_input(index, scales_bwd) if index else None
+        contexts.append(RestoredContext(context, tuple(saved[begin:end]), wanted, scales))
+    return contexts
 
 
 def _run_backward(
@@ -222,50 +187,40 @@ def _run_backward(
     grad: Any = grad_outputs[0]
     # by (operation, number of the extra output); channels add to what the caller gives
     grad_extra: dict[tuple[int, int], Tensor] = {}
-    for outlet, given in zip([one for one in wiring.outlets if one.to_caller], grad_outputs[1:]):
-        grad_extra[outlet.op, outlet.index] = given
-    grad_params: list[tuple[Tensor | None, ...]] = [(None,) * count for count in call.num_params]
+    if len(grad_outputs) > 1:
+        for outlet, given in zip([one for one in wiring.outlets if one.to_caller], grad_outputs[1:]):
+            grad_extra[outlet.op, outlet.index] = given
+    grad_params: list[tuple[Tensor | None, ...]] = []
+    for count in call.num_params:
+        grad_params.append((None,) * count)
     grad_inputs: list[Tensor | None] = [None] * wiring.from_caller
     for op, where in reversed(call.fused.backward):
-        grad, params, extra_inputs = op.fuser_backward(
-            [contexts[index] for index in where],
-            grad,
-            basic_op_grad_extra_outputs=[
-                tuple(grad_extra.get((index, outlet.index)) for outlet in wiring.outputs_of(index))
+        grad_outputs_of: ExtraTensors = [()] * len(where)
+        if wiring.outlets:
+            grad_outputs_of = [
+                tuple([grad_extra.get((index, outlet.index)) for outlet in wiring.outputs_of(index)])
                 for index in where
-            ],
+            ]
+        grad, params, extra_inputs = op.fuser_backward(
+            contexts[where[0] : where[-1] + 1], grad, basic_op_grad_extra_outputs=grad_outputs_of
         )
         for index, own_params, own_inputs in zip(where, params, extra_inputs, strict=True):
             contexts[index] = None
-            basic = call.basic_ops[index]
-            _check_count(basic, "the backward", "gradients of parameters", own_params, call.num_params[index])
+            if len(own_params) != call.num_params[index]:
+                raise wrong_count(
+                    call.basic_ops[index],
+                    "the backward",
+                    "gradients of parameters",
+                    own_params,
+                    call.num_params[index],
+                )
             grad_params[index] = tuple(own_params)
-            inlets = [inlet for inlet in wiring.inlets if inlet.op == index]
-            _check_count(basic, "the backward", "gradients of extra inputs", own_inputs, len(inlets))
-            for inlet, own in zip(inlets, own_inputs):
-                if inlet.position >= 0:
-                    grad_inputs[inlet.position] = own
-                elif own is not None:
-                    _add_to(grad_extra, _source(wiring, inlet.channel), own)
-    if not call.input_requires_grad:
-        grad = None
-    return (grad, None, None, *[one for params in grad_params for one in params], *grad_inputs)
-
-
-def _source(wiring: _Wiring, channel: str | None) -> tuple[int, int]:
-    return next((outlet.op, outlet.index) for outlet in wiring.outlets if outlet.channel == channel)
-
-
-def _add_to(grads: dict[tuple[int, int], Tensor], key: tuple[int, int], grad: Tensor) -> None:
-    there = grads.get(key)
-    grads[key] = grad if there is None else there + grad
-
-
-def _check_count(op: Any, direction: str, what: str, returned: Sequence[Any], count: int) -> None:
-    if len(returned) != count:
-        raise RuntimeError(
-            f"{direction} of {type(op).__name__} returned {len(returned)} {what}, it has {count}"
-        )
+            if own_inputs or wiring.inlets:
+                wiring.collect(call.basic_ops[index], index, own_inputs, grad_inputs, grad_extra)
+    gradients = [grad if call.input_requires_grad else None, None, None]
+    for own_params in grad_params:
+        gradients += own_params
+    return (*gradients, *grad_inputs)
 
 
 class OperationFuser:
@@ -294,33 +249,22 @@ class OperationFuser:
         self.basic_ops = tuple(taken_apart(ops))
         if not self.basic_ops:
             raise ValueError("a fuser got no operations; give it at least one")
-        self.wiring = _wire(self.basic_ops, incoming, outgoing)
-        self._fused_for: tuple[Any, ...] | None = None
-        self._fused = Fused((), ())
+        self.wiring = wiring = wire(self.basic_ops, incoming, outgoing)
+        # for each extra input, the channel that the caller feeds with it; None for one of the user's
+        self.extra_input_channels = [inlet.channel for inlet in wiring.inlets if inlet.position >= 0]
+        # for each extra output, its channel if it has one, and whether the user gets it
+        self.extra_outputs = [(out.channel, out.to_user) for out in wiring.outlets if out.to_caller]
+        self._quantizing = [
+            index
+            for index, op in enumerate(self.basic_ops)
+            if op.num_quantizers("forward") or op.num_quantizers("backward")
+        ]
+        self._preparing = [(op, at) for at, op in enumerate(self.basic_ops) if op._prepares_forward]
+        self._last_fused: tuple[Any, Fused] = None, Fused((), ())
         self._ran = False
         if capture and not torch.compiler.is_compiling():
             for op in self.basic_ops:
                 op._captured = True
-
-    @property
-    def num_extra_inputs(self) -> int:
-        """How many extra inputs the caller gives."""
-        return self.wiring.from_caller
-
-    @property
-    def num_extra_outputs(self) -> int:
-        """How many extra outputs the caller gets."""
-        return len(self.extra_outputs)
-
-    @property
-    def extra_input_channels(self) -> list[str | None]:
-        """For each extra input, the channel that the caller feeds with it; None for one of the user's."""
-        return [inlet.channel for inlet in self.wiring.inlets if inlet.position >= 0]
-
-    @property
-    def extra_outputs(self) -> list[tuple[str | None, bool]]:
-        """For each extra output, its channel if it has one, and whether the user gets it."""
-        return [(outlet.channel, outlet.to_user) for outlet in self.wiring.outlets if outlet.to_caller]
 
     def __call__(
         self,
@@ -343,51 +287,98 @@ class OperationFuser:
         self._check_arguments(input_, extra_inputs, basic_op_kwargs)
         if torch.compiler.is_compiling():
             _make_features_static(input_)
-        params = [list(op.parameters()) for op in self.basic_ops]
+        params: list[list[Tensor]] = []
+        operands = [input_]
+        for op in self.basic_ops:
+            params.append(list(op.parameters()))
+            operands += params[-1]
         first = self._first_with_backward(input_, extra_inputs, params)
         self._prepare(first)
-        call = _Call(
-            self.basic_ops,
-            self._fused_once(STATE.recipe, first, params),
-            self.wiring,
-            first,
-            torch.is_grad_enabled() and input_.requires_grad,
-            [len(own) for own in params],
-            basic_op_kwargs or [{} for _ in self.basic_ops],
-        )
+        call = self._call(first, input_, params, basic_op_kwargs)
         if first == len(self.basic_ops):
             output, extra_outputs = _run(call, call.contexts(), input_, extra_inputs)
             return (output, *extra_outputs) if extra_outputs else output
-        operands = [input_, *(param for own in params for param in own), *extra_inputs]
+        operands += extra_inputs
         if torch.compiler.is_compiling():
             operands = _each_once(operands)
         num_params = len(operands) - 1 - len(extra_inputs)
         return _OperationsFunction.apply(operands[0], call, num_params, *operands[1:])
 
+    def _call(
+        self,
+        first: int,
+        input_: Tensor,
+        params: Sequence[Sequence[Tensor]],
+        basic_op_kwargs: Sequence[dict[str, Any]] | None,
+    ) -> _Call:
+        """Everything about one call, asked for here, where the caller's recipe and grad mode are in force."""
+        ops, fused = self.basic_ops, self._fused_for(self.recipe_in_force(), first, params)
+        input_requires_grad = torch.is_grad_enabled() and input_.requires_grad
+        arguments = list(basic_op_kwargs) if basic_op_kwargs else [{}] * len(ops)
+        scales: list[DelayedScales | None] = [None] * len(ops)
+        for index in self._quantizing:
+            wants_input = index > first or (index == first and input_requires_grad)
+            own = ops[index].forward_arguments(index >= first, wants_input)
+            if own:
+                arguments[index] = {**arguments[index], **own}
+                scales[index] = own.get("scales")
+        input_operands: list[Operand | None] = [None] * len(ops)
+        for op, where in fused.forward[1:]:
+            input_operands[where[0]] = op.get_input_quantizer()
+        grad_operands: list[Operand | None] = [None] * len(ops)
+        for op, where in fused.backward[:-1]:
+            grad_operands[where[-1]] = op.get_grad_output_quantizer()
+        return _Call(
+            ops,
+            fused,
+            self.wiring,
+            first,
+            input_requires_grad,
+            list(map(len, params)),
+            arguments,
+            scales,
+            input_operands,
+            grad_operands,
+        )
+
+    def recipe_in_force(self) -> Recipe | None:
+        """The autocast's recipe, else the own one of all operations with quantizers; None where they differ."""
+        state = THREAD.state
+        if state.depth or not self._quantizing:
+            return state.recipe
+        recipe = self.basic_ops[self._quantizing[0]]._recipe_in_force()
+        for index in self._quantizing[1:]:
+            if self.basic_ops[index]._recipe_in_force() != recipe:
+                return None
+        return recipe
+
     def fused(self, recipe: Recipe | None, first_with_backward: int = 0) -> Fused:
         """What runs under a recipe when the operations from ``first_with_backward`` on have a backward."""
         return fuse(self.basic_ops, recipe, first_with_backward)
 
-    def _fused_once(
+    def _fused_for(
         self, recipe: Recipe | None, first_with_backward: int, params: Sequence[Sequence[Tensor]]
     ) -> Fused:
         """:meth:`fused`, kept for the next call; but not by traced code, which must not write here."""
         if torch.compiler.is_compiling():
             return self.fused(recipe, first_with_backward)
-        dtypes = tuple(param.dtype for own in params for param in own)
+        dtypes = []
+        for own in params:
+            for param in own:
+                dtypes.append(param.dtype)
         key = (recipe, REGISTRY.version, first_with_backward, dtypes)
-        if self._fused_for != key:
-            self._fused = self.fused(recipe, first_with_backward)
-            self._fused_for = key
-        return self._fused
+        kept, fused = self._last_fused  # read at once: another thread may run under another recipe
+        if kept != key:
+            fused = self.fused(recipe, first_with_backward)
+            self._last_fused = key, fused
+        return fused
 
     def _check_arguments(
         self, input_: Any, extra_inputs: Sequence[Tensor], basic_op_kwargs: Sequence[dict[str, Any]] | None
     ) -> None:
-        if len(extra_inputs) != self.num_extra_inputs:
-            raise ValueError(
-                f"got {len(extra_inputs)} extra inputs, the operations take {self.num_extra_inputs}"
-            )
+        wanted = self.wiring.from_caller
+        if len(extra_inputs) != wanted:
+            raise ValueError(f"got {len(extra_inputs)} extra inputs, the operations take {wanted}")
         for position, given in enumerate((input_, *extra_inputs)):
             if not isinstance(given, Tensor):
                 which = f"extra input {position - 1}" if position else "the input"
@@ -418,8 +409,8 @@ class OperationFuser:
             for op in self.basic_ops:
                 op.pre_first_fuser_forward()
             self._ran = True
-        for index, op in enumerate(self.basic_ops):
-            op.pre_fuser_forward(requires_grad=index >= first_with_backward)
+        for op, at in self._preparing:
+            op.pre_fuser_forward(requires_grad=at >= first_with_backward)
 
 
 def _make_features_static(tensor: Tensor) -> None:
@@ -515,40 +506,3 @@ def _placed(ops: Sequence[FusibleOperation], begin: int) -> tuple[_Placed, ...]:
         placed.append((op, tuple(range(begin, end))))
         begin = end
     return tuple(placed)
-
-
-def _wire(
-    basic_ops: Sequence[BasicOperation], incoming: Collection[str], outgoing: Collection[str]
-) -> _Wiring:
-    """Which extra input comes from where, and which extra output goes where.
-
-    Raises:
-        ValueError: a channel that nothing in front gives, or that two operations give.
-    """
-    inlets: list[_Inlet] = []
-    outlets: list[_Outlet] = []
-    given: list[str] = []
-    from_caller = 0
-    for number, op in enumerate(basic_ops):
-        for index in range(op.num_extra_inputs):
-            channel = op._input_channels.get(index)
-            inside = channel in given
-            if channel is not None and not inside and channel not in incoming:
-                raise ValueError(
-                    f"extra input {index} of {type(op).__name__} (operation {number}) comes from channel {channel!r}, "
-                    "which no operation in front of it gives; call set_extra_output_channel on an earlier one"
-                )
-            inlets.append(_Inlet(number, index, channel, -1 if inside else from_caller))
-            from_caller += not inside
-        for index in range(op.num_extra_outputs):
-            channel = op._output_channels.get(index)
-            if channel is not None:
-                if channel in given:
-                    raise ValueError(
-                        f"extra output {index} of {type(op).__name__} (operation {number}) goes to channel "
-                        f"{channel!r}, which an earlier operation gives already; use another name"
-                    )
-                given.append(channel)
-            to_user = index not in op._channel_only_outputs
-            outlets.append(_Outlet(number, index, channel, to_user or channel in outgoing, to_user))
-    return _Wiring(tuple(inlets), tuple(outlets), from_caller)

@@ -132,8 +132,9 @@ def _names_of_a_module(state_dict: dict[str, Any], prefix: str) -> dict[str, str
     """Keys of the form that :class:`narrowcast.Linear` writes -> those of the operations."""
     names = {prefix + "weight": prefix + "basic_ops.0.weight", prefix + "bias": prefix + "basic_ops.1.bias"}
     renamed = {theirs: ours for theirs, ours in names.items() if theirs in state_dict}
-    scaling = prefix + "delayed_scaling."
-    for key in state_dict:
-        if key.startswith(scaling):
-            renamed[key] = prefix + "basic_ops.0." + key.removeprefix(prefix)
+    for buffer in ("scale", "amax_history", "amax"):
+        for direction in ("fwd", "bwd"):
+            name = f"{buffer}_{direction}"
+            if prefix + name in state_dict:
+                renamed[prefix + name] = f"{prefix}basic_ops.0.{name}"
     return renamed

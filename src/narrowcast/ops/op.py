@@ -11,30 +11,30 @@ it on tensors without any. There are two levels of the same pair:
 The legacy form of either pair is one method with a context, ``op_forward`` or ``fuser_forward``. A class defines one
 form, not both; what a subclass defines last is what runs.
 
-What operations hand each other is a tensor, or a ``QuantizedTensorStorage`` where the receiver asked for one by
+What operations hand each other is a tensor, or a ``QuantizedTensorStorage`` where the receiver says by
 :meth:`FusibleOperation.get_input_quantizer` (forward) or :meth:`FusibleOperation.get_grad_output_quantizer` (backward)
-and the giver can make one; who asks must take either. Both have their leading dims in ``shape``; the buffers of a
-storage are those of the (M, K) matrix of rows (:func:`~.quantizer.with_shape`).
+how it wants one and the giver can make it; such a receiver accepts both. Both have their leading dims in ``shape``; the
+buffers of a storage are those of the (M, K) matrix of rows (:class:`~.handover.ScaledOperand`).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..nn.module import parameter_device
-from ..quantizers import QuantizerHandle, handle_of
+from ..layers import DelayedLayer, parameter_device
+from ..quantizers import Operand
 from ..recipe import Mode, Recipe
 from ..roles import QuantizerRole
-from ..state import STATE, DelayedScalingState, register_delayed_state
+from ..state import checked_recipe
 from ..tensors import TensorOrQuantized
 from .context import OperationContext
 from .fuser import OperationFuser
-from .quantizer import BoundQuantizer
+from .handover import ScaledOperand
+from .operands import operation_plan
 
 TensorsToSave = tuple[TensorOrQuantized | None, ...]
 """What one basic operation saves; empty without a backward."""
@@ -63,6 +63,8 @@ class FusibleOperation:
     """Whether the backward hands over a quantized gradient where the operation in front asks for it."""
 
     _has_forward: ClassVar[bool] = False
+    _prepares_forward: ClassVar[bool] = False
+    """Whether a class defines :meth:`pre_fuser_forward`."""
 
     def __init_subclass__(cls, framework_base: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -74,6 +76,7 @@ class FusibleOperation:
         defined = next((form for base in cls.__mro__ if (form := _form_defined_by(base)) is not None), None)
         cls._has_forward = defined is not None
         cls._use_split_forward = defined != "legacy"
+        cls._prepares_forward = cls.pre_fuser_forward is not FusibleOperation.pre_fuser_forward
 
     @property
     def is_fused_op(self) -> bool:
@@ -91,12 +94,12 @@ class FusibleOperation:
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Prepare before each forward, outside of the autograd boundary; must not change anything in compiled code."""
 
-    def get_input_quantizer(self) -> BoundQuantizer | None:
-        """How the input is best handed over; None for a plain tensor."""
+    def get_input_quantizer(self) -> Operand | None:
+        """How the first operation wants its input quantized, with its own state; None for a plain tensor."""
         return None
 
-    def get_grad_output_quantizer(self) -> BoundQuantizer | None:
-        """How the gradient of the output is best handed over; None for a plain tensor."""
+    def get_grad_output_quantizer(self) -> Operand | None:
+        """How the last operation wants the gradient of its output, with its own state; None for a plain tensor."""
         return None
 
     def fuser_forward(
@@ -105,8 +108,8 @@ class FusibleOperation:
         input_: TensorOrQuantized,
         *,
         basic_op_extra_inputs: ExtraTensors,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[TensorOrQuantized, ExtraTensors]:
         """Forward of the legacy form; of a split operation, both halves.
@@ -139,8 +142,8 @@ class FusibleOperation:
         input_: TensorOrQuantized,
         *,
         basic_op_extra_inputs: ExtraTensors,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         basic_op_kwargs: list[dict[str, Any]],
         requires_grad: bool,
     ) -> tuple[TensorOrQuantized, ExtraTensors, list[TensorsToSave]]:
@@ -161,8 +164,8 @@ class FusibleOperation:
         tensors_to_save: list[TensorsToSave],
         *,
         basic_op_extra_inputs: ExtraTensors,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         basic_op_kwargs: list[dict[str, Any]],
         requires_grad: bool,
     ) -> None:
@@ -191,8 +194,10 @@ class FusibleOperation:
         )
 
 
-class BasicOperation(FusibleOperation, nn.Module, framework_base=True):
+class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     """One operation: a module with its own parameters that a fuser runs, alone or as part of a fused operation.
+
+    It runs under the recipe of the autocast in force, else under its own ``recipe``.
 
     ``num_extra_inputs``, ``num_extra_outputs``: how many tensors it takes and gives besides the main ones; with any, it
     defines the fuser-level methods.
@@ -205,13 +210,18 @@ class BasicOperation(FusibleOperation, nn.Module, framework_base=True):
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self._init_recipe_owner(None)
+        self._init_delayed({})
+        self._init_operation()
+
+    def _init_operation(self) -> None:
         if not self._has_forward:
             raise TypeError(
                 f"{type(self).__name__} has no forward: define op_forward_compute and op_forward_save_ctx, or "
                 "op_forward; with extra inputs or outputs, the methods of the same names with fuser_ in front"
             )
-        super().__init__(**kwargs)
         # index of an extra input or output -> name of the channel that connects it
         self._input_channels: dict[int, str] = {}
         self._output_channels: dict[int, str] = {}
@@ -268,8 +278,8 @@ class BasicOperation(FusibleOperation, nn.Module, framework_base=True):
         """What each of these tensors is, for a custom recipe."""
         return [QuantizerRole() for _ in range(self.num_quantizers(mode))]
 
-    def get_quantizer(self, mode: Mode, index: int) -> BoundQuantizer | None:
-        """Quantizer of one tensor, in both directions, as the recipe in force makes it; None without a recipe.
+    def get_quantizer(self, mode: Mode, index: int) -> Operand | None:
+        """How one tensor is quantized, in both directions, as the recipe in force says; None without a recipe.
 
         Raises:
             IndexError: it has fewer quantizers.
@@ -279,35 +289,57 @@ class BasicOperation(FusibleOperation, nn.Module, framework_base=True):
             raise IndexError(
                 f"{type(self).__name__} has {count} {mode} quantizers; there is no number {index}"
             )
-        recipe = STATE.recipe
+        recipe = self._recipe_in_force()
         if recipe is None:
             return None
-        handle = _handles_of(recipe, mode, tuple(self.get_quantizer_roles(mode)))[index]
-        if not handle.delayed:
-            return BoundQuantizer(handle)
-        state: Any = self.delayed_scaling
-        if not torch.compiler.is_compiling():
-            state.note(recipe, True)
-        if mode == "forward":
-            return BoundQuantizer(handle, state.scale_fwd, state.amax_history_fwd)
-        return BoundQuantizer(handle, state.scale_bwd, state.amax_history_bwd)
+        plan = operation_plan(recipe, self)
+        return (plan.forward if mode == "forward" else plan.backward)[index]
+
+    def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
+        """What this forward reads of the recipe and of the operation's state, as keyword arguments of its methods.
+
+        Whoever runs an operation that has quantizers calls it once per forward, outside of the autograd boundary.
+        ``scales``, if it is there, is the state of delayed scaling: the context has it, too.
+        """
+        recipe = self._recipe_in_force()
+        if recipe is None:
+            return {}
+        plan: Any = operation_plan(recipe, self)
+        if plan.forward_state is None and plan.backward_state is None:
+            return {}
+        return {"scales": self._scales("", plan)}
 
     def _add_delayed_state(self, name: str, device: torch.device | str | None) -> None:
-        """State for quantizers that scale with delay, up to three forward and two backward ones."""
-        self.delayed_scaling = DelayedScalingState(name, parameter_device(device))
-        register_delayed_state(self, self.delayed_scaling)
+        """Room for the state of quantizers that scale with delay, up to three forward and two backward ones."""
+        self._delayed_device = parameter_device(device)
+        self._init_delayed({"": name})
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "delayed_scaling" in self._modules:  # of a copy: its own, to be renewed with the others
-            register_delayed_state(self, self.delayed_scaling)  # type: ignore[arg-type]
+    def _keep_state_of(self, recipe: Recipe) -> None:
+        if self._stage_names:
+            plan = operation_plan(recipe, self)
+            self._keep_state("", plan.forward_state, plan.backward_state)
+
+    def _state_device(self, prefix: str) -> torch.device:
+        own = next(self.parameters(), None)
+        return self._delayed_device if own is None else own.device
+
+    def _apply(self, fn: Any, recurse: bool = True) -> BasicOperation:
+        super()._apply(fn, recurse)
+        if "_delayed_device" in self.__dict__:
+            self._delayed_device = fn(torch.empty(0, device=self._delayed_device)).device
+        return self
+
+    def _weight_amax(self, prefix: str) -> Tensor:
+        return torch.zeros(1, device=self._state_device(prefix))  # no weight: it starts like an activation
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
-        """Forget the scales of delayed scaling; ``recipe``: the one that comes, None for whichever is entered."""
-        state = getattr(self, "delayed_scaling", None)
-        if state is not None:
-            state.reset()
-            state.ran_under = recipe
+        """Start delayed scaling anew; ``recipe``: as if the last forward had run under it.
+
+        Raises:
+            TypeError: no recipe.
+        """
+        self._last_recipe = checked_recipe(recipe, "reset_recipe_state")
+        self.reset_delayed_scaling()
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 
@@ -316,8 +348,8 @@ class BasicOperation(FusibleOperation, nn.Module, framework_base=True):
         ctx: OperationContext,
         input_: TensorOrQuantized,
         *,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         **kwargs: Any,
     ) -> TensorOrQuantized:
         """Forward of the legacy form; of a split operation, both halves."""
@@ -336,8 +368,8 @@ class BasicOperation(FusibleOperation, nn.Module, framework_base=True):
         self,
         input_: TensorOrQuantized,
         *,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
         **kwargs: Any,
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
@@ -358,8 +390,8 @@ class BasicOperation(FusibleOperation, nn.Module, framework_base=True):
         input_: TensorOrQuantized,
         tensors_to_save: TensorsToSave,
         *,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
         **kwargs: Any,
     ) -> None:
@@ -392,8 +424,8 @@ class BasicOperation(FusibleOperation, nn.Module, framework_base=True):
         input_: TensorOrQuantized,
         *,
         basic_op_extra_inputs: ExtraTensors,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         basic_op_kwargs: list[dict[str, Any]],
         requires_grad: bool,
     ) -> tuple[TensorOrQuantized, ExtraTensors, list[TensorsToSave]]:
@@ -414,8 +446,8 @@ class BasicOperation(FusibleOperation, nn.Module, framework_base=True):
         tensors_to_save: list[TensorsToSave],
         *,
         basic_op_extra_inputs: ExtraTensors,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         basic_op_kwargs: list[dict[str, Any]],
         requires_grad: bool,
     ) -> None:
@@ -482,10 +514,10 @@ class FusedOperation(FusibleOperation, framework_base=True):
     def basic_ops(self) -> Sequence[BasicOperation]:
         return self._basic_ops
 
-    def get_input_quantizer(self) -> BoundQuantizer | None:
+    def get_input_quantizer(self) -> Operand | None:
         return self._basic_ops[0].get_input_quantizer()
 
-    def get_grad_output_quantizer(self) -> BoundQuantizer | None:
+    def get_grad_output_quantizer(self) -> Operand | None:
         return self._basic_ops[-1].get_grad_output_quantizer()
 
 
@@ -513,12 +545,6 @@ class CompositeOperation(FusibleOperation, nn.Module, framework_base=True):
     ) -> Any:
         """Run the operations; ``basic_op_kwargs``: keyword arguments, one dict per basic operation."""
         return OperationFuser([self])(input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
-
-
-@functools.lru_cache(maxsize=1024)
-def _handles_of(recipe: Recipe, mode: Mode, roles: tuple[QuantizerRole, ...]) -> list[QuantizerHandle]:
-    quantizers, _ = recipe.resolve(mode, list(roles))
-    return [handle_of(quantizer.with_usage(rowwise=True, columnwise=True)) for quantizer in quantizers]
 
 
 # -- checks of the two forms -------------------------------------------------------------------------------------------

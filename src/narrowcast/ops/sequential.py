@@ -48,7 +48,7 @@ class Sequential(nn.Sequential):
         """
         groups = self.groups()
         _check_extra_inputs(groups, len(extra_inputs))
-        kwargs = _kwargs_by_number(groups, op_kwargs)
+        kwargs = _kwargs_by_number(groups, op_kwargs) if op_kwargs else {}
         given = list(extra_inputs)
         x, extra_outputs = input, []
         channels: dict[str | None, Tensor] = {}
@@ -57,11 +57,14 @@ class Sequential(nn.Sequential):
             if not isinstance(group, OperationFuser):
                 x = group(x)
                 continue
+            taken = []
+            for name in group.extra_input_channels:
+                taken.append(given.pop(0) if name is None else channels[name])
             numbers = range(basic, basic + len(group.basic_ops))
-            taken = [given.pop(0) if name is None else channels[name] for name in group.extra_input_channels]
-            x = group(x, *taken, basic_op_kwargs=[kwargs.get(number, {}) for number in numbers])
+            basic_op_kwargs = [kwargs.get(number, {}) for number in numbers] if kwargs else None
+            x = group(x, *taken, basic_op_kwargs=basic_op_kwargs)
             basic += len(group.basic_ops)
-            if group.num_extra_outputs:
+            if group.extra_outputs:
                 for (channel, to_user), output in zip(group.extra_outputs, x[1:]):
                     channels[channel] = output
                     if to_user:
@@ -84,7 +87,7 @@ class Sequential(nn.Sequential):
         modules = tuple(self._modules.values())
         if torch.compiler.is_compiling():
             return _group(modules)
-        if self._groups is None or not _same(modules, self._grouped):
+        if self._groups is None or modules != self._grouped:
             self._groups, self._grouped = _group(modules), modules  # type: ignore[assignment, arg-type]
         return self._groups
 
@@ -131,21 +134,17 @@ def _all(names: list[list[str]]) -> list[str]:
     return [name for some in names for name in some]
 
 
-def _same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
-    return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs))
-
-
 def _check_extra_inputs(groups: list[Any], given: int) -> None:
-    fusers = [group for group in groups if isinstance(group, OperationFuser)]
-    wanted = sum(name is None for fuser in fusers for name in fuser.extra_input_channels)
+    wanted = 0
+    for group in groups:
+        if isinstance(group, OperationFuser):
+            wanted += group.extra_input_channels.count(None)
     if given != wanted:
         raise ValueError(f"got {given} extra inputs, the operations take {wanted}")
 
 
-def _kwargs_by_number(groups: list[Any], op_kwargs: OperationKwargs | None) -> dict[int, dict[str, Any]]:
+def _kwargs_by_number(groups: list[Any], op_kwargs: OperationKwargs) -> dict[int, dict[str, Any]]:
     """Keyword arguments by number of the basic operation."""
-    if not op_kwargs:
-        return {}
     ops = [op for group in groups if isinstance(group, OperationFuser) for op in group.basic_ops]
     found: dict[int, dict[str, Any]] = {}
     for key, kwargs in op_kwargs.items():

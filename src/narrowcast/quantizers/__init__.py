@@ -7,28 +7,37 @@ from .float8 import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Float
 from .float8_blockwise import Float8BlockQuantizer
 from .hybrid import HybridQuantizer
 from .identity import IdentityQuantizer
-from .mxfp8 import MXFP8Quantizer
+from .mx import MXFP4Quantizer, MXFP6Quantizer, MXFP8Quantizer
 from .nvfp4 import NVFP4Quantizer
 from .operand import Operand, OperandBuffers, buffers_of
 from .quantizer import Quantizer
 
-# a quantized tensor's quantizer travels with it through torch.load(weights_only=True)
-_VALUES = (
+VALUE_QUANTIZERS: tuple[type[Quantizer], ...] = (
+    DelayedFloat8Quantizer,
     Float8CurrentScalingQuantizer,
     Float8BlockQuantizer,
     MXFP8Quantizer,
+    MXFP6Quantizer,
+    MXFP4Quantizer,
     NVFP4Quantizer,
     IdentityQuantizer,
+    HybridQuantizer,
 )
-torch.serialization.add_safe_globals([DType, Float8Quantizer, *_VALUES])
+"""The classes that are compile-time values: all that hold neither tensors nor process groups."""
+
+# a quantized tensor's quantizer travels with it through torch.load(weights_only=True)
+torch.serialization.add_safe_globals([DType, Float8Quantizer, *VALUE_QUANTIZERS])
 
 __all__ = [
+    "VALUE_QUANTIZERS",
     "DelayedFloat8Quantizer",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "HybridQuantizer",
     "IdentityQuantizer",
+    "MXFP4Quantizer",
+    "MXFP6Quantizer",
     "MXFP8Quantizer",
     "NVFP4Quantizer",
     "Operand",

@@ -9,47 +9,19 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..formats import FLT_MAX, DType
-from ..functional import BufferTable, GemmOperand, NativeOperand, calibrate_, quantize
+from ..formats import ELEMENT_FORMATS, FLT_MAX, DType
+from ..functional import calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
-from .quantizer import Quantizer, codes_as_matrix, describe_usage, fp8_dtype_of, warn_ignored
+from .quantizer import Quantizer, fp8_dtype_of, warn_ignored
 
 
 class _Float8Base(Quantizer):
-    """What every per-tensor FP8 quantizer shares: the buffers and how to read them."""
+    """What every per-tensor FP8 quantizer shares."""
 
     dtype: DType
 
     _storage_class = Float8TensorStorage
     _tensor_class = Float8Tensor
-
-    def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
-        kept = Float8TensorStorage.buffer_attributes(self.rowwise_usage, self.columnwise_usage)
-        buffers: BufferTable = {
-            "_data": (tuple(shape), torch.uint8),
-            "_transpose": ((shape[-1], *shape[:-1]), torch.uint8),
-            "_scale_inv": ((1,), torch.float32),
-        }
-        return describe_usage(buffers, kept)
-
-    def _decode(
-        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
-    ) -> Tensor:
-        data, scale_inv = buffers
-        decode = numerics.dequantize.float8_transpose if columnwise else numerics.dequantize.float8
-        return decode(data, scale_inv, self._element_format(), dtype)
-
-    def _codes(self, buffers: list[Tensor], columnwise: bool) -> Tensor:
-        """Codes as an fp8 matrix (rows, contraction); column-wise data is stored transposed already."""
-        return codes_as_matrix(buffers[0], self._element_format(), columnwise)
-
-    def _gemm_operand(
-        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
-    ) -> GemmOperand:
-        return GemmOperand(self._codes(buffers, columnwise).to(dtype), buffers[1])
-
-    def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
-        return NativeOperand(self._codes(buffers, columnwise), buffers[1], "tensor")
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
@@ -108,7 +80,7 @@ class Float8CurrentScalingQuantizer(_Float8Base):
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
         return numerics.float8.quantize_current(
             x,
-            self._element_format(),
+            ELEMENT_FORMATS[self.dtype],
             power_2=self.force_pow_2_scales,
             epsilon=self.amax_epsilon,
             rowwise=self.rowwise_usage,
@@ -123,7 +95,7 @@ class Float8CurrentScalingQuantizer(_Float8Base):
     def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
         amax = reference.scaling.amax(tensor)
         torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
-        element = self._element_format()
+        element = ELEMENT_FORMATS[self.dtype]
         scale = reference.scaling.scale_from_amax(
             amax, element.max, power_2=self.force_pow_2_scales, epsilon=self.amax_epsilon, overflow=FLT_MAX
         )
@@ -181,7 +153,7 @@ class DelayedFloat8Quantizer(_Float8Base):
         return numerics.float8.quantize(
             x,
             _slot_of(scale, self.slot),
-            self._element_format(),
+            ELEMENT_FORMATS[self.dtype],
             rowwise=self.rowwise_usage,
             columnwise=self.columnwise_usage,
             amax=None if amax is None else _slot_of(amax, self.slot),

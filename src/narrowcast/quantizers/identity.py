@@ -45,7 +45,7 @@ class IdentityQuantizer(Quantizer):
         return _HIGH_PRECISION[self.hp_dtype] if self.hp_dtype else dtype
 
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
-        return {"_hp_data": (tuple(shape), self._kept_dtype(dtype))}
+        return super()._describe_buffers(shape, self._kept_dtype(dtype))
 
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
         # a copy: an operator's output must not alias its input

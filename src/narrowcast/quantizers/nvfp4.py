@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -9,19 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import kernels, reference
-from ..formats import (
-    NVFP4_BLOCK,
-    RHT_SIGN_MASK,
-    SCALE_TILE_COLUMNS,
-    SCALE_TILE_ROWS,
-    DType,
-    cdiv,
-    round_to_float32,
-    round_up,
-)
-from ..functional import BufferTable, GemmOperand
+from ..formats import NVFP4, NVFP4_ROW_SCALED, RHT_SIGN_MASK, DType, Layout, round_to_float32
+from ..functional import GemmOperand
 from ..tensors import NVFP4Tensor, NVFP4TensorStorage
-from .quantizer import Quantizer, describe_usage, matrix_dims, to_dtype_enum
+from .quantizer import Quantizer, element_dtype_of
 
 
 class NVFP4Quantizer(Quantizer):
@@ -58,7 +50,6 @@ class NVFP4Quantizer(Quantizer):
 
     _storage_class = NVFP4TensorStorage
     _tensor_class = NVFP4Tensor
-    _minimum_rank = 2
     _layout_fields = (
         "dtype",
         "with_rht",
@@ -90,11 +81,9 @@ class NVFP4Quantizer(Quantizer):
             raise NotImplementedError(
                 "NVFP4Quantizer does not reduce amax over a process group: with_amax_reduction"
             )
-        if to_dtype_enum(fp4_dtype) is not DType.kFloat4E2M1:
-            raise ValueError(f"fp4_dtype is {fp4_dtype!r}; the only FP4 format is DType.kFloat4E2M1")
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self._freeze(
-            dtype=DType.kFloat4E2M1,
+            dtype=element_dtype_of("fp4_dtype", fp4_dtype, DType.kFloat4E2M1),
             with_rht=bool(with_rht),
             with_post_rht_amax=bool(with_post_rht_amax),
             with_2d_quantization=bool(with_2d_quantization),
@@ -141,27 +130,8 @@ class NVFP4Quantizer(Quantizer):
     def _is_stochastic(self) -> bool:
         return self.stochastic_rounding
 
-    def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
-        rows, columns = matrix_dims(shape)
-        packed_columns = round_up(columns, NVFP4_BLOCK) // 2
-        packed_rows = round_up(rows, NVFP4_BLOCK) // 2
-        row_blocks, column_blocks = cdiv(columns, NVFP4_BLOCK), cdiv(rows, NVFP4_BLOCK)
-        kept = NVFP4TensorStorage.buffer_attributes(self.rowwise_usage, self.columnwise_usage)
-        buffers: BufferTable = {
-            "_rowwise_data": ((*shape[:-1], packed_columns), torch.uint8),
-            "_rowwise_scale_inv": (
-                (round_up(rows, SCALE_TILE_ROWS), round_up(row_blocks, SCALE_TILE_COLUMNS)),
-                torch.uint8,
-            ),
-            "_columnwise_data": ((columns, packed_rows), torch.uint8),
-            "_columnwise_scale_inv": (
-                (round_up(columns, SCALE_TILE_ROWS), round_up(column_blocks, SCALE_TILE_COLUMNS)),
-                torch.uint8,
-            ),
-            "_amax_rowwise": ((rows,) if self.row_scaled_nvfp4 else (1,), torch.float32),
-            "_amax_columnwise": ((columns,) if self.row_scaled_nvfp4 else (1,), torch.float32),
-        }
-        return describe_usage(buffers, kept)
+    def _format_layout(self) -> Layout:
+        return NVFP4_ROW_SCALED if self.row_scaled_nvfp4 else NVFP4
 
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
         if self.stochastic_rounding and seed is None:
@@ -182,24 +152,16 @@ class NVFP4Quantizer(Quantizer):
             x, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage, **options
         )
 
-    def _decode(
-        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
-    ) -> Tensor:
-        data, scale_inv, amax = buffers
-        if columnwise:
-            return numerics.dequantize.nvfp4_columnwise(
-                data,
-                scale_inv,
-                amax,
-                self.nvfp4_e4m3_max,
-                dtype,
-                rows=2 * data.shape[-1],
-                rht=self.with_rht,
-                random_signs=self.with_random_sign_mask,
-            )
-        return numerics.dequantize.nvfp4_rowwise(
-            data, scale_inv, amax, self.nvfp4_e4m3_max, dtype, columns=2 * data.shape[-1]
-        )
+    def _decode_options(self, buffers: list[Tensor], columnwise: bool) -> dict[str, Any]:
+        padded = 2 * buffers[0].shape[-1]
+        if not columnwise:
+            return {"e4m3_max": self.nvfp4_e4m3_max, "columns": padded}
+        return {
+            "e4m3_max": self.nvfp4_e4m3_max,
+            "rows": padded,
+            "rht": self.with_rht,
+            "random_signs": self.with_random_sign_mask,
+        }
 
     def _gemm_operand(
         self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
@@ -207,8 +169,7 @@ class NVFP4Quantizer(Quantizer):
         # E2M1 * E4M3 has at most six significant bits: exact in bf16; the amax waits for the fp32 result.
         # Column-wise values stay rotated: the rotation cancels between the two operands of the wgrad.
         data, scale_inv, amax = buffers
-        values = numerics.dequantize.nvfp4_block_scaled(
-            data.reshape(matrix_dims(tuple(data.shape))), scale_inv, dtype
-        )
+        matrix = data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
+        values = numerics.dequantize.nvfp4_block_scaled(matrix, scale_inv, dtype)
         factor = amax * round_to_float32(1.0 / round_to_float32(6.0 * self.nvfp4_e4m3_max))
         return GemmOperand(values, factor.view(-1, 1) if self.row_scaled_nvfp4 else factor)

@@ -7,16 +7,27 @@ one. Its fields are the annotated attributes of its class; they must be bool, in
 from __future__ import annotations
 
 import enum
+import re
 import typing
 import warnings
+import zlib
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .._device import default_device
-from ..formats import ELEMENT_FORMATS, DType, ElementFormat
-from ..functional import BufferTable, QuantizerValue, draw_seed, quantize, quantize_into
+from ..formats import ELEMENT_FORMATS, DType, ElementFormat, Layout
+from ..functional import (
+    BufferTable,
+    GemmOperand,
+    NativeOperand,
+    QuantizerValue,
+    draw_seed,
+    quantize,
+    quantize_into,
+)
 from ..tensors import QuantizedTensor, QuantizedTensorStorage
 from ..tensors.storage import flatten_context, resolve_storage_class, storage_identifier
 
@@ -81,12 +92,23 @@ def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...])
 
 
 _CLASSES: dict[str, type[Quantizer]] = {}
+"""Quantizer classes by identifier; a class that is defined again gets another, and the older one keeps its own."""
+
+
+def _class_identifier(cls: type[Quantizer]) -> str:
+    """Module and qualified name, with a number where another class has them already (a notebook cell run again)."""
+    name = identifier = storage_identifier(cls)
+    number = 1
+    while identifier in _CLASSES:
+        number += 1
+        identifier = f"{name}#{number}"
+    return identifier
 
 
 def rebuild_from_text(described: tuple[str, tuple[tuple[str, Any], ...]]) -> Quantizer:
     """Quantizer from what :meth:`Quantizer._class_and_value` wrote, read back as a literal."""
-    name, items = described
-    return _rebuild_quantizer(_CLASSES[name], items)
+    identifier, items = described
+    return _rebuild_quantizer(_CLASSES[identifier], items)
 
 
 class Quantizer(QuantizerValue):
@@ -103,7 +125,9 @@ class Quantizer(QuantizerValue):
     optimize_for_gemm: bool
 
     _storage_class: ClassVar[type[QuantizedTensorStorage]]
-    _storage_name: ClassVar[str]
+    _storage_name: ClassVar[str] = ""
+    _identifier: ClassVar[str]
+    """Name of this very class: two classes never share one, whatever they are called."""
     _tensor_class: ClassVar[type[QuantizedTensor]]
     _minimum_rank: ClassVar[int] = 1
     _compatible_recipe: ClassVar[str] = "CustomRecipe"
@@ -115,7 +139,8 @@ class Quantizer(QuantizerValue):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _CLASSES[storage_identifier(cls)] = cls
+        cls._identifier = _class_identifier(cls)
+        _CLASSES[cls._identifier] = cls
         cls._te_compile_value_opaque = False  # of each class itself: a subclass registers for itself
         if "_encode" in cls.__dict__ and "_takes_sources" not in cls.__dict__:
             cls._takes_sources = False  # what another class's encoding does with its input is its own affair
@@ -123,6 +148,7 @@ class Quantizer(QuantizerValue):
             cls.inner_tensor_specs = cls._describe_buffers  # type: ignore[attr-defined]
         if "_storage_class" in cls.__dict__:
             cls._storage_name = storage_identifier(cls._storage_class)
+            cls._minimum_rank = cls._storage_class._LAYOUT.minimum_rank
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self._freeze(
@@ -177,11 +203,11 @@ class Quantizer(QuantizerValue):
 
     def _value_text(self) -> str:
         """The value as text, or "" for identity semantics: what traced code compares."""
-        return "" if self._value_fields() is None else repr(self._value_key())
+        return "" if self._value_fields() is None else self._class_and_value()
 
     def _class_and_value(self) -> str:
         """Class and field values as a literal, for a quantizer made of others."""
-        return repr((storage_identifier(type(self)), self._value_key()[1]))
+        return repr((self._identifier, self._value_key()[1]))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -197,10 +223,13 @@ class Quantizer(QuantizerValue):
         if self._value_fields() is None:
             return super().__fx_repr__()
         _, items = self._value_key()
-        cls = type(self)
-        return f"_rebuild_quantizer({cls.__name__}, {items!r})", {
+        # a graph's globals are one table, so the name must tell the class from its namesakes in other modules
+        name = (
+            "_".join(re.findall(r"\w+", self._identifier)) + f"_{zlib.crc32(self._identifier.encode()):08x}"
+        )
+        return f"_rebuild_quantizer({name}, {items!r})", {
             "_rebuild_quantizer": _rebuild_quantizer,
-            cls.__name__: cls,
+            name: type(self),
         }
 
     def __repr__(self) -> str:
@@ -246,7 +275,65 @@ class Quantizer(QuantizerValue):
         """``{"rowwise": bool, "columnwise": bool}``."""
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
-    # -- describing what it makes ---------------------------------------------------------------------------------
+    # -- describing what it makes, and reading it back: from the record of the format -------------------------------
+
+    def _format_layout(self) -> Layout:
+        """Record of the tensors it makes; formats whose buffers depend on an option choose among theirs.
+
+        Raises:
+            NotImplementedError: the class names no storage whose record could be read.
+        """
+        if not self._storage_name:
+            raise NotImplementedError(f"{type(self).__qualname__} does not describe its buffers")
+        # by name: the compiler reads the attributes of a class it finds in a global, not of one it read off a quantizer
+        return resolve_storage_class(self._storage_name)._LAYOUT
+
+    def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
+        described = self._format_layout().describe(shape, self.rowwise_usage, self.columnwise_usage)
+        return {
+            name: (sizes, getattr(torch, dtype_name) if dtype_name else dtype)
+            for name, (sizes, dtype_name) in described.items()
+        }
+
+    inner_tensor_specs = _describe_buffers
+
+    def _decode(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> Tensor:
+        decode = getattr(numerics.dequantize, self._format_layout().decoders[columnwise])
+        return decode(*buffers, dtype=dtype, **self._decode_options(buffers, columnwise))
+
+    def _decode_options(self, buffers: list[Tensor], columnwise: bool) -> dict[str, Any]:
+        """What the format's decoder takes besides the buffers and the dtype."""
+        return {"fmt": self._element_format()}
+
+    def _gemm_operand(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> GemmOperand:
+        if self._format_layout().scale_group == (0, 0):  # one scale: it waits for the fp32 result
+            data, scale_inv = buffers
+            codes = codes_as_matrix(data, ELEMENT_FORMATS[self.dtype], columnwise)  # type: ignore[attr-defined]
+            return GemmOperand(codes.to(dtype), scale_inv)
+        # A code times a power of two is exact in bf16: it has at most four significant bits.
+        decoded = self._decode(
+            numerics, buffers, columnwise, dtype if self._scales_are_powers() else torch.float32
+        )
+        matrix = decoded.reshape(-1, decoded.shape[-1])
+        return GemmOperand(matrix.t() if columnwise else matrix, None)
+
+    def _scales_are_powers(self) -> bool:
+        """Whether every block scale is a power of two."""
+        return True
+
+    def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
+        layout = self._format_layout()
+        if not layout.native:
+            return None
+        data, scale_inv = buffers
+        # The GEMM reads block scales outer-dim-major, which is how they are stored: hand over the transposed view.
+        scale = scale_inv if layout.scale_group == (0, 0) else scale_inv.t()
+        codes = codes_as_matrix(data, ELEMENT_FORMATS[self.dtype], columnwise)  # type: ignore[attr-defined]
+        return NativeOperand(codes, scale, layout.native)
 
     def _resolve_storage_cls(self) -> type[QuantizedTensorStorage]:
         return self._storage_class if self.internal else self._tensor_class
@@ -444,16 +531,26 @@ class Quantizer(QuantizerValue):
 _QUIET_FIELDS = ("internal", "optimize_for_gemm")
 
 
+def element_dtype_of(argument: str, dtype: DType | torch.dtype | int, *allowed: DType) -> DType:
+    """Element type given as the constructor's ``argument``.
+
+    Raises:
+        ValueError: none of the ``allowed`` ones.
+    """
+    element = to_dtype_enum(dtype)
+    if element not in allowed:
+        choices = " or ".join(f"DType.{choice.name}" for choice in allowed)
+        raise ValueError(f"{argument} is {element!r}; use {choices}")
+    return element
+
+
 def fp8_dtype_of(dtype: DType | torch.dtype | int) -> DType:
     """FP8 element type.
 
     Raises:
         ValueError: not one of the two FP8 formats.
     """
-    element = to_dtype_enum(dtype)
-    if element not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
-        raise ValueError(f"fp8_dtype is {element!r}; use DType.kFloat8E4M3 or DType.kFloat8E5M2")
-    return element
+    return element_dtype_of("fp8_dtype", dtype, DType.kFloat8E4M3, DType.kFloat8E5M2)
 
 
 _FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -469,19 +566,6 @@ def codes_as_matrix(codes: Tensor, element: ElementFormat, columnwise: bool) -> 
     if data.dim() == 2:
         return data
     return data.reshape(data.shape[0], -1) if columnwise else data.reshape(-1, data.shape[-1])
-
-
-def matrix_dims(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(M, K) of a tensor seen as a matrix: the product of the leading dims, and the last."""
-    rows = 1
-    for size in shape[:-1]:
-        rows = rows * size
-    return rows, shape[-1]
-
-
-def describe_usage(buffers: BufferTable, kept: list[str]) -> BufferTable:
-    """Entries of ``buffers`` whose names are kept, in their order."""
-    return {name: buffers[name] for name in buffers if name in kept}
 
 
 def _is_process_group(held: Any) -> bool:

@@ -15,10 +15,11 @@ from .base import (
     Recipe,
     tensor_type_at,
 )
-from .block import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from .block import Float8BlockScaling, NVFP4BlockScaling
 from .current import Float8CurrentScaling
 from .custom import CustomRecipe, get_align_size_for_quantization
 from .delayed import DelayedScaling, DelayedScalingRequest, QuantizerRequest
+from .mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
 from .plan import (
     GRAD_INPUT_SLOT,
     GRAD_OUTPUT_SLOT,
@@ -45,6 +46,8 @@ __all__ = [
     "Format",
     "LinearPlan",
     "MMParams",
+    "MXFP4BlockScaling",
+    "MXFP6BlockScaling",
     "MXFP8BlockScaling",
     "Mode",
     "NVFP4BlockScaling",

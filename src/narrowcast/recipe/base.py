@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .. import _environment as environment
-from ..formats import E2M1, E4M3, E5M2, DType
+from ..formats import E2M1, E2M3, E3M2, E4M3, E5M2, DType, ElementFormat
 from ..quantizers import Quantizer
 from ..roles import QuantizerRole
 
@@ -22,19 +22,29 @@ class Format(enum.Enum):
     """Element formats of forward and backward tensors."""
 
     E2M1 = "E2M1"
+    E2M3 = "E2M3"
+    E3M2 = "E3M2"
     E4M3 = "E4M3"
     E5M2 = "E5M2"
     HYBRID = "HYBRID"
 
     @property
+    def element(self) -> ElementFormat:
+        """The element format of forward tensors."""
+        return _ELEMENTS["E4M3" if self is Format.HYBRID else self.value]
+
+    @property
     def max_fwd(self) -> float:
         """Largest value of forward tensors."""
-        return {"E2M1": E2M1.max, "E5M2": E5M2.max}.get(self.value, E4M3.max)
+        return self.element.max
 
     @property
     def max_bwd(self) -> float:
         """Largest value of backward tensors."""
-        return {"E2M1": E2M1.max, "E4M3": E4M3.max}.get(self.value, E5M2.max)
+        return E5M2.max if self is Format.HYBRID else self.element.max
+
+
+_ELEMENTS = {element.name.upper(): element for element in (E2M1, E2M3, E3M2, E4M3, E5M2)}
 
 
 @dataclass(frozen=True)

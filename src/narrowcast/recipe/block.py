@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .. import _environment as environment
-from ..quantizers import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
+from ..quantizers import Float8BlockQuantizer, NVFP4Quantizer, Quantizer
 from .base import (
     BACKWARD_TENSOR_TYPES,
     BackwardOverride,
@@ -20,42 +20,6 @@ from .base import (
     refuse_fp8_attention,
     refuse_pure_e5m2,
 )
-
-
-@dataclass(frozen=True)
-class MXFP8BlockScaling(Recipe):
-    """MXFP8: one E8M0 scale per 32 elements.
-
-    Args:
-        margin: accepted for compatibility; must be 0, the format has no use for it.
-        fp8_format: E4M3 or HYBRID.
-        enable_2d_quantization: 32x32 tiles for weights.
-    """
-
-    _family = "mxfp8"
-
-    margin: int = field(default_factory=lambda: 0)
-    fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: BackwardOverride = None
-    enable_2d_quantization: bool = False
-    emulate: bool = field(default_factory=emulate_default)
-
-    def _check(self) -> None:
-        super()._check()
-        refuse_pure_e5m2(self, self.fp8_format)
-        refuse_fp8_attention(self)
-        if self.margin != 0:
-            raise ValueError(
-                f"MXFP8BlockScaling got margin={self.margin}; the format has no margin, leave it 0"
-            )
-
-    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
-        return MXFP8Quantizer(
-            fp8_dtype(self.fp8_format, tensor_type),
-            with_2d_quantization=self.enable_2d_quantization and tensor_type == "weight",
-        )
 
 
 @dataclass(frozen=True)

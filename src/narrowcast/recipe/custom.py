@@ -104,4 +104,6 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
     """Multiple of rows that the recipe's GEMMs want from each group of a grouped GEMM."""
     if isinstance(recipe, CustomRecipe):
         return recipe.quantization_alignment
-    return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16
+    if recipe._family in ("mxfp8", "mxfp6", "mxfp4"):
+        return 32
+    return 128 if recipe.nvfp4() else 16

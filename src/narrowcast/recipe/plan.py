@@ -92,9 +92,9 @@ def _remember_while_tracing(context: Any) -> None:
     recipe, key = traced_local(context, "recipe"), traced_local(context, "key")
     if recipe is None or hasattr(recipe, key):
         return
-    arguments = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over")
+    names = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over")
     with contextlib.suppress(Exception):  # traced code meets it again, and raises it where the user sees it
-        plan = _build(recipe, *(traced_local(context, argument) for argument in arguments))
+        plan = _build(recipe, *(traced_local(context, name) for name in names))
         object.__setattr__(recipe, key, plan)
 
 

@@ -1,7 +1,7 @@
-"""Element and scale codecs: fp32 values to and from E4M3, E5M2, E2M1 and E8M0 codes.
+"""Element and scale codecs: fp32 values to and from E4M3, E5M2, E2M3, E3M2, E2M1 and E8M0 codes.
 
 Every encoder rounds to nearest, ties to even, and saturates: finite overflow and infinities become the
-largest finite value. Codes are uint8; an E2M1 code uses the low four bits until two are packed into one byte.
+largest finite value. Codes are uint8; a code of fewer bits uses the low ones until codes are packed.
 
 Functions ending in an underscore use their argument as scratch space, like PyTorch's in-place methods.
 """
@@ -9,7 +9,7 @@ Functions ending in an underscore use their argument as scratch space, like PyTo
 import torch
 from torch import Tensor
 
-from ..formats import E4M3, E5M2, E8M0, ElementFormat
+from ..formats import E2M1, E4M3, E5M2, E8M0, ElementFormat
 
 _FLOAT32_EXPONENT_MASK = 0x7F800000
 _FLOAT32_MANTISSA_BITS = 23
@@ -83,33 +83,41 @@ def decode_float8(codes: Tensor, fmt: ElementFormat) -> Tensor:
     return bits.view(torch.float16).float().mul_(256.0)
 
 
-def encode_float4(x: Tensor) -> Tensor:
-    """Encode fp32 values as one E2M1 code (0..15) per byte.
+def encode_subbyte(x: Tensor, fmt: ElementFormat) -> Tensor:
+    """Encode fp32 values as one code of fewer than eight bits per byte.
 
     Args:
         x: fp32, any shape.
+        fmt: E2M3, E3M2 or E2M1.
 
     Raises:
-        Nothing of its own.
+        ValueError: the format fills a byte.
 
     Numerics:
-        Round to nearest even on the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6, saturating at 6; the sign of zero
-        is kept (code 8 is -0) and NaN becomes +6 (code 7).
+        Round to nearest even on the values of the format, subnormals included, saturating at ``fmt.max``; the sign
+        of zero is kept. These formats have no NaN: NaN becomes ``+fmt.max``, the code with all bits but the sign.
     """
-    return encode_float4_(x.clone(memory_format=torch.contiguous_format))
+    return encode_subbyte_(x.clone(memory_format=torch.contiguous_format), fmt)
 
 
-def encode_float4_(x: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """``encode_float4`` that overwrites ``x`` and, where given, an int32 ``scratch`` of its shape."""
-    bits, scratch, sign = _float4_sign_and_magnitude_(x, scratch)
-    # Adding 1.5 * 2**23 * step rounds to a multiple of step in the low mantissa bits, where step is 0.5 below
-    # 2, 1 below 4 and 2 from there on: half the power of two below the magnitude, at least 0.5.
-    anchor = torch.bitwise_and(bits, _FLOAT32_EXPONENT_MASK, out=scratch).clamp_(min=127 << 23)
-    anchor.add_((22 << 23) | 0x400000)
+def encode_subbyte_(x: Tensor, fmt: ElementFormat, scratch: Tensor | None = None) -> Tensor:
+    """``encode_subbyte`` that overwrites ``x`` and, where given, an int32 ``scratch`` of its shape."""
+    bits, scratch, sign = _sign_and_magnitude_(x, fmt, scratch)
+    mantissa, min_exponent = fmt.mantissa_bits, 128 - fmt.bias
+    # Adding 1.5 * 2**23 * step rounds to a multiple of step in the low mantissa bits, where step is the spacing of the
+    # codes: 2**-mantissa_bits of the power of two below the magnitude, which is at least the smallest normal.
+    anchor = torch.bitwise_and(bits, _FLOAT32_EXPONENT_MASK, out=scratch).clamp_(min=min_exponent << 23)
+    anchor.add_((23 - mantissa << 23) | 0x400000)
     x.add_(anchor.view(torch.float32))
-    # The sum's low bits count steps; its exponent, in half steps, counts the codes below the binade. Both
-    # land in the low byte, offset by the anchor's own exponent field (149 * 2 + 1 = 43 modulo 256).
-    return bits.add_(anchor.bitwise_right_shift_(22)).to(torch.uint8).sub_(43).bitwise_or_(sign)
+    # The sum's low bits count steps; its exponent, in steps, counts the codes below the binade. Both land in the low
+    # byte, offset by what the anchor of the smallest normal has there.
+    offset = (min_exponent + 23 - mantissa << mantissa) | (1 << mantissa - 1)
+    return (
+        bits.add_(anchor.bitwise_right_shift_(23 - mantissa))
+        .to(torch.uint8)
+        .sub_(offset & 0xFF)
+        .bitwise_or_(sign)
+    )
 
 
 def encode_float4_stochastic_(x: Tensor, random: Tensor, scratch: Tensor | None = None) -> Tensor:
@@ -128,7 +136,7 @@ def encode_float4_stochastic_(x: Tensor, random: Tensor, scratch: Tensor | None 
         + random / 256 * step)``, rounded down to a code. Values that are codes stay; the sign is kept; NaN
         becomes +6.
     """
-    bits, scratch, sign = _float4_sign_and_magnitude_(x, scratch)
+    bits, scratch, sign = _sign_and_magnitude_(x, E2M1, scratch)
     # The step is half the power of two below the magnitude, at least 0.5; here it is divided by 256 as well.
     step = torch.bitwise_and(bits, _FLOAT32_EXPONENT_MASK, out=scratch).clamp_(min=127 << 23).sub_(9 << 23)
     x.add_(random.mul_(step.view(torch.float32)))
@@ -139,69 +147,109 @@ def encode_float4_stochastic_(x: Tensor, random: Tensor, scratch: Tensor | None 
     return torch.maximum(code, below_one, out=code).to(torch.uint8).bitwise_or_(sign)
 
 
-def _float4_sign_and_magnitude_(x: Tensor, scratch: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn ``x`` into its magnitude, at most 6; returns its bits, the scratch and the E2M1 sign bits."""
-    bits = x.nan_to_num_(nan=6.0, posinf=6.0, neginf=-6.0).view(torch.int32)
+def _sign_and_magnitude_(
+    x: Tensor, fmt: ElementFormat, scratch: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn ``x`` into its magnitude, at most ``fmt.max``; returns its bits, the scratch and the codes' sign bits."""
+    _check_subbyte(fmt)
+    bits = x.nan_to_num_(nan=fmt.max, posinf=fmt.max, neginf=-fmt.max).view(torch.int32)
     scratch = torch.empty_like(bits) if scratch is None else scratch
-    sign = torch.bitwise_right_shift(bits, 28, out=scratch).bitwise_and_(8).to(torch.uint8)
-    x.abs_().clamp_(max=6.0)
+    sign = torch.bitwise_right_shift(bits, 32 - fmt.bits, out=scratch).bitwise_and_(1 << fmt.bits - 1)
+    sign = sign.to(torch.uint8)
+    x.abs_().clamp_(max=fmt.max)
     return bits, scratch, sign
 
 
-def decode_float4(codes: Tensor) -> Tensor:
-    """Decode E2M1 codes (0..15, one per byte) to fp32, exactly.
+def _check_subbyte(fmt: ElementFormat) -> None:
+    if fmt.bits >= 8:
+        raise ValueError(f"{fmt.name} fills a byte; use E2M3, E3M2 or E2M1")
+
+
+def decode_subbyte(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Decode codes of fewer than eight bits (one per byte) to fp32, exactly.
 
     Args:
         codes: uint8, any shape.
+        fmt: E2M3, E3M2 or E2M1.
 
     Raises:
-        Nothing of its own.
+        ValueError: the format fills a byte.
 
     Numerics:
-        The code is moved into an fp16 of exponent bias 15 and multiplied by 2**14 to mend the bias of 1.
+        The code is moved into an fp16 of exponent bias 15 and multiplied by a power of two to mend the bias.
     """
+    _check_subbyte(fmt)
+    sign_bit = 1 << fmt.bits - 1
     bits = codes.to(torch.int16)
-    sign = bits.bitwise_and(8).bitwise_left_shift_(12)
-    bits.bitwise_and_(7).bitwise_left_shift_(9).bitwise_or_(sign)
-    return bits.view(torch.float16).float().mul_(16384.0)
+    sign = bits.bitwise_and(sign_bit).bitwise_left_shift_(16 - fmt.bits)
+    bits.bitwise_and_(sign_bit - 1).bitwise_left_shift_(10 - fmt.mantissa_bits).bitwise_or_(sign)
+    return bits.view(torch.float16).float().mul_(float(1 << 15 - fmt.bias))
 
 
-def pack_float4(codes: Tensor) -> Tensor:
-    """Pack pairs of E2M1 codes along the last dimension.
-
-    Args:
-        codes: uint8 codes 0..15, shape (..., 2 * n).
-
-    Raises:
-        ValueError: the last dimension is odd.
-
-    Numerics:
-        Shape (..., n); element ``2i`` is the low nibble and ``2i + 1`` the high nibble of byte ``i``.
-    """
-    if codes.shape[-1] % 2:
-        raise ValueError(f"cannot pack an odd number of FP4 codes: the last dimension is {codes.shape[-1]}")
-    # One little-endian 16-bit word holds a pair, so that packing is a shift and a narrowing.
-    pairs = codes.flatten().view(torch.int16)
-    data = pairs.bitwise_right_shift(4).bitwise_or_(pairs).to(torch.uint8)
-    return data.view(*codes.shape[:-1], codes.shape[-1] // 2)
-
-
-def unpack_float4(data: Tensor) -> Tensor:
-    """Unpack bytes into pairs of E2M1 codes along the last dimension.
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes of four or six bits along the last dimension.
 
     Args:
-        data: uint8, shape (..., n).
+        codes: uint8 codes below ``2**bits``, shape (..., n); n is even for 4 bits and a multiple of 4 for 6.
+        bits: 4 or 6.
 
     Raises:
-        Nothing of its own.
+        ValueError: another n, or other bits.
 
     Numerics:
-        uint8 codes 0..15, shape (..., 2 * n), in the order of ``pack_float4``.
+        Shape (..., n * bits / 8): a little-endian stream of bits, in which element ``i`` fills the bits from
+        ``bits * i`` on. So of 4 bits, the even element is the low nibble of a byte; of 6 bits, elements ``c0 .. c3``
+        fill three bytes ``c0 | c1 << 6``, ``c1 >> 2 | c2 << 4``, ``c2 >> 4 | c3 << 2``, each modulo 256.
     """
-    pairs = data.flatten().to(torch.int16)
-    high = pairs.bitwise_and(0xF0).bitwise_left_shift_(4)
-    codes = pairs.bitwise_and_(0x0F).bitwise_or_(high).view(torch.uint8)
-    return codes.view(*data.shape[:-1], 2 * data.shape[-1])
+    unit = _codes_per_unit(bits)
+    if codes.shape[-1] % unit:
+        raise ValueError(
+            f"cannot pack {codes.shape[-1]} codes of {bits} bits: the last dimension must be a multiple of {unit}"
+        )
+    shape = (*codes.shape[:-1], codes.shape[-1] * bits // 8)
+    if bits == 4:
+        # One little-endian 16-bit word holds a pair, so that packing is a shift and a narrowing.
+        pairs = codes.flatten().view(torch.int16)
+        return pairs.bitwise_right_shift(4).bitwise_or_(pairs).to(torch.uint8).view(shape)
+    # Likewise, a 32-bit word holds four codes; six bits move from each to the one below.
+    words = codes.flatten().view(torch.int32)
+    low = words.bitwise_and(0x00FF00FF).bitwise_or_(words.bitwise_right_shift(2).bitwise_and_(0x0FC00FC0))
+    word = low.bitwise_and(0xFFF).bitwise_or_(low.bitwise_right_shift_(4).bitwise_and_(0xFFF000))
+    return word.view(torch.uint8).view(-1, 4)[:, :3].contiguous().view(shape)
+
+
+def unpack_codes(data: Tensor, bits: int) -> Tensor:
+    """Unpack bytes into codes of four or six bits along the last dimension.
+
+    Args:
+        data: uint8, shape (..., n * bits / 8).
+        bits: 4 or 6.
+
+    Raises:
+        ValueError: other bits, or a last dimension that is no whole number of packed units.
+
+    Numerics:
+        uint8 codes, shape (..., n), in the order of ``pack_codes``.
+    """
+    _codes_per_unit(bits)
+    if bits == 6 and data.shape[-1] % 3:
+        raise ValueError(f"cannot unpack {data.shape[-1]} bytes of 6-bit codes: four codes fill three bytes")
+    shape = (*data.shape[:-1], data.shape[-1] * 8 // bits)
+    if bits == 4:
+        pairs = data.flatten().to(torch.int16)
+        high = pairs.bitwise_and(0xF0).bitwise_left_shift_(4)
+        return pairs.bitwise_and_(0x0F).bitwise_or_(high).view(torch.uint8).view(shape)
+    first, second, third = data.reshape(-1, 3).to(torch.int32).unbind(1)
+    word = second.bitwise_left_shift(8).bitwise_or_(third.bitwise_left_shift(16)).bitwise_or_(first)
+    shifts = torch.arange(0, 24, 6, dtype=torch.int32, device=data.device)
+    return word.unsqueeze(1).bitwise_right_shift(shifts).bitwise_and_(0x3F).to(torch.uint8).view(shape)
+
+
+def _codes_per_unit(bits: int) -> int:
+    """Codes that together fill whole bytes."""
+    if bits not in (4, 6):
+        raise ValueError(f"cannot pack codes of {bits} bits; use 4 or 6")
+    return 2 if bits == 4 else 4
 
 
 def encode_e8m0(v: Tensor) -> Tensor:

@@ -25,14 +25,14 @@ from ..formats import (
     round_to_float32,
 )
 from .codecs import (
-    decode_float4,
     decode_float8,
-    encode_float4_,
+    decode_subbyte,
     encode_float4_stochastic_,
     encode_float8,
     encode_float8_,
-    pack_float4,
-    unpack_float4,
+    encode_subbyte_,
+    pack_codes,
+    unpack_codes,
 )
 from .hadamard import rotate_rows, unrotate_rows
 from .layout import (
@@ -141,7 +141,7 @@ def quantize(
     buffers: list[Tensor] = []
     amaxes: list[Tensor] = []
     if row is not None:
-        data = pack_float4(row.codes[:m])
+        data = pack_codes(row.codes[:m], 4)
         scales = spread(row.scales, NVFP4_BLOCK, 1) if options.codes_are_shared else row.scales
         buffers += [data.view(*x.shape[:-1], data.shape[1]), _pad(scales[:m])]
         amaxes.append(row.amax.flatten()[: m if row_scaled else 1])
@@ -225,7 +225,7 @@ def _encode(
     element_scale = _element_scale(decode_float8(scales, E4M3), global_scale)
     scaled = multiply_groups(matrix, element_scale, rows, columns, out=scratch.values)
     if options.seed is None:
-        return _Encoded(encode_float4_(scaled, scratch.bits), scales, amax)
+        return _Encoded(encode_subbyte_(scaled, E2M1, scratch.bits), scales, amax)
     random = _random_like(scaled, rows, columns, options.seed)
     return _Encoded(encode_float4_stochastic_(scaled, random, scratch.bits), scales, amax)
 
@@ -283,10 +283,10 @@ def _encode_four_over_six(
         scales = encode_float8(base * expand, E4M3)
         decoded = decode_float8(scales, E4M3)
         element_scale = _element_scale(decoded, global_scale)
-        codes = encode_float4_(
-            multiply_groups(matrix, element_scale, rows, columns, out=scratch.values), scratch.bits
+        codes = encode_subbyte_(
+            multiply_groups(matrix, element_scale, rows, columns, out=scratch.values), E2M1, scratch.bits
         )
-        value = decode_float4(codes)
+        value = decode_subbyte(codes, E2M1)
         multiply_groups(value, decoded, rows, columns, out=value)
         # A tensor as the divisor: by a number, an accelerator multiplies with the reciprocal.
         value.mul_(amax).div_(torch.full_like(amax, E2M1.max * options.e4m3_max)).sub_(matrix)
@@ -351,10 +351,10 @@ def dequantize_rowwise(
         Shape (*lead, K); ``RN(code * RN(RN(scale * amax) * RN(1 / (6 * e4m3_max))))``, then rounded to
         ``dtype``.
     """
-    codes = unpack_float4(as_matrix(data))
+    codes = unpack_codes(as_matrix(data), 4)
     m, k = codes.shape
     factors = _element_scale_inv(scale_inv[:m, : k // NVFP4_BLOCK], amax.view(amax.numel(), 1), e4m3_max)
-    value = decode_float4(codes)
+    value = decode_subbyte(codes, E2M1)
     multiply_groups(value, factors, 1, NVFP4_BLOCK, out=value)
     return value[:, :columns].to(dtype).contiguous().view(*data.shape[:-1], columns)
 
@@ -392,7 +392,7 @@ def dequantize_columnwise(
     codes = _unpack_rows(transpose_bytes(as_matrix(data)))
     m, k = codes.shape
     factors = _element_scale_inv(scale_inv[:k, : m // NVFP4_BLOCK].t(), amax.view(1, amax.numel()), e4m3_max)
-    value = decode_float4(codes)
+    value = decode_subbyte(codes, E2M1)
     multiply_groups(value, factors, NVFP4_BLOCK, 1, out=value)
     if rht:
         value = unrotate_rows(value, random_signs)
@@ -418,8 +418,8 @@ def decode_block_scaled(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> 
     Numerics:
         Shape (R, C); ``code * scale`` has at most six significant bits, so no rounding takes place.
     """
-    codes = unpack_float4(as_matrix(data))
+    codes = unpack_codes(as_matrix(data), 4)
     rows, columns = codes.shape
     scales = decode_float8(scale_inv[:rows, : columns // NVFP4_BLOCK], E4M3)
-    value = decode_float4(codes)
+    value = decode_subbyte(codes, E2M1)
     return multiply_groups(value, scales, 1, NVFP4_BLOCK, out=value).to(dtype)

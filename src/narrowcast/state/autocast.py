@@ -167,7 +167,9 @@ class autocast:
         if not compiling:
             state.entered.append(self)
             if outermost and not self.graph and starts_a_step():
-                renew(list(state.delayed))
+                renew(
+                    [owner for owner in state.delayed if getattr(owner, "training", torch.is_grad_enabled())]
+                )
         self.previous = state.get()
         if outermost:
             state.traced = compiling
@@ -204,8 +206,8 @@ class autocast:
 
 
 def starts_a_step() -> bool:
-    """Whether a forward that runs now trains, and is no recomputation, which sees the scales of the first forward."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+    """Whether a forward that runs now is no recomputation, which sees the scales of the first forward."""
+    return torch._C._current_graph_task_id() == -1
 
 
 _CHECKPOINT_REFUSES_MUTATION = TorchVersion(torch.__version__) < "2.13"

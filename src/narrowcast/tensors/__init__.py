@@ -2,18 +2,39 @@
 
 import torch
 
-from .float8 import Float8Tensor, Float8TensorStorage
-from .float8_blockwise import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
 from .grouped import GroupedTensor, GroupedTensorStorage, grouped_layout, grouped_storage_of, quantize_members
-from .hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage
-from .identity import IdentityTensor, IdentityTensorStorage
-from .mxfp8 import MXFP8Tensor, MXFP8TensorStorage
-from .nvfp4 import NVFP4Tensor, NVFP4TensorStorage
+from .named import (
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+    Float8Tensor,
+    Float8TensorStorage,
+    HybridQuantizedTensor,
+    HybridQuantizedTensorStorage,
+    IdentityTensor,
+    IdentityTensorStorage,
+    MXFP4Tensor,
+    MXFP4TensorStorage,
+    MXFP6Tensor,
+    MXFP6TensorStorage,
+    MXFP8Tensor,
+    MXFP8TensorStorage,
+    NVFP4Tensor,
+    NVFP4TensorStorage,
+)
 from .quantized_tensor import QuantizedTensor, rebuild_quantized_tensor, storage_of
 from .saving import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from .storage import QuantizedTensorStorage
 
-_WRAPPERS = (Float8Tensor, MXFP8Tensor, Float8BlockwiseQTensor, NVFP4Tensor, IdentityTensor)
+_WRAPPERS = (
+    Float8Tensor,
+    Float8BlockwiseQTensor,
+    MXFP8Tensor,
+    MXFP6Tensor,
+    MXFP4Tensor,
+    NVFP4Tensor,
+    HybridQuantizedTensor,
+    IdentityTensor,
+)
 torch.serialization.add_safe_globals([rebuild_quantized_tensor, *_WRAPPERS])
 
 __all__ = [
@@ -27,6 +48,10 @@ __all__ = [
     "HybridQuantizedTensorStorage",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "MXFP4Tensor",
+    "MXFP4TensorStorage",
+    "MXFP6Tensor",
+    "MXFP6TensorStorage",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
     "NVFP4Tensor",

@@ -21,24 +21,16 @@ from ..functional import (
     operand_of,
 )
 from ..functional.grouped_quantize import group_operands
-from .float8 import Float8TensorStorage
-from .float8_blockwise import Float8BlockwiseQTensorStorage
-from .mxfp8 import MXFP8TensorStorage
-from .storage import QuantizedTensorStorage, resolve_storage_class, storage_identifier
+from .storage import QuantizedTensorStorage, resolve_storage_class
 
 aten = torch.ops.aten
 
-_LAYOUTS = {
-    storage_identifier(Float8TensorStorage): "tensor",
-    storage_identifier(Float8BlockwiseQTensorStorage): "padded",
-    storage_identifier(MXFP8TensorStorage): "padded",
-}
 _BUFFERS = ("rowwise_data", "scale_inv", "columnwise_data", "columnwise_scale_inv")
 
 
 def grouped_layout(storage_name: str) -> str:
     """Layout of groups whose members have storages of that identifier."""
-    return _LAYOUTS.get(storage_name, "split")
+    return resolve_storage_class(storage_name)._GROUPED
 
 
 class GroupedTensorStorage:

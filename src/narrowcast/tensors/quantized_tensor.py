@@ -117,10 +117,8 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     def get_metadata(self) -> dict[str, Any]:
         return {**QuantizedTensorStorage.get_metadata(self), "requires_grad": self.requires_grad}
 
-    def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
-        buffers, emptied = QuantizedTensorStorage.prepare_for_saving(self)
-        emptied._shape = tuple(self.shape)  # packed and padded buffers alone do not tell
-        return buffers, emptied
+    def _given_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape)
 
     @classmethod
     def _bare_class(cls) -> type[QuantizedTensorStorage]:

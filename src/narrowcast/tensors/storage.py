@@ -1,8 +1,9 @@
 """Quantized storages: plain holders of the buffers a quantizer writes.
 
 A storage is buffers plus the frozen quantizer that made them; everything else (element format, block geometry,
-flags) is read off the quantizer, so there is one description and nothing to keep in step. Storages are what modules
-and autograd functions pass around; the ``torch.Tensor`` wrappers for users stand on top of them.
+flags) is read off the quantizer, so there is one description and nothing to keep in step. Which buffers there are is
+the format's :class:`~narrowcast.formats.Layout`. Storages are what modules and autograd functions pass around; the
+``torch.Tensor`` wrappers for users stand on top of them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..formats import Layout
 from ..functional import QuantizerValue, dequantize
 
 _STORAGE_REGISTRY: dict[str, type[QuantizedTensorStorage]] = {}
@@ -46,20 +48,30 @@ class QuantizedTensorStorage:
         TypeError: a buffer name this class does not declare.
     """
 
+    _LAYOUT: ClassVar[Layout] = Layout()
+    """Record of the format: the source of the four class attributes that follow."""
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """(attribute, constructor argument) of every buffer: the one source of truth for flatten order."""
-    _INNER_TENSORS: ClassVar[tuple[tuple[str, str], ...]] = ()
-    _BARE_NAME: ClassVar[str]
-    """Identifier of the class without the tensor wrapper."""
+    """(attribute, constructor argument) of every buffer, in the order of flattening."""
     _ROWWISE_BUFFERS: ClassVar[tuple[str, ...]] = ()
     """Attributes that make up the row-wise GEMM operand, data first."""
     _COLUMNWISE_BUFFERS: ClassVar[tuple[str, ...]] = ()
     """Attributes that make up the column-wise GEMM operand, data first."""
+    _GROUPED: ClassVar[str] = "split"
+    """How groups of such tensors lie in the buffers of grouped operators."""
+    _INNER_TENSORS: ClassVar[tuple[tuple[str, str], ...]] = ()
+    _BARE_NAME: ClassVar[str]
+    """Identifier of the class without the tensor wrapper."""
     _BY_USAGE: ClassVar[dict[tuple[bool, bool], list[str]]]
     """Attributes that exist for (row-wise, column-wise) usage, in flatten order."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        layout = cls.__dict__.get("_LAYOUT")
+        if layout is not None:
+            cls._FLATTEN_TENSOR_BUFFERS = tuple((b.attribute, b.argument) for b in layout.buffers)
+            cls._ROWWISE_BUFFERS, cls._COLUMNWISE_BUFFERS = layout.attributes(False), layout.attributes(True)
+        # grouped kernels know the formats themselves, not what a subclass makes of one
+        cls._GROUPED = "split" if layout is None else layout.grouped
         cls._BY_USAGE = {
             (rowwise, columnwise): cls._attributes_of(rowwise, columnwise)
             for rowwise in (False, True)
@@ -67,9 +79,8 @@ class QuantizedTensorStorage:
         }
         _STORAGE_REGISTRY[storage_identifier(cls)] = cls
         cls._BARE_NAME = storage_identifier(cls._bare_class())
-        cls._INNER_TENSORS = (
-            cls._FLATTEN_TENSOR_BUFFERS
-        )  # the name later versions of the upstream project use
+        # the name later versions of the upstream project use
+        cls._INNER_TENSORS = cls._FLATTEN_TENSOR_BUFFERS
 
     def __init__(
         self,
@@ -158,12 +169,29 @@ class QuantizedTensorStorage:
         """Nominal high-precision dtype."""
         return self._dtype
 
+    def _given_shape(self) -> tuple[int, ...] | None:
+        """The shape where it is known exactly; packed and padded buffers alone do not tell it."""
+        return self._shape
+
     def _shape_from_buffers(self) -> tuple[int, ...]:
-        data = getattr(self, self._ROWWISE_BUFFERS[0])
-        if data is not None:
-            return tuple(data.shape)
-        transposed = getattr(self, self._COLUMNWISE_BUFFERS[0])
-        return (*transposed.shape[1:], transposed.shape[0])
+        """Shape that the data tell, packed ones up to their padding.
+
+        Raises:
+            RuntimeError: the data of this format do not tell it.
+        """
+        rowwise = getattr(self, self._ROWWISE_BUFFERS[0])
+        columnwise = rowwise is None
+        attribute = self._COLUMNWISE_BUFFERS[0] if columnwise else self._ROWWISE_BUFFERS[0]
+        sizes = tuple(getattr(self, attribute).shape)
+        for buffer in self._LAYOUT.buffers:
+            if buffer.attribute == attribute:
+                if not buffer.shape:
+                    raise RuntimeError(
+                        f"the buffers of a {type(self).__name__} do not say its shape; give shape="
+                    )
+                return buffer.logical_shape(sizes)
+        # a class that spells its buffers out by itself
+        return (*sizes[1:], sizes[0]) if columnwise else sizes
 
     @property
     def device(self) -> torch.device:
@@ -222,7 +250,9 @@ class QuantizedTensorStorage:
         return self._view_of(self._COLUMNWISE_BUFFERS)
 
     def _view_of(self, attributes: tuple[str, ...]) -> QuantizedTensorStorage:
-        view = self._bare_class()(quantizer=self._quantizer, fake_dtype=self._dtype)
+        view = self._bare_class()(
+            quantizer=self._quantizer, fake_dtype=self._dtype, shape=self._given_shape()
+        )
         for attribute in attributes:
             setattr(view, attribute, getattr(self, attribute))
         return view
@@ -268,7 +298,7 @@ class QuantizedTensorStorage:
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
         """Buffers to save, and an object without buffers that takes them back; this storage stays untouched."""
         emptied = type(self)._bare_class()(
-            quantizer=self._quantizer, fake_dtype=self._dtype, shape=self._shape
+            quantizer=self._quantizer, fake_dtype=self._dtype, shape=self._given_shape()
         )
         return list(self.get_data_tensors()), emptied
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowcast import ops
+from narrowcast.autograd import DelayedScales
 from narrowcast.tensors import prepare_for_saving
 
 
@@ -43,3 +44,11 @@ def check_split_forward(op: ops.BasicOperation, x: Tensor, *extra: Tensor) -> No
 def attributes(op: ops.BasicOperation) -> dict[str, Any]:
     """Public state of an operation, by identity."""
     return {name: id(value) for name, value in vars(op).items() if not name.startswith("_")}
+
+
+def wanted_by(op: Any, mode: str) -> ops.ScaledOperand:
+    """How an operation wants its input, or the gradient of its output, as a fuser would hand that on."""
+    scales = op.forward_arguments(True, True).get("scales") or DelayedScales()
+    if mode == "forward":
+        return ops.ScaledOperand(op.get_input_quantizer(), scales.scale_fwd, scales.amax_fwd)
+    return ops.ScaledOperand(op.get_grad_output_quantizer(), scales.scale_bwd, scales.amax_bwd)

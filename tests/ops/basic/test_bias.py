@@ -11,8 +11,10 @@ from ops_checks import check, check_compiled, make_inputs, step
 from recipes import DEVICE, QUANTIZED
 
 import narrowcast as nc
+from narrowcast.autograd import DelayedScales
 from narrowcast.functional import dequantize
-from narrowcast.ops import BasicOperation, Bias, BoundQuantizer, Sequential
+from narrowcast.ops import BasicOperation, Bias, ScaledOperand, Sequential
+from narrowcast.quantizers import Operand
 from narrowcast.tensors import QuantizedTensorStorage
 
 
@@ -61,7 +63,7 @@ class Wants(BasicOperation):
     def get_quantizer_roles(self, mode: Any) -> list[nc.QuantizerRole]:
         return [nc.QuantizerRole("linear", "grad_output")] * self.num_quantizers(mode)
 
-    def get_grad_output_quantizer(self) -> BoundQuantizer | None:
+    def get_grad_output_quantizer(self) -> Operand | None:
         return self.get_quantizer("backward", 0)
 
     def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
@@ -70,12 +72,16 @@ class Wants(BasicOperation):
     def op_forward_save_ctx(self, ctx: Any, *args: Any, **kwargs: Any) -> None:
         ctx.own = self.get_quantizer("backward", 0)
 
+    def quantized(self, ctx: Any, grad_output: torch.Tensor) -> QuantizedTensorStorage:
+        scales = ctx.scales or DelayedScales()
+        return ScaledOperand(ctx.own, scales.scale_bwd, scales.amax_bwd).quantize(grad_output)
+
     def op_backward(self, ctx: Any, grad_output: Any) -> Any:
         if ctx.own is not None:
             made = (
                 grad_output
                 if isinstance(grad_output, QuantizedTensorStorage)
-                else ctx.own.quantize(grad_output)
+                else self.quantized(ctx, grad_output)
             )
             assert made.shape[-1] == 32
             rows = dequantize(made.rowwise_operand(), made._quantizer, False, torch.bfloat16, [40, 32])

@@ -25,7 +25,7 @@ def make_op(groups: int = GROUPS, dtype: torch.dtype = torch.bfloat16, **kwargs:
     torch.manual_seed(1)
     op = GroupedLinear(groups, K, N, device=DEVICE, dtype=dtype, **kwargs)
     with torch.no_grad():
-        for bias in op._parameters_of("bias"):
+        for bias in op._parts_of("bias"):
             bias.normal_()
     return op
 
@@ -38,7 +38,7 @@ def module_of(op: GroupedLinear, **kwargs: Any) -> nc.GroupedLinear:
         op.out_features,
         bias=op.use_bias,
         device=DEVICE,
-        params_dtype=op._parameters_of("weight")[0].dtype,
+        params_dtype=op._parts_of("weight")[0].dtype,
         single_grouped_weight=op.single_grouped_weight,
         single_grouped_bias=op.single_grouped_bias,
         **kwargs,
@@ -143,7 +143,7 @@ def test_frozen(frozen: str, name: str, compiled: bool) -> None:
     whole = dict(zip(("y", "x", *dict(op.named_parameters())), run(op, name, x, splits_of()), strict=True))
     kinds = frozen.split("+")
     for kind in kinds:
-        for parameter in op._parameters_of(kind) if kind != "input" else []:
+        for parameter in op._parts_of(kind) if kind != "input" else []:
             parameter.requires_grad_(False)
     if "input" in kinds:
         x = x.detach()
@@ -159,7 +159,7 @@ def test_without_gradients(name: str) -> None:
     function = compile_or_not(op, True)
     with torch.no_grad():
         y = forward(function, name, x, splits_of())
-    op.delayed_scaling.reset()
+    op.reset_delayed_scaling()
     assert not y.requires_grad and torch.equal(y, forward(op, name, x, splits_of()))
 
 
@@ -221,7 +221,7 @@ def test_scaled_bias(name: str, compiled: bool, single: bool) -> None:
     x, scales = rows(ROWS + 2), scale_rows(ROWS + 2)
     y, dx, dscale, *grads = run(op, name, x, splits_of(), scales, function=compile_or_not(op, compiled))
     product, _ = forward(plain, name, x, splits_of())
-    biases = op.bias if single else torch.stack(op._parameters_of("bias"))
+    biases = op.bias if single else torch.stack(op._parts_of("bias"))
     of_rows = torch.cat([biases.repeat_interleave(splits_of(), 0), biases.new_zeros(2, N)]).float()
     expected = (product.float() + of_rows * scales.unsqueeze(-1)).to(product.dtype)
     assert torch.equal(y, expected) and not y[ROWS:].any()
@@ -232,7 +232,7 @@ def test_scaled_bias(name: str, compiled: bool, single: bool) -> None:
     ours = grads[-1] if single else torch.stack(grads[-GROUPS:])
     assert torch.allclose(ours.float(), theirs, rtol=1e-2, atol=1e-2) and ours.any()
     torch.manual_seed(8)
-    wanted = [x, *plain._parameters_of("weight")]
+    wanted = [x, *plain._parts_of("weight")]
     by_module = torch.autograd.grad(product, wanted, dy.to(product.dtype))
     assert all(map(torch.equal, [dx, *grads[: len(wanted) - 1]], by_module))
 
@@ -288,20 +288,20 @@ def test_main_grads(name: str, compiled: bool, single: bool) -> None:
     op = make_op(single_grouped_weight=single, accumulate_into_main_grad=True)
     module = module_of(op, fuse_wgrad_accumulation=True)
     for owner in (op, module):
-        for weight in owner._parameters_of("weight"):
+        for weight in owner._parts_of("weight"):
             weight.main_grad = torch.full(weight.shape, 0.5, device=DEVICE)
             weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
     function = compile_or_not(op, compiled)
     for seed in range(2):
         for owner, call in ((op, function), (module, module)):
-            for weight in owner._parameters_of("weight"):
+            for weight in owner._parts_of("weight"):
                 weight.grad_added_to_main_grad = False
             forward(call, name, rows(seed=seed), splits_of()).float().square().sum().backward()
-    for ours, theirs in zip(op._parameters_of("weight"), module._parameters_of("weight"), strict=True):
+    for ours, theirs in zip(op._parts_of("weight"), module._parts_of("weight"), strict=True):
         assert torch.equal(ours.main_grad, theirs.main_grad) and ours.grad_added_to_main_grad
         assert ours.grad is not None and not ours.grad.any()
         assert ours.grad.data_ptr() != ours.main_grad.data_ptr()
-    assert any((weight.main_grad != 0.5).any() for weight in op._parameters_of("weight"))
+    assert any((weight.main_grad != 0.5).any() for weight in op._parts_of("weight"))
 
 
 @COMPILED
@@ -368,7 +368,7 @@ def test_calibration() -> None:
     with nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
         y = op(x, splits_of())
     assert torch.equal(y, make_op()(x, splits_of()))
-    assert (op.delayed_scaling.amax_history_fwd[0, : 2 * GROUPS] > 0).sum() == 2 * GROUPS - 1
+    assert (op.amax_fwd[: 2 * GROUPS] > 0).sum() == 2 * GROUPS - 1
 
 
 @pytest.mark.parametrize("name", ["current", "mxfp8"])
@@ -388,7 +388,7 @@ def test_parameters_and_state() -> None:
     assert set(op.state_dict()) == set(make_op(accumulate_into_main_grad=True).state_dict())
     other = make_op(single_grouped_weight=True, single_grouped_bias=True)
     other.load_state_dict(op.state_dict())
-    assert torch.equal(other.weight, torch.stack(op._parameters_of("weight")))
+    assert torch.equal(other.weight, torch.stack(op._parts_of("weight")))
     bound = 1 / K**0.5
     assert (
         0.9 * bound < op.weight1.abs().max() <= bound and not GroupedLinear(1, 3, 5, device="cpu").bias0.any()

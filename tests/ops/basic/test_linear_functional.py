@@ -13,6 +13,7 @@ from torch import Tensor
 import narrowcast as nc
 from narrowcast.dynamo import TensorProto, to_tensor_proto
 from narrowcast.ops import BasicLinear
+from narrowcast.recipe import linear_plan
 from narrowcast.testing import assert_close
 
 K, N, LEAD = 48, 80, (3, 8)
@@ -27,8 +28,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def quantizers(name: str) -> dict[str, Any]:
     """Those of a recipe."""
-    handles = QUANTIZED[name].linear_handles()
-    return {kind: getattr(handles, kind).both.quantizer for kind in ("input", "weight", "grad_output")}
+    plan = linear_plan(QUANTIZED[name], "", True, True)
+    return {kind: getattr(plan, kind).quantizer for kind in ("input", "weight", "grad_output")}
 
 
 def protos(*tensors: Any) -> list[TensorProto | None]:
@@ -52,6 +53,7 @@ def check_backward(*operands: Any, **options: Any) -> tuple[Any, Any]:
     return results
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
 @pytest.mark.parametrize(("dgrad", "wgrad"), [(True, True), (True, False), (False, True), (False, False)])
@@ -105,7 +107,7 @@ def test_quantizers_with_state() -> None:
     module = nc.Linear(K, N, bias=False, device="cpu", params_dtype=torch.bfloat16)
     module.weight = torch.nn.Parameter(w)
     x.requires_grad_(True)
-    with nc.autocast(recipe=nc.recipe.DelayedScaling()):
+    with nc.autocast(recipe=nc.recipe.DelayedScaling(initial_scale="one")):
         expected = module(x)
     assert torch.equal(y, expected)
     for ours, theirs in zip((dx, dw), torch.autograd.grad(expected, (x, module.weight), dy), strict=True):

@@ -17,7 +17,7 @@ import narrowcast as nc
 from narrowcast import ops
 from narrowcast.tensors import QuantizedTensorStorage
 
-from .contract import check_split_forward
+from .contract import check_split_forward, wanted_by
 
 K = 50
 NOTHING_WANTED: dict[str, Any] = {
@@ -107,7 +107,8 @@ def test_quantizing_the_gradient_in_the_norm_changes_no_bit(name: str, recipe: s
         assert_same(step(sequence, x, RECIPES[recipe]), step(separate, x, RECIPES[recipe]))
     linear, norm = sequence
     with nc.autocast(recipe=RECIPES[recipe]):
-        ctx = ops.OperationContext(prev_op_grad_output_quantizer=linear.get_grad_output_quantizer())  # type: ignore[operator]
+        wanted = wanted_by(linear, "backward")
+    ctx = ops.OperationContext(prev_op_grad_output_quantizer=wanted)
     given = make_input(K, 5, 8).detach()
     ctx.save_for_backward(*norm.op_forward_compute(given, **NOTHING_WANTED)[1])  # type: ignore[operator]
     made, _ = norm.op_backward(ctx, given)  # type: ignore[operator]
@@ -120,7 +121,7 @@ def test_gives_what_the_next_operation_wants(name: str, recipe: str) -> None:
     norm, linear = in_front_of_linear(name)
     x = make_input(K, 5, 8)
     with nc.autocast(recipe=RECIPES[recipe]):
-        wanted: Any = linear.get_input_quantizer()  # type: ignore[operator]
+        wanted = wanted_by(linear, "forward")
         made, _ = norm.op_forward_compute(x, **NOTHING_WANTED | {"next_op_input_quantizer": wanted})  # type: ignore[operator]
     assert isinstance(made, QuantizedTensorStorage)
     assert made.shape == x.shape

@@ -15,6 +15,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast import ops
+from narrowcast.recipe import linear_plan
 from narrowcast.tensors import QuantizedTensorStorage
 
 from .contract import check_split_forward
@@ -22,8 +23,8 @@ from .contract import check_split_forward
 
 def rounded(x: torch.Tensor, recipe: Any, mode: str) -> torch.Tensor:
     """Quantized as the recipe does it, and dequantized."""
-    handles = recipe.linear_handles()
-    quantizer = (handles.input if mode == "forward" else handles.grad_output).rowwise.quantizer
+    plan = linear_plan(recipe, "", False, False)
+    quantizer = (plan.input if mode == "forward" else plan.grad_output).quantizer
     return quantizer.replace(internal=False).quantize(x.detach()).dequantize()
 
 
@@ -67,9 +68,9 @@ def test_delayed_scaling_follows_the_amax() -> None:
             out = op(x * 2.0**step_)
         out.backward(torch.full_like(out, 0.5))
     amax = (x * 4.0).abs().max().float()
-    assert op.delayed_scaling.amax_history_fwd[0, 0] == amax
-    assert op.delayed_scaling.scale_fwd[0] == 448.0 / (amax / 2.0)  # of the largest before
-    assert op.delayed_scaling.scale_bwd[0] == 57344.0 / 0.5
+    assert op.amax_fwd[0] == amax
+    assert op.scale_fwd[0] == 448.0 / (amax / 2.0)  # of the largest before
+    assert op.scale_bwd[0] == 57344.0 / 0.5
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -103,7 +104,7 @@ def test_hands_over_codes() -> None:
     _, quantize, linear = around(ops.Quantize(device=DEVICE))
     (x,) = make_inputs([(4, 8, 48)])
     with nc.autocast(recipe=RECIPES["mxfp8"]):
-        wanted: Any = linear.get_input_quantizer()  # type: ignore[operator]
+        wanted = ops.ScaledOperand(linear.get_input_quantizer())  # type: ignore[operator]
         made, _ = quantize.op_forward_compute(  # type: ignore[operator]
             x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=wanted, requires_grad=True
         )
@@ -115,8 +116,8 @@ def test_its_quantizers() -> None:
     assert (op.num_quantizers("forward"), op.num_quantizers("backward")) == (0, 1)
     assert op.get_quantizer("backward", 0) is None
     with nc.autocast(recipe=RECIPES["current"]):
-        bound = op.get_quantizer("backward", 0)
-        assert bound is not None and bound.handle.rowwise and not bound.handle.columnwise
+        operand = op.get_quantizer("backward", 0)
+        assert operand is not None and any(operand.rowwise) and not any(operand.columnwise)
         with pytest.raises(IndexError, match="has 0 forward quantizers; there is no number 0"):
             op.get_quantizer("forward", 0)
     assert "forward=False, backward=True" in repr(copy.deepcopy(op))
@@ -128,4 +129,4 @@ def test_a_copy_has_its_scales_renewed() -> None:
     for _ in range(2):
         with nc.autocast(recipe=RECIPES["delayed"]):
             copied(x)
-    assert copied.delayed_scaling.scale_fwd[0] != 1
+    assert copied.scale_fwd[0] != 1

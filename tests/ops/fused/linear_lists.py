@@ -20,7 +20,7 @@ Make = Callable[[], nc.ops.Sequential]
 def chosen(module: nc.ops.Sequential, direction: str) -> list[str]:
     """Names of the operations that ran last."""
     (group,) = module.groups()
-    return [type(op).__name__ for op, _ in getattr(group._fused, direction)]  # type: ignore[union-attr]
+    return [type(op).__name__ for op, _ in getattr(group._last_fused[1], direction)]  # type: ignore[union-attr]
 
 
 def run(make: Make, fusions: list[Fusion], recipe: nc.recipe.Recipe | None, extra: bool) -> dict:

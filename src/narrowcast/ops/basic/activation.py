@@ -10,24 +10,18 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ...autograd import ActivationSettings
 from ...formats import DType
-from ...functional import act, act_backward, dequantize
+from ...functional import act, act_backward, act_backward_quantize, act_quantize, dequantize
 from ...functional.activation import output_shape
-from ...quantizers import (
-    ActivationSettings,
-    Float8CurrentScalingQuantizer,
-    handle_of,
-    quantize_activation,
-    quantize_activation_gradient,
-    quantize_operand,
-)
+from ...quantizers import Float8CurrentScalingQuantizer, Operand
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ..context import OperationContext
+from ..handover import ScaledOperand, matrix_of
 from ..op import BasicOperation, TensorsToSave
-from ..quantizer import BoundQuantizer, matrix_of, with_shape
 from .inputs import plain, plain_input
 
-_CACHE = handle_of(Float8CurrentScalingQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False))
+_CACHE = Operand.of(Float8CurrentScalingQuantizer(DType.kFloat8E4M3), True, False)
 
 
 class ActivationOperation(BasicOperation):
@@ -74,20 +68,26 @@ class ActivationOperation(BasicOperation):
         self,
         input_: TensorOrQuantized,
         *,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
         given = plain_input(input_)
         x, wanted = self._halves_of(given), next_op_input_quantizer
+        name, parameters = self.settings.activation, list(self.settings.parameters)
         if wanted is None:
-            output: TensorOrQuantized = act(x, self.settings.activation, list(self.settings.parameters))
+            output: TensorOrQuantized = act(x, name, parameters)
         else:
-            made = quantize_activation(matrix_of(x), self.settings, wanted.handle, wanted.scale, wanted.amax)
-            output = with_shape(made, output_shape(x, self.settings.activation))
+            quantizer = wanted.operand.quantizer
+            buffers = act_quantize(matrix_of(x), name, quantizer, parameters, *wanted.state(x))
+            output = wanted.assemble(buffers, output_shape(x, name), x.dtype)
         if not requires_grad:
             return output, ()
-        return output, (quantize_operand(matrix_of(given), _CACHE) if self.cache_quantized_input else given,)
+        if not self.cache_quantized_input:
+            return output, (given,)
+        codes, scale_inv = _CACHE.quantize(matrix_of(given)).rowwise
+        # the dtype of the input goes along in a tensor without memory
+        return output, (codes, scale_inv, given.new_empty(0))
 
     def op_forward_save_ctx(
         self, ctx: OperationContext, input_: TensorOrQuantized, tensors_to_save: TensorsToSave, **kwargs: Any
@@ -103,20 +103,32 @@ class ActivationOperation(BasicOperation):
             name, parameters = self.settings.activation, list(self.settings.parameters)
             dx = self._from_halves(act_backward(grad, x, name, parameters))
             return dx if wanted is None else wanted.quantize(dx), ()
-        made, _ = quantize_activation_gradient(
-            matrix_of(grad), matrix_of(x), self.settings, wanted.handle, wanted.scale, wanted.amax, False
+        return self.quantized_gradient(grad, x, wanted, False)[0], ()
+
+    def quantized_gradient(
+        self, grad: Tensor, x: Tensor, wanted: ScaledOperand, column_sums: bool
+    ) -> tuple[QuantizedTensorStorage, Tensor | None]:
+        """(gradient of the input as it is wanted, its sums over all but the last dim, fp32, if asked for)."""
+        name, parameters, quantizer = (
+            self.settings.activation,
+            list(self.settings.parameters),
+            wanted.operand.quantizer,
         )
-        return with_shape(made, tuple(x.shape)), ()
+        buffers = act_backward_quantize(
+            matrix_of(grad), matrix_of(x), name, quantizer, parameters, column_sums, *wanted.state(grad)
+        )
+        # by slices: on the way back traced code cannot pop
+        made, sums = (buffers[:-1], buffers[-1]) if column_sums else (buffers, None)
+        return wanted.assemble(made, tuple(x.shape), x.dtype), sums
 
     def saved_input(self, ctx: OperationContext, grad_output: TensorOrQuantized) -> Tensor:
         """The input as the kernel takes it, with the leading dims of the gradient."""
-        (saved,) = ctx.saved_tensors
-        if isinstance(saved, QuantizedTensorStorage):
-            (data, *rest), quantizer = saved.rowwise_operand(), saved._quantizer
-            values = dequantize([data, *rest], quantizer, False, saved.dtype, list(data.shape))
-            saved = values.view(*grad_output.shape[:-1], values.shape[-1])
-        assert saved is not None
-        return self._halves_of(saved)
+        saved: Any = ctx.saved_tensors
+        if not self.cache_quantized_input:
+            return self._halves_of(saved[0])
+        codes, scale_inv, like = saved
+        values = dequantize([codes, scale_inv], _CACHE.quantizer, False, like.dtype, list(codes.shape))
+        return self._halves_of(values.view(*grad_output.shape[:-1], values.shape[-1]))
 
 
 class GELU(ActivationOperation):

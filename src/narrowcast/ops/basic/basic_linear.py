@@ -5,38 +5,39 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...autograd import LinearFwdArgs, LinearNeeds, LinearWgrad
-from ...autograd.arguments import LinearBwdArgs, LinearSaved
-from ...autograd.linear import linear_backward, linear_forward, linear_setup_ctx
-from ...autograd.stages import after, usage
+from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
+from ...autograd.gemms import SavedOperand, linear_backward, linear_bwd_args, linear_forward
 from ...dynamo import TensorProto
-from ...nn.module import main_grad_of, parameter_device
-from ...nn.stages import LinearModule, Stage, checked_input, positive
-from ...recipe import Mode
+from ...functional import calibrate_
+from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
+from ...quantizers import Operand, Quantizer
+from ...recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Mode, Recipe, linear_plan
 from ...roles import QuantizerRole
-from ...state import STATE
+from ...state import THREAD
 from ...tensors import QuantizedTensor, QuantizedTensorStorage, TensorOrQuantized
 from ..collectives import group_size
 from ..context import OperationContext
+from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave
-from ..quantizer import BoundQuantizer
 from ..tensor_parallel import local_features, tensor_parallel
+from .inputs import plain
 from .linear_functional import (
     functional_backward,
     functional_backward_fake,
     functional_forward,
     functional_forward_fake,
+    split_backward,
+    split_forward,
 )
 
 
-class BasicLinear(BasicOperation, LinearModule):
-    """y = x w^T, quantized as the recipe in force says; outside ``autocast`` in high precision.
+class BasicLinear(LinearLayer, BasicOperation):
+    """y = x w^T, quantized as its recipe says, or that of the autocast in force; without one in high precision.
 
     Args:
         in_features, out_features: sizes of the last dim of input and output, of all processes together.
@@ -91,17 +92,13 @@ class BasicLinear(BasicOperation, LinearModule):
         parallel = tensor_parallel(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         columns, rows = local_features(parallel, in_features, out_features)
         place, kind = parameter_device(device), dtype or torch.get_default_dtype()
-        super().__init__(
-            name=name,
-            place=place,
-            fuse_wgrad_accumulation=accumulate_into_main_grad,
-            gemms=(("weight", "bias"),),
-        )
+        stage = Stage("", name or "", "weight", "bias", self._initialize)
+        super().__init__(name, (stage,), place, fuse_wgrad_accumulation=accumulate_into_main_grad)
+        self._init_operation()
         self.in_features, self.out_features = in_features, out_features
         self.parallel = parallel
         self._rng_state_tracker_function = rng_state_tracker_function
-        self._stage = Stage(self.name, "weight", "bias", self._initialize)
-        self._add_linear(self._stage, [rows], columns, False, kind, place)
+        self._add_linear(stage, [rows], columns, False, dtype=kind, device=place)
         if place.type != "meta":
             self.reset_parameters()
 
@@ -121,10 +118,10 @@ class BasicLinear(BasicOperation, LinearModule):
 
         A weight on the meta device is first made on the default device; delayed scaling starts over.
         """
-        device = parameter_device(None) if self.weight.is_meta else self.weight.device
-        self._reset_linear(self._stage, device)
-        self.delayed_scaling.to_empty(device=device)
-        self.delayed_scaling.reset()
+        if self.weight.is_meta:
+            self.to_empty(device=parameter_device(None))
+        self._reset_linear(self._stages[0])
+        self._reset_state()
 
     def pre_first_fuser_forward(self) -> None:
         if self.weight.is_meta:
@@ -146,32 +143,43 @@ class BasicLinear(BasicOperation, LinearModule):
         kinds = ("input", "weight") if mode == "forward" else ("grad_output",)
         return [QuantizerRole("linear", kind, self.name) for kind in kinds]
 
-    def get_input_quantizer(self) -> BoundQuantizer | None:
+    def get_input_quantizer(self) -> Operand | None:
         """How the GEMMs read the input; None where they, or a gather in front of them, read it in high precision."""
-        recipe = STATE.recipe
+        recipe = self._recipe_in_force()
         if recipe is None or self.parallel.gathers_input:
             return None
-        wgrad = torch.is_grad_enabled() and self.weight.requires_grad
-        override = recipe.backward_override  # type: ignore[attr-defined]
-        if wgrad and override == "high_precision":
-            return None
-        handles = recipe.linear_handles(self.name)
-        handle = handles.input.both if wgrad and override is None else handles.input.rowwise
-        state = self._delayed_tensors(handles.managed, recipe)
-        return BoundQuantizer(handle, state.scale_fwd, state.amax_fwd)
+        plan = self._plan_of(recipe, torch.is_grad_enabled(), True)
+        return None if plan.needs_weight and plan.backward_override == "high_precision" else plan.input
 
-    def get_grad_output_quantizer(self) -> BoundQuantizer | None:
+    def get_grad_output_quantizer(self) -> Operand | None:
         """How the GEMMs read the gradient of the output; None as for the input, and without gradients."""
-        recipe = STATE.recipe
-        if recipe is None or self.parallel.gathers_grad_output or not torch.is_grad_enabled():
+        recipe = self._recipe_in_force()
+        if recipe is None or not torch.is_grad_enabled():
             return None
-        if recipe.backward_override is not None:  # type: ignore[attr-defined]
+        if self.parallel.mode is not None and self.parallel.gathers_grad_output:
             return None
-        handles = recipe.linear_handles(self.name)
-        handle = usage(handles.grad_output, True, self.weight.requires_grad)
-        assert handle is not None
-        state = self._delayed_tensors(handles.managed, recipe)
-        return BoundQuantizer(handle, state.scale_bwd, state.amax_bwd)
+        plan = self._plan_of(recipe, True, True)
+        return plan.grad_output if plan.backward_override is None else None
+
+    def _plan_of(self, recipe: Recipe | None, requires_grad: bool, input_requires_grad: bool) -> LinearPlan:
+        # what was gathered is not kept; but a delayed scale may have moved when it is quantized again
+        again = (
+            self.parallel.mode is not None
+            and self.parallel.gathers_input
+            and not (recipe is not None and recipe.delayed())
+        )
+        needs_weight = requires_grad and self.weight.requires_grad
+        return linear_plan(recipe, self.name, requires_grad and input_requires_grad, needs_weight, again)
+
+    def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
+        recipe = self._recipe_in_force()
+        plan = self._plan_of(recipe, requires_grad, input_requires_grad)
+        calibrating = THREAD.state.calibrating
+        if calibrating is not None:  # in high precision, with the state that collects amax on the way
+            return {"plan": plan, "scales": self._scales("", linear_plan(calibrating, self.name, True, True))}
+        if plan.forward_state is None and plan.backward_state is None:
+            return {"plan": plan}
+        return {"plan": plan, "scales": self._scales("", plan)}
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 
@@ -179,11 +187,16 @@ class BasicLinear(BasicOperation, LinearModule):
         self,
         input_: TensorOrQuantized,
         *,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
+        plan: LinearPlan | None = None,
+        scales: DelayedScales | None = None,
     ) -> tuple[Tensor, TensorsToSave]:
-        return self.compute(input_, None, requires_grad)
+        arguments = (
+            {"plan": plan, "scales": scales} if plan else self.forward_arguments(requires_grad, requires_grad)
+        )
+        return self.compute(input_, None, **arguments)
 
     def op_forward_save_ctx(
         self,
@@ -191,37 +204,68 @@ class BasicLinear(BasicOperation, LinearModule):
         input_: TensorOrQuantized,
         tensors_to_save: TensorsToSave,
         *,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
+        plan: LinearPlan | None = None,
+        scales: DelayedScales | None = None,
     ) -> None:
-        self.save(ctx, input_, tensors_to_save)
+        plan = plan or self._plan_of(self._recipe_in_force(), requires_grad, requires_grad)
+        self.save(ctx, input_, tensors_to_save, plan, scales)
 
     def compute(
-        self, input_: TensorOrQuantized, bias: Tensor | None, requires_grad: bool
+        self,
+        input_: TensorOrQuantized,
+        bias: Tensor | None,
+        plan: LinearPlan,
+        scales: DelayedScales | None = None,
     ) -> tuple[Tensor, TensorsToSave]:
         """(x w^T + bias, tensors to save), for this operation and the fused ones it is part of.
 
         Args:
             input_: (*lead, K), plain or quantized as :meth:`get_input_quantizer` says.
             bias: added where the GEMM ends; None with ``tensor_parallel_mode="row"``, whose sums come after that.
+            plan, scales: as :meth:`forward_arguments` gives them.
         """
-        inp = self._checked(input_)
-        if STATE.calibrating is not None and isinstance(inp, Tensor):
-            self._calibrate(self._stage, self.delayed_scaling, inp, self.weight)
-        args = self._arguments(self._activation_dtype(inp), requires_grad, requires_grad)
-        out, (kept, weight) = linear_forward(args.bind(self.weight, self._whole_input(inp), bias))
-        if self.parallel.gathers_input and isinstance(kept, Tensor):
-            kept = inp  # this process's share: gathered again in the backward
-        return self.parallel.reduced_output(out), (kept, weight) if requires_grad else ()
+        weight = self.weight
+        if isinstance(input_, Tensor):
+            input_ = checked_input(input_, weight.shape[1], "in_features", weight, quantized_as_it_is=True)
+            if not plan.quantized and scales is not None and scales.amax_fwd is not None:
+                calibrate_(plain(input_), scales.amax_fwd, INPUT_SLOT)
+                calibrate_(plain(weight), scales.amax_fwd, WEIGHT_SLOT)
+        args = self._arguments(plan, self.activation_dtype(input_), scales)
+        if self.parallel.mode is None:
+            out, saved_input, saved_weight = linear_forward(weight, input_, bias, args)
+        else:
+            out, saved_input, saved_weight = split_forward(input_, weight, bias, args, self.parallel)
+        if not (plan.needs_input or plan.needs_weight):
+            return out, ()
+        # what is in front of the None belongs to the input
+        return out, (*saved_input.tensors, None, *saved_weight.tensors)
 
-    def save(self, ctx: OperationContext, input_: TensorOrQuantized, tensors_to_save: TensorsToSave) -> None:
-        """Put on the context what :meth:`gradients` reads."""
-        kept, weight = tensors_to_save
-        ctx.save_for_backward(kept, weight if ctx.input_requires_grad else None)
-        ctx.input_dtype = input_.dtype  # type: ignore[attr-defined]
-        args = self._arguments(self._activation_dtype(input_), True, ctx.input_requires_grad)
-        ctx.backward_args = linear_setup_ctx(args.bind(self.weight, input_, None))  # type: ignore[attr-defined]
+    def save(
+        self,
+        ctx: OperationContext,
+        input_: TensorOrQuantized,
+        tensors_to_save: TensorsToSave,
+        plan: LinearPlan,
+        scales: DelayedScales | None = None,
+    ) -> None:
+        """Put on the context what :meth:`gradients` reads; the arguments are those of :meth:`compute`."""
+        weight, dtype = self.weight, self.activation_dtype(input_)
+        count = 0
+        while count < len(tensors_to_save) and tensors_to_save[count] is not None:
+            count += 1
+        inp: Any = tensors_to_save[:count]
+        rest: Any = tensors_to_save[count + 1 :]
+        plain = plan.save_original_input and plan.backward_override is None
+        saved_input = SavedOperand(inp, None if plain else _saved_quantizer(plan, plan.input, input_))
+        saved_weight = SavedOperand(rest, _saved_quantizer(plan, plan.weight, weight))
+        ctx.save_for_backward(*tensors_to_save)
+        ctx.input_dtype = input_.dtype
+        ctx.backward_args = linear_bwd_args(
+            self._arguments(plan, dtype, scales), weight, None, saved_input, saved_weight
+        )
 
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized
@@ -237,63 +281,41 @@ class BasicLinear(BasicOperation, LinearModule):
         Args:
             grad_output: (*lead, N), plain or quantized as :meth:`get_grad_output_quantizer` says.
         """
-        args: LinearBwdArgs = ctx.backward_args  # type: ignore[attr-defined]
-        parallel = self.parallel
-        inp, weight = ctx.saved_tensors
-        if isinstance(grad_output, Tensor):
-            grad_output = parallel.whole_grad_output(grad_output)
-        if parallel.gathers_input and isinstance(inp, Tensor):
-            inp = parallel.whole_input(after(grad_output, inp))
-        grad_weight, grad_input, _ = linear_backward(args.bind(LinearSaved(inp, weight), grad_output))
-        if grad_input is not None:
-            grad_input = parallel.reduced_grad_input(grad_input).to(ctx.input_dtype)  # type: ignore[attr-defined]
-        return grad_input, grad_weight
+        args: LinearBwdArgs = ctx.backward_args
+        saved: Any = ctx.saved_tensors
+        count = args.saved_input[0]
+        inp, rest = list(saved[:count]), list(saved[count + 1 :])
+        scale = None if ctx.scales is None else ctx.scales.scale_bwd
+        if self.parallel.mode is None:
+            grad_weight, grad_input, _ = linear_backward(args, grad_output, inp, rest, scale)
+        else:
+            grad_weight, grad_input = split_backward(args, grad_output, inp, rest, scale, self.parallel)
+        return None if grad_input is None else grad_input.to(ctx.input_dtype), grad_weight
 
     def output_proto(self, input_: TensorOrQuantized) -> TensorProto:
         """What :meth:`compute` makes of this input, without data."""
         size = group_size(self.parallel.group) if self.parallel.sequence_parallel else 1
         shape = self.parallel.output_shape(tuple(input_.shape), self.weight.shape[0], size)
-        return TensorProto(shape, self._activation_dtype(input_), device=input_.device)
+        return TensorProto(shape, self.activation_dtype(input_), device=input_.device)
 
-    def _checked(self, input_: TensorOrQuantized) -> TensorOrQuantized:
-        if not isinstance(input_, Tensor):
-            return input_
-        columns = self.weight.shape[1]
-        return checked_input(input_, columns, "in_features", self.weight, quantized_as_it_is=True)
-
-    def _whole_input(self, inp: TensorOrQuantized) -> TensorOrQuantized:
-        if not self.parallel.gathers_input:
-            return inp
-        if isinstance(inp, QuantizedTensorStorage):
-            raise TypeError(
-                "the input of a sequence-parallel 'column' layer is quantized; pass it in high precision, it is "
-                "gathered before it is quantized"
-            )
-        return self.parallel.whole_input(inp)
-
-    def _activation_dtype(self, input_: TensorOrQuantized) -> torch.dtype:
+    def activation_dtype(self, input_: TensorOrQuantized) -> torch.dtype:
         kind = input_.device.type
         if isinstance(input_, QuantizedTensor) or not torch.is_autocast_enabled(kind):
             return input_.dtype
         return torch.get_autocast_dtype(kind)
 
-    def _arguments(self, dtype: torch.dtype, requires_grad: bool, input_requires_grad: bool) -> LinearFwdArgs:
-        """What the GEMMs read besides their operands; a pure function of its arguments and the recipe in force."""
-        recipe, weight = STATE.recipe, self.weight
-        wgrad = requires_grad and weight.requires_grad
-        handles = None if recipe is None else recipe.linear_handles(self.name)
-        # what was gathered is not kept; but a delayed scale may have moved when it is quantized again
-        again = self.parallel.gathers_input and handles is not None and not handles.input.both.delayed
-        args = self._stage_args(
-            self._stage,
-            self.delayed_scaling,
-            recipe,
-            LinearNeeds(inp=input_requires_grad, weight=wgrad, bias=False),
-            dtype,
-            None,
-            again,
-        )
-        if not (wgrad and self.fuse_wgrad_accumulation):
-            return args
-        main_grad, overwrite, dummy = main_grad_of(weight, "weight", self.name or type(self).__name__)
-        return replace(args, wgrad=LinearWgrad(main_grad, overwrite, dummy))
+    def _arguments(self, plan: LinearPlan, dtype: torch.dtype, scales: DelayedScales | None) -> LinearFwdArgs:
+        """What the GEMMs read besides their operands."""
+        scales, workspace = scales or DelayedScales(), None
+        if plan.quantized and isinstance(self.weight, QuantizedTensor):
+            workspace = self._workspace(self._stages[0], plan.kept_weight, scales, self.weight, None)
+        accumulates = self.fuse_wgrad_accumulation and plan.needs_weight
+        wgrad = self._wgrad("weight", None) if accumulates else LinearWgrad()
+        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, False)
+
+
+def _saved_quantizer(plan: LinearPlan, operand: Operand, given: TensorOrQuantized) -> Quantizer | None:
+    """What reads the saved tensors of an operand that came as ``given``; None for one in high precision."""
+    if isinstance(given, QuantizedTensorStorage):
+        return given._quantizer  # type: ignore[return-value]
+    return None if plan.backward_override == "high_precision" else operand.quantizer

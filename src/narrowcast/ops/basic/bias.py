@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...nn.module import parameter_device
-from ...quantizers import quantize_gradient
+from ...functional import quantize_dbias
+from ...layers import parameter_device
 from ..collectives import group_name, group_size
+from ..handover import matrix_of
 from ..op import BasicOperation
-from ..quantizer import matrix_of, with_shape
 
 
 class Bias(BasicOperation):
@@ -86,5 +86,6 @@ class Bias(BasicOperation):
         rows = matrix_of(grad_output)
         if wanted is None or not ctx.input_requires_grad:
             return grad_output, (rows.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype),)
-        grad, grad_bias = quantize_gradient(rows, wanted.handle, wanted.scale, wanted.amax)
-        return with_shape(grad, tuple(grad_output.shape)), (grad_bias.to(ctx.bias_dtype),)
+        *buffers, sums = quantize_dbias(rows, wanted.operand.quantizer, *wanted.state(rows))
+        grad = wanted.assemble(buffers, tuple(grad_output.shape), grad_output.dtype)
+        return grad, (sums.to(ctx.bias_dtype),)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..collectives import gather_rows, group_name, scatter_rows, sum_over
 from ..context import OperationContext
+from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave
-from ..quantizer import BoundQuantizer
 
 
 class CollectiveOperation(BasicOperation):
@@ -35,8 +35,8 @@ class CollectiveOperation(BasicOperation):
         self,
         input_: Any,
         *,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
     ) -> tuple[Tensor, TensorsToSave]:
         return self._forward(input_), ()
@@ -47,8 +47,8 @@ class CollectiveOperation(BasicOperation):
         input_: Any,
         tensors_to_save: TensorsToSave,
         *,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
     ) -> None:
         pass

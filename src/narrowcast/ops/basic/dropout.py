@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
+from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave
-from ..quantizer import BoundQuantizer
 from .inputs import plain, plain_input
 
 
@@ -52,8 +52,8 @@ class Dropout(BasicOperation):
         self,
         input_: TensorOrQuantized,
         *,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
         x = plain_input(input_)

@@ -6,32 +6,27 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...autograd.grouped_linear import (
-    GroupedLinearArgs,
-    ResultBuffers,
-    biases_of_rows,
-    grouped_backward,
-    grouped_forward,
-    saved_layout,
-)
-from ...nn.grouped_module import GroupedLinearModule, rows_of_buffer
-from ...nn.stages import positive
-from ...recipe import Mode
+from ...autograd import Groups, LinearFwdArgs
+from ...autograd.arguments import DelayedScales
+from ...autograd.grouped_linear import biases_of_rows, grouped_backward, grouped_bwd_args, grouped_forward
+from ...layers import GroupedLinearLayer, parameter_device, positive
+from ...layers.grouped_layer import rows_of_buffer
+from ...recipe import LinearPlan, Mode, linear_plan
 from ...roles import QuantizerRole
-from ...state import STATE
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
 from ..op import BasicOperation, ExtraTensors, ParameterGradients, TensorsToSave
 
 
-class GroupedLinear(BasicOperation, GroupedLinearModule):
-    """y_g = x_g w_g^T + b_g for every group g of rows, quantized as the recipe in force says, each group by itself.
+class GroupedLinear(GroupedLinearLayer, BasicOperation):
+    """y_g = x_g w_g^T + b_g for every group g of rows, each group quantized by itself.
+
+    As its recipe says, or that of the autocast in force; without one in high precision.
 
     Extra inputs: the rows of each group, int32 or int64 (num_groups,), on the host or on the device of the input, where
     the host does not read them; groups may be empty, and rows beyond their sum become zero. With ``scale_bias`` also a
@@ -94,7 +89,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
             in_features=in_features,
             out_features=out_features,
             bias=bias,
-            params_dtype=dtype,
+            dtype=dtype or torch.get_default_dtype(),
             device=device,
             init_method=functools.partial(_initialize, rng_state_tracker_function),
             name=name,
@@ -103,6 +98,7 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
             fuse_wgrad_accumulation=accumulate_into_main_grad,
             delay_wgrad_compute=delay_wgrad_compute,
         )
+        self._init_operation()
         self.scale_bias = bool(scale_bias)
         self.num_extra_inputs = 2 if scale_bias else 1
 
@@ -119,6 +115,12 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
             f"bias={self.use_bias}{scaled}"
         )
 
+    def reset_parameters(self) -> None:
+        """Initialise all groups and start over with the state; what is on the meta device is first made for real."""
+        if self._parts_of("weight")[0].is_meta:
+            self.to_empty(device=parameter_device(None))
+        super().reset_parameters()
+
     def num_quantizers(self, mode: Mode) -> int:
         """Two forward (inputs, weights), one backward (gradients of the outputs), each for all groups."""
         return 2 if mode == "forward" else 1
@@ -126,6 +128,20 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
     def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole]:
         kinds = ("input", "weight") if mode == "forward" else ("grad_output",)
         return [QuantizerRole("linear", kind, self.name) for kind in kinds]
+
+    def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
+        plan, calibration = self._plan_of(requires_grad, input_requires_grad), self._calibration_plan()
+        read = calibration or plan
+        if read.forward_state is None and read.backward_state is None:
+            return {"plan": plan}
+        return {"plan": plan, "scales": self._scales("", read)}
+
+    def _plan_of(
+        self, requires_grad: bool, input_requires_grad: bool, save_original_input: bool = False
+    ) -> LinearPlan:
+        needs_weight = requires_grad and self.wants_wgrad
+        recipe = self._recipe_in_force()
+        return linear_plan(recipe, self.name, input_requires_grad, needs_weight, save_original_input)
 
     def fuser_forward_compute(
         self,
@@ -178,30 +194,27 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
             save_input: keep the input in high precision, at :attr:`input_position` of what is saved, and quantize it
                 again for the weight gradient; not with delayed scaling.
         """
-        weights, biases = self._parameters_of("weight"), self._parameters_of("bias")
+        weights, biases = self._parts_of("weight"), self._parts_of("bias")
         inp = self._checked_input(input_, weights[0])  # type: ignore[arg-type]
         x = inp.reshape(-1, self.in_features)
         splits, covered = self._checked_splits(extra_inputs[0], x, "the tensor of splits")
-        scales = self._checked_scales(extra_inputs, inp)
-        args = self._call_arguments(inp.dtype, requires_grad, save_input, covered)
-        args = replace(args, buffers=self._checked_buffers(inp, **kwargs))
-        if STATE.recipe is None:
-            self._calibrate(x, splits, weights)
-        out, _, saved = grouped_forward(x, splits, weights, biases, args, scales)
+        bias_scales = self._checked_scales(extra_inputs, inp)
+        args, groups = self._call_args(inp.dtype, kwargs, requires_grad, save_input, covered)
+        groups.out, groups.dgrad_out = self._checked_buffers(inp, **kwargs)
+        self._calibrate_groups(args.scales.amax_fwd, x, splits, weights)
+        out, saved_input, saved_weight = grouped_forward(
+            x, splits, weights, biases, args, groups, bias_scales
+        )
         out = out.view(*inp.shape[:-1], self.out_features)
         if not requires_grad:
             return out, ()
-        return out, (splits, scales, *(biases if self.scale_bias else ()), *saved)
-
-    @property
-    def wants_wgrad(self) -> bool:
-        """Whether some weight has a gradient, so that something of the input is saved."""
-        return any(weight.requires_grad for weight in self._parameters_of("weight"))
+        kept = biases if self.scale_bias else ()
+        return out, (splits, bias_scales, *kept, *saved_input, *saved_weight)
 
     @property
     def input_position(self) -> int:
         """Where in what is saved the input begins."""
-        return 2 + (len(self._parameters_of("bias")) if self.scale_bias else 0)
+        return 2 + (len(self._parts_of("bias")) if self.scale_bias else 0)
 
     def save(
         self,
@@ -212,17 +225,14 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         save_input: bool = False,
     ) -> None:
         """Put on the context what :meth:`gradients` reads; arguments as of :meth:`compute`, which made ``tensors``."""
-        args = self._call_arguments(self.activation_dtype(input_dtype), True, save_input, False)
-        layout, place = saved_layout(args), kwargs.get("grad_input")
-        if not ctx.input_requires_grad:  # then nothing of the weights is read
-            tensors = tensors[: self.input_position + layout.input_count]
+        dtype, biases = self.activation_dtype(input_dtype), self._parts_of("bias")
+        args, groups = self._call_args(dtype, kwargs, True, save_input, False)
+        place = kwargs.get("grad_input")
+        groups.dgrad_out = None if place is None else place.view(-1, self.in_features)
         ctx.save_for_backward(*tensors)
-        ctx.layout, ctx.input_dtype = layout, input_dtype  # type: ignore[attr-defined]
-        ctx.args = replace(  # type: ignore[attr-defined]
-            args,
-            needs=replace(args.needs, inp=ctx.input_requires_grad),
-            buffers=ResultBuffers(None, None if place is None else place.view(-1, self.in_features)),
-        )
+        ctx.input_dtype, ctx.groups = input_dtype, groups
+        weight_dtype, bias_dtype = self._parts_of("weight")[0].dtype, biases[0].dtype if biases else None
+        ctx.backward_args = grouped_bwd_args(args, groups, weight_dtype, bias_dtype)
 
     def gradients(
         self, ctx: Any, tensors: TensorsToSave, grad_output: TensorOrQuantized
@@ -240,31 +250,43 @@ class GroupedLinear(BasicOperation, GroupedLinearModule):
         if self.scale_bias:
             biases: list[Any] = list(tensors[2 : self.input_position])
             grad_scales = (_grad_of_scales(dy, biases, splits, scales),)
-        grad_input, grads = grouped_backward(dy, splits, saved, ctx.layout, ctx.args, scales)
+        scale_bwd = None if ctx.scales is None else ctx.scales.scale_bwd
+        grad_input, grads = grouped_backward(
+            ctx.backward_args, ctx.groups, dy, splits, saved, scale_bwd, scales
+        )
         if grad_input is not None:
             grad_input = grad_input.view(*grad_output.shape[:-1], self.in_features).to(ctx.input_dtype)
         return grad_input, tuple(grads), (None, *grad_scales)
 
     def activation_dtype(self, input_dtype: torch.dtype) -> torch.dtype:
         """Dtype of the output, and of the input as the GEMMs take it."""
-        kind = self._parameters_of("weight")[0].device.type
+        kind = self._parts_of("weight")[0].device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input_dtype
 
-    def _call_arguments(
-        self, dtype: torch.dtype, requires_grad: bool, save_input: bool, covered: bool
-    ) -> GroupedLinearArgs:
-        """What the GEMMs read beside their operands, for an input that wants a gradient."""
-        biases = self._parameters_of("bias")
-        needs = self._needs(requires_grad, True, biases)
-        args = self._arguments(dtype, needs, biases, covered, ResultBuffers(None, None))
-        if not save_input:
-            return args
-        return replace(args, numerics=replace(args.numerics, save_original_input=True))
+    def _call_args(
+        self,
+        dtype: torch.dtype,
+        kwargs: dict[str, Any],
+        requires_grad: bool,
+        save_input: bool,
+        covered: bool,
+    ) -> tuple[LinearFwdArgs, Groups]:
+        """What the GEMMs read besides their operands; ``kwargs``: of the call, or without plan to look one up."""
+        plan = kwargs.get("plan") or self._plan_of(requires_grad, requires_grad)
+        if save_input and plan.quantized:
+            plan = self._plan_of(requires_grad, plan.needs_input, True)
+        needs_bias = requires_grad and any(bias.requires_grad for bias in self._parts_of("bias"))
+        return self._grouped_args(plan, kwargs.get("scales") or DelayedScales(), dtype, needs_bias, covered)
 
     def _checked_buffers(
-        self, inp: Tensor, output: Tensor | None = None, grad_input: Tensor | None = None
-    ) -> ResultBuffers:
-        return ResultBuffers(
+        self,
+        inp: Tensor,
+        output: Tensor | None = None,
+        grad_input: Tensor | None = None,
+        plan: LinearPlan | None = None,
+        scales: DelayedScales | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return (
             rows_of_buffer(output, "output", (*inp.shape[:-1], self.out_features), inp.dtype, inp.device),
             rows_of_buffer(grad_input, "grad_input", inp.shape, inp.dtype, inp.device),
         )

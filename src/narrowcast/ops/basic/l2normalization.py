@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...quantizers import NormSettings
+from ...autograd import NormSettings
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
+from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave
-from ..quantizer import BoundQuantizer
 from .inputs import plain_input
 from .norm import norm_gradients, normalize
 
@@ -47,8 +47,8 @@ class L2Normalization(BasicOperation):
         self,
         input_: TensorOrQuantized,
         *,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
         x = plain_input(input_)

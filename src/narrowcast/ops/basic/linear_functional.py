@@ -6,21 +6,28 @@ collective, and refuse what the functions refuse.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._environment import read_flag
-from ...autograd import DelayedTensors, LinearCaching, LinearFwdArgs, LinearNeeds, LinearNumerics, LinearWgrad
-from ...autograd.arguments import LinearBwdArgs, LinearSaved
-from ...autograd.linear import linear_backward, with_columnwise
-from ...autograd.stages import fprop, quantized_gradients
+from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
+from ...autograd.gemms import (
+    SavedOperand,
+    after,
+    linear_backward,
+    linear_forward,
+    rows_of,
+    with_columnwise,
+)
 from ...dynamo import TensorProto
-from ...quantizers import Quantizer
-from ...recipe import Recipe
-from ...state import STATE
-from ...tensors import QuantizedTensor, QuantizedTensorStorage, TensorOrQuantized, storage_of
+from ...quantizers import Operand, Quantizer, buffers_of
+from ...recipe import LinearPlan, Recipe, linear_plan
+from ...state import THREAD
+from ...tensors import QuantizedTensorStorage, TensorOrQuantized
+from ...tensors.storage import resolve_storage_class
 from ..collectives import group_size
 from ..tensor_parallel import TensorParallel, tensor_parallel
 
@@ -32,6 +39,58 @@ class Saved(NamedTuple):
 
     rowwise: bool
     columnwise: bool
+
+
+# -- the GEMMs of a layer that is split over processes -----------------------------------------------------------------
+
+
+def split_forward(
+    inp: TensorOrQuantized,
+    weight: TensorOrQuantized,
+    bias: Tensor | None,
+    args: LinearFwdArgs,
+    parallel: TensorParallel,
+) -> tuple[Tensor, SavedOperand, SavedOperand]:
+    """(output of this process, input to save, weight to save); an input that was gathered is saved as it came.
+
+    Raises:
+        TypeError: a quantized input that would have to be gathered.
+    """
+    if not parallel.gathers_input:
+        out, saved_input, saved_weight = linear_forward(weight, inp, bias, args)
+        return parallel.reduced_output(out) if parallel.mode else out, saved_input, saved_weight
+    if isinstance(inp, QuantizedTensorStorage):
+        raise TypeError(
+            "the input of a sequence-parallel 'column' layer is quantized; pass it in high precision, it is gathered "
+            "before it is quantized"
+        )
+    out, saved_input, saved_weight = linear_forward(weight, parallel.whole_input(inp), bias, args)
+    if saved_input.tensors and saved_input.quantizer is None:
+        saved_input = SavedOperand([inp], None)
+    return out, saved_input, saved_weight
+
+
+def split_backward(
+    args: LinearBwdArgs,
+    grad_output: TensorOrQuantized,
+    inp: list[Tensor],
+    weight: list[Tensor],
+    scale_bwd: Tensor | None,
+    parallel: TensorParallel,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(gradient of the weight, gradient of this process's input) from what :func:`split_forward` saved."""
+    if parallel.mode:
+        if isinstance(grad_output, Tensor):
+            grad_output = parallel.whole_grad_output(grad_output)
+        if parallel.gathers_input and inp and args.saved_input[1] is None:
+            inp = [parallel.whole_input(after(grad_output, inp[0]))]
+    grad_weight, grad_input, _ = linear_backward(args, grad_output, inp, weight, scale_bwd)
+    if parallel.mode and grad_input is not None:
+        grad_input = parallel.reduced_grad_input(grad_input)
+    return grad_weight, grad_input
+
+
+# -- as functions of tensors and quantizers ----------------------------------------------------------------------------
 
 
 def functional_forward(
@@ -89,30 +148,28 @@ def functional_forward(
     )
     _check_out(out, "out", beta, accumulate_into_out, output_quantizer)
     place, kind = _default(device, dtype, weight)
+    plan = _plan(with_quantized_compute, backward_override, input_requires_grad, weight_requires_grad)
     keep_x, keep_w = _kept(backward_override, input_requires_grad, weight_requires_grad)
+    again = parallel.gathers_input and backward_override is None  # what was gathered is not kept
     with torch.no_grad():
-        x, w = _moved(input, place, kind), _moved(weight, place, kind)
-        whole = parallel.whole_input(x) if isinstance(x, Tensor) else x
-        fused_bias = bias if alpha == 1.0 else None
+        x, w, workspace = _moved(input, place, kind), _moved(weight, place, kind), None
         if with_quantized_compute:
-            again = parallel.gathers_input and backward_override is None
-            x_operand = _operand(whole, input_quantizer, True, keep_x.columnwise and not again)
-            w_operand = _operand(w, weight_quantizer, True, keep_w.columnwise)
-            rows = _rows(whole)
-            args = _forward_args(kind, backward_override)
-            y = fprop(args, x_operand, w_operand, _cast(fused_bias, kind), rows, w.shape[0])
-            y = y.view(*whole.shape[:-1], w.shape[0])
-            x_plain = backward_override == "high_precision" or again
-            x_saved = x if x_plain else _direction(x_operand, keep_x, whole)
-            w_saved = w if backward_override == "high_precision" else _direction(w_operand, keep_w, w)
-        else:
-            y = torch.nn.functional.linear(_plain(whole, kind), _plain(w, kind), _cast(fused_bias, kind))
-            x_saved, w_saved = x, w
+            if isinstance(w, QuantizedTensorStorage):
+                workspace = with_columnwise(w) if keep_w.columnwise else buffers_of(w)
+            else:
+                plan = replace(plan, weight=Operand.of(weight_quantizer, True, keep_w.columnwise))  # type: ignore[arg-type]
+            if not isinstance(x, QuantizedTensorStorage):
+                kept = Operand.of(input_quantizer, True, keep_x.columnwise and not again)  # type: ignore[arg-type]
+                plan = replace(plan, input=kept, save_original_input=again)
+        args = LinearFwdArgs(plan, kind, DelayedScales(), workspace, LinearWgrad(), False)
+        fused_bias = bias.to(kind) if bias is not None and alpha == 1.0 else None
+        y, x_saved, w_saved = split_forward(x, w, fused_bias, args, parallel)
         if alpha != 1.0:
             y = y * alpha if bias is None else y * alpha + bias.to(kind)
-        y = parallel.reduced_output(y)
         y = _written(y, out, beta, accumulate_into_out, output_quantizer)
-    return y, x_saved if weight_requires_grad else None, w_saved if input_requires_grad else None
+    if not with_quantized_compute:
+        keep_x = keep_w = Saved(False, False)
+    return y, _as_tensor(x_saved, x, keep_x), _as_tensor(w_saved, w, keep_w)
 
 
 def functional_forward_fake(
@@ -221,25 +278,37 @@ def functional_backward(
     place, kind = _default(device, dtype, grad_output)
     with torch.no_grad():
         dy = _moved(grad_output, place, kind)
-        dy = parallel.whole_grad_output(dy) if isinstance(dy, Tensor) else dy
-        x = parallel.whole_input(input) if isinstance(input, Tensor) else input
+        x, w = _moved_or_none(input, kind), _moved_or_none(weight, kind)
         into = _accumulator(grad_weight, grad_weight_alpha, grad_weight_beta, accumulate_into_grad_weight)
-        args = _backward_args(kind, wanted, dy.shape[-1], _columns(x, weight), into, with_quantized_compute)
+        plan = _plan(with_quantized_compute, None, *wanted)
         if with_quantized_compute:
-            grad = _operand(dy, grad_output_quantizer, input_requires_grad, weight_requires_grad)
-            saved = LinearSaved(
-                _operand(x, input_quantizer, False, True) if weight_requires_grad else None,
-                _operand(weight, weight_quantizer, False, True) if input_requires_grad else None,
-            )
-            dw, dx, _ = quantized_gradients(args, saved, grad, None, _rows(dy))
-        else:
-            saved = LinearSaved(
-                _plain(x, kind) if weight_requires_grad else None,
-                _plain(weight, kind) if input_requires_grad else None,
-            )
-            dw, dx, _ = linear_backward(args.bind(saved, _plain(dy, kind)))
+            if isinstance(dy, QuantizedTensorStorage):
+                dy = _with_columnwise(dy) if weight_requires_grad else dy
+            else:
+                operand = Operand.of(grad_output_quantizer, input_requires_grad, weight_requires_grad)  # type: ignore[arg-type]
+                plan = replace(plan, grad_output=operand)
+            if isinstance(x, Tensor) and not isinstance(x, QuantizedTensorStorage) and weight_requires_grad:
+                plan = replace(plan, original_input=Operand.of(input_quantizer, False, True))  # type: ignore[arg-type]
+        elif isinstance(dy, QuantizedTensorStorage):
+            dy = dy.dequantize(dtype=kind)
+        saved_x = _saved_columnwise(x, None, with_quantized_compute)
+        saved_w = _saved_columnwise(w, weight_quantizer, with_quantized_compute)
+        shape = dy.shape[-1], _columns(x, w)
+        args = LinearBwdArgs(
+            plan,
+            kind,
+            None,
+            LinearWgrad(main_grad=into),
+            False,
+            None,
+            kind,
+            shape,
+            (len(saved_x.tensors), saved_x.quantizer),
+            (len(saved_w.tensors), saved_w.quantizer),
+        )
+        dw, dx = split_backward(args, dy, saved_x.tensors, saved_w.tensors, None, parallel)
         if dx is not None:
-            dx = _scaled(parallel.reduced_grad_input(dx.view(*dy.shape[:-1], -1)), grad_input_alpha)
+            dx = _scaled(dx, grad_input_alpha)
             dx = _written(dx, grad_input, grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)
         if into is not None:
             dw = grad_weight
@@ -424,44 +493,59 @@ def _moved_proto(proto: TensorProto, device: Any, dtype: torch.dtype) -> TensorP
     return TensorProto(proto.shape, dtype, device=device)
 
 
-def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if bias is None else bias.to(dtype)
-
-
-def _plain(tensor: Any, dtype: torch.dtype) -> Tensor:
-    if isinstance(tensor, QuantizedTensorStorage):
-        return tensor.dequantize(dtype=dtype)
-    return tensor.to(dtype)
-
-
 def _scaled(tensor: Tensor, alpha: float | None) -> Tensor:
     return tensor if alpha is None or alpha == 1.0 else tensor * alpha
-
-
-def _rows(tensor: Any) -> int:
-    return tensor.shape[:-1].numel()
 
 
 def _columns(inp: Any, weight: Any) -> int:
     return (weight if weight is not None else inp).shape[-1]
 
 
-def _operand(tensor: Any, quantizer: Any, rowwise: bool, columnwise: bool) -> QuantizedTensorStorage:
-    """The storage a GEMM reads: of what is quantized already, or made with the quantizer."""
-    if isinstance(tensor, QuantizedTensorStorage):
-        given = storage_of(tensor) if isinstance(tensor, QuantizedTensor) else tensor
-        return with_columnwise(given) if columnwise else given
-    rows = tensor.reshape(-1, tensor.shape[-1])
-    return quantizer.with_usage(rowwise=rowwise, columnwise=columnwise).replace(internal=True).quantize(rows)
+def _moved_or_none(tensor: Any, dtype: torch.dtype) -> Any:
+    """An operand of the backward in its dtype; one that is not read may be absent."""
+    return tensor if tensor is None or isinstance(tensor, QuantizedTensorStorage) else tensor.to(dtype)
 
 
-def _direction(storage: QuantizedTensorStorage, kept: Saved, like: Any) -> QuantizedTensorStorage | None:
-    """The saved half of an operand; it tells the operand's whole shape."""
-    if not (kept.rowwise or kept.columnwise):
-        return None
-    view = storage.rowwise_view() if kept.rowwise else storage.columnwise_view()
-    view._shape = (_rows(like), like.shape[-1])
+def _with_columnwise(storage: QuantizedTensorStorage) -> QuantizedTensorStorage:
+    """A quantized gradient with column-wise data, made where the format can."""
+    if storage.get_usages()["columnwise"]:
+        return storage
+    view = storage._view_of(tuple(attribute for attribute, _ in storage._FLATTEN_TENSOR_BUFFERS))
+    view._shape = tuple(storage.size())
+    view.update_usage(columnwise_usage=True)
     return view
+
+
+def _saved_columnwise(tensor: Any, quantizer: Quantizer | None, quantized: bool) -> SavedOperand:
+    """An operand as the backward reads it: column-wise, or in high precision.
+
+    Args:
+        quantizer: of a plain one; None leaves it as it is.
+    """
+    if tensor is None:
+        return SavedOperand([], None)
+    if isinstance(tensor, QuantizedTensorStorage):
+        if not quantized:
+            return SavedOperand([tensor.dequantize()], None)
+        operand = with_columnwise(tensor)
+        return SavedOperand(operand.columnwise, operand.quantizer)
+    if quantized and quantizer is not None:
+        return SavedOperand(Operand.of(quantizer, False, True).quantize(tensor).columnwise, quantizer)
+    return SavedOperand([tensor], None)
+
+
+def _as_tensor(saved: SavedOperand, given: Any, kept: Saved) -> TensorOrQuantized | None:
+    """What was saved of an operand, as one object; a storage tells the operand's whole shape."""
+    if not saved.tensors:
+        return None
+    if saved.quantizer is None or not (kept.rowwise or kept.columnwise):
+        return given
+    cls = resolve_storage_class(saved.quantizer._storage_name)
+    storage = cls(quantizer=saved.quantizer, fake_dtype=given.dtype, shape=(rows_of(given), given.shape[-1]))
+    names = cls._ROWWISE_BUFFERS if kept.rowwise else cls._COLUMNWISE_BUFFERS
+    for name, buffer in zip(names, saved.tensors):
+        setattr(storage, name, buffer)
+    return storage
 
 
 def _saved_proto(
@@ -488,47 +572,17 @@ def _written(y: Tensor, out: Any, beta: float | None, accumulate: bool, quantize
     return out.copy_(y)
 
 
-def _numerics(dtype: torch.dtype, override: str | None) -> LinearNumerics:
-    """How GEMMs compute: as the recipe in force says, else as recipes do by default."""
-    recipe = STATE.recipe or Recipe
-    return LinearNumerics(
-        activation_dtype=dtype,
-        weight_dtype=dtype,
-        backward_override=override,
-        emulate=getattr(recipe, "emulate", read_flag("EMULATE")),
+def _plan(quantized: bool, override: str | None, needs_input: bool, needs_weight: bool) -> LinearPlan:
+    """A plan without operands, with the accumulation of the autocast in force, else of recipes by default."""
+    recipe: Any = THREAD.state.recipe or Recipe
+    return replace(
+        linear_plan(None, "", needs_input, needs_weight),
+        quantized=quantized,
+        backward_override=override if quantized else "high_precision",
+        emulate=recipe.emulate if THREAD.state.recipe else read_flag("EMULATE"),
         fast_fprop=not recipe.fp8_gemm_fprop.use_split_accumulator,
         fast_dgrad=not recipe.fp8_gemm_dgrad.use_split_accumulator,
         fast_wgrad=not recipe.fp8_gemm_wgrad.use_split_accumulator,
-    )
-
-
-def _forward_args(dtype: torch.dtype, override: str | None) -> LinearFwdArgs:
-    return LinearFwdArgs(
-        quantizers=None,
-        delayed=DelayedTensors(),
-        numerics=_numerics(dtype, override),
-        needs=LinearNeeds(inp=False, weight=False, bias=False),
-        caching=LinearCaching(workspace=None, cache_weight=False),
-    )
-
-
-def _backward_args(
-    dtype: torch.dtype,
-    wanted: tuple[bool, bool],
-    rows: int,
-    columns: int,
-    into: Tensor | None,
-    quantized: bool,
-) -> LinearBwdArgs:
-    return LinearBwdArgs(
-        grad_quantizers=None,
-        delayed=DelayedTensors(),
-        numerics=_numerics(dtype, None if quantized else "high_precision"),
-        needs=LinearNeeds(inp=wanted[0], weight=wanted[1], bias=False),
-        out_features=rows,
-        in_features=columns,
-        bias_dtype=None,
-        wgrad=LinearWgrad(main_grad=into),
     )
 
 

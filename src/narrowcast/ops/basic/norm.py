@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...functional import norm, norm_backward
-from ...nn.norm import NormParameters
-from ...quantizers import NormSettings, quantize_norm, quantize_norm_gradient
+from ...autograd import NormSettings
+from ...functional import norm, norm_backward, norm_backward_quantize, norm_quantize
+from ...layers import parameter_device
+from ...layers.norm import NormParameters
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
+from ..handover import ScaledOperand, matrix_of
 from ..op import BasicOperation, TensorsToSave
-from ..quantizer import BoundQuantizer, matrix_of, with_shape
 from .inputs import plain, plain_input
 
 
@@ -23,19 +24,18 @@ def normalize(
     weight: Tensor,
     bias: Tensor | None,
     settings: NormSettings,
-    wanted: BoundQuantizer | None,
+    wanted: ScaledOperand | None,
     requires_grad: bool,
 ) -> tuple[TensorOrQuantized, TensorsToSave]:
     """(norm of ``x`` (*lead, K) as it is ``wanted``, what :func:`norm_gradients` reads)."""
+    how = (settings.eps, settings.normalization, settings.zero_centered_gamma)
     if wanted is None:
-        output, mean, rstd, _ = norm(
-            x, None, weight, bias, settings.eps, settings.normalization, settings.zero_centered_gamma
-        )
+        output, mean, rstd, _ = norm(x, None, weight, bias, *how)
     else:
-        made, mean, rstd = quantize_norm(
-            matrix_of(x), weight, bias, settings, wanted.handle, wanted.scale, wanted.amax
+        *buffers, mean, rstd, _ = norm_quantize(
+            matrix_of(x), None, weight, bias, *how, wanted.operand.quantizer, *wanted.state(x)
         )
-        output = with_shape(made, tuple(x.shape))
+        output = wanted.assemble(buffers, tuple(x.shape), x.dtype)
     return output, (x, weight, mean, rstd) if requires_grad else ()
 
 
@@ -43,7 +43,7 @@ def norm_gradients(
     ctx: OperationContext,
     grad_output: TensorOrQuantized,
     zero_centered_gamma: bool,
-    wanted: BoundQuantizer | None,
+    wanted: ScaledOperand | None,
     residual_grad: Tensor | None = None,
 ) -> tuple[TensorOrQuantized, Tensor, Tensor]:
     """(dx as it is ``wanted``, dweight, dbias); ``residual_grad`` is added to dx before it is rounded.
@@ -55,19 +55,18 @@ def norm_gradients(
     statistics = (weight, mean, rstd, zero_centered_gamma)
     if wanted is None:
         return norm_backward(plain(grad_output), x, *statistics, residual_grad)
-    made, dweight, dbias = quantize_norm_gradient(
+    *buffers, dweight, dbias = norm_backward_quantize(
         matrix_of(plain(grad_output)),
         matrix_of(x),
-        *statistics,  # type: ignore[arg-type]
+        *statistics,
         None if residual_grad is None else matrix_of(residual_grad),
-        wanted.handle,
-        wanted.scale,
-        wanted.amax,
+        wanted.operand.quantizer,
+        *wanted.state(x),
     )
-    return with_shape(made, tuple(x.shape)), dweight, dbias
+    return wanted.assemble(buffers, tuple(x.shape), x.dtype), dweight, dbias
 
 
-class NormOperation(BasicOperation, NormParameters):
+class NormOperation(NormParameters, BasicOperation):
     """Base of LayerNorm and RMSNorm; a subclass names its normalization.
 
     Args:
@@ -95,37 +94,38 @@ class NormOperation(BasicOperation, NormParameters):
         zero_centered_gamma: bool = False,
         sm_margin: int = 0,
     ) -> None:
-        super().__init__(
-            normalized_shape=normalized_shape,
-            eps=eps,
-            zero_centered_gamma=zero_centered_gamma,
-            device=device,
-            dtype=dtype,
-        )
+        BasicOperation.__init__(self)
+        options: dict[str, Any] = {
+            "zero_centered_gamma": zero_centered_gamma,
+            "device": device,
+            "dtype": dtype,
+        }
+        NormParameters.__init__(self, normalized_shape, eps, **options)
         self.sm_margin = sm_margin
 
     def pre_first_fuser_forward(self) -> None:
         """Make parameters that are still on the meta device."""
         if self.weight.is_meta:
+            self.to_empty(device=parameter_device(None))
             self.reset_parameters()
 
     def op_forward_compute(
         self,
         input_: TensorOrQuantized,
         *,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
-        x, weight = plain_input(input_), self.weight
-        self.check_features(x)
+        x = plain_input(input_)
+        weight: Any = self.weight
+        bias: Any = self.bias
         if weight.is_meta:
-            raise RuntimeError("parameters are on the meta device; call reset_parameters() first")
-        if x.device != weight.device:
             raise RuntimeError(
-                f"input is on {x.device}, the parameters are on {weight.device}; move one of them"
+                "parameters are on the meta device; call to_empty() and reset_parameters() first"
             )
-        return normalize(x, weight, self.bias, self.settings, next_op_input_quantizer, requires_grad)
+        self.check_input(x)
+        return normalize(x, weight, bias, self.settings, next_op_input_quantizer, requires_grad)
 
     def op_forward_save_ctx(
         self, ctx: OperationContext, input_: TensorOrQuantized, tensors_to_save: TensorsToSave, **kwargs: Any

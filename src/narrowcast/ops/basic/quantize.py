@@ -7,17 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...recipe import Mode
-from ...state import STATE
+from ...autograd import DelayedScales
+from ...quantizers import Operand
+from ...recipe import LinearPlan, Mode, linear_plan
+from ...roles import QuantizerRole
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
+from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave
-from ..quantizer import BoundQuantizer
 from .inputs import plain, plain_input
 
 
 class Quantize(BasicOperation):
-    """Rounds what passes to what the recipe in force can represent; outside of ``autocast`` it does nothing.
+    """Rounds what passes to what its recipe, or that of the autocast in force, can represent; else it does nothing.
 
     The operation that gets the result may have asked for it quantized: then it is quantized as asked, once. Else the
     quantized values are handed on in the input's dtype.
@@ -46,61 +48,74 @@ class Quantize(BasicOperation):
     def num_quantizers(self, mode: Mode) -> int:
         return int(self.quantizes_forward if mode == "forward" else self.quantizes_backward)
 
-    def get_quantizer(self, mode: Mode, index: int) -> BoundQuantizer | None:
-        """Quantizer of the one tensor of a mode, row-wise, as the recipe in force makes it; None without a recipe.
+    def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole]:
+        kind = "input" if mode == "forward" else "grad_output"
+        return [QuantizerRole("linear", kind)] * self.num_quantizers(mode)
+
+    def get_quantizer(self, mode: Mode, index: int) -> Operand | None:
+        """How the one tensor of a mode is quantized, row-wise, as the recipe in force says; None without a recipe.
 
         Raises:
             IndexError: this direction does not quantize, or ``index`` is not 0.
         """
-        if not 0 <= index < self.num_quantizers(mode):
-            raise IndexError(
-                f"{self!r} has {self.num_quantizers(mode)} {mode} quantizers; there is no number {index}"
-            )
-        recipe = STATE.recipe
-        if recipe is None:
+        if super().get_quantizer(mode, index) is None:
             return None
-        handles, state = recipe.linear_handles(), self.delayed_scaling
-        handle = (handles.input if mode == "forward" else handles.grad_output).rowwise
-        if not handle.delayed:
-            return BoundQuantizer(handle)
-        if not torch.compiler.is_compiling():
-            state.note(recipe, True)
-        if mode == "forward":
-            return BoundQuantizer(handle, state.scale_fwd, state.amax_history_fwd)
-        return BoundQuantizer(handle, state.scale_bwd, state.amax_history_bwd)
+        plan = linear_plan(self._recipe_in_force(), "", False, False)
+        return plan.input if mode == "forward" else plan.grad_output
+
+    def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
+        plan = linear_plan(self._recipe_in_force(), "", False, False)
+        if plan.forward_state is None and plan.backward_state is None:
+            return {"plan": plan}
+        return {"plan": plan, "scales": self._scales("", plan)}
 
     def op_forward_compute(
         self,
         input_: TensorOrQuantized,
         *,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
+        plan: LinearPlan | None = None,
+        scales: DelayedScales | None = None,
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
         x = plain_input(input_)
-        own = self.get_quantizer("forward", 0) if self.quantizes_forward else None
-        return (x if own is None else _rounded(x, next_op_input_quantizer, own)), ()
+        arguments = (
+            {"plan": plan, "scales": scales} if plan else self.forward_arguments(requires_grad, requires_grad)
+        )
+        chosen: LinearPlan = arguments["plan"]
+        if not (self.quantizes_forward and chosen.quantized):
+            return x, ()
+        state: DelayedScales = arguments.get("scales") or DelayedScales()
+        own = ScaledOperand(chosen.input, state.scale_fwd, state.amax_fwd)
+        return _rounded(x, next_op_input_quantizer, own), ()
 
     def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: TensorOrQuantized, tensors_to_save: TensorsToSave, **kwargs: Any
+        self,
+        ctx: OperationContext,
+        input_: TensorOrQuantized,
+        tensors_to_save: TensorsToSave,
+        *,
+        plan: LinearPlan | None = None,
+        **kwargs: Any,
     ) -> None:
+        plan = plan or linear_plan(self._recipe_in_force(), "", False, False)
+        rounds = self.quantizes_backward and plan.quantized and plan.backward_override is None
         # chosen here, because the backward runs outside of autocast
-        ctx.quantizer = self._gradient_quantizer()  # type: ignore[attr-defined]
-
-    def _gradient_quantizer(self) -> BoundQuantizer | None:
-        recipe = STATE.recipe
-        if not self.quantizes_backward or recipe is None or recipe.backward_override is not None:  # type: ignore[attr-defined]
-            return None
-        return self.get_quantizer("backward", 0)
+        ctx.operand = plan.grad_output if rounds else None
 
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized
     ) -> tuple[TensorOrQuantized | None, tuple[Tensor | None, ...]]:
-        grad, own = plain(grad_output), ctx.quantizer  # type: ignore[attr-defined]
-        return (grad if own is None else _rounded(grad, ctx.prev_op_grad_output_quantizer, own)), ()
+        grad = plain(grad_output)
+        if ctx.operand is None:
+            return grad, ()
+        scales = ctx.scales or DelayedScales()
+        own = ScaledOperand(ctx.operand, scales.scale_bwd, scales.amax_bwd)
+        return _rounded(grad, ctx.prev_op_grad_output_quantizer, own), ()
 
 
-def _rounded(x: Tensor, wanted: BoundQuantizer | None, own: BoundQuantizer) -> TensorOrQuantized:
+def _rounded(x: Tensor, wanted: ScaledOperand | None, own: ScaledOperand) -> TensorOrQuantized:
     if wanted is not None:
         return wanted.quantize(x)
     return own.quantize(x).dequantize()

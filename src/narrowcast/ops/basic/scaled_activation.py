@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from ...autograd import ActivationSettings
 from ...functional import scaled_act, scaled_act_backward
-from ...quantizers import ActivationSettings
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
+from ..handover import ScaledOperand
 from ..op import BasicOperation, ExtraTensors, ParameterGradients, TensorsToSave
-from ..quantizer import BoundQuantizer
 from .inputs import plain, plain_input
 from .swiglu import channels_from_halves, channels_to_halves, checked_betas, checked_interleave_size
 
@@ -48,8 +48,8 @@ class ScaledActivationOperation(BasicOperation):
         input_: TensorOrQuantized,
         *,
         basic_op_extra_inputs: ExtraTensors,
-        prev_op_grad_output_quantizer: BoundQuantizer | None,
-        next_op_input_quantizer: BoundQuantizer | None,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
         basic_op_kwargs: list[dict[str, Any]],
         requires_grad: bool,
     ) -> tuple[TensorOrQuantized, ExtraTensors, list[TensorsToSave]]:

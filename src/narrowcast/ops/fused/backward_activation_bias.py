@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...quantizers import quantize_activation_gradient
 from ...recipe import Recipe
 from ...tensors import TensorOrQuantized
 from ..basic.activation import ActivationOperation
@@ -14,7 +13,6 @@ from ..basic.bias import Bias
 from ..basic.inputs import plain
 from ..context import OperationContext
 from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients
-from ..quantizer import matrix_of, with_shape
 from .pattern import Fusion, Match, Matched, NearMiss, follows
 
 
@@ -39,11 +37,8 @@ class BackwardActivationBias(FusedOperation):
             dx, grad_bias = bias.op_backward(basic_op_ctxs[0], grad)
             return dx, [grad_bias, ()], [(), ()]
         grad, x = plain(grad_output), activation.saved_input(basic_op_ctxs[1], grad_output)
-        made, sums = quantize_activation_gradient(
-            matrix_of(grad), matrix_of(x), activation.settings, wanted.handle, wanted.scale, wanted.amax
-        )
-        assert sums is not None
-        return with_shape(made, tuple(x.shape)), [(sums.to(bias.bias.dtype),), ()], [(), ()]
+        dx, sums = activation.quantized_gradient(grad, x, wanted, True)
+        return dx, [(sums.to(bias.bias.dtype),), ()], [(), ()]
 
 
 def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:

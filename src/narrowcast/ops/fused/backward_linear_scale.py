@@ -10,16 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ...autograd.arguments import LinearBwdArgs
-from ...autograd.stages import usage
-from ...quantizers import quantize_operand
+from ...quantizers import Operand
 from ...recipe import Recipe
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ..basic.basic_linear import BasicLinear
 from ..basic.constant_scale import ConstantScale
 from ..context import OperationContext
+from ..handover import ScaledOperand
 from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients
-from ..quantizer import BoundQuantizer, matrix_of, with_shape
 from .linear_run import exactly
 from .pattern import Fusion, Match, Matched, NearMiss
 
@@ -27,7 +25,7 @@ from .pattern import Fusion, Match, Matched, NearMiss
 class BackwardLinearScale(FusedOperation):
     """``dx = (scale * dy) w`` and ``dw = (scale * dy)^T x`` from ``quantize(dy)``, whose one scale takes the factor."""
 
-    def get_grad_output_quantizer(self) -> BoundQuantizer | None:
+    def get_grad_output_quantizer(self) -> Operand | None:
         return self.basic_ops[0].get_grad_output_quantizer()
 
     def fuser_backward(
@@ -39,20 +37,19 @@ class BackwardLinearScale(FusedOperation):
     ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
         linear: BasicLinear = self.basic_ops[0]  # type: ignore[assignment]
         scale: float = self.basic_ops[1].scale  # type: ignore[assignment]
-        grad: Any = _quantized(basic_op_ctxs[0].backward_args, grad_output)  # type: ignore[attr-defined]
+        grad: Any = _quantized(basic_op_ctxs[0].backward_args.plan.grad_output, grad_output)
         grad._scale_inv = grad._scale_inv * scale
         grad_input, grad_weight = linear.gradients(basic_op_ctxs[0], grad)
         return grad_input, [(grad_weight,), ()], [(), ()]
 
 
-def _quantized(args: LinearBwdArgs, grad: TensorOrQuantized) -> QuantizedTensorStorage:
-    """The gradient as the GEMMs read it, in a storage of our own."""
-    if not isinstance(grad, Tensor):
-        return with_shape(grad._view_of(("_data", "_transpose", "_scale_inv")), tuple(grad.shape))
-    handle = usage(args.grad_quantizers, args.needs.inp, args.needs.weight)
-    assert handle is not None
-    made = quantize_operand(matrix_of(grad), handle, args.delayed.scale_bwd, args.delayed.amax_bwd)
-    return with_shape(made, tuple(grad.shape))
+def _quantized(operand: Operand, grad: TensorOrQuantized) -> QuantizedTensorStorage:
+    """The gradient as the GEMMs read it, in a storage of our own; current scaling has no state."""
+    if isinstance(grad, Tensor):
+        return ScaledOperand(operand).quantize(grad)
+    view = grad._view_of(("_data", "_transpose", "_scale_inv"))
+    view._shape = tuple(grad.shape)
+    return view
 
 
 def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...autograd.stages import after
+from ...autograd.gemms import after
 from ...functional import scaled_act
 from ...recipe import MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from ...tensors import TensorOrQuantized

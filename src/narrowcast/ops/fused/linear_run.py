@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dynamo import TensorProto
 from ...tensors import TensorOrQuantized
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
@@ -26,16 +27,17 @@ class ForwardLinearRun(FusedOperation):
         input_: TensorOrQuantized,
         *,
         basic_op_extra_inputs: ExtraTensors,
-        requires_grad: bool,
+        basic_op_kwargs: list[dict[str, Any]],
         **kwargs: Any,
     ) -> tuple[Tensor, ExtraTensors, list[TensorsToSave]]:
-        linear: BasicLinear = self.basic_ops[0]  # type: ignore[assignment]
-        bias = next((op.bias for op in self.basic_ops if isinstance(op, Bias)), None)
-        extra = next((extra for extras in basic_op_extra_inputs for extra in extras), None)
+        linear: BasicLinear = self._basic_ops[0]  # type: ignore[assignment]
+        second = self._basic_ops[1]
+        bias = second.bias if isinstance(second, Bias) else None
+        extra = basic_op_extra_inputs[-1][0] if basic_op_extra_inputs[-1] else None
         if extra is not None:
             _check_extra(extra, linear.output_proto(input_).shape)
-        out, to_save = linear.compute(input_, bias, requires_grad)
-        others = len(self.basic_ops) - 1
+        out, to_save = linear.compute(input_, bias, **basic_op_kwargs[0])
+        others = len(self._basic_ops) - 1
         return self.finished(out, extra), [()] * (1 + others), [to_save, *[()] * others]
 
     def finished(self, out: Tensor, extra: Tensor | None) -> Tensor:
@@ -52,11 +54,12 @@ class ForwardLinearRun(FusedOperation):
         basic_op_kwargs: list[dict[str, Any]],
         **kwargs: Any,
     ) -> None:
-        linear: BasicLinear = self.basic_ops[0]  # type: ignore[assignment]
-        linear.save(basic_op_ctxs[0], input_, tensors_to_save[0])
-        between: Any = linear.output_proto(input_)  # what the others get is not there; they read its dtype
-        for index in range(1, len(self.basic_ops)):
-            self.basic_ops[index].fuser_forward_save_ctx(
+        linear: BasicLinear = self._basic_ops[0]  # type: ignore[assignment]
+        linear.save(basic_op_ctxs[0], input_, tensors_to_save[0], **basic_op_kwargs[0])
+        # what the others get is not there; they read its dtype
+        between: Any = TensorProto((), linear.activation_dtype(input_))
+        for index in range(1, len(self._basic_ops)):
+            self._basic_ops[index].fuser_forward_save_ctx(
                 [basic_op_ctxs[index]],
                 between,
                 [tensors_to_save[index]],

@@ -1,0 +1,450 @@
+"""``GroupedLinearLayer``: base of layers with one linear layer per group of rows, of which the groups are a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
+from ..autograd.grouped_linear import (
+    Groups,
+    add_to_main_grads_,
+    compute_grouped_wgrad,
+    quantize_weights,
+)
+from ..functional import grouped_calibrate_
+from ..quantizers import Operand, OperandBuffers
+from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
+from ..state import THREAD
+from ..tensors import (
+    GroupedTensor,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    grouped_layout,
+    grouped_storage_of,
+    quantize_members,
+)
+from .linear_layer import LinearLayer, Stage
+from .parameters import (
+    INIT_STD,
+    accumulate,
+    checked_input,
+    main_grad_of,
+    mark_added_to_main_grad,
+    parameter_device,
+    positive,
+)
+
+
+class GroupedLinearLayer(LinearLayer):
+    """Base of the layers with one linear layer per group; arguments as of ``nn.GroupedLinear``.
+
+    All groups are one stage, of which each tensor type has ``num_gemms`` slots. Weights and biases are each one
+    parameter, ``weight`` (G, N, K) and ``bias`` (G, N), or one per group, ``weight0`` (N, K) and so on.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        recipe: Recipe | None = None,
+        parallel_mode: str | None = None,
+        tp_size: int = 1,
+        init_method: Callable[[Tensor], Any] | None = None,
+        name: str | None = None,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+    ) -> None:
+        positive(num_gemms=num_gemms, in_features=in_features, out_features=out_features, tp_size=tp_size)
+        in_features, out_features = _sharded(in_features, out_features, parallel_mode, tp_size)
+        if bias and tp_size > 1:
+            raise ValueError(
+                f"bias=True with tp_size={tp_size}; GroupedLinear has no tensor-parallel bias, pass bias=False"
+            )
+        place, single = parameter_device(device), (single_grouped_weight, single_grouped_bias)
+        super().__init__(
+            name,
+            (Stage("", name or "", "weight", "bias", init_method),),
+            place,
+            recipe=recipe,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+            parts={
+                kind: [f"{kind}{group}" for group in range(num_gemms)]
+                for kind, whole in zip(("weight", "bias"), single)
+                if not whole
+            },
+        )
+        self._groups = self.num_gemms = num_gemms
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias, self.parallel_mode = bias, parallel_mode
+        self.single_grouped_weight, self.single_grouped_bias = single
+        if self._init_recipe is not None:
+            _check_quantized_weight(self._init_recipe, self.name, single_grouped_weight)
+        # one allocation for all groups: operators then read the parameters of all groups without gathering them
+        sizes = (num_gemms, out_features, in_features)
+        self._add_groups("weight", torch.empty(sizes, dtype=dtype, device=place))
+        self._add_groups("bias", torch.empty(sizes[:2], dtype=dtype, device=place) if bias else None)
+        if place.type != "meta":
+            self.reset_parameters()
+        self._prepare_for_recipe()
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def _add_groups(self, kind: str, values: Tensor | None) -> None:
+        names = self._parts.get(kind)
+        for group, name in enumerate(names or [kind]):
+            own = values if names is None or values is None else values[group]
+            self.register_parameter(name, None if own is None else nn.Parameter(own))
+        for parameter in self._parts_of(kind):
+            _mark_partition(parameter, kind, self.parallel_mode)
+
+    def _weight_amax(self, prefix: str) -> Tensor:
+        weights: list[Any] = [weight.detach() for weight in self._parts_of("weight")]
+        weights = [weight.to_local() if hasattr(weight, "to_local") else weight for weight in weights]
+        if isinstance(weights[0], (GroupedTensor, QuantizedTensor)):
+            return torch.zeros(self.num_gemms, device=weights[0].device)
+        return torch.cat(
+            [
+                weight.abs().float().reshape(-1, self.out_features * self.in_features).amax(1)
+                for weight in weights
+            ]
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes, as printed by the module."""
+        return (
+            f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.use_bias}"
+        )
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise weights, biases and state where they are; on the meta device nothing."""
+        for kind in ("weight", "bias"):
+            self._gather(kind)
+        self._reset_weights(self._stages[0])
+        for bias in self._parts_of("bias"):
+            bias.zero_()
+        self._reset_state()
+
+    def _gather(self, kind: str) -> None:
+        """Have the parameters of all groups in one allocation again, where ``to_empty`` took them out of it."""
+        parts = self._parts_of(kind)
+        plain = all(type(part.data) is Tensor for part in parts)
+        if plain and len({part.untyped_storage().data_ptr() for part in parts}) > 1:
+            for part, own in zip(parts, parts[0].new_empty(len(parts), *parts[0].shape).unbind(0)):
+                part.data = own
+
+    def _reset_weights(self, stage: Stage) -> None:
+        weights, quantized = self._parts_of("weight"), self._init_recipe is not None
+        values: Any = weights
+        if self.single_grouped_weight:  # group by group, so that both forms start from the same values
+            whole = weights[0]
+            if quantized:
+                whole = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
+            values = whole.unbind(0)
+        for value in values:
+            if stage.init_method is None:
+                value.normal_(0.0, INIT_STD)
+            else:
+                stage.init_method(value)
+        if self._init_recipe is None or weights[0].is_meta:
+            return
+        quantizer = linear_plan(self._init_recipe, self.name, True, True).kept_weight.quantizer
+        storage = quantize_members([whole], quantizer)
+        parameter: Any = nn.Parameter(GroupedTensor(storage), weights[0].requires_grad)
+        if self._init_preserve:
+            parameter._high_precision_init_val = whole.cpu()
+        self.register_parameter("weight", parameter)
+        _mark_partition(parameter, "weight", self.parallel_mode)
+
+    # -- what a forward reads ----------------------------------------------------------------------------------------
+
+    @property
+    def wants_wgrad(self) -> bool:
+        """Whether some weight has a gradient, so that something of the input is saved."""
+        return any(weight.requires_grad for weight in self._parts_of("weight"))
+
+    def _grouped_args(
+        self,
+        plan: LinearPlan,
+        scales: DelayedScales,
+        dtype: torch.dtype,
+        needs_bias: bool,
+        covered: bool,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> tuple[LinearFwdArgs, Groups]:
+        """What the boundary reads besides its operands; ``dtype``: of the input, the others as in the records."""
+        weights, workspace = self._parts_of("weight"), None
+        if plan.quantized and (is_first_microbatch is not None or isinstance(weights[0], GroupedTensor)):
+            workspace = self._grouped_workspace(weights, plan.kept_weight, scales, is_first_microbatch)
+        main_grads, overwrite, dummies = self._main_grads(plan.needs_weight, is_first_microbatch)
+        wgrad = LinearWgrad(None, overwrite, "")
+        if self.delay_wgrad_compute and plan.needs_weight:
+            wgrad.store = self.wgrad_stores["weight"]
+            wgrad.ticket = wgrad.store.ticket
+        split = not self.single_grouped_weight, not self.single_grouped_bias
+        shape = self.num_gemms, self.out_features, self.in_features
+        groups = Groups(*shape, *split, covered, main_grads, dummies, out, dgrad_out)
+        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias), groups
+
+    def _grouped_workspace(
+        self,
+        weights: list[Tensor],
+        operand: Operand,
+        scales: DelayedScales,
+        is_first_microbatch: bool | None,
+    ) -> OperandBuffers:
+        """The quantized weights of several microbatches: a quantized parameter, what the first one left, or made now.
+
+        Raises:
+            RuntimeError: the parameter is quantized in another format than the recipe's.
+        """
+        weight = weights[0]
+        if isinstance(weight, GroupedTensor):
+            if weight.storage_name != operand.storage_name:
+                raise RuntimeError(
+                    f"parameter 'weight' of {self.name or type(self).__name__} holds {weight.storage_name}, the recipe "
+                    f"in force wants {operand.storage_name}; use the recipe of quantized_model_init"
+                )
+            return grouped_buffers_of(weight)
+        kept = self._fp8_workspaces["weight"] if is_first_microbatch is False else None
+        if kept is not None and kept[0] == operand.value:
+            return kept[1]
+        plain = [weight.detach() for weight in weights]
+        buffers = quantize_weights(plain, operand, scales.scale_fwd, scales.amax_fwd)
+        self._fp8_workspaces["weight"] = (operand.value, buffers)
+        return buffers
+
+    def _main_grads(
+        self, wanted: bool, is_first_microbatch: bool | None
+    ) -> tuple[list[Tensor | None], bool, list[str]]:
+        """(``main_grad`` of each weight, whether to overwrite them, the placeholders), as ``Groups`` takes them.
+
+        Raises:
+            RuntimeError: a ``main_grad`` is missing, or some are overwritten and some are not.
+            ValueError: a ``main_grad`` of another shape than its weight, neither fp32 nor bf16.
+        """
+        names = self._parts.get("weight", ["weight"])
+        main_grads: list[Tensor | None] = [None] * len(names)
+        dummies = [""] * len(names)
+        overwrites = []
+        for index, name in enumerate(names if wanted and self.fuse_wgrad_accumulation else []):
+            if getattr(self, name).requires_grad:
+                main_grads[index], overwrite, dummies[index] = self._main_grad(name)
+                overwrites.append(overwrite)
+        first = is_first_microbatch is True
+        if not first and any(overwrites) and not all(overwrites):
+            raise RuntimeError(
+                f"overwrite_main_grad is set on some weights of {self.name or type(self).__name__} only; set it on all "
+                "or on none"
+            )
+        return main_grads, first or any(overwrites), dummies
+
+    def _main_grad(self, name: str) -> tuple[Tensor, bool, str]:
+        weight = getattr(self, name)
+        main_grad, overwrite, dummy = main_grad_of(weight, name, self.name or type(self).__name__)
+        if main_grad.shape != weight.shape or main_grad.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"main_grad of parameter {name!r} is {main_grad.dtype} {tuple(main_grad.shape)}; assign "
+                f"torch.float32 or torch.bfloat16 {tuple(weight.shape)}"
+            )
+        return main_grad, overwrite, dummy
+
+    def _calibration_plan(self) -> LinearPlan | None:
+        """What says which amax to collect, where an autocast asks for nothing else."""
+        calibrating = THREAD.state.calibrating
+        return None if calibrating is None else linear_plan(calibrating, self.name, True, True)
+
+    def _calibrate_groups(
+        self, amax: Tensor | None, x: Tensor, splits: Tensor, weights: list[Tensor]
+    ) -> None:
+        """Overwrite the amax (3 * G,) of every group's input and weight, as the calibration plan says."""
+        plan = self._calibration_plan()
+        if plan is None or amax is None:
+            return
+        if plan.input.delayed:
+            grouped_calibrate_([x.detach()], splits, amax, INPUT_SLOT)
+        if plan.weight.delayed:
+            plain = [w.dequantize() if isinstance(w, GroupedTensor) else w for w in weights]
+            grouped_calibrate_([w.detach() for w in plain], None, amax, WEIGHT_SLOT)
+
+    def _compute_waiting_wgrads(self) -> None:
+        weights = self._parts_of("weight")
+        if not self.wants_wgrad:
+            return
+        deferred, shape = self.wgrad_stores["weight"].pop(), (self.out_features, self.in_features)
+        if self.fuse_wgrad_accumulation:
+            wanted = [weight.main_grad if weight.requires_grad else None for weight in weights]  # type: ignore[attr-defined]
+            add_to_main_grads_(deferred, wanted, shape)
+            for weight in weights:
+                if weight.requires_grad:
+                    mark_added_to_main_grad(weight)
+        else:
+            wgrad = compute_grouped_wgrad(deferred, shape, weights[0].dtype)
+            _accumulate_each(weights, wgrad, self.single_grouped_weight)
+        if deferred.grad_bias is not None:
+            _accumulate_each(self._parts_of("bias"), deferred.grad_bias, self.single_grouped_bias)
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def _checked_input(self, inp: Tensor, weight: Tensor) -> Tensor:
+        """The input, cast where torch.autocast says so."""
+        if isinstance(inp, (QuantizedTensorStorage, GroupedTensor)):
+            raise TypeError(
+                f"input is a {type(inp).__name__}; GroupedLinear quantizes its input itself, pass a plain tensor"
+            )
+        return checked_input(inp, self.in_features, "in_features", weight)
+
+    def _checked_splits(
+        self, splits: Sequence[int] | Tensor, x: Tensor, label: str = "m_splits"
+    ) -> tuple[Tensor, bool]:
+        """The splits on the device of ``x``, and whether they are known to sum to its rows."""
+        known: list[int] | None = None
+        if not isinstance(splits, Tensor):
+            known = list(splits)
+        elif splits.dim() != 1 or splits.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{label} is {splits.dtype} of shape {tuple(splits.shape)}; use torch.int32 or torch.int64 "
+                f"({self.num_gemms},)"
+            )
+        elif splits.device.type == "cpu" and not torch.compiler.is_compiling():
+            known = splits.tolist()
+        length = splits.shape[0] if isinstance(splits, Tensor) else len(splits)
+        if length != self.num_gemms:
+            raise ValueError(
+                f"{label} has {length} entries; give one for each of the {self.num_gemms} groups"
+            )
+        covered = False
+        if known is not None:
+            total = sum(known)
+            if any(split < 0 for split in known) or total > x.shape[0]:
+                raise ValueError(
+                    f"{label} is {known}; use non-negative numbers whose sum is at most the {x.shape[0]} rows"
+                )
+            covered = total == x.shape[0]
+        if not isinstance(splits, Tensor):
+            splits = torch.tensor(known, dtype=torch.int64)
+        return splits.to(x.device, non_blocking=True), covered
+
+    # -- state dict --------------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = self._parts_of("weight")[0]
+        if isinstance(weight, GroupedTensor):
+            destination[prefix + "weight"] = weight.detach().dequantize()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Either form of the parameters loads into either form."""
+        converted = dict(state_dict)
+        for kind in ("weight", "bias"):
+            names = [f"{prefix}{kind}{group}" for group in range(self.num_gemms)]
+            single = kind not in self._parts
+            if single and all(name in converted for name in names):
+                converted[prefix + kind] = torch.stack([converted.pop(name) for name in names])
+            elif not single and prefix + kind in converted:
+                converted.update(zip(names, converted.pop(prefix + kind).unbind(0)))
+        super()._load_from_state_dict(converted, prefix, *args)
+
+
+def grouped_buffers_of(tensor: GroupedTensor) -> OperandBuffers:
+    """A quantized parameter as an operand; its buffers are shared."""
+    storage = grouped_storage_of(tensor)
+    usages = storage.get_usages()
+    return OperandBuffers(
+        storage.rowwise_operand() if usages["rowwise"] else [],
+        storage.columnwise_operand() if usages["columnwise"] else [],
+        storage.quantizer,  # type: ignore[arg-type]
+    )
+
+
+def rows_of_buffer(
+    buffer: Tensor | None, label: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """A tensor that a result is written to, as a matrix of rows.
+
+    Args:
+        label: its name in messages. shape: (*lead, K), dtype and device that it must have.
+    Raises:
+        ValueError: it does not, is not contiguous, quantized, or wants a gradient.
+    """
+    if buffer is None:
+        return None
+    if isinstance(buffer, QuantizedTensor):
+        raise ValueError(
+            f"{label} is a {type(buffer).__name__}; results are not quantized, pass a plain tensor"
+        )
+    if buffer.shape != torch.Size(shape) or buffer.dtype != dtype or buffer.device != device:
+        raise ValueError(
+            f"{label} is {buffer.dtype} {tuple(buffer.shape)} on {buffer.device}; the result is {dtype} "
+            f"{tuple(shape)} on {device}"
+        )
+    if not buffer.is_contiguous():
+        raise ValueError(f"{label} has strides {buffer.stride()}; pass a contiguous tensor")
+    if buffer.requires_grad:
+        raise ValueError(
+            f"{label} requires a gradient; pass a tensor that is only written to, such as {label}.detach()"
+        )
+    return buffer.view(-1, shape[-1])
+
+
+def _accumulate_each(parameters: list[Tensor], grad: Tensor, single: bool) -> None:
+    for parameter, own in zip(parameters, [grad] if single else grad.unbind(0), strict=True):
+        if parameter.requires_grad:
+            accumulate(parameter, own)
+
+
+def _sharded(in_features: int, out_features: int, parallel_mode: str | None, tp_size: int) -> tuple[int, int]:
+    """Sizes of one rank's part."""
+    if parallel_mode not in (None, "column", "row"):
+        raise ValueError(f"parallel_mode is {parallel_mode!r}; use None, 'column' or 'row'")
+    if parallel_mode is None:
+        return in_features, out_features
+    label, size = (
+        ("out_features", out_features) if parallel_mode == "column" else ("in_features", in_features)
+    )
+    if size % tp_size:
+        raise ValueError(
+            f"{label} is {size}; parallel_mode={parallel_mode!r} needs a multiple of tp_size={tp_size}"
+        )
+    if parallel_mode == "column":
+        return in_features, out_features // tp_size
+    return in_features // tp_size, out_features
+
+
+def _mark_partition(parameter: Any, kind: str, parallel_mode: str | None) -> None:
+    """Say which dim of a parameter is sharded; the dim of the groups never is."""
+    if parallel_mode is None or (kind == "bias" and parallel_mode == "row"):
+        return
+    from_end = 2 if kind == "weight" and parallel_mode == "column" else 1
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim = parameter.dim() - from_end
+    parameter.partition_stride = 1
+
+
+def _check_quantized_weight(recipe: Recipe, name: str, single: bool) -> None:
+    operand = linear_plan(recipe, name, True, True).kept_weight
+    if not single:
+        raise NotImplementedError(
+            "quantized_model_init needs all weights of a GroupedLinear in one parameter; pass "
+            "single_grouped_parameter=True"
+        )
+    if operand.delayed or grouped_layout(operand.storage_name) == "split":
+        raise NotImplementedError(
+            f"{operand.quantizer!r} cannot make one grouped parameter; use a recipe with current scaling, MXFP8 or "
+            "128-block scaling for the weights"
+        )

@@ -1,0 +1,101 @@
+"""The parameters of a norm: how they begin, and what inputs fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd import NormSettings
+from ..reference.norm import NORMALIZATIONS
+from .parameters import parameter_device, parameter_dtype
+
+
+def norm_settings(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSettings:
+    """How a module normalizes.
+
+    Raises:
+        ValueError: an unknown normalization.
+    """
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization is {normalization!r}; use one of {', '.join(NORMALIZATIONS)}")
+    return NormSettings(normalization, float(eps), bool(zero_centered_gamma))
+
+
+def norm_parameters(
+    size: int, settings: NormSettings, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Uninitialised (weight, bias), each (size,); no bias for RMSNorm."""
+    weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+    if settings.normalization == "RMSNorm":
+        return weight, None
+    return weight, nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+
+
+def reset_norm_parameters(weight: Tensor, bias: Tensor | None, settings: NormSettings) -> None:
+    """Fill in place: gamma 1, bias 0."""
+    weight.fill_(0.0 if settings.zero_centered_gamma else 1.0)
+    if bias is not None:
+        bias.zero_()
+
+
+class NormParameters(nn.Module):
+    """The parameters of a norm over the last dim, and how they begin; a subclass names its normalization.
+
+    Arguments and the errors of construction are those of :class:`LayerNorm`.
+    """
+
+    _normalization: ClassVar[str]
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        params_dtype: torch.dtype | None = None,
+    ) -> None:
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if len(shape) != 1 or shape[0] < 1:
+            raise ValueError(f"normalized_shape is {normalized_shape!r}; give the size of the last dim")
+        nn.Module.__init__(self)
+        self.settings = norm_settings(self._normalization, eps, zero_centered_gamma)
+        self.normalized_shape, self.eps, self.elementwise_affine = shape, self.settings.eps, True
+        kind, place = parameter_dtype(params_dtype, dtype), parameter_device(device)
+        weight, bias = norm_parameters(shape[0], self.settings, kind, place)
+        self.register_parameter("weight", weight)
+        self.register_parameter("bias", bias)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set gamma to 1 and the bias to 0, where they are; on the meta device nothing."""
+        reset_norm_parameters(self.weight, self.bias, self.settings)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        """Size and options, as printed by the module."""
+        return (
+            f"{self.normalized_shape[0]}, eps={self.settings.eps}, "
+            f"zero_centered_gamma={self.settings.zero_centered_gamma}"
+        )
+
+    def check_input(self, inp: Tensor) -> None:
+        """Compare an input with the weight.
+
+        Raises:
+            ValueError: another last dim. RuntimeError: another device.
+        """
+        weight: Any = self.weight
+        if inp.shape[-1:] != weight.shape:
+            raise ValueError(
+                f"input has shape {tuple(inp.shape)}; its last dim must be that of the weight, "
+                f"{tuple(weight.shape)}"
+            )
+        if inp.device != weight.device:
+            raise RuntimeError(
+                f"input is on {inp.device}, the parameters are on {weight.device}; move one of them"
+            )

@@ -1,0 +1,53 @@
+"""What neighbouring operations hand each other quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..functional import quantize
+from ..quantizers import Operand
+from ..tensors import QuantizedTensorStorage
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledOperand:
+    """How an operation wants its input, or the gradient of its output, with the state that this is quantized with.
+
+    ``scale``, ``amax``: of that operation, fp32 (n,), as its forward read them; None without delayed scaling.
+    """
+
+    operand: Operand
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+
+    def quantize(self, x: Tensor) -> QuantizedTensorStorage:
+        """Quantize ``x`` (*lead, K), fp32, bf16 or fp16, without gradient.
+
+        Returns:
+            a storage of the shape of ``x`` whose buffers are those of its (M, K) matrix of rows.
+        """
+        rows = matrix_of(x)
+        return self.assemble(quantize(rows, self.operand.quantizer, *self.state(x)), tuple(x.shape), x.dtype)
+
+    def state(self, like: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(seed, scale, amax), in which the arguments of a quantizing operator end."""
+        return self.operand.seed(like), self.scale, self.amax
+
+    def assemble(
+        self, buffers: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> QuantizedTensorStorage:
+        """Storage around what a quantizing operator made of the (M, K) matrix of a tensor of this ``shape``.
+
+        It tells the whole shape, so that a consumer finds ``input_.shape`` right whether it got a tensor or a storage.
+        """
+        storage = self.operand.assemble(buffers, dtype)
+        storage._shape = shape
+        return storage
+
+
+def matrix_of(x: Tensor) -> Tensor:
+    """``x`` (*lead, K) as the matrix (M, K) of its rows."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

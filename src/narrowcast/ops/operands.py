@@ -1,0 +1,71 @@
+"""``OperationPlan``: how an operation's own tensors are quantized under a recipe, by the roles that it gives them."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._tracing import traced_local
+from ..quantizers import Operand
+from ..recipe import DelayedScaling, Recipe
+from ..roles import QuantizerRole
+
+if TYPE_CHECKING:
+    from .op import BasicOperation
+
+
+@dataclass(frozen=True)
+class OperationPlan:
+    """How an operation's tensors are quantized, in both directions, and what renews their delayed scaling, if any."""
+
+    forward: tuple[Operand, ...]
+    backward: tuple[Operand, ...]
+    forward_state: DelayedScaling | None
+    backward_state: DelayedScaling | None
+
+
+def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
+    """The plan of an operation: built once for the roles of its tensors, then read off the recipe.
+
+    Raises:
+        ValueError: what a custom recipe's factory returned.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.comptime.comptime(_remember_while_tracing)  # type: ignore[attr-defined]
+    roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
+    key = _key(roles)
+    plan = getattr(recipe, key, None)
+    if plan is None:
+        plan = _build(recipe, roles)
+        if not torch.compiler.is_compiling():
+            object.__setattr__(recipe, key, plan)
+    return plan
+
+
+_Roles = tuple[list[QuantizerRole], list[QuantizerRole]]
+
+
+def _key(roles: _Roles) -> str:
+    names = [
+        "|".join([f"{role.module_type}:{role.tensor_type}:{role.name}" for role in some]) for some in roles
+    ]
+    return f"_operands_{names[0]}/{names[1]}".replace(".", "_dot_")  # guards take no dots in attributes
+
+
+def _build(recipe: Recipe, roles: _Roles) -> OperationPlan:
+    forward, forward_state = recipe.resolve("forward", roles[0])
+    backward, backward_state = recipe.resolve("backward", roles[1])
+    operands = [tuple([Operand.of(quantizer) for quantizer in some]) for some in (forward, backward)]
+    return OperationPlan(operands[0], operands[1], forward_state, backward_state)
+
+
+def _remember_while_tracing(context: Any) -> None:
+    recipe, op = traced_local(context, "recipe"), traced_local(context, "op")
+    if recipe is not None and op is not None:
+        # what fails here, traced code meets again, and raises where the user sees it
+        with contextlib.suppress(Exception):
+            roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
+            object.__setattr__(recipe, _key(roles), _build(recipe, roles))

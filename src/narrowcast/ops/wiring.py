@@ -1,0 +1,131 @@
+"""Extra inputs and outputs of a list of operations: which comes from where, and which goes where."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .op import BasicOperation
+
+
+@dataclass(frozen=True)
+class Outlet:
+    """One extra output: which one it is, its channel, and whether it leaves the fuser, and to the user."""
+
+    op: int
+    index: int
+    channel: str | None
+    to_caller: bool
+    to_user: bool
+
+
+@dataclass(frozen=True)
+class Inlet:
+    """One extra input: which one it is, and its channel. ``position``: among those that the caller gives, else -1."""
+
+    op: int
+    index: int
+    channel: str | None
+    position: int
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Extra inputs and outputs of a list of basic operations."""
+
+    inlets: tuple[Inlet, ...]
+    outlets: tuple[Outlet, ...]
+    from_caller: int
+
+    def inputs_of(self, op: int, channels: dict[str, Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Extra inputs of one basic operation."""
+        return tuple(
+            given[inlet.position] if inlet.position >= 0 else channels[inlet.channel]  # type: ignore[index]
+            for inlet in self.inlets
+            if inlet.op == op
+        )
+
+    def outputs_of(self, op: int) -> list[Outlet]:
+        """Extra outputs of one basic operation."""
+        return [outlet for outlet in self.outlets if outlet.op == op]
+
+    def distribute(
+        self,
+        op: BasicOperation,
+        number: int,
+        outputs: Sequence[Tensor],
+        channels: dict[str, Tensor],
+        to_caller: list[Tensor],
+    ) -> None:
+        """Give the extra outputs of one basic operation to its channels and to the caller."""
+        outlets = self.outputs_of(number)
+        if len(outputs) != len(outlets):
+            raise wrong_count(op, "the forward", "extra outputs", outputs, len(outlets))
+        for outlet, output in zip(outlets, outputs):
+            if outlet.channel is not None:
+                channels[outlet.channel] = output
+            if outlet.to_caller:
+                to_caller.append(output)
+
+    def collect(
+        self,
+        op: BasicOperation,
+        number: int,
+        grads: Sequence[Any],
+        to_caller: list[Tensor | None],
+        grad_extra: dict[tuple[int, int], Tensor],
+    ) -> None:
+        """Give the gradients of one basic operation's extra inputs to the caller, or add them where they came from."""
+        inlets = [inlet for inlet in self.inlets if inlet.op == number]
+        if len(grads) != len(inlets):
+            raise wrong_count(op, "the backward", "gradients of extra inputs", grads, len(inlets))
+        for inlet, grad in zip(inlets, grads):
+            if inlet.position >= 0:
+                to_caller[inlet.position] = grad
+            elif grad is not None:
+                source = next((out.op, out.index) for out in self.outlets if out.channel == inlet.channel)
+                there = grad_extra.get(source)
+                grad_extra[source] = grad if there is None else there + grad
+
+
+def wire(basic_ops: Sequence[BasicOperation], incoming: Collection[str], outgoing: Collection[str]) -> Wiring:
+    """Which extra input comes from where, and which extra output goes where.
+
+    Raises:
+        ValueError: a channel that nothing in front gives, or that two operations give.
+    """
+    inlets: list[Inlet] = []
+    outlets: list[Outlet] = []
+    given: list[str] = []
+    from_caller = 0
+    for number, op in enumerate(basic_ops):
+        for index in range(op.num_extra_inputs):
+            channel = op._input_channels.get(index)
+            inside = channel in given
+            if channel is not None and not inside and channel not in incoming:
+                raise ValueError(
+                    f"extra input {index} of {type(op).__name__} (operation {number}) comes from channel {channel!r}, "
+                    "which no operation in front of it gives; call set_extra_output_channel on an earlier one"
+                )
+            inlets.append(Inlet(number, index, channel, -1 if inside else from_caller))
+            from_caller += not inside
+        for index in range(op.num_extra_outputs):
+            channel = op._output_channels.get(index)
+            if channel is not None:
+                if channel in given:
+                    raise ValueError(
+                        f"extra output {index} of {type(op).__name__} (operation {number}) goes to channel "
+                        f"{channel!r}, which an earlier operation gives already; use another name"
+                    )
+                given.append(channel)
+            to_user = index not in op._channel_only_outputs
+            outlets.append(Outlet(number, index, channel, to_user or channel in outgoing, to_user))
+    return Wiring(tuple(inlets), tuple(outlets), from_caller)
+
+
+def wrong_count(op: Any, direction: str, what: str, returned: Sequence[Any], count: int) -> RuntimeError:
+    return RuntimeError(f"{direction} of {type(op).__name__} returned {len(returned)} {what}, it has {count}")

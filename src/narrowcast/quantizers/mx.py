@@ -1,0 +1,138 @@
+"""Quantizers of the MX formats: one E8M0 scale per 32 elements of eight, six or four bits."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..formats import ELEMENT_FORMATS, DType
+from ..tensors import (
+    MXFP4Tensor,
+    MXFP4TensorStorage,
+    MXFP6Tensor,
+    MXFP6TensorStorage,
+    MXFP8Tensor,
+    MXFP8TensorStorage,
+)
+from .quantizer import Quantizer, element_dtype_of, fp8_dtype_of
+
+
+class _MXQuantizer(Quantizer):
+    """What the MX formats share: all but the element format and, through it, how codes are stored."""
+
+    dtype: DType
+    with_2d_quantization: bool
+
+    _takes_sources = True
+
+    def __init__(
+        self, element: DType, *, rowwise: bool, columnwise: bool, with_2d_quantization: bool
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._freeze(dtype=element, with_2d_quantization=bool(with_2d_quantization))
+
+    __call__ = Quantizer.quantize
+
+    def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
+        return numerics.mx.quantize(
+            x,
+            ELEMENT_FORMATS[self.dtype],
+            rowwise=self.rowwise_usage,
+            columnwise=self.columnwise_usage,
+            two_d=self.with_2d_quantization,
+        )
+
+
+class MXFP8Quantizer(_MXQuantizer):
+    """FP8 data with E8M0 scales per 32 elements of a row or column, or per 32x32 tile.
+
+    Args:
+        fp8_dtype: E4M3 or E5M2.
+        rowwise, columnwise: directions to produce.
+        with_2d_quantization: one scale per 32x32 tile, so that both directions hold the same codes.
+    Raises:
+        ValueError: another element format.
+    """
+
+    _storage_class = MXFP8TensorStorage
+    _tensor_class = MXFP8Tensor
+    _compatible_recipe = "MXFP8BlockScaling"
+
+    def __init__(
+        self,
+        fp8_dtype: DType | torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_2d_quantization: bool = False,
+    ) -> None:
+        super().__init__(
+            fp8_dtype_of(fp8_dtype),
+            rowwise=rowwise,
+            columnwise=columnwise,
+            with_2d_quantization=with_2d_quantization,
+        )
+
+
+class MXFP6Quantizer(_MXQuantizer):
+    """Six-bit data, four codes in three bytes, with E8M0 scales per 32 elements or per 32x32 tile.
+
+    Args:
+        fp6_dtype: E2M3 (three mantissa bits, values 0.125 to 7.5) or E3M2 (two, 0.0625 to 28).
+        rowwise, columnwise: directions to produce.
+        with_2d_quantization: one scale per 32x32 tile, so that both directions hold the same codes.
+    Raises:
+        ValueError: another element format.
+    """
+
+    _storage_class = MXFP6TensorStorage
+    _tensor_class = MXFP6Tensor
+    _compatible_recipe = "MXFP6BlockScaling"
+
+    def __init__(
+        self,
+        fp6_dtype: DType = DType.kFloat6E2M3,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_2d_quantization: bool = False,
+    ) -> None:
+        super().__init__(
+            element_dtype_of("fp6_dtype", fp6_dtype, DType.kFloat6E2M3, DType.kFloat6E3M2),
+            rowwise=rowwise,
+            columnwise=columnwise,
+            with_2d_quantization=with_2d_quantization,
+        )
+
+
+class MXFP4Quantizer(_MXQuantizer):
+    """E2M1 data, two codes per byte, with E8M0 scales per 32 elements or per 32x32 tile.
+
+    Args:
+        fp4_dtype: E2M1.
+        rowwise, columnwise: directions to produce.
+        with_2d_quantization: one scale per 32x32 tile, so that both directions hold the same codes.
+    Raises:
+        ValueError: another element format.
+    """
+
+    _storage_class = MXFP4TensorStorage
+    _tensor_class = MXFP4Tensor
+    _compatible_recipe = "MXFP4BlockScaling"
+
+    def __init__(
+        self,
+        fp4_dtype: DType = DType.kFloat4E2M1,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_2d_quantization: bool = False,
+    ) -> None:
+        super().__init__(
+            element_dtype_of("fp4_dtype", fp4_dtype, DType.kFloat4E2M1),
+            rowwise=rowwise,
+            columnwise=columnwise,
+            with_2d_quantization=with_2d_quantization,
+        )

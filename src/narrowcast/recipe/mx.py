@@ -1,0 +1,123 @@
+"""Microscaling: recipes with one power-of-two scale per 32 elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..quantizers import MXFP4Quantizer, MXFP6Quantizer, MXFP8Quantizer, Quantizer
+from .base import (
+    BACKWARD_TENSOR_TYPES,
+    BackwardOverride,
+    Format,
+    Recipe,
+    emulate_default,
+    fp8_dtype,
+    refuse_fp8_attention,
+    refuse_pure_e5m2,
+)
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """MXFP8: one E8M0 scale per 32 elements.
+
+    Args:
+        margin: accepted for compatibility; must be 0, the format has no use for it.
+        fp8_format: E4M3 or HYBRID.
+        enable_2d_quantization: 32x32 tiles for weights.
+    """
+
+    _family = "mxfp8"
+
+    margin: int = field(default_factory=lambda: 0)
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = None
+    enable_2d_quantization: bool = False
+    emulate: bool = field(default_factory=emulate_default)
+
+    def _check(self) -> None:
+        super()._check()
+        refuse_pure_e5m2(self, self.fp8_format)
+        refuse_fp8_attention(self)
+        if self.margin != 0:
+            raise ValueError(
+                f"MXFP8BlockScaling got margin={self.margin}; the format has no margin, leave it 0"
+            )
+
+    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
+        return MXFP8Quantizer(
+            fp8_dtype(self.fp8_format, tensor_type),
+            with_2d_quantization=self.enable_2d_quantization and tensor_type == "weight",
+        )
+
+
+@dataclass(frozen=True)
+class MXFP6BlockScaling(Recipe):
+    """MXFP6: six-bit elements, one E8M0 scale per 32 of them.
+
+    The default is E2M3 in the forward and E3M2 in the backward. Every group of 32 has a scale of its own, so inputs and
+    weights, whose groups are narrow, gain more from a third mantissa bit; gradients, whose groups spread over more
+    binades, would lose their small elements under E2M3 (a factor of 60 between its largest and its smallest value, 448
+    under E3M2). It is the choice that HYBRID makes between the two FP8 formats.
+
+    Args:
+        forward_format: Format.E2M3 or Format.E3M2, of inputs, weights and outputs.
+        backward_format: Format.E2M3 or Format.E3M2, of gradients.
+        enable_2d_quantization: 32x32 tiles for weights.
+    """
+
+    _family = "mxfp6"
+
+    forward_format: Format = Format.E2M3
+    backward_format: Format = Format.E3M2
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = None
+    enable_2d_quantization: bool = False
+    emulate: bool = field(default_factory=emulate_default)
+
+    def _check(self) -> None:
+        super()._check()
+        refuse_fp8_attention(self)
+        for name in ("forward_format", "backward_format"):
+            if getattr(self, name) not in (Format.E2M3, Format.E3M2):
+                raise ValueError(
+                    f"MXFP6BlockScaling got {name}={getattr(self, name)}; use Format.E2M3 or Format.E3M2"
+                )
+
+    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
+        backward = tensor_type in BACKWARD_TENSOR_TYPES
+        element = self.backward_format if backward else self.forward_format
+        return MXFP6Quantizer(
+            element.element.dtype,
+            with_2d_quantization=self.enable_2d_quantization and tensor_type == "weight",
+        )
+
+
+@dataclass(frozen=True)
+class MXFP4BlockScaling(Recipe):
+    """MXFP4: E2M1 elements, one E8M0 scale per 32 of them, all rounded to nearest.
+
+    It has neither the second scale nor the rotation nor the stochastic rounding of :class:`NVFP4BlockScaling`, which
+    are what makes four bits train; for gradients, consider ``backward_override``.
+
+    Args:
+        enable_2d_quantization: 32x32 tiles for weights.
+    """
+
+    _family = "mxfp4"
+
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: BackwardOverride = None
+    enable_2d_quantization: bool = False
+    emulate: bool = field(default_factory=emulate_default)
+
+    def _check(self) -> None:
+        super()._check()
+        refuse_fp8_attention(self)
+
+    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
+        return MXFP4Quantizer(with_2d_quantization=self.enable_2d_quantization and tensor_type == "weight")

@@ -1,0 +1,144 @@
+"""The storages and tensors of the formats by name: each is the one implementation with the record of its format.
+
+A class has a body of its own only where a format can make its column-wise data from the row-wise ones without rounding
+again: per-tensor FP8, whose codes do not depend on the direction, and the formats with square tiles, where a tile keeps
+its scale when it is transposed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .. import formats
+from ..formats import NVFP4_BLOCK, DType, cdiv
+from ..functional import transpose_codes
+from ..reference import codecs
+from .quantized_tensor import QuantizedTensor
+from .storage import QuantizedTensorStorage
+
+
+class Float8TensorStorage(QuantizedTensorStorage):
+    """Per-tensor FP8: ``_data`` uint8 (*lead, K); ``_transpose`` uint8 (K, *lead); ``_scale_inv`` fp32 (1,)."""
+
+    _LAYOUT = formats.FLOAT8
+
+    @property
+    def _fp8_dtype(self) -> DType:
+        return self._quantizer.dtype  # type: ignore[attr-defined]
+
+    @property
+    def _transpose_invalid(self) -> bool:
+        return self._transpose is None  # type: ignore[attr-defined]
+
+    def _create_columnwise(self) -> None:
+        self._transpose = transpose_codes(self._data)  # type: ignore[attr-defined]
+
+
+class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
+    """128-block FP8: data uint8 (*lead, K) and (K, *lead); scales fp32, for 1x128 blocks stored scale-row first."""
+
+    _LAYOUT = formats.FLOAT8_BLOCK_1D
+
+    @property
+    def _is_2D_scaled(self) -> bool:
+        return self._quantizer.block_scaling_dim == 2  # type: ignore[attr-defined]
+
+    def _create_columnwise(self) -> None:
+        if not self._is_2D_scaled:
+            super()._create_columnwise()
+        # a 128x128 tile keeps its scale when transposed: only the padding of the scale rows moves
+        described = self._quantizer.with_usage(columnwise=True)._describe_buffers(tuple(self.size()))  # type: ignore[attr-defined]
+        data, scale = self._rowwise_data, self._rowwise_scale_inv  # type: ignore[attr-defined]
+        self._columnwise_data = transpose_codes(data)
+        columnwise_scale = scale.new_zeros(described["_columnwise_scale_inv"][0])
+        rows_of_tiles, columns_of_tiles = scale.shape[0], columnwise_scale.shape[0]
+        columnwise_scale[:, :rows_of_tiles] = scale[:, :columns_of_tiles].t()
+        self._columnwise_scale_inv = columnwise_scale
+
+
+class MXFP8TensorStorage(QuantizedTensorStorage):
+    """MXFP8: data uint8 in logical shape for both directions; scales E8M0 bytes, padded to 128 x 4."""
+
+    _LAYOUT = formats.MXFP8
+
+
+class MXFP6TensorStorage(QuantizedTensorStorage):
+    """MXFP6: four codes in three bytes, (*lead, 3/4 K) and transposed (K, 3/4 M), zero-padded to blocks of 32."""
+
+    _LAYOUT = formats.MXFP6
+
+
+class MXFP4TensorStorage(QuantizedTensorStorage):
+    """MXFP4: two codes per byte, (*lead, K/2) and transposed (K, M/2), zero-padded to blocks of 32."""
+
+    _LAYOUT = formats.MXFP4
+
+
+class NVFP4TensorStorage(QuantizedTensorStorage):
+    """NVFP4: two codes per byte, (*lead, K/2) and transposed (K, M/2), zero-padded to blocks of 16; fp32 amaxes."""
+
+    _LAYOUT = formats.NVFP4
+
+    def _create_columnwise(self) -> None:
+        if not self._quantizer.with_2d_quantization:  # type: ignore[attr-defined]
+            super()._create_columnwise()
+        described = self._quantizer.with_usage(columnwise=True)._describe_buffers(tuple(self.size()))  # type: ignore[attr-defined]
+        data, scale, amax = self.rowwise_operand()
+        codes = codecs.unpack_codes(data, 4)
+        columns, packed_rows = described["_columnwise_data"][0]
+        rows = math.prod(codes.shape[:-1])
+        transposed = codes.new_zeros((columns, 2 * packed_rows))
+        transposed[:, :rows] = codes.view(rows, codes.shape[-1])[:, :columns].t()
+        self._columnwise_data = codecs.pack_codes(transposed, 4)
+        # a 16x16 tile keeps its scale when transposed; it is repeated on each of its rows
+        tiles = scale[:rows:NVFP4_BLOCK, : cdiv(columns, NVFP4_BLOCK)]
+        columnwise_scale = scale.new_zeros(described["_columnwise_scale_inv"][0])
+        columnwise_scale[:columns, : tiles.shape[0]] = tiles.t().repeat_interleave(NVFP4_BLOCK, dim=0)[
+            :columns
+        ]
+        self._columnwise_scale_inv = columnwise_scale
+        self._amax_columnwise = amax.clone()
+
+
+class HybridQuantizedTensorStorage(QuantizedTensorStorage):
+    """One format row-wise, another column-wise; three buffers each, those that a format lacks hold no elements."""
+
+    _LAYOUT = formats.HYBRID
+
+
+class IdentityTensorStorage(QuantizedTensorStorage):
+    """High precision: one buffer ``_hp_data`` in logical shape serves both directions."""
+
+    _LAYOUT = formats.IDENTITY
+
+
+class Float8Tensor(Float8TensorStorage, QuantizedTensor):
+    """Tensor over :class:`Float8TensorStorage`."""
+
+
+class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, QuantizedTensor):
+    """Tensor over :class:`Float8BlockwiseQTensorStorage`."""
+
+
+class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):
+    """Tensor over :class:`MXFP8TensorStorage`."""
+
+
+class MXFP6Tensor(MXFP6TensorStorage, QuantizedTensor):
+    """Tensor over :class:`MXFP6TensorStorage`."""
+
+
+class MXFP4Tensor(MXFP4TensorStorage, QuantizedTensor):
+    """Tensor over :class:`MXFP4TensorStorage`."""
+
+
+class NVFP4Tensor(NVFP4TensorStorage, QuantizedTensor):
+    """Tensor over :class:`NVFP4TensorStorage`."""
+
+
+class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
+    """Tensor over :class:`HybridQuantizedTensorStorage`."""
+
+
+class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
+    """Tensor over :class:`IdentityTensorStorage`."""

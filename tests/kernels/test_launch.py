@@ -1,0 +1,215 @@
+"""Launching: keys as fine as Triton's own, few calls on the way, and launches that become nodes of a graph."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from narrowcast import kernels
+from narrowcast.formats import E4M3
+
+from .conftest import HAS_TRITON
+
+if HAS_TRITON:
+    from narrowcast.kernels import activation, float8, float8_block, launch, norm, sources
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int64, torch.float8_e4m3fn)
+WIDE = (2**31 - 16, 2**31 - 1, 2**31, 2**31 + 16, 2**40 + 1, 2**63, -(2**31), -(2**40))
+INTS = (0, 1, 2, 3, 15, 16, 17, 48, -1, -16, *WIDE)
+
+
+def _triton_binder(count: int) -> Callable[..., Any]:
+    """What Triton itself specializes ``count`` arguments of a kernel on, for Hopper; without any GPU."""
+    try:
+        from triton.backends.compiler import GPUTarget
+        from triton.backends.nvidia.compiler import CUDABackend
+        from triton.runtime.jit import KernelParam, create_function_from_signature
+    except ImportError as error:
+        pytest.skip(f"this Triton has no binder where it is looked for: {error}")
+    names = [f"argument{i}" for i in range(count)]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    params = [KernelParam(i, parameter, False, False) for i, parameter in enumerate(parameters)]
+    backend = CUDABackend(GPUTarget("cuda", 90, 32))
+    binder = create_function_from_signature(inspect.Signature(parameters), params, backend)
+    return lambda *arguments: str(binder(*arguments)[1])
+
+
+def _random_argument(generator: random.Random) -> Any:
+    kind = generator.randrange(7)
+    if kind < 3:
+        # bytes 0, 1, ... from an aligned start, so that some views are aligned and some are not
+        dtype = generator.choice(DTYPES)
+        offset = generator.choice((0, 1, 2, 4, 8, 16, 32))
+        return torch.empty(80, dtype=dtype)[offset : offset + generator.choice((1, 16))]
+    if kind < 6:
+        return generator.choice(INTS)
+    return generator.choice((0.0, 1.0, -3.5, float("inf"), True, False, None))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_equal_keys_mean_equal_variants(count: int) -> None:
+    """Whatever Triton compiles a variant for differs in the launcher's key."""
+    binder, generator = _triton_binder(count), random.Random(count)
+    seen: dict[Any, tuple[str, Any]] = {}
+    repeated = 0
+    for _ in range(4000):
+        arguments = tuple(_random_argument(generator) for _ in range(count))
+        key, expected = launch.specialization(arguments), binder(*arguments)
+        known, first = seen.setdefault(key, (expected, arguments))
+        repeated += first is not arguments
+        assert known == expected, f"{first} and {arguments} have the key {key}"
+    assert repeated > 300  # else nothing was compared
+
+
+def test_every_size_of_one_kind_shares_a_variant() -> None:
+    """Shapes that vary from step to step make no new keys."""
+    keys = {launch.specialization((torch.empty(n * 16), n * 16, 0.5)) for n in range(1, 50)}
+    assert len(keys) == 1
+    assert len({launch.specialization((n,)) for n in range(2, 2000)}) == 2
+
+
+def test_unknown_argument_raises() -> None:
+    with pytest.raises(TypeError, match="cannot take an argument of <class 'str'>; pass a tensor"):
+        launch.specialization(("relu",))
+
+
+class _Variant:
+    """Stands for a compiled kernel and notes how many functions deep it was started."""
+
+    function, packed_metadata = 0, None
+
+    def __init__(self) -> None:
+        self.depths: list[int] = []
+
+    def run(self, *_: Any) -> None:
+        depth, frame = 0, sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != "_called":
+            depth, frame = depth + 1, frame.f_back
+        self.depths.append(depth)
+
+
+class _Kernel:
+    """Stands for a kernel whose every variant is compiled already."""
+
+    def __init__(self, variant: _Variant) -> None:
+        self.variant = variant
+
+    def __getitem__(self, _: Any) -> Callable[..., _Variant]:
+        return lambda *_, **__: self.variant
+
+
+def _called(function: Callable[[], object]) -> None:
+    function()
+
+
+X = torch.ones(128, 256, dtype=torch.bfloat16)
+BOTH: dict[str, Any] = {"rowwise": True, "columnwise": True}
+CURRENT: dict[str, Any] = {"power_2": False, "epsilon": 0.0, **BOTH}
+BLOCK: dict[str, Any] = {"block_dim": 1, "power_2": True, "epsilon": 0.0, **BOTH}
+
+
+def _normalized() -> Any:
+    weight = torch.ones(256, dtype=torch.bfloat16)
+    options = {"eps": 1e-5, "normalization": "RMSNorm", "zero_centered_gamma": False}
+    return sources.normalized(X, None, weight, None, with_amax=True, **options)[0]
+
+
+# What runs, functions from its entry to the compiled kernel's start, and launches.
+PATHS: dict[str, tuple[Callable[[], object], int, int]] = {
+    "current": (lambda: float8.quantize_current(X, E4M3, **CURRENT), 4, 2),
+    "given": (lambda: float8.quantize(X, torch.ones(1), E4M3, **BOTH), 4, 1),
+    "block": (lambda: float8_block.quantize(X, E4M3, **BLOCK), 4, 1),
+    "norm, current": (lambda: float8.quantize_current(_normalized(), E4M3, **CURRENT), 5, 2),
+    "norm, block": (lambda: float8_block.quantize(_normalized(), E4M3, **BLOCK), 5, 2),
+    "activation, current": (
+        lambda: float8.quantize_current(sources.activation(X, "swiglu"), E4M3, **CURRENT), 5, 2,
+    ),
+    "activation, given": (
+        lambda: float8.quantize(sources.activation(X, "swiglu"), torch.ones(1), E4M3, **BOTH), 4, 1,
+    ),
+    "activation, block": (lambda: float8_block.quantize(sources.activation(X, "swiglu"), E4M3, **BLOCK), 4, 1),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for the GPU")
+@pytest.mark.parametrize("name", PATHS)
+def test_few_functions_until_the_kernel_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = _Variant()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    for module in (activation, float8, float8_block, norm):
+        for value in vars(module).values():
+            if isinstance(value, launch.Launcher):
+                monkeypatch.setattr(value, "kernel", _Kernel(variant))
+                monkeypatch.setattr(value, "variants", {})
+    function, most, launches = PATHS[name]
+    _called(function)  # "compiles"
+    assert not variant.depths
+    _called(function)
+    assert len(variant.depths) == launches
+    # The path's own lambda is one of the functions.
+    assert max(variant.depths) <= most, variant.depths
+
+
+TRACED = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from narrowcast import kernels
+from narrowcast.formats import E4M3
+
+both = dict(rowwise=True, columnwise=True)
+current = dict(power_2=False, epsilon=0.0, **both)
+block = dict(block_dim=1, power_2=True, epsilon=0.0, **both)
+with FakeTensorMode():
+    x, scale = torch.empty(128, 256, dtype=torch.bfloat16, device="cuda"), torch.empty(1, device="cuda")
+    codes = torch.empty(128, 256, dtype=torch.uint8, device="cuda")
+functions = {
+    "current": (2, lambda x, scale, codes: kernels.float8.quantize_current(x, E4M3, **current)),
+    "given": (1, lambda x, scale, codes: kernels.float8.quantize(x, scale, E4M3, **both)),
+    "block": (1, lambda x, scale, codes: kernels.float8_block.quantize(x, E4M3, **block)),
+    "activation": (1, lambda x, scale, codes: kernels.float8.quantize(
+        kernels.sources.activation(x, "swiglu"), scale, E4M3, **both)),
+    "nvfp4": (2, lambda x, scale, codes: kernels.nvfp4.quantize(x, **both)),
+    "dequantize": (1, lambda x, scale, codes: kernels.dequantize.float8_transpose(
+        codes, scale, E4M3, torch.bfloat16)),
+}
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+for name, (launches, function) in functions.items():
+    nodes = make_fx(function, tracing_mode="fake")(x, scale, codes).graph.nodes
+    launched = [node.kwargs for node in nodes if "triton_kernel_wrapper" in str(node.target)]
+    assert len(launched) == launches, (name, launched)
+    for node in launched:
+        read = [value for value in node["kwargs"].values() if isinstance(value, torch.fx.Node)]
+        assert len(read) >= 2 and node["grid"][0][0] > 0, (name, node)
+for constants in kernel_side_table.constant_args.values():
+    assert not any(isinstance(value, torch.Tensor) for value in constants.values()), constants
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_a_trace_holds_the_launches() -> None:
+    """On fake CUDA tensors, without any GPU: grid, constants and outputs need shapes and dtypes alone."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_an_aligned_view_of_a_trace_is_told_by_its_offset() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(64, dtype=torch.uint8)
+        assert launch.is_aligned(x, 16) and launch.is_aligned(x[8:], 8)
+        assert not launch.is_aligned(x[2:], 4)
+    assert kernels.AVAILABLE

@@ -1,0 +1,134 @@
+"""Formats that differ in codecs and layouts alone: what a layer computes from them, eager and compiled, ragged too."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from modules import assert_same, compare_compiled, make_input, step
+from recipes import DEVICE, MORE_FORMATS
+
+import narrowcast as nc
+from narrowcast import ops
+
+each_recipe = pytest.mark.parametrize("name", MORE_FORMATS)
+
+
+def make_linear(inputs: int = 100, outputs: int = 33, **options: Any) -> nc.Linear:
+    torch.manual_seed(1)
+    return nc.Linear(inputs, outputs, device=DEVICE, params_dtype=torch.bfloat16, **options)
+
+
+def decoded(quantizer: nc.Quantizer, x: torch.Tensor, columnwise: bool) -> torch.Tensor:
+    usage = {"rowwise": not columnwise, "columnwise": columnwise}
+    return quantizer.with_usage(**usage).quantize(x.detach()).dequantize(dtype=torch.float32)
+
+
+@each_recipe
+@pytest.mark.parametrize("tokens", [1, 7, 33, 100])
+def test_linear_multiplies_the_decoded_operands(name: str, tokens: int) -> None:
+    layer, x, recipe = make_linear(), make_input(100, tokens), MORE_FORMATS[name]
+    with nc.autocast(recipe=recipe):
+        y = layer(x)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y)
+    dx, dw, db = torch.autograd.grad(y, (x, layer.weight, layer.bias), dy)
+    quantizers = recipe.linear_handles()
+    inp, weight, grad = (getattr(quantizers, k).both.quantizer for k in ("input", "weight", "grad_output"))
+    expected = {
+        "y": (y, decoded(inp, x, False) @ decoded(weight, layer.weight, False).t() + layer.bias.float()),
+        "dx": (dx, decoded(grad, dy, False) @ decoded(weight, layer.weight, True)),
+        "dw": (dw, decoded(grad, dy, True).t() @ decoded(inp, x, True)),
+        "db": (db, dy.float().sum(0)),
+    }
+    for what, (ours, theirs) in expected.items():
+        bound = 2**-8 * float(theirs.detach().abs().max())
+        torch.testing.assert_close(ours.float(), theirs.detach(), rtol=2**-8, atol=bound, msg=what)
+
+
+@each_recipe
+def test_linear_compiled(name: str) -> None:
+    compare_compiled(make_linear(), 100, MORE_FORMATS[name])
+    compare_compiled(make_linear(), 100, MORE_FORMATS[name], dynamic=True)
+
+
+@each_recipe
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_backward_override(name: str, override: str) -> None:
+    recipe = dataclasses.replace(MORE_FORMATS[name], backward_override=override)  # type: ignore[type-var]
+    compare_compiled(make_linear(), 100, recipe)
+
+
+@each_recipe
+def test_tiles_of_weights(name: str) -> None:
+    recipe = dataclasses.replace(MORE_FORMATS[name], enable_2d_quantization=True)  # type: ignore[type-var]
+    layer, x = make_linear(64, 96), make_input(64)
+    rows, columns = (
+        decoded(recipe.linear_handles().weight.both.quantizer, layer.weight, c) for c in (False, True)
+    )
+    assert torch.equal(rows, columns)
+    plain, tiled = step(layer, x, MORE_FORMATS[name]), step(layer, x, recipe)
+    assert not torch.equal(plain["out0"], tiled["out0"])
+
+
+@each_recipe
+def test_quantized_weights(name: str) -> None:
+    recipe = MORE_FORMATS[name]
+    with nc.quantized_model_init(recipe=recipe):
+        layer = make_linear()
+    kinds = {"mxfp6": nc.MXFP6Tensor, "mxfp4": nc.MXFP4Tensor}
+    assert type(layer.weight) is kinds[name]
+    assert_same(step(layer, make_input(100), recipe), step(make_linear(), make_input(100), recipe))
+
+
+@each_recipe
+def test_layernorm_mlp(name: str) -> None:
+    torch.manual_seed(1)
+    module = nc.LayerNormMLP(48, 72, device=DEVICE, params_dtype=torch.bfloat16)
+    compare_compiled(module, 48, MORE_FORMATS[name])
+
+
+@each_recipe
+def test_sequential_of_operations(name: str) -> None:
+    torch.manual_seed(1)
+    module = ops.Sequential(
+        ops.Linear(40, 96, device=DEVICE, dtype=torch.bfloat16),
+        ops.SwiGLU(),
+        ops.Linear(48, 24, device=DEVICE, dtype=torch.bfloat16),
+    )
+    compare_compiled(module, 40, MORE_FORMATS[name])
+
+
+@each_recipe
+def test_grouped_linear(name: str) -> None:
+    torch.manual_seed(1)
+    grouped = nc.GroupedLinear(3, 40, 33, device=DEVICE, params_dtype=torch.bfloat16, bias=False)
+    splits, x, recipe = [7, 0, 33], make_input(40), MORE_FORMATS[name]
+    with nc.autocast(recipe=recipe):
+        y = grouped(x, splits)
+    (dx,) = torch.autograd.grad(y.float().square().sum(), x)
+    start = 0
+    for index, size in enumerate(splits):
+        part = slice(start, start + size)
+        start += size
+        if not size:
+            continue
+        single = make_linear(40, 33, bias=False)
+        with torch.no_grad():
+            single.weight.copy_(getattr(grouped, f"weight{index}"))
+        results = step(single, x[part].detach().requires_grad_(True), recipe)
+        assert torch.equal(y[part].detach(), results["out0"]) and torch.equal(dx[part], results["d input"])
+
+
+@each_recipe
+def test_a_hybrid_half(name: str) -> None:
+    weight = MORE_FORMATS[name].make_quantizer("weight", 0)
+    x = torch.randn(33, 50).bfloat16()
+    hybrid = nc.HybridQuantizer(
+        rowwise_quantizer=weight,
+        columnwise_quantizer=nc.MXFP8Quantizer(nc.DType.kFloat8E4M3),
+        columnwise_source="rowwise_dequantized",
+    )
+    assert torch.equal(hybrid.quantize(x).dequantize(), copy.copy(weight).quantize(x).dequantize())
