@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..autograd import ActivationSettings, LayerNormMLPFunction, LayerNormMLPFwdArgs, activate
 from ..layers import Stage, checked_input, parameter_device, positive
@@ -63,6 +63,11 @@ class LayerNormMLP(NormLinearLayer):
         ``hidden_size``. TypeError: its dtype is not the parameters', outside ``torch.autocast``. RuntimeError: it lives
         on another device, or a quantized weight does not fit the recipe.
     """
+
+    fc1_weight: nn.Parameter
+    fc1_bias: nn.Parameter | None
+    fc2_weight: nn.Parameter
+    fc2_bias: nn.Parameter | None
 
     def __init__(
         self,
