@@ -28,15 +28,16 @@ def _real(variable: Any, translator: Any) -> Any:
         variable = variable.realize()
     if variable.is_python_constant():
         return variable.as_python_constant()
-    # a tuple or list that the traced code put together
-    if isinstance(getattr(variable, "items", None), list):
+    if isinstance(
+        getattr(variable, "items", None), list
+    ):  # a tuple or list that the traced code put together
         return [_real(item, translator) for item in variable.items]
     if hasattr(variable, "get_function"):
         return variable.get_function()
     if getattr(variable, "source", None) is not None:
         return variable.value
-    kind = variable.python_type()
-    if not dataclasses.is_dataclass(kind):
+    kind: Any = variable.python_type()
+    if not hasattr(kind, "__dataclass_fields__"):
         raise NotImplementedError
     names = [field.name for field in dataclasses.fields(kind)]
     return kind(**{name: _real(variable.var_getattr(translator, name), translator) for name in names})

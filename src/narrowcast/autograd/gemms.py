@@ -158,7 +158,14 @@ def linear_forward(
         operand, flat = plan.input, inp.reshape(rows, inp.shape[-1])
         seed = draw_seed(flat) if operand.stochastic else None
         x = operand.split(quantize(flat, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
-    w = weight_operand(weight, args)  # type: ignore[arg-type]
+    if (
+        args.workspace is None
+    ):  # as weight_operand(), in line: the way to the kernel is short for the host's sake
+        operand, scale, amax = plan.weight, scales.scale_fwd, scales.amax_fwd
+        seed = draw_seed(weight) if operand.stochastic else None  # type: ignore[arg-type]
+        w = operand.split(quantize(weight, operand.quantizer, seed, scale, amax))
+    else:
+        w = weight_operand(weight, args)  # type: ignore[arg-type]
     out = fprop(args, x, w, bias, rows, out_features)
     if (
         plan.save_original_input

@@ -162,7 +162,7 @@ class autocast:
             raise RuntimeError("this autocast is active already; make a new one to nest")
         state, compiling = THREAD.state, torch.compiler.is_compiling()
         if compiling and _CHECKPOINT_REFUSES_MUTATION:
-            torch._dynamo.comptime.comptime(_refuse_in_checkpoint)
+            torch._dynamo.comptime.comptime(_refuse_in_checkpoint)  # type: ignore[attr-defined]
         outermost = self.recipe is not None and state.traced is None
         if not compiling:
             state.entered.append(self)
