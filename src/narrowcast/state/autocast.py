@@ -270,12 +270,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     run = torch.utils.checkpoint.checkpoint
     if torch.compiler.is_compiling():
         return run(function, *args, use_reentrant=False, **kwargs)
-    state = THREAD.state
-    values = state.get()
-    if use_reentrant and state.traced is None and starts_a_step():
-        renew(
-            list(state.delayed)
-        )  # its first forward runs without gradients, where entering autocast begins no step
+    values = THREAD.state.get()
 
     @functools.wraps(function)
     def under_recipe(*inner_args: Any, **inner_kwargs: Any) -> Any:
