@@ -244,7 +244,8 @@ def read_scales_cases(x: Tensor) -> Iterator[Arguments]:
 def renewed_scales_cases(x: Tensor) -> Iterator[Arguments]:
     for algorithm in ("max", "most_recent"):
         scales = [torch.ones(n, device=x.device) for n in (3, 2)]
-        histories = [torch.rand(5, n, device=x.device) for n in (3, 2)]
+        used = torch.tensor([[0.0], [1], [1], [1], [1]], device=x.device)
+        histories = [torch.rand(5, n, device=x.device).mul_(used) for n in (3, 2)]
         amaxes = [
             torch.zeros(n, device=x.device) for n in (3, 2)
         ]  # no write is declared: nothing is to be written
@@ -309,13 +310,6 @@ def grouped_quantize_weights_cases(x: Tensor) -> Iterator[Arguments]:
             yield weights, quantizer, grouped_layout(quantizer._storage_name), seed_for(quantizer, x)
     for quantizer, *state in delayed_tail(x, 2):
         yield [matrix, matrix + 1], quantizer, "tensor", *state
-
-
-@family("grouped_calibrate_")
-def grouped_calibrate_cases(x: Tensor) -> Iterator[Arguments]:
-    for rows, splits in group_rows(x):
-        yield [rows], splits, torch.zeros(9, device=x.device), 1
-        yield [rows, rows + 1, rows], None, torch.zeros(9, device=x.device), 2
 
 
 @family("grouped_column_sum")

@@ -131,11 +131,13 @@ class DelayedLayer(RecipeOwner):
     def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
         """:meth:`_keep_state` in traced and eager code alike, of all stages at once, before any is read."""
         states = [(plan.forward_state, plan.backward_state) for plan in plans]
+        if states == [(None, None)] * len(states):
+            return
         if not torch.compiler.is_compiling():
             for prefix, (forward, backward) in zip(prefixes, states):
                 self._keep_state(prefix, forward, backward)
             return
-        torch._dynamo.comptime.comptime(_keep_states_while_tracing)
+        torch._dynamo.comptime.comptime(_keep_states_while_tracing)  # type: ignore[attr-defined]
 
     def _state_device(self, prefix: str) -> torch.device:
         return self._weight_of_state(prefix).device
@@ -185,7 +187,9 @@ class DelayedLayer(RecipeOwner):
         return slots
 
     def _slots(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> DelayedSlots:
-        scale, history, amax = (getattr(self, f"{prefix}{buffer}_{direction}") for buffer in _BUFFERS)
+        scale = getattr(self, f"{prefix}scale_{direction}")
+        history = getattr(self, f"{prefix}amax_history_{direction}")
+        amax = getattr(self, f"{prefix}amax_{direction}")
         return DelayedSlots(delayed, mode, scale, history, amax)
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
