@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from torch.torch_version import TorchVersion
 
 from .._device import get_device_compute_capability, is_mxfp8_available
-from ..recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from ..recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, share_plans
 from .delayed_scaling import DelayedState, renew
 
 
@@ -106,15 +106,19 @@ def get_default_recipe() -> Recipe:
 
 
 def checked_recipe(recipe: Any, owner: str) -> Any:
-    """A recipe or None.
+    """None, or a recipe with the plans that equal ones have made.
 
     Raises:
         TypeError: something else.
     """
-    if recipe is not None and not isinstance(recipe, Recipe):
+    if recipe is None:
+        return None
+    if not isinstance(recipe, Recipe):
         raise TypeError(
             f"{owner}: recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes"
         )
+    if not torch.compiler.is_compiling():
+        share_plans(recipe)
     return recipe
 
 
@@ -148,8 +152,9 @@ class autocast:
                     f"autocast got a {type(value).__name__} as a positional argument; write "
                     f"autocast(recipe={type(value).__name__}(...))"
                 )
-        checked_recipe(recipe, "autocast")
-        chosen = get_default_recipe() if recipe is None and (enabled or calibrating) else recipe
+        if recipe is None and (enabled or calibrating):
+            recipe = get_default_recipe()
+        chosen = checked_recipe(recipe, "autocast")
         self.enabled = enabled
         self.recipe = chosen if enabled else None
         self.calibrating = chosen if calibrating and not enabled else None
@@ -297,8 +302,8 @@ class quantized_model_init:
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        checked_recipe(recipe, "quantized_model_init")
-        self.recipe = (get_default_recipe() if recipe is None else recipe) if enabled else None
+        recipe = checked_recipe(get_default_recipe() if recipe is None else recipe, "quantized_model_init")
+        self.recipe = recipe if enabled else None
         self.preserve = preserve_high_precision_init_val
         self.previous: list[tuple[Recipe | None, bool]] = []
 
