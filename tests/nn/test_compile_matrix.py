@@ -541,7 +541,7 @@ def make_cell(
             made = case.build(**arguments)
     option.prepare(made)
     if option.autocast == "own":
-        nc.set_recipe(made, chosen)
+        made.recipe = chosen
     forward = in_autocast(made, chosen) if option.autocast == "inside" else made
     return Cell(case, made, compile(option.wrap(forward)), chosen, option.call, option.autocast == "around")
 
