@@ -225,6 +225,14 @@ def calibrate_cases(x: Tensor) -> Iterator[Arguments]:
     yield x, torch.zeros(4, 3, device=x.device), 1
 
 
+@family("grouped_calibrate_")
+def grouped_calibrate_cases(x: Tensor) -> Iterator[Arguments]:
+    rows = x.flatten(0, -2)
+    splits = torch.tensor([1, 0, max(rows.shape[0] - 2, 0)], device=x.device)
+    yield [rows], splits, torch.full((9,), 9.0, device=x.device), 0
+    yield [rows, 2 * rows, rows], None, torch.full((9,), 9.0, device=x.device), 1
+
+
 @family("renew_delayed_scaling")
 def renew_delayed_scaling_cases(x: Tensor) -> Iterator[Arguments]:
     for algorithm in ("max", "most_recent"):
