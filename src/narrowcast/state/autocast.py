@@ -166,8 +166,8 @@ class autocast:
         if self.previous is not None:
             raise RuntimeError("this autocast is active already; make a new one to nest")
         state, compiling = THREAD.state, torch.compiler.is_compiling()
-        if compiling and _CHECKPOINT_REFUSES_MUTATION:
-            torch._dynamo.comptime.comptime(_refuse_in_checkpoint)  # type: ignore[attr-defined]
+        if compiling:
+            torch._dynamo.comptime.comptime(_begin_writes)  # type: ignore[attr-defined]
         outermost = self.recipe is not None and state.traced is None
         if not compiling:
             state.entered.append(self)
@@ -180,10 +180,17 @@ class autocast:
             state.traced = compiling
         state.recipe, state.calibrating, state.group = self.recipe, self.calibrating, self.group
         state.depth += 1
+        if compiling:
+            torch._dynamo.comptime.comptime(_end_writes)  # type: ignore[attr-defined]
 
     def __exit__(self, *exception: Any) -> None:
         state, previous, self.previous = THREAD.state, self.previous, None
-        if not torch.compiler.is_compiling() and self in state.entered:
+        if torch.compiler.is_compiling():
+            torch._dynamo.comptime.comptime(_begin_writes)  # type: ignore[attr-defined]
+            state.set(previous)  # type: ignore[arg-type]
+            torch._dynamo.comptime.comptime(_end_writes)  # type: ignore[attr-defined]
+            return
+        if self in state.entered:
             later = state.entered[state.entered.index(self) + 1 :]
             state.entered.remove(self)
             if (
@@ -218,13 +225,27 @@ def starts_a_step() -> bool:
 _CHECKPOINT_REFUSES_MUTATION = TorchVersion(torch.__version__) < "2.13"
 
 
-def _refuse_in_checkpoint(context: Any) -> None:
-    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    if translator.output.current_tracer.parent is not None:
+def _begin_writes(context: Any) -> None:
+    """Have the compiler allow what an autocast writes inside a checkpoint: the end of the autocast takes it back.
+
+    Raises:
+        RuntimeError: inside a checkpoint, where this version of PyTorch allows nothing.
+    """
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
+    if not _CHECKPOINT_REFUSES_MUTATION:
+        tracer.allowed_before_autocast = tracer.allow_side_effects_in_hop
+        tracer.allow_side_effects_in_hop = True
+    elif tracer.parent is not None:
         raise RuntimeError(
             f"torch {torch.__version__} cannot compile an autocast that is entered inside torch.utils.checkpoint; give "
             "the layers their own recipe (narrowcast.set_recipe), or enter autocast around the checkpoint"
         )
+
+
+def _end_writes(context: Any) -> None:
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
+    if not _CHECKPOINT_REFUSES_MUTATION:
+        tracer.allow_side_effects_in_hop = tracer.allowed_before_autocast
 
 
 def register_delayed(owner: DelayedState) -> None:
