@@ -169,6 +169,36 @@ def test_a_compiled_layer_recomputed_by_eager_code(kind: str) -> None:
 
 
 @reentrance
+def test_a_compiled_layer_that_cannot_know_its_recipe_says_so(use_reentrant: bool) -> None:
+    """Compiled alone, it is traced again in the backward: never silently in high precision."""
+    layer, x = nc.Linear(32, 32, device="cpu"), torch.randn(16, 32, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with nc.autocast(recipe=RECIPES["current"]):
+        y = checkpoint(compiled, x, use_reentrant=use_reentrant)
+    with pytest.raises(Exception, match="give it its own recipe"):
+        y.sum().backward()
+
+
+@reentrance
+def test_a_compiled_function_that_enters_autocast_itself(use_reentrant: bool) -> None:
+    grads = []
+    for compile_it in (False, True):
+        torch.manual_seed(0)
+        layer, x = nc.Linear(32, 32, device="cpu"), torch.randn(16, 32, requires_grad=True)
+
+        def block(x: Tensor, layer: nc.Linear = layer) -> Tensor:
+            with nc.autocast(recipe=RECIPES["current"]):
+                return layer(x)
+
+        run = torch.compile(block, fullgraph=True, backend="aot_eager") if compile_it else block
+        with nc.autocast(recipe=RECIPES["mxfp8"]):
+            layer(x)  # its last recipe in eager code is another
+        checkpoint(run, x, use_reentrant=use_reentrant).square().sum().backward()
+        grads += [x.grad, layer.weight.grad]
+    assert torch.equal(grads[0], grads[2]) and torch.equal(grads[1], grads[3])
+
+
+@reentrance
 def test_layers_under_several_recipes(use_reentrant: bool) -> None:
     """Each layer recomputes under its own last recipe, whatever the others have."""
     results = []
