@@ -120,9 +120,8 @@ class DelayedLayer(RecipeOwner):
                 fresh = torch.zeros(shape, dtype=torch.float32, device=device)
                 setattr(self, f"{prefix}{buffer}_{direction}", fresh)
             self._reset_direction(prefix, direction, mode, delayed)
-        elif (
-            history.shape[0] != length
-        ):  # a shorter history keeps the first rows, a longer one gets rows of zeros
+        elif history.shape[0] != length:
+            # a shorter history keeps the first rows, a longer one gets rows of zeros
             fitted = history.new_zeros(length, history.shape[1])
             kept = min(length, history.shape[0])
             fitted[:kept] = history[:kept]
@@ -154,10 +153,8 @@ class DelayedLayer(RecipeOwner):
             getattr(self, f"{prefix}{buffer}_{direction}").zero_()
         scale = getattr(self, f"{prefix}scale_{direction}").fill_(first_scale(delayed, mode))
         if mode == "forward" and delayed.initial_scale == "range" and not scale.is_meta:
-            largest, amax = (
-                fp8_max(delayed, mode) / 2**delayed.margin,
-                self._weight_amax(prefix).to(scale.device),
-            )
+            largest = fp8_max(delayed, mode) / 2**delayed.margin
+            amax = self._weight_amax(prefix).to(scale.device)
             at = slice(WEIGHT_SLOT * self._groups, (WEIGHT_SLOT + 1) * self._groups)
             usable = (amax > 0) & amax.isfinite()
             scale[at] = torch.where(usable, torch.full_like(amax, largest) / amax, scale[at])
