@@ -8,6 +8,7 @@ a forward carries what its backward needs.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import warnings
 import weakref
@@ -22,6 +23,8 @@ from .._device import get_device_compute_capability, is_mxfp8_available
 from ..recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, share_plans
 from .delayed_scaling import DelayedState, renew
 
+_THREADS = itertools.count()
+
 
 class AutocastState:
     """What the autocast contexts of one thread ask for.
@@ -29,10 +32,11 @@ class AutocastState:
     ``recipe``: in force, where ``depth``, the number of entered contexts, is not 0. ``calibrating``: collects amax
     only. ``traced``: whether the outermost enabled context was entered in a graph; None outside of any. ``entered``:
     contexts that eager code has entered and not left, in order. ``delayed``: what keeps state of delayed scaling and
-    ran under an autocast of this thread.
+    ran under an autocast of this thread. ``thread``: which one; text, so that a graph may be guarded on it.
     """
 
     def __init__(self) -> None:
+        self.thread = str(next(_THREADS))
         self.recipe: Recipe | None = None
         self.calibrating: Recipe | None = None
         self.group: Any = None
