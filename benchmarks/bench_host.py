@@ -43,6 +43,18 @@ def ours() -> nc.Linear:
     return nc.Linear(FEATURES, FEATURES, bias=False, params_dtype=torch.bfloat16, device="cuda")
 
 
+def feed_forward() -> nc.LayerNormMLP:
+    return nc.LayerNormMLP(
+        FEATURES,
+        FEATURES,
+        bias=False,
+        normalization="RMSNorm",
+        activation="swiglu",
+        params_dtype=torch.bfloat16,
+        device="cuda",
+    )
+
+
 def batch() -> tuple[Tensor, Tensor]:
     x = torch.randn(TOKENS, FEATURES, device="cuda", dtype=torch.bfloat16)
     return x.requires_grad_(), torch.randn_like(x)
@@ -93,6 +105,9 @@ def contenders(chosen: Namespace) -> dict[str, Callable[[], Step]]:
 
     for name, recipe in RECIPES.items():
         makers[f"{name}, eager"] = lambda recipe=recipe: layer_step(recipe, None, False)
+        makers[f"{name}, LayerNormMLP, eager"] = lambda recipe=recipe: step_of(
+            mlp := feed_forward(), mlp, *batch(), recipe
+        )
         makers[f"{name}, compiled"] = lambda recipe=recipe: layer_step(recipe, None, True)
         makers[f"{name}, reduce-overhead"] = lambda recipe=recipe: layer_step(recipe, "reduce-overhead", True)
         makers[f"{name}, make_graphed_callables"] = lambda recipe=recipe: graphed_callable(recipe)

@@ -36,8 +36,8 @@ def _real(variable: Any, translator: Any) -> Any:
         return variable.get_function()
     if getattr(variable, "source", None) is not None:
         return variable.value
-    kind = variable.python_type()
-    if not dataclasses.is_dataclass(kind):
+    kind: Any = variable.python_type()
+    if not hasattr(kind, "__dataclass_fields__"):
         raise NotImplementedError
     names = [field.name for field in dataclasses.fields(kind)]
     return kind(**{name: _real(variable.var_getattr(translator, name), translator) for name in names})

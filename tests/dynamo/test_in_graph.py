@@ -25,7 +25,7 @@ import narrowcast as nc
 from narrowcast.dynamo import is_value_opaque_quantizer, register_value_opaque_quantizer
 from narrowcast.functional import dequantize as dequantize_operator
 from narrowcast.functional import quantize as quantize_operator
-from narrowcast.quantizers import handle_of, quantize_operand
+from narrowcast.quantizers import Operand
 
 BF16 = torch.bfloat16
 METHODS_TRACE = (
@@ -71,12 +71,12 @@ def test_operators(name: str) -> None:
 
 
 @some_variants
-def test_operands_through_a_handle(name: str) -> None:
-    handle = handle_of(VARIANTS[name])
+def test_operands(name: str) -> None:
+    operand = Operand.of(VARIANTS[name])
 
     def run(x: torch.Tensor) -> list[torch.Tensor]:
-        operand = quantize_operand(x * 2, handle)
-        return operand.rowwise_operand() + operand.columnwise_operand()
+        rowwise, columnwise, _ = operand.quantize(x * 2)
+        return rowwise + columnwise
 
     x = normal((3, 11, 50), BF16)
     torch.manual_seed(3)

@@ -12,7 +12,8 @@ from narrowcast import functional as F
 from narrowcast.quantizers import DelayedFloat8Quantizer
 
 E4M3 = nc.DType.kFloat8E4M3
-SHAPES = [(1, 4), (33, 40), (2, 5, 130)]
+SHAPES = [(1, 4), (33, 40), (2, 5, 130), (0, 32)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def seed_for(quantizer: nc.Quantizer) -> Tensor | None:
@@ -30,18 +31,19 @@ def delayed_state() -> tuple[Tensor, Tensor, DelayedFloat8Quantizer]:
     return torch.tensor([1.0, 24.0]), torch.zeros(2), DelayedFloat8Quantizer(E4M3, 1)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_fused_equals_unfused(name: str, shape: tuple[int, ...]) -> None:
+def test_fused_equals_unfused(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     quantizer = VARIANTS[name]
     seed = seed_for(quantizer)
-    x, residual = torch.randn(2, *shape, dtype=torch.bfloat16).unbind()
-    weight, bias = torch.randn(2, shape[-1], dtype=torch.bfloat16).unbind()
+    x, residual = torch.randn(2, *shape, dtype=dtype).unbind()
+    weight, bias = torch.randn(2, shape[-1], dtype=dtype).unbind()
 
     activation = F.act_quantize(x, "geglu", quantizer, [], seed)
     assert_same(activation, F.quantize(F.act(x, "geglu"), quantizer, seed))
 
-    grad = torch.randn(*shape[:-1], shape[-1] // 2, dtype=torch.bfloat16)
+    grad = torch.randn(*shape[:-1], shape[-1] // 2, dtype=dtype)
     *gradient, dbias = F.act_backward_quantize(grad, x, "geglu", quantizer, [], True, seed)
     dx = F.act_backward(grad, x, "geglu")
     assert_same([*gradient, dbias], F.quantize_dbias(dx, quantizer, seed))
@@ -88,7 +90,7 @@ def test_delayed_fused_equals_unfused(shape: tuple[int, ...]) -> None:
     dx, dweight, dbias = F.norm_backward(*gradients)
     fused = F.norm_backward_quantize(*gradients, quantizer, *state)
     both(fused, [*F.quantize(dx, quantizer, *expected_state), dweight, dbias])
-    assert amax[0] == 0 and amax[1] > 0
+    assert amax[0] == 0 and (amax[1] > 0 or not x.numel())
 
 
 def test_what_a_call_does_not_have_is_empty() -> None:

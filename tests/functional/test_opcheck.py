@@ -225,6 +225,14 @@ def calibrate_cases(x: Tensor) -> Iterator[Arguments]:
     yield x, torch.zeros(4, 3, device=x.device), 1
 
 
+@family("grouped_calibrate_")
+def grouped_calibrate_cases(x: Tensor) -> Iterator[Arguments]:
+    rows = x.flatten(0, -2)
+    splits = torch.tensor([1, 0, max(rows.shape[0] - 2, 0)], device=x.device)
+    yield [rows], splits, torch.full((9,), 9.0, device=x.device), 0
+    yield [rows, 2 * rows, rows], None, torch.full((9,), 9.0, device=x.device), 1
+
+
 @family("renew_delayed_scaling")
 def renew_delayed_scaling_cases(x: Tensor) -> Iterator[Arguments]:
     for algorithm in ("max", "most_recent"):
@@ -244,10 +252,10 @@ def read_scales_cases(x: Tensor) -> Iterator[Arguments]:
 def renewed_scales_cases(x: Tensor) -> Iterator[Arguments]:
     for algorithm in ("max", "most_recent"):
         scales = [torch.ones(n, device=x.device) for n in (3, 2)]
-        histories = [torch.rand(5, n, device=x.device) for n in (3, 2)]
-        amaxes = [
-            torch.zeros(n, device=x.device) for n in (3, 2)
-        ]  # no write is declared: nothing is to be written
+        used = torch.tensor([[0.0], [1], [1], [1], [1]], device=x.device)
+        histories = [torch.rand(5, n, device=x.device).mul_(used) for n in (3, 2)]
+        # no write is declared: nothing is to be written
+        amaxes = [torch.zeros(n, device=x.device) for n in (3, 2)]
         yield scales, histories, amaxes, [448.0, 57344.0], [0, 1], [algorithm] * 2
 
 

@@ -185,13 +185,13 @@ def test_native_equals_decoded(
     x, dy = (torch.randn(rows, n, generator=generator).bfloat16().to(device) for n in (K, N))
     w = [torch.randn(N, K, generator=generator).bfloat16().to(device) for _ in splits]
     bias = torch.randn(groups, N, generator=generator).bfloat16().to(device)
-    sizes = torch.tensor(splits, device=device)
+    group_sizes = torch.tensor(splits, device=device)
     layout = "tensor" if scaling == "tensor" else "padded"
     quantizers = QUANTIZERS[scaling]
     made = (
-        functional.grouped_quantize(x, sizes, quantizers[0], layout),
+        functional.grouped_quantize(x, group_sizes, quantizers[0], layout),
         functional.grouped_quantize_weights(w, quantizers[1], layout),
-        functional.grouped_quantize(dy, sizes, quantizers[2], layout),
+        functional.grouped_quantize(dy, group_sizes, quantizers[2], layout),
     )
     for kind, (left, right), (a, b) in (
         ("fprop", (0, 1), (False, False)), ("dgrad", (2, 1), (False, True)), ("wgrad", (2, 0), (True, True)),
@@ -201,12 +201,20 @@ def test_native_equals_decoded(
             for index, columnwise in ((left, a), (right, b))
         ]
         biases = [bias] if kind == "fprop" else []
-        common = (sizes, biases, torch.float32, rows, N, K, False, False)
+        sizes = (rows, N, K)
         native = module._multiply_native(
-            kind, operands[0], quantizers[left], layout, operands[1], quantizers[right], layout, *common
+            kind,
+            module._Operand(operands[0], quantizers[left], layout, torch.bfloat16),
+            module._Operand(operands[1], quantizers[right], layout, torch.bfloat16),
+            group_sizes,
+            bias if biases else None,
+            torch.float32,
+            module._Sizes(*sizes),
+            covered=False,
+            fast_accumulation=False,
         )
         decoded = functional.grouped_gemm(
             kind, operands[0], quantizers[left], layout, torch.bfloat16, operands[1], quantizers[right], layout,
-            torch.bfloat16, *common, True,
+            torch.bfloat16, group_sizes, biases, torch.float32, *sizes, False, False, True,
         )  # fmt: skip
         assert_near(native, decoded)

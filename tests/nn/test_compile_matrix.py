@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 import narrowcast as nc
+from narrowcast.recipe import linear_plan
 from narrowcast.testing import assert_close
 
 K, N, TOKENS = 48, 80, 40  # not multiples of every block size
@@ -227,7 +228,7 @@ def parameters_of_gemms(module: nn.Module) -> list[nn.Parameter]:
 def quantized_input(cell: Cell) -> list[Tensor]:
     quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
     if cell.recipe is not None and not cell.recipe.float8_per_tensor_scaling():
-        quantizer = cell.recipe.linear_handles().input.both.quantizer
+        quantizer = linear_plan(cell.recipe, "", True, True).input.quantizer
     x = cell.input()
     out = cell(quantizer.quantize(x))
     loss(out).backward()

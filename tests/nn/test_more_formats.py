@@ -13,6 +13,7 @@ from recipes import DEVICE, MORE_FORMATS
 
 import narrowcast as nc
 from narrowcast import ops
+from narrowcast.recipe import linear_plan
 
 each_recipe = pytest.mark.parametrize("name", MORE_FORMATS)
 
@@ -35,8 +36,8 @@ def test_linear_multiplies_the_decoded_operands(name: str, tokens: int) -> None:
         y = layer(x)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y)
     dx, dw, db = torch.autograd.grad(y, (x, layer.weight, layer.bias), dy)
-    quantizers = recipe.linear_handles()
-    inp, weight, grad = (getattr(quantizers, k).both.quantizer for k in ("input", "weight", "grad_output"))
+    plan = linear_plan(recipe, "", True, True)
+    inp, weight, grad = (operand.quantizer for operand in (plan.input, plan.weight, plan.grad_output))
     expected = {
         "y": (y, decoded(inp, x, False) @ decoded(weight, layer.weight, False).t() + layer.bias.float()),
         "dx": (dx, decoded(grad, dy, False) @ decoded(weight, layer.weight, True)),
@@ -65,9 +66,8 @@ def test_backward_override(name: str, override: str) -> None:
 def test_tiles_of_weights(name: str) -> None:
     recipe = dataclasses.replace(MORE_FORMATS[name], enable_2d_quantization=True)  # type: ignore[type-var]
     layer, x = make_linear(64, 96), make_input(64)
-    rows, columns = (
-        decoded(recipe.linear_handles().weight.both.quantizer, layer.weight, c) for c in (False, True)
-    )
+    quantizer = linear_plan(recipe, "", True, True).weight.quantizer
+    rows, columns = (decoded(quantizer, layer.weight, columnwise) for columnwise in (False, True))
     assert torch.equal(rows, columns)
     plain, tiled = step(layer, x, MORE_FORMATS[name]), step(layer, x, recipe)
     assert not torch.equal(plain["out0"], tiled["out0"])

@@ -41,9 +41,11 @@ def train(rank: int, model: nn.ModuleList, recipe: DelayedScaling, group: Any) -
         with nc.autocast(recipe=recipe):
             ys = [layer(x) for layer, x, _ in pairs]
         torch.autograd.backward(ys, [dy for _, _, dy in pairs])
+        model.eval()
         with torch.no_grad(), nc.autocast(recipe=recipe):
             if rank == 0:  # evaluation on one rank must not wait for the other
                 model[0](torch.zeros(1, 24))
+        model.train()
         nc.reduce_delayed_scaling(model, group)
     with nc.autocast(recipe=recipe):
         pass

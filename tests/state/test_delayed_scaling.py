@@ -316,26 +316,39 @@ def test_a_history_of_any_length() -> None:
 
 
 @pytest.mark.parametrize("larger", [False, True])
-def test_evaluation_leaves_the_state_alone(larger: bool) -> None:
+@pytest.mark.parametrize("manager", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_evaluation_leaves_the_state_alone(manager: Any, larger: bool) -> None:
     recipe = from_one(amax_history_len=4)
     layer = make_layer()
     for step in range(2):
         train_step(layer, recipe, draw(step, 6, 24), draw(step, 6, 40))
     before, x = buffers(layer), draw(4 if larger else 2, 6, 24)
-    for manager in (torch.no_grad, torch.inference_mode):
-        for _ in range(3):
-            with manager(), nc.autocast(recipe=recipe):
-                layer(x)
-            assert_same(buffers(layer), before)
     layer.eval()
-    with nc.autocast(recipe=recipe):  # an entry with gradients begins a step: it renews from the last one
-        renewed = buffers(layer)
-        y = layer(x)
-    y.backward(torch.ones_like(y))
-    assert_same(buffers(layer), renewed)
+    for _ in range(3):
+        with manager(), nc.autocast(recipe=recipe):
+            y = layer(x)
+        if y.requires_grad:
+            y.backward(torch.ones_like(y))
+        assert_same(buffers(layer), before)
     layer.train()
     train_step(layer, recipe, draw(2, 6, 24), draw(2, 6, 40))
-    assert not torch.equal(layer.amax_fwd, renewed[4])
+    assert not torch.equal(layer.amax_fwd, before[4])
+
+
+@pytest.mark.parametrize("manager", [torch.no_grad, torch.inference_mode])
+def test_a_training_layer_without_gradients_collects_nothing(manager: Any) -> None:
+    """It may be a checkpoint's first forward, so it renews; a step later nobody can tell."""
+    recipe, results = from_one(amax_history_len=4), []
+    for interrupted in (False, True):
+        layer = make_layer()
+        for step in range(3):
+            if interrupted and step:
+                with manager(), nc.autocast(recipe=recipe):
+                    layer(draw(4, 6, 24))
+                assert not layer.amax_fwd.any() and not layer.amax_bwd.any()
+            train_step(layer, recipe, draw(step, 6, 24), draw(step, 6, 40))
+        results.append(buffers(layer))
+    assert_same(*results)
 
 
 def test_graph_capture_and_disabled_regions_renew_nothing() -> None:

@@ -4,9 +4,9 @@ from .activation import ActivationSettings, activate
 from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
 from .concatenate import concatenate
 from .grouped_linear import Groups, grouped_linear
-from .layernorm_linear import LayerNormLinearFwdArgs, layernorm_linear
-from .layernorm_mlp import LayerNormMLPFwdArgs, layernorm_mlp
-from .linear import linear
+from .layernorm_linear import LayerNormLinearFunction, LayerNormLinearFwdArgs
+from .layernorm_mlp import LayerNormMLPFunction, LayerNormMLPFwdArgs
+from .linear import LinearFunction
 from .norm import NormSettings, normalize
 from .quantized_boundary import quantize_input_gradient, quantize_output
 from .weight_gradient import add_to_main_grad_, compute_wgrad
@@ -15,9 +15,12 @@ __all__ = [
     "ActivationSettings",
     "DelayedScales",
     "Groups",
+    "LayerNormLinearFunction",
     "LayerNormLinearFwdArgs",
+    "LayerNormMLPFunction",
     "LayerNormMLPFwdArgs",
     "LinearBwdArgs",
+    "LinearFunction",
     "LinearFwdArgs",
     "LinearWgrad",
     "NormSettings",
@@ -26,9 +29,6 @@ __all__ = [
     "compute_wgrad",
     "concatenate",
     "grouped_linear",
-    "layernorm_linear",
-    "layernorm_mlp",
-    "linear",
     "normalize",
     "quantize_input_gradient",
     "quantize_output",

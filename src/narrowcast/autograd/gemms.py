@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..functional import dequantize, gemm, quantize_dbias, transpose_codes
+from ..functional import dequantize, draw_seed, gemm, quantize, quantize_dbias, transpose_codes
 from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import IdentityQuantizer, OperandBuffers, Quantizer, buffers_of
 from ..tensors import (
@@ -52,19 +52,6 @@ def rows_of(tensor: Any) -> int:
     return rows
 
 
-def input_operand(inp: TensorOrQuantized, args: LinearFwdArgs) -> OperandBuffers:
-    """The input (*lead, K) as the GEMMs read it: quantized now, or as it came.
-
-    Raises:
-        RuntimeError: it came quantized without the column-wise data that the weight gradient reads.
-    """
-    plan, scales = args.plan, args.scales
-    if isinstance(inp, QuantizedTensorStorage):
-        wanted = plan.needs_weight and plan.backward_override is None
-        return with_columnwise(inp) if wanted else buffers_of(inp)
-    return plan.input.quantize(inp.reshape(rows_of(inp), inp.shape[-1]), scales.scale_fwd, scales.amax_fwd)
-
-
 def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
     """Buffers of a storage with column-wise data; per-tensor FP8 has its codes transposed where it lacks them.
 
@@ -86,15 +73,19 @@ def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
 
 
 def weight_operand(weight: Tensor | None, args: LinearFwdArgs) -> OperandBuffers:
-    """The weight (N, K) as the GEMMs read it: what is quantized already where that has the directions, or made now."""
+    """The weight (N, K) as the GEMMs read it: what is quantized already where that has the directions, or made now.
+
+    Args:
+        weight: None where what is quantized already is all there is.
+    """
     plan, scales, workspace = args.plan, args.scales, args.workspace
-    dgrad = plan.needs_input and plan.backward_override is None
-    if workspace is not None and (
-        weight is None or (workspace.rowwise and (workspace.columnwise or not dgrad))
-    ):
-        return workspace
-    assert weight is not None
-    return plan.weight.quantize(weight, scales.scale_fwd, scales.amax_fwd)
+    if workspace is not None:
+        dgrad = plan.needs_input and plan.backward_override is None
+        if weight is None or (workspace.rowwise and (workspace.columnwise or not dgrad)):
+            return workspace
+    operand: Any = plan.weight
+    seed = draw_seed(weight) if operand.stochastic else None  # type: ignore[arg-type]
+    return operand.split(quantize(weight, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
 
 
 def fprop(
@@ -157,12 +148,25 @@ def linear_forward(
     Args:
         weight: (N, K), plain or quantized. inp: (*lead, K), plain or quantized. bias: (N,) or None.
     """
-    plan, out_features = args.plan, weight.shape[0]
+    plan, scales, rows, out_features = args.plan, args.scales, rows_of(inp), weight.shape[0]
     if not plan.quantized:
         return _forward_in_high_precision(weight, inp, bias, args)
-    plain = None if isinstance(weight, QuantizedTensorStorage) and args.workspace is not None else weight
-    x, w = input_operand(inp, args), weight_operand(plain, args)  # type: ignore[arg-type]
-    out = fprop(args, x, w, bias, rows_of(inp), out_features)
+    if isinstance(inp, QuantizedTensorStorage):
+        wants_columns = plan.needs_weight and plan.backward_override is None
+        x = with_columnwise(inp) if wants_columns else buffers_of(inp)
+    else:
+        operand, flat = plan.input, inp.reshape(rows, inp.shape[-1])
+        seed = draw_seed(flat) if operand.stochastic else None
+        x = operand.split(quantize(flat, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
+    if (
+        args.workspace is None
+    ):  # as weight_operand(), in line: the way to the kernel is short for the host's sake
+        operand, scale, amax = plan.weight, scales.scale_fwd, scales.amax_fwd
+        seed = draw_seed(weight) if operand.stochastic else None  # type: ignore[arg-type]
+        w = operand.split(quantize(weight, operand.quantizer, seed, scale, amax))
+    else:
+        w = weight_operand(weight, args)  # type: ignore[arg-type]
+    out = fprop(args, x, w, bias, rows, out_features)
     if (
         plan.save_original_input
         and not isinstance(inp, QuantizedTensorStorage)
@@ -242,12 +246,13 @@ def linear_backward(
         )
     else:
         dy, grad_bias, operand = grad_output.reshape(rows, grad_output.shape[-1]), None, plan.grad_output
+        seed = draw_seed(dy) if operand.stochastic else None
         if args.needs_bias:
-            *buffers, sums = quantize_dbias(dy, operand.quantizer, operand.seed(dy), scale_bwd, args.amax_bwd)
-            grad, grad_bias = operand.split(buffers), sums.to(args.bias_dtype)
+            *buffers, sums = quantize_dbias(dy, operand.quantizer, seed, scale_bwd, args.amax_bwd)
+            grad_bias = sums.to(args.bias_dtype)
         else:
-            grad = operand.quantize(dy, scale_bwd, args.amax_bwd)
-        gradients = quantized_gradients(args, grad, grad_bias, inp, weight, rows)
+            buffers = quantize(dy, operand.quantizer, seed, scale_bwd, args.amax_bwd)
+        gradients = quantized_gradients(args, operand.split(buffers), grad_bias, inp, weight, rows)
     wgrad, dgrad, grad_bias = gradients
     return wgrad, None if dgrad is None else dgrad.view(*lead, args.shape[1]), grad_bias
 

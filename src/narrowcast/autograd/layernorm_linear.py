@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..tensors import QuantizedTensorStorage
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import SavedOperand, fprop, linear_backward, linear_bwd_args, saved_operand, weight_operand
 from .linear import saved_tensors
@@ -43,8 +42,7 @@ def _forward(
     normalized = normalized_operand(
         x, norm_weight, norm_bias, args.norm, linear, args.return_layernorm_output
     )
-    plain = None if isinstance(weight, QuantizedTensorStorage) and linear.workspace is not None else weight
-    w = weight_operand(plain, linear)
+    w = weight_operand(weight, linear)
     out = fprop(linear, normalized.operand, w, bias, x.shape[0], weight.shape[0])
     output = None
     if args.return_layernorm_output and normalized.output is not None:
@@ -58,8 +56,13 @@ def _forward(
     return out.view(*inp.shape[:-1], weight.shape[0]), output, of_norm, saved_input, saved_weight
 
 
-class _LayerNormLinearFunction(torch.autograd.Function):
-    """Boundary of :func:`layernorm_linear`: five operands in, five gradients out."""
+class LayerNormLinearFunction(torch.autograd.Function):
+    """Norm, then a quantized linear layer; differentiable in its five tensors.
+
+    Operands: inp (*lead, K); norm weight and bias (K,), no bias for RMSNorm; weight (N, K), plain or quantized; bias
+    (N,) or None; ``args``, which is not modified. The result is (*lead, N) in the activation dtype, where ``args`` ask
+    for it in a tuple with the norm's output (*lead, K).
+    """
 
     @staticmethod
     def forward(
@@ -95,27 +98,3 @@ class _LayerNormLinearFunction(torch.autograd.Function):
             grad = grad + grad_normalized[0].reshape(grad.shape)
         dx, dnorm_weight, dnorm_bias = norm_gradients(grad, inp, norm_weight, mean, rstd, ctx.norm)
         return dx, dnorm_weight, dnorm_bias, dw, db, None
-
-
-def layernorm_linear(
-    inp: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    args: LayerNormLinearFwdArgs,
-) -> tuple[Tensor, Tensor | None]:
-    """Norm, then a quantized linear layer; differentiable in its five tensors.
-
-    Args:
-        inp: (*lead, K). norm_weight, norm_bias: (K,); no bias for RMSNorm.
-        weight: (N, K), plain or quantized. bias: (N,) or None.
-        args: plan, state and options; not modified.
-    Returns:
-        (*lead, N) in the activation dtype; the norm's output (*lead, K) where ``args`` ask for it, else None.
-    """
-    plan = args.linear.plan
-    if not (plan.needs_input or plan.needs_weight or args.linear.needs_bias):
-        return _forward(inp, norm_weight, norm_bias, weight, bias, args)[:2]
-    result = _LayerNormLinearFunction.apply(inp, norm_weight, norm_bias, weight, bias, args)
-    return (result, None) if isinstance(result, Tensor) else result

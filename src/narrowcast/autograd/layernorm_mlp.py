@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..functional import act, act_backward, act_backward_quantize, act_quantize
+from ..functional import act, act_backward, act_backward_quantize, act_quantize, draw_seed
 from ..quantizers import OperandBuffers, Quantizer, buffers_of
 from ..recipe import LinearPlan
 from ..tensors import QuantizedTensorStorage
@@ -126,12 +126,8 @@ class _Saved(NamedTuple):
 
     def flat(self) -> list[Tensor | None]:
         """Its tensors, in order."""
-        operands = self[2:]
-        return [*self.of_norm, self.fc1_out, *(tensor for operand in operands for tensor in operand.tensors)]
-
-
-def _plain(weight: Any, args: LinearFwdArgs) -> Any:
-    return None if isinstance(weight, QuantizedTensorStorage) and args.workspace is not None else weight
+        fc1 = [*self.fc1_input.tensors, *self.fc1_weight.tensors]
+        return [*self.of_norm, self.fc1_out, *fc1, *self.fc2_input.tensors, *self.fc2_weight.tensors]
 
 
 def _forward(
@@ -147,10 +143,10 @@ def _forward(
     normalized = normalized_operand(
         x, tensors.norm_weight, tensors.norm_bias, args.norm, fc1, args.return_layernorm_output
     )
-    w1 = weight_operand(_plain(tensors.fc1_weight, fc1), fc1)
+    w1 = weight_operand(tensors.fc1_weight, fc1)
     hidden = fprop(fc1, normalized.operand, w1, tensors.fc1_bias, x.shape[0], features)
     activated, activation = _activated_operand(hidden, args)
-    w2 = weight_operand(_plain(tensors.fc2_weight, fc2), fc2)
+    w2 = weight_operand(tensors.fc2_weight, fc2)
     saved = _Saved(
         [inp, tensors.norm_weight, normalized.mean, normalized.rstd]
         if fc1.plan.needs_input
@@ -177,7 +173,7 @@ def _activated_operand(hidden: Tensor, args: LayerNormMLPFwdArgs) -> tuple[Opera
     if plan.needs_weight and plan.backward_override == "high_precision":
         output = act(hidden, name, parameters)
         return plan.input.quantize(output, scales.scale_fwd, scales.amax_fwd), output
-    seed = plan.input.seed(hidden)
+    seed = draw_seed(hidden) if plan.input.stochastic else None
     buffers = act_quantize(
         hidden, name, plan.input.quantizer, parameters, seed, scales.scale_fwd, scales.amax_fwd
     )
@@ -243,7 +239,7 @@ def _fc1_backward(
         operand.quantizer,
         parameters,
         fc1.needs_bias,
-        operand.seed(d_act),
+        draw_seed(d_act) if operand.stochastic else None,
         scale_bwd,
         fc1.amax_bwd,
     )
@@ -299,8 +295,14 @@ def _recompute(args: LayerNormMLPBwdArgs, again: Recomputation, kept: Sequence[A
 # -- the boundary ------------------------------------------------------------------------------------------------------
 
 
-class _LayerNormMLPFunction(torch.autograd.Function):
-    """Boundary of :func:`layernorm_mlp`: seven operands in, seven gradients out."""
+class LayerNormMLPFunction(torch.autograd.Function):
+    """Norm, quantized linear layer, activation, quantized linear layer; differentiable in its seven tensors.
+
+    Operands: inp (*lead, H); norm weight and bias (H,), no bias for RMSNorm; fc1's weight (F, H), or (2F, H) for a
+    gated activation, and bias; fc2's weight (H, F) and bias; weights plain or quantized, biases may be None; ``args``,
+    which is not modified: where the backward recomputes, its scales are copies. The result is (*lead, H) in the
+    activation dtype, where ``args`` ask for it in a tuple with the norm's output (*lead, H).
+    """
 
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> Any:
@@ -339,31 +341,3 @@ class _LayerNormMLPFunction(torch.autograd.Function):
             del computed
         grad_norm = grad_normalized[0] if grad_normalized else None
         return (*_backward(args, saved, dy, grad_norm, (fc1_scale, fc2_scale)), None)
-
-
-def layernorm_mlp(
-    inp: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    args: LayerNormMLPFwdArgs,
-) -> tuple[Tensor, Tensor | None]:
-    """Norm, quantized linear layer, activation, quantized linear layer; differentiable in its seven tensors.
-
-    Args:
-        inp: (*lead, H). norm_weight, norm_bias: (H,); no bias for RMSNorm.
-        fc1_weight: (F, H), or (2F, H) for a gated activation; plain or quantized. fc1_bias: its rows, or None.
-        fc2_weight: (H, F), plain or quantized. fc2_bias: (H,) or None.
-        args: plans, state and options; not modified. Where the backward recomputes, the scales are copies.
-    Returns:
-        (*lead, H) in the activation dtype; the norm's output (*lead, H) where ``args`` ask for it, else None.
-    """
-    operands = (inp, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    plan = args.fc2.plan
-    if not (plan.needs_input or plan.needs_weight or args.fc2.needs_bias):
-        return _forward(_Tensors(*operands), args, fc1_weight.shape[0])[:2]
-    result = _LayerNormMLPFunction.apply(*operands, args)
-    return (result, None) if isinstance(result, Tensor) else result

@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..tensors import TensorOrQuantized
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import linear_backward, linear_bwd_args, linear_forward
 from .quantized_boundary import plain_gradient
 
 
-class _LinearFunction(torch.autograd.Function):
-    """Boundary of :func:`linear`: three operands in, three gradients out; tensors are saved here and nowhere else."""
+class LinearFunction(torch.autograd.Function):
+    """Linear layer, differentiable in its three tensors, which are saved here and nowhere else.
+
+    Operands: weight (N, K), plain or quantized; inp (*lead, K), plain or quantized; bias (N,) or None; ``args``, which
+    is not modified. The result is (*lead, N) in the activation dtype.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, inp: Tensor, bias: Tensor | None, args: LinearFwdArgs) -> Tensor:
@@ -42,18 +45,3 @@ def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
     if not torch.compiler.is_compiling() and isinstance(ctx, torch.autograd.function.BackwardCFunction):
         ctx.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
     return saved
-
-
-def linear(weight: Tensor, inp: TensorOrQuantized, bias: Tensor | None, args: LinearFwdArgs) -> Tensor:
-    """Linear layer, differentiable in its three tensors.
-
-    Args:
-        weight: (N, K), plain or quantized. inp: (*lead, K), plain or quantized. bias: (N,) or None.
-        args: plan, state and options; not modified.
-    Returns:
-        (*lead, N) in the activation dtype.
-    """
-    plan = args.plan
-    if plan.needs_input or plan.needs_weight or args.needs_bias:
-        return _LinearFunction.apply(weight, inp, bias, args)
-    return linear_forward(weight, inp, bias, args)[0]

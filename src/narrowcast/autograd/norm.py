@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..functional import norm, norm_backward, norm_quantize
+from ..functional import draw_seed, norm, norm_backward, norm_quantize
 from ..quantizers import OperandBuffers
 from .arguments import LinearFwdArgs
 
@@ -46,7 +46,7 @@ def normalized_operand(
     if keep_output or (plan.needs_weight and plan.backward_override == "high_precision"):
         output, mean, rstd, _ = norm(x, None, weight, bias, *how)
         return Normalized(plan.input.quantize(output, scale, amax), output, mean, rstd)
-    quantizer, seed = plan.input.quantizer, plan.input.seed(x)
+    quantizer, seed = plan.input.quantizer, draw_seed(x) if plan.input.stochastic else None
     *buffers, mean, rstd, _ = norm_quantize(x, None, weight, bias, *how, quantizer, seed, scale, amax)
     return Normalized(plan.input.split(buffers), None, mean, rstd)
 

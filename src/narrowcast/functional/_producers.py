@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
-from .quantize import STATE, describe, encode_source
+from .quantize import STATE, describe
 
 Operator = Callable[..., Any]
 
@@ -85,7 +85,13 @@ def define_quantizing(producer: Producer) -> Operator:
         numerics = numerics_for(arguments[producer.like])
         source, further = producer.source(numerics, quantizer._needs_amax, *arguments)
         sums = producer.sums and arguments[-1]
-        return [*encode_source(numerics, source, quantizer, seed, scale, amax, sums), *further]
+        # as encode_source(), in line: these operators run much
+        x = source if quantizer._takes_sources else numerics.sources.materialize(source)
+        if scale is not None and quantizer._is_delayed():
+            buffers = quantizer._encode_scaled(numerics, x, scale, amax)
+        else:
+            buffers = quantizer._encode(numerics, x, seed)
+        return [*buffers, numerics.sources.column_sum(x), *further] if sums else [*buffers, *further]
 
     def fake(*given: Any) -> list[Tensor]:
         *arguments, _, _, _ = with_defaults(given)

@@ -94,9 +94,8 @@ def _renewed_scales(
     margins: list[int],
     algorithms: list[str],
 ) -> list[Tensor]:
-    if (
-        torch._C._current_graph_task_id() == -1
-    ):  # a backward recomputes: it sees the scales of the first forward
+    # a backward recomputes: it sees the scales of the first forward
+    if torch._C._current_graph_task_id() == -1:
         for state in zip(scales, histories, amaxes, fp8_maxes, margins, algorithms):
             scale, history, amax, fp8_max, margin, algorithm = state
             _renew_alike([scale], [history], [amax], fp8_max, margin, algorithm)

@@ -67,7 +67,10 @@ def encode_source(
     With ``column_sums`` the sums over all but the last dim, fp32 (K,), are the last output.
     """
     x = source if quantizer._takes_sources else numerics.sources.materialize(source)
-    buffers = encode(numerics, x, quantizer, seed, scale, amax)
+    if scale is not None and quantizer._is_delayed():
+        buffers = quantizer._encode_scaled(numerics, x, scale, amax)
+    else:
+        buffers = quantizer._encode(numerics, x, seed)
     return [*buffers, numerics.sources.column_sum(x)] if column_sums else buffers
 
 

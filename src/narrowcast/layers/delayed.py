@@ -120,9 +120,8 @@ class DelayedLayer(RecipeOwner):
                 fresh = torch.zeros(shape, dtype=torch.float32, device=device)
                 setattr(self, f"{prefix}{buffer}_{direction}", fresh)
             self._reset_direction(prefix, direction, mode, delayed)
-        elif (
-            history.shape[0] != length
-        ):  # a shorter history keeps the first rows, a longer one gets rows of zeros
+        elif history.shape[0] != length:
+            # a shorter history keeps the first rows, a longer one gets rows of zeros
             fitted = history.new_zeros(length, history.shape[1])
             kept = min(length, history.shape[0])
             fitted[:kept] = history[:kept]
@@ -131,11 +130,13 @@ class DelayedLayer(RecipeOwner):
     def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
         """:meth:`_keep_state` in traced and eager code alike, of all stages at once, before any is read."""
         states = [(plan.forward_state, plan.backward_state) for plan in plans]
+        if states == [(None, None)] * len(states):
+            return
         if not torch.compiler.is_compiling():
             for prefix, (forward, backward) in zip(prefixes, states):
                 self._keep_state(prefix, forward, backward)
             return
-        torch._dynamo.comptime.comptime(_keep_states_while_tracing)
+        torch._dynamo.comptime.comptime(_keep_states_while_tracing)  # type: ignore[attr-defined]
 
     def _state_device(self, prefix: str) -> torch.device:
         return self._weight_of_state(prefix).device
@@ -149,10 +150,8 @@ class DelayedLayer(RecipeOwner):
             getattr(self, f"{prefix}{buffer}_{direction}").zero_()
         scale = getattr(self, f"{prefix}scale_{direction}").fill_(first_scale(delayed, mode))
         if mode == "forward" and delayed.initial_scale == "range" and not scale.is_meta:
-            largest, amax = (
-                fp8_max(delayed, mode) / 2**delayed.margin,
-                self._weight_amax(prefix).to(scale.device),
-            )
+            largest = fp8_max(delayed, mode) / 2**delayed.margin
+            amax = self._weight_amax(prefix).to(scale.device)
             at = slice(WEIGHT_SLOT * self._groups, (WEIGHT_SLOT + 1) * self._groups)
             usable = (amax > 0) & amax.isfinite()
             scale[at] = torch.where(usable, torch.full_like(amax, largest) / amax, scale[at])
@@ -185,7 +184,9 @@ class DelayedLayer(RecipeOwner):
         return slots
 
     def _slots(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> DelayedSlots:
-        scale, history, amax = (getattr(self, f"{prefix}{buffer}_{direction}") for buffer in _BUFFERS)
+        scale = getattr(self, f"{prefix}scale_{direction}")
+        history = getattr(self, f"{prefix}amax_history_{direction}")
+        amax = getattr(self, f"{prefix}amax_{direction}")
         return DelayedSlots(delayed, mode, scale, history, amax)
 
     # -- what a forward reads ----------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ..autograd import (
     DelayedScales,
+    LinearFunction,
     LinearFwdArgs,
     LinearWgrad,
     add_to_main_grad_,
     compute_wgrad,
     concatenate,
-    linear,
 )
 from ..functional import calibrate_
 from ..functional.wgrad_store import WeightGradStore
@@ -277,7 +277,7 @@ class LinearLayer(DelayedLayer):
         ):  # the gradient does not go autograd's way
             plan = self._plan(None, stage, inp.requires_grad, weight)
             args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)
-            return linear(weight, inp, bias, args)
+            return LinearFunction.apply(weight, inp, bias, args)  # type: ignore[no-any-return]
         x = _plain(inp)
         return F.linear(x, _plain(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 

@@ -48,9 +48,10 @@ def set_recipe(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | None] | 
             )
         chosen.update(dict.fromkeys(found, value))
     for name, value in chosen.items():
-        owners[name].recipe = value
-        if isinstance(owners[name], DelayedLayer):
-            owners[name]._renewed_by_root = True
+        owner = owners[name]
+        owner.recipe = value
+        if isinstance(owner, DelayedLayer):
+            owner._renewed_by_root = True
     hooks: Any = model._forward_pre_hooks
     if renew_layers not in hooks.values():
         model.register_forward_pre_hook(renew_layers)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import LayerNormLinearFwdArgs, layernorm_linear
+from ..autograd import LayerNormLinearFunction, LayerNormLinearFwdArgs
 from ..layers import Stage, checked_input, parameter_device, positive
 from ..layers.norm import norm_settings
 from ..layers.parameters import parameter_dtype
@@ -121,7 +121,8 @@ class LayerNormLinear(NormLinearLayer):
         plan = self._plan(recipe, stage, self._norm_has_backward(inp), weight)
         linear = self._fwd_args(stage, plan, inp.dtype, weight, bias, first)
         args = LayerNormLinearFwdArgs(self.norm, linear, self.return_layernorm_output)
-        out, normalized = layernorm_linear(
-            inp, self.layer_norm_weight, self.layer_norm_bias, weight, bias, args
-        )
-        return self._returned(out, learned_bias, normalized)
+        norm_weight, norm_bias = self.layer_norm_weight, self.layer_norm_bias
+        result = LayerNormLinearFunction.apply(inp, norm_weight, norm_bias, weight, bias, args)
+        if isinstance(result, Tensor):
+            return self._returned(result, learned_bias, None)
+        return self._returned(result[0], learned_bias, result[1])

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..autograd import ActivationSettings, LayerNormMLPFwdArgs, activate, layernorm_mlp
+from ..autograd import ActivationSettings, LayerNormMLPFunction, LayerNormMLPFwdArgs, activate
 from ..layers import Stage, checked_input, parameter_device, positive
 from ..layers.norm import norm_settings
 from ..layers.parameters import parameter_dtype
@@ -63,6 +63,11 @@ class LayerNormMLP(NormLinearLayer):
         ``hidden_size``. TypeError: its dtype is not the parameters', outside ``torch.autocast``. RuntimeError: it lives
         on another device, or a quantized weight does not fit the recipe.
     """
+
+    fc1_weight: nn.Parameter
+    fc1_bias: nn.Parameter | None
+    fc2_weight: nn.Parameter
+    fc2_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -139,27 +144,12 @@ class LayerNormMLP(NormLinearLayer):
         """
         inp = checked_input(inp, self.hidden_size, "hidden_size", self.fc1_weight)
         recipe = self._recipe_in_force()
-        if recipe is not None:
-            out, normalized = self._quantized(inp, recipe, is_first_microbatch)
-        elif self.checkpoint and torch.is_grad_enabled():
-            out, normalized = checkpoint(self._in_high_precision, inp, is_first_microbatch)
-        else:
-            out, normalized = self._in_high_precision(inp, is_first_microbatch)
-        return self._returned(out, self.fc2_bias, normalized)
-
-    def _in_high_precision(self, inp: Tensor, first: bool | None) -> tuple[Tensor, Tensor]:
-        fc2, fc1 = self._stages
-        normalized = self._normalize(inp)
-        hidden = self._linear_in_high_precision(fc1, normalized, self.fc1_weight, self.fc1_bias, first)
-        bias = None if self.return_bias else self.fc2_bias
-        out = self._linear_in_high_precision(
-            fc2, activate(hidden, self.activation), self.fc2_weight, bias, first
-        )
-        return out, normalized
-
-    def _quantized(
-        self, inp: Tensor, recipe: Recipe, is_first_microbatch: bool | None
-    ) -> tuple[Tensor, Tensor | None]:
+        if recipe is None:
+            if self.checkpoint and torch.is_grad_enabled():
+                out, normalized = checkpoint(self._in_high_precision, inp, is_first_microbatch)
+            else:
+                out, normalized = self._in_high_precision(inp, is_first_microbatch)
+            return self._returned(out, self.fc2_bias, normalized)
         fc2, fc1 = self._stages
         fc1_weight, fc1_bias, fc2_weight = self.fc1_weight, self.fc1_bias, self.fc2_weight
         fc2_bias = None if self.return_bias else self.fc2_bias
@@ -187,7 +177,7 @@ class LayerNormMLP(NormLinearLayer):
             self.return_layernorm_output,
             forward_plans,
         )
-        return layernorm_mlp(
+        result = LayerNormMLPFunction.apply(
             inp,
             self.layer_norm_weight,
             self.layer_norm_bias,
@@ -197,6 +187,18 @@ class LayerNormMLP(NormLinearLayer):
             fc2_bias,
             args,
         )
+        result = (result, None) if isinstance(result, Tensor) else result
+        return self._returned(result[0], self.fc2_bias, result[1])
+
+    def _in_high_precision(self, inp: Tensor, first: bool | None) -> tuple[Tensor, Tensor]:
+        fc2, fc1 = self._stages
+        normalized = self._normalize(inp)
+        hidden = self._linear_in_high_precision(fc1, normalized, self.fc1_weight, self.fc1_bias, first)
+        bias = None if self.return_bias else self.fc2_bias
+        out = self._linear_in_high_precision(
+            fc2, activate(hidden, self.activation), self.fc2_weight, bias, first
+        )
+        return out, normalized
 
 
 def _check_repeatable(plan: LinearPlan, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd import linear, quantize_input_gradient, quantize_output
+from ..autograd import LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device, positive
 from ..layers.parameters import parameter_dtype
 from ..recipe import Recipe
@@ -134,7 +134,7 @@ class Linear(LinearLayer, nn.Linear):
             args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)
             if fp8_grad and plan.needs_input:
                 inp = quantize_input_gradient(inp, plan.grad_input, args.scales)
-            out = linear(weight, inp, bias, args)
+            out = LinearFunction.apply(weight, inp, bias, args)
             if fp8_output:
                 out = quantize_output(out, plan.output, args.scales)
         return (out, learned_bias) if self.return_bias else out

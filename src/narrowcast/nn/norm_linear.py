@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..autograd import NormSettings, normalize
 from ..layers import LinearLayer, Stage
@@ -18,6 +18,9 @@ class NormLinearLayer(LinearLayer):
     Parameters ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias``. ``options``: keyword arguments of
     :class:`LinearLayer`.
     """
+
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..formats import FLT_MAX, DType
+from ..formats import ELEMENT_FORMATS, FLT_MAX, DType
 from ..functional import calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
 from .quantizer import Quantizer, fp8_dtype_of, warn_ignored
@@ -80,7 +80,7 @@ class Float8CurrentScalingQuantizer(_Float8Base):
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
         return numerics.float8.quantize_current(
             x,
-            self._element_format(),
+            ELEMENT_FORMATS[self.dtype],
             power_2=self.force_pow_2_scales,
             epsilon=self.amax_epsilon,
             rowwise=self.rowwise_usage,
@@ -95,7 +95,7 @@ class Float8CurrentScalingQuantizer(_Float8Base):
     def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
         amax = reference.scaling.amax(tensor)
         torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
-        element = self._element_format()
+        element = ELEMENT_FORMATS[self.dtype]
         scale = reference.scaling.scale_from_amax(
             amax, element.max, power_2=self.force_pow_2_scales, epsilon=self.amax_epsilon, overflow=FLT_MAX
         )
@@ -153,7 +153,7 @@ class DelayedFloat8Quantizer(_Float8Base):
         return numerics.float8.quantize(
             x,
             _slot_of(scale, self.slot),
-            self._element_format(),
+            ELEMENT_FORMATS[self.dtype],
             rowwise=self.rowwise_usage,
             columnwise=self.columnwise_usage,
             amax=None if amax is None else _slot_of(amax, self.slot),

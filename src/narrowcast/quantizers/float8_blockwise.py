@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_1D, FLOAT8_BLOCK_2D, DType, Layout
+from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_1D, FLOAT8_BLOCK_2D, DType, Layout
 from ..tensors import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
 from .quantizer import Quantizer, fp8_dtype_of
 
@@ -66,7 +66,7 @@ class Float8BlockQuantizer(Quantizer):
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
         return numerics.float8_block.quantize(
             x,
-            self._element_format(),
+            ELEMENT_FORMATS[self.dtype],
             rowwise=self.rowwise_usage,
             columnwise=self.columnwise_usage,
             block_dim=self.block_scaling_dim,

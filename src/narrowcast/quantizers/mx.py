@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..formats import DType
+from ..formats import ELEMENT_FORMATS, DType
 from ..tensors import (
     MXFP4Tensor,
     MXFP4TensorStorage,
@@ -38,7 +38,7 @@ class _MXQuantizer(Quantizer):
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
         return numerics.mx.quantize(
             x,
-            self._element_format(),
+            ELEMENT_FORMATS[self.dtype],
             rowwise=self.rowwise_usage,
             columnwise=self.columnwise_usage,
             two_d=self.with_2d_quantization,

@@ -7,6 +7,7 @@ PyTorch versions an error. An operand stands beside it and says what the code ar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -61,11 +62,8 @@ class Operand:
 
     def split(self, buffers: list[Tensor]) -> OperandBuffers:
         """What a quantizing operator returned, by direction."""
-        return OperandBuffers(
-            [buffer for buffer, kept in zip(buffers, self.rowwise) if kept],
-            [buffer for buffer, kept in zip(buffers, self.columnwise) if kept],
-            self.quantizer,
-        )
+        rowwise, columnwise = compress(buffers, self.rowwise), compress(buffers, self.columnwise)
+        return OperandBuffers(list(rowwise), list(columnwise), self.quantizer)
 
     def quantize(self, x: Tensor, scale: Tensor | None = None, amax: Tensor | None = None) -> OperandBuffers:
         """Quantize ``x`` (*lead, K), fp32, bf16 or fp16, in traced or eager code, without gradient.

@@ -312,7 +312,8 @@ class Quantizer(QuantizerValue):
     ) -> GemmOperand:
         if self._format_layout().scale_group == (0, 0):  # one scale: it waits for the fp32 result
             data, scale_inv = buffers
-            return GemmOperand(codes_as_matrix(data, self._element_format(), columnwise).to(dtype), scale_inv)
+            codes = codes_as_matrix(data, ELEMENT_FORMATS[self.dtype], columnwise)  # type: ignore[attr-defined]
+            return GemmOperand(codes.to(dtype), scale_inv)
         # A code times a power of two is exact in bf16: it has at most four significant bits.
         decoded = self._decode(
             numerics, buffers, columnwise, dtype if self._scales_are_powers() else torch.float32
@@ -331,7 +332,8 @@ class Quantizer(QuantizerValue):
         data, scale_inv = buffers
         # The GEMM reads block scales outer-dim-major, which is how they are stored: hand over the transposed view.
         scale = scale_inv if layout.scale_group == (0, 0) else scale_inv.t()
-        return NativeOperand(codes_as_matrix(data, self._element_format(), columnwise), scale, layout.native)
+        codes = codes_as_matrix(data, ELEMENT_FORMATS[self.dtype], columnwise)  # type: ignore[attr-defined]
+        return NativeOperand(codes, scale, layout.native)
 
     def _resolve_storage_cls(self) -> type[QuantizedTensorStorage]:
         return self._storage_class if self.internal else self._tensor_class

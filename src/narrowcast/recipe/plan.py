@@ -79,7 +79,7 @@ def linear_plan(
     key = flags + recipe.plan_name(name)
     compiling = torch.compiler.is_compiling()
     if compiling:
-        torch._dynamo.comptime.comptime(_remember_while_tracing)
+        torch._dynamo.comptime.comptime(_remember_while_tracing)  # type: ignore[attr-defined]
     plan = getattr(recipe, key, None)
     if plan is None:
         plan = _build(recipe, name, needs_input, needs_weight, save_original_input, hands_over)
@@ -149,9 +149,26 @@ _IDENTITY = Operand.of(IdentityQuantizer())
 
 
 def _in_high_precision(needs_input: bool, needs_weight: bool) -> LinearPlan:
-    operands = (_IDENTITY,) * 7
-    flags = (False, False, False, False, needs_input, needs_weight, False)
-    return LinearPlan(False, *operands, "high_precision", *flags, None, None)
+    return LinearPlan(
+        quantized=False,
+        input=_IDENTITY,
+        weight=_IDENTITY,
+        grad_output=_IDENTITY,
+        kept_weight=_IDENTITY,
+        original_input=_IDENTITY,
+        output=_IDENTITY,
+        grad_input=_IDENTITY,
+        backward_override="high_precision",
+        emulate=False,
+        fast_fprop=False,
+        fast_dgrad=False,
+        fast_wgrad=False,
+        needs_input=needs_input,
+        needs_weight=needs_weight,
+        save_original_input=False,
+        forward_state=None,
+        backward_state=None,
+    )
 
 
 _IN_HIGH_PRECISION = {

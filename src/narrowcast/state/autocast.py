@@ -162,7 +162,7 @@ class autocast:
             raise RuntimeError("this autocast is active already; make a new one to nest")
         state, compiling = THREAD.state, torch.compiler.is_compiling()
         if compiling and _CHECKPOINT_REFUSES_MUTATION:
-            torch._dynamo.comptime.comptime(_refuse_in_checkpoint)
+            torch._dynamo.comptime.comptime(_refuse_in_checkpoint)  # type: ignore[attr-defined]
         outermost = self.recipe is not None and state.traced is None
         if not compiling:
             state.entered.append(self)
@@ -270,12 +270,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     run = torch.utils.checkpoint.checkpoint
     if torch.compiler.is_compiling():
         return run(function, *args, use_reentrant=False, **kwargs)
-    state = THREAD.state
-    values = state.get()
-    if use_reentrant and state.traced is None and starts_a_step():
-        renew(
-            list(state.delayed)
-        )  # its first forward runs without gradients, where entering autocast begins no step
+    values = THREAD.state.get()
 
     @functools.wraps(function)
     def under_recipe(*inner_args: Any, **inner_kwargs: Any) -> Any:

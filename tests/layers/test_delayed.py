@@ -1,0 +1,433 @@
+"""Delayed scaling as a property of the model it was set on: its state, its start, checkpoints, orders of use."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import narrowcast as nc
+from narrowcast.recipe import DelayedScaling, Float8CurrentScaling
+
+RECIPE = DelayedScaling(amax_history_len=3)
+STATE = [
+    f"{buffer}_{direction}" for direction in ("fwd", "bwd") for buffer in ("scale", "amax_history", "amax")
+]
+WAYS = ("autocast", "own", "set_recipe")
+Run = Callable[[Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """``recomputed``: None, or the ``use_reentrant`` of a checkpoint around each of the first two layers."""
+
+    def __init__(self, recomputed: bool | None = None) -> None:
+        super().__init__()
+        self.first = nc.Linear(32, 48, device="cpu")
+        self.mlp = nc.LayerNormMLP(48, 64, activation="swiglu", device="cpu")
+        self.last = nc.Linear(48, 32, device="cpu")
+        self.recomputed = recomputed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.mlp):
+            x = layer(x) if self.recomputed is None else checkpoint(layer, x, use_reentrant=self.recomputed)
+        return self.last(nn.functional.gelu(x))
+
+
+def built(how: str = "set_recipe", recomputed: bool | None = None, recipe: Any = RECIPE) -> Net:
+    torch.manual_seed(0)
+    model = Net(recomputed)
+    if how == "set_recipe":
+        nc.set_recipe(model, recipe)
+    elif how == "own":
+        for layer in (model.first, model.mlp, model.last):
+            layer.recipe = recipe
+    return model
+
+
+def entered(how: str) -> Any:
+    return nc.autocast(recipe=RECIPE) if how == "autocast" else contextlib.nullcontext()
+
+
+def batch(step: int) -> Tensor:
+    values = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+    return (values * (1 + 3 * step)).requires_grad_()
+
+
+def snapshot(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Gradients and state; the gradients are dropped."""
+    assert x.grad is not None
+    results = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    model.zero_grad()
+    return [tensor.clone() for tensor in (*results, *model.buffers())]  # type: ignore[union-attr]
+
+
+# -- what the state is -------------------------------------------------------------------------------------------------
+
+
+def test_no_state_before_the_layer_is_delayed() -> None:
+    layer = nc.Linear(16, 16, device="cpu")
+    layer(torch.randn(4, 16)).sum().backward()
+    with nc.autocast(recipe=Float8CurrentScaling()):
+        layer(torch.randn(4, 16)).sum().backward()
+    nc.set_recipe(layer, Float8CurrentScaling())
+    assert list(layer._buffers) == STATE
+    assert not list(layer.buffers())
+    assert list(layer.state_dict()) == ["weight", "bias"]
+
+
+def test_keys_and_sizes_are_there_from_the_moment_it_is() -> None:
+    layer = nc.Linear(16, 16, device="cpu")
+    nc.set_recipe(layer, RECIPE)
+    before = {name: buffer.shape for name, buffer in layer.named_buffers()}
+    assert list(before) == STATE
+    assert [*before.values()] == [(3,), (3, 3), (3,), (2,), (3, 2), (2,)]
+    for _ in range(2):
+        layer(torch.randn(4, 16)).sum().backward()
+    layer.eval()
+    layer(torch.randn(4, 16))
+    assert {name: buffer.shape for name, buffer in layer.named_buffers()} == before
+    assert all(buffer.dtype == torch.float32 for buffer in layer.half().buffers())
+    assert list(layer.state_dict()) == ["weight", "bias", *STATE]
+
+
+def test_nobody_keeps_a_layer_alive() -> None:
+    model = built("autocast")
+    for _ in range(2):
+        with nc.autocast(recipe=RECIPE):
+            y = model(batch(0))
+        y.sum().backward()
+    gone = [weakref.ref(layer) for layer in (model, model.first, model.mlp)]
+    del model, y
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
+
+
+# -- every order of use, eager and compiled ----------------------------------------------------------------------------
+
+
+def once(model: nn.Module, run: Run, how: str, x: Tensor) -> None:
+    with entered(how):
+        y = run(x)
+    y.square().sum().backward()
+
+
+def two_backwards(model: nn.Module, run: Run, how: str, x: Tensor) -> None:
+    with entered(how):
+        loss = run(x).square().sum()
+    loss.backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    model.zero_grad()
+    loss.backward()
+    assert torch.equal(first, x.grad)  # type: ignore[arg-type]
+
+
+def two_outstanding_forwards(model: nn.Module, run: Run, how: str, x: Tensor) -> None:
+    with entered(how):
+        y = run(x)
+    with entered(how):
+        z = run(x * 0.5)
+    (y.square().sum() + z.square().sum()).backward()
+
+
+def a_backward_after_a_later_step(model: nn.Module, run: Run, how: str, x: Tensor) -> None:
+    with entered(how):
+        loss = run(x).square().sum()
+    loss.backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    with entered(how):
+        later = run(x.detach() * 50)
+    later.square().sum().backward()
+    model.zero_grad()
+    loss.backward()
+    assert torch.equal(first, x.grad)  # type: ignore[arg-type]
+
+
+def evaluation_in_between(model: nn.Module, run: Run, how: str, x: Tensor) -> None:
+    once(model, run, how, x)
+    before = [buffer.clone() for buffer in model.buffers()]
+    model.eval()
+    with torch.no_grad(), entered(how):
+        run(x * 100)
+    run(x.detach() * 100).sum()  # with gradients, too, and outside of any autocast
+    model.train()
+    assert all(map(torch.equal, before, model.buffers()))
+
+
+ORDERS = (
+    once,
+    two_backwards,
+    two_outstanding_forwards,
+    a_backward_after_a_later_step,
+    evaluation_in_between,
+)
+
+
+def steps(order: Any, how: str, backend: str | None, recomputed: bool | None = None) -> list[Tensor]:
+    model = built(how, recomputed)
+    run = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
+    results = []
+    for step in range(3):
+        x = batch(step)
+        order(model, run, how, x)
+        results += snapshot(model, x)
+    return results
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    for index, (a, b) in enumerate(zip(ours, theirs)):
+        assert torch.equal(a, b), index
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("how", WAYS)
+def test_compiled_is_eager(order: Any, how: str) -> None:
+    assert_same(steps(order, how, "aot_eager"), steps(order, how, None))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_all_ways_to_give_the_recipe_are_one(order: Any) -> None:
+    root = steps(order, "set_recipe", None)
+    assert_same(steps(order, "own", None), root)
+    assert_same(steps(order, "autocast", None), root)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_evaluation_changes_nothing(how: str) -> None:
+    assert_same(steps(evaluation_in_between, how, None), steps(once, how, None))
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved_hooks", "reentrant"])
+def test_recomputation_changes_nothing(how: str, use_reentrant: bool) -> None:
+    assert_same(steps(once, how, None, recomputed=use_reentrant), steps(once, how, None))
+
+
+@pytest.mark.inductor
+def test_inductor_is_close_and_its_state_equal() -> None:
+    """All that quantizes is ours; between our operators Inductor may round otherwise."""
+    compiled, eager = (
+        steps(a_backward_after_a_later_step, "set_recipe", backend) for backend in ("inductor", None)
+    )
+    for a, b in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
+
+
+# -- checkpoints and copies --------------------------------------------------------------------------------------------
+
+
+def trained(count: int = 3) -> Net:
+    model = built()
+    for step in range(count):
+        model(batch(step)).square().sum().backward()
+        model.zero_grad()
+    return model
+
+
+def assert_goes_on_alike(ours: nn.Module, theirs: nn.Module) -> None:
+    for step in (7, 8):
+        results = []
+        for model in (ours, theirs):
+            x = batch(step)
+            model(x).square().sum().backward()
+            results.append(snapshot(model, x))
+        assert_same(*results)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_distributed_checkpoint_into_a_fresh_model(known: bool, tmp_path: Path) -> None:
+    """``known``: the fresh model was given its recipe before the load; else DCP alone cannot know of the state."""
+    import torch.distributed.checkpoint as dcp
+
+    model = trained()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    torch.manual_seed(5)
+    fresh = nc.set_recipe(Net(), RECIPE) if known else Net()
+    if known:
+        state = {"model": fresh.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        fresh.load_state_dict(state["model"])
+    else:
+        fresh.load_state_dict(model.state_dict())
+        nc.set_recipe(fresh, RECIPE)
+    assert_goes_on_alike(fresh, model)
+
+
+def test_state_dict_helpers_of_dcp() -> None:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    model, fresh = trained(), nc.set_recipe(Net(), RECIPE)
+    set_model_state_dict(fresh, get_model_state_dict(model))
+    assert_goes_on_alike(fresh, model)
+
+
+def test_deepcopy_goes_its_own_way() -> None:
+    model = trained()
+    copied = copy.deepcopy(model)
+    before = [buffer.clone() for buffer in model.buffers()]
+    copied(batch(9)).square().sum().backward()
+    copied(batch(9))
+    assert all(map(torch.equal, before, model.buffers()))
+    assert_goes_on_alike(copy.deepcopy(model), model)
+
+
+def test_averaged_model() -> None:
+    model = built()
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5), use_buffers=True
+    )
+    for step in range(3):
+        model(batch(step)).square().sum().backward()
+        model.zero_grad()
+        average.update_parameters(model)
+    names = dict(model.named_buffers())
+    averaged = dict(average.module.named_buffers())
+    assert list(averaged) == list(names)
+    average.eval()
+    assert average(batch(0)).isfinite().all()
+    assert not torch.equal(averaged["first.scale_fwd"], names["first.scale_fwd"])  # it keeps its own
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_buffers_that_are_swapped(compiled: bool) -> None:
+    """What ``functional_call`` passes is what is read and written; the layer's own does not move."""
+    layer, other = (
+        nc.Linear(32, 32, device="cpu", recipe=RECIPE),
+        nc.Linear(32, 32, device="cpu", recipe=RECIPE),
+    )
+    other.load_state_dict(layer.state_dict())
+    own = [buffer.clone() for buffer in layer.buffers()]
+    swapped = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+
+    def call(buffers: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, buffers, (x,))
+
+    run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    for step in range(3):
+        x, y = batch(step), batch(step)
+        run(swapped, x).square().sum().backward()
+        other(y).square().sum().backward()
+        assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+    for name, buffer in other.named_buffers():
+        assert torch.equal(swapped[name], buffer), name
+    assert all(map(torch.equal, own, layer.buffers()))
+
+
+def test_a_checkpoint_without_state_warns_and_starts_anew() -> None:
+    model, fresh = trained(), built()
+    without = {name: tensor for name, tensor in model.state_dict().items() if not _is_state(name)}
+    with pytest.warns(UserWarning, match="no delayed-scaling state for first"):
+        model.load_state_dict(without)
+    fresh.load_state_dict({**fresh.state_dict(), **without}, strict=True)
+    for name, buffer in model.named_buffers():
+        if "scale" not in name:
+            assert not buffer.any(), name
+
+
+def test_a_checkpoint_with_part_of_the_state_is_refused() -> None:
+    model = built()
+    partial = model.state_dict()
+    del partial["mlp.fc1_amax_history_fwd"]
+    with pytest.raises(RuntimeError, match="lacks.*fc1_amax_history_fwd"):
+        model.load_state_dict(partial)
+
+
+def _is_state(name: str) -> bool:
+    return any(name.endswith(ending) for ending in STATE)
+
+
+# -- over ranks --------------------------------------------------------------------------------------------------------
+
+
+def reduce_on_a_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        model = built()
+        for step in range(3):
+            layer = model.last if (step + rank) % 2 else model.first  # another layer runs on each rank
+            x = torch.randn(8, layer.in_features, generator=torch.Generator().manual_seed(2 * step + rank))
+            nc.set_recipe(layer, RECIPE)
+            layer(x).square().sum().backward()
+            nc.reduce_delayed_scaling(model)
+        results: dict[str, Any] = {
+            "amax": {n: b for n, b in model.named_buffers() if "amax_history" not in n}
+        }
+        other = built() if rank else nn.ModuleList([built(), built()])
+        for attempt in ("first", "second"):  # after an error the group still works
+            try:
+                nc.reduce_delayed_scaling(other)
+                results[attempt] = "nothing"
+            except RuntimeError as error:
+                results[attempt] = str(error)
+        nc.reduce_delayed_scaling(model)
+        torch.save(results, f"{folder}/rank{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_reduction_over_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(reduce_on_a_rank, tmp_path, 2, 90)
+    for name, tensor in first["amax"].items():
+        if name.split(".")[1].startswith("amax"):
+            assert torch.equal(tensor, second["amax"][name]), name
+    for attempt in ("first", "second"):
+        assert "delayed scales, others keep between" in first[attempt]
+        assert "delayed scales, others keep between" in second[attempt]
+
+
+# -- the start ---------------------------------------------------------------------------------------------------------
+
+
+def losses(recipe: Any) -> list[float]:
+    """Of a small residual network, whose gradients are as small as those of a step over a million tokens."""
+    torch.manual_seed(0)
+    layers = [nc.LayerNormMLP(32, 64, activation="gelu", device="cpu") for _ in range(4)]
+    head = nc.Linear(32, 64, device="cpu")
+    model = nn.ModuleList([*layers, head])
+    embedding = nn.Embedding(64, 32)
+    root = nn.Module()
+    root.model, root.embedding = model, embedding
+    if recipe is not None:
+        nc.set_recipe(root, recipe)
+        renew = next(iter(root._forward_pre_hooks.values()))
+    optimizer = torch.optim.Adam(root.parameters(), lr=3e-3)
+    tokens = torch.randint(0, 64, (1024,), generator=torch.Generator().manual_seed(1))
+    seen = []
+    for _ in range(7):
+        if recipe is not None:
+            renew(root, ())
+        x = embedding(tokens)
+        for layer in layers:
+            x = x + layer(x)
+        loss = nn.functional.cross_entropy(head(x), (tokens * 7 + 3) % 64)
+        seen.append(loss.item())
+        optimizer.zero_grad()
+        (loss / 1024).backward()  # this batch is one of 1024 whose gradients are accumulated
+        optimizer.step()
+    return seen
+
+
+def test_the_first_steps_learn_as_current_scaling_does() -> None:
+    current, ours = losses(Float8CurrentScaling()), losses(DelayedScaling(amax_history_len=4))
+    from_one = losses(DelayedScaling(amax_history_len=4, initial_scale="one"))
+    print(current, ours, from_one, file=sys.stderr)
+    progress = current[0] - current[-1]
+    assert progress > 0.2
+    assert abs(ours[-1] - current[-1]) < 0.1 * progress
+    assert from_one[-1] - current[-1] > 0.2 * progress

@@ -1,0 +1,200 @@
+"""Activation recomputation from outside: whoever calls it knows nothing of recipes, and every bit is right."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import narrowcast as nc
+
+RECIPES = {
+    "current": nc.recipe.Float8CurrentScaling(),
+    "delayed": nc.recipe.DelayedScaling(amax_history_len=3),
+    "mxfp8": nc.recipe.MXFP8BlockScaling(),
+}
+Wrap = Callable[[nn.Module], Callable[..., Tensor]]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nc.GroupedLinear(2, 32, 32, device="cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, [4, x.shape[0] - 4])
+
+
+def make_layers() -> list[nn.Module]:
+    return [
+        nc.Linear(32, 32, device="cpu"),
+        nc.LayerNormMLP(32, 48, activation="swiglu", device="cpu"),
+        Experts(),
+        nc.ops.Sequential(
+            nc.ops.Linear(32, 48, device="cpu"), nc.ops.GELU(), nc.ops.Linear(48, 32, device="cpu")
+        ),
+        nc.LayerNormLinear(32, 32, device="cpu"),
+    ]
+
+
+class Model(nn.Module):
+    """``wrap``: what runs each layer in place of a call."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.layers, self.wrap = nn.ModuleList(make_layers()), wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.wrap(layer)(x)
+        return x
+
+
+def plainly(layer: nn.Module) -> Callable[..., Tensor]:
+    return layer
+
+
+def recomputed(layer: nn.Module, use_reentrant: bool) -> Callable[..., Tensor]:
+    return lambda x: checkpoint(layer, x, use_reentrant=use_reentrant)
+
+
+def wrapped_by_fsdp(model: nn.Module) -> nn.Module:
+    """The layers in the wrappers that FSDP users, and torchtitan, put around blocks."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(layer)
+    return model
+
+
+def give(model: nn.Module, how: str, recipe: Any) -> Callable[[], Any]:
+    """Tell a model its recipe; what to enter around the forward alone, its backward runs outside."""
+    if how == "set_recipe":
+        nc.set_recipe(model, recipe)
+    elif how == "own":
+        for module in model.modules():
+            if hasattr(type(module), "recipe"):
+                module.recipe = recipe
+    return functools.partial(nc.autocast, recipe=recipe) if how == "autocast" else contextlib.nullcontext
+
+
+def train(
+    model: nn.Module, enter: Callable[[], Any], run: Callable[..., Tensor] | None = None
+) -> list[Tensor]:
+    """Three steps: outputs, gradients, and the state of delayed scaling after each."""
+    results = []
+    for step in range(3):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)) * (1 + 2 * step)
+        x.requires_grad_()
+        with enter():
+            y = model(x) if run is None else run(x)
+        y.square().mean().backward()
+        results += [y.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+        results += [buffer.clone() for buffer in model.buffers()]
+        model.zero_grad()
+    return results
+
+
+def built(wrap: Wrap = plainly) -> Model:
+    torch.manual_seed(0)
+    return Model(wrap)
+
+
+@functools.cache
+def expected(how: str, kind: str) -> list[Tensor]:
+    model = built()
+    return train(model, give(model, how, RECIPES[kind]))
+
+
+def assert_expected(results: list[Tensor], how: str, kind: str) -> None:
+    wanted = expected(how, kind)
+    assert len(results) == len(wanted)
+    for index, (a, b) in enumerate(zip(results, wanted)):
+        assert torch.equal(a, b), index
+
+
+ways = pytest.mark.parametrize("how", ["autocast", "own", "set_recipe"])
+kinds = pytest.mark.parametrize("kind", RECIPES)
+reentrance = pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved_hooks", "reentrant"])
+
+
+@reentrance
+@ways
+@kinds
+def test_around_single_layers(kind: str, how: str, use_reentrant: bool) -> None:
+    model = built(functools.partial(recomputed, use_reentrant=use_reentrant))
+    assert_expected(train(model, give(model, how, RECIPES[kind])), how, kind)
+
+
+@reentrance
+@ways
+@kinds
+def test_around_the_whole_model(kind: str, how: str, use_reentrant: bool) -> None:
+    model = built()
+    enter = give(model, how, RECIPES[kind])
+    assert_expected(train(model, enter, recomputed(model, use_reentrant)), how, kind)
+
+
+@ways
+@kinds
+def test_in_the_wrapper_of_fsdp(kind: str, how: str) -> None:
+    model = wrapped_by_fsdp(built())
+    assert_expected(train(model, give(model, how, RECIPES[kind])), how, kind)
+
+
+@pytest.mark.parametrize(
+    "kind, how",
+    [("delayed", "autocast"), ("delayed", "own"), ("delayed", "set_recipe"), ("mxfp8", "autocast")],
+)
+def test_compiled(kind: str, how: str) -> None:
+    model = built(functools.partial(recomputed, use_reentrant=False))
+    enter = give(model, how, RECIPES[kind])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_expected(train(model, enter, compiled), how, kind)
+
+
+@pytest.mark.parametrize("kind", ["current", "delayed"])
+def test_a_compiled_layer_recomputed_by_eager_code(kind: str) -> None:
+    model = built()
+    enter = give(model, "set_recipe", RECIPES[kind])
+    compiled = {layer: torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in model.layers}
+    model.wrap = lambda layer: lambda x: checkpoint(compiled[layer], x, use_reentrant=False)
+    assert_expected(train(model, enter), "set_recipe", kind)
+
+
+@reentrance
+def test_layers_under_several_recipes(use_reentrant: bool) -> None:
+    """Each layer recomputes under its own last recipe, whatever the others have."""
+    results = []
+    for wrap in (plainly, functools.partial(recomputed, use_reentrant=use_reentrant)):
+        model = built(wrap)
+        table = {"layers.0": RECIPES["current"], "layers.1": RECIPES["mxfp8"], "layers.3": RECIPES["delayed"]}
+        nc.set_recipe(model, table)
+        results.append(train(model, contextlib.nullcontext))
+    assert all(map(torch.equal, *results))
+
+
+@reentrance
+def test_recomputation_does_not_go_by_what_was_entered_since(use_reentrant: bool) -> None:
+    """The last forward was in high precision; that of another layer since then was not."""
+    first, other = built(functools.partial(recomputed, use_reentrant=use_reentrant)), built()
+    x = torch.randn(16, 32, requires_grad=True)
+    with nc.autocast(enabled=False):
+        y = first(x)
+    with nc.autocast(recipe=RECIPES["current"]):
+        other(x)
+    (grad,) = torch.autograd.grad(y.square().sum(), x) if not use_reentrant else _reentrant_grad(y, x)
+    (wanted,) = torch.autograd.grad(built()(x).square().sum(), x)
+    assert torch.equal(grad, wanted)
+
+
+def _reentrant_grad(y: Tensor, x: Tensor) -> tuple[Tensor]:
+    y.square().sum().backward()  # the reentrant form knows no autograd.grad
+    assert x.grad is not None
+    return (x.grad,)

@@ -1,0 +1,224 @@
+"""A layer's own recipe: by constructor, by ``set_recipe`` with patterns and JSON; ``autocast`` wins where entered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, recipes_to_json
+
+CURRENT, MXFP8 = Float8CurrentScaling(), MXFP8BlockScaling()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nc.LayerNormLinear(32, 32, device="cpu")
+        self.mlp = nn.Sequential(nc.Linear(32, 64, device="cpu"), nn.GELU(), nc.Linear(64, 32, device="cpu"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x + self.attention(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.lm_head = nc.Linear(32, 16, device="cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+def output(model: nn.Module, x: Tensor, recipe: Any = None) -> Tensor:
+    """Under an autocast, or, without a recipe, under none at all."""
+    if recipe is None:
+        return model(x)
+    with nc.autocast(recipe=recipe):
+        return model(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **own: nc.Linear(32, 48, device="cpu", **own),
+        lambda **own: nc.LayerNormLinear(32, 48, device="cpu", **own),
+        lambda **own: nc.LayerNormMLP(32, 48, device="cpu", **own),
+    ],
+    ids=["linear", "layernorm_linear", "layernorm_mlp"],
+)
+def test_a_layer_runs_under_the_recipe_it_was_made_with(make: Any) -> None:
+    own, other, x = make(recipe=CURRENT), make(), torch.randn(16, 32)
+    other.load_state_dict(own.state_dict())
+    assert own.recipe is CURRENT
+    assert torch.equal(own(x), output(other, x, CURRENT))
+    assert not torch.equal(own(x), other(x))
+    own.recipe = MXFP8
+    assert torch.equal(own(x), output(other, x, MXFP8))
+    own.recipe = None
+    assert torch.equal(own(x), other(x))
+
+
+def test_a_grouped_layer_runs_under_its_own_recipe() -> None:
+    layer, x = nc.GroupedLinear(2, 32, 48, device="cpu", recipe=CURRENT), torch.randn(16, 32)
+    own = layer(x, [6, 10])
+    layer.recipe = None
+    with nc.autocast(recipe=CURRENT):
+        assert torch.equal(own, layer(x, [6, 10]))
+    assert not torch.equal(own, layer(x, [6, 10]))
+
+
+def test_operations_run_under_the_recipe_they_were_given() -> None:
+    linears = [nc.ops.Linear(32, 48, device="cpu"), nc.ops.GELU(), nc.ops.Linear(48, 32, device="cpu")]
+    model, x = nc.ops.Sequential(*linears), torch.randn(16, 32)
+    plain, current, mxfp8 = model(x), output(model, x, CURRENT), output(model, x, MXFP8)
+    nc.set_recipe(model, CURRENT)
+    assert torch.equal(model(x), current)
+    assert torch.equal(output(model, x, MXFP8), mxfp8)
+    with nc.autocast(enabled=False):
+        assert torch.equal(model(x), plain)
+    nc.set_recipe(model, None)
+    assert torch.equal(model(x), plain)
+
+
+def test_one_recipe_for_a_model() -> None:
+    model, x = Model(), torch.randn(8, 32)
+    expected = output(model, x, CURRENT)
+    assert nc.set_recipe(model, CURRENT) is model
+    assert torch.equal(model(x), expected)
+    assert set(nc.get_recipes(model).values()) == {CURRENT}
+    assert len(nc.get_recipes(model)) == 3 * 3 + 1
+
+
+def test_autocast_wins_where_it_is_entered() -> None:
+    model, x = Model(), torch.randn(8, 32)
+    plain, mxfp8 = model(x), output(model, x, MXFP8)
+    nc.set_recipe(model, CURRENT)
+    own = model(x)
+    assert torch.equal(output(model, x, MXFP8), mxfp8)
+    with nc.autocast(enabled=False):
+        assert torch.equal(model(x), plain)
+        with nc.autocast(recipe=MXFP8):
+            assert torch.equal(model(x), mxfp8)
+    assert torch.equal(model(x), own)
+    assert not torch.equal(own, plain)
+
+
+def test_autocast_wins_in_compiled_code() -> None:
+    layer, x = nc.Linear(32, 48, device="cpu", recipe=CURRENT), torch.randn(16, 32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for recipe in (None, MXFP8, None):
+        assert torch.equal(output(compiled, x, recipe), output(layer, x, recipe))
+    with nc.autocast(enabled=False):
+        assert torch.equal(compiled(x), layer(x))
+    layer.recipe = MXFP8  # the graph is guarded on the layer's recipe
+    assert torch.equal(compiled(x), layer(x))
+
+
+def chosen(model: nn.Module) -> dict[str, str]:
+    names = {CURRENT: "current", MXFP8: "mxfp8", None: "none"}
+    return {name: names[recipe] for name, recipe in nc.get_recipes(model).items()}
+
+
+def test_later_patterns_override_earlier() -> None:
+    model = nc.set_recipe(Model(), {"": CURRENT, "layers.*.mlp": MXFP8, "layers.2": None, "lm_head": None})
+    for name, recipe in chosen(model).items():
+        block = name.split(".")[1] if name.startswith("layers") else None
+        wanted = "none" if block in (None, "2") else "mxfp8" if "mlp" in name else "current"
+        assert recipe == wanted, name
+
+
+def test_what_patterns_match() -> None:
+    everywhere = nc.set_recipe(Model(), {"**.attention": CURRENT})
+    assert {name for name, recipe in chosen(everywhere).items() if recipe == "current"} == {
+        f"layers.{block}.attention" for block in range(3)
+    }
+    one = nc.set_recipe(Model(), {"layers.1.mlp.2": CURRENT})
+    assert [name for name, recipe in chosen(one).items() if recipe == "current"] == ["layers.1.mlp.2"]
+    with pytest.raises(ValueError):
+        nc.set_recipe(Model(), {"layers.*.0": CURRENT})  # * is one part of a name, and no name's end
+    with pytest.raises(ValueError):
+        nc.set_recipe(Model(), {"layer": CURRENT})  # nor is the beginning of a part the part
+    with pytest.raises(ValueError):
+        nc.set_recipe(Model(), {"layersX1": CURRENT, "layers.1": CURRENT})
+
+
+def test_a_second_table_leaves_alone_what_it_does_not_name() -> None:
+    model = nc.set_recipe(Model(), CURRENT)
+    nc.set_recipe(model, {"lm_head": None})
+    assert chosen(model) == {name: "none" if name == "lm_head" else "current" for name in chosen(model)}
+
+
+def test_a_part_of_a_model_and_a_single_layer() -> None:
+    model = Model()
+    nc.set_recipe(model.layers[1], {"mlp": CURRENT})
+    assert [name for name, recipe in chosen(model).items() if recipe == "current"] == [
+        "layers.1.mlp.0",
+        "layers.1.mlp.2",
+    ]
+    layer = nc.set_recipe(nc.Linear(8, 8, device="cpu"), CURRENT)
+    assert nc.get_recipes(layer) == {"": CURRENT}
+
+
+def test_through_json() -> None:
+    table = {
+        "": Float8CurrentScaling(use_power_2_scales=True),
+        "layers.*.mlp": NVFP4BlockScaling(disable_rht=True),
+        "layers.0": nc.recipe.DelayedScaling(amax_history_len=7, fp8_format=nc.recipe.Format.E4M3),
+        "lm_head": None,
+    }
+    text = recipes_to_json(table)
+    first, second = nc.set_recipe(Model(), table), nc.set_recipe(Model(), text)
+    assert nc.get_recipes(first) == nc.get_recipes(second)
+    assert nc.recipe.recipes_from_json(text) == table
+    described = nc.get_recipes(first)
+    assert (
+        nc.set_recipe(Model(), recipes_to_json(described)) is not None
+    )  # what was read back is a table, too
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("no json", "no JSON"),
+        ("[1]", "JSON list"),
+        ('{"": {"type": "FP8"}}', "recipe type 'FP8'"),
+        ('{"": 3}', "recipe type None"),
+        ('{"": {"type": "MXFP8BlockScaling", "colour": 1}}', "no field 'colour'"),
+    ],
+)
+def test_json_that_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nc.set_recipe(Model(), text)
+
+
+def test_a_recipe_with_a_function_has_no_json() -> None:
+    recipe = nc.recipe.CustomRecipe(qfactory=lambda role: nc.MXFP8Quantizer(nc.DType.kFloat8E4M3))
+    with pytest.raises(TypeError, match="no JSON"):
+        recipes_to_json({"": recipe})
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    model = Model()
+    with pytest.raises(ValueError, match=r"'head' matches no low-precision layer of this Model.*layers\.0"):
+        nc.set_recipe(model, {"": CURRENT, "head": MXFP8})
+    assert set(nc.get_recipes(model).values()) == {None}  # nothing was changed
+
+
+def test_a_model_without_layers() -> None:
+    with pytest.raises(ValueError, match="none"):
+        nc.set_recipe(nn.Sequential(nn.Linear(4, 4)), CURRENT)
+
+
+@pytest.mark.parametrize("recipe", [3, "MXFP8", {"": "MXFP8"}, Float8CurrentScaling])
+def test_no_recipe(recipe: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="recipe"):
+        nc.set_recipe(Model(), recipe)
+    with pytest.raises(TypeError, match="recipe"):
+        nc.Linear(4, 4, device="cpu", recipe=recipe)
