@@ -73,8 +73,8 @@ def _recipe(value: Any, pattern: str) -> Any:
     unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(cls)})
     if unknown:
         raise ValueError(f"{pattern!r}: {kind} has no field {unknown[0]!r}")
-    for name in ("fp8_format", "fp4_format"):
-        if name in fields:
+    for name, default in _defaults(cls).items():
+        if name in fields and isinstance(default, Format):
             fields[name] = Format(fields[name])
     return cls(**fields)
 
