@@ -30,7 +30,7 @@ from .arguments import LinearBwdArgs, LinearFwdArgs
 from .weight_gradient import weight_gradient
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""(wgrad, dgrad, grad_bias), each None where nobody wants it here."""
+"""(wgrad, dgrad, grad_bias), each None where it is not needed, or goes elsewhere."""
 
 _PLAIN = IdentityQuantizer()
 

@@ -8,6 +8,7 @@ a forward carries what its backward needs.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import warnings
 import weakref
@@ -19,8 +20,10 @@ import torch.utils.checkpoint
 from torch.torch_version import TorchVersion
 
 from .._device import get_device_compute_capability, is_mxfp8_available
-from ..recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from ..recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, share_plans
 from .delayed_scaling import DelayedState, renew
+
+_THREADS = itertools.count()
 
 
 class AutocastState:
@@ -29,10 +32,11 @@ class AutocastState:
     ``recipe``: in force, where ``depth``, the number of entered contexts, is not 0. ``calibrating``: collects amax
     only. ``traced``: whether the outermost enabled context was entered in a graph; None outside of any. ``entered``:
     contexts that eager code has entered and not left, in order. ``delayed``: what keeps state of delayed scaling and
-    ran under an autocast of this thread.
+    ran under an autocast of this thread. ``thread``: which one; text, so that a graph may be guarded on it.
     """
 
     def __init__(self) -> None:
+        self.thread = str(next(_THREADS))
         self.recipe: Recipe | None = None
         self.calibrating: Recipe | None = None
         self.group: Any = None
@@ -106,15 +110,19 @@ def get_default_recipe() -> Recipe:
 
 
 def checked_recipe(recipe: Any, owner: str) -> Any:
-    """A recipe or None.
+    """None, or a recipe with the plans that equal ones have made.
 
     Raises:
         TypeError: something else.
     """
-    if recipe is not None and not isinstance(recipe, Recipe):
+    if recipe is None:
+        return None
+    if not isinstance(recipe, Recipe):
         raise TypeError(
             f"{owner}: recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes"
         )
+    if not torch.compiler.is_compiling():
+        share_plans(recipe)
     return recipe
 
 
@@ -148,8 +156,9 @@ class autocast:
                     f"autocast got a {type(value).__name__} as a positional argument; write "
                     f"autocast(recipe={type(value).__name__}(...))"
                 )
-        checked_recipe(recipe, "autocast")
-        chosen = get_default_recipe() if recipe is None and (enabled or calibrating) else recipe
+        if recipe is None and (enabled or calibrating):
+            recipe = get_default_recipe()
+        chosen = checked_recipe(recipe, "autocast")
         self.enabled = enabled
         self.recipe = chosen if enabled else None
         self.calibrating = chosen if calibrating and not enabled else None
@@ -318,8 +327,8 @@ class quantized_model_init:
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        checked_recipe(recipe, "quantized_model_init")
-        self.recipe = (get_default_recipe() if recipe is None else recipe) if enabled else None
+        recipe = checked_recipe(get_default_recipe() if recipe is None else recipe, "quantized_model_init")
+        self.recipe = recipe if enabled else None
         self.preserve = preserve_high_precision_init_val
         self.previous: list[tuple[Recipe | None, bool]] = []
 
