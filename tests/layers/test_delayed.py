@@ -191,7 +191,7 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert torch.equal(a, b), index
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("how", WAYS)
 def test_compiled_is_eager(order: Any, how: str) -> None:

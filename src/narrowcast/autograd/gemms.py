@@ -23,10 +23,8 @@ from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import IdentityQuantizer, OperandBuffers, Quantizer, buffers_of
 from ..tensors import (
     Float8TensorStorage,
-    QuantizedTensor,
     QuantizedTensorStorage,
     TensorOrQuantized,
-    storage_of,
 )
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .weight_gradient import weight_gradient
@@ -58,8 +56,6 @@ def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
     Raises:
         RuntimeError: the format cannot make one direction from the other.
     """
-    if isinstance(storage, QuantizedTensor):
-        storage = storage_of(storage)
     operand = buffers_of(storage)
     if operand.columnwise:
         return operand

@@ -45,17 +45,14 @@ def define_plain(producer: Producer) -> Operator:
     """The operator that returns (result, *further outputs)."""
     count, defaults = len(producer.inputs), tuple(producer.options.values())
 
-    def with_defaults(given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (*given, *defaults[len(given) - count :])
-
     def run(*given: Any) -> Any:
         numerics = numerics_for(given[producer.like])
-        source, further = producer.source(numerics, False, *with_defaults(given))
+        source, further = producer.source(numerics, False, *given, *defaults[len(given) - count :])
         result = numerics.sources.materialize(source)
         return (result, *further) if further else result
 
     def fake(*given: Any) -> Any:
-        arguments = with_defaults(given)
+        arguments = (*given, *defaults[len(given) - count :])
         result = arguments[producer.like].new_empty(producer.shape(*arguments))
         further = producer.further(*arguments)
         return (result, *further) if further else result
@@ -75,12 +72,8 @@ def define_quantizing(producer: Producer) -> Operator:
     options = {**producer.options, **({"bool column_sums": True} if producer.sums else {})}
     count, defaults = len(producer.inputs), (*options.values(), None, None, None)
 
-    def with_defaults(given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """(*inputs, quantizer, *options, seed, scale, amax)."""
-        return (*given, *defaults[len(given) - count - 1 :])
-
     def run(*given: Any) -> list[Tensor]:
-        *arguments, seed, scale, amax = with_defaults(given)
+        *arguments, seed, scale, amax = (*given, *defaults[len(given) - count - 1 :])
         quantizer = arguments.pop(count)
         numerics = numerics_for(arguments[producer.like])
         source, further = producer.source(numerics, quantizer._needs_amax, *arguments)
@@ -94,7 +87,7 @@ def define_quantizing(producer: Producer) -> Operator:
         return [*buffers, numerics.sources.column_sum(x), *further] if sums else [*buffers, *further]
 
     def fake(*given: Any) -> list[Tensor]:
-        *arguments, _, _, _ = with_defaults(given)
+        *arguments, _, _, _ = (*given, *defaults[len(given) - count - 1 :])
         quantizer = arguments.pop(count)
         like, shape = arguments[producer.like], producer.shape(*arguments)
         sums = [like.new_empty(shape[-1:], dtype=torch.float32)] if producer.sums and arguments[-1] else []

@@ -213,21 +213,16 @@ def _multiply_decoded(
         out = left @ right.t()
     else:
         out = torch.mm(left, right.t(), out_dtype=torch.float32)
-    scale = _output_scale(a.scale, b.scale, rows, columns)
-    if scale is not None:
-        out.mul_(scale)
+    # scales that wait for the fp32 result: one element each, (rows, 1) or (1, columns); their product scales it once
+    left_scale = a.scale if a.scale is None or a.scale.numel() == 1 else a.scale[:rows]
+    right_scale = b.scale if b.scale is None or b.scale.numel() == 1 else b.scale[:columns].t()
+    if left_scale is not None and right_scale is not None:
+        out.mul_(left_scale * right_scale)
+    elif left_scale is not None or right_scale is not None:
+        out.mul_(right_scale if left_scale is None else left_scale)
     if bias is not None:
         out.add_(bias.to(dtype))
     return out.to(dtype)
-
-
-def _output_scale(a: Tensor | None, b: Tensor | None, rows: int, columns: int) -> Tensor | None:
-    """Scale of the result from the operands': one element, (rows, 1) and (1, columns) as they come."""
-    left = a if a is None or a.numel() == 1 else a[:rows]
-    right = b if b is None or b.numel() == 1 else b[:columns].t()
-    if left is None or right is None:
-        return right if left is None else left
-    return left * right
 
 
 def _multiply_native(

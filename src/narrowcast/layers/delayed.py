@@ -136,7 +136,10 @@ class DelayedLayer(RecipeOwner):
             for prefix, (forward, backward) in zip(prefixes, states):
                 self._keep_state(prefix, forward, backward)
             return
-        torch._dynamo.comptime.comptime(_keep_states_while_tracing)  # type: ignore[attr-defined]
+        if (
+            THREAD.state.thread
+        ):  # always; read to be guarded: another thread traces again, and so registers the layer
+            torch._dynamo.comptime.comptime(_keep_states_while_tracing)  # type: ignore[attr-defined]
 
     def _state_device(self, prefix: str) -> torch.device:
         return self._weight_of_state(prefix).device

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._tracing import traced_local
 from ..recipe import Recipe
 from ..state import THREAD, checked_recipe
 
@@ -44,7 +45,10 @@ class RecipeOwner(nn.Module):
         """
         state = THREAD.state
         if torch.compiler.is_compiling():
-            return state.recipe if state.depth else self._recipe
+            depth = state.depth
+            recipe = state.recipe if depth else self._recipe
+            torch._dynamo.comptime.comptime(_check_while_tracing)  # type: ignore[attr-defined]
+            return recipe
         if state.depth:
             recipe = state.recipe
         elif torch._C._current_graph_task_id() != -1:
@@ -58,3 +62,15 @@ class RecipeOwner(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """State for pickling and deep copies: without the last forward's recipe, which may be that of an autocast."""
         return {**self.__dict__, "_last_recipe": self._recipe}
+
+
+def _check_while_tracing(context: Any) -> None:
+    """Remember the recipe of a graph; a recomputation that is traced outside of the autocast must not lose it."""
+    layer, recipe, depth = (traced_local(context, name) for name in ("self", "recipe", "depth"))
+    recomputes = torch._C._current_graph_task_id() != -1
+    if recomputes and not depth and recipe != layer._last_recipe:
+        raise RuntimeError(
+            f"this compiled {type(layer).__name__} ran under an autocast and is recomputed outside of it; give it its "
+            "own recipe (narrowcast.set_recipe), compile the checkpoint, too, or enter autocast inside it"
+        )
+    layer.__dict__["_last_recipe"] = recipe

@@ -1,0 +1,83 @@
+"""How far it is from a module's call to its first kernel, and how many Python calls of ours one step takes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from recipes import DEVICE
+
+import narrowcast as nc
+
+ROOT = str(Path(nc.__file__).parent)
+# what computes: here the reference, on a GPU the kernels; what they call on the way is theirs
+NUMERICS = ("/reference/", "/kernels/")
+
+
+class Calls(NamedTuple):
+    """``count``: calls of functions of this package. ``hops``: how many stood between the user and the numerics."""
+
+    count: int
+    hops: int
+
+
+def calls_of(run: Callable[[], Any]) -> Calls:
+    stack: list[bool] = []  # of our frames: whether each belongs to the numerics
+    count, hops = 0, 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count, hops
+        file = frame.f_code.co_filename
+        if not file.startswith(ROOT):
+            return
+        if event == "return":
+            stack.pop()
+        elif event == "call":
+            inside = bool(stack) and stack[-1]
+            numerics = inside or any(room in file for room in NUMERICS)
+            if not numerics:
+                count += 1
+            elif not inside and not hops:
+                hops = len(stack)
+            stack.append(numerics)
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return Calls(count, hops)
+
+
+def step(module: Any) -> tuple[Calls, Calls]:
+    """Of the second forward and its backward: the first one resolves the plan."""
+    x = torch.randn(32, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    outs: list[Any] = []
+    with nc.autocast(recipe=nc.recipe.Float8CurrentScaling()):
+        module(x).sum().backward()
+        forward = calls_of(lambda: outs.append(module(x)))
+    grad = torch.ones_like(outs[0])
+    return forward, calls_of(lambda: outs[0].backward(grad))
+
+
+PLACE: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "make, hops, count",
+    [
+        (lambda: nc.Linear(64, 64, **PLACE), 7, 45),
+        (lambda: nc.LayerNormMLP(64, 64, **PLACE), 8, 95),
+    ],
+    ids=["linear", "layernorm_mlp"],
+)
+def test_short_ways(make: Any, hops: int, count: int) -> None:
+    """The last hop, the kernel's launch, is not seen here: with it they are 8 and 9."""
+    forward, backward = step(make())
+    assert 1 <= forward.hops <= hops and forward.count <= count
+    assert 1 <= backward.hops <= hops and backward.count <= count
