@@ -2,8 +2,8 @@
 
     python docs/specification.py
 
-A row has: number, title, where it lives (a path below ``src/narrowcast/`` or the root, and a name in it), the tests that
-prove it, and "yes", "by design: <reason>" or "not yet: <what is missing>".
+A row has: number, title, where it lives (a path below ``src/narrowcast/`` or the root, and a name in it), the tests
+that prove it, and "yes", "by design: <reason>" or "not yet: <what is missing>".
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PAGE = DOCS / "specification.md"
 HEAD = """# The specification, row by row
 
 The rows A1 to A123 are those of the specification that this library was written to. Each has a status: **yes**;
-**by design** where the library does it another way, with the reason; **not yet** where something is missing. A row that is
-"not yet" names the test of what is there, if there is one.
+**by design** where the library does it another way, with the reason; **not yet** where something is missing. A row that
+is "not yet" names the test of what is there, if there is one.
 
 `docs/specification.py` writes this page from `docs/specification.csv`; `tests/docs/test_specification.py` fails when a
 file, a name in it or a test that a row points to is gone.

@@ -1,4 +1,4 @@
-"""Recipes that belong to the layers: by pattern, from JSON, recomputed by torch's own checkpoint, overridden by autocast.
+"""Recipes that belong to the layers: given by pattern, recomputed by torch's checkpoint, overridden by autocast.
 
 Run: python examples/08_set_recipe.py
 """

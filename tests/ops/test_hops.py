@@ -56,9 +56,9 @@ def to_operator(calls: list[tuple[int, str]]) -> int:
     return next(depth for depth, file in calls if "/functional/" in file)
 
 
-def test_a_list_is_three_hops_longer_than_the_module() -> None:
+def test_a_list_is_four_hops_longer_than_the_module() -> None:
     place: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
     listed, single = step(nc.ops.Sequential(nc.ops.Linear(64, 64, **place))), step(nc.Linear(64, 64, **place))
-    assert to_operator(listed[0]) <= 10 and to_operator(listed[0]) <= to_operator(single[0]) + 3
+    assert to_operator(listed[0]) <= to_operator(single[0]) + 4 <= 8
     assert len(listed[0]) <= len(single[0]) + 35
-    assert len(listed[1]) <= len(listed[0])
+    assert len(listed[1]) <= len(single[1]) + 45

@@ -23,16 +23,14 @@ from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import IdentityQuantizer, OperandBuffers, Quantizer, buffers_of
 from ..tensors import (
     Float8TensorStorage,
-    QuantizedTensor,
     QuantizedTensorStorage,
     TensorOrQuantized,
-    storage_of,
 )
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .weight_gradient import weight_gradient
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""(wgrad, dgrad, grad_bias), each None where nobody wants it here."""
+"""(wgrad, dgrad, grad_bias), each None where it is not needed, or goes elsewhere."""
 
 _PLAIN = IdentityQuantizer()
 
@@ -58,8 +56,6 @@ def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
     Raises:
         RuntimeError: the format cannot make one direction from the other.
     """
-    if isinstance(storage, QuantizedTensor):
-        storage = storage_of(storage)
     operand = buffers_of(storage)
     if operand.columnwise:
         return operand

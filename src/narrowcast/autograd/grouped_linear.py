@@ -58,7 +58,7 @@ class Groups:
 
 
 Gradients = tuple[Tensor | None, list[Tensor | None], Tensor | None]
-"""(dgrad, wgrad of each weight, grad_bias (G, N)), each None where nobody wants it here."""
+"""(dgrad, wgrad of each weight, grad_bias (G, N)), each None where it is not needed, or goes elsewhere."""
 
 
 # -- operands ---------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class _Tensors(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What the backward reads; None what it does not need."""
+    """The tensors that the backward reads; those that it does not need are None."""
 
     of_norm: list[Tensor | None]
     fc1_out: Tensor | None

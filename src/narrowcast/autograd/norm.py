@@ -24,7 +24,7 @@ class NormSettings:
 
 
 class Normalized(NamedTuple):
-    """A norm as a GEMM reads it, its statistics, and its output in high precision where somebody wants that."""
+    """A norm as a GEMM reads it, its statistics, and its output in high precision where that is returned or saved."""
 
     operand: OperandBuffers
     output: Tensor | None

@@ -9,7 +9,7 @@ from ..functional import _opaque
 from ..quantizers import VALUE_QUANTIZERS, Quantizer
 from ..quantizers.quantizer import value_fields
 
-# what handles and TensorProto use of a quantizer in traced code
+# what operands and TensorProto use of a quantizer in traced code
 _MAKERS = ("_value_text", "copy", "replace", "with_usage")
 _TRACED = (
     "_assemble",

@@ -119,7 +119,7 @@ renewed_scales = define(
     _renewed_scales,
     _renewed_scales_fake,
 )
-"""Renew the state of one layer that nobody else renews, one entry a direction, and read its scales.
+"""Renew the state of a layer that renews its own, one entry per direction, and read its scales.
 
 As :data:`renew_delayed_scaling` renews, but inside a backward only copies. No write is declared: order is given by the
 data flow through the result.

@@ -80,7 +80,7 @@ class Source:
         return self.operands[0].new_empty(shape, dtype=dtype)
 
     def partial_sums(self) -> Tensor | None:
-        """Where a kernel leaves the sums of 16 rows each, fp32; None if nobody asks."""
+        """Where a kernel leaves the sums of 16 rows each, fp32; None if they are not wanted."""
         if self.column_sums is None:
             return None
         M, K = self.matrix

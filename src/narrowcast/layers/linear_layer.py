@@ -24,7 +24,7 @@ from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import Operand, OperandBuffers, buffers_of
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
-from ..tensors import QuantizedTensor, storage_of
+from ..tensors import QuantizedTensor
 from ..tensors.storage import resolve_storage_class
 from .delayed import DelayedLayer
 from .parameters import (
@@ -238,13 +238,13 @@ class LinearLayer(DelayedLayer):
             RuntimeError: the parameter is quantized in another format than the recipe's.
         """
         if isinstance(weight, QuantizedTensor):
-            storage, wanted = storage_of(weight), resolve_storage_class(operand.storage_name)
-            if not isinstance(storage, wanted):
+            wanted = resolve_storage_class(operand.storage_name)
+            if not isinstance(weight, wanted):
                 raise RuntimeError(
                     f"parameter {stage.weight!r} of {self.name or type(self).__name__} is a {type(weight).__name__}, "
                     f"the recipe in force wants {wanted.__name__}; use the recipe of quantized_model_init"
                 )
-            return buffers_of(storage)
+            return buffers_of(weight)
         kept = self._fp8_workspaces[stage.weight] if is_first_microbatch is False else None
         if kept is not None and kept[0] == operand.value:
             return kept[1]

@@ -109,7 +109,7 @@ def accumulate(parameter: Tensor, grad: Tensor) -> None:
 
 
 def mark_added_to_main_grad(parameter: Tensor) -> None:
-    """Say that ``main_grad`` has what ``grad`` would hold, to those who wait for it by setting the attribute."""
+    """Say that ``main_grad`` has what ``grad`` would hold, where the parameter carries the attribute for it."""
     if hasattr(parameter, "grad_added_to_main_grad"):
         parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 

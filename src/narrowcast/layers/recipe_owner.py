@@ -60,7 +60,7 @@ class RecipeOwner(nn.Module):
         return recipe
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickling and deep copies: without the last forward's recipe, which may be anybody's."""
+        """State for pickling and deep copies: without the last forward's recipe, which may be that of an autocast."""
         return {**self.__dict__, "_last_recipe": self._recipe}
 
 

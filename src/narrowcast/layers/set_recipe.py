@@ -83,8 +83,8 @@ def renew_layers(model: nn.Module, args: Any = ()) -> None:
 def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
     """MAX over ranks of the amax that the delayed layers of a model have collected; call it once per step.
 
-    One all-reduce in the order of ``named_modules``, whichever layers ran, between the backward and the next forward:
-    at hand, or in an optimizer's step pre-hook. Recipes with ``reduce_amax=False`` keep out of it.
+    One all-reduce in the order of ``named_modules``, whichever layers ran. Call it between the backward and the next
+    forward, for example in a step pre-hook of the optimizer. Recipes with ``reduce_amax=False`` take no part.
 
     Args:
         group: process group of the ranks that hold equal models; None is the default group.

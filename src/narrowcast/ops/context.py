@@ -14,7 +14,7 @@ class OperationContext:
 
     The fuser sets, before the forward runs:
 
-    ``requires_grad``: this operation has a backward. ``input_requires_grad``: somebody wants the gradient of its input.
+    ``requires_grad``: this operation has a backward. ``input_requires_grad``: the gradient of its input is needed.
     ``prev_op_grad_output_quantizer``: how the operation in front wants that gradient quantized; None for plain.
     ``scales``: the operation's state of delayed scaling as its forward read it; None without.
 

@@ -186,7 +186,7 @@ class FusibleOperation:
             grad_output: gradient of the main output.
             basic_op_grad_extra_outputs: those of the extra outputs, one tuple per basic operation; None counts as zero.
         Returns:
-            (gradient of the main input; None if nobody wants it, gradients of the parameters in the order of
+            (gradient of the main input; None if it is not needed, gradients of the parameters in the order of
             ``parameters()``, gradients of the extra inputs), the latter two with one tuple per basic operation.
         """
         raise NotImplementedError(
@@ -298,7 +298,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         """What this forward reads of the recipe and of the operation's state, as keyword arguments of its methods.
 
-        Whoever runs an operation that has quantizers calls it once per forward, outside of the autograd boundary.
+        The fuser calls it once per forward, outside of the autograd boundary, for operations that have quantizers.
         ``scales``, if it is there, is the state of delayed scaling: the context has it, too.
         """
         recipe = self._recipe_in_force()
@@ -401,7 +401,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized
     ) -> tuple[TensorOrQuantized | None, tuple[Tensor | None, ...]]:
-        """(gradient of the input; None if nobody wants it, gradients in the order of ``parameters()``)."""
+        """(gradient of the input; None if it is not needed, gradients in the order of ``parameters()``)."""
         raise NotImplementedError(f"{type(self).__name__} has no backward: define op_backward")
 
     def fuser_forward(
@@ -583,7 +583,7 @@ def _check_pairs(cls: type) -> None:
 def _check_no_extra_io(op: BasicOperation) -> None:
     """
     Raises:
-        RuntimeError: an operation with extra inputs or outputs is asked to run its operation-level methods.
+        RuntimeError: the operation has extra inputs or outputs, which its operation-level methods do not take.
     """
     if op.num_extra_inputs or op.num_extra_outputs:
         raise RuntimeError(

@@ -10,7 +10,7 @@ import torch
 
 from .._tracing import traced_local
 from ..quantizers import Operand
-from ..recipe import DelayedScaling, Recipe
+from ..recipe import DelayedScaling, Recipe, remember
 from ..roles import QuantizerRole
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
     if plan is None:
         plan = _build(recipe, roles)
         if not torch.compiler.is_compiling():
-            object.__setattr__(recipe, key, plan)
+            remember(recipe, key, plan)
     return plan
 
 
@@ -68,4 +68,4 @@ def _remember_while_tracing(context: Any) -> None:
         # what fails here, traced code meets again, and raises where the user sees it
         with contextlib.suppress(Exception):
             roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
-            object.__setattr__(recipe, _key(roles), _build(recipe, roles))
+            remember(recipe, _key(roles), _build(recipe, roles))

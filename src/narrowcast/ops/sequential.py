@@ -22,7 +22,7 @@ class Sequential(nn.Sequential):
     The list is edited like that of ``torch.nn.Sequential``: ``append``, ``extend``, ``insert``, ``pop``, ``+``, ``+=``,
     indices, slices, ``del``. Other modules than operations may stand anywhere; they take and return one tensor. A
     channel may lead past them: it is taken from the last operation in front that gives it. Module hooks of operations
-    do not run, since nobody calls these one by one.
+    do not run, since operations are not called one by one.
 
     Args:
         *args: modules, or one ``OrderedDict`` of them.

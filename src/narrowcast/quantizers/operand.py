@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..functional import draw_seed, quantize
-from ..tensors import QuantizedTensorStorage
+from ..tensors import QuantizedTensor, QuantizedTensorStorage, storage_of
 from ..tensors.storage import resolve_storage_class
 from .quantizer import Quantizer
 
@@ -86,6 +86,8 @@ class Operand:
 
 def buffers_of(storage: QuantizedTensorStorage) -> OperandBuffers:
     """A quantized tensor as an operand; its buffers are shared."""
+    if isinstance(storage, QuantizedTensor):
+        storage = storage_of(storage)
     usages = storage.get_usages()
     return OperandBuffers(
         storage.rowwise_operand() if usages["rowwise"] else [],

@@ -13,6 +13,8 @@ from .base import (
     Mode,
     QParams,
     Recipe,
+    remember,
+    share_plans,
     tensor_type_at,
 )
 from .block import Float8BlockScaling, NVFP4BlockScaling
@@ -58,5 +60,7 @@ __all__ = [
     "linear_plan",
     "recipes_from_json",
     "recipes_to_json",
+    "remember",
+    "share_plans",
     "tensor_type_at",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -174,6 +175,32 @@ class Recipe:
     def custom(cls) -> bool:
         """Whether this is a custom recipe."""
         return cls._family == "custom"
+
+
+def remember(recipe: Recipe, key: str, plan: Any) -> None:
+    """Keep a plan as an attribute of a recipe, where traced code finds it, and of the first equal recipe."""
+    for owner in (recipe, _first_equal(recipe)):
+        object.__setattr__(owner, key, plan)
+
+
+def share_plans(recipe: Recipe) -> None:
+    """Give a recipe the plans of the first equal one: it then fits the graphs that were compiled under that."""
+    first = _first_equal(recipe)
+    if first is not recipe:
+        for name in vars(first).keys() - vars(recipe).keys():
+            object.__setattr__(recipe, name, getattr(first, name))
+
+
+def _first_equal(recipe: Recipe) -> Recipe:
+    try:
+        return _by_value(recipe)
+    except TypeError:  # it holds what cannot be hashed
+        return recipe
+
+
+@functools.lru_cache(maxsize=1024)
+def _by_value(recipe: Recipe) -> Recipe:
+    return recipe
 
 
 def fp8_dtype(fp8_format: Format, tensor_type: str) -> DType:

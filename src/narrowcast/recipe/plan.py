@@ -11,6 +11,7 @@ import torch
 from .._tracing import traced_local
 from ..quantizers import IdentityQuantizer, Operand
 from ..roles import QuantizerRole
+from .base import remember
 
 if TYPE_CHECKING:
     from .base import Recipe
@@ -84,7 +85,7 @@ def linear_plan(
     if plan is None:
         plan = _build(recipe, name, needs_input, needs_weight, save_original_input, hands_over)
         if not compiling:
-            object.__setattr__(recipe, key, plan)
+            remember(recipe, key, plan)
     return plan
 
 
@@ -95,7 +96,7 @@ def _remember_while_tracing(context: Any) -> None:
     names = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over")
     with contextlib.suppress(Exception):  # traced code meets it again, and raises it where the user sees it
         plan = _build(recipe, *(traced_local(context, name) for name in names))
-        object.__setattr__(recipe, key, plan)
+        remember(recipe, key, plan)
 
 
 def _build(

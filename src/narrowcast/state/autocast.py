@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch.torch_version import TorchVersion
 
 from .._device import get_device_compute_capability, is_mxfp8_available
-from ..recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from ..recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, share_plans
 from .delayed_scaling import DelayedState, renew
 
 _THREADS = itertools.count()
@@ -110,15 +110,19 @@ def get_default_recipe() -> Recipe:
 
 
 def checked_recipe(recipe: Any, owner: str) -> Any:
-    """A recipe or None.
+    """None, or a recipe with the plans that equal ones have made.
 
     Raises:
         TypeError: something else.
     """
-    if recipe is not None and not isinstance(recipe, Recipe):
+    if recipe is None:
+        return None
+    if not isinstance(recipe, Recipe):
         raise TypeError(
             f"{owner}: recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes"
         )
+    if not torch.compiler.is_compiling():
+        share_plans(recipe)
     return recipe
 
 
@@ -152,8 +156,9 @@ class autocast:
                     f"autocast got a {type(value).__name__} as a positional argument; write "
                     f"autocast(recipe={type(value).__name__}(...))"
                 )
-        checked_recipe(recipe, "autocast")
-        chosen = get_default_recipe() if recipe is None and (enabled or calibrating) else recipe
+        if recipe is None and (enabled or calibrating):
+            recipe = get_default_recipe()
+        chosen = checked_recipe(recipe, "autocast")
         self.enabled = enabled
         self.recipe = chosen if enabled else None
         self.calibrating = chosen if calibrating and not enabled else None
@@ -165,8 +170,8 @@ class autocast:
         if self.previous is not None:
             raise RuntimeError("this autocast is active already; make a new one to nest")
         state, compiling = THREAD.state, torch.compiler.is_compiling()
-        if compiling and _CHECKPOINT_REFUSES_MUTATION:
-            torch._dynamo.comptime.comptime(_refuse_in_checkpoint)  # type: ignore[attr-defined]
+        if compiling:
+            torch._dynamo.comptime.comptime(_begin_writes)  # type: ignore[attr-defined]
         outermost = self.recipe is not None and state.traced is None
         if not compiling:
             state.entered.append(self)
@@ -179,10 +184,17 @@ class autocast:
             state.traced = compiling
         state.recipe, state.calibrating, state.group = self.recipe, self.calibrating, self.group
         state.depth += 1
+        if compiling:
+            torch._dynamo.comptime.comptime(_end_writes)  # type: ignore[attr-defined]
 
     def __exit__(self, *exception: Any) -> None:
         state, previous, self.previous = THREAD.state, self.previous, None
-        if not torch.compiler.is_compiling() and self in state.entered:
+        if torch.compiler.is_compiling():
+            torch._dynamo.comptime.comptime(_begin_writes)  # type: ignore[attr-defined]
+            state.set(previous)  # type: ignore[arg-type]
+            torch._dynamo.comptime.comptime(_end_writes)  # type: ignore[attr-defined]
+            return
+        if self in state.entered:
             later = state.entered[state.entered.index(self) + 1 :]
             state.entered.remove(self)
             if (
@@ -217,13 +229,27 @@ def starts_a_step() -> bool:
 _CHECKPOINT_REFUSES_MUTATION = TorchVersion(torch.__version__) < "2.13"
 
 
-def _refuse_in_checkpoint(context: Any) -> None:
-    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    if translator.output.current_tracer.parent is not None:
+def _begin_writes(context: Any) -> None:
+    """Have the compiler allow what an autocast writes inside a checkpoint: the end of the autocast takes it back.
+
+    Raises:
+        RuntimeError: inside a checkpoint, where this version of PyTorch allows nothing.
+    """
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
+    if not _CHECKPOINT_REFUSES_MUTATION:
+        tracer.allowed_before_autocast = tracer.allow_side_effects_in_hop
+        tracer.allow_side_effects_in_hop = True
+    elif tracer.parent is not None:
         raise RuntimeError(
             f"torch {torch.__version__} cannot compile an autocast that is entered inside torch.utils.checkpoint; give "
             "the layers their own recipe (narrowcast.set_recipe), or enter autocast around the checkpoint"
         )
+
+
+def _end_writes(context: Any) -> None:
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
+    if not _CHECKPOINT_REFUSES_MUTATION:
+        tracer.allow_side_effects_in_hop = tracer.allowed_before_autocast
 
 
 def register_delayed(owner: DelayedState) -> None:
@@ -301,8 +327,8 @@ class quantized_model_init:
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        checked_recipe(recipe, "quantized_model_init")
-        self.recipe = (get_default_recipe() if recipe is None else recipe) if enabled else None
+        recipe = checked_recipe(get_default_recipe() if recipe is None else recipe, "quantized_model_init")
+        self.recipe = recipe if enabled else None
         self.preserve = preserve_high_precision_init_val
         self.previous: list[tuple[Recipe | None, bool]] = []
 

@@ -1,7 +1,7 @@
 """Delayed scaling: the state a layer keeps, and its renewal once per step.
 
-State is plain buffers of whoever quantizes with it: scales, an amax history, and the amax that the running step
-collects. Nobody else keeps a list of it. It is renewed by the model that was given the recipe
+State is plain buffers of the layer that quantizes with it: scales, an amax history, and the amax that the running step
+collects. There is no list of it anywhere else. It is renewed by the model that was given the recipe
 (:func:`narrowcast.set_recipe`), in its forward pre-hook; by a layer itself that was given one; and with ``autocast``
 alone by the outermost entry, for what ran under it in this thread. Renewing twice is renewing once: what collected
 nothing keeps its scale.
@@ -40,7 +40,7 @@ class DelayedSlots(NamedTuple):
 
 
 class DelayedState(Protocol):
-    """Whoever keeps state of delayed scaling."""
+    """A layer, or another object, that keeps state of delayed scaling."""
 
     def delayed_slots(self) -> list[DelayedSlots]:
         """Its state, by direction."""

@@ -28,7 +28,7 @@ def resolve_storage_class(identifier: str) -> type[QuantizedTensorStorage]:
     """Storage class of an identifier.
 
     Raises:
-        KeyError: nobody defined such a class; the message lists the known identifiers.
+        KeyError: there is no such class; the message lists the known identifiers.
     """
     if identifier not in _STORAGE_REGISTRY:
         known = ", ".join(sorted(_STORAGE_REGISTRY))

@@ -276,7 +276,7 @@ class BasicLinear(LinearLayer, BasicOperation):
     def gradients(
         self, ctx: OperationContext, grad_output: TensorOrQuantized
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(gradient of the input, gradient of the weight), each None where nobody wants it here.
+        """(gradient of the input, gradient of the weight), each None where it is not needed, or goes elsewhere.
 
         Args:
             grad_output: (*lead, N), plain or quantized as :meth:`get_grad_output_quantizer` says.

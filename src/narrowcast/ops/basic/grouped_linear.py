@@ -237,7 +237,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
     def gradients(
         self, ctx: Any, tensors: TensorsToSave, grad_output: TensorOrQuantized
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """Gradients of input, parameters and extra inputs, each None where nobody wants it here.
+        """Gradients of input, parameters and extra inputs, each None where it is not needed, or goes elsewhere.
 
         Args:
             tensors: what :meth:`save` saved.

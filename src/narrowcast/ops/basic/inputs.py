@@ -19,5 +19,5 @@ def plain(tensor: TensorOrQuantized) -> Tensor:
     """A tensor in high precision; the caller of a fuser may give a quantized one."""
     if isinstance(tensor, QuantizedTensor):
         return storage_of(tensor).dequantize().view(tensor.shape)
-    assert isinstance(tensor, Tensor), "only who asks for quantized data gets bare storages"
+    assert isinstance(tensor, Tensor), "bare storages go only to operations that ask for quantized data"
     return tensor

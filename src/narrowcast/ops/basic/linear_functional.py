@@ -35,7 +35,7 @@ OVERRIDES = (None, "high_precision", "dequantized")
 
 
 class Saved(NamedTuple):
-    """Which directions of an operand the backward reads; neither is an operand that it does not read."""
+    """Which directions of an operand the backward reads; both False where it does not read the operand."""
 
     rowwise: bool
     columnwise: bool

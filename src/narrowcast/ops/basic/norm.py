@@ -1,4 +1,4 @@
-"""What the normalizations share: one kernel each way, which quantizes what it computes for who asks for that."""
+"""What the normalizations share: one kernel each way, which quantizes its result where the neighbour wants that."""
 
 from __future__ import annotations
 
