@@ -70,7 +70,8 @@ def define_quantizing(producer: Producer) -> Operator:
     It takes (*inputs, quantizer, *options, seed, scale, amax).
     """
     options = {**producer.options, **({"bool column_sums": True} if producer.sums else {})}
-    count, defaults = len(producer.inputs), (*options.values(), None, None, None)
+    count = len(producer.inputs)
+    defaults: tuple[Any, ...] = (*options.values(), None, None, None)
 
     def run(*given: Any) -> list[Tensor]:
         *arguments, seed, scale, amax = (*given, *defaults[len(given) - count - 1 :])
