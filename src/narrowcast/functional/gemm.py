@@ -217,11 +217,11 @@ def _multiply_decoded(
     left_scale = a.scale if a.scale is None or a.scale.numel() == 1 else a.scale[:rows]
     right_scale = b.scale if b.scale is None or b.scale.numel() == 1 else b.scale[:columns].t()
     if left_scale is not None and right_scale is not None:
-        left_scale = left_scale * right_scale
-    elif left_scale is None:
-        left_scale = right_scale
-    if left_scale is not None:
-        out.mul_(left_scale)
+        scale = left_scale * right_scale
+    else:
+        scale = right_scale if left_scale is None else left_scale
+    if scale is not None:
+        out.mul_(scale)
     if bias is not None:
         out.add_(bias.to(dtype))
     return out.to(dtype)
