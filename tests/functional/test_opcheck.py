@@ -319,13 +319,6 @@ def grouped_quantize_weights_cases(x: Tensor) -> Iterator[Arguments]:
         yield [matrix, matrix + 1], quantizer, "tensor", *state
 
 
-@family("grouped_calibrate_")
-def grouped_calibrate_cases(x: Tensor) -> Iterator[Arguments]:
-    for rows, splits in group_rows(x):
-        yield [rows], splits, torch.zeros(9, device=x.device), 1
-        yield [rows, rows + 1, rows], None, torch.zeros(9, device=x.device), 2
-
-
 @family("grouped_column_sum")
 def grouped_column_sum_cases(x: Tensor) -> Iterator[Arguments]:
     yield from group_rows(x)

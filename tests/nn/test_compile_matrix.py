@@ -501,13 +501,8 @@ IMPOSSIBLE: dict[str, tuple[Reason, ...]] = {
     "parameters_split_meta_device": (
         Reason(tuple(RECIPES), RuntimeError, "parameters_split with device='meta'"),
     ),
-<<<<<<< HEAD
-    "fp8_output": (Reason(("none",), RuntimeError, "fp8_output=True needs a recipe"),),
-    "fp8_grad": (Reason(("none",), RuntimeError, "fp8_grad=True needs a recipe"),),
-=======
     "fp8_output": (Reason(("none",), RuntimeError, "fp8_output=True needs a recipe; give the layer one"),),
     "fp8_grad": (Reason(("none",), RuntimeError, "fp8_grad=True needs a recipe; give the layer one"),),
->>>>>>> wt-types
     "save_original_input": (Reason(("delayed",), ValueError, "does not work with DelayedScaling"),),
     "override_high_precision": (
         Reason(("delayed",), ValueError, "DelayedScaling takes no backward_override"),
