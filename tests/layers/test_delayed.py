@@ -216,6 +216,15 @@ def test_recomputation_changes_nothing(how: str, use_reentrant: bool) -> None:
     assert_same(steps(once, how, None, recomputed=use_reentrant), steps(once, how, None))
 
 
+@pytest.mark.xfail(
+    reason="a recomputation reads the layer's present scales, and a later forward has renewed them"
+)
+def test_recomputation_of_two_outstanding_forwards() -> None:
+    """Gradients are then those of an equally fine quantization, one step later, not to the bit those of the forward."""
+    plain = steps(two_outstanding_forwards, "set_recipe", None)
+    assert_same(steps(two_outstanding_forwards, "set_recipe", None, recomputed=False), plain)
+
+
 @pytest.mark.inductor
 def test_inductor_is_close_and_its_state_equal() -> None:
     """All that quantizes is ours; between our operators Inductor may round otherwise."""

@@ -64,7 +64,7 @@ def recomputed(layer: nn.Module, use_reentrant: bool) -> Callable[..., Tensor]:
     return lambda x: checkpoint(layer, x, use_reentrant=use_reentrant)
 
 
-def wrapped_by_fsdp(model: nn.Module) -> nn.Module:
+def wrapped_by_fsdp(model: Any) -> nn.Module:
     """The layers in the wrappers that FSDP users, and torchtitan, put around blocks."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -95,7 +95,7 @@ def train(
         with enter():
             y = model(x) if run is None else run(x)
         y.square().mean().backward()
-        results += [y.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+        results += [y.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]  # type: ignore[union-attr]
         results += [buffer.clone() for buffer in model.buffers()]
         model.zero_grad()
     return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ class Model(nn.Module):
         return self.lm_head(x)
 
 
-def output(model: nn.Module, x: Tensor, recipe: Any = None) -> Tensor:
+def output(model: Callable[..., Any], x: Tensor, recipe: Any = None) -> Tensor:
     """Under an autocast, or, without a recipe, under none at all."""
     if recipe is None:
         return model(x)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.utils.parametrizations
 import torch.nn.utils.parametrize
-import torch.nn.utils.prune
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
@@ -93,8 +93,8 @@ CHANGES: dict[str, Any] = {
     "weight_norm": nn.utils.parametrizations.weight_norm,
     "spectral_norm": nn.utils.parametrizations.spectral_norm,
     "orthogonal": orthogonal,
-    "prune": lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", amount=0.5),
-    "random_prune": lambda layer: nn.utils.prune.ln_structured(layer, "weight", amount=0.5, n=2, dim=0),
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+    "random_prune": lambda layer: prune.ln_structured(layer, "weight", amount=0.5, n=2, dim=0),
 }
 
 
@@ -135,8 +135,8 @@ def test_parametrizations_come_off_again() -> None:
     x, before = torch.randn(8, 16), copy.deepcopy(ours)
     nn.utils.parametrize.register_parametrization(ours, "weight", Doubled())
     nn.utils.parametrize.remove_parametrizations(ours, "weight", leave_parametrized=False)
-    nn.utils.prune.identity(ours, "weight")
-    nn.utils.prune.remove(ours, "weight")
+    prune.identity(ours, "weight")
+    prune.remove(ours, "weight")
     assert torch.equal(ours(x), before(x))
     assert set(dict(ours.named_parameters())) == {"weight", "bias"}
 
@@ -334,7 +334,7 @@ def one_rank(tmp_path: Path) -> Iterator[Any]:
 @needs_distributed
 @pytest.mark.parametrize("name", LAYERS)
 def test_parameters_that_are_dtensors(name: str, one_rank: Any) -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     layer = LAYERS[name](device="cpu")
     reference = copy.deepcopy(layer)
@@ -349,7 +349,7 @@ def test_parameters_that_are_dtensors(name: str, one_rank: Any) -> None:
     for parameter in layer.parameters():
         full: Any = parameter
         assert full.full_tensor().isfinite().all()
-        assert isinstance(parameter, dist.tensor.DTensor)
+        assert isinstance(parameter, DTensor)
 
 
 def fsdp1(model: nn.Module, use_orig_params: bool) -> nn.Module:
@@ -358,7 +358,7 @@ def fsdp1(model: nn.Module, use_orig_params: bool) -> nn.Module:
     return FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
 
 
-def fsdp2(model: nn.Sequential) -> nn.Module:
+def fsdp2(model: nn.Sequential) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -159,7 +159,7 @@ def test_contexts_left_in_any_order_with_one_that_disables(order: tuple[int, ...
     assert nothing_in_force()
 
 
-def batches(recipe: Any) -> Iterator[Any]:
+def batches(recipe: Any) -> Generator[Any, None, None]:
     with nc.autocast(recipe=recipe):
         for _ in range(3):
             yield THREAD.state.recipe
@@ -172,7 +172,8 @@ def test_a_generator_that_is_used_up_leaves_nothing() -> None:
 
 def test_a_generator_that_is_dropped_leaves_nothing() -> None:
     first, second = batches(CURRENT), batches(MXFP8)
-    next(first), next(second)
+    next(first)
+    next(second)
     first.close()
     assert THREAD.state.recipe is MXFP8
     del second
