@@ -38,11 +38,18 @@ def _renew_alike(
     algorithm: str,
 ) -> None:
     """All layers of one width as the columns of one state; copied back whole, which takes one launch for many."""
+    update = numerics_for(scales[0]).delayed.update
+    if len(scales) == 1:  # nothing to join: so renews a layer itself, in each of its forwards
+        histories[0][0].copy_(amaxes[0])
+        scale, renewed = update(scales[0], histories[0], fp8_max=fp8_max, margin=margin, algo=algorithm)
+        scales[0].copy_(scale)
+        histories[0].copy_(renewed)
+        amaxes[0].zero_()
+        return
     history = torch.stack(histories, dim=1)  # (L, layers, n)
     torch.stack(amaxes, out=history[0])
-    scale, renewed = numerics_for(scales[0]).delayed.update(
-        torch.cat(scales), history.flatten(1), fp8_max=fp8_max, margin=margin, algo=algorithm
-    )
+    joined = torch.cat(scales)
+    scale, renewed = update(joined, history.flatten(1), fp8_max=fp8_max, margin=margin, algo=algorithm)
     torch._foreach_copy_(scales, list(scale.view(len(scales), -1).unbind()))
     torch._foreach_copy_(histories, list(renewed.view(history.shape).transpose(0, 1).contiguous().unbind()))
     torch._foreach_zero_(amaxes)

@@ -52,7 +52,6 @@ class DelayedLayer(RecipeOwner):
 
     _stage_names: dict[str, str]
     _delayed: dict[str, tuple[DelayedScaling | None, DelayedScaling | None]]
-    _renewed_by_root: bool
     _groups: int = 1  # slots of each tensor type
 
     def _init_delayed(self, stage_names: dict[str, str]) -> None:

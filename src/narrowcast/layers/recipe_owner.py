@@ -21,6 +21,9 @@ class RecipeOwner(nn.Module):
 
     _recipe: Recipe | None
     _last_recipe: Recipe | None
+    _renewed_by_root: bool = (
+        False  # the model that set_recipe was called with renews this layer's delayed scaling
+    )
 
     def _init_recipe_owner(self, recipe: Recipe | None) -> None:
         self._recipe = self._last_recipe = checked_recipe(recipe, type(self).__name__)
@@ -33,6 +36,7 @@ class RecipeOwner(nn.Module):
     @recipe.setter
     def recipe(self, recipe: Recipe | None) -> None:
         self._init_recipe_owner(recipe)
+        self._renewed_by_root = False
         self._prepare_for_recipe()
 
     def _prepare_for_recipe(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._tracing import traced_local
 from ..recipe import Recipe, recipes_from_json
 from ..state import checked_recipe, reduce_amax, renew
 from .delayed import DelayedLayer
@@ -48,12 +49,14 @@ def set_recipe(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | None] | 
             )
         chosen.update(dict.fromkeys(found, value))
     for name, value in chosen.items():
-        owner = owners[name]
-        owner.recipe = value
-        if isinstance(owner, DelayedLayer):
-            owner._renewed_by_root = True
+        owners[name].recipe = value
+    delayed = [
+        layer for layer in model.modules() if isinstance(layer, DelayedLayer) and layer.delayed_slots()
+    ]
+    for layer in delayed:
+        layer._renewed_by_root = True
     hooks: Any = model._forward_pre_hooks
-    if renew_layers not in hooks.values():
+    if delayed and renew_layers not in hooks.values():
         model.register_forward_pre_hook(renew_layers)
     return model
 
@@ -74,10 +77,27 @@ def renew_layers(model: nn.Module, args: Any = ()) -> None:
     """Renew the scales of all delayed layers of a model: its forward pre-hook.
 
     Not in evaluation, nor in a backward, whose recomputation sees the scales of the first forward.
+
+    Raises:
+        RuntimeError: in a graph, inside a checkpoint.
     """
-    recomputes = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-    if model.training and not recomputes:
-        renew([layer for layer in model.modules() if isinstance(layer, DelayedLayer)])
+    layers = [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
+    if torch.compiler.is_compiling():
+        torch._dynamo.comptime.comptime(_refuse_in_checkpoint)  # type: ignore[attr-defined]
+    elif torch._C._current_graph_task_id() != -1:
+        return
+    if model.training:
+        renew(layers)
+
+
+def _refuse_in_checkpoint(context: Any) -> None:
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
+    delayed = any(layer._delayed for layer in traced_local(context, "layers"))
+    if tracer.parent is not None and delayed:
+        raise RuntimeError(
+            "the model that set_recipe was called with renews its scales inside a compiled torch.utils.checkpoint, which "
+            "would renew them again in the backward; call set_recipe with the model around the checkpoint"
+        )
 
 
 def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
