@@ -95,8 +95,8 @@ def _refuse_in_checkpoint(context: Any) -> None:
     delayed = any(layer._delayed for layer in traced_local(context, "layers"))
     if tracer.parent is not None and delayed:
         raise RuntimeError(
-            "the model that set_recipe was called with renews its scales inside a compiled torch.utils.checkpoint, which "
-            "would renew them again in the backward; call set_recipe with the model around the checkpoint"
+            "the model that set_recipe was called with renews its scales inside a compiled torch.utils.checkpoint, "
+            "which would renew them again in the backward; call set_recipe with the model around the checkpoint"
         )
 
 
