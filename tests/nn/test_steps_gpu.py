@@ -1,0 +1,128 @@
+"""Training steps of several layers on a GPU: compiled and captured ones equal eager ones, state included."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowcast as nc
+
+pytestmark = pytest.mark.gpu
+
+RECIPES: dict[str, nc.recipe.Recipe] = {
+    "delayed": nc.recipe.DelayedScaling(amax_history_len=4),
+    "current": nc.recipe.Float8CurrentScaling(),
+    "block": nc.recipe.Float8BlockScaling(),
+    "mxfp8": nc.recipe.MXFP8BlockScaling(emulate=True),
+    "mxfp6": nc.recipe.MXFP6BlockScaling(emulate=True),
+    "mxfp4": nc.recipe.MXFP4BlockScaling(emulate=True),
+    "nvfp4": nc.recipe.NVFP4BlockScaling(emulate=True, disable_stochastic_rounding=True),
+}
+NATIVE = ("delayed", "current", "block")
+
+
+class Model(nn.Module):
+    """A linear layer, a feed-forward block, a norm with a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        place: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        self.first = nc.Linear(256, 384, **place)
+        self.block = nc.LayerNormMLP(384, 512, activation="swiglu", normalization="RMSNorm", **place)
+        self.last = nc.LayerNormLinear(384, 256, **place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.first(x)))
+
+
+def given(model: Model, recipe: nc.recipe.Recipe, renewed_by: str) -> Model:
+    """The model with a recipe: the root's, each layer's own, or that of the autocast it will run under."""
+    if renewed_by == "root":
+        nc.set_recipe(model, recipe)
+    elif renewed_by == "own":
+        for layer in model.children():
+            layer.recipe = recipe  # type: ignore[assignment]
+    return model
+
+
+def step(model: Model, run: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """Gradients, and state after them."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    run(x).float().square().mean().backward()
+    tensors = [*(parameter.grad for parameter in model.parameters()), *model.buffers()]
+    return [tensor.clone() for tensor in tensors if tensor is not None]
+
+
+def inputs(count: int) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    scales = [1 + 3 * i for i in range(count)]
+    return [torch.randn(130, 256, device="cuda", generator=generator).mul_(s).bfloat16() for s in scales]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("name", "renewed_by"),
+    [*((name, "root") for name in RECIPES), ("delayed", "own"), ("delayed", "autocast")],
+)
+def test_compiled_steps_equal_eager_ones(name: str, renewed_by: str, backend: str) -> None:
+    torch.manual_seed(0)
+    recipe, model = RECIPES[name], Model()
+    results: list[list[list[Tensor]]] = []
+    for compiled in (False, True):
+        own = given(copy.deepcopy(model), recipe, renewed_by)
+        run: Any = torch.compile(own, fullgraph=True, backend=backend) if compiled else own
+        results.append([])
+        for x in inputs(4):
+            with nc.autocast(recipe=recipe) if renewed_by == "autocast" else torch.enable_grad():
+                y = run(x)
+            results[-1].append(step(own, lambda _, y=y: y, x))
+    for eager, traced in zip(*results, strict=True):
+        assert len(eager) == len(traced)
+        assert all(torch.equal(a, b) for a, b in zip(eager, traced))
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_reduce_overhead(name: str) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    eager, graphed = (nc.set_recipe(copy.deepcopy(model), RECIPES[name]) for _ in range(2))
+    run = torch.compile(graphed, fullgraph=True, mode="reduce-overhead")
+    for x in inputs(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        wanted, found = step(eager, eager, x), step(graphed, run, x)  # type: ignore[arg-type]
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_captured_step(name: str) -> None:
+    """Forward and backward in one graph; replays go on from the state that eager steps would go on from."""
+    torch.manual_seed(0)
+    model = Model()
+    eager, captured = (nc.set_recipe(copy.deepcopy(model), RECIPES[name]) for _ in range(2))
+    start = [buffer.clone() for buffer in captured.buffers()]
+    x = inputs(1)[0].clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            captured.zero_grad(set_to_none=False)
+            captured(x).float().square().mean().backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.zero_grad(set_to_none=False)
+        captured(x).float().square().mean().backward()
+    for buffer, value in zip(captured.buffers(), start, strict=True):
+        buffer.copy_(value)
+    for given_x in inputs(5):
+        x.copy_(given_x)
+        graph.replay()
+        found = [tensor.clone() for tensor in (*(p.grad for p in captured.parameters()), *captured.buffers())]  # type: ignore[union-attr]
+        wanted = step(eager, eager, given_x)  # type: ignore[arg-type]
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
