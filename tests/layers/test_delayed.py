@@ -403,6 +403,21 @@ def test_reduction_over_ranks(tmp_path: Path) -> None:
 # -- the start ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("how", WAYS)
+def test_a_layer_that_saw_inference_first_is_trained(how: str) -> None:
+    model, plain, x = built(how), built(how), torch.randn(4, 32)
+    with torch.inference_mode(), entered(how):
+        model.eval()(x)
+    model.train()
+    for net in (model, plain):
+        for _ in range(2):
+            with entered(how):
+                y = net(x)
+            y.square().mean().backward()
+    assert torch.equal(model.first.weight.grad, plain.first.weight.grad)
+    assert torch.equal(model.first.scale_fwd, plain.first.scale_fwd)
+
+
 def losses(recipe: Any) -> list[float]:
     """Of a small residual network, whose gradients are as small as those of a step over a million tokens."""
     torch.manual_seed(0)
@@ -414,12 +429,11 @@ def losses(recipe: Any) -> list[float]:
     root.model, root.embedding = model, embedding
     if recipe is not None:
         nc.set_recipe(root, recipe)
-        renew = next(iter(root._forward_pre_hooks.values()))
     optimizer = torch.optim.Adam(root.parameters(), lr=3e-3)
     tokens = torch.randint(0, 64, (1024,), generator=torch.Generator().manual_seed(1))
     seen = []
     for _ in range(7):
-        if recipe is not None:
+        for renew in root._forward_pre_hooks.values():
             renew(root, ())
         x = embedding(tokens)
         for layer in layers:

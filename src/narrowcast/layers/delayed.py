@@ -107,6 +107,7 @@ class DelayedLayer(RecipeOwner):
         if state.recipe is not None and not keeps_scales and self.training and starts_a_step():
             renew([self])
 
+    @torch.inference_mode(False)  # a layer may see inference first and then be trained
     @torch.no_grad()
     def _fit_buffers(
         self, prefix: str, direction: str, mode: Mode, slots: int, delayed: DelayedScaling
@@ -278,6 +279,7 @@ class DelayedLayer(RecipeOwner):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
             self._start_anew(prefix)
 
+    @torch.inference_mode(False)
     def _adopt(self, keys: list[str], width: int, state_dict: dict[str, Any], prefix: str) -> list[str]:
         """Make room for the saved state of one direction: a run that saved it knew the layer to be delayed.
 

@@ -136,6 +136,8 @@ class RecipeState:
             columnwise=quantizer.columnwise_usage,
         )
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _keep_new(self, delayed: DelayedScaling) -> None:
         shape, first = (self.num_quantizers,), first_scale(delayed, self.mode)
         scale = torch.full(shape, first, dtype=torch.float32, device=self.device)
