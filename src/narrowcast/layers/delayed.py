@@ -34,11 +34,15 @@ from ..state import (
 )
 from .recipe_owner import RecipeOwner
 
-_BUFFERS = ("scale", "amax_history", "amax")
 _DIRECTIONS: tuple[tuple[str, Mode, tuple[str, ...]], ...] = (
     ("fwd", "forward", FORWARD_TENSOR_TYPES),
     ("bwd", "backward", BACKWARD_TENSOR_TYPES),
 )
+
+
+def _buffer_names(prefix: str, direction: str) -> tuple[str, str, str]:
+    """Scale, history and amax of a stage in one direction, in the order of :class:`..state.DelayedSlots`."""
+    return f"{prefix}scale_{direction}", f"{prefix}amax_history_{direction}", f"{prefix}amax_{direction}"
 
 
 class DelayedLayer(RecipeOwner):
@@ -59,12 +63,10 @@ class DelayedLayer(RecipeOwner):
         Args:
             stage_names: prefix of the buffers -> name in quantizer roles, of each stage.
         """
-        self._stage_names, self._delayed, self._renewed_by_root = stage_names, {}, False
+        self._stage_names, self._delayed = stage_names, {}
         self._registered_with: Any = None
-        for prefix in stage_names:
-            for direction, _, _ in _DIRECTIONS:
-                for buffer in _BUFFERS:
-                    self.register_buffer(f"{prefix}{buffer}_{direction}", None)
+        for name in self._state_names():
+            self.register_buffer(name, None)
 
     # -- what the state is -------------------------------------------------------------------------------------------
 
@@ -112,20 +114,19 @@ class DelayedLayer(RecipeOwner):
     def _fit_buffers(
         self, prefix: str, direction: str, mode: Mode, slots: int, delayed: DelayedScaling
     ) -> None:
-        name, length = f"{prefix}amax_history_{direction}", delayed.amax_history_len
-        history = getattr(self, name)
+        names, length = _buffer_names(prefix, direction), delayed.amax_history_len
+        history = getattr(self, names[1])
         if history is None:
             device = self._state_device(prefix)
-            for buffer, shape in (("scale", (slots,)), ("amax_history", (length, slots)), ("amax", (slots,))):
-                fresh = torch.zeros(shape, dtype=torch.float32, device=device)
-                setattr(self, f"{prefix}{buffer}_{direction}", fresh)
+            for name, shape in zip(names, ((slots,), (length, slots), (slots,))):
+                setattr(self, name, torch.zeros(shape, dtype=torch.float32, device=device))
             self._reset_direction(prefix, direction, mode, delayed)
         elif history.shape[0] != length:
             # a shorter history keeps the first rows, a longer one gets rows of zeros
             fitted = history.new_zeros(length, history.shape[1])
             kept = min(length, history.shape[0])
             fitted[:kept] = history[:kept]
-            setattr(self, name, fitted)
+            setattr(self, names[1], fitted)
 
     def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
         """:meth:`_keep_state` in traced and eager code alike, of all stages at once, before any is read."""
@@ -149,15 +150,16 @@ class DelayedLayer(RecipeOwner):
         raise NotImplementedError(f"{type(self).__name__} does not tell its weights")
 
     def _reset_direction(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> None:
-        for buffer in ("amax_history", "amax"):
-            getattr(self, f"{prefix}{buffer}_{direction}").zero_()
-        scale = getattr(self, f"{prefix}scale_{direction}").fill_(first_scale(delayed, mode))
+        _, _, scale, history, amax = self._slots(prefix, direction, mode, delayed)
+        history.zero_()
+        amax.zero_()
+        scale.fill_(first_scale(delayed, mode))
         if mode == "forward" and delayed.initial_scale == "range" and not scale.is_meta:
             largest = fp8_max(delayed, mode) / 2**delayed.margin
-            amax = self._weight_amax(prefix).to(scale.device)
+            weight_amax = self._weight_amax(prefix).to(scale.device)
             at = slice(WEIGHT_SLOT * self._groups, (WEIGHT_SLOT + 1) * self._groups)
-            usable = (amax > 0) & amax.isfinite()
-            scale[at] = torch.where(usable, torch.full_like(amax, largest) / amax, scale[at])
+            usable = (weight_amax > 0) & weight_amax.isfinite()
+            scale[at] = torch.where(usable, torch.full_like(weight_amax, largest) / weight_amax, scale[at])
 
     def _weight_amax(self, prefix: str) -> Tensor:
         """max|w| of the weight of every group, fp32; of a sharded weight, of the local shard."""
@@ -174,8 +176,8 @@ class DelayedLayer(RecipeOwner):
                 if delayed is not None:
                     self._reset_direction(prefix, direction, mode, delayed)
                 else:
-                    for buffer in _BUFFERS:
-                        setattr(self, f"{prefix}{buffer}_{direction}", None)
+                    for name in _buffer_names(prefix, direction):
+                        setattr(self, name, None)
 
     def delayed_slots(self) -> list[DelayedSlots]:
         """The state, by stage and direction, as it is to be renewed."""
@@ -187,10 +189,8 @@ class DelayedLayer(RecipeOwner):
         return slots
 
     def _slots(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> DelayedSlots:
-        scale = getattr(self, f"{prefix}scale_{direction}")
-        history = getattr(self, f"{prefix}amax_history_{direction}")
-        amax = getattr(self, f"{prefix}amax_{direction}")
-        return DelayedSlots(delayed, mode, scale, history, amax)
+        scale, history, amax = _buffer_names(prefix, direction)
+        return DelayedSlots(delayed, mode, getattr(self, scale), getattr(self, history), getattr(self, amax))
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 
@@ -244,10 +244,10 @@ class DelayedLayer(RecipeOwner):
 
     def _state_names(self) -> list[str]:
         return [
-            f"{prefix}{buffer}_{direction}"
+            name
             for prefix in self._stage_names
             for direction, _, _ in _DIRECTIONS
-            for buffer in _BUFFERS
+            for name in _buffer_names(prefix, direction)
         ]
 
     def _load_from_state_dict(
@@ -264,9 +264,8 @@ class DelayedLayer(RecipeOwner):
         saved = [name for name in names if prefix + name in state_dict]
         for stage in self._stage_names:
             for direction, _, kinds in _DIRECTIONS:
-                keys = [f"{stage}{buffer}_{direction}" for buffer in _BUFFERS]
                 width = len(kinds) * self._groups
-                error_msgs += self._adopt(keys, width, state_dict, prefix)
+                error_msgs += self._adopt(_buffer_names(stage, direction), width, state_dict, prefix)
         known = [name for name in names if self._buffers[name] is not None]
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -280,7 +279,7 @@ class DelayedLayer(RecipeOwner):
             self._start_anew(prefix)
 
     @torch.inference_mode(False)
-    def _adopt(self, keys: list[str], width: int, state_dict: dict[str, Any], prefix: str) -> list[str]:
+    def _adopt(self, keys: tuple[str, ...], width: int, state_dict: dict[str, Any], prefix: str) -> list[str]:
         """Make room for the saved state of one direction: a run that saved it knew the layer to be delayed.
 
         Returns:
@@ -309,12 +308,13 @@ class DelayedLayer(RecipeOwner):
             "start anew",
             stacklevel=4,
         )
-        for name in self._state_names():
-            buffer = self._buffers[name]
-            stage = next(p for p in sorted(self._stage_names, key=len, reverse=True) if name.startswith(p))
-            device = self._state_device(stage)
-            if buffer is not None and buffer.device != device:  # loaded with assign=True into a model on meta
-                self._buffers[name] = torch.zeros(buffer.shape, dtype=torch.float32, device=device)
+        for stage in self._stage_names:
+            device = self._state_device(stage)  # not the state's where a model on meta was assigned weights
+            for direction, _, _ in _DIRECTIONS:
+                for name in _buffer_names(stage, direction):
+                    buffer = self._buffers[name]
+                    if buffer is not None and buffer.device != device:
+                        self._buffers[name] = torch.zeros(buffer.shape, dtype=torch.float32, device=device)
         self.reset_delayed_scaling()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -268,9 +268,8 @@ def functional_backward(
     """
     parallel = tensor_parallel(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
     wanted = (input_requires_grad, weight_requires_grad)
-    _check_backward(wanted, grad_output, input, weight, parallel)
     quantizers = (grad_output_quantizer, input_quantizer, weight_quantizer)
-    _check_backward_quantizers(wanted, with_quantized_compute, grad_output, input, weight, quantizers)
+    _check_backward(wanted, with_quantized_compute, grad_output, input, weight, quantizers, parallel)
     _check_out(grad_input, "grad_input", grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)
     _check_out(grad_weight, "grad_weight", grad_weight_beta, accumulate_into_grad_weight, None)
     if not any(wanted):
@@ -350,9 +349,8 @@ def functional_backward_fake(
     """
     parallel, size = _parallel_of(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
     wanted = (input_requires_grad, weight_requires_grad)
-    _check_backward(wanted, grad_output, input, weight, parallel)
     quantizers = (grad_output_quantizer, input_quantizer, weight_quantizer)
-    _check_backward_quantizers(wanted, with_quantized_compute, grad_output, input, weight, quantizers)
+    _check_backward(wanted, with_quantized_compute, grad_output, input, weight, quantizers, parallel)
     _check_out(grad_input, "grad_input", grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)
     _check_out(grad_weight, "grad_weight", grad_weight_beta, accumulate_into_grad_weight, None)
     if not any(wanted):
@@ -409,23 +407,19 @@ def _check_forward(
 
 
 def _check_backward(
-    wanted: tuple[bool, bool], grad: Any, inp: Any, weight: Any, parallel: TensorParallel
-) -> None:
-    for needed, name, tensor in ((wanted[0], "weight", weight), (wanted[1], "input", inp)):
-        if needed and tensor is None:
-            raise ValueError(f"{name} is None, and a gradient that reads it is wanted")
-    if parallel.gathers_grad_output and _is_quantized(grad):
-        raise TypeError("a quantized grad_output cannot be gathered; pass it in high precision")
-
-
-def _check_backward_quantizers(
     wanted: tuple[bool, bool],
     quantized: bool,
     grad: Any,
     inp: Any,
     weight: Any,
     quantizers: tuple[Any, Any, Any],
+    parallel: TensorParallel,
 ) -> None:
+    for needed, name, tensor in ((wanted[0], "weight", weight), (wanted[1], "input", inp)):
+        if needed and tensor is None:
+            raise ValueError(f"{name} is None, and a gradient that reads it is wanted")
+    if parallel.gathers_grad_output and _is_quantized(grad):
+        raise TypeError("a quantized grad_output cannot be gathered; pass it in high precision")
     if not quantized:
         return
     _check_quantizers(grad_output=(grad, quantizers[0]))
