@@ -80,3 +80,26 @@ def test_a_cast_without_outputs_takes_the_amax(dtype: torch.dtype, device: torch
         taken = torch.zeros(3, device=device)[1:2]
         kernels.float8.quantize(x.to(device), taken, E4M3, rowwise=False, columnwise=False, amax=taken)
         assert_bitwise(taken, scaling.amax(x), str(tuple(x.shape)))
+
+
+@pytest.mark.parametrize(("length", "n"), [(1, 3), (2, 40), (65, 5), (1024, 3)])
+def test_renewing_in_place_equals_the_reference(length: int, n: int, device: torch.device) -> None:
+    for algo in ("max", "most_recent"):
+        history, scale, amax = torch.rand(length, n), torch.rand(n), torch.rand(n)
+        amax[1 % n], amax[2 % n] = 0.0, math.nan
+        expected = [x.clone() for x in (scale, history, amax)]
+        actual = [x.to(device) for x in (scale, history, amax)]
+        options = {"fp8_max": 448.0, "margin": 0, "algo": algo}
+        reference.renew(*expected, **options)
+        kernels.delayed.renew(*actual, **options)
+        for a, b in zip(actual, expected, strict=True):
+            assert_bitwise(a, b, f"{length} {n} {algo}")
+
+
+@pytest.mark.parametrize("sizes", [(3,), (3, 2), (130, 1, 260)])
+def test_copies_of_scales(sizes: tuple[int, ...], device: torch.device) -> None:
+    scales = [torch.rand(size, device=device) for size in sizes]
+    copies = kernels.delayed.copy_scales(scales)
+    for scale, copy in zip(scales, copies, strict=True):
+        assert_bitwise(copy, scale)
+        assert copy.data_ptr() != scale.data_ptr()

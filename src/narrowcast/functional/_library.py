@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
+from .._environment import read_flag
 from . import _opaque
 from .quantizer_value import QuantizerValue
 
@@ -22,8 +24,12 @@ def define(
     implementation: Callable[..., Any],
     fake: Callable[..., Any],
     tags: tuple[torch.Tag, ...] = (),
+    inlined: Callable[..., bool] | None = None,
 ) -> Callable[..., Any]:
     """Define ``narrowcast::<schema>`` and return its default overload.
+
+    Where its tensors are of static shape and on a GPU, and ``inlined``, given its arguments, says so, a compiled graph
+    holds what the implementation launches in place of the operator; see :func:`_inline`.
 
     One implementation serves CPU and CUDA tensors: it picks reference or kernels from the device. Outputs must alias
     neither an input nor each other, and the fake's strides must be the real ones; the compiler relies on both.
@@ -37,6 +43,10 @@ def define(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _LIBRARY.impl(name, _without_autocast(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"narrowcast::{name}", fake, lib=_LIBRARY)
+    if inlined is not None:
+        torch.library.register_torch_dispatch(
+            f"narrowcast::{name}", FunctionalTensorMode, _inline(implementation, inlined), lib=_LIBRARY
+        )
     return _with_shortcut(getattr(torch.ops.narrowcast, name).default, implementation)
 
 
@@ -71,6 +81,49 @@ def _with_shortcut(overload: Callable[..., Any], implementation: Callable[..., A
 
     call.__doc__ = implementation.__doc__
     return call
+
+
+def _inline(implementation: Callable[..., Any], inlined: Callable[..., bool]) -> Callable[..., Any]:
+    """The rule by which functionalization meets an operator: trace its implementation, or keep it whole.
+
+    Traced, its GEMMs and kernel launches are the graph's own: the compiler allocates for them, plans their memory and
+    starts them from the code it generates, where an operator is a call into Python at every step. Kept whole are
+    operators on a CPU, of dynamic shapes, in a graph to export, and all of them under ``NARROWCAST_INLINE=0``.
+    """
+    run = _without_autocast(implementation)
+
+    def rule(mode: FunctionalTensorMode, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (*args, *(kwargs or {}).values())
+        if (
+            mode.export
+            or not _is_static_on_gpu(given)
+            or not read_flag("INLINE", True)
+            or not inlined(*given)
+        ):
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode:
+            return run(*args, **(kwargs or {}))
+
+    return rule
+
+
+def _is_static_on_gpu(given: Iterable[Any]) -> bool:
+    tensors = []
+    for value in given:
+        if isinstance(value, torch.SymInt):
+            return False
+        tensors += [
+            item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Tensor)
+        ]
+    return all(
+        isinstance(x, FunctionalTensor) and x.is_cuda and all(isinstance(size, int) for size in x.shape)
+        for x in tensors
+    )
+
+
+def always(*_: Any) -> bool:
+    """For ``inlined``: wherever shapes and devices allow."""
+    return True
 
 
 def _is_watched() -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import QUANTIZER, define
+from ._library import QUANTIZER, always, define
 from .numerics import numerics_for
 from .quantize import STATE, describe
 
@@ -59,9 +59,8 @@ def define_plain(producer: Producer) -> Operator:
 
     arguments = ", ".join([*producer.inputs, *_with_defaults(producer.options)])
     results = ", ".join(["Tensor"] * (1 + producer.further_count))
-    return define(
-        f"{producer.name}({arguments}) -> {f'({results})' if producer.further_count else results}", run, fake
-    )
+    schema = f"{producer.name}({arguments}) -> {f'({results})' if producer.further_count else results}"
+    return define(schema, run, fake, inlined=always)
 
 
 def define_quantizing(producer: Producer) -> Operator:
@@ -95,7 +94,7 @@ def define_quantizing(producer: Producer) -> Operator:
         return [*describe(like, shape, like.dtype, quantizer), *sums, *producer.further(*arguments)]
 
     schema = ", ".join([*producer.inputs, f"{QUANTIZER} quantizer", *_with_defaults(options), STATE])
-    return define(f"{producer.name}_quantize({schema}) -> Tensor[]", run, fake)
+    return define(f"{producer.name}_quantize({schema}) -> Tensor[]", run, fake, inlined=always)
 
 
 def _with_defaults(options: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..formats import E4M3
-from ._library import define
+from ._library import always, define
 from .numerics import numerics_for
 
 
@@ -38,18 +38,16 @@ def _renew_alike(
     algorithm: str,
 ) -> None:
     """All layers of one width as the columns of one state; copied back whole, which takes one launch for many."""
-    update = numerics_for(scales[0]).delayed.update
+    delayed = numerics_for(scales[0]).delayed
     if len(scales) == 1:  # nothing to join: so renews a layer itself, in each of its forwards
-        histories[0][0].copy_(amaxes[0])
-        scale, renewed = update(scales[0], histories[0], fp8_max=fp8_max, margin=margin, algo=algorithm)
-        scales[0].copy_(scale)
-        histories[0].copy_(renewed)
-        amaxes[0].zero_()
+        delayed.renew(scales[0], histories[0], amaxes[0], fp8_max=fp8_max, margin=margin, algo=algorithm)
         return
     history = torch.stack(histories, dim=1)  # (L, layers, n)
     torch.stack(amaxes, out=history[0])
     joined = torch.cat(scales)
-    scale, renewed = update(joined, history.flatten(1), fp8_max=fp8_max, margin=margin, algo=algorithm)
+    scale, renewed = delayed.update(
+        joined, history.flatten(1), fp8_max=fp8_max, margin=margin, algo=algorithm
+    )
     torch._foreach_copy_(scales, list(scale.view(len(scales), -1).unbind()))
     torch._foreach_copy_(histories, list(renewed.view(history.shape).transpose(0, 1).contiguous().unbind()))
     torch._foreach_zero_(amaxes)
@@ -78,18 +76,20 @@ Raises:
 
 
 def _read_scales(scales: list[Tensor]) -> list[Tensor]:
-    return [scale.clone() for scale in scales]
+    return numerics_for(scales[0]).delayed.copy_scales(scales)
 
 
 def _read_scales_fake(scales: list[Tensor]) -> list[Tensor]:
     return [scale.new_empty(scale.shape) for scale in scales]
 
 
-read_scales = define("read_scales(Tensor[] scales) -> Tensor[]", _read_scales, _read_scales_fake)
+read_scales = define(
+    "read_scales(Tensor[] scales) -> Tensor[]", _read_scales, _read_scales_fake, inlined=always
+)
 """Copies of ``scales``, (n,) each, for a forward and its backward, out of reach of a later renewal.
 
-Opaque, because Inductor drops a plain ``clone`` and lets the backward save the buffer itself; of both directions at
-once, because the compiler moves what only the backward reads into the backward.
+No plain ``clone``, for Inductor drops it and lets the backward save the buffer itself; of both directions at once, for
+the compiler moves what only the backward reads into the backward.
 """
 
 

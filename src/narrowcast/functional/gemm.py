@@ -77,6 +77,16 @@ def _gemm(
     return _multiply_native(a, b, bias, dtype, rows, columns, fast_accumulation)
 
 
+def _is_library_gemm(*arguments: Any) -> bool:
+    """Whether a graph may hold the product as the library's GEMM, with the bits that eager code has.
+
+    An emulated one would be fused with its scaling, and while it tunes GEMMs the compiler takes kernels of its own.
+    """
+    from torch._inductor import config  # only compiled code needs it, and it has been imported there
+
+    return not arguments[-1] and not (config.max_autotune or config.max_autotune_gemm)
+
+
 def _gemm_fake(kind: str, left: list[Tensor], *arguments: Any) -> Tensor:
     gemm_directions(kind)
     dtype, rows, columns = arguments[4:7]
@@ -88,6 +98,7 @@ gemm = define(
     "Tensor? bias, ScalarType dtype, SymInt rows, SymInt columns, bool fast_accumulation, bool emulate) -> Tensor",
     _gemm,
     _gemm_fake,
+    inlined=_is_library_gemm,
 )
 """Multiply two quantized operands; ``rows`` x ``columns`` is the logical result, padding is cut away.
 
@@ -135,6 +146,7 @@ _accumulate_op = define(
     f"{QUANTIZER} right_quantizer, bool fast_accumulation, bool emulate) -> ()",
     _gemm_accumulate,
     _gemm_accumulate_fake,
+    inlined=_is_library_gemm,
 )
 
 

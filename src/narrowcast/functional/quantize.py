@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import QUANTIZER, define
+from ._library import QUANTIZER, always, define
 from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
 
@@ -92,7 +92,10 @@ def _quantize_fake(x: Tensor, quantizer: QuantizerValue, *state: Tensor | None) 
 
 
 quantize = define(
-    f"quantize(Tensor x, {QUANTIZER} quantizer, {STATE}) -> Tensor[]", _quantize, _quantize_fake
+    f"quantize(Tensor x, {QUANTIZER} quantizer, {STATE}) -> Tensor[]",
+    _quantize,
+    _quantize_fake,
+    inlined=always,
 )
 """Quantize ``x`` (*lead, K), fp32, bf16 or fp16: the quantizer's buffers in the order of its description."""
 
@@ -117,6 +120,7 @@ quantize_dbias = define(
     f"quantize_dbias(Tensor x, {QUANTIZER} quantizer, {STATE}) -> Tensor[]",
     _quantize_dbias,
     _quantize_dbias_fake,
+    inlined=always,
 )
 """As :data:`quantize`, with the sums of ``x`` over all but its last dim, fp32 (K,), as the last output."""
 
@@ -156,6 +160,7 @@ dequantize = define(
     f"dequantize(Tensor[] buffers, {QUANTIZER} quantizer, bool columnwise, ScalarType dtype, SymInt[] shape) -> Tensor",
     _dequantize,
     lambda buffers, quantizer, columnwise, dtype, shape: buffers[0].new_empty(shape, dtype=dtype),
+    inlined=always,
 )
 """Decode the buffers of one direction to a tensor of the logical ``shape``."""
 

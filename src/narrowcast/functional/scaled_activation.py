@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._library import define
+from ._library import always, define
 from .activation import named_parameters, output_shape
 from .numerics import numerics_for
 
@@ -23,6 +23,7 @@ scaled_act = define(
     "scaled_act(Tensor x, Tensor scale, str activation, float[] parameters=[]) -> Tensor",
     _scaled_act,
     lambda x, scale, activation, parameters=(): x.new_empty(output_shape(x, activation)),
+    inlined=always,
 )
 """An activation of ``x`` (*lead, F), or (*lead, 2F) for a gated one, times ``scale`` (lead) -> (*lead, F)."""
 
@@ -39,5 +40,6 @@ scaled_act_backward = define(
     "-> (Tensor, Tensor)",
     _scaled_act_backward,
     lambda grad, x, scale, *_: (x.new_empty(x.shape), scale.new_empty(scale.shape)),
+    inlined=always,
 )
 """Gradients (dx, dscale) of :data:`scaled_act`, in the shapes and dtypes of its operands."""

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
-from .codecs import magnitude, reciprocal, round_to_dtype, to_float32
+from .codecs import magnitude, product, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_device
 
 BLOCK = 1024
@@ -60,19 +60,19 @@ def sigmoid(x, EMULATE: tl.constexpr):
     t = tl.minimum(t, 125.0, propagate_nan=tl.PropagateNan.ALL)
     shifted = t + _MAGIC
     f = t - (shifted - _MAGIC)
-    p = f * 0.0013269521296024323 + 0.009671291336417198
-    p = p * f + 0.0555071085691452
-    p = p * f + 0.24022246897220612
-    p = p * f + 0.6931470036506653
-    p = p * f + 1.0
+    p = product(f, 0.0013269521296024323, EMULATE) + 0.009671291336417198
+    p = product(p, f, EMULATE) + 0.0555071085691452
+    p = product(p, f, EMULATE) + 0.24022246897220612
+    p = product(p, f, EMULATE) + 0.6931470036506653
+    p = product(p, f, EMULATE) + 1.0
     # The low byte of the sum's bits is the biased exponent. A NaN stays one in the product, not in its bits.
     power = (shifted.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
-    return _reciprocal(p * power + 1.0, EMULATE)
+    return _reciprocal(product(p, power, EMULATE) + 1.0, EMULATE)
 
 
 @triton.jit
-def _gelu_argument(x, square):
-    return x * (square * _GELU_CUBIC + _GELU_LINEAR)
+def _gelu_argument(x, square, EMULATE: tl.constexpr):
+    return x * (product(square, _GELU_CUBIC, EMULATE) + _GELU_LINEAR)
 
 
 @triton.jit
@@ -87,11 +87,11 @@ def _tanh(x, EMULATE: tl.constexpr):
     s = sigmoid(-(size + size), EMULATE)
     far = 1.0 - (s + s)
     square = x * x
-    p = square * -0.006096714176237583 + 0.020997179672122
-    p = p * square + -0.05385090783238411
-    p = p * square + 0.1333276927471161
-    p = p * square + -0.333333283662796
-    near = x + x * (square * p)
+    p = product(square, -0.006096714176237583, EMULATE) + 0.020997179672122
+    p = product(p, square, EMULATE) + -0.05385090783238411
+    p = product(p, square, EMULATE) + 0.1333276927471161
+    p = product(p, square, EMULATE) + -0.333333283662796
+    near = x + product(x, square * p, EMULATE)
     value = tl.where(size < 0.625, near, tl.where(x < 0.0, -far, far))
     return value, (s * (1.0 - s)) * 4.0
 
@@ -109,14 +109,14 @@ def _situ(a, beta, EMULATE: tl.constexpr):
     """``beta * tanh(a / beta) * sigmoid(a)`` and its derivative."""
     value, slope = _bounded(a, beta, EMULATE)
     s = sigmoid(a, EMULATE)
-    return value * s, slope * s + value * (s * (1.0 - s))
+    return value * s, product(slope, s, EMULATE) + product(value, s * (1.0 - s), EMULATE)
 
 
 @triton.jit
 def activate(a, KIND: tl.constexpr, EMULATE: tl.constexpr):
     """The activation of ``a``; for a gated kind that of its gate."""
     if KIND == "gelu" or KIND == "geglu":
-        return a * sigmoid(_gelu_argument(a, a * a), EMULATE)
+        return a * sigmoid(_gelu_argument(a, a * a, EMULATE), EMULATE)
     elif KIND == "qgelu" or KIND == "qgeglu":
         return a * sigmoid(a * _QGELU, EMULATE)
     elif KIND == "silu" or KIND == "swiglu":
@@ -135,14 +135,15 @@ def _with_slope(a, KIND: tl.constexpr, EMULATE: tl.constexpr):
     """``activate`` and its derivative."""
     if KIND == "gelu" or KIND == "geglu":
         square = tl.minimum(a * a, _FLT_MAX, propagate_nan=tl.PropagateNan.ALL)
-        s = sigmoid(_gelu_argument(a, square), EMULATE)
-        return a * s, s + (a * (s * (1.0 - s))) * (square * _GELU_CUBIC_SLOPE + _GELU_LINEAR)
+        s = sigmoid(_gelu_argument(a, square, EMULATE), EMULATE)
+        argument_slope = product(square, _GELU_CUBIC_SLOPE, EMULATE) + _GELU_LINEAR
+        return a * s, s + product(a * (s * (1.0 - s)), argument_slope, EMULATE)
     elif KIND == "qgelu" or KIND == "qgeglu":
         s = sigmoid(a * _QGELU, EMULATE)
-        return a * s, s + (a * (s * (1.0 - s))) * _QGELU
+        return a * s, s + product(a * (s * (1.0 - s)), _QGELU, EMULATE)
     elif KIND == "silu" or KIND == "swiglu":
         s = sigmoid(a, EMULATE)
-        return a * s, s + a * (s * (1.0 - s))
+        return a * s, s + product(a, s * (1.0 - s), EMULATE)
     elif KIND == "glu":
         s = sigmoid(a, EMULATE)
         return s, s * (1.0 - s)
@@ -188,7 +189,7 @@ def activate_gated_backward(g, a, b, KIND: tl.constexpr, P0, P1, P2, EMULATE: tl
     if KIND == "clamped_swiglu":
         x, y = _clamped(a, b, P0)
         s = sigmoid(x * P1, EMULATE)
-        da = (g * (y + P2)) * (s + (x * (s * (1.0 - s))) * P1)
+        da = (g * (y + P2)) * (s + product(x * (s * (1.0 - s)), P1, EMULATE))
         return tl.where(a > P0, 0.0, da), tl.where(tl.abs(b) > P0, 0.0, g * (x * s))
     elif KIND == "situ_glu":
         value, slope = _situ(a, P0, EMULATE)
@@ -197,6 +198,12 @@ def activate_gated_backward(g, a, b, KIND: tl.constexpr, P0, P1, P2, EMULATE: tl
     else:
         value, slope = _with_slope(a, KIND, EMULATE)
         return (g * b) * slope, g * value
+
+
+@triton.jit
+def in_float32(P0, P1, P2):
+    """The numbers of a kind; a launch passes floats in single precision, a compiled graph in double."""
+    return tl.cast(P0, tl.float32), tl.cast(P1, tl.float32), tl.cast(P2, tl.float32)
 
 
 @triton.jit
@@ -226,6 +233,7 @@ def _forward_kernel(
     BLOCK: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
+    P0, P1, P2 = in_float32(P0, P1, P2)
     row = tl.program_id(0) // chunks
     start = (tl.program_id(0) - row * chunks).to(tl.int64) * BLOCK
     index = tl.arange(0, BLOCK)
@@ -264,6 +272,7 @@ def _backward_kernel(
     EMULATE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = dx_ptr.dtype.element_ty
+    P0, P1, P2 = in_float32(P0, P1, P2)
     row = tl.program_id(0) // chunks
     start = (tl.program_id(0) - row * chunks).to(tl.int64) * BLOCK
     index = tl.arange(0, BLOCK)

@@ -87,6 +87,20 @@ def reciprocal(x, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def product(a, b, EMULATE: tl.constexpr):
+    """``RN(a * b)`` of fp32 that a sum may follow: no compiler contracts the two into a multiply-add.
+
+    A launch of our own forbids contraction as an option; launched from a compiled graph, a kernel has no such option.
+    """
+    if EMULATE:
+        return a * b
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def encode_by_bits(
     x,
     BITS: tl.constexpr,

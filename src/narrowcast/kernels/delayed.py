@@ -1,4 +1,4 @@
-"""Delayed scaling: one launch that advances the scales and amax histories of any number of tensors."""
+"""Delayed scaling: one launch advances scales and amax histories of many tensors, another copies a layer's scales."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .launch import INTERPRETING, Launcher, check_device
 
 COLUMNS = 32
 ROWS = 64
+COPY_BLOCK = 128
 _FLT_MAX = tl.constexpr(FLT_MAX)
 
 
@@ -28,6 +29,7 @@ def _update_kernel(
     L,
     n,
     REDUCED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     MAXIMUM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -36,7 +38,9 @@ def _update_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < n
     last = tl.load(history_ptr + column, mask=inside, other=0.0)
-    if REDUCED:
+    if IN_PLACE:
+        last = tl.load(reduced_ptr + column, mask=inside, other=0.0)
+    elif REDUCED:
         reduced = tl.load(reduced_ptr + column, mask=inside, other=0.0)
         last = tl.where(reduced != 0.0, reduced, last)
     used = last != 0.0  # true for NaN as well
@@ -58,6 +62,9 @@ def _update_kernel(
         )
         rolled = tl.where(index == L - 1, last[None, :], next_row)
         rolled = tl.where(index == 0, 0.0, rolled)
+        if IN_PLACE:
+            old = tl.where(index == 0, last[None, :], old)
+            tl.debug_barrier()  # no row may be overwritten before its neighbour has been read
         tl.store(
             new_history_ptr + index * n + column[None, :], tl.where(used[None, :], rolled, old), mask=here
         )
@@ -67,9 +74,24 @@ def _update_kernel(
     quotient = tl.minimum(tl.div_rn(tl.full(amax.shape, 0.0, tl.float32) + scaled_max, amax), _FLT_MAX)
     renewed = tl.where(used & (amax > 0.0) & (amax < float("inf")), quotient, scale)
     tl.store(new_scale_ptr + column, renewed, mask=inside)
+    if IN_PLACE:
+        tl.debug_barrier()
+        tl.store(reduced_ptr + column, tl.zeros(last.shape, tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["first_ptr", "first_copy_ptr", "second_ptr", "second_copy_ptr"])
+def _copy_kernel(
+    first_ptr, first_copy_ptr, second_ptr, second_copy_ptr, first_size, second_size, BLOCK: tl.constexpr
+):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.load(first_ptr + index, mask=index < first_size, other=0.0)
+    second = tl.load(second_ptr + index, mask=index < second_size, other=0.0)
+    tl.store(first_copy_ptr + index, first, mask=index < first_size)
+    tl.store(second_copy_ptr + index, second, mask=index < second_size)
 
 
 _update = Launcher(_update_kernel, num_warps=4)
+_copy = Launcher(_copy_kernel, num_warps=1)
 
 
 def update(
@@ -110,9 +132,58 @@ def update(
         _update(
             (cdiv(n, COLUMNS), 1, 1),
             (scale, history, reduced, new_scale, new_history, math.ldexp(fp8_max, -margin), L, n),
-            (reduced_amax is not None, algo == "max", ROWS, COLUMNS, INTERPRETING),
+            (reduced_amax is not None, False, algo == "max", ROWS, COLUMNS, INTERPRETING),
         )
     return new_scale, new_history
+
+
+def renew(scale: Tensor, history: Tensor, amax: Tensor, *, fp8_max: float, margin: int, algo: str) -> None:
+    """Advance the state of one layer in place: ``amax`` becomes row 0 of the history, and is then zeroed.
+
+    Args:
+        scale, amax: fp32 (n,). history: fp32 (L, n). All contiguous. fp8_max, margin, algo: as :func:`update`.
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach, or an unknown ``algo``.
+
+    Numerics:
+        Equal to ``reference.delayed.renew``.
+    """
+    check_device(scale)
+    _check_algorithm(algo)
+    L, n = history.shape
+    if n:
+        _update(
+            (cdiv(n, COLUMNS), 1, 1),
+            (scale, history, amax, scale, history, math.ldexp(fp8_max, -margin), L, n),
+            (False, True, algo == "max", ROWS, COLUMNS, INTERPRETING),
+        )
+
+
+def copy_scales(scales: list[Tensor]) -> list[Tensor]:
+    """Copies of vectors, two in a launch: those of a layer's forward and backward.
+
+    Args:
+        scales: fp32 (n,) each, contiguous.
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach.
+    """
+    copies = [torch.empty_like(scale) for scale in scales]
+    for at in range(0, len(scales), 2):
+        first, first_copy = scales[at], copies[at]
+        second, second_copy = (
+            (scales[at + 1], copies[at + 1]) if at + 1 < len(scales) else (first, first_copy)
+        )
+        check_device(first)
+        sizes = (first.numel(), second.numel())
+        if max(sizes):
+            _copy(
+                (cdiv(max(sizes), COPY_BLOCK), 1, 1),
+                (first, first_copy, second, second_copy, *sizes),
+                (COPY_BLOCK,),
+            )
+    return copies
 
 
 def _check_algorithm(algo: str) -> None:

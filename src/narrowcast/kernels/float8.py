@@ -305,8 +305,8 @@ def _transpose_kernel(
     store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 
-_cast_tile = Launcher(_cast_tile_kernel, num_warps=4)
-_cast = Launcher(_cast_kernel, num_warps=4)
+_cast_tile = Launcher(_cast_tile_kernel, num_warps=4, undeclared=("amax_ptr",))
+_cast = Launcher(_cast_kernel, num_warps=4, undeclared=("amax_ptr",))
 _amax = Launcher(_amax_kernel, num_warps=4)
 _transpose = Launcher(_transpose_kernel, num_warps=4)
 

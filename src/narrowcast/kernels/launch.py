@@ -19,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunctionalizeAPI
 
 from ..formats import ElementFormat
 
@@ -36,10 +36,13 @@ class Launcher:
     Args:
         kernel: a ``triton.jit`` function whose parameters are the run-time arguments, then the constants.
         num_warps: warps per program.
+        undeclared: parameters it writes to that a graph must not know of; see :mod:`..functional.quantize`.
         options: further compile options, such as ``maxnreg``.
     """
 
-    def __init__(self, kernel: Any, num_warps: int, **options: Any) -> None:
+    def __init__(
+        self, kernel: Any, num_warps: int, *, undeclared: tuple[str, ...] = (), **options: Any
+    ) -> None:
         self.kernel = kernel
         self.num_warps = num_warps
         # A contracted multiply-add would skip one rounding of the formulas.
@@ -47,6 +50,10 @@ class Launcher:
         # One entry per device, constants and specialization: what Triton compiled for exactly these. Never stale, for
         # neither a kernel's source nor its options change.
         self.variants: dict[Hashable, Any] = {}
+        self.undeclared = undeclared
+        # Parameters that a traced launch with such tensors and numbers writes to; to tell them takes a compilation.
+        self.written: dict[Hashable, list[str]] = {}
+        self.traced: Any = None  # made when it is first traced
 
     def __call__(
         self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
@@ -89,13 +96,47 @@ class Launcher:
     ) -> None:
         """Make the launch a node of the graph that is being traced.
 
-        Inductor compiles the kernel with ``num_warps`` and ``num_stages``; it takes none of the other options, so it
-        may contract a multiply and an add that the kernel does not keep apart itself.
+        It is what ``torch.library.wrap_triton`` does, but for one thing: writes to ``undeclared`` arguments stay
+        unknown to the graph, as the operators' schemas do not declare them either.
+        Inductor compiles the kernel with ``num_warps`` and ``num_stages`` and takes none of the other options; the
+        kernels themselves keep apart what must not be contracted (``codecs.product``).
         """
-        stages = {name: value for name, value in self.options.items() if name == "num_stages"}
-        torch.library.wrap_triton(self.kernel)[grid](
-            *arguments, *constants, num_warps=self.num_warps, **stages
+        from torch._higher_order_ops.triton_kernel_wrap import (
+            get_mutated_tensors,
+            kernel_side_table,
+            triton_kernel_wrapper_functional,
         )
+
+        given = dict(zip(self.kernel.arg_names, (*arguments, *constants), strict=True))
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        numbers = {name: value for name, value in given.items() if name not in tensors}
+        node = {
+            "kernel_idx": kernel_side_table.add_kernel(self._traced()),
+            "constant_args_idx": kernel_side_table.add_constant_args(numbers),
+            "tma_descriptor_metadata": {},
+            "kwargs": tensors,
+        }
+        functional = PythonFunctionalizeAPI()
+        key = (*((name, x.dtype) for name, x in tensors.items()), *numbers.items())
+        if key not in self.written:
+            analysed = {**node, "kwargs": functional.unwrap_tensors(tensors)}
+            names = get_mutated_tensors(**analysed)
+            self.written[key] = [name for name in names if name not in self.undeclared]
+        written = self.written[key]
+        results = triton_kernel_wrapper_functional(**node, grid=[grid], tensors_to_clone=written)
+        for name in written:
+            functional.replace(tensors[name], functional.unwrap_tensors(results[name]))
+            functional.mark_mutation_hidden_from_autograd(tensors[name])
+            functional.commit_update(tensors[name])
+            functional.sync(tensors[name])
+
+    def _traced(self) -> Any:
+        """The kernel with the compile options that Inductor takes."""
+        if self.traced is None:
+            options = {name: value for name, value in self.options.items() if name == "num_stages"}
+            config = triton.Config({}, num_warps=self.num_warps, **options)
+            self.traced = triton.autotune(configs=[config], key=[])(self.kernel)
+        return self.traced
 
 
 def specialization(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

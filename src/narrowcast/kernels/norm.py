@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
-from .codecs import magnitude, reciprocal, round_to_dtype, to_float32
+from .codecs import magnitude, product, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_device
 from .reduction import column_sum, fold_lanes, fold_rows
 
@@ -30,24 +30,26 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
-def normalize(x, mean, rstd, gamma, beta, LAYER_NORM: tl.constexpr, BIAS: tl.constexpr):
+def normalize(
+    x, mean, rstd, gamma, beta, LAYER_NORM: tl.constexpr, BIAS: tl.constexpr, EMULATE: tl.constexpr
+):
     """``((x - mean) * rstd) * gamma + beta`` of fp32 tensors that broadcast; RMSNorm reads no mean."""
     if LAYER_NORM:
         x = x - mean
-    y = (x * rstd) * gamma
+    y = product(x * rstd, gamma, EMULATE)
     if BIAS:
         y = y + beta
     return y
 
 
 @triton.jit
-def norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM: tl.constexpr):
+def norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM: tl.constexpr, EMULATE: tl.constexpr):
     """Gradient with respect to ``x`` from that of the result, in fp32 tensors that broadcast."""
     if LAYER_NORM:
-        projection = ((x - mean) * rstd) * c1 + c2
+        projection = product((x - mean) * rstd, c1, EMULATE) + c2
     else:
-        projection = (x * rstd) * c1
-    return (g * gamma - projection) * rstd
+        projection = product(x * rstd, c1, EMULATE)
+    return product(product(g, gamma, EMULATE) - projection, rstd, EMULATE)
 
 
 @triton.jit
@@ -137,7 +139,7 @@ def _statistics_kernel(
                 if LAYER_NORM:
                     lanes += value
                 else:
-                    lanes += value * value
+                    lanes += product(value, value, EMULATE)
             k += UNROLL * LANES
         mean = _row_mean(lanes, K)
         store = (first + tl.arange(0, ROWS)) < M
@@ -152,12 +154,12 @@ def _statistics_kernel(
                 for j in tl.static_range(UNROLL):
                     inside = here & (k + j * LANES + lane < K)
                     d = tl.where(inside, to_float32(chunks[j], EMULATE) - mean[:, None], 0.0)
-                    lanes += d * d
+                    lanes += product(d, d, EMULATE)
                 k += UNROLL * LANES
             variance = _row_mean(lanes, K)
         else:
             variance = mean
-        rstd = reciprocal(tl.sqrt_rn(variance + eps), EMULATE)
+        rstd = reciprocal(tl.sqrt_rn(variance + tl.cast(eps, tl.float32)), EMULATE)
         tl.store(rstd_ptr + first + tl.arange(0, ROWS), round_to_dtype(rstd, tl.float32, EMULATE), mask=store)
         if AMAX:
             k = 0
@@ -170,7 +172,7 @@ def _statistics_kernel(
                     if BIAS:
                         beta = _load_vector(bias_ptr, column, K, EMULATE)
                     value = to_float32(chunks[j], EMULATE)
-                    y = normalize(value, mean[:, None], rstd[:, None], gamma, beta, LAYER_NORM, BIAS)
+                    y = normalize(value, mean[:, None], rstd[:, None], gamma, beta, LAYER_NORM, BIAS, EMULATE)
                     size = magnitude(round_to_dtype(y, chunks[j].dtype, EMULATE), EMULATE)
                     largest = tl.maximum(largest, tl.where(here & (column < K), size, 0.0))
                 k += UNROLL * LANES
@@ -224,7 +226,7 @@ def _forward_kernel(
     mean = rstd
     if LAYER_NORM:
         mean = _load_rows(mean_ptr, row, M)
-    y = normalize(x, mean, rstd, gamma, beta, LAYER_NORM, BIAS)
+    y = normalize(x, mean, rstd, gamma, beta, LAYER_NORM, BIAS, EMULATE)
     tl.store(y_ptr + offsets, round_to_dtype(y, y_ptr.dtype.element_ty, EMULATE), mask=inside)
 
 
@@ -261,7 +263,7 @@ def _backward_kernel(
     if LAYER_NORM:
         mean = _load_rows(mean_ptr, row, M)
         c2 = _load_rows(c2_ptr, row, M)
-    dx = norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM)
+    dx = norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM, EMULATE)
     if RESIDUAL:
         dx = dx + to_float32(tl.load(residual_grad_ptr + offsets, mask=inside, other=0.0), EMULATE)
     tl.store(dx_ptr + offsets, round_to_dtype(dx, dx_ptr.dtype.element_ty, EMULATE), mask=inside)
@@ -275,8 +277,9 @@ def _gradient_terms(x, g, mean, rstd, gamma, inside, LAYER_NORM: tl.constexpr, E
         xhat = xhat - mean
     xhat = xhat * rstd
     g = to_float32(g, EMULATE)
-    wdy = g * gamma
-    return g, tl.where(inside, g * xhat, 0.0), tl.where(inside, xhat * wdy, 0.0), wdy
+    wdy = product(g, gamma, EMULATE)
+    weighted, projected = product(g, xhat, EMULATE), product(xhat, wdy, EMULATE)
+    return g, tl.where(inside, weighted, 0.0), tl.where(inside, projected, 0.0), wdy
 
 
 @triton.jit

@@ -19,9 +19,10 @@ from .activation import (
     activate_gated_backward,
     check_gradient,
     checked,
+    in_float32,
     numbers,
 )
-from .codecs import round_to_dtype, to_float32
+from .codecs import product, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_device
 from .reduction import fold_lanes
 
@@ -46,6 +47,7 @@ def _forward_kernel(
     BLOCK: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
+    P0, P1, P2 = in_float32(P0, P1, P2)
     row = tl.program_id(0) // chunks
     start = (tl.program_id(0) - row * chunks).to(tl.int64) * BLOCK
     index = tl.arange(0, BLOCK)
@@ -86,6 +88,7 @@ def _backward_kernel(
     EMULATE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = dx_ptr.dtype.element_ty
+    P0, P1, P2 = in_float32(P0, P1, P2)
     first = tl.program_id(0).to(tl.int64) * ROWS
     index = tl.arange(0, ROWS)
     here = index < tl.minimum(M - first, ROWS).to(tl.int32)
@@ -111,7 +114,7 @@ def _backward_kernel(
             y = activate(a, KIND, EMULATE)
             da = activate_backward(g * scale, a, KIND, EMULATE)
             tl.store(dx_ptr + row * F + column, round_to_dtype(da, DTYPE, EMULATE), mask=inside)
-        lanes += g * y
+        lanes += product(g, y, EMULATE)
         k += LANES
     total = round_to_dtype(fold_lanes(lanes), dscale_ptr.dtype.element_ty, EMULATE)
     tl.store(dscale_ptr + first + index, total, mask=here)

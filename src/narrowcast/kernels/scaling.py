@@ -14,6 +14,7 @@ OVERFLOW_BY_DTYPE = {"torch.bfloat16": BF16_MAX, "torch.float16": FP16_MAX, "tor
 @triton.jit
 def scale_from_amax(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr):
     """Encoding scale of fp32 ``amax``: ``RN(fp8_max / max(amax, epsilon))``, or 1 where that says nothing."""
+    epsilon = tl.cast(epsilon, tl.float32)  # a graph passes floats in double
     amax = tl.where(amax < epsilon, epsilon, amax)
     scale = tl.div_rn(tl.full(amax.shape, FP8_MAX, tl.float32), amax)
     scale = tl.where(scale == float("inf"), OVERFLOW, scale)
@@ -32,6 +33,7 @@ def power_2_scales(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr,
     it: the closest is 1 - 1.14 ulp. ``EPSILON``: whether ``epsilon`` is positive.
     """
     if EPSILON:
+        epsilon = tl.cast(epsilon, tl.float32)
         amax = tl.where(amax < epsilon, epsilon, amax)
     bits = amax.to(tl.int32, bitcast=True)
     TOP: tl.constexpr = 254 + (8 if FP8_MAX == 448.0 else 15)  # exponent field of 2**n * 2**127

@@ -390,7 +390,7 @@ def load_source(
             beta = to_float32(_load(operands[4] + k + across, across < columns_left, EVEN), EMULATE)
         rstd = _load(operands[2] + m + row, row < rows_left, EVEN)[:, None]
         mean = _load(operands[3] + m + row, row < rows_left, EVEN)[:, None]
-        y = normalize(x, mean, rstd, gamma, beta, FUNCTION == "LayerNorm", P1)
+        y = normalize(x, mean, rstd, gamma, beta, FUNCTION == "LayerNorm", P1, EMULATE)
         if not EVEN:
             y = tl.where(inside, y, 0.0)  # a shifted zero is none
         return round_to_dtype(y, DTYPE, EMULATE)
@@ -403,7 +403,7 @@ def load_source(
         mean = _load(operands[4] + m + row, row < rows_left, EVEN)[:, None]
         c1 = _load(operands[5] + m + row, row < rows_left, EVEN)[:, None]
         c2 = _load(operands[6] + m + row, row < rows_left, EVEN)[:, None]
-        dx = norm_gradient(g, x, mean, rstd, gamma, c1, c2, FUNCTION == "LayerNorm")
+        dx = norm_gradient(g, x, mean, rstd, gamma, c1, c2, FUNCTION == "LayerNorm", EMULATE)
         if P1:
             dx += to_float32(_load(operands[7] + (m * K + k) + offsets, inside, EVEN), EMULATE)
         if not EVEN:

@@ -120,3 +120,24 @@ def _rolled(history: Tensor, last: Tensor) -> Tensor:
 def _scale(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
     quotient = torch.full_like(amax, math.ldexp(fp8_max, -margin)).div_(amax).clamp_(max=FLT_MAX)
     return torch.where((amax > 0.0) & (amax < math.inf), quotient, scale)
+
+
+def renew(scale: Tensor, history: Tensor, amax: Tensor, *, fp8_max: float, margin: int, algo: str) -> None:
+    """Advance the state of one layer in place: ``amax`` becomes row 0 of the history, and is then zeroed.
+
+    Args:
+        scale, amax: fp32 (n,). history: fp32 (L, n). fp8_max, margin, algo: as :func:`update`.
+
+    Raises:
+        ValueError: an unknown ``algo``.
+    """
+    history[0].copy_(amax)
+    renewed_scale, renewed_history = update(scale, history, fp8_max=fp8_max, margin=margin, algo=algo)
+    scale.copy_(renewed_scale)
+    history.copy_(renewed_history)
+    amax.zero_()
+
+
+def copy_scales(scales: list[Tensor]) -> list[Tensor]:
+    """Copies of vectors, fp32 (n,) each."""
+    return [scale.clone() for scale in scales]

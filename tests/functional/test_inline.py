@@ -1,0 +1,72 @@
+"""Which operators a compiled graph holds as launches and GEMMs of its own, and which it keeps whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+TRACED = """
+import os
+import torch
+import torch._higher_order_ops.triton_kernel_wrap as wrap
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+import narrowcast as nc
+from narrowcast.functional import _library
+
+wrap.get_mutated_tensors = lambda *, kwargs, **_: [name for name in kwargs if name != "operand_0"]
+ops = torch.ops.narrowcast
+quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
+
+
+def traced(function, device="cuda", mode=None):
+    with FakeTensorMode():
+        x = torch.empty(128, 256, dtype=torch.bfloat16, device=device)
+    wrapped = dispatch_functionalize(function, mode or FunctionalTensorMode())
+    graph = make_fx(wrapped, tracing_mode="fake")(x).graph
+    return {str(node.target) for node in graph.nodes if node.op == "call_function"}
+
+
+def multiply(x, emulate=False):
+    a = ops.quantize(x, quantizer.with_usage(columnwise=False))
+    return ops.gemm("fprop", a, quantizer, a, quantizer, None, torch.bfloat16, 128, 128, True, emulate)
+
+
+def whole(targets):
+    return {target for target in targets if target.startswith("narrowcast.")}
+
+
+assert not whole(traced(lambda x: ops.quantize(x, quantizer)))
+assert not whole(traced(lambda x: ops.act_quantize(x, "swiglu", quantizer)))
+targets = traced(multiply)
+assert not whole(targets) and "aten._scaled_mm.default" in targets, targets
+assert whole(traced(lambda x: multiply(x, emulate=True))) == {"narrowcast.gemm.default"}
+with torch._inductor.config.patch(max_autotune=True):  # whose kernels have bits of their own
+    assert whole(traced(multiply)) == {"narrowcast.gemm.default"}
+assert whole(traced(lambda x: ops.quantize(x, quantizer), device="cpu")) == {"narrowcast.quantize.default"}
+shapes = ShapeEnv()
+with FakeTensorMode(shape_env=shapes), FunctionalTensorMode():
+    for rows, static in ((128, True), (shapes.create_unbacked_symint(), False)):
+        x = FunctionalTensor.to_functional(torch.empty(rows, 256, device="cuda"))
+        assert _library._is_static_on_gpu([x, [x], "fprop"]) == static
+exporting = FunctionalTensorMode(export=True)
+assert whole(traced(lambda x: ops.quantize(x, quantizer), mode=exporting)) == {"narrowcast.quantize.default"}
+os.environ["NARROWCAST_INLINE"] = "0"
+assert whole(traced(multiply)) == {"narrowcast.quantize.default", "narrowcast.gemm.default"}
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_what_a_graph_holds() -> None:
+    """On fake CUDA tensors, without any GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
