@@ -149,3 +149,44 @@ def test_a_changed_environment_is_told(
     Run(config, corpus, progress, tmp_path, resume=True)
     assert len(notes) == 1
     assert "9.9.9" in notes[0]
+
+
+def test_a_checkpoint_that_does_not_fit_is_passed_over(
+    config: TrainConfig,
+    corpus: Corpus,
+    progress: Progress,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole, and still not the state of this run: losses cut short, tensors of no use. The older one serves."""
+    whole = Run(config, corpus, progress, tmp_path / "whole").train()
+    good = load(tmp_path / "whole" / "step-00000003")
+    other = load(tmp_path / "whole" / "step-00000006")
+    name = "optimizer.blocks.0.attention.qkv.weight.exp_avg"
+    training = other.tensors["training"]
+    wrong: dict[str, Checkpoint] = {
+        "losses": replace(other, meta={**other.meta, "history": good.meta["history"]}),
+        "no history": replace(other, meta={k: v for k, v in other.meta.items() if k != "history"}),
+        "no settings": replace(other, meta={k: v for k, v in other.meta.items() if k != "settings"}),
+        "no group": replace(other, tensors={"model": other.tensors["model"]}),
+        "a moment is missing": with_training(other, {k: v for k, v in training.items() if k != name}),
+        "a moment is cut": with_training(other, {**training, name: training[name][1:]}),
+        "a moment too many": with_training(
+            other, {**training, "optimizer.x.exp_avg": training[name].clone()}
+        ),
+        "a generator of one byte": with_training(other, {**training, CPU_GENERATOR: torch.ones(1).byte()}),
+    }
+    notes: list[str] = []
+    monkeypatch.setattr(type(progress), "note", lambda self, text: notes.append(text))
+    for kind, broken in wrong.items():
+        folder = interrupted_copy(tmp_path / "whole", tmp_path / kind)
+        save(folder, step=6, meta=broken.meta, tensors=broken.tensors)
+        notes.clear()
+        run = Run(config, corpus, progress, folder, resume=True)
+        assert run.first_step == 3, kind
+        assert len(notes) == 1 and "passed over" in notes[0] and "step-00000006" in notes[0], (kind, notes)
+    assert run.train().history == whole.history
+
+
+def with_training(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+    return replace(checkpoint, tensors={**checkpoint.tensors, "training": tensors})

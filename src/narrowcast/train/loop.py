@@ -52,12 +52,13 @@ class Run:
         self.history = History()
         self.saved_step: int | None = None
         self._pending: list[Tensor] = []
-        loaded = self._find_checkpoint(corpus, resume)
+        if folder is not None and not resume:
+            _require_empty(folder)
         self.trainer = Trainer(config, corpus)
-        if loaded is not None:
-            self._restore(loaded)
-            self.history = History.from_json(loaded.meta["history"])
-            self.saved_step = loaded.step
+        if folder is not None and resume:
+            _, passed_over = checkpoint.load_newest(folder, lambda found: self._continue(found, corpus))
+            for note in passed_over:
+                progress.note(note)
         self.first_step = len(self.history.train)
 
     def train(self) -> RunResult:
@@ -106,30 +107,18 @@ class Run:
             if saves:
                 self._save(done)
 
-    def _find_checkpoint(self, corpus: Corpus, resume: bool) -> checkpoint.Checkpoint | None:
-        if self.folder is None:
-            return None
-        if not resume:
-            if present := checkpoint.steps_in(self.folder):
-                raise SettingsError(
-                    f"{present[0]} is a checkpoint of an earlier run; add --resume to continue it, "
-                    "or give --out another folder"
-                )
-            return None
-        loaded, notes = checkpoint.load_newest(self.folder)
-        notes += require_same_run(loaded, self.config, corpus)
+    def _continue(self, loaded: checkpoint.Checkpoint, corpus: Corpus) -> None:
+        try:
+            notes = require_same_run(loaded, self.config, corpus)
+            history = History.from_json(loaded.meta["history"])
+            if len(history.train) != loaded.step:
+                raise checkpoint.DamagedCheckpoint(f"{len(history.train)} losses of {loaded.step} steps")
+            snapshot.restore(loaded.tensors, self.trainer.model, self.trainer.optimizer)
+        except (*checkpoint.DAMAGE, RuntimeError) as error:  # RuntimeError: the state of a generator is none
+            raise checkpoint.DamagedCheckpoint(f"{type(error).__name__}: {error}") from error
+        self.history, self.saved_step = history, loaded.step
         for note in notes:
             self.progress.note(note)
-        return loaded
-
-    def _restore(self, loaded: checkpoint.Checkpoint) -> None:
-        try:
-            snapshot.restore(loaded.tensors, self.trainer.model, self.trainer.optimizer)
-        except checkpoint.DamagedCheckpoint as error:
-            raise SettingsError(
-                f"cannot resume {loaded.path}: {error}; it was made by another version of narrowcast, "
-                "give --out another folder"
-            ) from error
 
     def _fetch_losses(self) -> int:
         losses = torch.stack(self._pending).tolist()
@@ -164,3 +153,11 @@ class Run:
                 f"cannot save a checkpoint in {self.folder}: {error.strerror or error}; {kept}"
             ) from error
         self.saved_step = done
+
+
+def _require_empty(folder: Path) -> None:
+    if present := checkpoint.steps_in(folder):
+        raise SettingsError(
+            f"{present[0]} is a checkpoint of an earlier run; add --resume to continue it, "
+            "or give --out another folder"
+        )

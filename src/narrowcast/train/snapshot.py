@@ -44,20 +44,32 @@ def restore(files: TensorFiles, model: nn.Module, optimizer: Optimizer) -> None:
 
     Raises:
         DamagedCheckpoint: tensors are missing, left over or of another shape.
+        KeyError: a whole group or the generator is missing.
     """
-    _restore_model(files[MODEL], model)
     training = dict(files[TRAINING])
-    torch.set_rng_state(training.pop(CPU_GENERATOR))
+    generator = training.pop(CPU_GENERATOR)
+    generators = {name: training.pop(name) for name in [*training] if name.startswith(CUDA_GENERATOR)}
+    _restore_optimizer(training, model, optimizer)
+    _restore_model(files[MODEL], model)
+    torch.set_rng_state(generator)
     for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
-        if (state := training.pop(f"{CUDA_GENERATOR}.{index}", None)) is not None:
+        if (state := generators.get(f"{CUDA_GENERATOR}.{index}")) is not None:
             torch.cuda.set_rng_state(state, index)
+
+
+def _restore_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
+    left = dict(tensors)
+    kinds = {name.rpartition(".")[2] for name in tensors}
     for name, parameter in model.named_parameters():
-        prefix = f"{OPTIMIZER}.{name}."
-        for full_name in [n for n in training if n.startswith(prefix)]:
-            value = training[full_name]
-            # A per-parameter counter stays where the optimizer put it; moments live with their parameter.
-            moved = value.to(parameter.device)
-            optimizer.state[parameter][full_name.removeprefix(prefix)] = moved
+        for kind in kinds:
+            value = left.pop(f"{OPTIMIZER}.{name}.{kind}", None)
+            # A per-parameter counter is a scalar and stays where the optimizer put it; moments live with theirs.
+            if value is None or value.shape not in (parameter.shape, torch.Size()):
+                found = "missing" if value is None else f"of shape {tuple(value.shape)}"
+                raise DamagedCheckpoint(f"the optimizer's {kind} of {name} is {found}")
+            optimizer.state[parameter][kind] = value.to(parameter.device)
+    if left:
+        raise DamagedCheckpoint(f"tensors left over: {', '.join(sorted(left))}")
 
 
 def _restore_model(tensors: dict[str, Tensor], model: nn.Module) -> None:
