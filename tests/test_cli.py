@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import narrowcast as nc
 from narrowcast.cli import main
 from narrowcast.train import doctor
 
@@ -86,6 +87,12 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
         (["--speed", "9"], ["--speed", "--help"]),
         (["--resume"], ["no checkpoint to resume in", "checkpoints", "--out"]),
         (["--out", "text.txt"], ["text.txt", "--out"]),
+        (["--seed", str(2**64)], ["--seed is 18446744073709551616", "below 2^64"]),
+        (["--batch-size", str(10**12)], ["scores of a batch", "GiB", "lower --batch-size or --seq-len"]),
+        (["--batch-size", str(10**30)], ["--batch-size is 1000", "below 2^63"]),
+        (["--eval-batches", str(10**12)], ["held-out batches", "lower --eval-batches or --batch-size"]),
+        (["--dim", str(4 * 10**12)], ["model with its optimizer", "lower --dim, --hidden or --layers"]),
+        (["--layers", str(10**12)], ["model with its optimizer", "lower --dim, --hidden or --layers"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
 )
@@ -137,6 +144,8 @@ def test_resume_from_another_configuration(text_file: Path, capsys: pytest.Captu
     assert "--seed 0" in line
     assert "--seed 7" in line
     assert train(text_file, "--out", "run", "--resume") == 0
+    words = ["train", "--data", str(text_file), *TINY, "--out", "run", "--resume", "--steps", "3"]
+    assert "--steps 4" in fails_on_one_line(capsys, text_file.parent, words)
 
 
 def test_resuming_a_finished_run_keeps_its_result(text_file: Path) -> None:
@@ -155,6 +164,61 @@ def test_a_second_run_does_not_overwrite_the_first(text_file: Path, capsys: pyte
     words = ["train", "--data", str(text_file), *TINY, "--out", "run"]
     line = fails_on_one_line(capsys, text_file.parent, words)
     assert "add --resume" in line
+
+
+def test_more_steps_extend_a_run(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(text_file, "--out", "run") == 0
+    first = json.loads(Path("run/result.json").read_text())
+    capsys.readouterr()
+    assert train(text_file, "--out", "run", "--resume", "--steps", "6") == 0
+    notes = capsys.readouterr().err
+    assert (
+        "note: extended from 4 to 6 steps: from step 4 on, the learning rate is that of a run of 6" in notes
+    )
+    second = json.loads(Path("run/result.json").read_text())
+    assert second["settings"]["steps"] == 6
+    assert second["history"]["train"][:4] == first["history"]["train"]
+    assert len(second["history"]["train"]) == 6
+    assert [step for step, _ in second["history"]["held_out"]] == [0, 2, 4, 6]
+
+
+def test_a_run_without_a_folder_gets_the_next_one(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["train", "--data", str(text_file), *TINY, "--resume"]
+    assert "no run to resume in runs; give --out" in fails_on_one_line(capsys, text_file.parent, words)
+    assert train(text_file) == train(text_file) == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["train-001", "train-002"]
+    assert "note: the run is in runs/train-002" in capsys.readouterr().err
+    before = tree(Path("runs/train-001"))
+    assert train(text_file, "--resume", "--steps", "6") == 0
+    assert "run in runs/train-002" in capsys.readouterr().out
+    assert tree(Path("runs/train-001")) == before
+    assert train(text_file, "--steps", "0") == 2
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["train-001", "train-002"]
+
+
+def test_a_folder_of_text_is_told(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = Path("texts")
+    folder.mkdir()
+    (folder / "a.txt").write_text(text_file.read_text())
+    (folder / "picture.png").write_bytes(b"\0\1")
+    assert train(folder, "--out", "run") == 0
+    size = text_file.stat().st_size
+    expected = f"note: text: 1 files, {size:,} bytes of texts; skipped 1 binary"
+    assert expected in capsys.readouterr().err.splitlines()
+
+
+def test_no_room_for_the_result_is_one_line(
+    text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("narrowcast.train.commands.write_json", full)
+    assert train(text_file, "--out", "run") == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == (
+        "narrowcast: cannot write into run: No space left on device; make room, or give --out another folder"
+    )
 
 
 KILLED_TRAINING = """
@@ -184,10 +248,11 @@ def test_killed_during_a_save_and_resumed_is_the_same_run(recipe: str, text_file
         return subprocess.run(command, env=environment, capture_output=True, timeout=300).returncode
 
     assert in_a_process(["-c", KILLED_TRAINING]) == -signal.SIGKILL
+    assert Path("killed/.lock").exists(), "a killed run leaves its lock's file, which nobody holds"
     names = sorted(p.name for p in Path("killed/checkpoints").iterdir())
     assert names[0].startswith(".tmp-")
     assert names[1:] == ["step-00000002"]
-    assert in_a_process(["-m", "narrowcast.cli"], "--resume") == 0
+    assert in_a_process(["-m", "narrowcast"], "--resume") == 0
     assert main([*words, "--out", "whole"]) == 0
     for name in ("model.safetensors", "training.safetensors"):
         contents = [Path(run, "checkpoints/step-00000006", name).read_bytes() for run in ("killed", "whole")]
@@ -217,6 +282,23 @@ def test_doctor_is_healthy_here(capsys: pytest.CaptureFixture) -> None:
     assert subjects[:3] == ["python", "torch", "narrowcast"]
     assert {"delayed", "current", "mxfp8", "block", "nvfp4", "device"} <= set(subjects)
     assert lines[-1].endswith("this machine can train")
+
+
+def test_doctor_tells_programs(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["healthy"] is True
+    assert [f["subject"] for f in report["findings"]][:3] == ["python", "torch", "narrowcast"]
+    monkeypatch.setattr(doctor, "OLDEST_TORCH", (99, 0))
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["healthy"] is False
+    assert [f["subject"] for f in report["findings"] if f["broken"]] == ["torch"]
+
+
+def test_version(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"narrowcast {nc.__version__}\n"
 
 
 def test_doctor_tells_what_is_broken(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

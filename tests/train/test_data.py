@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,20 @@ def test_a_folder_is_read_in_order_without_binary_and_hidden_files(tmp_path: Pat
     first, last = corpus.train[0].item(), corpus.train[-20].item()
     assert (chr(first), chr(last)) == ("a", "c")
     assert load_corpus(root, seq_len=16).digest == corpus.digest
+    assert corpus.remark == f"text: 3 files, 600 bytes of {root}; skipped 1 binary, 1 empty, 2 hidden"
+
+
+def test_what_is_neither_text_nor_folder_is_told(tmp_path: Path) -> None:
+    root = tmp_path / "texts"
+    root.mkdir()
+    (root / "a.txt").write_text("a" * 400)
+    (root / "here").symlink_to(root)
+    (root / "gone.txt").symlink_to(root / "nowhere")
+    os.mkfifo(root / "pipe")
+    corpus = load_corpus(root, seq_len=16)
+    assert corpus.files == 1
+    assert corpus.remark.endswith("skipped 1 links to folders, 2 neither file nor folder")
+    assert load_corpus(root / "a.txt", seq_len=16).remark == ""
 
 
 def test_reading_stops_at_the_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +131,13 @@ def test_reading_stops_at_the_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / name).write_text(name * 400)
     corpus = load_corpus(tmp_path, seq_len=16)
     assert corpus.files == 2
+    assert corpus.remark.endswith("skipped nothing; ended at 500 bytes, in b")
+    assert corpus.remark.startswith("text: 2 files, 500 bytes of ")
+    file = load_corpus(tmp_path / "a", seq_len=16)
+    assert file.remark == ""
+    (tmp_path / "a").write_text("a" * 501)
+    assert load_corpus(tmp_path / "a", seq_len=16).remark.startswith("text: the first 500 of 501 bytes of ")
+    (tmp_path / "a").write_text("a" * 400)
     assert len(corpus.train) + len(corpus.held_out) == 501  # and the newline between two files
     assert len(load_corpus(tmp_path / "a", seq_len=16).train) < 400
 

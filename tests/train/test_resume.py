@@ -102,7 +102,7 @@ def test_the_saving_rhythm_may_change(
     [
         ({"seed": 5}, r"trained with --seed 0, and this command says --seed 5; pass --seed 0"),
         ({"recipe": "mxfp8"}, r"--recipe bf16, .*--recipe mxfp8"),
-        ({"steps": 60}, r"--steps 6, .*--steps 60"),
+        ({"steps": 5}, r"--steps 6, .*--steps 5"),
         ({"compile": True}, r"--no-compile, .*--compile;"),
         ({"model": {"hidden": 64}}, r"--hidden 48, .*--hidden 64"),
     ],
@@ -117,6 +117,25 @@ def test_another_configuration_is_refused(
     with pytest.raises(SettingsError, match=message):
         Run(replace(config, **changes), corpus, progress, tmp_path, resume=True)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+
+
+def test_an_extended_run_goes_on_as_the_longer_one(
+    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
+) -> None:
+    """Its later steps are bit for bit those of any run that stands there and has as many steps before it."""
+    short = Run(config, corpus, progress, tmp_path / "a").train()
+    longer = replace(config, steps=9)
+    run = Run(longer, corpus, progress, tmp_path / "a", resume=True)
+    assert run.first_step == 6
+    history = run.train().history
+    assert history.train[:6] == short.history.train
+    assert len(history.train) == 9
+    assert load(tmp_path / "a" / "step-00000009").meta["settings"]["steps"] == 9
+    folder = tmp_path / "b"
+    shutil.copytree(tmp_path / "a" / "step-00000006", folder / "step-00000006")
+    assert resumed(longer, corpus, progress, folder).history == history
+    with pytest.raises(SettingsError, match=r"--steps 9, .*--steps 6"):
+        Run(config, corpus, progress, tmp_path / "a", resume=True)
 
 
 def test_another_text_is_refused_and_a_moved_one_is_not(

@@ -2,7 +2,26 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from .errors import TrainingError
+
+
+@contextmanager
+def writing_into(folder: Path) -> Iterator[None]:
+    """Tell a disk's refusal, such as a full one's, as the failure of the command.
+
+    Raises:
+        TrainingError: the disk refused; the message names the folder.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write into {folder}: {error.strerror or error}; make room, or give --out another folder"
+        ) from error
 
 
 def fsync(path: Path) -> None:

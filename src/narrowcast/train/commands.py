@@ -1,18 +1,22 @@
 """The commands `train`, `demo` and `doctor`."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 from rich.console import Console
 
-from .atomic import write_json
+from .._version import __version__
+from .atomic import write_json, writing_into
 from .config import ModelConfig, TrainConfig, compared_fields, require_compiler, resolve_device
-from .data import load_corpus
+from .data import Corpus, load_corpus
 from .demo import CONFIG, check_recipes, run_demo, write_results
 from .doctor import examine
 from .errors import SettingsError
+from .folder import run_folder
+from .history import RunResult
 from .loop import Run
 from .machine import describe
 from .progress import format_duration, make_progress
@@ -25,10 +29,34 @@ app = typer.Typer(
     add_completion=False,
 )
 
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"narrowcast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 # Typer reads annotations at run time and, in its older releases, not the `X | None` of newer Pythons.
 Data = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(help="Text file, or folder of text files; left out: the Python standard library's sources."),
+]
+RunFolder = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(
+        help="Folder of the run: checkpoints and result.json; left out: the next runs/train-NNN, "
+        "with --resume the last one.",
+        show_default=False,
+    ),
 ]
 Document = Annotated[
     Optional[Path],  # noqa: UP045
@@ -50,11 +78,12 @@ Real = Annotated[float, typer.Option()]
 def train(
     data: Data = None,
     recipe: Annotated[str, typer.Option(help=f"none (the same as bf16), {', '.join(CHOICES)}.")] = "bf16",
-    out: Annotated[Path, typer.Option(help="Folder of the run: checkpoints and result.json.")] = Path(
-        "runs/train"
-    ),
+    out: RunFolder = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out; repeat its other options.")
+        bool,
+        typer.Option(
+            "--resume", help="Continue the run in --out; repeat its other options. More --steps extend it."
+        ),
     ] = False,
     device: Device = "auto",
     compile: Compile = False,
@@ -110,10 +139,27 @@ def train(
     if compile:
         require_compiler(config.device)
     corpus = load_corpus(data, seq_len=seq_len)
-    run = Run(config, corpus, make_progress(Console(stderr=True)), out / "checkpoints", resume=resume)
-    _make_folder(out)
-    result = run.train()
-    content = {
+    progress = make_progress(Console(stderr=True))
+    with run_folder(out, resume=resume) as folder:
+        run = Run(config, corpus, progress, folder / "checkpoints", resume=resume)
+        if out is None:
+            progress.note(f"the run is in {folder}")
+        if corpus.remark:
+            progress.note(corpus.remark)
+        result = run.train()
+        report = folder / "result.json"
+        if run.first_step < config.steps or not report.exists():  # resuming a finished run measures no speed
+            with writing_into(folder):
+                write_json(report, _summary(config, corpus, result))
+    speed = f", {result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else ""
+    typer.echo(
+        f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per byte after {result.steps} steps "
+        f"({result.parameters:,} parameters{speed}, {format_duration(result.seconds)}); run in {folder}"
+    )
+
+
+def _summary(config: TrainConfig, corpus: Corpus, result: RunResult) -> dict[str, object]:
+    return {
         "machine": describe(config.device),
         "data": {"source": corpus.source, "digest": corpus.digest},
         "settings": dict(compared_fields(config)),
@@ -123,14 +169,6 @@ def train(
         "seconds": result.seconds,
         "history": result.history.to_json(),
     }
-    report = out / "result.json"
-    if run.first_step < config.steps or not report.exists():  # resuming a finished run measures no speed
-        write_json(report, content)
-    speed = f", {result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else ""
-    typer.echo(
-        f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per byte after {result.steps} steps "
-        f"({result.parameters:,} parameters{speed}, {format_duration(result.seconds)}); run in {out}"
-    )
 
 
 @app.command()
@@ -156,28 +194,29 @@ def demo(
     progress = make_progress(Console(stderr=True))
     corpus = load_corpus(data, seq_len=config.seq_len)
     check_recipes(config)
-    _make_folder(out)
-    finished = run_demo(config, corpus, progress)
-    write_results(finished, out, command=context.obj, document=write_docs)
+    with run_folder(out, resume=False):
+        if corpus.remark:
+            progress.note(corpus.remark)
+        finished = run_demo(config, corpus, progress)
+        with writing_into(out):
+            write_results(finished, out, command=context.obj, document=write_docs)
     Console().print(terminal_table(finished.rows))
     typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / 'results.json'}")
 
 
 @app.command()
-def doctor() -> int:
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, for programs.")] = False,
+) -> int:
     """Show what this machine runs natively, what it emulates, and the versions found."""
-    healthy = True
+    findings = []
     for finding in examine():
-        typer.echo(f"{finding.subject:<12} {finding.text}")
-        healthy &= not finding.broken
-    typer.echo(f"{'verdict':<12} {'this machine can train' if healthy else 'something above is broken'}")
+        findings.append(finding)
+        if not json:  # one by one: the later ones take a while
+            typer.echo(f"{finding.subject:<12} {finding.text}")
+    healthy = not any(finding.broken for finding in findings)
+    if json:
+        typer.echo(dumps({"healthy": healthy, "findings": [asdict(f) for f in findings]}, indent=1))
+    else:
+        typer.echo(f"{'verdict':<12} {'this machine can train' if healthy else 'something above is broken'}")
     return 0 if healthy else 1
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(
-            f"cannot make the folder {path} ({error.strerror}); give --out another one"
-        ) from error

@@ -19,6 +19,12 @@ def _require(ok: bool, option: str, value: object, fix: str) -> None:
         raise SettingsError(f"{option} is {value}; {fix}")
 
 
+def _require_count(config: object, name: str) -> None:
+    value = getattr(config, name)
+    _require(value > 0, option_of(name), value, "it must be at least 1")
+    _require(value < 2**63, option_of(name), value, "it must be below 2^63")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of the decoder.
@@ -44,7 +50,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("dim", "layers", "heads", "kv_heads", "hidden"):
-            _require(getattr(self, name) > 0, option_of(name), getattr(self, name), "it must be at least 1")
+            _require_count(self, name)
         _require(
             self.dim % (2 * self.heads) == 0,
             "--dim",
@@ -105,12 +111,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", recipe_name(self.recipe))
         for name in ("steps", "batch_size", "seq_len", "eval_every", "eval_batches", "save_every"):
-            _require(getattr(self, name) > 0, option_of(name), getattr(self, name), "it must be at least 1")
+            _require_count(self, name)
         # `not x > 0` also refuses NaN.
         for name in ("lr", "clip"):
             _require(getattr(self, name) > 0, option_of(name), getattr(self, name), "it must be above 0")
         for name in ("warmup", "weight_decay", "seed"):
             _require(getattr(self, name) >= 0, option_of(name), getattr(self, name), "it must be 0 or more")
+        _require(self.seed < 2**64, "--seed", self.seed, "it must be below 2^64")
 
 
 UNCOMPARED = {"save_every"}

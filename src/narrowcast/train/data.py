@@ -3,8 +3,9 @@
 import hashlib
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ class Corpus:
         source: where it was read from, for people.
         files: number of files read.
         digest: SHA-256 of the text, first 16 hex digits; tells a resumed run whether the text is the same.
+        remark: what was read of `--data` and what was left out, in one line; empty where all of it was read.
     """
 
     train: Tensor
@@ -37,6 +39,7 @@ class Corpus:
     source: str
     files: int
     digest: str
+    remark: str = ""
 
 
 def load_corpus(path: Path | None, *, seq_len: int) -> Corpus:
@@ -54,13 +57,18 @@ def load_corpus(path: Path | None, *, seq_len: int) -> Corpus:
     source = "the Python standard library's sources" if path is None else str(path)
     if not root.exists():
         raise SettingsError(f"no file or folder at {source}; give --data an existing text file or folder")
+    if path is None:
+        return split(_Reader(".py", LEFT_OUT).read(root), seq_len=seq_len, source=source)
     if root.is_file():
-        texts = _read_file(root)
-    elif path is None:
-        texts = _read_folder(root, suffix=".py", left_out=LEFT_OUT)
+        texts, size = _read_file(root), root.stat().st_size
+        remark = f"text: the first {SIZE_CAP:,} of {size:,} bytes of {source}" if size > SIZE_CAP else ""
     else:
-        texts = _read_folder(root, suffix="", left_out=set())
-    return split(texts, seq_len=seq_len, source=source)
+        reader = _Reader("", set())
+        texts = reader.read(root)
+        remark = (
+            f"text: {len(texts):,} files, {sum(map(len, texts)):,} bytes of {source}; {reader.left_out()}"
+        )
+    return replace(split(texts, seq_len=seq_len, source=source), remark=remark)
 
 
 def split(texts: list[bytes], *, seq_len: int, source: str) -> Corpus:
@@ -149,26 +157,63 @@ def _read_file(path: Path) -> list[bytes]:
     return [text]
 
 
-def _read_folder(root: Path, *, suffix: str, left_out: set[str]) -> list[bytes]:
-    texts: list[bytes] = []
-    room = SIZE_CAP
-    for path in _text_paths(root, suffix, left_out):
-        try:
-            text = path.read_bytes()[:room]
-        except OSError:
-            continue  # a file that went away or may not be read is no text of ours
-        if b"\0" not in text[:SNIFFED] and text:
+class _Reader:
+    """Reads the text files below a folder in sorted order, and counts what it leaves out.
+
+    Args:
+        suffix: ending of the names that are read; others are left out uncounted.
+        ignored: names of folders that are left out uncounted.
+    """
+
+    def __init__(self, suffix: str, ignored: set[str]) -> None:
+        self._suffix = suffix
+        self._ignored = ignored
+        self._counts: Counter[str] = Counter()
+        self._end = ""
+
+    def read(self, root: Path) -> list[bytes]:
+        texts: list[bytes] = []
+        room = SIZE_CAP
+        for path in self._paths(root):
+            try:
+                with path.open("rb") as file:
+                    text = file.read(room)
+            except OSError:
+                self._counts["unreadable"] += 1
+                continue
+            if b"\0" in text[:SNIFFED] or not text:
+                self._counts["binary" if text else "empty"] += 1
+                continue
             texts.append(text)
             room -= len(text)
-        if room <= 0:
-            break
-    return texts
+            if room <= 0:
+                self._end = f"ended at {SIZE_CAP:,} bytes, in {path.relative_to(root)}"
+                break
+        return texts
 
+    def left_out(self) -> str:
+        """Return what was not read, such as `skipped 2 binary, 1 hidden`."""
+        counted = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self._counts.items()))
+        return "; ".join(part for part in (f"skipped {counted or 'nothing'}", self._end) if part)
 
-def _text_paths(root: Path, suffix: str, left_out: set[str]) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(f for f in folders if f not in left_out and not f.startswith("."))
-        for name in sorted(names):
-            path = Path(folder) / name
-            if name.endswith(suffix) and not name.startswith(".") and path.is_file():
-                yield path
+    def _paths(self, root: Path) -> Iterator[Path]:
+        for folder, folders, names in os.walk(root):
+            folders[:] = sorted(
+                f for f in folders if f not in self._ignored and self._wanted(Path(folder, f))
+            )
+            for name in sorted(names):
+                path = Path(folder, name)
+                if name.endswith(self._suffix) and self._wanted(path):
+                    yield path
+
+    def _wanted(self, path: Path) -> bool:
+        kind = None
+        if path.name.startswith("."):
+            kind = "hidden"
+        elif path.is_dir():
+            kind = "links to folders" if path.is_symlink() else None  # os.walk does not follow them
+        elif not path.is_file():
+            kind = "neither file nor folder"
+        if kind is not None:
+            self._counts[kind] += 1
+        return kind is None

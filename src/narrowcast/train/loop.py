@@ -12,6 +12,7 @@ from .config import TrainConfig
 from .data import Corpus
 from .errors import SettingsError, TrainingError
 from .history import History, RunResult
+from .memory import memory_told
 from .progress import Progress
 from .resume import describe_run, require_same_run
 from .stopwatch import Stopwatch
@@ -32,8 +33,9 @@ class Run:
         resume: continue from the newest checkpoint in `folder`.
 
     Raises:
-        SettingsError: the recipe does not run here, `folder` holds a run and `resume` is off, or `resume` is
+        SettingsError: the recipe or the sizes do not run here, `folder` holds a run and `resume` is off, or `resume` is
             on and the checkpoint is missing or of another run.
+        TrainingError: memory ran out.
     """
 
     def __init__(
@@ -54,7 +56,8 @@ class Run:
         self._pending: list[Tensor] = []
         if folder is not None and not resume:
             _require_empty(folder)
-        self.trainer = Trainer(config, corpus)
+        with memory_told(config):
+            self.trainer = Trainer(config, corpus)
         if folder is not None and resume:
             _, passed_over = checkpoint.load_newest(folder, lambda found: self._continue(found, corpus))
             for note in passed_over:
@@ -70,12 +73,8 @@ class Run:
         began, watch = time.perf_counter(), Stopwatch()
         self.progress.begin(self.config.recipe, done=self.first_step, total=self.config.steps)
         try:
-            self._do_steps(watch)
-        except torch.OutOfMemoryError as error:
-            raise TrainingError(
-                f"{self.config.device} ran out of memory; lower --batch-size ({self.config.batch_size}), "
-                "--seq-len or --dim"
-            ) from error
+            with memory_told(self.config):
+                self._do_steps(watch)
         finally:
             self.progress.end()
         return RunResult(

@@ -26,14 +26,16 @@ def require_same_run(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus
     """Check that a run with these settings continues the checkpoint's.
 
     Returns:
-        one line for each difference of the environment, which may cost bitwise equality and nothing else.
+        one line for each difference of the environment, which may cost bitwise equality and nothing else, and
+        one where the run is to get more steps than it had.
 
     Raises:
-        SettingsError: a setting or the text differs.
+        SettingsError: another setting or the text differs.
     """
     saved = checkpoint.meta["settings"]
+    extended = config.steps > saved["steps"]
     for name, value in compared_fields(config):
-        if saved.get(name) != value:
+        if saved.get(name) != value and not (extended and name == "steps"):
             theirs, ours = setting_of(name, saved.get(name)), setting_of(name, value)
             raise SettingsError(
                 f"cannot resume {checkpoint.path}: it was trained with {theirs}, and this command says "
@@ -47,9 +49,15 @@ def require_same_run(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus
             "another --out to start a new run"
         )
     then, now = checkpoint.meta["environment"], environment()
-    return [
+    notes = [
         f"the checkpoint was made with {key} {then.get(key)}, this is {key} {now[key]}: "
         "the run goes on, perhaps not bit for bit"
         for key in now
         if then.get(key) != now[key]
     ]
+    if extended:
+        notes.append(
+            f"extended from {saved['steps']} to {config.steps} steps: from step {checkpoint.step} on, the learning "
+            f"rate is that of a run of {config.steps}"
+        )
+    return notes

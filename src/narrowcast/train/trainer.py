@@ -7,6 +7,7 @@ import narrowcast as nc
 
 from .config import TrainConfig
 from .data import Corpus, held_out_batches, train_batch
+from .memory import require_memory
 from .model import Decoder, next_byte_loss
 from .recipes import build_recipe
 from .schedule import learning_rate
@@ -22,13 +23,15 @@ class Trainer:
         corpus: its text.
 
     Raises:
-        SettingsError: the device has no kernels for the recipe and emulation was not asked for.
+        SettingsError: the device has no kernels for the recipe and emulation was not asked for, or its memory
+            cannot hold the model or a batch.
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
         self.config = config
         self.corpus = corpus
         self.recipe = build_recipe(config.recipe, device=config.device, emulate=config.emulate)
+        require_memory(config)
         torch.manual_seed(config.seed)
         # Built on the CPU, so that the weights of a seed are the same on every device.
         self.model = Decoder(config.model, config.seq_len).to(config.device)

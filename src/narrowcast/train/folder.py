@@ -1,0 +1,101 @@
+"""The folder of a run: found or made, held by one process, and gone again if nothing was written into it."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .errors import SettingsError
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows, where no lock is taken
+    fcntl = None
+
+RUNS = Path("runs")
+PREFIX = "train-"
+LOCK = ".lock"
+
+
+@contextmanager
+def run_folder(out: Path | None, *, resume: bool) -> Iterator[Path]:
+    """Hold the folder of a run as the only process.
+
+    Args:
+        out: the folder; made if absent. None is the first free `runs/train-NNN`, or with `resume` the last one.
+        resume: whether the run goes on from what is there.
+
+    Yields:
+        the folder. What was made is removed again where the run ends without having written into it.
+
+    Raises:
+        SettingsError: another process holds it, it cannot be made or written, or there is no run to resume.
+    """
+    if out is None and resume:
+        out = _last_run()
+    missing = [path for path in (out or RUNS, *(out or RUNS).parents) if not path.exists()]
+    try:
+        folder = _fresh_run() if out is None else out
+        if out is None:
+            missing.insert(0, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _take_lock(folder)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot make or write the folder {out or RUNS} ({error.strerror}); give --out another one"
+        ) from error
+    try:
+        yield folder
+    finally:
+        (folder / LOCK).unlink(missing_ok=True)
+        os.close(lock)
+        with suppress(OSError):  # one that holds something stays, and its parents with it
+            for path in missing:
+                path.rmdir()
+
+
+def _take_lock(folder: Path) -> int:
+    """Return the descriptor of a lock that the system releases when the process ends, however it ends."""
+    path = folder / LOCK
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 200).decode(errors="replace") or "another process"
+            os.close(lock)
+            raise SettingsError(
+                f"{holder} is writing a run into {folder}; wait for it, or give --out another folder"
+            ) from None
+        # The one before may have removed the file between our opening and our locking it.
+        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+            os.ftruncate(lock, 0)
+            os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            return lock
+        os.close(lock)
+
+
+def _runs() -> dict[int, Path]:
+    return {
+        int(number): path
+        for path in RUNS.glob(f"{PREFIX}*")
+        if (number := path.name.removeprefix(PREFIX)).isdecimal()
+    }
+
+
+def _last_run() -> Path:
+    if not (runs := _runs()):
+        raise SettingsError(f"no run to resume in {RUNS}; give --out its folder, or leave --resume out")
+    return runs[max(runs)]
+
+
+def _fresh_run() -> Path:
+    number = max(_runs(), default=0)
+    while True:
+        number += 1
+        path = RUNS / f"{PREFIX}{number:03d}"
+        with suppress(FileExistsError):  # of a run that starts at this moment
+            path.mkdir(parents=True)
+            return path

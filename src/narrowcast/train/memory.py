@@ -1,0 +1,79 @@
+"""Whether a run can fit: refused before anything is allocated, because an operating system may kill the process."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .config import VOCABULARY, ModelConfig, TrainConfig
+from .errors import SettingsError, TrainingError
+
+FLOAT = 4
+TOKEN = 8  # int64
+STATES = 4  # a parameter, its gradient and the optimizer's two moments
+
+
+def parameters_of(config: ModelConfig) -> int:
+    """Return the number of parameters of a `Decoder`, without building it."""
+    key_values = 2 * config.kv_heads * (config.dim // config.heads)
+    block = config.dim * (2 * config.dim + key_values + 3 * config.hidden + 2)
+    tables = VOCABULARY * config.dim * (1 if config.tie_embeddings else 2)
+    return config.layers * block + tables + config.dim
+
+
+def require_memory(config: TrainConfig) -> None:
+    """Check the parts of a run that surely are in memory at once against what the machine has.
+
+    Raises:
+        SettingsError: one part alone is larger than the memory of the device; the message names its options.
+    """
+    room = _memory_of(config.device)
+    tokens = config.batch_size * config.seq_len
+    parts = (
+        (
+            "model with its optimizer",
+            STATES * FLOAT * parameters_of(config.model),
+            "--dim, --hidden or --layers",
+        ),
+        ("scores of a batch", FLOAT * VOCABULARY * tokens, "--batch-size or --seq-len"),
+        ("held-out batches", 2 * TOKEN * tokens * config.eval_batches, "--eval-batches or --batch-size"),
+    )
+    for what, size, options in parts:
+        if size > room:
+            raise SettingsError(
+                f"the {what} would take {_gigabytes(size)}, and this machine's {config.device} has "
+                f"{_gigabytes(room)}; lower {options}"
+            )
+
+
+@contextmanager
+def memory_told(config: TrainConfig) -> Iterator[None]:
+    """Tell what torch raises when an allocation fails as the failure of the run.
+
+    Raises:
+        TrainingError: memory ran out; the message names the options that need less.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # Of a CPU's memory torch tells by the message alone.
+        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not known and "can't allocate memory" not in str(error):
+            raise
+        raise TrainingError(
+            f"{config.device} ran out of memory; lower --batch-size ({config.batch_size}), --seq-len or --dim"
+        ) from error
+
+
+def _memory_of(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # a system that does not tell
+        return 2**63
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size // 2**30:,} GiB"
