@@ -227,8 +227,29 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
 def rebuild_quantized_tensor(
     cls: type[QuantizedTensor], metadata: dict[str, Any], is_parameter: bool
 ) -> QuantizedTensor:
-    """Inverse of pickling; public by name, because files refer to it."""
+    """Inverse of pickling; public by name, because files refer to it.
+
+    Raises:
+        ValueError: no class of quantized tensors, or a buffer that is not as the quantizer describes it for this
+            shape: kernels would read past its end.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, QuantizedTensor)):
+        raise ValueError(
+            f"the file holds a quantized tensor of class {cls!r}; it was not saved by narrowcast"
+        )
     tensor = cls(**metadata)
+    described = tensor._quantizer.with_usage(**tensor.get_usages())._describe_buffers(  # type: ignore[attr-defined]
+        tuple(tensor.shape), tensor.dtype
+    )
+    for attribute, buffer in zip(dict(cls._FLATTEN_TENSOR_BUFFERS), tensor.get_data_tensors(), strict=True):
+        found = None if buffer is None else (tuple(buffer.shape), buffer.dtype)
+        shape, dtype = described.get(attribute, (None, None))
+        expected = None if shape is None else (tuple(shape), dtype)
+        if found != expected:
+            raise ValueError(
+                f"the file's {cls.__name__} of shape {tuple(tensor.shape)} has {attribute} {found} in place of "
+                f"{expected}; the file is damaged or was not saved by narrowcast"
+            )
     return torch.nn.Parameter(tensor, tensor.requires_grad) if is_parameter else tensor  # type: ignore[return-value]
 
 
