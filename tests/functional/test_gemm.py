@@ -409,6 +409,31 @@ def test_native_accumulation(name: str, m: int, n: int, k: int, dtype: torch.dty
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 32, 33])
+@pytest.mark.parametrize(("k", "right_rows"), [(32, 20), (32, 32), (40, 32)])
+def test_padding_copies_only_the_operand_that_needs_it(
+    m: int, k: int, right_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the left operand, such as a ragged batch, may be any number."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, k, generator=generator).to(torch.float8_e4m3fn) for rows in (m, right_rows))
+    taken: list[Tensor] = []
+    really = torch._scaled_mm
+
+    def scaled_mm(left: Tensor, right: Tensor, *arguments: object, **options: object) -> Tensor:
+        taken.extend((left, right))
+        return really(left, right, *arguments, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    operand, one = gemm_module.NativeOperand, torch.ones(())
+    out = gemm_module._multiply_native(
+        operand(a, one, "tensor"), operand(b, one, "tensor"), None, torch.float32, m, right_rows, True
+    )
+    assert torch.allclose(out, a.float() @ b.float().t(), rtol=1e-5, atol=1e-5)
+    assert (taken[0].data_ptr() == a.data_ptr()) == (k % 16 == 0)
+    assert (taken[1].data_ptr() == b.data_ptr()) == (k % 16 == 0 and right_rows % 16 == 0)
+
+
 def test_pairs_without_a_native_gemm_say_so() -> None:
     e5m2 = nc.Float8CurrentScalingQuantizer(E5M2)
     pairs = [

@@ -110,7 +110,7 @@ def test_high_precision(kind: str) -> None:
         left = x if kind == "fprop" else dy
         right = [x] if kind == "wgrad" else weights
         biases = [case.bias] if kind == "fprop" else []
-        out = functional.grouped_mm(kind, left, right, case.splits, biases, False)
+        out = functional.grouped_mm(kind, left, right, case.splits, biases, False, left.dtype)
         parts, others = left.split([20, 0, 13, 4]), x.split([20, 0, 13, 4])
         for group, at in ((0, slice(0, 20)), (2, slice(20, 33))):
             if kind == "wgrad":

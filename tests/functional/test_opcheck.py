@@ -351,9 +351,10 @@ def grouped_gemm_cases(x: Tensor) -> Iterator[Arguments]:
 def grouped_mm_cases(x: Tensor) -> Iterator[Arguments]:
     for rows, splits in group_rows(x):
         weights = [x.new_ones(24, rows.shape[1]) for _ in range(3)]
-        yield "fprop", rows, weights, splits, [x.new_ones(24) for _ in range(3)], False
-        yield "dgrad", rows.new_ones(rows.shape[0], 24), [torch.stack(weights)], splits, [], False
-        yield "wgrad", rows.new_ones(rows.shape[0], 24), [rows], splits, [], True
+        yield "fprop", rows, weights, splits, [x.new_ones(24) for _ in range(3)], False, x.dtype
+        yield "dgrad", rows.new_ones(rows.shape[0], 24), [torch.stack(weights)], splits, [], False, x.dtype
+        yield "wgrad", rows.new_ones(rows.shape[0], 24), [rows], splits, [], True, x.dtype
+        yield "wgrad", rows.new_ones(rows.shape[0], 24), [rows], splits, [], False, torch.float32
 
 
 @family("grouped_dequantize")

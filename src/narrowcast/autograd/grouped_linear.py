@@ -138,7 +138,7 @@ def _forward_in_high_precision(
 ) -> _Forward:
     weights = [w.dequantize() if isinstance(w, GroupedTensor) else w for w in weights]
     added = [b.to(x.dtype) for b in biases]
-    out = grouped_mm("fprop", x, [w.to(x.dtype) for w in weights], splits, added, groups.covered)
+    out = grouped_mm("fprop", x, [w.to(x.dtype) for w in weights], splits, added, groups.covered, x.dtype)
     return out, [x] if args.plan.needs_weight else [], weights if args.plan.needs_input else []
 
 
@@ -312,7 +312,7 @@ def _gradients_in_high_precision(
                 grouped_dequantize(weight, args.saved_weight[1], layout, None, args.weight_dtype, shape)
             ]
         weight = [w.to(args.dtype) for w in weight]
-        dgrad = grouped_mm("dgrad", dy, weight, splits, [], groups.covered)
+        dgrad = grouped_mm("dgrad", dy, weight, splits, [], groups.covered, dy.dtype)
     if not plan.needs_weight:
         return dgrad, [None] * len(groups.main_grads), grad_bias
     x = inp[0]
@@ -355,7 +355,7 @@ def compute_grouped_wgrad(deferred: DeferredWgrad, shape: tuple[int, int], dtype
     *inp, splits, like = deferred.inp
     grad_layout = grouped_layout(deferred.grad_quantizer._storage_name)  # type: ignore[attr-defined]
     if grad_layout == "split" and deferred.grad[0].dim() == 2:  # matrices, not an arena of quantized groups
-        return grouped_mm("wgrad", deferred.grad[0], inp, splits, [], False).to(dtype)
+        return grouped_mm("wgrad", deferred.grad[0], inp, splits, [], False, dtype)
     inp_layout = grouped_layout(deferred.inp_quantizer._storage_name)  # type: ignore[attr-defined]
     left = deferred.grad, deferred.grad_quantizer, grad_layout, like.dtype
     right = inp, deferred.inp_quantizer, inp_layout, like.dtype
@@ -373,8 +373,7 @@ def add_to_main_grads_(
         main_grads: G of (N, K), or one (G, N, K), fp32 or bf16; None where no gradient is wanted.
         shape: (N, K).
     Numerics:
-        ``RN(main_grad + dy_g^T x_g)``, product and sum in fp32; a product of operands in high precision is rounded to
-        their dtype first.
+        ``RN(main_grad + dy_g^T x_g)``, product and sum in fp32.
     """
     wgrad = compute_grouped_wgrad(deferred, shape, torch.float32)
     single = len(main_grads) == 1 and main_grads[0] is not None and main_grads[0].dim() == 3

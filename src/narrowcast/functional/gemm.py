@@ -267,7 +267,8 @@ def _multiply_native(
 def _multiply_per_tensor(
     a: NativeOperand, b: NativeOperand, bias: Tensor | None, dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
-    left, right = _pad_to(a.data, 16, 16), _pad_to(b.data, 16, 16)
+    # the library takes any number of rows on the left: a ragged batch is not copied
+    left, right = _pad_to(a.data, 1, 16), _pad_to(b.data, 16, 16)
     # the older of the library's two entries: F.scaled_mm takes a third more of the host's time to reach the same GEMM
     return torch._scaled_mm(
         left,

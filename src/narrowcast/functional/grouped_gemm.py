@@ -339,20 +339,30 @@ def _library_takes(a: _NativeOperand, b: _NativeOperand, dtype: torch.dtype) -> 
 
 
 def _grouped_mm(
-    kind: str, left: Tensor, right: list[Tensor], splits: Tensor, biases: list[Tensor], covered: bool
+    kind: str,
+    left: Tensor,
+    right: list[Tensor],
+    splits: Tensor,
+    biases: list[Tensor],
+    covered: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     gemm_directions(kind)
+    if kind != "wgrad" and dtype != left.dtype:
+        raise ValueError(f"dtype is {dtype} in {kind}; give that of left, {left.dtype}")
     weights = right[0] if kind == "wgrad" else stack(right)
     bias = _stacked(biases)
     shape = _plain_shape(kind, left, right, splits)
     if not left.is_cuda or 0 in shape or 0 in left.shape:
-        return _mm_each(kind, left, weights, splits, bias, shape)
+        return _mm_each(kind, left, weights, splits, bias, shape, dtype)
     ends = splits.cumsum(0, dtype=torch.int32)
     multiple = 16 // left.element_size()
     a, b = left.contiguous(), weights.contiguous()
+    if kind == "wgrad" and dtype != a.dtype and a.dtype != torch.float32:
+        return kernels.grouped_mm.contraction(a, b, splits, dtype)
     if kind == "wgrad":
         product = F.grouped_mm(_pad_columns(a, multiple).t(), _pad_columns(b, multiple), offs=ends)
-        return product[:, : shape[1], : shape[2]].contiguous()
+        return product[:, : shape[1], : shape[2]].contiguous().to(dtype)
     # the contraction and the columns of the result in whole 16 bytes
     columns = b.shape[2] if kind == "dgrad" else b.shape[1]
     missing = -b.shape[1] % multiple, -b.shape[2] % multiple
@@ -372,18 +382,25 @@ def _pad_columns(x: Tensor, multiple: int) -> Tensor:
 
 
 def _mm_each(
-    kind: str, left: Tensor, right: Tensor, splits: Tensor, bias: Tensor | None, shape: tuple[int, ...]
+    kind: str,
+    left: Tensor,
+    right: Tensor,
+    splits: Tensor,
+    bias: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> Tensor:
     """Group by group as an ordinary linear layer."""
 
     def multiply(group: int, at: slice, _: torch.Size) -> Tensor:
         if kind == "wgrad":
-            return left[at].t() @ right[at]
+            a, b = left[at].t(), right[at]
+            return a @ b if dtype == left.dtype else a.float() @ b.float()
         if kind == "dgrad":
             return left[at] @ right[group]
         return F.linear(left[at], right[group], None if bias is None else bias[group])
 
-    return _fill(left.new_zeros(shape), kind, splits, left.shape[0], multiply)
+    return _fill(left.new_zeros(shape, dtype=dtype), kind, splits, left.shape[0], multiply)
 
 
 def _plain_shape(kind: str, left: Tensor, right: list[Tensor], splits: Tensor) -> tuple[int, ...]:
@@ -393,13 +410,14 @@ def _plain_shape(kind: str, left: Tensor, right: list[Tensor], splits: Tensor) -
     return left.shape[0], first.shape[-1 if kind == "dgrad" else -2]
 
 
-def _grouped_mm_fake(kind: str, left: Tensor, right: list[Tensor], splits: Tensor, *_: Any) -> Tensor:
+def _grouped_mm_fake(kind: str, left: Tensor, right: list[Tensor], splits: Tensor, *rest: Any) -> Tensor:
     gemm_directions(kind)
-    return left.new_empty(_plain_shape(kind, left, right, splits))
+    return left.new_empty(_plain_shape(kind, left, right, splits), dtype=rest[-1])
 
 
 grouped_mm = define(
-    "grouped_mm(str kind, Tensor left, Tensor[] right, Tensor splits, Tensor[] biases, bool covered) -> Tensor",
+    "grouped_mm(str kind, Tensor left, Tensor[] right, Tensor splits, Tensor[] biases, bool covered, "
+    "ScalarType dtype) -> Tensor",
     _grouped_mm,
     _grouped_mm_fake,
 )
@@ -410,12 +428,13 @@ Args:
     left: (T, K) in fprop, (T, N) otherwise.
     right: the weights, G of (N, K) or one (G, N, K); in wgrad the input (T, K) alone.
     splits, biases, covered: as in :data:`grouped_gemm`.
+    dtype: of the result; in fprop and dgrad that of ``left``. A weight gradient in fp32 is not rounded before.
 
 Returns:
-    (T, N), (T, K) or (G, N, K), dtype of ``left``.
+    (T, N), (T, K) or (G, N, K) of ``dtype``.
 
 Raises:
-    ValueError: another ``kind``.
+    ValueError: another ``kind``, or a ``dtype`` that it does not give.
 """
 
 

@@ -23,6 +23,7 @@ MODULES = (
     "float8_block",
     "grouped",
     "grouped_gemm",
+    "grouped_mm",
     "grouped_quantize",
     "mx",
     "norm",

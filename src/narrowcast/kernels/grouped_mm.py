@@ -1,0 +1,104 @@
+"""Weight gradients of groups of rows in high precision, not rounded to the dtype of the operands.
+
+The library's grouped GEMM writes its results in the dtype of its operands, and a weight gradient that is accumulated
+in fp32 would lose what it was accumulated for. Tiles of all groups are taken one after the other; where a group
+starts is computed from the splits on the device, so nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import cdiv
+from .codecs import round_to_dtype, to_float32
+from .grouped_quantize import group_ends
+from .launch import INTERPRETING, Launcher, check_device
+
+TILE_M = 128
+TILE_N = 128
+TILE_K = 64
+
+
+@triton.jit(do_not_specialize=["T", "groups"], do_not_specialize_on_alignment=["splits_ptr"])
+def _contraction_kernel(
+    out_ptr,
+    left_ptr,
+    right_ptr,
+    splits_ptr,
+    T,
+    M,
+    N,
+    groups,
+    GROUPS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    group = tl.program_id(1)
+    index = tl.arange(0, GROUPS)
+    ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
+    ends = tl.minimum(ends, T)
+    start = tl.sum(tl.where(index == group - 1, ends, 0), axis=0)
+    end = tl.sum(tl.where(index == group, ends, 0), axis=0)
+    tile_rows = tl.cdiv(M, TILE_M)
+    row = (tl.program_id(0) % tile_rows) * TILE_M + tl.arange(0, TILE_M)
+    column = (tl.program_id(0) // tile_rows) * TILE_N + tl.arange(0, TILE_N)
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for step in tl.range(start, end, TILE_K):
+        token = step + tl.arange(0, TILE_K)
+        there = (token < end)[:, None]
+        place = token.to(tl.int64)[:, None]
+        a = tl.load(left_ptr + place * M + row[None, :], mask=there & (row < M)[None, :], other=0.0)
+        b = tl.load(right_ptr + place * N + column[None, :], mask=there & (column < N)[None, :], other=0.0)
+        if EMULATE:  # the interpreter multiplies bf16 as if it were integers
+            a = to_float32(a, EMULATE)
+            b = to_float32(b, EMULATE)
+        total = tl.dot(tl.trans(a), b, total)
+    target = out_ptr + (group.to(tl.int64) * M + row)[:, None] * N + column[None, :]
+    inside = (row < M)[:, None] & (column < N)[None, :]
+    tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
+
+
+_contraction = Launcher(_contraction_kernel, num_warps=8, num_stages=3)
+
+
+def contraction(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply ``left_g^T right_g`` for every group g of rows.
+
+    Args:
+        left: (T, N) bf16 or fp16, contiguous. right: (T, K), as ``left``.
+        splits: int32 or int64 (G,) on the device of ``left``; not read by the host.
+        dtype: bf16, fp16 or fp32.
+
+    Returns:
+        (G, N, K) of ``dtype``; 0 for an empty group.
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach, another dtype or layout, or matrices of different lengths.
+
+    Numerics:
+        Products and sums in fp32, one rounding to ``dtype``.
+    """
+    check_device(left)
+    for name, data in (("left", left), ("right", right)):
+        if data.dtype not in (torch.bfloat16, torch.float16) or data.dtype != left.dtype:
+            raise ValueError(f"{name} is {data.dtype}; give torch.bfloat16 or torch.float16 on both sides")
+        if data.dim() != 2 or not data.is_contiguous() or data.shape[0] != left.shape[0]:
+            raise ValueError(
+                f"{name} has shape {tuple(data.shape)} and strides {data.stride()}; give contiguous matrices of "
+                "one length"
+            )
+    (T, M), N, groups = left.shape, right.shape[1], splits.shape[0]
+    out = torch.empty((groups, M, N), dtype=dtype, device=left.device)
+    if out.numel():
+        _contraction(
+            (cdiv(M, TILE_M) * cdiv(N, TILE_N), groups, 1),
+            (out, left, right, splits, T, M, N, groups),
+            (triton.next_power_of_2(groups), TILE_M, TILE_N, TILE_K, INTERPRETING),
+        )
+    return out

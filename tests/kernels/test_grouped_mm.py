@@ -1,0 +1,48 @@
+"""Weight gradients of groups in high precision: no rounding before the result's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .conftest import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+if HAS_TRITON:
+    from narrowcast.kernels import grouped_mm as kernel
+
+
+@pytest.mark.parametrize("operands", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("splits", "behind", "N", "K"), [([20, 0, 70], 3, 40, 130), ([0, 1], 0, 7, 1), ([0], 2, 5, 5)], ids=str
+)
+def test_contraction(
+    splits: list[int], behind: int, N: int, K: int, operands: torch.dtype, device: torch.device
+) -> None:
+    rows, generator = sum(splits) + behind, torch.Generator().manual_seed(0)
+    left, right = (torch.randn(rows, size, generator=generator).to(operands) for size in (N, K))
+    for dtype in (torch.float32, torch.bfloat16):
+        made = kernel.contraction(
+            left.to(device), right.to(device), torch.tensor(splits, device=device), dtype
+        )
+        assert made.shape == (len(splits), N, K)
+        assert made.dtype == dtype
+        parts = zip(made.cpu(), left.split([*splits, behind]), right.split([*splits, behind]))
+        for group, (own, a, b) in enumerate(parts):
+            exact = a.double().t() @ b.double()
+            tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+            assert torch.allclose(own.double(), exact, rtol=tolerance, atol=1e-5), group
+            assert splits[group] or not own.any()
+
+
+def test_refuses(device: torch.device) -> None:
+    left, splits = torch.ones(4, 3, dtype=torch.bfloat16, device=device), torch.tensor([4], device=device)
+    for right, message in (
+        (left[:2], "one length"),
+        (left.t().contiguous().t(), "contiguous"),
+        (left.half(), "on both sides"),
+        (left.float(), "right is torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernel.contraction(left, right, splits, torch.float32)
+    assert kernel.contraction(left[:, :0], left, splits, torch.float32).shape == (1, 0, 3)
