@@ -12,7 +12,16 @@ from ._device import (
 from ._version import __version__
 from .formats import DType
 from .layers import get_recipes, reduce_delayed_scaling, set_recipe
-from .nn import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from .nn import (
+    Fp8Padding,
+    Fp8Unpadding,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    RMSNorm,
+)
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -71,6 +80,8 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "GroupedLinear",
     "GroupedTensor",
     "GroupedTensorStorage",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -79,7 +80,12 @@ def run(layer: Any, name: Any, x: Tensor, splits: Any, forward: Any = None, **kw
     """Output and gradients; the seed makes stochastic rounding repeat."""
     torch.manual_seed(7)
     y = step(layer, name, x, splits, forward, **kwargs)
-    return gradients(y, [t for t in (x, *layer.parameters()) if t.requires_grad])
+    return gradients(y, [t for t in (x, *parameters_of(layer)) if t.requires_grad])
+
+
+def parameters_of(layer: nc.GroupedLinear) -> list[Tensor]:
+    """All weights, then all biases."""
+    return [*layer._parts_of("weight"), *layer._parts_of("bias")]
 
 
 def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
@@ -305,8 +311,8 @@ def test_frozen(name: str, frozen: str, compiled: bool) -> None:
         x = x.detach()
     kept = [
         g
-        for g, t in zip(expected[1:], ("input", *dict(layer.named_parameters())))
-        if t.rstrip("0123456789") not in kinds
+        for g, kind in zip(expected[1:], ["input", *["weight"] * GROUPS, *["bias"] * GROUPS])
+        if kind not in kinds
     ]
     forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     assert_equal(run(layer, name, x, SPLITS, forward), [expected[0], *kept])
@@ -453,12 +459,86 @@ def test_state_dict_between_both_forms() -> None:
     another = make_layer(single_grouped_parameter=True)
     another.load_state_dict(per_group.state_dict())
     assert torch.equal(another.weight, single.weight) and torch.equal(another.bias, single.bias)
-    expected = [f"{kind}{group}" for kind in ("weight", "bias") for group in range(GROUPS)]
+    expected = [f"{kind}{group}" for group in range(GROUPS) for kind in ("weight", "bias")]
     assert list(per_group.state_dict()) == expected
+    assert [name for name, _ in per_group.named_parameters()] == expected
     partial = per_group.state_dict()
     del partial["weight3"]
     with pytest.raises(RuntimeError, match='Missing key.*"weight"'):
         another.load_state_dict(partial)
+
+
+def test_another_number_of_groups_is_told() -> None:
+    single = make_layer(2 * GROUPS, single_grouped_parameter=True)
+    layer = make_layer()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    parent = torch.nn.ModuleDict({"experts": make_layer(2 * GROUPS)})
+    small = torch.nn.ModuleDict({"experts": make_layer(single_grouped_parameter=True)})
+    for strict in (True, False):
+        message = r"size mismatch for weight: the checkpoint has one parameter of 8 groups.* this layer has 4 groups"
+        with pytest.raises(RuntimeError, match=message):
+            layer.load_state_dict(single.state_dict(), strict=strict)
+        with pytest.raises(RuntimeError, match="size mismatch for experts.bias: .* of 4 groups.* 8 groups"):
+            parent.load_state_dict(small.state_dict(), strict=strict)
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    with pytest.raises(RuntimeError, match=r"size mismatch for weight: .*\[8, 80, 48\].*\[4, 80, 48\]"):
+        make_layer(single_grouped_parameter=True).load_state_dict(single.state_dict())
+
+
+def test_a_dict_with_a_grouped_tensor_loads_into_either_form() -> None:
+    with nc.quantized_model_init(recipe=RECIPES["mxfp8"]):
+        quantized = make_layer(single_grouped_parameter=True, bias=False)
+    assert isinstance(quantized.weight, nc.GroupedTensor)
+    for given in (dict(quantized.named_parameters()), {"weight": quantized.weight.detach()}):
+        layer = make_layer(bias=False)
+        layer.load_state_dict(given)
+        expected = quantized.weight.detach().dequantize()
+        assert torch.equal(torch.stack(layer._parts_of("weight")), expected)
+        assert all(type(part) is torch.nn.Parameter for part in layer._parts_of("weight"))
+        quantizer = nc.MXFP8Quantizer(nc.DType.kFloat8E4M3)
+        members = {f"weight{group}": quantizer.quantize(own) for group, own in enumerate(expected)}
+        for single in (False, True):
+            again = make_layer(bias=False, single_grouped_parameter=single)
+            again.load_state_dict(members)
+            loaded = torch.stack([*again.state_dict().values()]).view(expected.shape)
+            assert torch.equal(loaded, torch.stack([member.dequantize() for member in members.values()]))
+
+
+def test_sharded_parameters_load_in_both_forms(one_rank: Any) -> None:
+    """A state dict of one sharded parameter into a layer of several, sharded or not, and back."""
+    from torch.distributed.fsdp import fully_shard
+
+    single, several = make_layer(single_grouped_parameter=True), make_layer()
+    plain = copy.deepcopy(several)
+    for layer in (single, several):
+        fully_shard(layer, mesh=one_rank)
+    given = single.state_dict()
+    assert hasattr(given["weight"], "full_tensor")
+    for layer in (several, plain):
+        layer.load_state_dict(given)
+        made = layer.state_dict()
+        for group in range(GROUPS):
+            own = made[f"weight{group}"]
+            assert hasattr(own, "full_tensor") == (layer is several)
+            own = own.full_tensor() if layer is several else own
+            assert torch.equal(own, given["weight"].full_tensor()[group])
+    with torch.no_grad():
+        plain.weight1.zero_()
+    for source in (several, plain):
+        single.load_state_dict(source.state_dict())
+        whole = single.state_dict()["weight"].full_tensor()
+        assert bool(whole[1].any()) == (source is several)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[Any]:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh(DEVICE, (1,))
+    distributed.destroy_process_group()
 
 
 def test_delayed_state_has_a_slot_per_group() -> None:
@@ -536,6 +616,20 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str) -> No
 def test_splits_that_cannot_be(splits: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_layer(2)(make_input(48), splits)
+
+
+@pytest.mark.parametrize("splits", [None, 48, [20.0, 28.0], [20, 28.5], ["20", "28"]], ids=str)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_splits_that_are_no_ints(splits: Any, compiled: bool) -> None:
+    layer = make_layer(2)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    with pytest.raises((TypeError, torch._dynamo.exc.Unsupported), match="m_splits is .*list of ints"):
+        forward(make_input(48), splits)
+
+
+def test_splits_of_other_integers() -> None:
+    layer, x = make_layer(2), make_input(48)
+    assert torch.equal(layer(x, list(np.array([20, 28]))), layer(x, (20, 28)))
 
 
 def test_inputs_that_cannot_be() -> None:
@@ -641,6 +735,55 @@ def test_buffers_that_cannot_be(buffer: Tensor, message: str) -> None:
         layer(x, SPLITS, out=buffer)
     with pytest.raises(ValueError, match="dgrad_out"):
         layer(x, SPLITS, dgrad_out=buffer)
+
+
+def overlapping(of: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """An input and a buffer (4, K) that share memory in one way or another."""
+    memory = torch.zeros(8 * K, dtype=dtype, device=DEVICE)
+    inp = memory[: 4 * K].view(4, K)
+    return inp, {
+        "same": inp,
+        "detached": inp.detach(),
+        "last row": memory[3 * K : 7 * K].view(4, K),
+        "strided input": memory[4 * K :].view(4, K),
+    }[of]
+
+
+@pytest.mark.parametrize("of", ["same", "detached", "last row", "strided input"])
+def test_out_that_overlaps_the_input(of: str) -> None:
+    layer = nc.GroupedLinear(2, K, K, device=DEVICE, dtype=torch.bfloat16)
+    inp, out = overlapping(of)
+    if of == "strided input":
+        inp = torch.as_strided(inp, (4, K), (2 * K - 1, 1))
+    for recipe in (None, RECIPES["current"]):
+        with (
+            pytest.raises(ValueError, match="out shares memory with inp, .* of its own"),
+            nc.autocast(enabled=recipe is not None, recipe=recipe),
+        ):
+            layer(inp, [2, 2], out=out)
+    layer(inp, [2, 2], dgrad_out=out)
+    delayed = nc.GroupedLinear(2, K, K, device=DEVICE, dtype=torch.bfloat16, delay_wgrad_compute=True)
+    with pytest.raises(ValueError, match="dgrad_out shares memory with inp"):
+        delayed(inp, [2, 2], dgrad_out=out)
+
+
+def test_neighbours_in_memory_do_not_overlap() -> None:
+    layer = nc.GroupedLinear(2, K, K, device=DEVICE, dtype=torch.bfloat16)
+    memory = torch.randn(8, K, device=DEVICE).bfloat16()
+    expected = layer(memory[:4].clone(), [2, 2])
+    assert torch.equal(layer(memory[:4], [2, 2], out=memory[4:]), expected)
+    layer(memory[:0], [0, 0], out=memory[:0])
+
+
+def test_out_that_is_the_input_is_refused_in_a_graph() -> None:
+    layer = nc.GroupedLinear(2, K, K, device=DEVICE, dtype=torch.bfloat16)
+
+    def in_place(x: Tensor) -> Tensor:
+        return layer(x, [2, 2], out=x)
+
+    compiled = torch.compile(in_place, fullgraph=True, backend="aot_eager")
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="out shares memory with inp"):
+        compiled(torch.zeros(4, K, dtype=torch.bfloat16, device=DEVICE))
 
 
 # -- the weight cache ---------------------------------------------------------------------------------------------
@@ -768,6 +911,39 @@ def test_main_grads_are_overwritten(why: str, single: bool) -> None:
     assert once.abs().max() < 1e5 and (once[SPLITS.index(0)] == 0).all()
     train(layer, "current", x, SPLITS, is_first_microbatch=False)
     assert torch.equal(main_grads(layer), once if why == "attribute" else once + once)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("how", ["no recipe", "high_precision", "dequantized"])
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "backward_dw"])
+def test_products_are_added_in_fp32(how: str, delayed: bool, compiled: bool) -> None:
+    """What an fp32 main_grad is for: many steps of bf16 products, none of them rounded before the sum."""
+    recipe = None
+    if how != "no recipe":
+        recipe = nc.recipe.Float8CurrentScaling(backward_override=how, emulate=EMULATE)
+    layer = make_layer(fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed, bias=False)
+    linear = nc.Linear(
+        K, N, bias=False, params_dtype=torch.bfloat16, device=DEVICE, fuse_wgrad_accumulation=True
+    )
+    with torch.no_grad():
+        linear.weight.copy_(layer.weight0)
+    for weight in [*layer.parameters(), linear.weight]:
+        weight.main_grad = torch.zeros(N, K, device=DEVICE)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    exact = torch.zeros(N, K, dtype=torch.float64, device=DEVICE)
+    dy = make_input(sum(SPLITS), seed=5).detach()[:, :1].expand(-1, N) * 1.3
+    for seed in range(4):
+        x = make_input(seed=seed)
+        step(layer, recipe, x, FORMS["device tensor"](SPLITS), forward).backward(dy)
+        if delayed:
+            layer.backward_dw()
+        own = x[: SPLITS[0]].detach()
+        step(linear, recipe, own, None, lambda inp, _: linear(inp)).backward(dy[: SPLITS[0]])
+        exact += dy[: SPLITS[0]].double().t() @ own.double()
+    difference = (layer.weight0.main_grad - linear.weight.main_grad).abs().max()
+    assert difference <= 1e-5
+    if how != "dequantized":
+        assert torch.allclose(layer.weight0.main_grad.double(), exact, rtol=0, atol=1e-4)
 
 
 def test_main_grads_that_cannot_be() -> None:
@@ -982,7 +1158,7 @@ def test_own_recipe_is_that_of_an_autocast(name: str, compiled: bool) -> None:
     for seed in range(3):
         x, theirs = make_input(seed=seed), make_input(seed=seed)
         y = forward(x, torch.tensor(SPLITS, device=DEVICE))
-        ours = gradients(y, [x, *layer.parameters()])
+        ours = gradients(y, [x, *parameters_of(layer)])
         assert_equal(ours, run(other, name, theirs, SPLITS))
     with nc.autocast(enabled=False):
         assert torch.equal(forward(x, torch.tensor(SPLITS, device=DEVICE)), other(x, SPLITS))

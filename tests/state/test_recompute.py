@@ -170,3 +170,56 @@ def test_compiled_recompute_keeps_scales() -> None:
         results.append([*states, layer.weight.grad])
     for a, b in zip(*results):
         assert torch.equal(a, b)
+
+
+class Tracker:
+    """Random states of its own, as Megatron's and Transformer Engine's trackers keep them."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return {"model-parallel-rng": self.generator.get_state()}
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self.generator.set_state(states["model-parallel-rng"])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_tracker_repeats_its_random_numbers(use_reentrant: bool) -> None:
+    tracker, drawn = Tracker(), []
+
+    def dropout(x: torch.Tensor) -> torch.Tensor:
+        drawn.append(torch.rand(x.shape, generator=tracker.generator))
+        return (x * drawn[-1]).sin()
+
+    options = {"use_reentrant": use_reentrant, "distribute_saved_activations": False, "tp_group": None}
+    x = torch.ones(3, requires_grad=True)
+    y = nc.checkpoint(dropout, x, get_rng_state_tracker=lambda: tracker, **options)
+    torch.rand(3, generator=tracker.generator)  # the rest of the forward draws, too
+    before = tracker.generator.get_state()
+    y.sum().backward()
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(tracker.generator.get_state(), before)
+    assert torch.allclose(x.grad, drawn[0] * drawn[0].cos())
+    again = nc.checkpoint(dropout, x, get_rng_state_tracker=lambda: tracker, **options)
+    assert not torch.equal(drawn[2], drawn[0]) and again.requires_grad
+
+
+def test_what_checkpoint_does_not_do_is_named() -> None:
+    x = torch.ones(1, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="does not take distribute_saved_activations; leave it out"):
+        nc.checkpoint(torch.sin, x, distribute_saved_activations=True, tp_group=object())
+
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return nc.checkpoint(torch.sin, x, get_rng_state_tracker=Tracker)
+
+    with pytest.raises(
+        (NotImplementedError, torch._dynamo.exc.Unsupported), match="get_rng_state_tracker in compiled"
+    ):
+        torch.compile(compiled, fullgraph=True, backend="aot_eager")(x)
+    neutral = {"distribute_saved_activations": False, "get_rng_state_tracker": None, "tp_group": None}
+    step = torch.compile(
+        lambda x: nc.checkpoint(torch.sin, x, **neutral), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(step(x), x.sin())

@@ -315,6 +315,12 @@ class GroupedLinearLayer(LinearLayer):
         """The splits on the device of ``x``, and whether they are known to sum to its rows."""
         known: list[int] | None = None
         if not isinstance(splits, Tensor):
+            if not hasattr(splits, "__len__") or not all(
+                isinstance(rows, int) or hasattr(rows, "__index__") for rows in splits
+            ):
+                raise TypeError(
+                    f"{label} is {splits!r}; give the rows of each group as a list of ints, or an int32 or int64 tensor"
+                )
             known = list(splits)
         elif splits.dim() != 1 or splits.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -349,16 +355,42 @@ class GroupedLinearLayer(LinearLayer):
             destination[prefix + "weight"] = weight.detach().dequantize()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Either form of the parameters loads into either form."""
-        converted = dict(state_dict)
+        """Either form of the parameters loads into either form; another number of groups is a size mismatch."""
+        converted, errors = dict(state_dict), args[-1]
         for kind in ("weight", "bias"):
-            names = [f"{prefix}{kind}{group}" for group in range(self.num_gemms)]
-            single = kind not in self._parts
-            if single and all(name in converted for name in names):
-                converted[prefix + kind] = torch.stack([converted.pop(name) for name in names])
-            elif not single and prefix + kind in converted:
-                converted.update(zip(names, converted.pop(prefix + kind).unbind(0)))
+            single, whole = kind not in self._parts, converted.get(prefix + kind)
+            parts = [converted.get(f"{prefix}{kind}{group}") for group in range(self.num_gemms)]
+            if not single and whole is not None and whole.shape[0] != self.num_gemms:
+                errors.append(
+                    f"size mismatch for {prefix}{kind}: the checkpoint has one parameter of {whole.shape[0]} groups, "
+                    f"and this layer has {self.num_gemms} groups"
+                )
+            elif not single and whole is not None:
+                del converted[prefix + kind]
+                for group, own in enumerate(_plain_and_whole(whole).unbind(0)):
+                    name = f"{kind}{group}"
+                    converted[prefix + name] = _placed_like(own, self._parameters[name])
+            elif single and all(part is not None for part in parts):
+                for group in range(self.num_gemms):
+                    del converted[f"{prefix}{kind}{group}"]
+                stacked = torch.stack([_plain_and_whole(part) for part in parts])
+                converted[prefix + kind] = _placed_like(stacked, self._parameters[kind])
         super()._load_from_state_dict(converted, prefix, *args)
+
+
+def _plain_and_whole(value: Any) -> Tensor:
+    """A tensor of a state dict without sharding and without quantization; every rank of its mesh must ask."""
+    value = value.detach()
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.dequantize() if isinstance(value, (GroupedTensor, QuantizedTensor)) else value
+
+
+def _placed_like(value: Tensor, parameter: Any) -> Tensor:
+    """The tensor, sharded where the parameter that takes it is."""
+    if not hasattr(parameter, "device_mesh"):
+        return value
+    distribute = torch.distributed.tensor.distribute_tensor  # type: ignore[attr-defined]  # there, as the parameter is
+    return distribute(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def grouped_buffers_of(tensor: GroupedTensor) -> OperandBuffers:
@@ -373,14 +405,20 @@ def grouped_buffers_of(tensor: GroupedTensor) -> OperandBuffers:
 
 
 def rows_of_buffer(
-    buffer: Tensor | None, label: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    buffer: Tensor | None,
+    label: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    read: Tensor | None = None,
 ) -> Tensor | None:
     """A tensor that a result is written to, as a matrix of rows.
 
     Args:
         label: its name in messages. shape: (*lead, K), dtype and device that it must have.
+        read: the input, where it is still read after the result was written.
     Raises:
-        ValueError: it does not, is not contiguous, quantized, or wants a gradient.
+        ValueError: it does not, is not contiguous, quantized, wants a gradient, or shares memory with ``read``.
     """
     if buffer is None:
         return None
@@ -399,7 +437,23 @@ def rows_of_buffer(
         raise ValueError(
             f"{label} requires a gradient; pass a tensor that is only written to, such as {label}.detach()"
         )
+    if read is not None and _share_memory(buffer, read):
+        raise ValueError(
+            f"{label} shares memory with inp, which the backward reads again; pass a tensor of its own"
+        )
     return buffer.view(-1, shape[-1])
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors overlap; in traced code, where memory has no address, whether they are one or its view."""
+    if torch.compiler.is_compiling():
+        return a is b or a._base is b or b._base is a or (a._base is not None and a._base is b._base)
+    spans = []
+    for tensor in (a, b):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+        spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
+    (start, end), (other_start, other_end) = spans
+    return a.numel() > 0 and b.numel() > 0 and start < other_end and other_start < end
 
 
 def _accumulate_each(parameters: list[Tensor], grad: Tensor, single: bool) -> None:

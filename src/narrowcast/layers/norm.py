@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..autograd import NormSettings
 from ..reference.norm import NORMALIZATIONS
+from .neutral import NormOptions, check_neutral
 from .parameters import parameter_device, parameter_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def norm_settings(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSettings:
@@ -51,14 +55,24 @@ class NormParameters(nn.Module):
 
     def __init__(
         self,
-        normalized_shape: int | Sequence[int],
+        normalized_shape: int | Sequence[int] | None = None,
         eps: float = 1e-5,
         *,
         zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         params_dtype: torch.dtype | None = None,
+        **options: Unpack[NormOptions],
     ) -> None:
+        check_neutral(type(self).__name__, options, NormOptions)
+        if (normalized_shape is None) == (hidden_size is None):
+            raise ValueError(
+                f"normalized_shape is {normalized_shape!r} and hidden_size is {hidden_size!r}; give one of them, "
+                "the size of the last dim"
+            )
+        normalized_shape = hidden_size if normalized_shape is None else normalized_shape
+        assert normalized_shape is not None
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if len(shape) != 1 or shape[0] < 1:
             raise ValueError(f"normalized_shape is {normalized_shape!r}; give the size of the last dim")

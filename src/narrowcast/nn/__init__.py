@@ -5,8 +5,11 @@ from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
 from .norm import LayerNorm, RMSNorm
+from .padding import Fp8Padding, Fp8Unpadding
 
 __all__ = [
+    "Fp8Padding",
+    "Fp8Unpadding",
     "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,12 @@ from torch import Tensor
 from ..autograd import grouped_linear
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import rows_of_buffer
+from ..layers.neutral import GroupedOptions, check_neutral
 from ..layers.parameters import parameter_dtype
 from ..recipe import Recipe, linear_plan
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class GroupedLinear(GroupedLinearLayer):
@@ -42,6 +46,9 @@ class GroupedLinear(GroupedLinearLayer):
             (num_gemms, out_features, in_features). ``overwrite_main_grad`` is set on all weights or on none.
         delay_wgrad_compute: as in ``Linear``; :meth:`backward_dw` makes the gradients of all groups.
         save_original_input: as in ``Linear``.
+        **options: the other options of Transformer Engine's class, at the values that ask for nothing
+            (``tp_group=None, tp_size=1, sequence_parallel=False, ub_*=False`` and so on); others raise
+            NotImplementedError.
 
     Raises:
         ValueError: a size or a mode that cannot be, or a bias with tensor parallelism. NotImplementedError: inside
@@ -70,7 +77,9 @@ class GroupedLinear(GroupedLinearLayer):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        **options: Unpack[GroupedOptions],
     ) -> None:
+        check_neutral("GroupedLinear", options, GroupedOptions)
         super().__init__(
             num_gemms,
             in_features,
@@ -89,6 +98,10 @@ class GroupedLinear(GroupedLinearLayer):
             delay_wgrad_compute=delay_wgrad_compute,
         )
         self.return_bias, self.save_original_input = return_bias, save_original_input
+        if not (self.single_grouped_weight or self.single_grouped_bias):
+            # group by group, as in Transformer Engine: optimizers know parameters by their number
+            for name in [f"{kind}{group}" for group in range(num_gemms) for kind in ("weight", "bias")]:
+                self._parameters[name] = self._parameters.pop(name)
 
     def forward(
         self,
@@ -110,7 +123,8 @@ class GroupedLinear(GroupedLinearLayer):
                 all of it is overwritten by the output, so it must not overlap ``inp``. Eager code returns a tensor that
                 shares its memory.
             dgrad_out: contiguous, shape, dtype and device of ``inp``; the backward overwrites all of it by the gradient
-                of ``inp``, if there is one. In eager code that gradient shares its memory.
+                of ``inp``, if there is one. In eager code that gradient shares its memory. With
+                ``delay_wgrad_compute`` it must not overlap ``inp``.
 
         Returns:
             (*lead, out_features), zero in rows beyond the sum of the splits; with ``return_bias`` a pair of output and
@@ -119,17 +133,18 @@ class GroupedLinear(GroupedLinearLayer):
         Raises (before any kernel):
             ValueError: the input's last dim is not ``in_features``; splits of another length, negative, or of more rows
             than there are, where the host knows them; ``out`` or ``dgrad_out`` that the result does not fit; a
-            ``main_grad`` of another shape or dtype; ``save_original_input`` under delayed scaling. TypeError: a
-            quantized input, or one whose dtype is not the parameters', outside ``torch.autocast``. RuntimeError: the
-            input lives on another device, parameters are on the meta device, a quantized weight does not fit the
-            recipe, or a ``main_grad`` is missing.
+            ``main_grad`` of another shape or dtype; ``save_original_input`` under delayed scaling. TypeError: splits
+            that are no ints, a quantized input, or one whose dtype is not the parameters', outside ``torch.autocast``.
+            RuntimeError: the input lives on another device, parameters are on the meta device, a quantized weight does
+            not fit the recipe, or a ``main_grad`` is missing.
         """
         weights, biases = self._parts_of("weight"), self._parts_of("bias")
         inp = self._checked_input(inp, weights[0])
         x = inp.reshape(-1, self.in_features)
         splits, covered = self._checked_splits(m_splits, x)
-        out = rows_of_buffer(out, "out", (*inp.shape[:-1], self.out_features), inp.dtype, inp.device)
-        dgrad_out = rows_of_buffer(dgrad_out, "dgrad_out", inp.shape, inp.dtype, inp.device)
+        out = rows_of_buffer(out, "out", (*inp.shape[:-1], self.out_features), inp.dtype, inp.device, inp)
+        waits = inp if self.delay_wgrad_compute else None  # backward_dw reads the input after the backward
+        dgrad_out = rows_of_buffer(dgrad_out, "dgrad_out", inp.shape, inp.dtype, inp.device, waits)
         added, grad = [] if self.return_bias else biases, torch.is_grad_enabled()
         recipe, needs_weight = self._recipe_in_force(), grad and self.wants_wgrad
         plan = linear_plan(

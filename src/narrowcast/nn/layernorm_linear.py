@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..autograd import LayerNormLinearFunction, LayerNormLinearFwdArgs
 from ..layers import Stage, checked_input, parameter_device, positive
+from ..layers.neutral import LinearOptions, check_neutral
 from ..layers.norm import norm_settings
 from ..layers.parameters import parameter_dtype
 from ..recipe import Recipe
 from .norm_linear import NormLinearLayer, no_gathered_output
 from .parameters_split import ParametersSplit, parts_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class LayerNormLinear(NormLinearLayer):
@@ -38,6 +42,9 @@ class LayerNormLinear(NormLinearLayer):
         init_method: fills the weight in place; default: normal with standard deviation 0.023.
         name: name in the quantizer roles of a custom recipe.
         fuse_wgrad_accumulation, delay_wgrad_compute, parameters_split: as in :class:`Linear`.
+        **options: the other options of Transformer Engine's class, at the values that ask for nothing
+            (``tp_group=None, tp_size=1, sequence_parallel=False, ub_*=False`` and so on); others raise
+            NotImplementedError.
     Raises:
         ValueError: a size that is not positive, an unknown normalization, ``return_layernorm_output_gathered``. In
         forward, before any kernel, ValueError: the input's last dim is not ``in_features``. TypeError: its dtype is not
@@ -66,7 +73,9 @@ class LayerNormLinear(NormLinearLayer):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         parameters_split: ParametersSplit | None = None,
+        **options: Unpack[LinearOptions],
     ) -> None:
+        check_neutral("LayerNormLinear", options, LinearOptions)
         positive(in_features=in_features, out_features=out_features)
         no_gathered_output(return_layernorm_output_gathered)
         settings = norm_settings(normalization, eps, zero_centered_gamma)

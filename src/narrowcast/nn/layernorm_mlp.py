@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..autograd import ActivationSettings, LayerNormMLPFunction, LayerNormMLPFwdArgs, activate
 from ..layers import Stage, checked_input, parameter_device, positive
+from ..layers.neutral import MLPOptions, check_neutral
 from ..layers.norm import norm_settings
 from ..layers.parameters import parameter_dtype
 from ..recipe import LinearPlan, Recipe, linear_plan
 from ..reference.activation import ACTIVATIONS, checked
 from ..state import checkpoint
 from .norm_linear import NormLinearLayer, no_gathered_output
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def activation_settings(activation: str, params: Mapping[str, float] | None) -> ActivationSettings:
@@ -57,6 +61,9 @@ class LayerNormMLP(NormLinearLayer):
             deviation 0.023.
         name: the layers' names in the quantizer roles of a custom recipe are ``<name>.fc1`` and ``<name>.fc2``.
         fuse_wgrad_accumulation, delay_wgrad_compute: as in :class:`Linear`, for both weights.
+        **options: the other options of Transformer Engine's class, at the values that ask for nothing
+            (``tp_group=None, tp_size=1, sequence_parallel=False, ub_*=False`` and so on); others raise
+            NotImplementedError.
     Raises:
         ValueError: a size that is not positive, an unknown normalization, activation or activation parameter,
         ``return_layernorm_output_gathered``. In forward, before any kernel, ValueError: the input's last dim is not
@@ -93,7 +100,9 @@ class LayerNormMLP(NormLinearLayer):
         name: str | None = None,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        **options: Unpack[MLPOptions],
     ) -> None:
+        check_neutral("LayerNormMLP", options, MLPOptions)
         positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         no_gathered_output(return_layernorm_output_gathered)
         settings = norm_settings(normalization, eps, zero_centered_gamma)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..autograd import LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device, positive
+from ..layers.neutral import LinearOptions, check_neutral
 from ..layers.parameters import parameter_dtype
 from ..recipe import Recipe
 from .parameters_split import ParametersSplit, parts_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Linear(LinearLayer, nn.Linear):
@@ -40,6 +44,9 @@ class Linear(LinearLayer, nn.Linear):
             longer adjacent, and in compiled code, every forward concatenates them.
         save_original_input: keep the unquantized input for the backward and quantize it again there, for when others
             keep it alive anyway.
+        **options: the other options of Transformer Engine's class, at the values that ask for nothing
+            (``tp_group=None, tp_size=1, sequence_parallel=False, ub_*=False`` and so on); others raise
+            NotImplementedError.
     Raises (in forward, before any kernel):
         ValueError: the input's last dim is not ``in_features``. TypeError: its dtype is not the parameters', outside
         ``torch.autocast``. RuntimeError: it lives on another device, or a quantized weight does not fit the recipe.
@@ -62,7 +69,9 @@ class Linear(LinearLayer, nn.Linear):
         delay_wgrad_compute: bool = False,
         parameters_split: ParametersSplit | None = None,
         save_original_input: bool = False,
+        **options: Unpack[LinearOptions],
     ) -> None:
+        check_neutral("Linear", options, LinearOptions)
         positive(in_features=in_features, out_features=out_features)
         place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
         rows, parts = parts_of(parameters_split, out_features, place, fuse_wgrad_accumulation)

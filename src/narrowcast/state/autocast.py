@@ -7,6 +7,7 @@ a forward carries what its backward needs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -286,7 +287,15 @@ class _under:
         THREAD.state.set(self.previous)
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = False,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: Any = None,
+    **kwargs: Any,
+) -> Any:
     """``torch.utils.checkpoint`` whose recomputation runs under the recipe of the first forward.
 
     PyTorch's own does, too: a layer that runs inside a backward, outside of any autocast, runs under the recipe of its
@@ -295,19 +304,52 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     Args:
         function: what to recompute in the backward.
         use_reentrant: as in PyTorch; only the non-reentrant form compiles.
+        distribute_saved_activations: must be False; ``tp_group`` is what Transformer Engine distributes them over, and
+            is not read.
+        get_rng_state_tracker: returns an object that keeps random states of its own, by ``get_states()`` and
+            ``set_states(states)``; the recomputation starts from those of the first forward. Eager code only.
         **kwargs: for the function and, as in PyTorch, for the checkpoint.
+    Raises:
+        NotImplementedError: ``distribute_saved_activations``, or a tracker in compiled code.
     """
     run = torch.utils.checkpoint.checkpoint
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if distribute_saved_activations or (compiling and get_rng_state_tracker is not None):
+        option = "distribute_saved_activations" if distribute_saved_activations else "get_rng_state_tracker"
+        raise NotImplementedError(
+            f"checkpoint does not take {option}{'' if distribute_saved_activations else ' in compiled code'}; leave it "
+            "out"
+        )
+    if compiling:
         return run(function, *args, use_reentrant=False, **kwargs)
     values = THREAD.state.get()
+    tracker = None if get_rng_state_tracker is None else _Tracked(get_rng_state_tracker())
 
     @functools.wraps(function)
     def under_recipe(*inner_args: Any, **inner_kwargs: Any) -> Any:
-        with _under(values):
+        with _under(values), contextlib.nullcontext() if tracker is None else tracker:
             return function(*inner_args, **inner_kwargs)
 
     return run(under_recipe, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+class _Tracked:
+    """Entered by a forward, then by each of its recomputations, which begin with the random states of the forward."""
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker, self.first, self.after = tracker, None, None
+
+    def __enter__(self) -> None:
+        now = dict(self.tracker.get_states())
+        if self.first is None:
+            self.first = now
+        else:
+            self.after = now
+            self.tracker.set_states(dict(self.first))
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.after is not None:
+            self.tracker.set_states(self.after)
 
 
 class quantized_model_init:

@@ -80,7 +80,10 @@ def run(
     owner: nn.Module, name: str, x: Tensor, *extra: Any, function: Any = None, **kwargs: Any
 ) -> list[Tensor]:
     y = forward(owner if function is None else function, name, x, *extra, **kwargs)
-    wanted = [t for t in (x, *extra, *owner.parameters()) if isinstance(t, Tensor) and t.requires_grad]
+    # weights before biases, as operations have them; modules have them group by group
+    parameters = sorted(owner.named_parameters(), key=lambda named: "bias" in named[0])
+    wanted = [x, *extra, *(parameter for _, parameter in parameters)]
+    wanted = [t for t in wanted if isinstance(t, Tensor) and t.requires_grad]
     return gradients(y, wanted)
 
 

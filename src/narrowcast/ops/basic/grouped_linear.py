@@ -287,7 +287,9 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         scales: DelayedScales | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         return (
-            rows_of_buffer(output, "output", (*inp.shape[:-1], self.out_features), inp.dtype, inp.device),
+            rows_of_buffer(
+                output, "output", (*inp.shape[:-1], self.out_features), inp.dtype, inp.device, inp
+            ),
             rows_of_buffer(grad_input, "grad_input", inp.shape, inp.dtype, inp.device),
         )
 

@@ -1,0 +1,69 @@
+"""Options that Transformer Engine's layers have and these do not: taken at the values that ask for nothing.
+
+A script written for Transformer Engine passes them all, most of the time to say that it does not want them. Each is
+declared once, its type the values that are taken: type checkers refuse others, and so does a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict, get_args, get_type_hints
+
+
+class NormOptions(TypedDict, total=False):
+    """What norms take besides their own options."""
+
+    sequence_parallel: Literal[False, None]
+
+
+class GroupedOptions(NormOptions, total=False):
+    """What layers with GEMMs take besides their own options."""
+
+    tp_group: Literal[None]
+    get_rng_state_tracker: Literal[None]
+    rng_tracker_name: Literal[None]
+    symmetric_ar_type: Literal[None]
+    ub_overlap_ag: Literal[False]
+    ub_overlap_rs: Literal[False]
+    ub_overlap_rs_dgrad: Literal[False]
+    ub_bulk_dgrad: Literal[False]
+    ub_bulk_wgrad: Literal[False]
+    ub_name: Any
+
+
+class LinearOptions(GroupedOptions, total=False):
+    """What ungrouped ones take besides: one rank alone is column and row parallel at once."""
+
+    tp_size: Literal[1]
+    parallel_mode: Literal[None, "column", "row"]
+
+
+class MLPOptions(LinearOptions, total=False):
+    """What feed-forward blocks take besides: also sizes that Transformer Engine warms its kernels up with."""
+
+    set_parallel_mode: Literal[False, True]
+    seq_length: Any
+    micro_batch_size: Any
+
+
+def check_neutral(layer: str, options: Mapping[str, Any], declared: type) -> None:
+    """Check what a constructor was given besides its own options.
+
+    Args:
+        layer: name of the class. options: by name. declared: one of the classes above.
+
+    Raises:
+        TypeError: an option that is not declared. NotImplementedError: a value that asks for what is not there.
+    """
+    if not options:
+        return
+    hints = get_type_hints(declared)
+    for name, value in options.items():
+        if name not in hints:
+            raise TypeError(f"{layer}() got an unexpected keyword argument {name!r}")
+        accepted = get_args(hints[name])
+        if accepted and not any(value is own or (own is not None and value == own) for own in accepted):
+            raise NotImplementedError(
+                f"{layer}({name}={value!r}) asks for what this layer does not do; leave {name} out, or pass "
+                f"{' or '.join(map(repr, accepted))}"
+            )
