@@ -350,16 +350,18 @@ def _grouped_mm(
     gemm_directions(kind)
     if kind != "wgrad" and dtype != left.dtype:
         raise ValueError(f"dtype is {dtype} in {kind}; give that of left, {left.dtype}")
+    if dtype != left.dtype and left.dtype != torch.float32:
+        return numerics_for(left).grouped_mm.contraction(
+            left.contiguous(), right[0].contiguous(), splits, dtype
+        )
     weights = right[0] if kind == "wgrad" else stack(right)
     bias = _stacked(biases)
     shape = _plain_shape(kind, left, right, splits)
     if not left.is_cuda or 0 in shape or 0 in left.shape:
-        return _mm_each(kind, left, weights, splits, bias, shape, dtype)
+        return _mm_each(kind, left, weights, splits, bias, shape).to(dtype)
     ends = splits.cumsum(0, dtype=torch.int32)
     multiple = 16 // left.element_size()
     a, b = left.contiguous(), weights.contiguous()
-    if kind == "wgrad" and dtype != a.dtype and a.dtype != torch.float32:
-        return kernels.grouped_mm.contraction(a, b, splits, dtype)
     if kind == "wgrad":
         product = F.grouped_mm(_pad_columns(a, multiple).t(), _pad_columns(b, multiple), offs=ends)
         return product[:, : shape[1], : shape[2]].contiguous().to(dtype)
@@ -382,25 +384,18 @@ def _pad_columns(x: Tensor, multiple: int) -> Tensor:
 
 
 def _mm_each(
-    kind: str,
-    left: Tensor,
-    right: Tensor,
-    splits: Tensor,
-    bias: Tensor | None,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
+    kind: str, left: Tensor, right: Tensor, splits: Tensor, bias: Tensor | None, shape: tuple[int, ...]
 ) -> Tensor:
     """Group by group as an ordinary linear layer."""
 
     def multiply(group: int, at: slice, _: torch.Size) -> Tensor:
         if kind == "wgrad":
-            a, b = left[at].t(), right[at]
-            return a @ b if dtype == left.dtype else a.float() @ b.float()
+            return left[at].t() @ right[at]
         if kind == "dgrad":
             return left[at] @ right[group]
         return F.linear(left[at], right[group], None if bias is None else bias[group])
 
-    return _fill(left.new_zeros(shape, dtype=dtype), kind, splits, left.shape[0], multiply)
+    return _fill(left.new_zeros(shape), kind, splits, left.shape[0], multiply)
 
 
 def _plain_shape(kind: str, left: Tensor, right: list[Tensor], splits: Tensor) -> tuple[int, ...]:
