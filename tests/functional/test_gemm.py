@@ -408,7 +408,6 @@ def test_native_accumulation(name: str, m: int, n: int, k: int, dtype: torch.dty
         assert_within_magnitude(out, before.double() + exact, magnitude + 1e-30, share)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 32, 33])
 @pytest.mark.parametrize(("k", "right_rows"), [(32, 20), (32, 32), (40, 32)])
 def test_padding_copies_only_the_operand_that_needs_it(
@@ -434,6 +433,7 @@ def test_padding_copies_only_the_operand_that_needs_it(
     assert (taken[1].data_ptr() == b.data_ptr()) == (k % 16 == 0 and right_rows % 16 == 0)
 
 
+@pytest.mark.gpu
 def test_pairs_without_a_native_gemm_say_so() -> None:
     e5m2 = nc.Float8CurrentScalingQuantizer(E5M2)
     pairs = [

@@ -941,7 +941,7 @@ def test_products_are_added_in_fp32(how: str, delayed: bool, compiled: bool) -> 
         step(linear, recipe, own, None, lambda inp, _: linear(inp)).backward(dy[: SPLITS[0]])
         exact += dy[: SPLITS[0]].double().t() @ own.double()
     difference = (layer.weight0.main_grad - linear.weight.main_grad).abs().max()
-    assert difference <= 1e-5
+    assert difference <= 1e-4  # a product rounded to bf16 is off by 0.05
     if how != "dequantized":
         assert torch.allclose(layer.weight0.main_grad.double(), exact, rtol=0, atol=1e-4)
 
