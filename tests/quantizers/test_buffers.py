@@ -210,6 +210,12 @@ def test_a_quantizer_without_a_description_says_so() -> None:
     for use in (
         lambda: quantizer._describe_buffers((4, 4)),
         lambda: quantizer.alloc_tensors((4, 4), device="cpu"),
+        lambda: quantizer._storage_scalars(BF16),
+        lambda: quantizer._resolve_storage_cls(),
+        lambda: quantizer.replace(internal=True)._resolve_storage_cls(),
+        lambda: quantizer._storage_metadata(BF16),
+        lambda: quantizer.create_metadata((4, 4), dtype=BF16),
+        lambda: quantizer.make_empty((4, 4), device="cpu"),
     ):
         with pytest.raises(NotImplementedError, match="Undescribed"):
             use()
@@ -220,6 +226,33 @@ def test_one_description_in_two_spellings() -> None:
         cls = type(quantizer)
         assert cls.inner_tensor_specs is cls._describe_buffers  # type: ignore[attr-defined]
         assert cls.storage_metadata is cls._storage_metadata
+
+
+def test_a_class_that_overrides_one_spelling_overrides_both() -> None:
+    class Old(nc.MXFP8Quantizer):
+        def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = F32) -> dict:
+            return {}
+
+        def _storage_metadata(self, dtype: torch.dtype) -> tuple:
+            return (type(self), {})
+
+    class New(nc.MXFP8Quantizer):
+        def inner_tensor_specs(self, shape: tuple[int, ...], dtype: torch.dtype = F32) -> dict:
+            return {}
+
+        def storage_metadata(self, dtype: torch.dtype) -> tuple:
+            return (type(self), {})
+
+    class Later(New):
+        pass
+
+    for cls in (Old, New, Later):
+        quantizer = cls(E4M3)
+        assert (
+            cls.inner_tensor_specs is cls._describe_buffers and cls.storage_metadata is cls._storage_metadata
+        )
+        assert quantizer._describe_buffers((4, 4)) == quantizer.inner_tensor_specs((4, 4)) == {}
+        assert quantizer.storage_metadata(BF16) == quantizer._storage_metadata(BF16) == (cls, {})
 
 
 def test_construction_takes_torch_dtypes_and_integers() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from recipes import E4M3, E5M2
 
 import narrowcast as nc
+from narrowcast.quantizers.hybrid import EagerHybridQuantizer
+from narrowcast.tensors import HybridQuantizedTensor
 
 
 def halves() -> dict[str, tuple[nc.Quantizer, nc.Quantizer]]:
@@ -74,6 +79,39 @@ def test_refuses_what_is_no_pair_of_values() -> None:
     stateful = nc.Float8Quantizer(torch.ones(1), torch.zeros(1), E4M3)
     with pytest.raises(TypeError, match="Float8Quantizer"):
         nc.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=stateful)
+
+
+class Halving(nc.Float8CurrentScalingQuantizer):
+    """A user's class, not registered as a value."""
+
+    def _encode(self, numerics: Any, x: torch.Tensor, seed: torch.Tensor | None) -> list[torch.Tensor]:
+        return super()._encode(numerics, x / 2, seed)
+
+
+def test_a_half_that_is_no_value_works_in_eager_code() -> None:
+    x = torch.randn(32, 64).bfloat16()
+    made = nc.HybridQuantizer(rowwise_quantizer=Halving(E4M3), columnwise_quantizer=nc.NVFP4Quantizer())
+    assert type(made) is EagerHybridQuantizer and type(hybrid("mxfp8+nvfp4")) is nc.HybridQuantizer
+    assert not nc.dynamo.is_value_opaque_quantizer(made) and type(made)._value_fields() is None
+    tensor = made.quantize(x)
+    assert isinstance(tensor, HybridQuantizedTensor)
+    assert torch.equal(tensor.dequantize(), Halving(E4M3).quantize(x).dequantize())
+    rows = made.with_usage(columnwise=False)
+    for copied in (made.copy(), copy.deepcopy(made), made.replace(columnwise_source="rowwise_dequantized")):
+        assert copied != made
+        assert torch.equal(copied.with_usage(columnwise=False).quantize(x).dequantize(), tensor.dequantize())
+    empty = rows.make_empty((32, 64), dtype=torch.bfloat16, device="cpu")
+    assert torch.equal(empty.copy_(x).dequantize(), tensor.dequantize())
+    with pytest.raises(TypeError, match="register_value_opaque_quantizer"):
+        made.__fx_repr__()
+    columnwise = nc.HybridQuantizer(rowwise_quantizer=nc.NVFP4Quantizer(), columnwise_quantizer=Halving(E4M3))
+    assert made._layout() != columnwise._layout()
+    recipe = nc.recipe.CustomRecipe(
+        qfactory=lambda role: made if "grad" not in role.tensor_type else Halving(E4M3)
+    )
+    layer = nc.Linear(64, 48, device="cpu", params_dtype=torch.bfloat16, recipe=recipe)
+    layer(x).sum().backward()
+    assert layer.weight.grad.abs().sum() > 0
 
 
 def factory(role: nc.QuantizerRole) -> nc.Quantizer:

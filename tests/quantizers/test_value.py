@@ -191,22 +191,48 @@ def test_enum_fields_come_back_as_enums() -> None:
 
 
 class Deriving(nc.MXFP8Quantizer):
-    """Counts how often its derived state is computed."""
+    """Counts how often its derived state is computed, of fields of its own and of its base."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    knob: int
+
+    def __init__(self, *args: Any, knob: int = 0, **kwargs: Any) -> None:
+        self._freeze(knob=knob)  # before the base constructor, which derives from it
         super().__init__(*args, **kwargs)
-        self._rebuild_derived_state()
 
     def _rebuild_derived_state(self) -> None:
-        self._freeze(derived=vars(self).get("derived", 0) + 1)
+        self._freeze(
+            count=vars(self).get("count", 0) + 1, derived=(self.knob, self.dtype, self.columnwise_usage)
+        )
 
 
 def test_derived_state_is_computed_once_in_each_path() -> None:
     register_value_opaque_quantizer(Deriving)
-    original = Deriving(E4M3)
-    assert original.derived == 1  # type: ignore[attr-defined]
-    assert rebuilt(original).derived == 1  # type: ignore[attr-defined]
+    original: Any = Deriving(E4M3, knob=3)
+    assert original.count == 1 and original.derived == (3, E4M3, True)
+    again: Any = rebuilt(original)
+    assert again.count == 1 and again.derived == original.derived
     assert "derived" not in dict(original._value_key()[1])
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        (nc.Float8CurrentScalingQuantizer, (E4M3,)),
+        (DelayedFloat8Quantizer, (E4M3, 0)),
+        (nc.MXFP8Quantizer, (E4M3,)),
+        (nc.MXFP6Quantizer, ()),
+        (nc.MXFP4Quantizer, ()),
+        (nc.NVFP4Quantizer, ()),
+        (nc.IdentityQuantizer, ()),
+    ],
+)
+def test_the_constructor_derives_once_when_all_fields_are_there(
+    cls: Any, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[str]] = []
+    monkeypatch.setattr(cls, "_rebuild_derived_state", lambda self: seen.append(set(vars(self))))
+    cls(*arguments)
+    assert seen == [set(cls._value_fields())]
 
 
 def test_rebuilding_keeps_nothing_but_the_value() -> None:

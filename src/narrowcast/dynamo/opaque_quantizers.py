@@ -22,6 +22,7 @@ _TRACED = (
     "quantize",
 )
 _MEMBERS = (
+    "_check_storage",
     "_describe_buffers",
     "_is_delayed",
     "_is_stochastic",

@@ -65,7 +65,6 @@ class Float8CurrentScalingQuantizer(_Float8Base):
     ) -> None:
         if use_existing_amax is not None or scale is not None or amax is not None:
             warn_ignored(use_existing_amax=use_existing_amax, scale=scale, amax=amax)
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
         self._freeze(
             dtype=fp8_dtype_of(fp8_dtype),
             with_amax_reduction=bool(with_amax_reduction),
@@ -74,6 +73,7 @@ class Float8CurrentScalingQuantizer(_Float8Base):
         )
         if amax_reduction_group is not None:
             self._freeze(amax_reduction_group=amax_reduction_group)
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
 
     __call__ = Quantizer.quantize
 
@@ -144,8 +144,8 @@ class DelayedFloat8Quantizer(_Float8Base):
     def __init__(
         self, fp8_dtype: DType | torch.dtype, slot: int, *, rowwise: bool = True, columnwise: bool = True
     ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
         self._freeze(dtype=fp8_dtype_of(fp8_dtype), slot=int(slot))
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
 
     def _encode_scaled(
         self, numerics: ModuleType, x: Tensor, scale: Tensor, amax: Tensor | None
@@ -198,8 +198,8 @@ class Float8Quantizer(_Float8Base):
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
         self._freeze(dtype=fp8_dtype_of(fp8_dtype), scale=scale, amax=amax)
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
 
     __call__ = Quantizer.quantize
 

@@ -50,13 +50,13 @@ class Float8BlockQuantizer(Quantizer):
     ) -> None:
         if block_scaling_dim not in (1, 2):
             raise ValueError(f"block_scaling_dim is {block_scaling_dim!r}; use 1 (1x128) or 2 (128x128)")
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
         self._freeze(
             dtype=fp8_dtype_of(fp8_dtype),
             amax_epsilon=float(amax_epsilon),
             force_pow_2_scales=bool(force_pow_2_scales),
             block_scaling_dim=int(block_scaling_dim),
         )
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
 
     __call__ = Quantizer.quantize
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..functional import BufferTable, GemmOperand, NativeOperand
 from ..tensors import HybridQuantizedTensor, HybridQuantizedTensorStorage
+from .float8 import Float8Quantizer
 from .quantizer import Quantizer, rebuild_from_text
 
 _BUFFERS_PER_DIRECTION = 3
@@ -23,9 +25,10 @@ class HybridQuantizer(Quantizer):
         rowwise_quantizer, columnwise_quantizer: two different objects; their own usages do not matter.
         columnwise_source: what the second quantizes: the "original" tensor, or what the first made of it
             ("rowwise_dequantized").
+    With a quantizer whose class is not registered as a value it is none either, but an :class:`EagerHybridQuantizer`.
+
     Raises:
-        ValueError: one object given twice, or another source. TypeError: a quantizer that holds state or is not
-        registered as a value.
+        ValueError: one object given twice, or another source. TypeError: no quantizer, or one of delayed scaling.
     """
 
     rowwise_value: str
@@ -38,6 +41,13 @@ class HybridQuantizer(Quantizer):
     _storage_class = HybridQuantizedTensorStorage
     _tensor_class = HybridQuantizedTensor
     _layout_fields = ("rowwise_value", "columnwise_value")
+
+    def __new__(
+        cls, *, rowwise_quantizer: Any = None, columnwise_quantizer: Any = None, columnwise_source: str = ""
+    ) -> HybridQuantizer:
+        halves = (rowwise_quantizer, columnwise_quantizer)
+        eager = any(isinstance(half, Quantizer) and not half._value_text() for half in halves)
+        return object.__new__(EagerHybridQuantizer if eager and cls is HybridQuantizer else cls)
 
     def __init__(
         self,
@@ -55,19 +65,21 @@ class HybridQuantizer(Quantizer):
                 f"columnwise_source is {columnwise_source!r}; use 'original' or 'rowwise_dequantized'"
             )
         for quantizer in (rowwise_quantizer, columnwise_quantizer):
-            if not isinstance(quantizer, Quantizer) or quantizer._is_delayed() or not quantizer._value_text():
-                raise TypeError(f"{quantizer!r} cannot be half of a hybrid; use quantizers that are values")
-        super().__init__(rowwise=True, columnwise=True)
-        self._freeze(
-            rowwise_value=rowwise_quantizer.with_usage(rowwise=True, columnwise=False)._class_and_value(),
-            columnwise_value=columnwise_quantizer.with_usage(
-                rowwise=False, columnwise=True
-            )._class_and_value(),
-            columnwise_source=columnwise_source,
+            if not isinstance(quantizer, Quantizer) or _holds_scale(quantizer):
+                raise TypeError(
+                    f"{quantizer!r} cannot be half of a hybrid; use a quantizer without delayed scaling"
+                )
+        self._freeze(columnwise_source=columnwise_source)
+        self._keep(
+            rowwise_quantizer.with_usage(rowwise=True, columnwise=False),
+            columnwise_quantizer.with_usage(rowwise=False, columnwise=True),
         )
-        self._rebuild_derived_state()
+        super().__init__(rowwise=True, columnwise=True)
 
     __call__ = Quantizer.quantize
+
+    def _keep(self, rowwise: Quantizer, columnwise: Quantizer) -> None:
+        self._freeze(rowwise_value=rowwise._class_and_value(), columnwise_value=columnwise._class_and_value())
 
     def _rebuild_derived_state(self) -> None:
         self._freeze(
@@ -132,3 +144,31 @@ class HybridQuantizer(Quantizer):
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
         return self._half(columnwise)._native_operand(self._own(buffers, columnwise), columnwise)
+
+
+def _holds_scale(quantizer: Quantizer) -> bool:
+    return quantizer._is_delayed() or isinstance(quantizer, Float8Quantizer)
+
+
+class EagerHybridQuantizer(HybridQuantizer):
+    """A hybrid of quantizers that are no values: it holds them as they are, and is none itself."""
+
+    def _keep(self, rowwise: Quantizer, columnwise: Quantizer) -> None:
+        self._freeze(rowwise_quantizer=rowwise, columnwise_quantizer=columnwise)
+
+    def _rebuild_derived_state(self) -> None:
+        """Nothing is derived."""
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "storage": self._storage_name,
+            "rowwise": self._half(False)._layout(),
+            "columnwise": self._half(True)._layout(),
+        }
+
+    @classmethod
+    def _not_a_value(cls) -> str:
+        return (
+            "HybridQuantizer is not a compile-time value, since one of its quantizers is none: register its class with "
+            "narrowcast.dynamo.register_value_opaque_quantizer"
+        )

@@ -33,11 +33,11 @@ class IdentityQuantizer(Quantizer):
     def __init__(
         self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True
     ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
         name = "" if dtype is None else str(dtype).removeprefix("torch.")
         if name and name not in _HIGH_PRECISION:
             raise ValueError(f"dtype is {dtype}; IdentityQuantizer casts to one of {sorted(_HIGH_PRECISION)}")
         self._freeze(hp_dtype=name)
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
 
     __call__ = Quantizer.quantize
 

@@ -30,8 +30,8 @@ class _MXQuantizer(Quantizer):
     def __init__(
         self, element: DType, *, rowwise: bool, columnwise: bool, with_2d_quantization: bool
     ) -> None:
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
         self._freeze(dtype=element, with_2d_quantization=bool(with_2d_quantization))
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
 
     __call__ = Quantizer.quantize
 

@@ -81,7 +81,6 @@ class NVFP4Quantizer(Quantizer):
             raise NotImplementedError(
                 "NVFP4Quantizer does not reduce amax over a process group: with_amax_reduction"
             )
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
         self._freeze(
             dtype=element_dtype_of("fp4_dtype", fp4_dtype, DType.kFloat4E2M1),
             with_rht=bool(with_rht),
@@ -95,6 +94,7 @@ class NVFP4Quantizer(Quantizer):
             rht_matrix_random_sign_mask_t=RHT_SIGN_MASK if with_random_sign_mask else 0,
         )
         self._check_combination()
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
 
     __call__ = Quantizer.quantize
 

@@ -111,6 +111,10 @@ def rebuild_from_text(described: tuple[str, tuple[tuple[str, Any], ...]]) -> Qua
     return _rebuild_quantizer(_CLASSES[identifier], items)
 
 
+_SPELLINGS = (("_describe_buffers", "inner_tensor_specs"), ("_storage_metadata", "storage_metadata"))
+"""Methods that later versions of the upstream project call by another name."""
+
+
 class Quantizer(QuantizerValue):
     """Base of all quantizers.
 
@@ -128,7 +132,7 @@ class Quantizer(QuantizerValue):
     _storage_name: ClassVar[str] = ""
     _identifier: ClassVar[str]
     """Name of this very class: two classes never share one, whatever they are called."""
-    _tensor_class: ClassVar[type[QuantizedTensor]]
+    _tensor_class: ClassVar[type[QuantizedTensor]] = None  # type: ignore[assignment]
     _minimum_rank: ClassVar[int] = 1
     _compatible_recipe: ClassVar[str] = "CustomRecipe"
     _layout_fields: ClassVar[tuple[str, ...]] = ("dtype",)
@@ -144,8 +148,11 @@ class Quantizer(QuantizerValue):
         cls._te_compile_value_opaque = False  # of each class itself: a subclass registers for itself
         if "_encode" in cls.__dict__ and "_takes_sources" not in cls.__dict__:
             cls._takes_sources = False  # what another class's encoding does with its input is its own affair
-        if "_describe_buffers" in cls.__dict__:  # the name later versions of the upstream project use
-            cls.inner_tensor_specs = cls._describe_buffers  # type: ignore[attr-defined]
+        for names in _SPELLINGS:  # whichever of the two a class defines, both are that
+            own = next((name for name in names if name in cls.__dict__), None)
+            if own is not None:
+                for name in names:
+                    setattr(cls, name, cls.__dict__[own])
         if "_storage_class" in cls.__dict__:
             cls._storage_name = storage_identifier(cls._storage_class)
             cls._minimum_rank = cls._storage_class._LAYOUT.minimum_rank
@@ -157,13 +164,17 @@ class Quantizer(QuantizerValue):
             internal=False,
             optimize_for_gemm=False,
         )
+        self._rebuild_derived_state()
 
     def _freeze(self, **fields: Any) -> None:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def _rebuild_derived_state(self) -> None:
-        """Hook: compute what no value field holds; a constructor that derives something ends by calling it."""
+        """Hook: compute what no value field holds, from the fields; once for every quantizer, however it is made.
+
+        The base constructor calls it, so a class sets its own fields before it calls the constructor of its base.
+        """
 
     # -- value semantics ------------------------------------------------------------------------------------------
 
@@ -283,10 +294,15 @@ class Quantizer(QuantizerValue):
         Raises:
             NotImplementedError: the class names no storage whose record could be read.
         """
-        if not self._storage_name:
-            raise NotImplementedError(f"{type(self).__qualname__} does not describe its buffers")
+        self._check_storage()
         # by name: the compiler reads the attributes of a class it finds in a global, not of one it read off a quantizer
         return resolve_storage_class(self._storage_name)._LAYOUT
+
+    def _check_storage(self) -> None:
+        if not self._storage_name or self._tensor_class is None:
+            raise NotImplementedError(
+                f"{type(self).__qualname__} does not describe its buffers: set _storage_class and _tensor_class"
+            )
 
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
         described = self._format_layout().describe(shape, self.rowwise_usage, self.columnwise_usage)
@@ -336,9 +352,11 @@ class Quantizer(QuantizerValue):
         return NativeOperand(codes, scale, layout.native)
 
     def _resolve_storage_cls(self) -> type[QuantizedTensorStorage]:
+        self._check_storage()
         return self._storage_class if self.internal else self._tensor_class
 
     def _storage_scalars(self, dtype: torch.dtype) -> dict[str, Any]:
+        self._check_storage()
         return {"quantizer": self, "fake_dtype": dtype}
 
     def _storage_metadata(self, dtype: torch.dtype) -> tuple[type[QuantizedTensorStorage], dict[str, Any]]:
