@@ -169,13 +169,30 @@ def test_extra_tensors_need_the_methods_of_the_fuser(method: str) -> None:
         cls()(torch.ones(2), torch.ones(2))
 
 
+@pytest.mark.parametrize("method", ["op_forward", "op_forward_compute", "op_forward_save_ctx", "op_backward"])
+def test_methods_without_extra_tensors_are_refused_by_hand(method: str) -> None:
+    arguments: dict[str, Any] = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
+    if method != "op_forward":
+        arguments["requires_grad"] = True
+    call = getattr(nc.ops.AddExtraInput(), method)
+    x = torch.ones(2)
+    operands = {"op_forward": (None, x), "op_forward_compute": (x,), "op_forward_save_ctx": (None, x, ())}
+    with pytest.raises(RuntimeError, match="AddExtraInput has 1 extra inputs and 0 extra outputs"):
+        call(None, x) if method == "op_backward" else call(*operands[method], **arguments)
+
+
 def test_save_must_return_nothing() -> None:
     class Returns(Double):
         def op_forward_save_ctx(self, *args: Any, **kwargs: Any) -> Any:
             return 3
 
-    with pytest.raises(RuntimeError, match=r"Returns.op_forward_save_ctx returned a int"):
-        Returns()(torch.ones(2, requires_grad=True))
+    x = torch.ones(2, requires_grad=True)
+    message = r"Returns.op_forward_save_ctx returned 3; it must return None: .*ctx.save_for_backward"
+    with pytest.raises(RuntimeError, match=message):
+        Returns()(x)
+    neighbours: dict[str, Any] = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
+    with pytest.raises(RuntimeError, match=message):
+        Returns().op_forward(OperationContext(True, True, None, None), x, **neighbours)
 
 
 def test_compute_and_save_get_the_same_arguments() -> None:

@@ -32,6 +32,7 @@ from ..roles import QuantizerRole
 from ..state import checked_recipe
 from ..tensors import TensorOrQuantized
 from .context import OperationContext
+from .forms import check_no_extra_io, check_one_form, check_pairs, form_defined_by, something_returned
 from .fuser import OperationFuser
 from .handover import ScaledOperand
 from .operands import operation_plan
@@ -42,13 +43,6 @@ ExtraTensors = list[tuple[Any, ...]]
 """Extra inputs, extra outputs or their gradients: one tuple per basic operation."""
 ParameterGradients = list[tuple[Tensor | None, ...]]
 """One tuple per basic operation, in the order of its ``parameters()``."""
-
-_PAIRS = (
-    ("op_forward_compute", "op_forward_save_ctx"),
-    ("fuser_forward_compute", "fuser_forward_save_ctx"),
-)
-_SPLIT = tuple(name for pair in _PAIRS for name in pair)
-_LEGACY = ("op_forward", "fuser_forward")
 
 
 class FusibleOperation:
@@ -71,9 +65,9 @@ class FusibleOperation:
         cls._framework_base = framework_base
         if framework_base:
             return
-        _check_one_form(cls)
-        _check_pairs(cls)
-        defined = next((form for base in cls.__mro__ if (form := _form_defined_by(base)) is not None), None)
+        check_one_form(cls)
+        check_pairs(cls)
+        defined = next((form for base in cls.__mro__ if (form := form_defined_by(base)) is not None), None)
         cls._has_forward = defined is not None
         cls._use_split_forward = defined != "legacy"
         cls._prepares_forward = cls.pre_fuser_forward is not FusibleOperation.pre_fuser_forward
@@ -353,6 +347,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         **kwargs: Any,
     ) -> TensorOrQuantized:
         """Forward of the legacy form; of a split operation, both halves."""
+        check_no_extra_io(self)
         arguments: dict[str, Any] = {
             "prev_op_grad_output_quantizer": prev_op_grad_output_quantizer,
             "next_op_input_quantizer": next_op_input_quantizer,
@@ -361,7 +356,9 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         }
         output, tensors_to_save = self.op_forward_compute(input_, **arguments)
         if ctx.requires_grad:
-            self.op_forward_save_ctx(ctx, input_, tensors_to_save, **arguments)
+            returned: Any = self.op_forward_save_ctx(ctx, input_, tensors_to_save, **arguments)
+            if returned is not None:
+                raise something_returned(self, returned)
         return output
 
     def op_forward_compute(
@@ -382,6 +379,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
             requires_grad: whether there is a backward; without, nothing is to be saved.
             **kwargs: keyword arguments of the caller.
         """
+        check_no_extra_io(self)
         raise NotImplementedError(f"{type(self).__name__} defines no op_forward_compute")
 
     def op_forward_save_ctx(
@@ -396,12 +394,14 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         **kwargs: Any,
     ) -> None:
         """Put what compute returned on the context; the other arguments are those of compute."""
+        check_no_extra_io(self)
         raise NotImplementedError(f"{type(self).__name__} defines no op_forward_save_ctx")
 
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized
     ) -> tuple[TensorOrQuantized | None, tuple[Tensor | None, ...]]:
         """(gradient of the input; None if it is not needed, gradients in the order of ``parameters()``)."""
+        check_no_extra_io(self)
         raise NotImplementedError(f"{type(self).__name__} has no backward: define op_backward")
 
     def fuser_forward(
@@ -409,7 +409,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     ) -> Any:
         if self._use_split_forward:
             return super().fuser_forward(basic_op_ctxs, input_, **kwargs)
-        _check_no_extra_io(self)
+        check_no_extra_io(self)
         output = self.op_forward(
             basic_op_ctxs[0],
             input_,
@@ -429,7 +429,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         basic_op_kwargs: list[dict[str, Any]],
         requires_grad: bool,
     ) -> tuple[TensorOrQuantized, ExtraTensors, list[TensorsToSave]]:
-        _check_no_extra_io(self)
+        check_no_extra_io(self)
         output, tensors_to_save = self.op_forward_compute(
             input_,
             prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
@@ -451,7 +451,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         basic_op_kwargs: list[dict[str, Any]],
         requires_grad: bool,
     ) -> None:
-        _check_no_extra_io(self)
+        check_no_extra_io(self)
         returned: Any = self.op_forward_save_ctx(
             basic_op_ctxs[0],
             input_,
@@ -462,10 +462,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
             **basic_op_kwargs[0],
         )
         if returned is not None:
-            raise RuntimeError(
-                f"{type(self).__name__}.op_forward_save_ctx returned a {type(returned).__name__}; it only stores on "
-                "the context and returns None"
-            )
+            raise something_returned(self, returned)
 
     def fuser_backward(
         self,
@@ -474,7 +471,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
-        _check_no_extra_io(self)
+        check_no_extra_io(self)
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
         return grad_input, [grad_params], [()]
 
@@ -545,49 +542,3 @@ class CompositeOperation(FusibleOperation, nn.Module, framework_base=True):
     ) -> Any:
         """Run the operations; ``basic_op_kwargs``: keyword arguments, one dict per basic operation."""
         return OperationFuser([self])(input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
-
-
-# -- checks of the two forms -------------------------------------------------------------------------------------------
-
-
-def _form_defined_by(cls: type) -> str | None:
-    """ "legacy" or "split", whichever forward this very class defines; None for neither."""
-    if vars(cls).get("_framework_base", False):
-        return None
-    if any(name in vars(cls) for name in _LEGACY):
-        return "legacy"
-    return "split" if any(name in vars(cls) for name in _SPLIT) else None
-
-
-def _check_one_form(cls: type) -> None:
-    legacy = [name for name in _LEGACY if name in vars(cls)]
-    split = [name for name in _SPLIT if name in vars(cls)]
-    if legacy and split:
-        raise TypeError(
-            f"{cls.__name__} defines {' and '.join(legacy)} together with {' and '.join(split)}; a class defines its "
-            "forward in one form: the compute and save_ctx pair, or the single method"
-        )
-
-
-def _check_pairs(cls: type) -> None:
-    for pair in _PAIRS:
-        own = [name for name in pair if name in vars(cls)]
-        if len(own) != 1:
-            continue
-        missing = pair[1] if own[0] == pair[0] else pair[0]
-        owner = next((base for base in cls.__mro__[1:] if missing in vars(base)), None)
-        if owner is None or vars(owner).get("_framework_base", False):
-            raise TypeError(f"{cls.__name__} defines {own[0]} but not {missing}; the two go together")
-
-
-def _check_no_extra_io(op: BasicOperation) -> None:
-    """
-    Raises:
-        RuntimeError: the operation has extra inputs or outputs, which its operation-level methods do not take.
-    """
-    if op.num_extra_inputs or op.num_extra_outputs:
-        raise RuntimeError(
-            f"{type(op).__name__} has {op.num_extra_inputs} extra inputs and {op.num_extra_outputs} extra outputs, "
-            "which the op_ methods do not pass on; define fuser_forward_compute, fuser_forward_save_ctx and "
-            "fuser_backward"
-        )
