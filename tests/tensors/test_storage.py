@@ -114,6 +114,20 @@ def test_unflatten_refuses_what_it_does_not_know() -> None:
         nc.MXFP8Tensor(quantizer=tensor._quantizer)
 
 
+def test_unflatten_gives_a_wrapper_the_outer_shape_and_stride() -> None:
+    tensor = ONE_OF_EACH["mxfp8"].quantize(torch.ones(32, 64))
+    inner, context = flatten(tensor)
+    unflatten = type(tensor).__tensor_unflatten__
+    for stride in ((64, 1), (1, 32)):
+        made = unflatten(inner, context, (32, 64), stride)
+        assert tuple(made.shape) == (32, 64) and made.stride() == stride and made.device == tensor.device
+        assert torch.equal(made.dequantize(), tensor.dequantize())
+    assert unflatten(inner, context, None, None).stride() == (64, 1)
+    bare = ONE_OF_EACH["mxfp8"].replace(internal=True).quantize(torch.ones(32, 64))
+    inner, context = flatten(bare)
+    assert bare.__tensor_unflatten__(inner, context, (32, 64), (64, 1)).size() == bare.size()
+
+
 def test_equal_class_names_in_two_modules_do_not_collide() -> None:
     made = []
     for module in ("narrowcast_test_one", "narrowcast_test_two"):
@@ -206,3 +220,16 @@ def test_copying_bytes_that_would_mean_something_else() -> None:
         with pytest.raises(ValueError, match="the buffers differ"):
             target.copy_from_storage(source)
     assert torch.equal(target.dequantize(), before)
+
+
+def test_a_class_may_declare_its_buffers_in_the_other_spelling() -> None:
+    class Codes(QuantizedTensorStorage):
+        _INNER_TENSORS = (("_codes", "codes"),)
+        _ROWWISE_BUFFERS = ("_codes",)
+
+    try:
+        assert Codes._FLATTEN_TENSOR_BUFFERS is Codes._INNER_TENSORS == (("_codes", "codes"),)
+        storage = Codes(quantizer=ONE_OF_EACH["current"], codes=torch.ones(2))
+        assert storage.__tensor_flatten__()[0] == ["_codes"] == Codes.buffer_attributes(True, False)
+    finally:
+        del _STORAGE_REGISTRY[storage_identifier(Codes)]

@@ -36,6 +36,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
 
     Args:
         shape: logical shape; None derives it from the buffers.
+        stride: that the tensor pretends to have; None for contiguous.
         quantizer, fake_dtype, **buffers: as for the storage.
         requires_grad: as for any tensor.
     """
@@ -46,6 +47,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         quantizer: QuantizerValue,
         fake_dtype: torch.dtype = torch.float32,
         shape: tuple[int, ...] | None = None,
+        stride: tuple[int, ...] | None = None,
         requires_grad: bool = False,
         **buffers: Tensor | None,
     ) -> QuantizedTensor:
@@ -57,7 +59,12 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             bare = cls._bare_class()(**described)
             shape = tuple(bare.size())
         return torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=fake_dtype, device=present[0].device, requires_grad=requires_grad
+            cls,
+            shape,
+            strides=stride,
+            dtype=fake_dtype,
+            device=present[0].device,
+            requires_grad=requires_grad,
         )
 
     def __init__(
@@ -66,6 +73,7 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         quantizer: QuantizerValue,
         fake_dtype: torch.dtype = torch.float32,
         shape: tuple[int, ...] | None = None,
+        stride: tuple[int, ...] | None = None,
         requires_grad: bool = False,
         **buffers: Tensor | None,
     ) -> None:

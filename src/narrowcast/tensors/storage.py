@@ -70,6 +70,10 @@ class QuantizedTensorStorage:
         if layout is not None:
             cls._FLATTEN_TENSOR_BUFFERS = tuple((b.attribute, b.argument) for b in layout.buffers)
             cls._ROWWISE_BUFFERS, cls._COLUMNWISE_BUFFERS = layout.attributes(False), layout.attributes(True)
+        # the name later versions of the upstream project use
+        if "_FLATTEN_TENSOR_BUFFERS" not in cls.__dict__ and "_INNER_TENSORS" in cls.__dict__:
+            cls._FLATTEN_TENSOR_BUFFERS = cls._INNER_TENSORS
+        cls._INNER_TENSORS = cls._FLATTEN_TENSOR_BUFFERS
         # grouped kernels know the formats themselves, not what a subclass makes of one
         cls._GROUPED = "split" if layout is None else layout.grouped
         cls._BY_USAGE = {
@@ -79,8 +83,6 @@ class QuantizedTensorStorage:
         }
         _STORAGE_REGISTRY[storage_identifier(cls)] = cls
         cls._BARE_NAME = storage_identifier(cls._bare_class())
-        # the name later versions of the upstream project use
-        cls._INNER_TENSORS = cls._FLATTEN_TENSOR_BUFFERS
 
     def __init__(
         self,
@@ -355,7 +357,9 @@ class QuantizedTensorStorage:
         cls = resolve_storage_class(context["class"])
         arguments = dict(cls._FLATTEN_TENSOR_BUFFERS)
         buffers = {arguments[name]: tensor for name, tensor in inner_tensors.items()}
-        extra = {"requires_grad": context["requires_grad"]} if context["is_wrapper"] else {}
+        extra: dict[str, Any] = {}
+        if context["is_wrapper"]:
+            extra = {"requires_grad": context["requires_grad"], "stride": outer_stride}
         shape = None if outer_size is None else tuple(outer_size)
         return cls(
             shape=shape, quantizer=context["quantizer"], fake_dtype=context["fake_dtype"], **buffers, **extra
