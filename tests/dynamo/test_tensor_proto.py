@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -74,6 +75,43 @@ def test_defaults() -> None:
     assert "(3, 4)" in repr(plain) and "Float8CurrentScalingQuantizer" in repr(quantized)
     assert plain == TensorProto((3, 4), torch.float16) != quantized
     assert plain != 5
+
+
+def test_is_a_dataclass_with_a_hash() -> None:
+    quantizer = ONE_OF_EACH["mxfp8"]
+    one = TensorProto((3, 4), BF16, quantizer, device="cpu")
+    names = [field.name for field in dataclasses.fields(one)]
+    assert names == ["shape", "dtype", "quantizer", "requires_grad", "device"]
+    two = TensorProto([3, 4], BF16, quantizer.copy(), device=torch.device("cpu"))  # type: ignore[arg-type]
+    assert one == two and hash(one) == hash(two) and len({one, two}) == 1
+    for change in ({"shape": (4, 3)}, {"dtype": torch.float16}, {"quantizer": None}, {"requires_grad": True}):
+        other = dataclasses.replace(one, **change)
+        assert other != one and hash(other) != hash(one)
+    one.update_usage(rowwise_usage=False)
+    assert one != two and hash(one) != hash(two)
+
+
+@each_kind
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13", reason="before torch 2.13 methods of a quantizer may not trace"
+)
+def test_existing_tensors_are_described_in_a_graph(internal: bool) -> None:
+    """As inputs in either kind, and made there as bare storages; wrappers made there by their quantizer."""
+    quantizer = ONE_OF_EACH["nvfp4"].replace(internal=internal)
+    x = normal((32, 64), BF16)
+
+    def run(x: torch.Tensor, given: Any) -> tuple[TensorProto, TensorProto]:
+        made = quantizer.quantize(x)
+        here = (
+            to_tensor_proto(made)
+            if internal
+            else TensorProto(made.shape, made.dtype, quantizer, device="cpu")
+        )
+        return here, to_tensor_proto(given)
+
+    given = quantizer.replace(internal=False).quantize(x)
+    found = torch.compile(run, fullgraph=True, backend="aot_eager")(x, given)
+    assert found == (to_tensor_proto(quantizer.quantize(x)), to_tensor_proto(given))
 
 
 def test_plain_tensors() -> None:

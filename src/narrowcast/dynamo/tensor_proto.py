@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from ..quantizers import Quantizer
 from ..tensors import QuantizedTensor, QuantizedTensorStorage, TensorOrQuantized
 
 
+@dataclass(unsafe_hash=True)
 class TensorProto:
     """Shape, dtype and quantizer of a plain or quantized tensor; safe to build and use inside traced code.
+
+    Equal descriptions have equal hashes; :meth:`update_usage` changes both.
 
     Args:
         shape: logical shape.
@@ -23,41 +27,21 @@ class TensorProto:
         device: None for the default accelerator, or the CPU without one.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        quantizer: Quantizer | None = None,
-        requires_grad: bool = False,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.shape = tuple(shape)
-        self.dtype = dtype
-        self.quantizer = None if quantizer is None else quantizer.copy()
-        self.requires_grad = requires_grad
-        self.device = device
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    quantizer: Quantizer | None = None
+    requires_grad: bool = False
+    device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        self.shape = tuple(self.shape)
+        self.quantizer = None if self.quantizer is None else self.quantizer.copy()
+        self.device = None if self.device is None else torch.device(self.device)
 
     @property
     def is_quantized(self) -> bool:
         """Whether this describes a quantized tensor."""
         return self.quantizer is not None
-
-    def __repr__(self) -> str:
-        return (
-            f"TensorProto(shape={self.shape}, dtype={self.dtype}, quantizer={self.quantizer!r}, "
-            f"requires_grad={self.requires_grad}, device={self.device})"
-        )
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TensorProto):
-            return NotImplemented
-        return self._fields() == other._fields()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _fields(self) -> tuple[Any, ...]:
-        device = None if self.device is None else torch.device(self.device)
-        return self.shape, self.dtype, self.quantizer, self.requires_grad, device
 
     def inner_names(self) -> tuple[str, ...]:
         """Names of the buffers, in flatten order; ``("data",)`` for a plain tensor.
@@ -124,7 +108,11 @@ class TensorProto:
 
 
 def to_tensor_proto(tensor: TensorOrQuantized) -> TensorProto:
-    """Description of a plain tensor, a quantized tensor or a bare storage."""
+    """Description of a plain tensor, a quantized tensor or a bare storage.
+
+    It traces, but for a quantized tensor that was made in the same graph, whose quantizer the compiler does not show:
+    describe that one by the quantizer that made it, ``TensorProto(x.shape, x.dtype, quantizer)``.
+    """
     if isinstance(tensor, QuantizedTensorStorage):
         requires_grad = isinstance(tensor, QuantizedTensor) and tensor.requires_grad
         quantizer: Any = tensor._quantizer
