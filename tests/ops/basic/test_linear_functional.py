@@ -13,6 +13,7 @@ from torch import Tensor
 import narrowcast as nc
 from narrowcast.dynamo import TensorProto, to_tensor_proto
 from narrowcast.ops import BasicLinear
+from narrowcast.quantizers import DelayedFloat8Quantizer
 from narrowcast.recipe import linear_plan
 from narrowcast.testing import assert_close
 
@@ -232,15 +233,74 @@ def test_shapes_of_parallel_layers(size: int, quantized: bool) -> None:
 
 @pytest.mark.parametrize(("mode", "run"), [("row", forward_fake), ("column", backward_fake)])
 def test_rows_must_divide(mode: str, run: Any) -> None:
-    operands = [TensorProto((7, K), torch.bfloat16), TensorProto((K, K), torch.bfloat16)]
-    operands += [operands[1]] * (run is backward_fake)
+    weight = TensorProto((K, K), torch.bfloat16)
+    operands = [TensorProto((7, K), torch.bfloat16)] * (2 if run is backward_fake else 1) + [weight]
     with pytest.raises(ValueError, match=r"shape \(7, 48\) does not divide among 2 processes"):
-        run(*operands, tensor_parallel_mode=mode, tensor_parallel_group=2, sequence_parallel=True)
+        run(
+            *operands,
+            weight_requires_grad=False,
+            tensor_parallel_mode=mode,
+            tensor_parallel_group=2,
+            sequence_parallel=True,
+        )
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("override", [None, "dequantized"])
+@pytest.mark.parametrize("given", [False, True])
+def test_identity_is_described_with_the_directions_that_are_read(
+    given: bool, override: str | None, dtype: torch.dtype | None
+) -> None:
+    """Its one buffer serves both directions: only the quantizer says which of them is meant."""
+    quantizer = nc.IdentityQuantizer(dtype=dtype)
+    x, w, dy = draw(*LEAD, K), draw(N, K, seed=1), draw(*LEAD, N, seed=2)
+    operands = (quantizer.quantize(x), quantizer.quantize(w)) if given else (x, w)
+    options = {"input_quantizer": quantizer, "weight_quantizer": quantizer}
+    y, *saved = check_forward(*operands, with_quantized_compute=True, backward_override=override, **options)
+    for kept in saved:
+        columnwise = override is None
+        assert kept._quantizer.get_usages() == {"rowwise": not columnwise, "columnwise": columnwise}
+    if override is None:
+        options["grad_output_quantizer"] = quantizer
+    dx, dw = check_backward(dy, *saved, with_quantized_compute=override is None, **options)
+    assert_close(y, x @ w.t(), "bf16_output")
+    assert_close(dx, dy @ w, "bf16_output")
+    assert_close(dw, dy.reshape(-1, N).t() @ x.reshape(-1, K), "bf16_output")
 
 
 X, W, DY = draw(8, K), draw(N, K, seed=1), draw(8, N, seed=2)
 Q8, MX = quantizers("current")["input"], quantizers("mxfp8")["input"]
+SLOT = DelayedFloat8Quantizer(nc.DType.kFloat8E4M3, 0)
+OFF = Q8.with_usage(rowwise=False, columnwise=False)
+ROWS, COLUMNS = MX.with_usage(columnwise=False), MX.with_usage(rowwise=False)
+IN_MX: dict[str, Any] = {
+    "with_quantized_compute": True,
+    "input_quantizer": MX,
+    "weight_quantizer": MX,
+}
+BACK_MX = {**IN_MX, "grad_output_quantizer": MX}
 BAD_FORWARD = [
+    ((X, W), {"bias": X[0, :3]}, r"bias has shape \(3,\); it must be \(80,\)"),
+    ((X, W), {"bias": X[0, :3], **IN_MX}, r"bias has shape \(3,\)"),
+    ((X, W), {"out": DY[:3]}, r"the result has shape \(8, 80\), but out has \(3, 80\)"),
+    ((X, W), {"out": Q8.quantize(DY[:3]), "output_quantizer": Q8}, r"but out has \(3, 80\)"),
+    (
+        (X, W),
+        {"out": nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E5M2).quantize(DY), "output_quantizer": Q8},
+        "out is read with .*E5M2.* written with .*E4M3",
+    ),
+    ((X, W), {**IN_MX, "input_quantizer": SLOT}, "slot=0.* needs the state of a layer"),
+    ((X, W), {**IN_MX, "weight_quantizer": SLOT}, "slot=0.* needs the state of a layer"),
+    ((X, W), {"output_quantizer": SLOT}, "slot=0.* needs the state of a layer"),
+    ((X, W), {"output_quantizer": OFF}, "both directions switched off"),
+    ((X, W[0]), IN_MX, r"weight has shape \(48,\)"),
+    ((X, W[None]), {}, r"weight has shape \(1, 80, 48\)"),
+    ((X, W), {**IN_MX, "dtype": torch.float64}, "cannot quantize input from torch.float64"),
+    ((ROWS.quantize(X), W), IN_MX, "input is a MXFP8Tensor.* without column-wise data"),
+    ((X, ROWS.quantize(W)), IN_MX, "weight is a MXFP8Tensor.* without column-wise data"),
+    ((COLUMNS.quantize(X), W), IN_MX, "input is a MXFP8Tensor.* without row-wise data"),
+    ((X, COLUMNS.quantize(W)), IN_MX, "weight is a MXFP8Tensor.* without row-wise data"),
+    ((COLUMNS.quantize(X), W), {}, "input is a MXFP8Tensor.* without row-wise data"),
     ((X, W), {"with_quantized_compute": True, "weight_quantizer": Q8}, "needs input_quantizer"),
     ((X, W), {"with_quantized_compute": True, "input_quantizer": Q8}, "needs weight_quantizer"),
     ((X, W), {"beta": 2.0}, "factor of out is 2.0"),
@@ -257,6 +317,27 @@ BAD_FORWARD = [
     ((X, W), {"tensor_parallel_mode": "both"}, "tensor_parallel_mode is 'both'"),
 ]
 BAD_BACKWARD = [
+    (
+        (DY[:, :3], X, W),
+        {},
+        r"grad_output has shape \(8, 3\); its last dim must be the first one of the weight",
+    ),
+    ((DY[:3], X, W), BACK_MX, r"grad_output has shape \(3, 80\), the input \(8, 48\)"),
+    ((DY, X[:, :3], W), {}, r"input has shape \(8, 3\)"),
+    ((DY, X, W), {"grad_weight": X}, r"the result has shape \(80, 48\), but grad_weight has \(8, 48\)"),
+    (
+        (DY, X, W),
+        {"grad_weight": X.float(), "accumulate_into_grad_weight": True, **BACK_MX},
+        r"but grad_weight has \(8, 48\)",
+    ),
+    ((DY, X, W), {"grad_input": X[:3]}, r"the result has shape \(8, 48\), but grad_input has \(3, 48\)"),
+    ((ROWS.quantize(DY), X, W), BACK_MX, "grad_output is a MXFP8Tensor.* without column-wise data"),
+    ((COLUMNS.quantize(DY), X, W), BACK_MX, "grad_output is a MXFP8Tensor.* without row-wise data"),
+    ((DY, ROWS.quantize(X), W), BACK_MX, "input is a MXFP8Tensor.* without column-wise data"),
+    ((DY, X, ROWS.quantize(W)), BACK_MX, "weight is a MXFP8Tensor.* without column-wise data"),
+    ((DY, X, W), {**BACK_MX, "grad_output_quantizer": SLOT}, "slot=0.* needs the state of a layer"),
+    ((DY, X, W), {**BACK_MX, "dtype": torch.float64}, "cannot quantize grad_output from torch.float64"),
+    ((DY, X, W), {"grad_input_quantizer": OFF}, "both directions switched off"),
     ((DY, X, W), {"with_quantized_compute": True}, "needs grad_output_quantizer"),
     ((DY, X, W), {"with_quantized_compute": True, "grad_output_quantizer": Q8}, "needs input_quantizer"),
     ((DY, None, W), {}, "input is None"),
@@ -271,10 +352,10 @@ def test_bad_arguments_are_refused_by_function_and_fake(
     operands: tuple[Any, ...], options: dict[str, Any], message: str
 ) -> None:
     real, fake = (forward, forward_fake) if len(operands) == 2 else (backward, backward_fake)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message) as raised:
         real(*operands, **options)
     described = {key: to_tensor_proto(value) for key, value in options.items() if isinstance(value, Tensor)}
-    with pytest.raises(ValueError, match=message.replace("Tensor, ", ".*, ").replace("a Tensor", "a ")):
+    with pytest.raises(raised.type, match=message.replace("Tensor, ", ".*, ").replace("a Tensor", "a ")):
         fake(*protos(*operands), **{**options, **described})
 
 

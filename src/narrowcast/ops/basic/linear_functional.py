@@ -1,13 +1,13 @@
 """The GEMMs of :class:`BasicLinear` as functions of tensors and quantizers, without autograd, and their fakes.
 
 The fakes take and return :class:`~narrowcast.dynamo.TensorProto` in place of tensors. They allocate nothing, call no
-collective, and refuse what the functions refuse.
+collective, and refuse what the functions refuse: both go through the same checks (``linear_checks``).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,16 +30,7 @@ from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ...tensors.storage import resolve_storage_class
 from ..collectives import group_size
 from ..tensor_parallel import TensorParallel, tensor_parallel
-
-OVERRIDES = (None, "high_precision", "dequantized")
-
-
-class Saved(NamedTuple):
-    """Which directions of an operand the backward reads; both False where it does not read the operand."""
-
-    rowwise: bool
-    columnwise: bool
-
+from .linear_checks import Saved, check_backward, check_forward, check_gradients, check_out, kept_directions
 
 # -- the GEMMs of a layer that is split over processes -----------------------------------------------------------------
 
@@ -133,23 +124,17 @@ def functional_forward(
     Raises:
         ValueError: a missing quantizer, ``beta`` without ``accumulate_into_out`` or that without ``out``, an ``out`` of
         another kind than ``output_quantizer`` makes or of another shape, a bias of a row-parallel layer, or rows that
-        do not divide. TypeError: a quantized input that would have to be gathered.
+        do not divide. TypeError: a quantized input that would have to be gathered, or a dtype that cannot be quantized.
+        RuntimeError: a quantized operand without a direction that is read.
     """
     parallel = tensor_parallel(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
-    _check_forward(
-        backward_override,
-        with_quantized_compute,
-        input,
-        weight,
-        input_quantizer,
-        weight_quantizer,
-        parallel,
-        bias,
-    )
-    _check_out(out, "out", beta, accumulate_into_out, output_quantizer)
     place, kind = _default(device, dtype, weight)
+    keep_x, keep_w = kept_directions(backward_override, input_requires_grad, weight_requires_grad)
+    operands = (("input", input, input_quantizer, keep_x), ("weight", weight, weight_quantizer, keep_w))
+    check_forward(operands, with_quantized_compute, kind, parallel, bias)
+    shape = parallel.output_shape(input.shape, weight.shape[0], group_size(parallel.group))
+    check_out("out", out, shape, beta, accumulate_into_out, output_quantizer)
     plan = _plan(with_quantized_compute, backward_override, input_requires_grad, weight_requires_grad)
-    keep_x, keep_w = _kept(backward_override, input_requires_grad, weight_requires_grad)
     again = parallel.gathers_input and backward_override is None  # what was gathered is not kept
     with torch.no_grad():
         x, w, workspace = _moved(input, place, kind), _moved(weight, place, kind), None
@@ -199,20 +184,12 @@ def functional_forward_fake(
     ``tensor_parallel_group`` may be the number of processes, where there is no group.
     """
     parallel, size = _parallel_of(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
-    _check_forward(
-        backward_override,
-        with_quantized_compute,
-        input,
-        weight,
-        input_quantizer,
-        weight_quantizer,
-        parallel,
-        bias,
-    )
-    _check_out(out, "out", beta, accumulate_into_out, output_quantizer)
     place, kind = _default(device, dtype, weight)
-    keep_x, keep_w = _kept(backward_override, input_requires_grad, weight_requires_grad)
+    keep_x, keep_w = kept_directions(backward_override, input_requires_grad, weight_requires_grad)
+    operands = (("input", input, input_quantizer, keep_x), ("weight", weight, weight_quantizer, keep_w))
+    check_forward(operands, with_quantized_compute, kind, parallel, bias)
     shape = parallel.output_shape(input.shape, weight.shape[0], size)
+    check_out("out", out, shape, beta, accumulate_into_out, output_quantizer)
     y = out if out is not None else TensorProto(shape, kind, output_quantizer, device=place)
     x, w = _moved_proto(input, place, kind), _moved_proto(weight, place, kind)
     x_saved, w_saved = x, w
@@ -263,18 +240,25 @@ def functional_backward(
     Returns:
         (dx, dw), each None where it is not wanted.
     Raises:
-        ValueError: as :func:`functional_forward`, or an operand that is missing. TypeError: a quantized gradient that
-        would have to be gathered.
+        As :func:`functional_forward`. ValueError, too: an operand that is missing. TypeError, too: a quantized gradient
+        that would have to be gathered.
     """
     parallel = tensor_parallel(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+    size = group_size(parallel.group)
+    place, kind = _default(device, dtype, grad_output)
     wanted = (input_requires_grad, weight_requires_grad)
     quantizers = (grad_output_quantizer, input_quantizer, weight_quantizer)
-    _check_backward(wanted, with_quantized_compute, grad_output, input, weight, quantizers, parallel)
-    _check_out(grad_input, "grad_input", grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)
-    _check_out(grad_weight, "grad_weight", grad_weight_beta, accumulate_into_grad_weight, None)
+    check_backward(
+        wanted, with_quantized_compute, (grad_output, input, weight), quantizers, kind, parallel, size
+    )
     if not any(wanted):
         return None, None
-    place, kind = _default(device, dtype, grad_output)
+    columns = _columns(input, weight)
+    shape = parallel.grad_input_shape(grad_output.shape, columns, size)
+    dx_out = (grad_input, shape, grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)
+    of_weight = (grad_output.shape[-1], columns)
+    dw_out = (grad_weight, of_weight, grad_weight_beta, accumulate_into_grad_weight, None)
+    check_gradients(wanted, dx_out, dw_out)
     with torch.no_grad():
         dy = _moved(grad_output, place, kind)
         x, w = _moved_or_none(input, kind), _moved_or_none(weight, kind)
@@ -292,19 +276,9 @@ def functional_backward(
             dy = dy.dequantize(dtype=kind)
         saved_x = _saved_columnwise(x, None, with_quantized_compute)
         saved_w = _saved_columnwise(w, weight_quantizer, with_quantized_compute)
-        shape = dy.shape[-1], _columns(x, w)
-        args = LinearBwdArgs(
-            plan,
-            kind,
-            None,
-            LinearWgrad(main_grad=into),
-            False,
-            None,
-            kind,
-            shape,
-            (len(saved_x.tensors), saved_x.quantizer),
-            (len(saved_w.tensors), saved_w.quantizer),
-        )
+        counts = (len(saved_x.tensors), saved_x.quantizer), (len(saved_w.tensors), saved_w.quantizer)
+        wgrad = LinearWgrad(main_grad=into)
+        args = LinearBwdArgs(plan, kind, None, wgrad, False, None, kind, of_weight, *counts)
         dw, dx = split_backward(args, dy, saved_x.tensors, saved_w.tensors, None, parallel)
         if dx is not None:
             dx = _scaled(dx, grad_input_alpha)
@@ -348,106 +322,23 @@ def functional_backward_fake(
     ``tensor_parallel_group`` may be the number of processes, where there is no group.
     """
     parallel, size = _parallel_of(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+    place, kind = _default(device, dtype, grad_output)
     wanted = (input_requires_grad, weight_requires_grad)
     quantizers = (grad_output_quantizer, input_quantizer, weight_quantizer)
-    _check_backward(wanted, with_quantized_compute, grad_output, input, weight, quantizers, parallel)
-    _check_out(grad_input, "grad_input", grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)
-    _check_out(grad_weight, "grad_weight", grad_weight_beta, accumulate_into_grad_weight, None)
+    check_backward(
+        wanted, with_quantized_compute, (grad_output, input, weight), quantizers, kind, parallel, size
+    )
     if not any(wanted):
         return None, None
-    place, kind = _default(device, dtype, grad_output)
     columns = _columns(input, weight)
     shape = parallel.grad_input_shape(grad_output.shape, columns, size)
+    dx_out = (grad_input, shape, grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)
+    of_weight = (grad_output.shape[-1], columns)
+    dw_out = (grad_weight, of_weight, grad_weight_beta, accumulate_into_grad_weight, None)
+    check_gradients(wanted, dx_out, dw_out)
     dx = grad_input or TensorProto(shape, kind, grad_input_quantizer, device=place)
-    dw = grad_weight or TensorProto((grad_output.shape[-1], columns), kind, device=place)
+    dw = grad_weight or TensorProto(of_weight, kind, device=place)
     return dx if input_requires_grad else None, dw if weight_requires_grad else None
-
-
-# -- checks, for tensors and prototypes alike --------------------------------------------------------------------------
-
-
-def _is_quantized(tensor: Any) -> bool:
-    return (
-        tensor.is_quantized if isinstance(tensor, TensorProto) else isinstance(tensor, QuantizedTensorStorage)
-    )
-
-
-def _check_quantizers(**operands: tuple[Any, Quantizer | None]) -> None:
-    for name, (tensor, quantizer) in operands.items():
-        if not _is_quantized(tensor) and quantizer is None:
-            raise ValueError(
-                f"with_quantized_compute=True needs {name}_quantizer, or {name} quantized already"
-            )
-
-
-def _check_forward(
-    override: str | None,
-    quantized: bool,
-    inp: Any,
-    weight: Any,
-    input_quantizer: Quantizer | None,
-    weight_quantizer: Quantizer | None,
-    parallel: TensorParallel,
-    bias: Any,
-) -> None:
-    if override not in OVERRIDES:
-        raise ValueError(f"backward_override is {override!r}; use None, 'high_precision' or 'dequantized'")
-    if inp.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"input has shape {tuple(inp.shape)}; its last dim must be that of the weight, {tuple(weight.shape)}"
-        )
-    if bias is not None and parallel.mode == "row":
-        raise ValueError(
-            "bias of a row-parallel layer comes behind the sum over processes; add it to the result"
-        )
-    if parallel.gathers_input and _is_quantized(inp):
-        raise TypeError("a quantized input cannot be gathered; pass it in high precision")
-    if quantized:
-        _check_quantizers(input=(inp, input_quantizer), weight=(weight, weight_quantizer))
-
-
-def _check_backward(
-    wanted: tuple[bool, bool],
-    quantized: bool,
-    grad: Any,
-    inp: Any,
-    weight: Any,
-    quantizers: tuple[Any, Any, Any],
-    parallel: TensorParallel,
-) -> None:
-    for needed, name, tensor in ((wanted[0], "weight", weight), (wanted[1], "input", inp)):
-        if needed and tensor is None:
-            raise ValueError(f"{name} is None, and a gradient that reads it is wanted")
-    if parallel.gathers_grad_output and _is_quantized(grad):
-        raise TypeError("a quantized grad_output cannot be gathered; pass it in high precision")
-    if not quantized:
-        return
-    _check_quantizers(grad_output=(grad, quantizers[0]))
-    if wanted[1]:
-        _check_quantizers(input=(inp, quantizers[1]))
-    if wanted[0]:
-        _check_quantizers(weight=(weight, quantizers[2]))
-
-
-def _check_out(
-    out: Any, name: str, beta: float | None, accumulate: bool, quantizer: Quantizer | None
-) -> None:
-    if beta is not None and not accumulate:
-        raise ValueError(
-            f"the factor of {name} is {beta}, but nothing is accumulated into {name}; leave it None"
-        )
-    if accumulate and out is None:
-        raise ValueError(f"accumulating into {name} needs {name}")
-    if out is None:
-        return
-    made = None if quantizer is None else quantizer._storage_class
-    described: Any = out.quantizer if isinstance(out, TensorProto) else None
-    theirs = type(out) if described is None else described._storage_class
-    if _is_quantized(out) != (made is not None) or (made is not None and not issubclass(theirs, made)):
-        wanted = "a plain tensor" if made is None else made.__name__
-        raise ValueError(f"{name} is a {theirs.__name__}, but what is written to it is {wanted}")
-    if accumulate and quantizer is not None:
-        raise ValueError(f"a quantized {name} cannot be accumulated into")
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
@@ -456,15 +347,6 @@ def _check_out(
 def _default(device: Any, dtype: torch.dtype | None, like: Any) -> tuple[Any, torch.dtype]:
     place = like.device if device is None else device
     return place if place is None else torch.device(place), dtype or like.dtype
-
-
-def _kept(override: str | None, input_requires_grad: bool, weight_requires_grad: bool) -> tuple[Saved, Saved]:
-    """What the backward reads of the input and of the weight."""
-    rowwise, columnwise = override == "dequantized", override is None
-    return (
-        Saved(weight_requires_grad and rowwise, weight_requires_grad and columnwise),
-        Saved(input_requires_grad and rowwise, input_requires_grad and columnwise),
-    )
 
 
 def _parallel_of(mode: str | None, group: Any, sequence_parallel: bool) -> tuple[TensorParallel, int]:
@@ -535,7 +417,8 @@ def _as_tensor(saved: SavedOperand, given: Any, kept: Saved) -> TensorOrQuantize
     if saved.quantizer is None or not (kept.rowwise or kept.columnwise):
         return given
     cls = resolve_storage_class(saved.quantizer._storage_name)
-    storage = cls(quantizer=saved.quantizer, fake_dtype=given.dtype, shape=(rows_of(given), given.shape[-1]))
+    quantizer: Any = saved.quantizer.with_usage(rowwise=kept.rowwise, columnwise=kept.columnwise)
+    storage = cls(quantizer=quantizer, fake_dtype=given.dtype, shape=(rows_of(given), given.shape[-1]))
     names = cls._ROWWISE_BUFFERS if kept.rowwise else cls._COLUMNWISE_BUFFERS
     for name, buffer in zip(names, saved.tensors):
         setattr(storage, name, buffer)
@@ -557,8 +440,6 @@ def _written(y: Tensor, out: Any, beta: float | None, accumulate: bool, quantize
     """The result, in ``out`` where that is given."""
     if out is None:
         return y if quantizer is None else quantizer.quantize(y)
-    if tuple(out.shape) != tuple(y.shape):
-        raise ValueError(f"the result has shape {tuple(y.shape)}, what it is written to {tuple(out.shape)}")
     if quantizer is not None:
         return out.quantize_(y)
     if accumulate:

@@ -1,0 +1,236 @@
+"""What the functional forms of a linear layer refuse before they compute, of tensors and of prototypes alike."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ...dynamo import TensorProto
+from ...quantizers import Quantizer
+from ...tensors import Float8TensorStorage, QuantizedTensorStorage
+from ..tensor_parallel import TensorParallel
+
+OVERRIDES = (None, "high_precision", "dequantized")
+_QUANTIZED_FROM = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Saved(NamedTuple):
+    """Which directions of an operand the backward reads; both False where it does not read the operand."""
+
+    rowwise: bool
+    columnwise: bool
+
+
+Given = tuple[str, Any, Quantizer | None, Saved]
+"""Name of an operand, the tensor or its prototype, what quantizes it, what is read of it besides row-wise data."""
+
+
+def kept_directions(
+    override: str | None, input_requires_grad: bool, weight_requires_grad: bool
+) -> tuple[Saved, Saved]:
+    """What the backward reads of the input and of the weight.
+
+    Raises:
+        ValueError: another override.
+    """
+    if override not in OVERRIDES:
+        raise ValueError(f"backward_override is {override!r}; use None, 'high_precision' or 'dequantized'")
+    rowwise, columnwise = override == "dequantized", override is None
+    return (
+        Saved(weight_requires_grad and rowwise, weight_requires_grad and columnwise),
+        Saved(input_requires_grad and rowwise, input_requires_grad and columnwise),
+    )
+
+
+def check_forward(
+    operands: tuple[Given, Given], quantized: bool, dtype: torch.dtype, parallel: TensorParallel, bias: Any
+) -> None:
+    """
+    Raises:
+        ValueError: shapes that do not fit, a missing quantizer or one that cannot be used alone, or a bias of a
+        row-parallel layer. TypeError: a dtype that cannot be quantized, or a quantized input that would have to be
+        gathered. RuntimeError: a quantized operand without a direction that is read.
+    """
+    inp, weight = operands[0][1], operands[1][1]
+    if len(weight.shape) != 2:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be (out_features, in_features)")
+    if inp.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"input has shape {tuple(inp.shape)}; its last dim must be that of the weight, {tuple(weight.shape)}"
+        )
+    if bias is not None and parallel.mode == "row":
+        raise ValueError(
+            "bias of a row-parallel layer comes behind the sum over processes; add it to the result"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({weight.shape[0]},)")
+    if parallel.gathers_input and _is_quantized(inp):
+        raise TypeError("a quantized input cannot be gathered; pass it in high precision")
+    for name, tensor, quantizer, saved in operands:
+        if _is_quantized(tensor):
+            _check_directions(name, tensor, True, quantized and saved.columnwise)
+        elif quantized:
+            _check_quantizer(name, quantizer, dtype)
+
+
+def check_backward(
+    wanted: tuple[bool, bool],
+    quantized: bool,
+    operands: tuple[Any, Any, Any],
+    quantizers: tuple[Any, Any, Any],
+    dtype: torch.dtype,
+    parallel: TensorParallel,
+    size: int,
+) -> None:
+    """
+    Args:
+        wanted: gradients of the input and of the weight. operands: gradient, input and weight. size: of the group.
+    Raises:
+        As :func:`check_forward`, and ValueError for an operand that is missing.
+    """
+    grad, inp, weight = operands
+    for needed, name, tensor in ((wanted[0], "weight", weight), (wanted[1], "input", inp)):
+        if needed and tensor is None:
+            raise ValueError(f"{name} is None, and a gradient that reads it is wanted")
+    if not any(wanted):
+        return
+    if parallel.gathers_grad_output and _is_quantized(grad):
+        raise TypeError("a quantized grad_output cannot be gathered; pass it in high precision")
+    _check_shapes(wanted, operands, parallel, size)
+    if not quantized:
+        return
+    if _is_quantized(grad):
+        _check_directions("grad_output", grad, *wanted)
+    else:
+        _check_quantizer("grad_output", quantizers[0], dtype)
+    for needed, name, tensor, quantizer in (
+        (wanted[1], "input", inp, quantizers[1]),
+        (wanted[0], "weight", weight, quantizers[2]),
+    ):
+        if needed and _is_quantized(tensor):
+            _check_directions(name, tensor, False, True)
+        elif needed:
+            _check_quantizer(name, quantizer, dtype)
+
+
+def _check_shapes(
+    wanted: tuple[bool, bool], operands: tuple[Any, Any, Any], parallel: TensorParallel, size: int
+) -> None:
+    grad, inp, weight = operands
+    if wanted[0] and tuple(weight.shape[:-1]) != (grad.shape[-1],):
+        raise ValueError(
+            f"grad_output has shape {tuple(grad.shape)}; its last dim must be the first one of the weight, "
+            f"{tuple(weight.shape)}"
+        )
+    if all(wanted) and inp.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"input has shape {tuple(inp.shape)}; its last dim must be that of the weight, {tuple(weight.shape)}"
+        )
+    if wanted[1]:
+        gathered = parallel.gathers_input and not _is_quantized(inp)
+        rows = _rows(grad) * (size if parallel.gathers_grad_output else 1)
+        if rows != _rows(inp) * (size if gathered else 1):
+            raise ValueError(
+                f"grad_output has shape {tuple(grad.shape)}, the input {tuple(inp.shape)}; they must have equally "
+                "many rows"
+            )
+
+
+def check_out(
+    name: str,
+    out: Any,
+    shape: tuple[int, ...],
+    beta: float | None,
+    accumulate: bool,
+    quantizer: Quantizer | None,
+) -> None:
+    """
+    Args:
+        shape: of the result, which ``out`` takes.
+    Raises:
+        ValueError: a factor without accumulation or that without ``out``, an ``out`` of another kind, format or shape
+        than the result, or a quantizer that cannot make one.
+    """
+    if beta is not None and not accumulate:
+        raise ValueError(
+            f"the factor of {name} is {beta}, but nothing is accumulated into {name}; leave it None"
+        )
+    if accumulate and out is None:
+        raise ValueError(f"accumulating into {name} needs {name}")
+    if out is None:
+        if quantizer is not None:
+            _check_alone(quantizer)
+            if not any(quantizer.get_usages().values()):
+                raise ValueError(f"{quantizer!r} has both directions switched off; ask for at least one")
+        return
+    made = None if quantizer is None else quantizer._storage_class
+    described: Any = out.quantizer if isinstance(out, TensorProto) else getattr(out, "_quantizer", None)
+    theirs = described._storage_class if isinstance(out, TensorProto) and described else type(out)
+    if _is_quantized(out) != (made is not None) or (made is not None and not issubclass(theirs, made)):
+        wanted = "a plain tensor" if made is None else made.__name__
+        raise ValueError(f"{name} is a {theirs.__name__}, but what is written to it is {wanted}")
+    if accumulate and quantizer is not None:
+        raise ValueError(f"a quantized {name} cannot be accumulated into")
+    if quantizer is not None and described._layout() != quantizer._layout():
+        raise ValueError(
+            f"{name} is read with {described._layout()}, but is written with {quantizer._layout()}"
+        )
+    if tuple(out.shape) != tuple(shape):
+        raise ValueError(f"the result has shape {tuple(shape)}, but {name} has {tuple(out.shape)}")
+
+
+def check_gradients(wanted: tuple[bool, bool], of_input: tuple[Any, ...], of_weight: tuple[Any, ...]) -> None:
+    """:func:`check_out` of the gradients that are wanted.
+
+    Args:
+        of_input, of_weight: its arguments but the name.
+    """
+    if wanted[0]:
+        check_out("grad_input", *of_input)
+    if wanted[1]:
+        check_out("grad_weight", *of_weight)
+
+
+def _is_quantized(tensor: Any) -> bool:
+    return (
+        tensor.is_quantized if isinstance(tensor, TensorProto) else isinstance(tensor, QuantizedTensorStorage)
+    )
+
+
+def _rows(tensor: Any) -> int:
+    return torch.Size(tensor.shape[:-1]).numel()
+
+
+def _check_quantizer(name: str, quantizer: Quantizer | None, dtype: torch.dtype) -> None:
+    if quantizer is None:
+        raise ValueError(f"with_quantized_compute=True needs {name}_quantizer, or {name} quantized already")
+    _check_alone(quantizer)
+    if dtype not in _QUANTIZED_FROM:
+        raise TypeError(f"cannot quantize {name} from {dtype}; use float32, bfloat16 or float16")
+
+
+def _check_alone(quantizer: Quantizer) -> None:
+    if quantizer._is_delayed():
+        raise ValueError(
+            f"{quantizer!r} needs the state of a layer; use Float8Quantizer(scale, amax, fp8_dtype)"
+        )
+
+
+def _check_directions(name: str, tensor: Any, rowwise: bool, columnwise: bool) -> None:
+    if isinstance(tensor, TensorProto):
+        assert tensor.quantizer is not None
+        usages, storage = tensor.quantizer.get_usages(), tensor.quantizer._storage_class
+    else:
+        usages, storage = tensor.get_usages(), type(tensor)
+    # per-tensor FP8 is transposed where the codes of the other direction are missing
+    made = usages["rowwise"] and issubclass(storage, Float8TensorStorage)
+    for direction, missing in (
+        ("row-wise", rowwise and not usages["rowwise"]),
+        ("column-wise", columnwise and not usages["columnwise"] and not made),
+    ):
+        if missing:
+            raise RuntimeError(
+                f"{name} is a {storage.__name__} without {direction} data, which is read here; quantize it in both "
+                "directions"
+            )
