@@ -438,6 +438,23 @@ def test_quantized_parameters_that_cannot_be() -> None:
             make(single_grouped_parameter=True)
 
 
+@pytest.mark.parametrize("kind", ["linear", "layernorm_linear", "layernorm_mlp", "grouped_linear"])
+def test_a_parameter_cannot_be_a_bare_storage(kind: str) -> None:
+    """Of a quantizer that makes bare storages: refused with the reason, before anything is a parameter."""
+    internal = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3).replace(internal=True)
+    makers: dict[str, Any] = {
+        "linear": lambda: nc.Linear(K, N, device=DEVICE),
+        "layernorm_linear": lambda: nc.LayerNormLinear(K, N, device=DEVICE),
+        "layernorm_mlp": lambda: nc.LayerNormMLP(K, N, device=DEVICE),
+        "grouped_linear": lambda: nc.GroupedLinear(2, K, N, device=DEVICE, single_grouped_parameter=True),
+    }
+    with (
+        nc.quantized_model_init(recipe=nc.recipe.CustomRecipe(qfactory=lambda role: internal)),
+        pytest.raises(RuntimeError, match=r"internal=True.*bare storage.*replace\(internal=False\)"),
+    ):
+        makers[kind]()
+
+
 def test_quantized_parameter_of_another_recipe() -> None:
     with nc.quantized_model_init(recipe=RECIPES["current"]):
         layer = nc.GroupedLinear(2, K, N, device=DEVICE, single_grouped_parameter=True)

@@ -36,6 +36,7 @@ from .parameters import (
     mark_added_to_main_grad,
     parameter_device,
     positive,
+    weight_quantizer,
 )
 
 
@@ -502,3 +503,4 @@ def _check_quantized_weight(recipe: Recipe, name: str, single: bool) -> None:
             f"{operand.quantizer!r} cannot make one grouped parameter; use a recipe with current scaling, MXFP8 or "
             "128-block scaling for the weights"
         )
+    weight_quantizer(recipe, name)

@@ -122,8 +122,17 @@ def mark_after_accumulation(parameter: Tensor) -> None:
 
 
 def weight_quantizer(recipe: Recipe, name: str) -> Quantizer:
-    """What quantizes a weight to be stored; in place of delayed scaling, which has no history yet, current scaling."""
+    """What quantizes a weight to be stored; in place of delayed scaling, which has no history yet, current scaling.
+
+    Raises:
+        RuntimeError: the quantizer makes bare storages, which cannot be parameters.
+    """
     quantizer = linear_plan(recipe, name, True, True).kept_weight.quantizer
+    if quantizer.internal:
+        raise RuntimeError(
+            f"the weight quantizer of {name or 'a layer'} has internal=True: {quantizer!r} makes a bare storage, and a "
+            "parameter must be a tensor; use quantizer.replace(internal=False) for weights"
+        )
     if quantizer._is_delayed():
         return Float8CurrentScalingQuantizer(quantizer.dtype)  # type: ignore[attr-defined]
     return quantizer
