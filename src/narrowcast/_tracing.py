@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from typing import Any
+
+import torch
 
 
 def traced_local(context: Any, name: str) -> Any:
@@ -21,6 +24,23 @@ def traced_local(context: Any, name: str) -> Any:
     with contextlib.suppress(NotImplementedError):
         return _real(variable, context._i_will_not_complain_if_bc_breaks_InstructionTranslator())
     return None
+
+
+def refuse_in_one_graph(context: Any, reason: str) -> None:
+    """Say why the traced code cannot be part of a graph, where it must be (``fullgraph=True``).
+
+    Raises:
+        RuntimeError: the compiler's own kind, with ``reason`` in its first line.
+    """
+    if context._i_will_not_complain_if_bc_breaks_InstructionTranslator().one_graph:
+        raise torch._dynamo.exc.Unsupported(reason)  # type: ignore[attr-defined]
+
+
+def in_eager(function: Any, *operands: Any, **options: Any) -> Any:
+    """``function(*operands, **options)``, in traced code outside of any graph."""
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it would take seconds
+        function = torch.compiler.disable(function)
+    return function(*operands, **options)
 
 
 def _real(variable: Any, translator: Any) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import re
 from typing import Any
 
 import pytest
@@ -272,11 +275,79 @@ def test_an_unregistered_quantizer_is_named(quantizer: nc.Quantizer) -> None:
         if name == "Float8Quantizer"
         else "register_value_opaque_quantizer"
     )
-    with pytest.raises(RuntimeError, match=rf"(?s){name}.*{fix}"):
+    with pytest.raises(RuntimeError) as raised:
         compiled(lambda x: quantizer.quantize(x).dequantize())(x)
+    assert re.search(f"{name}.*{fix}", str(raised.value).splitlines()[0])
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match=name):
         compiled(lambda x: quantize_operator(x, quantizer)[0])(x)
+
+
+def test_an_unregistered_quantizer_runs_between_graphs() -> None:
+    """Without ``fullgraph``: the same bytes, state included; what is around it is compiled."""
+    x = normal((32, 32), BF16)
+    pairs: list[tuple[Any, Any]] = [(Plain(E4M3), Plain(E4M3)), (delayed(), delayed())]
+    for ours, theirs in pairs:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        function = torch.compile(lambda x, q=ours: q.quantize(torch.sin(x)), backend=counter)
+        assert_same_buffers(function(x), theirs.quantize(torch.sin(x)))
+        assert counter.frame_count == 1
+        if isinstance(ours, nc.Float8Quantizer):
+            assert torch.equal(ours.amax, theirs.amax) and ours.amax > 0
+
+
+def unregistered(kind: str) -> Any:
+    """A layer whose recipe makes quantizers that are no values."""
+    recipe = nc.recipe.CustomRecipe(qfactory=lambda role: Plain(E4M3))
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"device": "cpu", "params_dtype": BF16}
+    if kind == "sequential":
+        parts = nc.ops.Linear(32, 32, device="cpu", dtype=BF16), nc.ops.GELU(), nc.ops.Quantize()
+        layer = nc.ops.Sequential(*parts)
+        nc.set_recipe(layer, recipe)
+        return layer
+    if kind == "grouped_linear":
+        layer = nc.GroupedLinear(2, 32, 32, recipe=recipe, **options)
+        return functools.partial(layer, m_splits=[8, 24])
+    kinds: dict[str, Any] = {
+        "linear": nc.Linear,
+        "layernorm_linear": nc.LayerNormLinear,
+        "layernorm_mlp": nc.LayerNormMLP,
+    }
+    return kinds[kind](32, 32, recipe=recipe, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "grad"),
+    [
+        ("linear", True),
+        ("layernorm_linear", True),
+        ("layernorm_mlp", True),
+        ("grouped_linear", True),
+        ("sequential", True),
+        ("sequential", False),
+    ],
+)
+def test_a_layer_with_unregistered_quantizers_is_an_eager_island(kind: str, grad: bool) -> None:
+    layer, x = unregistered(kind), normal((32, 32), BF16).requires_grad_(grad)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(layer(torch.cos(x)))
+
+    counter = CompileCounterWithBackend("aot_eager")
+    results = []
+    with contextlib.nullcontext() if grad else torch.no_grad():
+        for function in (model, torch.compile(model, backend=counter)):
+            y = function(x)
+            results.append([y, *torch.autograd.grad(y.float().sum(), x)] if grad else [y])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert counter.frame_count >= 2  # what is in front and behind
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError) as raised:
+        compiled(model)(x)
+    first = str(raised.value).splitlines()[0]
+    assert "Plain is not registered" in first and "register_value_opaque_quantizer(Plain)" in first
 
 
 @one_of_each

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._tracing import in_eager
 from ..functional import dequantize, quantize
 from ..quantizers import Operand
 from ..tensors import QuantizedTensor
@@ -62,6 +63,8 @@ def quantize_output(out: Tensor, operand: Operand, scales: DelayedScales) -> Qua
     Args:
         out: (*lead, N). operand: how to quantize it. scales: state, for a delayed quantizer.
     """
+    if not operand.value:
+        return in_eager(_QuantizeOutput.apply, out, operand, scales)  # type: ignore[no-any-return]
     quantized = _QuantizeOutput.apply(out, operand, scales)
     if torch.compiler.is_compiling():
         # for the next layer in the graph: it cannot read an object off a graph's tensor
@@ -75,4 +78,6 @@ def quantize_input_gradient(inp: Tensor, operand: Operand, scales: DelayedScales
     Args:
         inp: (*lead, K). operand: how to quantize the gradient. scales: state, for a delayed quantizer.
     """
+    if not operand.value:
+        return in_eager(_QuantizeInputGradient.apply, inp, operand, scales)  # type: ignore[no-any-return]
     return _QuantizeInputGradient.apply(inp, operand, scales)

@@ -22,7 +22,7 @@ _TRACED = (
     "quantize",
 )
 _MEMBERS = (
-    "_check_storage",
+    "_undescribed",
     "_describe_buffers",
     "_is_delayed",
     "_is_stochastic",
@@ -45,25 +45,25 @@ _MEMBERS = (
 def register_value_opaque_quantizer(cls: type) -> type:
     """Give exactly this quantizer class value semantics and register it with the compiler. Idempotent.
 
-    Usable as a class decorator. Where PyTorch lacks the opaque-object API, value semantics apply all the same.
+    Usable as a class decorator. Where PyTorch lacks the opaque-object API or refuses the class, value semantics apply
+    all the same, and compiled code runs what uses it outside of its graphs.
 
     Raises:
         TypeError: not a quantizer class, or an annotated field that is no bool, int, float, str or enum.
     """
     if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
         raise TypeError(f"{cls!r} is not a Quantizer class")
-    if cls.__dict__.get("_te_compile_value_opaque", False):
+    if "_registered_fields" in cls.__dict__:
         return cls
     fields = value_fields(cls)
     cls._registered_fields = tuple(fields)
     cls._registered_enums = {name: kind for name, kind in fields.items() if issubclass(kind, enum.Enum)}
-    cls._te_compile_value_opaque = True
-    _opaque.register_value_type(cls, _MAKERS, (*fields, *_MEMBERS), _TRACED)
+    cls._te_compile_value_opaque = _opaque.register_value_type(cls, _MAKERS, (*fields, *_MEMBERS), _TRACED)
     return cls
 
 
 def is_value_opaque_quantizer(quantizer: Any) -> bool:
-    """Whether the exact class of this quantizer is registered as a value; traceable."""
+    """Whether the compiler knows the exact class of this quantizer as a value; traceable."""
     return getattr(quantizer, "_te_compile_value_opaque", False)
 
 

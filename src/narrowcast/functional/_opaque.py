@@ -1,8 +1,8 @@
 """PyTorch's opaque-object API behind one guard.
 
 A quantizer crosses the compile boundary as a *value-opaque* operand: the compiler bakes the object into the graph
-and guards on its equality. The API is young, so a build of PyTorch without it still imports and runs eagerly;
-``AVAILABLE`` says which of the two this is.
+and guards on its equality. The API is young, so a build of PyTorch without it, or with half of it, still imports and
+runs eagerly; ``AVAILABLE`` says which of the two this is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ except (ImportError, AttributeError):
     OpaqueBase = object  # type: ignore[assignment,misc]
     AVAILABLE = False
 
-__all__ = ["AVAILABLE", "OpaqueBase", "register_value_type", "schema_type"]
+__all__ = ["AVAILABLE", "OpaqueBase", "register_base", "register_value_type", "schema_type"]
 
 
 def register_value_type(
@@ -47,9 +47,16 @@ def register_value_type(
         named.update({name: MemberType.INLINED for name in traced})
     try:
         register_opaque_type(cls, typ="value", members=named)
+        get_opaque_type_name(cls)  # operators name it in their schemas
     except (RuntimeError, TypeError):  # a half-implemented API must not break the import
         return False
     return True
+
+
+def register_base(cls: type) -> None:
+    """Register the class that operators take quantizers as; where PyTorch refuses it, the API counts as absent."""
+    global AVAILABLE
+    AVAILABLE = register_value_type(cls)
 
 
 def schema_type(cls: type) -> str:

@@ -110,4 +110,4 @@ class QuantizerValue(_opaque.OpaqueBase):
         return None
 
 
-_opaque.register_value_type(QuantizerValue)
+_opaque.register_base(QuantizerValue)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._tracing import in_eager
 from ..autograd import grouped_linear
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import rows_of_buffer
@@ -158,7 +159,9 @@ class GroupedLinear(GroupedLinearLayer):
         args, groups = self._grouped_args(
             plan, scales, x.dtype, needs_bias, covered, is_first_microbatch, out, dgrad_out
         )
-        y = grouped_linear(x, splits, weights, added, args, groups).view(*inp.shape[:-1], self.out_features)
+        operands = (x, splits, weights, added, args, groups)
+        y = in_eager(grouped_linear, *operands) if plan.eager_only else grouped_linear(*operands)
+        y = y.view(*inp.shape[:-1], self.out_features)
         return (y, biases) if self.return_bias else y
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._tracing import in_eager
 from ..autograd import LayerNormLinearFunction, LayerNormLinearFwdArgs
 from ..layers import Stage, checked_input, parameter_device, positive
 from ..layers.neutral import LinearOptions, check_neutral
@@ -131,7 +132,11 @@ class LayerNormLinear(NormLinearLayer):
         linear = self._fwd_args(stage, plan, inp.dtype, weight, bias, first)
         args = LayerNormLinearFwdArgs(self.norm, linear, self.return_layernorm_output)
         norm_weight, norm_bias = self.layer_norm_weight, self.layer_norm_bias
-        result = LayerNormLinearFunction.apply(inp, norm_weight, norm_bias, weight, bias, args)
+        operands = (inp, norm_weight, norm_bias, weight, bias, args)
+        if plan.eager_only:
+            result = in_eager(LayerNormLinearFunction.apply, *operands)
+        else:
+            result = LayerNormLinearFunction.apply(*operands)
         if isinstance(result, Tensor):
             return self._returned(result, learned_bias, None)
         return self._returned(result[0], learned_bias, result[1])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .._tracing import in_eager
 from ..autograd import ActivationSettings, LayerNormMLPFunction, LayerNormMLPFwdArgs, activate
 from ..layers import Stage, checked_input, parameter_device, positive
 from ..layers.neutral import MLPOptions, check_neutral
@@ -186,16 +187,12 @@ class LayerNormMLP(NormLinearLayer):
             self.return_layernorm_output,
             forward_plans,
         )
-        result = LayerNormMLPFunction.apply(
-            inp,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            fc1_weight,
-            fc1_bias,
-            fc2_weight,
-            fc2_bias,
-            args,
-        )
+        norm = (self.layer_norm_weight, self.layer_norm_bias)
+        operands = (inp, *norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias, args)
+        if plans[0].eager_only or plans[1].eager_only:
+            result = in_eager(LayerNormMLPFunction.apply, *operands)
+        else:
+            result = LayerNormMLPFunction.apply(*operands)
         result = (result, None) if isinstance(result, Tensor) else result
         return self._returned(result[0], self.fc2_bias, result[1])
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .._tracing import in_eager
 from ..autograd import LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device, positive
 from ..layers.neutral import LinearOptions, check_neutral
@@ -143,7 +144,10 @@ class Linear(LinearLayer, nn.Linear):
             args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)
             if fp8_grad and plan.needs_input:
                 inp = quantize_input_gradient(inp, plan.grad_input, args.scales)
-            out = LinearFunction.apply(weight, inp, bias, args)
+            if plan.eager_only:
+                out = in_eager(LinearFunction.apply, weight, inp, bias, args)
+            else:
+                out = LinearFunction.apply(weight, inp, bias, args)
             if fp8_output:
                 out = quantize_output(out, plan.output, args.scales)
         return (out, learned_bias) if self.return_bias else out

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._tracing import in_eager
 from ..autograd import DelayedScales
 from ..autograd.quantized_boundary import plain_gradient
 from ..quantizers import Operand
@@ -62,6 +63,7 @@ class _Call:
     scales: list[DelayedScales | None]
     input_operands: list[Operand | None]
     grad_operands: list[Operand | None]
+    eager_only: bool
 
     def wanted_output(self, step: int) -> ScaledOperand | None:
         """How the operation behind a step of the forward wants the output."""
@@ -296,12 +298,15 @@ class OperationFuser:
         self._prepare(first)
         call = self._call(first, input_, params, basic_op_kwargs)
         if first == len(self.basic_ops):
-            output, extra_outputs = _run(call, call.contexts(), input_, extra_inputs)
+            of_run = (call, call.contexts(), input_, extra_inputs)
+            output, extra_outputs = in_eager(_run, *of_run) if call.eager_only else _run(*of_run)
             return (output, *extra_outputs) if extra_outputs else output
         operands += extra_inputs
         if torch.compiler.is_compiling():
             operands = _each_once(operands)
         num_params = len(operands) - 1 - len(extra_inputs)
+        if call.eager_only:
+            return in_eager(_OperationsFunction.apply, operands[0], call, num_params, *operands[1:])
         return _OperationsFunction.apply(operands[0], call, num_params, *operands[1:])
 
     def _call(
@@ -316,12 +321,15 @@ class OperationFuser:
         input_requires_grad = torch.is_grad_enabled() and input_.requires_grad
         arguments = list(basic_op_kwargs) if basic_op_kwargs else [{}] * len(ops)
         scales: list[DelayedScales | None] = [None] * len(ops)
+        eager_only = False
         for index in self._quantizing:
             wants_input = index > first or (index == first and input_requires_grad)
             own = ops[index].forward_arguments(index >= first, wants_input)
             if own:
                 arguments[index] = {**arguments[index], **own}
                 scales[index] = own.get("scales")
+                if "plan" in own and own["plan"].eager_only:
+                    eager_only = True
         input_operands: list[Operand | None] = [None] * len(ops)
         for op, where in fused.forward[1:]:
             input_operands[where[0]] = op.get_input_quantizer()
@@ -339,6 +347,7 @@ class OperationFuser:
             scales,
             input_operands,
             grad_operands,
+            eager_only,
         )
 
     def recipe_in_force(self) -> Recipe | None:

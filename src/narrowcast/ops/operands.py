@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._tracing import traced_local
+from .._tracing import refuse_in_one_graph, traced_local
 from ..quantizers import Operand
-from ..recipe import DelayedScaling, Recipe, remember
+from ..recipe import DelayedScaling, Recipe, eager_only, remember
 from ..roles import QuantizerRole
 
 if TYPE_CHECKING:
@@ -65,7 +65,12 @@ def _build(recipe: Recipe, roles: _Roles) -> OperationPlan:
 def _remember_while_tracing(context: Any) -> None:
     recipe, op = traced_local(context, "recipe"), traced_local(context, "op")
     if recipe is not None and op is not None:
+        reason = ""
         # what fails here, traced code meets again, and raises where the user sees it
         with contextlib.suppress(Exception):
             roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
-            remember(recipe, _key(roles), _build(recipe, roles))
+            plan = _build(recipe, roles)
+            remember(recipe, _key(roles), plan)
+            reason = eager_only([operand.quantizer for operand in (*plan.forward, *plan.backward)])
+        if reason:
+            refuse_in_one_graph(context, reason)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._device import default_device
+from .._tracing import in_eager, refuse_in_one_graph, traced_local
 from ..formats import ELEMENT_FORMATS, DType, ElementFormat, Layout
 from ..functional import (
     BufferTable,
@@ -294,15 +295,15 @@ class Quantizer(QuantizerValue):
         Raises:
             NotImplementedError: the class names no storage whose record could be read.
         """
-        self._check_storage()
+        if not self._storage_name:
+            raise self._undescribed()
         # by name: the compiler reads the attributes of a class it finds in a global, not of one it read off a quantizer
         return resolve_storage_class(self._storage_name)._LAYOUT
 
-    def _check_storage(self) -> None:
-        if not self._storage_name or self._tensor_class is None:
-            raise NotImplementedError(
-                f"{type(self).__qualname__} does not describe its buffers: set _storage_class and _tensor_class"
-            )
+    def _undescribed(self) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(self).__qualname__} does not describe its buffers: set _storage_class and _tensor_class"
+        )
 
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
         described = self._format_layout().describe(shape, self.rowwise_usage, self.columnwise_usage)
@@ -352,11 +353,13 @@ class Quantizer(QuantizerValue):
         return NativeOperand(codes, scale, layout.native)
 
     def _resolve_storage_cls(self) -> type[QuantizedTensorStorage]:
-        self._check_storage()
+        if not self._storage_name or self._tensor_class is None:
+            raise self._undescribed()
         return self._storage_class if self.internal else self._tensor_class
 
     def _storage_scalars(self, dtype: torch.dtype) -> dict[str, Any]:
-        self._check_storage()
+        if not self._storage_name:
+            raise self._undescribed()
         return {"quantizer": self, "fake_dtype": dtype}
 
     def _storage_metadata(self, dtype: torch.dtype) -> tuple[type[QuantizedTensorStorage], dict[str, Any]]:
@@ -453,6 +456,10 @@ class Quantizer(QuantizerValue):
             TypeError: another dtype. ValueError: too few dims for the format, no direction asked for, or an ``out``
             of another kind or shape.
         """
+        if torch.compiler.is_compiling() and not self._te_compile_value_opaque:
+            torch._dynamo.comptime.comptime(_refuse_while_tracing)  # type: ignore[attr-defined]
+            group = amax_reduction_group
+            return in_eager(self.quantize, tensor, out=out, dtype=dtype, amax_reduction_group=group)
         self._check_input(tensor)
         if out is not None:
             return self.update_quantized(tensor, out)
@@ -461,8 +468,6 @@ class Quantizer(QuantizerValue):
         return self._quantize_detached(tensor, dtype or tensor.dtype, amax_reduction_group)
 
     def _quantize_detached(self, tensor: Tensor, dtype: torch.dtype, group: Any) -> Any:
-        if torch.compiler.is_compiling() and not self._te_compile_value_opaque:
-            raise TypeError(self._not_a_value())
         group = self._reduction_group(group)
         buffers = self._buffers_of(tensor) if group is None else self._reduced_buffers(tensor, group)
         return self._assemble(buffers, tuple(tensor.shape), dtype)
@@ -544,6 +549,10 @@ class Quantizer(QuantizerValue):
             raise ValueError(
                 f"{type(self).__qualname__} needs at least {self._minimum_rank} dims, got shape {tuple(tensor.shape)}"
             )
+
+
+def _refuse_while_tracing(context: Any) -> None:
+    refuse_in_one_graph(context, traced_local(context, "self")._not_a_value())
 
 
 _QUIET_FIELDS = ("internal", "optimize_for_gemm")

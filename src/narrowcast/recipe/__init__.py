@@ -29,6 +29,7 @@ from .plan import (
     OUTPUT_SLOT,
     WEIGHT_SLOT,
     LinearPlan,
+    eager_only,
     linear_plan,
 )
 
@@ -56,6 +57,7 @@ __all__ = [
     "QParams",
     "QuantizerRequest",
     "Recipe",
+    "eager_only",
     "get_align_size_for_quantization",
     "linear_plan",
     "recipes_from_json",

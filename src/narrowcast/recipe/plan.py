@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._tracing import traced_local
-from ..quantizers import IdentityQuantizer, Operand
+from .._tracing import refuse_in_one_graph, traced_local
+from ..quantizers import IdentityQuantizer, Operand, Quantizer
 from ..roles import QuantizerRole
 from .base import remember
 
@@ -31,7 +32,7 @@ class LinearPlan:
     ``kept_weight``: in both directions, for a weight that serves several microbatches. ``original_input``: column-wise
     alone, for a backward that quantizes the input again (``save_original_input``). ``output``, ``grad_input``: what the
     layer hands to its neighbours. ``forward_state``, ``backward_state``: the delayed scaling that renews the state of
-    each direction; None where the layer keeps none.
+    each direction; None where the layer keeps none. ``eager_only``: why it cannot be part of a graph, "" where it can.
     """
 
     quantized: bool
@@ -52,6 +53,7 @@ class LinearPlan:
     save_original_input: bool
     forward_state: DelayedScaling | None
     backward_state: DelayedScaling | None
+    eager_only: str = ""
 
 
 def linear_plan(
@@ -91,12 +93,17 @@ def linear_plan(
 
 def _remember_while_tracing(context: Any) -> None:
     recipe, key = traced_local(context, "recipe"), traced_local(context, "key")
-    if recipe is None or hasattr(recipe, key):
+    if recipe is None:
         return
-    names = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over")
-    with contextlib.suppress(Exception):  # traced code meets it again, and raises it where the user sees it
-        plan = _build(recipe, *(traced_local(context, name) for name in names))
-        remember(recipe, key, plan)
+    if not hasattr(recipe, key):
+        names = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over")
+        with contextlib.suppress(
+            Exception
+        ):  # traced code meets it again, and raises it where the user sees it
+            remember(recipe, key, _build(recipe, *(traced_local(context, name) for name in names)))
+    plan = getattr(recipe, key, None)
+    if plan is not None and plan.eager_only:
+        refuse_in_one_graph(context, plan.eager_only)
 
 
 def _build(
@@ -143,7 +150,16 @@ def _build(
         save_original_input=save_original_input,
         forward_state=forward_state,
         backward_state=backward_state,
+        eager_only=eager_only([*forward, *backward]),
     )
+
+
+def eager_only(quantizers: Iterable[Quantizer]) -> str:
+    """Why code with these quantizers cannot be part of a graph: the first that the compiler does not know; else ""."""
+    for quantizer in quantizers:
+        if not quantizer._te_compile_value_opaque:
+            return quantizer._not_a_value()
+    return ""
 
 
 _IDENTITY = Operand.of(IdentityQuantizer())
