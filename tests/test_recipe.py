@@ -134,6 +134,9 @@ DEFAULTS: dict[type[Recipe], dict[str, Any]] = {
         "fp4_format": Format.E2M1,
         "fp8_format": Format.E4M3,
         **COMMON,
+        "fp4_quant_fwd_inp": QParams(random_hadamard_transform=True),
+        "fp4_quant_fwd_weight": QParams(fp4_2d_quantization=True),
+        "fp4_quant_bwd_grad": QParams(random_hadamard_transform=True, stochastic_rounding=True),
     },
     CustomRecipe: {
         "qfactory": identity_factory,
@@ -425,6 +428,7 @@ def test_repr_names_every_field_and_is_stable(kind: type[Recipe]) -> None:
 @each_kind
 def test_frozen(kind: type[Recipe]) -> None:
     recipe, name = make(kind), next(iter(CHANGES[kind][0]))
+    hash(recipe)
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(recipe, name, CHANGES[kind][0][name])
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -341,11 +341,15 @@ def test_formats_without_a_reduction_say_so(process_group: Any) -> None:
         nc.NVFP4Quantizer(with_amax_reduction=True)
 
 
-def test_nothing_can_be_changed() -> None:
+def test_nothing_can_be_changed_once_it_was_used() -> None:
     quantizer = nc.MXFP8Quantizer(E4M3)
-    with pytest.raises(AttributeError, match=r"MXFP8Quantizer is immutable.*replace\(rowwise_usage=\.\.\.\)"):
+    hash(quantizer)
+    with pytest.raises(
+        AttributeError,
+        match=r"MXFP8Quantizer has been used and is immutable.*replace\(rowwise_usage=\.\.\.\)",
+    ):
         quantizer.rowwise_usage = False
-    with pytest.raises(TypeError, match=r"set_usage.*with_usage"):
+    with pytest.raises(AttributeError, match=r"'rowwise_usage' cannot be assigned.*with_usage"):
         quantizer.set_usage(rowwise=False)
     with pytest.raises(AttributeError, match="no field 'row'"):
         quantizer.replace(row=1)

@@ -18,6 +18,7 @@ _TRACED = (
     "_quantize_detached",
     "_reduced_buffers",
     "_reduction_group",
+    "_seal",
     "_seed",
     "quantize",
 )

@@ -109,6 +109,7 @@ class Float8CurrentScalingQuantizer(_Float8Base):
     def _without_reduction(self) -> Quantizer:
         """The same quantizer for tensors to own: it must not reduce again, nor hold the group."""
         if not self.with_amax_reduction and "amax_reduction_group" not in vars(self):
+            self._seal()
             return self
         own = Float8CurrentScalingQuantizer(
             self.dtype,

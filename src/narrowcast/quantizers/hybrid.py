@@ -86,6 +86,8 @@ class HybridQuantizer(Quantizer):
             rowwise_quantizer=rebuild_from_text(ast.literal_eval(self.rowwise_value)),
             columnwise_quantizer=rebuild_from_text(ast.literal_eval(self.columnwise_value)),
         )
+        self._half(False)._seal()
+        self._half(True)._seal()
 
     def _half(self, columnwise: bool) -> Quantizer:
         half = self.columnwise_quantizer if columnwise else self.rowwise_quantizer
@@ -157,7 +159,8 @@ class EagerHybridQuantizer(HybridQuantizer):
         self._freeze(rowwise_quantizer=rowwise, columnwise_quantizer=columnwise)
 
     def _rebuild_derived_state(self) -> None:
-        """Nothing is derived."""
+        self._half(False)._seal()
+        self._half(True)._seal()
 
     def _layout(self) -> dict[str, Any]:
         return {

@@ -117,6 +117,11 @@ class NVFP4Quantizer(Quantizer):
         if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
             raise ValueError(f"nvfp4_4over6_err_mode is {self.nvfp4_4over6_err_mode!r}; use 'MAE' or 'MSE'")
 
+    def _assigned(self, name: str) -> None:
+        super()._assigned(name)
+        if "optimize_for_gemm" in vars(self):
+            self._check_combination()
+
     @property
     def with_random_sign_mask(self) -> bool:
         """Whether the rotation has its fixed random signs."""

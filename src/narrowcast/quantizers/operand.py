@@ -47,6 +47,7 @@ class Operand:
     @staticmethod
     def of(quantizer: Quantizer, rowwise: bool = True, columnwise: bool = True) -> Operand:
         """Operand of a quantizer in these directions, whatever its present ones."""
+        quantizer._seal()
         quantizer = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         storage = resolve_storage_class(quantizer._storage_name)
         names = storage.buffer_attributes(rowwise, columnwise)

@@ -1,7 +1,7 @@
-"""``Quantizer``: a frozen description of how to quantize a tensor, compared and hashed by value.
+"""``Quantizer``: a description of how to quantize a tensor, compared and hashed by value.
 
-A quantizer may be baked into a compiled graph, so it never changes: ``with_usage`` and ``replace`` return another
-one. Its fields are the annotated attributes of its class; they must be bool, int, float, str or an enum.
+A quantizer may be baked into a compiled graph, so it never changes once it was used: ``with_usage`` and ``replace``
+return another one. Its fields are the annotated attributes of its class; they must be bool, int, float, str or an enum.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._device import default_device
+from .._sealing import Sealable
 from .._tracing import in_eager, refuse_in_one_graph, traced_local
 from ..formats import ELEMENT_FORMATS, DType, ElementFormat, Layout
 from ..functional import (
@@ -116,8 +117,10 @@ _SPELLINGS = (("_describe_buffers", "inner_tensor_specs"), ("_storage_metadata",
 """Methods that later versions of the upstream project call by another name."""
 
 
-class Quantizer(QuantizerValue):
+class Quantizer(Sealable, QuantizerValue):
     """Base of all quantizers.
+
+    Fields may be assigned until it is first used: quantizes, is hashed or compared, or is met in traced code.
 
     Args:
         rowwise: produce data with scaling groups along the last dim.
@@ -179,10 +182,21 @@ class Quantizer(QuantizerValue):
 
     # -- value semantics ------------------------------------------------------------------------------------------
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(
-            f"{type(self).__qualname__} is immutable; use .replace({name}=...) and keep the quantizer it returns"
-        )
+    def _how_to_change(self, name: str) -> str:
+        return f"use .replace({name}=...), or .with_usage(...), and keep the quantizer it returns"
+
+    def _check_assignable(self, name: str) -> None:
+        fields = self._value_fields()
+        if fields is not None and name not in (*fields, "amax_reduction_group"):
+            raise AttributeError(
+                f"{type(self).__qualname__} has no field {name!r}; annotate it in the class, before that is registered"
+            )
+
+    def _assigned(self, name: str) -> None:
+        # not in the constructor, which derives at its end, nor for what is derived
+        is_field = any(name in base.__dict__.get("__annotations__", {}) for base in type(self).__mro__)
+        if is_field and "optimize_for_gemm" in vars(self):
+            self._rebuild_derived_state()
 
     @classmethod
     def _value_fields(cls) -> tuple[str, ...] | None:
@@ -195,6 +209,7 @@ class Quantizer(QuantizerValue):
         Raises:
             TypeError: the class is not registered, or the quantizer holds a process group or a tensor.
         """
+        self._seal()
         fields = self._value_fields()
         if fields is None:
             raise TypeError(f"{type(self).__qualname__} has no value fields: it is not registered as a value")
@@ -274,11 +289,15 @@ class Quantizer(QuantizerValue):
         )
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Always raises: a quantizer baked into a compiled graph must not change."""
-        raise TypeError(
-            f"{type(self).__qualname__} is immutable, so set_usage cannot change it; use "
-            "`quantizer = quantizer.with_usage(rowwise=..., columnwise=...)`"
-        )
+        """Switch directions on or off, of a quantizer that was not used yet; None keeps one as it is.
+
+        Raises:
+            AttributeError: it was; then :meth:`with_usage` makes another.
+        """
+        if rowwise is not None:
+            self.rowwise_usage = bool(rowwise)
+        if columnwise is not None:
+            self.columnwise_usage = bool(columnwise)
 
     def _directions(self) -> list[bool]:
         return [False] * self.rowwise_usage + [True] * self.columnwise_usage
@@ -360,6 +379,7 @@ class Quantizer(QuantizerValue):
     def _storage_scalars(self, dtype: torch.dtype) -> dict[str, Any]:
         if not self._storage_name:
             raise self._undescribed()
+        self._seal()  # a tensor is read by it
         return {"quantizer": self, "fake_dtype": dtype}
 
     def _storage_metadata(self, dtype: torch.dtype) -> tuple[type[QuantizedTensorStorage], dict[str, Any]]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from typing_extensions import dataclass_transform
 
 from .. import _environment as environment
+from .._sealing import Sealable
 from ..formats import E2M1, E2M3, E3M2, E4M3, E5M2, DType, ElementFormat
 from ..quantizers import Quantizer
 from ..roles import QuantizerRole
@@ -93,8 +96,29 @@ def emulate_default() -> bool:
     return environment.read_flag("EMULATE")
 
 
-@dataclass(frozen=True)
-class Recipe:
+_Class = TypeVar("_Class", bound=type)
+
+
+@dataclass_transform(frozen_default=False, field_specifiers=(field,))
+def recipe_class(cls: _Class) -> _Class:
+    """A dataclass with a hash whose fields may be assigned until an instance is first used (:class:`Sealable`).
+
+    To the compiler it is a frozen one: traced code makes and reads recipes, and never changes them.
+    """
+    cls = dataclass(frozen=True)(cls)
+    del cls.__setattr__, cls.__delattr__
+    value_hash = cls.__hash__
+
+    def sealing_hash(self: Any) -> int:
+        self._seal()
+        return value_hash(self)  # type: ignore[call-arg]
+
+    cls.__hash__ = sealing_hash  # type: ignore[assignment]
+    return cls
+
+
+@recipe_class
+class Recipe(Sealable):
     """Base of all recipes.
 
     Fields every recipe has: ``backward_override`` (None, "high_precision": backward on the original operands,
@@ -114,6 +138,22 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self._check()
+
+    def _check_assignable(self, name: str) -> None:
+        names = [each.name for each in fields(self)]
+        if name not in names:
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}; fields: {names}")
+
+    def _assigned(self, name: str) -> None:
+        self.__post_init__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            each.name: getattr(self, each.name) for each in fields(self)
+        }  # without plans: a copy may be changed
+
+    def _how_to_change(self, name: str) -> str:
+        return f"make another recipe by dataclasses.replace(recipe, {name}=...)"
 
     def _check(self) -> None:
         override = self.backward_override
@@ -180,11 +220,13 @@ class Recipe:
 def remember(recipe: Recipe, key: str, plan: Any) -> None:
     """Keep a plan as an attribute of a recipe, where traced code finds it, and of the first equal recipe."""
     for owner in (recipe, _first_equal(recipe)):
+        owner._seal()
         object.__setattr__(owner, key, plan)
 
 
 def share_plans(recipe: Recipe) -> None:
     """Give a recipe the plans of the first equal one: it then fits the graphs that were compiled under that."""
+    recipe._seal()
     first = _first_equal(recipe)
     if first is not recipe:
         for name in vars(first).keys() - vars(recipe).keys():
@@ -193,7 +235,7 @@ def share_plans(recipe: Recipe) -> None:
 
 def _first_equal(recipe: Recipe) -> Recipe:
     try:
-        return _by_value(recipe)
+        return _by_value(recipe)  # type: ignore[arg-type]
     except TypeError:  # it holds what cannot be hashed
         return recipe
 

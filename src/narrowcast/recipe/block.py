@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from .. import _environment as environment
 from ..quantizers import Float8BlockQuantizer, NVFP4Quantizer, Quantizer
@@ -17,12 +17,13 @@ from .base import (
     fill_qparams,
     fp8_dtype,
     qparams_of,
+    recipe_class,
     refuse_fp8_attention,
     refuse_pure_e5m2,
 )
 
 
-@dataclass(frozen=True)
+@recipe_class
 class Float8BlockScaling(Recipe):
     """FP8 with fp32 scales per 1x128 block or 128x128 tile.
 
@@ -90,7 +91,10 @@ class Float8BlockScaling(Recipe):
         )
 
 
-@dataclass(frozen=True)
+_OPERANDS = ("fwd_inp", "fwd_weight", "bwd_grad")
+
+
+@recipe_class
 class NVFP4BlockScaling(Recipe):
     """NVFP4: E2M1 elements, E4M3 scales per 16, one amax per tensor.
 
@@ -102,8 +106,11 @@ class NVFP4BlockScaling(Recipe):
         nvfp4_4over6: "none", "weights", "activations" or "all"; the last two need ``disable_rht=True``.
         nvfp4_4over6_e4m3_use_256: for which of those the tensor amax maps to 256 instead of 448.
         nvfp4_4over6_err_mode: "MAE" or "MSE".
+        fp4_quant_fwd_inp, fp4_quant_fwd_weight, fp4_quant_bwd_grad: rotation, rounding and tiles per operand; default
+            follows the ``disable_`` fields.
 
-    The default of each is that of the environment variable NARROWCAST_NVFP4_<FIELD>, without a second ``nvfp4_``.
+    The default of each of the others is that of the environment variable NARROWCAST_NVFP4_<FIELD>, without a second
+    ``nvfp4_``.
     """
 
     _family = "nvfp4"
@@ -131,6 +138,9 @@ class NVFP4BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     emulate: bool = field(default_factory=emulate_default)
+    fp4_quant_fwd_inp: QParams | None = None
+    fp4_quant_fwd_weight: QParams | None = None
+    fp4_quant_bwd_grad: QParams | None = None
 
     def _check(self) -> None:
         super()._check()
@@ -138,6 +148,12 @@ class NVFP4BlockScaling(Recipe):
         if self.fp4_format is not Format.E2M1 or self.fp8_format is not Format.E4M3:
             raise ValueError(
                 f"NVFP4 is E2M1 elements with E4M3 scales; got {self.fp4_format} and {self.fp8_format}"
+            )
+        rotated = [getattr(self, f"fp4_quant_{name}").random_hadamard_transform for name in _OPERANDS]
+        if rotated[0] != rotated[2] or rotated[1]:
+            raise ValueError(
+                f"random_hadamard_transform of {_OPERANDS} is {rotated}; it cancels in wgrad where inputs and "
+                "gradients both have it, and weights have none"
             )
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             if getattr(self, name) not in ("none", "weights", "activations", "all"):
@@ -157,20 +173,18 @@ class NVFP4BlockScaling(Recipe):
                 "pass disable_rht=True"
             )
 
-    @property
-    def fp4_quant_fwd_inp(self) -> QParams:
-        """How inputs are quantized."""
-        return QParams(False, 0.0, not self.disable_rht, False, False, True)
-
-    @property
-    def fp4_quant_fwd_weight(self) -> QParams:
-        """How weights are quantized."""
-        return QParams(False, 0.0, False, False, not self.disable_2d_quantization, True)
-
-    @property
-    def fp4_quant_bwd_grad(self) -> QParams:
-        """How gradients are quantized."""
-        return QParams(False, 0.0, not self.disable_rht, not self.disable_stochastic_rounding, False, True)
+    def __post_init__(self) -> None:
+        rht = not self.disable_rht
+        derived = {
+            "fp4_quant_fwd_inp": QParams(False, 0.0, rht, False, False, True),
+            "fp4_quant_fwd_weight": QParams(False, 0.0, False, False, not self.disable_2d_quantization, True),
+            "fp4_quant_bwd_grad": QParams(False, 0.0, rht, not self.disable_stochastic_rounding, False, True),
+        }
+        for name, params in derived.items():
+            given = getattr(self, name)
+            if given is None or given.derived:
+                object.__setattr__(self, name, params)
+        super().__post_init__()
 
     def _chosen(self, choice: str, tensor_type: str) -> bool:
         group = "weights" if tensor_type == "weight" else "activations"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from .. import _environment as environment
 from ..quantizers import Float8CurrentScalingQuantizer, Quantizer
@@ -16,12 +16,13 @@ from .base import (
     fill_qparams,
     fp8_dtype,
     qparams_of,
+    recipe_class,
     refuse_fp8_attention,
     refuse_pure_e5m2,
 )
 
 
-@dataclass(frozen=True)
+@recipe_class
 class Float8CurrentScaling(Recipe):
     """Per-tensor FP8 with the scale from the tensor itself.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from .base import (
     Recipe,
     emulate_default,
     fp8_dtype,
+    recipe_class,
     refuse_fp8_attention,
     tensor_type_at,
 )
 from .delayed import DelayedScaling, DelayedScalingRequest
 
 
-@dataclass(frozen=True)
+@recipe_class
 class CustomRecipe(Recipe):
     """A recipe made of your own quantizers.
 

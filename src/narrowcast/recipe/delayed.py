@@ -14,12 +14,13 @@ from .base import (
     Recipe,
     emulate_default,
     fp8_dtype,
+    recipe_class,
     refuse_fp8_attention,
     refuse_pure_e5m2,
 )
 
 
-@dataclass(frozen=True)
+@recipe_class
 class DelayedScaling(Recipe):
     """Per-tensor FP8 with the scale from earlier steps' amax.
 

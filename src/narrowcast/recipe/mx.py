@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ..quantizers import MXFP4Quantizer, MXFP6Quantizer, MXFP8Quantizer, Quantizer
 from .base import (
@@ -12,12 +12,13 @@ from .base import (
     Recipe,
     emulate_default,
     fp8_dtype,
+    recipe_class,
     refuse_fp8_attention,
     refuse_pure_e5m2,
 )
 
 
-@dataclass(frozen=True)
+@recipe_class
 class MXFP8BlockScaling(Recipe):
     """MXFP8: one E8M0 scale per 32 elements.
 
@@ -53,7 +54,7 @@ class MXFP8BlockScaling(Recipe):
         )
 
 
-@dataclass(frozen=True)
+@recipe_class
 class MXFP6BlockScaling(Recipe):
     """MXFP6: six-bit elements, one E8M0 scale per 32 of them.
 
@@ -96,7 +97,7 @@ class MXFP6BlockScaling(Recipe):
         )
 
 
-@dataclass(frozen=True)
+@recipe_class
 class MXFP4BlockScaling(Recipe):
     """MXFP4: E2M1 elements, one E8M0 scale per 32 of them, all rounded to nearest.
 

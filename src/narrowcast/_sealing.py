@@ -1,0 +1,69 @@
+"""``Sealable``: what may be set up until it is first used, and is a value from then on."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import torch
+
+_ABSENT = object()
+
+
+class Sealable:
+    """Base of recipes and quantizers.
+
+    A compiled graph, a plan or a tensor may rest on what such an object holds. So whoever first puts it there seals it,
+    and from then on an assignment raises in place of being missed.
+    """
+
+    __slots__ = ("_sealed",)  # not in __dict__: it is no part of the value, and a copy starts unsealed
+
+    def _seal(self) -> None:
+        """From now on nothing can be assigned. Traced code need not: the compiler hashes what it meets, for real."""
+        if not torch.compiler.is_dynamo_compiling():
+            object.__setattr__(self, "_sealed", True)
+
+    def _how_to_change(self, name: str) -> str:
+        """What to do in place of an assignment that comes too late."""
+        raise NotImplementedError
+
+    def _check_assignable(self, name: str) -> None:
+        """
+        Raises:
+            AttributeError: what is called ``name`` is no part of the value, so it would be missed.
+        """
+
+    def _assigned(self, name: str) -> None:
+        """Check the value that an assignment has made, and derive from it anew; raising takes the assignment back."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            raise FrozenInstanceError(
+                f"{type(self).__qualname__} is immutable in compiled code, so {name!r} cannot be assigned; "
+                f"{self._how_to_change(name)}"
+            )
+        if getattr(self, "_sealed", False):
+            raise FrozenInstanceError(
+                f"{type(self).__qualname__} has been used and is immutable, so {name!r} cannot be assigned; "
+                f"{self._how_to_change(name)}"
+            )
+        self._check_assignable(name)
+        before = vars(self).get(name, _ABSENT)
+        object.__setattr__(self, name, value)
+        try:
+            self._assigned(name)
+        except Exception:
+            if before is _ABSENT:
+                object.__delattr__(self, name)
+            else:
+                object.__setattr__(self, name, before)
+            raise
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(
+            f"{type(self).__qualname__} keeps its attributes; {name!r} cannot be deleted"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))  # a copy is not sealed
