@@ -99,7 +99,7 @@ def emulate_default() -> bool:
 _Class = TypeVar("_Class", bound=type)
 
 
-@dataclass_transform(frozen_default=False, field_specifiers=(field,))
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def recipe_class(cls: _Class) -> _Class:
     """A dataclass with a hash whose fields may be assigned until an instance is first used (:class:`Sealable`).
 
@@ -235,7 +235,7 @@ def share_plans(recipe: Recipe) -> None:
 
 def _first_equal(recipe: Recipe) -> Recipe:
     try:
-        return _by_value(recipe)  # type: ignore[arg-type]
+        return _by_value(recipe)
     except TypeError:  # it holds what cannot be hashed
         return recipe
 
