@@ -11,6 +11,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 try:
+    from torch._library import opaque_object
     from torch._library.opaque_object import MemberType, get_opaque_type_name, register_opaque_type
     from torch._opaque_base import OpaqueBase
 
@@ -46,7 +47,12 @@ def register_value_type(
     if old:
         named.update({name: MemberType.INLINED for name in traced})
     try:
-        register_opaque_type(cls, typ="value", members=named)
+        try:
+            register_opaque_type(cls, typ="value", members=named)
+        except RuntimeError:
+            # raised for the second of two classes of one name (a notebook cell run again), which is known all the same
+            if cls not in getattr(opaque_object, "_OPAQUE_TYPES", ()):
+                raise
         get_opaque_type_name(cls)  # operators name it in their schemas
     except (RuntimeError, TypeError):  # a half-implemented API must not break the import
         return False
