@@ -12,7 +12,8 @@ from .. import reference
 from ..formats import ELEMENT_FORMATS, FLT_MAX, DType
 from ..functional import calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
-from .quantizer import Quantizer, fp8_dtype_of, warn_ignored
+from .arguments import fp8_dtype_of, warn_ignored
+from .quantizer import Quantizer
 
 
 class _Float8Base(Quantizer):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_1D, FLOAT8_BLOCK_2D, DType, Layout
 from ..tensors import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
-from .quantizer import Quantizer, fp8_dtype_of
+from .arguments import fp8_dtype_of
+from .quantizer import Quantizer
 
 
 class Float8BlockQuantizer(Quantizer):

@@ -16,7 +16,8 @@ from ..tensors import (
     MXFP8Tensor,
     MXFP8TensorStorage,
 )
-from .quantizer import Quantizer, element_dtype_of, fp8_dtype_of
+from .arguments import element_dtype_of, fp8_dtype_of
+from .quantizer import Quantizer
 
 
 class _MXQuantizer(Quantizer):

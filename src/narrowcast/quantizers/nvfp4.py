@@ -13,7 +13,8 @@ from .. import kernels, reference
 from ..formats import NVFP4, NVFP4_ROW_SCALED, RHT_SIGN_MASK, DType, Layout, round_to_float32
 from ..functional import GemmOperand
 from ..tensors import NVFP4Tensor, NVFP4TensorStorage
-from .quantizer import Quantizer, element_dtype_of
+from .arguments import element_dtype_of
+from .quantizer import Quantizer
 
 
 class NVFP4Quantizer(Quantizer):

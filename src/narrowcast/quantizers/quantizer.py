@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import re
 import typing
-import warnings
 import zlib
 from types import ModuleType
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from torch import Tensor
 from .._device import default_device
 from .._sealing import Sealable
 from .._tracing import in_eager, refuse_in_one_graph, traced_local
-from ..formats import ELEMENT_FORMATS, DType, ElementFormat, Layout
+from ..formats import ELEMENT_FORMATS, ElementFormat, Layout
 from ..functional import (
     BufferTable,
     GemmOperand,
@@ -35,28 +34,6 @@ from ..tensors.storage import flatten_context, resolve_storage_class, storage_id
 
 _FIELD_TYPES = (bool, int, float, str)
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TORCH_DTYPES = {
-    torch.uint8: DType.kByte,
-    torch.int32: DType.kInt32,
-    torch.float32: DType.kFloat32,
-    torch.float16: DType.kFloat16,
-    torch.bfloat16: DType.kBFloat16,
-    torch.float8_e4m3fn: DType.kFloat8E4M3,
-    torch.float8_e5m2: DType.kFloat8E5M2,
-}
-
-
-def to_dtype_enum(dtype: DType | torch.dtype | int) -> DType:
-    """``DType`` of an enum member, its integer, or a torch dtype.
-
-    Raises:
-        ValueError: nothing of the three.
-    """
-    if isinstance(dtype, torch.dtype):
-        if dtype not in _TORCH_DTYPES:
-            raise ValueError(f"no quantized element type for {dtype}; use one of {list(_TORCH_DTYPES)}")
-        return _TORCH_DTYPES[dtype]
-    return DType(dtype)
 
 
 def value_fields(cls: type[Quantizer]) -> dict[str, type]:
@@ -578,28 +555,6 @@ def _refuse_while_tracing(context: Any) -> None:
 _QUIET_FIELDS = ("internal", "optimize_for_gemm")
 
 
-def element_dtype_of(argument: str, dtype: DType | torch.dtype | int, *allowed: DType) -> DType:
-    """Element type given as the constructor's ``argument``.
-
-    Raises:
-        ValueError: none of the ``allowed`` ones.
-    """
-    element = to_dtype_enum(dtype)
-    if element not in allowed:
-        choices = " or ".join(f"DType.{choice.name}" for choice in allowed)
-        raise ValueError(f"{argument} is {element!r}; use {choices}")
-    return element
-
-
-def fp8_dtype_of(dtype: DType | torch.dtype | int) -> DType:
-    """FP8 element type.
-
-    Raises:
-        ValueError: not one of the two FP8 formats.
-    """
-    return element_dtype_of("fp8_dtype", dtype, DType.kFloat8E4M3, DType.kFloat8E5M2)
-
-
 _FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -633,12 +588,3 @@ class _QuantizeFunction(torch.autograd.Function):
         if not torch.compiler.is_compiling() and isinstance(grad_output, QuantizedTensor):
             grad_output = grad_output.dequantize()
         return grad_output.to(ctx.dtype), None, None, None
-
-
-def warn_ignored(**arguments: Any) -> None:
-    """Warn about deprecated constructor arguments that were given and have no effect."""
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        warnings.warn(
-            f"{', '.join(given)} no longer have an effect and are ignored", DeprecationWarning, stacklevel=3
-        )
