@@ -7,7 +7,7 @@ from typing import Any
 
 from ..functional import _opaque
 from ..quantizers import VALUE_QUANTIZERS, Quantizer
-from ..quantizers.quantizer import value_fields
+from ..quantizers.value import value_fields
 
 # what operands and TensorProto use of a quantizer in traced code
 _MAKERS = ("_value_text", "copy", "replace", "with_usage")
@@ -22,6 +22,8 @@ _TRACED = (
     "quantize",
 )
 _MEMBERS = (
+    "_buffer_table",
+    "_check_shape",
     "_describe_buffers",
     "_is_delayed",
     "_is_stochastic",
@@ -38,6 +40,7 @@ _MEMBERS = (
     "create_metadata",
     "get_usages",
     "make_empty",
+    "with_amax_reduction",
 )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..functional import BufferTable, GemmOperand, NativeOperand
 from ..tensors import HybridQuantizedTensor, HybridQuantizedTensorStorage
-from .quantizer import Quantizer, rebuild_from_text
+from .quantizer import Quantizer
+from .value import rebuild_from_text
 
 _BUFFERS_PER_DIRECTION = 3
 _SOURCES = ("original", "rowwise_dequantized")
@@ -24,8 +26,8 @@ class HybridQuantizer(Quantizer):
         columnwise_source: what the second quantizes: the "original" tensor, or what the first made of it
             ("rowwise_dequantized").
     Raises:
-        ValueError: one object given twice, or another source. TypeError: a quantizer that holds state or is not
-        registered as a value.
+        ValueError: one object given twice, another source, or a quantizer that reduces amax. TypeError: a quantizer
+        that holds state or is not registered as a value.
     """
 
     rowwise_value: str
@@ -50,24 +52,34 @@ class HybridQuantizer(Quantizer):
             raise ValueError(
                 "rowwise_quantizer and columnwise_quantizer are one object; give each direction its own"
             )
-        if columnwise_source not in _SOURCES:
-            raise ValueError(
-                f"columnwise_source is {columnwise_source!r}; use 'original' or 'rowwise_dequantized'"
-            )
-        for quantizer in (rowwise_quantizer, columnwise_quantizer):
-            if not isinstance(quantizer, Quantizer) or quantizer._is_delayed() or not quantizer._value_text():
-                raise TypeError(f"{quantizer!r} cannot be half of a hybrid; use quantizers that are values")
         super().__init__(rowwise=True, columnwise=True)
         self._freeze(
-            rowwise_value=rowwise_quantizer.with_usage(rowwise=True, columnwise=False)._class_and_value(),
-            columnwise_value=columnwise_quantizer.with_usage(
-                rowwise=False, columnwise=True
-            )._class_and_value(),
+            rowwise_value=_value_of_half(rowwise_quantizer, False),
+            columnwise_value=_value_of_half(columnwise_quantizer, True),
             columnwise_source=columnwise_source,
         )
+        self._check_fields()
         self._rebuild_derived_state()
 
     __call__ = Quantizer.quantize
+
+    def _check_fields(self) -> None:
+        if self.columnwise_source not in _SOURCES:
+            raise ValueError(
+                f"columnwise_source is {self.columnwise_source!r}; use 'original' or 'rowwise_dequantized'"
+            )
+
+    def replace(self, **changes: Any) -> Quantizer:
+        """Another quantizer with some fields changed; ``rowwise_quantizer`` and ``columnwise_quantizer`` count as such.
+
+        Raises:
+            AttributeError, TypeError, ValueError: as for other quantizers, and as the constructor.
+        """
+        for columnwise, direction in enumerate(("rowwise", "columnwise")):
+            if f"{direction}_quantizer" in changes:
+                half = changes.pop(f"{direction}_quantizer")
+                changes[f"{direction}_value"] = _value_of_half(half, bool(columnwise))
+        return super().replace(**changes)
 
     def _rebuild_derived_state(self) -> None:
         self._freeze(
@@ -83,10 +95,10 @@ class HybridQuantizer(Quantizer):
     def _is_stochastic(self) -> bool:
         return self._half(False)._is_stochastic() or self._half(True)._is_stochastic()
 
-    def _check_input(self, tensor: Tensor) -> None:
-        super()._check_input(tensor)
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
+        super()._check_shape(shape)
         for columnwise in (False, True):
-            self._half(columnwise)._check_input(tensor)
+            self._half(columnwise)._check_shape(shape)
 
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
         buffers: BufferTable = {}
@@ -132,3 +144,18 @@ class HybridQuantizer(Quantizer):
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
         return self._half(columnwise)._native_operand(self._own(buffers, columnwise), columnwise)
+
+
+def _value_of_half(quantizer: Any, columnwise: bool) -> str:
+    """The value of a quantizer in the one direction that it makes here.
+
+    Raises:
+        TypeError: no quantizer, or one that is not a value. ValueError: it reduces amax.
+    """
+    if isinstance(quantizer, Quantizer) and quantizer.with_amax_reduction:
+        raise ValueError(
+            f"{quantizer!r} cannot be half of a hybrid, which has no process group; use with_amax_reduction=False"
+        )
+    if not isinstance(quantizer, Quantizer) or quantizer._is_delayed() or not quantizer._value_text():
+        raise TypeError(f"{quantizer!r} cannot be half of a hybrid; use quantizers that are values")
+    return quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)._class_and_value()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import enum
 import re
-import typing
-import warnings
 import zlib
 from types import ModuleType
 from typing import Any, ClassVar
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._device import default_device
-from ..formats import ELEMENT_FORMATS, DType, ElementFormat, Layout
+from ..formats import ELEMENT_FORMATS, ElementFormat, Layout
 from ..functional import (
     BufferTable,
     GemmOperand,
@@ -30,85 +28,10 @@ from ..functional import (
 )
 from ..tensors import QuantizedTensor, QuantizedTensorStorage
 from ..tensors.storage import flatten_context, resolve_storage_class, storage_identifier
+from .arguments import field_value
+from .value import CLASSES, _rebuild_quantizer, class_identifier
 
-_FIELD_TYPES = (bool, int, float, str)
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TORCH_DTYPES = {
-    torch.uint8: DType.kByte,
-    torch.int32: DType.kInt32,
-    torch.float32: DType.kFloat32,
-    torch.float16: DType.kFloat16,
-    torch.bfloat16: DType.kBFloat16,
-    torch.float8_e4m3fn: DType.kFloat8E4M3,
-    torch.float8_e5m2: DType.kFloat8E5M2,
-}
-
-
-def to_dtype_enum(dtype: DType | torch.dtype | int) -> DType:
-    """``DType`` of an enum member, its integer, or a torch dtype.
-
-    Raises:
-        ValueError: nothing of the three.
-    """
-    if isinstance(dtype, torch.dtype):
-        if dtype not in _TORCH_DTYPES:
-            raise ValueError(f"no quantized element type for {dtype}; use one of {list(_TORCH_DTYPES)}")
-        return _TORCH_DTYPES[dtype]
-    return DType(dtype)
-
-
-def value_fields(cls: type[Quantizer]) -> dict[str, type]:
-    """Annotated fields that make up a quantizer class's value, with their types, base class first.
-
-    Raises:
-        TypeError: a field is annotated with anything but bool, int, float, str or an enum.
-    """
-    names: list[str] = []
-    for base in reversed(cls.__mro__):
-        names.extend(name for name in base.__dict__.get("__annotations__", {}) if name not in names)
-    hints = typing.get_type_hints(cls)
-    fields = [
-        name
-        for name in names
-        if typing.get_origin(hints[name]) is not ClassVar and hints[name] is not ClassVar
-    ]
-    for name in fields:
-        hint = hints[name]
-        if not (isinstance(hint, type) and issubclass(hint, (*_FIELD_TYPES, enum.Enum))):
-            raise TypeError(
-                f"{cls.__qualname__}.{name} is {hint}; a value field must be bool, int, float, str or enum"
-            )
-    return {name: hints[name] for name in fields}
-
-
-def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...]) -> Quantizer:
-    """Quantizer of ``cls`` with these field values, made without its constructor."""
-    quantizer = cls.__new__(cls)
-    enums = cls.__dict__.get("_registered_enums", {})
-    for name, value in items:
-        object.__setattr__(quantizer, name, enums[name](value) if name in enums else value)
-    quantizer._rebuild_derived_state()
-    return quantizer
-
-
-_CLASSES: dict[str, type[Quantizer]] = {}
-"""Quantizer classes by identifier; a class that is defined again gets another, and the older one keeps its own."""
-
-
-def _class_identifier(cls: type[Quantizer]) -> str:
-    """Module and qualified name, with a number where another class has them already (a notebook cell run again)."""
-    name = identifier = storage_identifier(cls)
-    number = 1
-    while identifier in _CLASSES:
-        number += 1
-        identifier = f"{name}#{number}"
-    return identifier
-
-
-def rebuild_from_text(described: tuple[str, tuple[tuple[str, Any], ...]]) -> Quantizer:
-    """Quantizer from what :meth:`Quantizer._class_and_value` wrote, read back as a literal."""
-    identifier, items = described
-    return _rebuild_quantizer(_CLASSES[identifier], items)
 
 
 class Quantizer(QuantizerValue):
@@ -136,11 +59,12 @@ class Quantizer(QuantizerValue):
     _te_compile_value_opaque: ClassVar[bool] = False
     _registered_fields: ClassVar[tuple[str, ...] | None] = None
     _registered_enums: ClassVar[dict[str, type[enum.Enum]]] = {}
+    with_amax_reduction = False  # a field of the formats that can reduce; see ``amax_reduction``
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._identifier = _class_identifier(cls)
-        _CLASSES[cls._identifier] = cls
+        cls._identifier = class_identifier(cls)
+        CLASSES[cls._identifier] = cls
         cls._te_compile_value_opaque = False  # of each class itself: a subclass registers for itself
         if "_encode" in cls.__dict__ and "_takes_sources" not in cls.__dict__:
             cls._takes_sources = False  # what another class's encoding does with its input is its own affair
@@ -241,14 +165,23 @@ class Quantizer(QuantizerValue):
         """Another quantizer with some fields changed.
 
         Raises:
-            AttributeError: a name that is no field of this quantizer.
+            AttributeError: a name that is no field of this quantizer. TypeError, ValueError: a value that the
+            constructor does not take.
         """
-        unknown = [name for name in changes if name not in vars(self)]
+        held = vars(self)
+        unknown = [name for name in changes if name not in held]
         if unknown:
             raise AttributeError(
-                f"{type(self).__qualname__} has no field {unknown[0]!r}; fields: {sorted(vars(self))}"
+                f"{type(self).__qualname__} has no field {unknown[0]!r}; fields: {sorted(held)}"
             )
-        return _rebuild_quantizer(type(self), tuple({**vars(self), **changes}.items()))
+        changes = {name: field_value(name, held[name], value) for name, value in changes.items()}
+        made = _rebuild_quantizer(type(self), tuple({**held, **changes}.items()))
+        if changes:
+            made._check_fields()
+        return made
+
+    def _check_fields(self) -> None:
+        """Hook: refuse what the format does not define, with a ValueError; constructors and ``replace`` end in it."""
 
     def copy(self) -> Quantizer:
         """An equal, independent quantizer."""
@@ -296,6 +229,23 @@ class Quantizer(QuantizerValue):
         }
 
     inner_tensor_specs = _describe_buffers
+
+    def _buffer_table(self, shape: tuple[int, ...], dtype: torch.dtype) -> BufferTable:
+        """The description for a tensor of ``shape`` and ``dtype``, checked.
+
+        Raises:
+            ValueError: a shape or directions that quantizing refuses, too. RuntimeError: the description names a buffer
+            that the storage does not declare, or has another order.
+        """
+        self._check_shape(tuple(shape))
+        described = self._describe_buffers(shape, dtype)
+        storage_class = self._resolve_storage_cls()
+        declared = tuple(attribute for attribute, _ in storage_class._FLATTEN_TENSOR_BUFFERS)
+        if tuple(described) != tuple(name for name in declared if name in described):
+            raise RuntimeError(
+                f"quantizer describes buffers {tuple(described)} but {storage_class.__name__} declares {declared}"
+            )
+        return described
 
     def _decode(
         self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
@@ -353,11 +303,15 @@ class Quantizer(QuantizerValue):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
-        """Uninitialised buffers for a tensor of ``shape`` and ``dtype``: name -> tensor, in flatten order."""
+        """Uninitialised buffers for a tensor of ``shape`` and ``dtype``: name -> tensor, in flatten order.
+
+        Raises:
+            ValueError: as :meth:`quantize` for that shape. RuntimeError: a class describes what its storage is not.
+        """
         place = default_device() if device is None else device
         return {
             name: torch.empty(size, dtype=kind, device=place)
-            for name, (size, kind) in self._describe_buffers(tuple(shape), dtype).items()
+            for name, (size, kind) in self._buffer_table(tuple(shape), dtype).items()
         }
 
     def create_metadata(
@@ -376,7 +330,11 @@ class Quantizer(QuantizerValue):
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Any:
-        """Uninitialised quantized tensor of this quantizer's kind."""
+        """Uninitialised quantized tensor of this quantizer's kind.
+
+        Raises:
+            ValueError, RuntimeError: as :meth:`alloc_tensors`.
+        """
         buffers = self.alloc_tensors(shape, device=device, dtype=dtype)
         if pin_memory:
             buffers = {name: buffer.pin_memory() for name, buffer in buffers.items()}
@@ -429,15 +387,22 @@ class Quantizer(QuantizerValue):
         Args:
             tensor: (*lead, K), fp32, bf16 or fp16.
             out: update this quantized tensor in place instead of making one.
-            dtype: nominal dtype of the result; default: the tensor's.
-            amax_reduction_group: process group over which per-tensor amax is reduced, where the format has one.
+            dtype: nominal dtype of the result; default: the tensor's, or that of ``out``.
+            amax_reduction_group: process group, or its name, over which the tensor's amax is reduced; for a quantizer
+                with ``with_amax_reduction``, which needs one.
         Raises:
-            TypeError: another dtype. ValueError: too few dims for the format, no direction asked for, or an ``out``
-            of another kind or shape.
+            TypeError: another dtype. ValueError: too few dims for the format, no direction asked for, an ``out`` of
+            another kind, shape or nominal dtype, or ``with_amax_reduction`` without a group. NotImplementedError: a
+            group, and a format that has no amax to reduce.
         """
         self._check_input(tensor)
         if out is not None:
-            return self.update_quantized(tensor, out)
+            if dtype not in (None, out.dtype):
+                raise ValueError(
+                    f"dtype is {dtype} and out has the nominal dtype {out.dtype}; leave dtype out, or give "
+                    f"out.to_dtype({dtype})"
+                )
+            return self.update_quantized(tensor, out, amax_reduction_group=amax_reduction_group)
         if torch.is_grad_enabled() and tensor.requires_grad:
             return _QuantizeFunction.apply(tensor, self, dtype or tensor.dtype, amax_reduction_group)
         return self._quantize_detached(tensor, dtype or tensor.dtype, amax_reduction_group)
@@ -450,8 +415,16 @@ class Quantizer(QuantizerValue):
         return self._assemble(buffers, tuple(tensor.shape), dtype)
 
     def _reduction_group(self, given: Any) -> Any:
-        """The process group to reduce the amax over, when ``given`` came with the call."""
-        return given
+        """The process group to reduce the amax over, when ``given`` came with the call; None where nothing is reduced.
+
+        Raises:
+            NotImplementedError: the format has no amax to reduce. ValueError: it needs a group and has none.
+        """
+        if given is not None:
+            raise NotImplementedError(
+                f"{type(self).__qualname__} does not reduce amax over a process group; leave amax_reduction_group out"
+            )
+        return None
 
     def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
         raise NotImplementedError(f"{type(self).__qualname__} does not reduce amax over a process group")
@@ -471,12 +444,17 @@ class Quantizer(QuantizerValue):
         return False
 
     def update_quantized(
-        self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
+        self,
+        src: Tensor,
+        dst: QuantizedTensorStorage,
+        *,
+        noop_flag: Tensor | None = None,
+        amax_reduction_group: Any = None,
     ) -> QuantizedTensorStorage:
         """Overwrite ``dst`` with the quantization of ``src``; skipped on device when ``noop_flag`` is non-zero.
 
         Raises:
-            TypeError, ValueError: as :meth:`quantize`.
+            TypeError, ValueError, NotImplementedError: as :meth:`quantize`.
         """
         if not isinstance(dst, self._storage_class):
             raise ValueError(
@@ -490,7 +468,12 @@ class Quantizer(QuantizerValue):
         if written != expected:
             raise ValueError(f"out is read with {expected}; {type(self).__qualname__} writes {written}")
         buffers = [buffer for buffer in dst.get_data_tensors() if buffer is not None]
-        quantize_into(src.detach(), buffers, kept, noop_flag, self._seed(src))
+        group = self._reduction_group(amax_reduction_group)
+        if group is None:
+            quantize_into(src.detach(), buffers, kept, noop_flag, self._seed(src))
+            return dst
+        for mine, made in zip(buffers, kept._reduced_buffers(src.detach(), group), strict=True):
+            mine.copy_(made if noop_flag is None else torch.where(noop_flag != 0, mine, made))
         return dst
 
     def multi_quantize(self, tensors: list[Tensor]) -> list[Any]:
@@ -516,41 +499,22 @@ class Quantizer(QuantizerValue):
         return ELEMENT_FORMATS[self.dtype]  # type: ignore[attr-defined]
 
     def _check_input(self, tensor: Tensor) -> None:
+        if tensor.dtype not in _INPUT_DTYPES:
+            raise TypeError(f"cannot quantize a {tensor.dtype} tensor; use float32, bfloat16 or float16")
+        self._check_shape(tuple(tensor.shape))
+
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
         if not (self.rowwise_usage or self.columnwise_usage):
             raise ValueError(
                 f"{type(self).__qualname__} has both directions switched off; ask for at least one"
             )
-        if tensor.dtype not in _INPUT_DTYPES:
-            raise TypeError(f"cannot quantize a {tensor.dtype} tensor; use float32, bfloat16 or float16")
-        if tensor.dim() < self._minimum_rank:
+        if len(shape) < self._minimum_rank:
             raise ValueError(
-                f"{type(self).__qualname__} needs at least {self._minimum_rank} dims, got shape {tuple(tensor.shape)}"
+                f"{type(self).__qualname__} needs at least {self._minimum_rank} dims, got shape {shape}"
             )
 
 
 _QUIET_FIELDS = ("internal", "optimize_for_gemm")
-
-
-def element_dtype_of(argument: str, dtype: DType | torch.dtype | int, *allowed: DType) -> DType:
-    """Element type given as the constructor's ``argument``.
-
-    Raises:
-        ValueError: none of the ``allowed`` ones.
-    """
-    element = to_dtype_enum(dtype)
-    if element not in allowed:
-        choices = " or ".join(f"DType.{choice.name}" for choice in allowed)
-        raise ValueError(f"{argument} is {element!r}; use {choices}")
-    return element
-
-
-def fp8_dtype_of(dtype: DType | torch.dtype | int) -> DType:
-    """FP8 element type.
-
-    Raises:
-        ValueError: not one of the two FP8 formats.
-    """
-    return element_dtype_of("fp8_dtype", dtype, DType.kFloat8E4M3, DType.kFloat8E5M2)
 
 
 _FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -586,12 +550,3 @@ class _QuantizeFunction(torch.autograd.Function):
         if not torch.compiler.is_compiling() and isinstance(grad_output, QuantizedTensor):
             grad_output = grad_output.dequantize()
         return grad_output.to(ctx.dtype), None, None, None
-
-
-def warn_ignored(**arguments: Any) -> None:
-    """Warn about deprecated constructor arguments that were given and have no effect."""
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        warnings.warn(
-            f"{', '.join(given)} no longer have an effect and are ignored", DeprecationWarning, stacklevel=3
-        )

@@ -1,0 +1,84 @@
+"""What the constructors of quantizers take: checked, and in the form in which a field keeps it."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from typing import Any
+
+import torch
+
+from ..formats import DType
+
+_TORCH_DTYPES = {
+    torch.uint8: DType.kByte,
+    torch.int32: DType.kInt32,
+    torch.float32: DType.kFloat32,
+    torch.float16: DType.kFloat16,
+    torch.bfloat16: DType.kBFloat16,
+    torch.float8_e4m3fn: DType.kFloat8E4M3,
+    torch.float8_e5m2: DType.kFloat8E5M2,
+}
+
+
+def to_dtype_enum(dtype: DType | torch.dtype | int) -> DType:
+    """``DType`` of an enum member, its integer, or a torch dtype.
+
+    Raises:
+        ValueError: nothing of the three.
+    """
+    if isinstance(dtype, torch.dtype):
+        if dtype not in _TORCH_DTYPES:
+            raise ValueError(f"no quantized element type for {dtype}; use one of {list(_TORCH_DTYPES)}")
+        return _TORCH_DTYPES[dtype]
+    return DType(dtype)
+
+
+def element_dtype_of(argument: str, dtype: DType | torch.dtype | int, *allowed: DType) -> DType:
+    """Element type given as the constructor's ``argument``.
+
+    Raises:
+        ValueError: none of the ``allowed`` ones.
+    """
+    element = to_dtype_enum(dtype)
+    if element not in allowed:
+        choices = " or ".join(f"DType.{choice.name}" for choice in allowed)
+        raise ValueError(f"{argument} is {element!r}; use {choices}")
+    return element
+
+
+def fp8_dtype_of(dtype: DType | torch.dtype | int) -> DType:
+    """FP8 element type.
+
+    Raises:
+        ValueError: not one of the two FP8 formats.
+    """
+    return element_dtype_of("fp8_dtype", dtype, DType.kFloat8E4M3, DType.kFloat8E5M2)
+
+
+def field_value(name: str, held: Any, value: Any) -> Any:
+    """What a field becomes that holds ``held`` and is given ``value``: of the same type.
+
+    Raises:
+        TypeError: a value of another type. ValueError: no member of the field's enum.
+    """
+    if isinstance(held, DType):
+        return to_dtype_enum(value)
+    if isinstance(held, enum.Enum):
+        return type(held)(value)
+    if isinstance(held, bool) and isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    if isinstance(held, float) and type(value) is int:
+        return float(value)
+    if isinstance(held, (bool, int, float, str)) and type(value) is not type(held):
+        raise TypeError(f"{name} is {value!r}; use a value of type {type(held).__name__}")
+    return value
+
+
+def warn_ignored(**arguments: Any) -> None:
+    """Warn about deprecated constructor arguments that were given and have no effect."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        warnings.warn(
+            f"{', '.join(given)} no longer have an effect and are ignored", DeprecationWarning, stacklevel=3
+        )
