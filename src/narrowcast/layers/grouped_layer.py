@@ -31,6 +31,7 @@ from .linear_layer import LinearLayer, Stage
 from .parameters import (
     INIT_STD,
     accumulate,
+    check_differentiable,
     checked_input,
     main_grad_of,
     mark_added_to_main_grad,
@@ -162,7 +163,7 @@ class GroupedLinearLayer(LinearLayer):
         if self._init_recipe is None or weights[0].is_meta:
             return
         quantizer = linear_plan(self._init_recipe, self.name, True, True).kept_weight.quantizer
-        storage = quantize_members([whole], quantizer)
+        storage = quantize_members([whole], quantizer.with_usage(columnwise=self._init_columnwise))
         parameter: Any = nn.Parameter(GroupedTensor(storage), weights[0].requires_grad)
         if self._init_preserve:
             parameter._high_precision_init_val = whole.cpu()
@@ -191,6 +192,8 @@ class GroupedLinearLayer(LinearLayer):
         weights, workspace = self._parts_of("weight"), None
         if plan.quantized and (is_first_microbatch is not None or isinstance(weights[0], GroupedTensor)):
             workspace = self._grouped_workspace(weights, plan.kept_weight, scales, is_first_microbatch)
+            if not workspace.columnwise:
+                check_differentiable(workspace, plan, "weight", self.name or type(self).__name__)
         main_grads, overwrite, dummies = self._main_grads(plan.needs_weight, is_first_microbatch)
         wgrad = LinearWgrad(None, overwrite, "")
         if self.delay_wgrad_compute and plan.needs_weight:

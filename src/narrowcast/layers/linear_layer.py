@@ -30,6 +30,7 @@ from .delayed import DelayedLayer
 from .parameters import (
     INIT_STD,
     accumulate,
+    check_differentiable,
     main_grad_of,
     mark_added_to_main_grad,
     mark_after_accumulation,
@@ -86,6 +87,9 @@ class LinearLayer(DelayedLayer):
         # start: a compiled graph is guarded on the keys of a dict that it writes to.
         self._fp8_workspaces: dict[str, tuple[str, OperandBuffers] | None] = {s.weight: None for s in stages}
         self._init_recipe, self._init_preserve = THREAD.state.init_recipe, THREAD.state.init_preserve
+        self._init_columnwise = (
+            torch.is_grad_enabled()
+        )  # a layer for inference has no use for twice the bytes
         self._init_recipe_owner(recipe)
         self._init_delayed({stage.prefix: stage.name for stage in stages})
 
@@ -143,7 +147,9 @@ class LinearLayer(DelayedLayer):
         else:
             stage.init_method(value)
         if self._init_recipe is not None and not value.is_meta:
-            parameter = quantize_parameter(value, self._init_recipe, self._init_preserve, stage.name)
+            parameter = quantize_parameter(
+                value, self._init_recipe, self._init_preserve, stage.name, self._init_columnwise
+            )
             setattr(self, stage.weight, parameter)
         elif len(parts) > 1:
             for part, own in zip(parts, value.split([part.shape[0] for part in parts])):
@@ -218,6 +224,8 @@ class LinearLayer(DelayedLayer):
         workspace = None
         if plan.quantized and (is_first_microbatch is not None or isinstance(weight, QuantizedTensor)):
             workspace = self._workspace(stage, plan.kept_weight, scales, weight, is_first_microbatch)
+            if not workspace.columnwise:
+                check_differentiable(workspace, plan, stage.weight, self.name or type(self).__name__)
         wgrad = LinearWgrad()
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and plan.needs_weight:
             wgrad = self._wgrad(stage.weight, is_first_microbatch)
