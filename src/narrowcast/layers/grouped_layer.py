@@ -160,11 +160,30 @@ class GroupedLinearLayer(LinearLayer):
                 value.normal_(0.0, INIT_STD)
             else:
                 stage.init_method(value)
-        if self._init_recipe is None or weights[0].is_meta:
+        if quantized and not weights[0].is_meta:
+            self._quantize_weight(whole, weights[0].requires_grad)
+
+    @torch.no_grad()
+    def make_grouped_weights(self, defer_init: bool = False) -> None:
+        """Quantize the one parameter of the weights where ``quantized_model_init`` asked for that.
+
+        A layer is made so. This is for one that is plain again, such as after ``load_state_dict(assign=True)``.
+
+        Args:
+            defer_init: leave it as it is, as on the meta device.
+        """
+        if defer_init or self._init_recipe is None:
             return
+        (weight,) = self._parts_of("weight")
+        if not (weight.is_meta or isinstance(weight, GroupedTensor)):
+            self._quantize_weight(weight.detach(), weight.requires_grad)
+
+    def _quantize_weight(self, whole: Tensor, requires_grad: bool) -> None:
+        """Register the quantization of all weights (G, N, K) as the parameter."""
+        assert self._init_recipe is not None
         quantizer = linear_plan(self._init_recipe, self.name, True, True).kept_weight.quantizer
         storage = quantize_members([whole], quantizer.with_usage(columnwise=self._init_columnwise))
-        parameter: Any = nn.Parameter(GroupedTensor(storage), weights[0].requires_grad)
+        parameter: Any = nn.Parameter(GroupedTensor(storage), requires_grad)
         if self._init_preserve:
             parameter._high_precision_init_val = whole.cpu()
         self.register_parameter("weight", parameter)

@@ -301,20 +301,30 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
     Args:
         storage: what it shares its buffers with.
         requires_grad: as of any tensor.
+        stride: as of any tensor, one number per dim; None: contiguous.
 
     Raises:
         NotImplementedError: the members have different shapes.
     """
 
     @staticmethod
-    def __new__(cls, storage: GroupedTensorStorage, requires_grad: bool = False) -> GroupedTensor:
+    def __new__(
+        cls, storage: GroupedTensorStorage, requires_grad: bool = False, stride: Sequence[int] | None = None
+    ) -> GroupedTensor:
         storage._check_uniform()
         device = next(buffer.device for buffer in storage.get_data_tensors() if buffer is not None)
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, storage.logical_shape, dtype=storage.fake_dtype, device=device, requires_grad=requires_grad
+            cls,
+            storage.logical_shape,
+            strides=stride,
+            dtype=storage.fake_dtype,
+            device=device,
+            requires_grad=requires_grad,
         )
 
-    def __init__(self, storage: GroupedTensorStorage, requires_grad: bool = False) -> None:
+    def __init__(
+        self, storage: GroupedTensorStorage, requires_grad: bool = False, stride: Sequence[int] | None = None
+    ) -> None:
         GroupedTensorStorage.__init__(self, [], **storage._metadata())
         _take_buffers(self, {name: getattr(storage, name) for name in _BUFFERS}, lambda buffer: buffer)
 
@@ -356,7 +366,7 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
         requires_grad = described.pop("requires_grad")
         storage = GroupedTensorStorage([], **described)
         _take_buffers(storage, dict(inner_tensors), lambda buffer: buffer)
-        return GroupedTensor(storage, requires_grad)
+        return GroupedTensor(storage, requires_grad, outer_stride)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         buffers = {name: getattr(self, name) for name in _BUFFERS}
