@@ -345,3 +345,48 @@ def test_flatten_and_back(name: str) -> None:
     rebuilt = nc.GroupedTensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
     assert_same_buffers(rebuilt, tensor)
     assert rebuilt.requires_grad and rebuilt.shape == tensor.shape and rebuilt.dtype == tensor.dtype
+
+
+def test_under_inference_mode() -> None:
+    weight: Any = torch.nn.Parameter(make("mxfp8"))
+    with torch.inference_mode():
+        for same in (
+            weight.detach(),
+            weight.data,
+            weight.clone(),
+            weight.view(G, N, K),
+            weight.expand_as(weight),
+        ):
+            assert isinstance(same, nc.GroupedTensor)
+            assert_same_buffers(same, weight)
+        assert torch.equal(weight.view(-1), weight.dequantize().view(-1))
+        with pytest.raises(RuntimeError, match="call dequantize"):
+            weight.t()
+
+
+@pytest.mark.parametrize("name", ["tensor", "mxfp8"])
+def test_shared_memory(name: str) -> None:
+    module: Any = torch.nn.Module()
+    module.weight = torch.nn.Parameter(make(name))
+    module.other = torch.nn.Parameter(QUANTIZERS[name].quantize(values()[0]))
+    module.share_memory()
+    for parameter in module.parameters():
+        assert all(buffer.is_shared() for buffer in parameter.get_data_tensors() if buffer is not None)
+
+
+@pytest.mark.gpu
+@each_quantizer
+def test_to_the_gpu_and_back(name: str) -> None:
+    module: Any = torch.nn.Module()
+    module.weight = torch.nn.Parameter(make(name))
+    kept = make(name)
+    module.cuda()
+    assert isinstance(module.weight, nc.GroupedTensor) and module.weight.is_cuda
+    assert all(buffer.is_cuda for buffer in module.weight.get_data_tensors() if buffer is not None)
+    module.to("cpu")
+    assert_same_buffers(module.weight, kept)
+    module.to("cuda", torch.float16)
+    assert module.weight.dtype == module.weight.fake_dtype == torch.float16 and module.weight.is_cuda
+    module.weight.data = values(1).cuda()
+    expected = quantize_members([values(1).cuda()], QUANTIZERS[name])
+    assert_same_buffers(module.weight, expected)

@@ -89,6 +89,39 @@ def test_views_are_read_as_any_tensor(name: str) -> None:
     assert "tensor([" in repr(view)
 
 
+@one_of_each
+def test_under_inference_mode(name: str) -> None:
+    """Of a weight that was made outside: views are no inference tensors, as those of any weight are none."""
+    weight = parameter(name)
+    plain = weight.detach().dequantize()
+    module = nn.Module()
+    module.weight = weight
+    with torch.inference_mode():
+        for same in (
+            weight.detach(),
+            weight.data,
+            weight.clone(),
+            weight.view(32, 32),
+            weight.expand_as(weight),
+        ):
+            assert type(same) is type(weight)
+            assert_same_buffers(same, weight)
+        for view, theirs in (
+            (weight.t(), plain.t()),
+            (weight[3], plain[3]),
+            (weight.view(-1), plain.view(-1)),
+        ):
+            assert torch.equal(view, theirs) and torch.equal(view * 2, theirs * 2)
+            with pytest.raises(RuntimeError, match="through a view of a quantized tensor"):
+                view.zero_()
+        assert type(weight.to(torch.float16)) is Tensor and type(weight.to("meta")) is type(weight)
+        state = module.state_dict()
+        assert torch.equal(weight.dequantize(), plain)
+    assert not weight.is_inference() and not state["weight"].is_inference()
+    assert_same_buffers(state["weight"], weight)
+    weight.to(torch.float32).sum().backward()
+
+
 def test_in_a_graph() -> None:
     weight = parameter("mxfp8")
 

@@ -112,6 +112,13 @@ class DequantizingTensor(Tensor):
         """Dequantized values on the CPU."""
         return self.dequantize().cpu()
 
+    def share_memory_(self) -> DequantizingTensor:
+        """Move the buffers to memory that processes share."""
+        for buffer in self.get_data_tensors():  # type: ignore[attr-defined]
+            if buffer is not None:
+                buffer.share_memory_()
+        return self
+
     def get_high_precision_init_val(self) -> Tensor | None:
         """CPU copy of the value this parameter was made from, if ``quantized_model_init`` kept one."""
         return self._high_precision_init_val
@@ -124,7 +131,10 @@ class DequantizingTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return _run_in_any_mode(cls._run, func, args, kwargs or {})
+
+    @classmethod
+    def _run(cls, func: Any, args: Any, kwargs: Any) -> Any:
         handler = cls._HANDLERS.get(func)
         if handler is not None:
             return handler(func, *args, **kwargs)
@@ -188,12 +198,15 @@ class DequantizedView(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run_in_any_mode(cls._run, func, args, kwargs or {})
+
+    @classmethod
+    def _run(cls, func: Any, args: Any, kwargs: Any) -> Any:
         """Run on the values.
 
         Raises:
             RuntimeError: the operator writes to a view.
         """
-        kwargs = kwargs or {}
         if func._schema.is_mutable:
             given = _by_name(func, args, kwargs)
             written = pytree.tree_leaves([given[name] for name in _written(func) & given.keys()])
@@ -231,6 +244,22 @@ def _plain_of(tensor: DequantizingTensor) -> Tensor:
 
 def _held_by(view: DequantizedView) -> Tensor:
     return view._held
+
+
+def _run_in_any_mode(run: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+    """``run(func, args, kwargs)``, also under ``torch.inference_mode``.
+
+    Nothing has taken composite operators apart there, and a view of a tensor that was made outside must be one that
+    could have been made outside.
+    """
+    if torch.is_inference_mode_enabled():
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if func.is_view:
+            with torch.inference_mode(False), torch.no_grad():
+                return run(func, args, kwargs)
+    return run(func, args, kwargs)
 
 
 def _by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -374,9 +374,9 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
         return rebuild_grouped_tensor, parts
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _run(cls, func: Any, args: Any, kwargs: Any) -> Any:
         if func in cls._HANDLERS or _works_on_values(func):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super()._run(func, args, kwargs)
         check_not_sharded(args[0] if args else None)
         raise RuntimeError(
             f"{func} changes the shape of a GroupedTensor, or is not known to keep it; call dequantize() first"
