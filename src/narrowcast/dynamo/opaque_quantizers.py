@@ -10,7 +10,7 @@ from ..quantizers import VALUE_QUANTIZERS, Quantizer
 from ..quantizers.value import value_fields
 
 # what operands and TensorProto use of a quantizer in traced code
-_MAKERS = ("_value_text", "copy", "replace", "with_usage")
+_MAKERS = ("_value_text", "_without_reduction", "copy", "replace", "with_usage")
 _TRACED = (
     "_assemble",
     "_buffers_of",

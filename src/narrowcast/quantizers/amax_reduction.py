@@ -51,7 +51,6 @@ class AmaxReducing(Quantizer):
         return {"quantizer": self._without_reduction(), "fake_dtype": dtype}
 
     def _without_reduction(self) -> Quantizer:
-        """The same quantizer for tensors to own: it must not reduce again, nor hold the group."""
         if (
             getattr(self, "amax_reduction_group", None) is not None
         ):  # not in a graph: what holds a group is no value

@@ -426,6 +426,10 @@ class Quantizer(QuantizerValue):
             )
         return None
 
+    def _without_reduction(self) -> Quantizer:
+        """The same quantizer for tensors to own: it reduces nothing, and holds no group."""
+        return self
+
     def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
         raise NotImplementedError(f"{type(self).__qualname__} does not reduce amax over a process group")
 
