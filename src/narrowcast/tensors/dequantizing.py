@@ -213,7 +213,7 @@ class DequantizedView(Tensor):
             if any(isinstance(tensor, DequantizedView) for tensor in written):
                 raise RuntimeError(
                     f"{func} writes through a view of a quantized tensor, whose codes would not see it; write to the "
-                    "tensor itself (w[0] = w[0] + x, w.copy_(x), w.mul_(x)), or clone() the view for a tensor of its own"
+                    "tensor itself (w[0] = w[0] + x, w.copy_(x), w.mul_(x)), or clone() the view to have its own"
                 )
         args, kwargs = pytree.tree_map_only(DequantizedView, _held_by, (args, kwargs))
         result = func(*args, **kwargs)

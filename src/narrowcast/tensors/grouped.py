@@ -388,6 +388,7 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
 _ON_VALUES = frozenset(
     {
         "all",
+        "allclose",
         "any",
         "count_nonzero",
         "equal",
