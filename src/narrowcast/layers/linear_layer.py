@@ -77,6 +77,21 @@ class LinearLayer(DelayedLayer):
         parts: dict[str, list[str]] | None = None,
     ) -> None:
         nn.Module.__init__(self)
+        self._init_linear_layer(
+            name, stages, device, recipe, fuse_wgrad_accumulation, delay_wgrad_compute, parts
+        )
+
+    def _init_linear_layer(
+        self,
+        name: str | None,
+        stages: tuple[Stage, ...],
+        device: torch.device,
+        recipe: Recipe | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        parts: dict[str, list[str]] | None = None,
+    ) -> None:
+        """What a module has as a layer of this kind, besides its parameters; it may have those already."""
         self.name, self._stages = name or "", stages
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self._parts = parts or {}

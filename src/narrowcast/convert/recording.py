@@ -1,0 +1,191 @@
+"""What ran: the GEMM operators, counted as they are called, and the layer that each call belongs to.
+
+An operator does not know its layer. But the weight is quantized from a parameter, fprop and dgrad read that, and the
+gradient that dgrad reads is the one that wgrad reads: buffers are followed by where their memory lies, so it makes no
+difference whether the calls come from eager code or from a compiled graph.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..functional import GemmCall, element_of, gemm_call
+from ..functional.gemm import gemm_directions
+from .table import aligned
+
+_ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2}
+_COMPILED_BY = "torch/_functorch/_aot_autograd/"
+
+
+@dataclass(frozen=True)
+class RanGemm:
+    """GEMMs of one weight that ran in the same way.
+
+    ``name``: of the weight in the receipt; of several, joined by " or ", where they cannot be told apart, "" where
+    none is known. ``gemm``: "fprop", "dgrad" or "wgrad". ``precision``: the elements of both operands and their format.
+    ``emulated``: decoded and multiplied in higher precision. ``compiled``: called from a compiled graph. ``calls``: how
+    often.
+    """
+
+    name: str
+    gemm: str
+    precision: str
+    emulated: bool
+    compiled: bool
+    calls: int
+
+
+@dataclass(frozen=True)
+class RanGemms:
+    """The GEMMs that ran while a receipt recorded; ``print`` shows a table.
+
+    ``gemms``: one for each weight, GEMM and way of running. ``idle``: weights under a recipe of which none ran.
+    """
+
+    gemms: tuple[RanGemm, ...]
+    idle: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[RanGemm]:
+        return iter(self.gemms)
+
+    def __str__(self) -> str:
+        rows = [("weight", "GEMM", "precision", "run", "code", "calls")]
+        for one in self.gemms:
+            run = "emulated" if one.emulated else "native"
+            code = "compiled" if one.compiled else "eager"
+            rows.append((one.name or "?", one.gemm, one.precision, run, code, str(one.calls)))
+        lines = aligned(rows) if self.gemms else ["no GEMM of narrowcast ran"]
+        if self.idle:
+            lines.append(
+                f"under a recipe, but none ran: {', '.join(name or '(the model)' for name in self.idle)}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(eq=False)
+class _Buffers:
+    """What one call of an operator returned: the weights that it was made from, and those it was multiplied with."""
+
+    made_from: list[str] = field(default_factory=list)
+    met: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Call:
+    gemm: str
+    precision: str
+    emulated: bool
+    compiled: bool
+    left: _Buffers
+    right: _Buffers
+
+    def names(self) -> list[str]:
+        if self.gemm != "wgrad":
+            return self.right.made_from
+        by_gradient, by_input = self.left.met, self.right.met
+        both = [name for name in by_gradient if name in by_input]
+        return both or by_gradient or by_input
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every GEMM that is called while it is entered.
+
+    Args:
+        weights: names by the address of the parameter.
+    """
+
+    def __init__(self, weights: dict[int, list[str]]) -> None:
+        super().__init__()
+        self._weights, self._calls = weights, list[_Call]()
+        self._buffers: dict[int, _Buffers] = {}  # by where their memory lies; the last that lay there
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as it does without this mode."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "narrowcast":
+            gemm = gemm_call(func, args)
+            if gemm is None:
+                self._follow(args, out)
+            else:
+                self._note(gemm)
+        return out
+
+    def _note(self, gemm: GemmCall) -> None:
+        left, right = (self._buffers_of(operand) for operand in (gemm.left, gemm.right))
+        if gemm.kind != "wgrad":
+            left.met += [name for name in right.made_from if name not in left.met]
+        emulated = gemm.emulate or not gemm.left[0].is_cuda
+        self._calls.append(_Call(gemm.kind, _precision(gemm), emulated, _is_compiled(), left, right))
+
+    def _follow(self, args: tuple[Any, ...], out: Any) -> None:
+        made = _Buffers()
+        for tensor in _tensors(args):
+            made.made_from += self._weights.get(tensor.data_ptr(), [])
+        for tensor in _tensors(out):
+            self._buffers[_place(tensor)] = made
+
+    def _buffers_of(self, operand: Sequence[Tensor]) -> _Buffers:
+        known = [self._buffers[_place(x)] for x in operand if _place(x) in self._buffers]
+        return known[0] if known else _Buffers()
+
+    def result(self, expected: Sequence[str]) -> RanGemms:
+        """What was noted; ``expected``: names of weights that are under a recipe."""
+        calls = Counter(
+            (" or ".join(call.names()), call.gemm, call.precision, call.emulated, call.compiled)
+            for call in self._calls
+        )
+        names = {name for call in self._calls for name in call.names()}
+        position = {name: index for index, name in enumerate(expected)}
+        ordered = sorted(
+            calls.items(),
+            key=lambda item: (position.get(item[0][0], len(position)), item[0][0], _ORDER[item[0][1]]),
+        )
+        return RanGemms(
+            tuple(RanGemm(*way, count) for way, count in ordered),
+            tuple(name for name in expected if name not in names),
+        )
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors among arguments or results, and those in lists of them."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _precision(gemm: GemmCall) -> str:
+    """The elements of both operands, and their formats by the names of the quantizers."""
+    quantizers = gemm.left_quantizer, gemm.right_quantizer
+    elements = [element_of(one, side) for one, side in zip(quantizers, gemm_directions(gemm.kind))]
+    codes = " x ".join("high" if one is None else re.sub(r"^kFloat\d+|^k", "", one.name) for one in elements)
+    formats = dict.fromkeys(type(one).__name__.removesuffix("Quantizer") for one in quantizers)
+    return f"{codes} ({', '.join(formats)})"
+
+
+def _is_compiled() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        if _COMPILED_BY in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
