@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from ..recipe import Recipe, linear_plan
-from .find import Found, Weight
+from .find import Found, Weight, gemm_modules
 from .recording import RanGemms, Recorder
+from .show import as_html, as_rich, as_text
 
 _MULTIPLES = {"tensor": 16, "1x128": 128, "128x128": 128}
 """What the sizes of a native GEMM are padded to, by how it scales; emulated GEMMs pad to the blocks of the format."""
@@ -157,13 +158,9 @@ class Receipt:
     # -- showing -----------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        from .show import as_text
-
         return as_text(self)
 
     def __rich__(self) -> Any:
-        from .show import as_rich
-
         return as_rich(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,8 +184,6 @@ class Receipt:
 
     def to_html(self, path: str | Path) -> None:
         """Write a page with a picture of the FLOPs and the table; it needs no other file."""
-        from .show import as_html
-
         Path(path).write_text(as_html(self), encoding="utf-8")
 
 
@@ -282,8 +277,6 @@ def _bytes(operand: Any, shape: tuple[int, int], dtype: torch.dtype, columnwise:
 
 def _weights_by_address(model: nn.Module) -> dict[int, list[str]]:
     """Names of weights, as receipts have them, by where their memory begins."""
-    from .find import gemm_modules
-
     named: dict[int, list[str]] = {}
     for found in gemm_modules(model):
         for weight in found.weights:
