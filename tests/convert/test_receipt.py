@@ -138,3 +138,14 @@ def test_rich_shows_it_and_is_not_needed(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_model_without_gemms_is_refused() -> None:
     with pytest.raises(ValueError, match="no module with the weight of a GEMM of this ReLU; it has: none"):
         nc.convert(nn.ReLU(), CURRENT)
+
+
+def test_what_a_fast_path_leaves_out_is_said() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    receipt = nc.convert(layer, CURRENT)
+    notes = {one.name: one.reason for one in receipt.gemms if one.decision == "converted"}
+    assert set(notes) == {"linear1", "linear2"} and all("fast path" in note for note in notes.values())
+    assert "Float8CurrentScaling; without gradients, torch's fast path" in str(receipt)
+    with receipt.recording(), torch.no_grad():
+        layer(torch.randn(2, 8, 32))
+    assert receipt.ran().idle == ("linear1", "linear2")

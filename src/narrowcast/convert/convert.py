@@ -103,7 +103,7 @@ def _decide(one: Found, recipes: dict[str, Recipe | None], chosen: set[str], ski
     recipe = recipes.get(one.name)
     if recipe is None:
         return Decision(one, "kept", "no recipe is given for it", None)
-    return Decision(one, "converted", "", recipe)
+    return Decision(one, "converted", one.note, recipe)
 
 
 def _matching(pattern: str, names: list[str], model: nn.Module) -> list[str]:

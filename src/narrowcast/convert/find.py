@@ -22,6 +22,8 @@ _LOOKED_UP = (
     "token",
 )  # in names of parameters that are added or looked up, not multiplied
 
+_FAST_PATH = "without gradients, torch's fast path for nn.TransformerEncoderLayer reads its weight itself"
+
 
 class Weight(NamedTuple):
     """A weight of GEMMs: the parameter, how many matrices it holds, (N, K) of each, and how many a token meets."""
@@ -35,13 +37,17 @@ class Weight(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A module with such weights. ``layer``: what it can become; None where it cannot, for the ``reason``."""
+    """A module with such weights. ``layer``: what it can become; None where it cannot, for the ``reason``.
+
+    ``note``: what to know of one that is converted.
+    """
 
     name: str
     module: nn.Module
     weights: list[Weight]
     layer: type[LinearLayer] | None
     reason: str
+    note: str = ""
 
 
 def gemm_modules(model: nn.Module) -> Iterator[Found]:
@@ -60,9 +66,9 @@ def _look(name: str, module: nn.Module, parent: nn.Module | None) -> Found | Non
         reason, weight = _why_not_linear(module, parent), module.weight
         lazy = isinstance(weight, nn.parameter.UninitializedParameter)
         sizes = (0, 0) if lazy else (weight.shape[0], weight.shape[-1])
-        return Found(
-            name, module, [Weight("weight", weight, 1, *sizes, 1.0)], None if reason else Linear, reason
-        )
+        weights = [Weight("weight", weight, 1, *sizes, 1.0)]
+        note = _FAST_PATH if isinstance(parent, nn.TransformerEncoderLayer) else ""
+        return Found(name, module, weights, None if reason else Linear, reason, note)
     if _is_conv1d(module):
         reason = _why_not_any(module, ("weight",))
         stored: Any = module.weight

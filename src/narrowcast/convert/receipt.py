@@ -44,10 +44,10 @@ class GemmRecord:
     """A weight of GEMMs, and what was decided about it.
 
     ``name``: of its module, and the parameter's where the module has several. ``type``: class of the module.
-    ``shape``: of the parameter. ``decision``: "converted", "kept", or "narrowcast", a layer of narrowcast already;
-    ``reason`` says why it was kept. ``recipe``: class of the recipe, "" without. ``parameters``: elements.
-    ``flops_share``: of the FLOPs that a token costs in all these weights. ``padding``: multiplications added by sizes
-    that are not multiples of what the GEMM takes, as a share.
+    ``shape``: of the parameter. ``decision``: "converted", "kept", or "narrowcast", a layer of narrowcast already.
+    ``reason``: why it was kept, or what to know of one that was converted. ``recipe``: class of the recipe, "" without.
+    ``parameters``: elements. ``flops_share``: of the FLOPs that a token costs in all these weights. ``padding``:
+    multiplications added by sizes that are not multiples of what the GEMM takes, as a share.
     """
 
     name: str

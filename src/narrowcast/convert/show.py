@@ -41,7 +41,7 @@ def _row(one: GemmRecord) -> tuple[str, ...]:
         one.type,
         " x ".join(map(str, one.shape)),
         one.decision,
-        one.recipe if one.decision == "converted" else one.reason,
+        "; ".join(filter(None, (one.recipe, one.reason) if one.decision == "converted" else (one.reason,))),
         f"{one.parameters:,}",
         f"{one.flops_share:.1%}",
         f"{one.padding:.1%}" if one.padding else "",
