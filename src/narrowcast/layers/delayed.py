@@ -89,7 +89,7 @@ class DelayedLayer(RecipeOwner):
         """Have the buffers that these need, histories in their length; what is there already stays.
 
         Args:
-            tracing: an equal recipe object does not take the place of the one that is kept: the guards that the compiler
+            tracing: an equal recipe object does not take the place of the one that is kept: guards that the compiler
                 has made on that object would fail at once.
         """
         state = THREAD.state
