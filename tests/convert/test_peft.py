@@ -40,9 +40,10 @@ def logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("modules", [["q_proj", "v_proj"], "all-linear"], ids=["named", "all"])
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_peft_finds_trains_merges_and_saves(modules: Any, dora: bool, tmp_path: Path) -> None:
-    base = make()
-    receipt = nc.convert(base, CURRENT, skip="lm_head")
+@pytest.mark.parametrize("weights", ["plain", "stored"])
+def test_peft_finds_trains_merges_and_saves(modules: Any, dora: bool, weights: Any, tmp_path: Path) -> None:
+    base = make().requires_grad_(False)
+    receipt = nc.convert(base, CURRENT, skip="lm_head", weights=weights)
     config = peft.LoraConfig(r=8, target_modules=modules, use_dora=dora, init_lora_weights=False)
     model = peft.get_peft_model(base, config)
     wrapped = {
@@ -56,17 +57,21 @@ def test_peft_finds_trains_merges_and_saves(modules: Any, dora: bool, tmp_path: 
     assert "wgrad" not in {one.gemm for one in receipt.ran()}  # the weights are frozen
     plain = logits(model)
     model.save_pretrained(tmp_path)
-    other = make()
-    nc.convert(other, CURRENT, skip="lm_head")
+    other = make().requires_grad_(False)
+    nc.convert(other, CURRENT, skip="lm_head", weights=weights)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(other, str(tmp_path))), plain)
     model.merge_adapter()
     merged = logits(model)
     assert torch.cosine_similarity(merged.flatten(), plain.flatten(), 0) > 0.98
     assert not torch.equal(merged, plain)
     model.unmerge_adapter()
-    assert torch.cosine_similarity(logits(model).flatten(), plain.flatten(), 0) > 0.9999
+    # a stored weight is rounded again, by merging and by unmerging
+    least = 0.9999 if weights == "plain" else 0.99
+    assert torch.cosine_similarity(logits(model).flatten(), plain.flatten(), 0) > least
     unloaded = model.merge_and_unload()
-    assert torch.equal(logits(unloaded), merged)
+    if weights == "plain":
+        assert torch.equal(logits(unloaded), merged)
+    assert torch.cosine_similarity(logits(unloaded).flatten(), merged.flatten(), 0) > 0.99
     nc.revert(unloaded)
     assert type(unloaded.model.layers[0].self_attn.q_proj) is torch.nn.Linear
 

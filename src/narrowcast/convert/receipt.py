@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from ..recipe import Recipe, linear_plan
+from ..tensors import QuantizedTensor
 from .find import Found, Weight, gemm_modules
 from .recording import RanGemms, Recorder
 from .show import as_html, as_rich, as_text
+from .stored import stored_bytes
 
 _MULTIPLES = {"tensor": 16, "1x128": 128, "128x128": 128}
 """What the sizes of a native GEMM are padded to, by how it scales; emulated GEMMs pad to the blocks of the format."""
@@ -26,12 +28,16 @@ _MULTIPLES = {"tensor": 16, "1x128": 128, "128x128": 128}
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a module that was found: "converted", "kept", or "narrowcast" where it is one already."""
+    """What becomes of a module that was found: "converted", "kept", or "narrowcast" where it is one already.
+
+    ``stored``: its weight is kept as one quantized copy.
+    """
 
     found: Found
     decision: str
     reason: str
     recipe: Recipe | None
+    stored: bool = False
 
     @property
     def role_name(self) -> str:
@@ -47,7 +53,8 @@ class GemmRecord:
     ``shape``: of the parameter. ``decision``: "converted", "kept", or "narrowcast", a layer of narrowcast already.
     ``reason``: why it was kept, or what to know of one that was converted. ``recipe``: class of the recipe, "" without.
     ``parameters``: elements. ``flops_share``: of the FLOPs that a token costs in all these weights. ``padding``:
-    multiplications added by sizes that are not multiples of what the GEMM takes, as a share.
+    multiplications added by sizes that are not multiples of what the GEMM takes, as a share. ``stored``: the weight is
+    kept as one quantized copy.
     """
 
     name: str
@@ -59,6 +66,7 @@ class GemmRecord:
     parameters: int
     flops_share: float
     padding: float
+    stored: bool
 
     @property
     def covered(self) -> bool:
@@ -70,13 +78,14 @@ class GemmRecord:
 class Memory:
     """Bytes, before the conversion and after it.
 
-    ``parameters``: of the model; converting leaves them as they are. ``quantized_weights``: copies of weights that wait
-    for the backward after a forward of the whole model. ``saved_per_token``: of the inputs of converted layers, what is
-    saved for weight gradients; ``saved_per_token_before``: the same without conversion, where every layer has an input
-    of its own. Layers that share an input share what is saved only before.
+    ``parameters``, ``parameters_before``: of the model; they differ where weights are stored. ``quantized_weights``:
+    copies of weights that wait for the backward after a forward of the whole model. ``saved_per_token``: of the inputs
+    of converted layers, what is saved for weight gradients; ``saved_per_token_before``: the same without conversion,
+    where every layer has an input of its own. Layers that share an input share what is saved only before.
     """
 
     parameters: int
+    parameters_before: int
     quantized_weights: int
     saved_per_token: float
     saved_per_token_before: float
@@ -211,12 +220,18 @@ def receipt_of(model: nn.Module, decisions: Sequence[Decision], dry_run: bool) -
         for parameter in model.parameters()
         if not isinstance(parameter, nn.parameter.UninitializedParameter)
     ]
+    saved_by_storing = sum(
+        weight.tensor.numel() * weight.tensor.element_size()
+        - stored_bytes(one.recipe, one.role_name, weight.tensor)  # type: ignore[arg-type]
+        for one in decisions
+        for weight in (one.found.weights if one.stored else ())
+    )
     size = sum(parameter.numel() * parameter.element_size() for parameter in known)
     return Receipt(
         type(model).__name__,
         tuple(records),
         sum(parameter.numel() for parameter in known),
-        Memory(size, held, after, before),
+        Memory(size - saved_by_storing, size, held, after, before),
         dry_run,
         weakref.ref(model),
     )
@@ -239,6 +254,7 @@ def _record(one: Decision, weight: Weight, share: float) -> GemmRecord:
         0 if lazy else weight.tensor.numel(),
         share,
         0.0 if one.recipe is None else _padding(one.recipe, one.role_name, weight),
+        one.stored,
     )
 
 
@@ -263,8 +279,9 @@ def _expected_bytes(one: Decision, weight: Weight) -> tuple[int, float, float]:
     plain = size * weight.columns * weight.per_token if trains else 0.0
     if plan.backward_override == "high_precision":
         return 0, plain, plain
-    held = _bytes(plan.weight, (weight.rows, weight.columns), dtype, plan.backward_override is None)
-    saved = _bytes(plan.input, (_TOKENS, weight.columns), dtype, plan.backward_override is None)
+    columnwise = plan.backward_override is None
+    held = 0 if one.stored else _bytes(plan.weight, (weight.rows, weight.columns), dtype, columnwise)
+    saved = _bytes(plan.input, (_TOKENS, weight.columns), dtype, columnwise)
     return held * weight.groups, saved / _TOKENS * weight.per_token if trains else 0.0, plain
 
 
@@ -280,6 +297,9 @@ def _weights_by_address(model: nn.Module) -> dict[int, list[str]]:
     named: dict[int, list[str]] = {}
     for found in gemm_modules(model):
         for weight in found.weights:
-            if not isinstance(weight.tensor, nn.parameter.UninitializedParameter):
-                named.setdefault(weight.tensor.data_ptr(), []).append(weight_name(found, weight))
+            tensor: Any = weight.tensor
+            if isinstance(tensor, QuantizedTensor):  # its codes are what is read
+                tensor = next(buffer for buffer in tensor.get_data_tensors() if buffer is not None)
+            if not isinstance(tensor, nn.parameter.UninitializedParameter) and tensor.numel():
+                named.setdefault(tensor.data_ptr(), []).append(weight_name(found, weight))
     return named

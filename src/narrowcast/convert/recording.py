@@ -140,7 +140,8 @@ class Recorder(TorchDispatchMode):
 
     def _buffers_of(self, operand: Sequence[Tensor]) -> _Buffers:
         known = [self._buffers[_place(x)] for x in operand if _place(x) in self._buffers]
-        return known[0] if known else _Buffers()
+        stored = [name for x in operand for name in self._weights.get(x.data_ptr(), [])]
+        return known[0] if known else _Buffers(made_from=stored)
 
     def result(self, expected: Sequence[str]) -> RanGemms:
         """What was noted; ``expected``: names of weights that are under a recipe."""

@@ -41,22 +41,31 @@ def _row(one: GemmRecord) -> tuple[str, ...]:
         one.type,
         " x ".join(map(str, one.shape)),
         one.decision,
-        "; ".join(filter(None, (one.recipe, one.reason) if one.decision == "converted" else (one.reason,))),
+        _recipe_or_reason(one),
         f"{one.parameters:,}",
         f"{one.flops_share:.1%}",
         f"{one.padding:.1%}" if one.padding else "",
     )
 
 
+def _recipe_or_reason(one: GemmRecord) -> str:
+    if one.decision != "converted":
+        return one.reason
+    recipe = f"{one.recipe}, stored" if one.stored else one.recipe
+    return f"{recipe}; {one.reason}" if one.reason else recipe
+
+
 def _totals(receipt: Receipt) -> list[str]:
     memory = receipt.memory
     converted = sum(one.decision == "converted" for one in receipt.gemms)
+    same = memory.parameters == memory.parameters_before
+    before = "as before" if same else f"before {_bytes(memory.parameters_before)}"
     verb = "would be converted (dry run)" if receipt.dry_run else "converted"
     return [
         f"{receipt.model}: {converted} of {len(receipt.gemms)} weights {verb}",
         f"under a recipe: {receipt.flops_covered:.1%} of the FLOPs per token in these GEMMs, "
         f"{receipt.parameters_covered:.1%} of {receipt.parameters:,} parameters",
-        f"expected memory: parameters {_bytes(memory.parameters)}, as before; quantized weights kept from forward to "
+        f"expected memory: parameters {_bytes(memory.parameters)}, {before}; quantized weights kept from forward to "
         f"backward {_bytes(memory.quantized_weights)}; inputs saved per token {_bytes(memory.saved_per_token)}, "
         f"before {_bytes(memory.saved_per_token_before)}",
     ]

@@ -65,6 +65,10 @@ class LinearLayer(DelayedLayer):
         parts: names of the parameters that together are a weight or bias, by its name; none for one that is whole.
     """
 
+    _stored_rowwise: bool = (
+        False  # the weights are kept as one quantized copy, row-wise; see ``store_frozen``
+    )
+
     def __init__(
         self,
         name: str | None,
@@ -255,7 +259,10 @@ class LinearLayer(DelayedLayer):
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and plan.needs_weight:
             wgrad = self._wgrad(stage.weight, is_first_microbatch)
         needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
-        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias)
+        transpose = (
+            self._stored_rowwise and workspace is not None and plan.needs_input and not plan.backward_override
+        )
+        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias, transpose)
 
     def _workspace(
         self,
