@@ -364,3 +364,35 @@ def test_experts_of_other_ranks_add_nothing_and_compile() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, index, weights), out)
+
+
+def test_norms_are_converted_only_where_asked() -> None:
+    model = nn.Sequential(
+        nn.LayerNorm(32), nn.Linear(32, 32), nn.RMSNorm(32, eps=1e-6), nn.RMSNorm(32), nn.LayerNorm((4, 32))
+    )
+    x = torch.randn(2, 4, 32)
+    plain, keys = model(x), list(model.state_dict())
+    assert not nc.convert(model, CURRENT).norms
+    assert type(model[0]) is nn.LayerNorm
+    nc.revert(model)
+    attributes = [(set(m.__dict__), set(m._parameters)) for m in model]
+    receipt = nc.convert(model, CURRENT, norms=True)
+    assert isinstance(model[0], nc.LayerNorm) and isinstance(model[2], nc.RMSNorm)
+    assert [(one.name, one.decision) for one in receipt.norms] == [
+        ("0", "converted"),
+        ("2", "converted"),
+        ("3", "kept"),
+        ("4", "kept"),
+    ]
+    told = "norms: 2 converted; kept: 3 (its eps depends on the dtype of the input), 4 (it normalizes over 2 dims)"
+    assert told in str(receipt)
+    assert list(model.state_dict()) == keys
+    copied = copy.deepcopy(model)
+    with nc.autocast(enabled=False):
+        assert torch.allclose(model(x), plain, atol=1e-5)
+        assert torch.equal(copied(x), model(x))
+    nc.revert(model)
+    assert [(set(m.__dict__), set(m._parameters)) for m in model] == attributes
+    assert torch.equal(model(x), plain)
+    nc.convert(model, CURRENT, norms=True, skip="0")
+    assert type(model[0]) is nn.LayerNorm and isinstance(model[2], nc.RMSNorm)

@@ -106,3 +106,23 @@ def test_it_must_be_asked_for() -> None:
     del model
     with pytest.raises(RuntimeError, match="the Model of this receipt is gone"), receipt.recording():
         pass
+
+
+def test_weight_gradients_of_one_merged_input_name_all_that_they_may_belong_to() -> None:
+    """The compiler quantizes a shared input once; without a dgrad nothing tells the layers' gradients apart."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.q(x) + self.k(x).sin()
+
+    model = Shared().to(DEVICE)
+    receipt = nc.convert(model, CURRENT)
+    with receipt.recording():
+        forward_of(model, True)(torch.randn(16, 32, device=DEVICE)).sum().backward()
+    told = {(one.name, one.gemm): one.calls for one in receipt.ran()}
+    assert told == {("q", "fprop"): 1, ("k", "fprop"): 1, ("q or k", "wgrad"): 2}
+    assert receipt.ran().idle == ()

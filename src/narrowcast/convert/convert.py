@@ -12,7 +12,7 @@ from ..layers import DelayedLayer, RecipeOwner
 from ..layers.set_recipe import matching_names, recipe_table, renew_from, renew_layers
 from ..nn import Linear
 from ..recipe import Recipe
-from .find import Found, gemm_modules
+from .find import Found, FoundNorm, gemm_modules, norm_modules
 from .receipt import Decision, Receipt, receipt_of
 from .stored import restore, store, uses_of_parameters, why_not_stored
 from .swap import become, check_turns_back, is_converted, turn_back
@@ -27,6 +27,7 @@ def convert(
     only: Patterns = None,
     skip: Patterns = None,
     weights: Literal["plain", "stored"] = "plain",
+    norms: bool = False,
     dry_run: bool = False,
 ) -> Receipt:
     """Have the linear layers of a model run in the precision of a recipe: in place, exactly undone by :func:`revert`.
@@ -44,6 +45,8 @@ def convert(
         weights: "stored" keeps the frozen weights (``requires_grad`` False) of converted ``nn.Linear``s as one
             quantized copy: about half the bytes of bf16. The state dict has its values, not those of before. For
             recipes that quantize a weight and its transpose alike, per-tensor FP8 and 128 x 128 tiles.
+        norms: convert ``nn.LayerNorm`` and ``nn.RMSNorm``, too, to narrowcast's, which are not quantized: their numbers
+            are the same eager and compiled, and on every device.
         dry_run: change nothing, and return the receipt of what would be done.
     Returns:
         the receipt: every module with the weight of a GEMM, what was decided and why; print it.
@@ -58,8 +61,8 @@ def convert(
     if weights not in ("plain", "stored"):
         raise ValueError(f"weights is {weights!r}; use 'plain' or 'stored'")
     table = recipe_table(recipe, "convert")
-    found = list(gemm_modules(model))
-    names = [one.name for one in found]
+    found, found_norms = list(gemm_modules(model)), list(norm_modules(model)) if norms else []
+    names = [one.name for one in (*found, *found_norms)]
     recipes: dict[str, Recipe | None] = {}
     for pattern, value in table.items():
         recipes.update(dict.fromkeys(_matching(pattern, names, model), value))
@@ -68,9 +71,9 @@ def convert(
     decisions = [_decide(one, recipes, chosen, skipped) for one in found]
     if weights == "stored":
         decisions = _with_stored_weights(model, decisions)
-    receipt = receipt_of(
-        model, decisions, dry_run
-    )  # resolves every recipe, so that what cannot be fails here
+    chosen_norms = [_decide_norm(one, chosen, skipped) for one in found_norms]
+    # resolves every recipe, so that what cannot be resolved fails here
+    receipt = receipt_of(model, decisions, chosen_norms, dry_run)
     if not dry_run:
         for one in decisions:
             if one.decision == "converted":
@@ -78,6 +81,9 @@ def convert(
                 become(one.found.module, layer, one.role_name, one.recipe)
                 if one.stored:
                     store(one.found.module)
+        for norm in chosen_norms:
+            if norm.layer is not None:
+                become(norm.module, norm.layer)
         renew_from(model)
     return receipt
 
@@ -119,6 +125,12 @@ def _decide(one: Found, recipes: dict[str, Recipe | None], chosen: set[str], ski
     if recipe is None:
         return Decision(one, "kept", "no recipe is given for it", None)
     return Decision(one, "converted", one.note, recipe)
+
+
+def _decide_norm(one: FoundNorm, chosen: set[str], skipped: set[str]) -> FoundNorm:
+    if one.layer is not None and (one.name in skipped or one.name not in chosen):
+        return one._replace(layer=None, reason="skip" if one.name in skipped else "not in only")
+    return one
 
 
 def _with_stored_weights(model: nn.Module, decisions: list[Decision]) -> list[Decision]:

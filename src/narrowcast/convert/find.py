@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import GroupedLinearLayer, LinearLayer, RecipeOwner
-from ..nn import Linear
+from ..nn import LayerNorm, Linear, RMSNorm
 from .conv1d import Conv1DLayer
 from .experts import ExpertsLayer
 
@@ -57,6 +57,36 @@ def gemm_modules(model: nn.Module) -> Iterator[Found]:
         found = _look(name, module, parents.get(id(module)))
         if found is not None and found.weights:
             yield found
+
+
+class FoundNorm(NamedTuple):
+    """A norm of torch's. ``layer``: what it can become; None where it cannot, for the ``reason``."""
+
+    name: str
+    module: nn.Module
+    layer: type[nn.Module] | None
+    reason: str
+
+
+def norm_modules(model: nn.Module) -> Iterator[FoundNorm]:
+    """The modules of a model that are torch's ``LayerNorm`` or ``RMSNorm``, in its order."""
+    for name, module in model.named_modules():
+        for torchs, ours in ((nn.LayerNorm, LayerNorm), (nn.RMSNorm, RMSNorm)):
+            if isinstance(module, torchs) and not isinstance(module, ours):
+                reason = _why_not_norm(module, torchs)
+                yield FoundNorm(name, module, None if reason else ours, reason)
+
+
+def _why_not_norm(module: Any, torchs: type[nn.Module]) -> str:
+    if type(module).forward is not torchs.forward:
+        return f"{type(module).__name__} has a forward of its own"
+    if len(module.normalized_shape) != 1:
+        return f"it normalizes over {len(module.normalized_shape)} dims"
+    if module.eps is None:
+        return "its eps depends on the dtype of the input"
+    if torchs is nn.LayerNorm and module.weight is not None and module.bias is None:
+        return "it has no bias"
+    return _why_not_any(module, ("weight",))
 
 
 def _look(name: str, module: nn.Module, parent: nn.Module | None) -> Found | None:

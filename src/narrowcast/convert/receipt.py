@@ -17,7 +17,7 @@ from torch import nn
 
 from ..recipe import Recipe, linear_plan
 from ..tensors import QuantizedTensor
-from .find import Found, Weight, gemm_modules
+from .find import Found, FoundNorm, Weight, gemm_modules
 from .recording import RanGemms, Recorder
 from .show import as_html, as_rich, as_text
 from .stored import stored_bytes
@@ -75,6 +75,16 @@ class GemmRecord:
 
 
 @dataclass(frozen=True)
+class NormRecord:
+    """A norm, where norms were to be converted, and what was decided: "converted", or "kept" for the ``reason``."""
+
+    name: str
+    type: str
+    decision: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Memory:
     """Bytes, before the conversion and after it.
 
@@ -96,11 +106,13 @@ class Receipt:
     """What ``convert`` did with a model; ``print`` shows a table.
 
     ``gemms``: a record per weight. ``model``: class of the model. ``parameters``: elements of the model, each once.
-    ``memory``: what to expect. ``dry_run``: nothing was changed.
+    ``memory``: what to expect. ``dry_run``: nothing was changed. ``norms``: a record per norm, where those were asked
+    for.
     """
 
     model: str
     gemms: tuple[GemmRecord, ...]
+    norms: tuple[NormRecord, ...]
     parameters: int
     memory: Memory
     dry_run: bool
@@ -180,6 +192,7 @@ class Receipt:
             if not one.name.startswith("_")
         }
         shown.update(gemms=[dataclasses.asdict(one) for one in self.gemms])
+        shown.update(norms=[dataclasses.asdict(one) for one in self.norms])
         shown.update(memory=dataclasses.asdict(self.memory))
         return {
             **shown,
@@ -196,7 +209,9 @@ class Receipt:
         Path(path).write_text(as_html(self), encoding="utf-8")
 
 
-def receipt_of(model: nn.Module, decisions: Sequence[Decision], dry_run: bool) -> Receipt:
+def receipt_of(
+    model: nn.Module, decisions: Sequence[Decision], norms: Sequence[FoundNorm], dry_run: bool
+) -> Receipt:
     """The receipt of these decisions, before anything is changed.
 
     Raises:
@@ -230,6 +245,10 @@ def receipt_of(model: nn.Module, decisions: Sequence[Decision], dry_run: bool) -
     return Receipt(
         type(model).__name__,
         tuple(records),
+        tuple(
+            NormRecord(one.name, type(one.module).__name__, "converted" if one.layer else "kept", one.reason)
+            for one in norms
+        ),
         sum(parameter.numel() for parameter in known),
         Memory(size - saved_by_storing, size, held, after, before),
         dry_run,

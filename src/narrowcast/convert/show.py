@@ -58,11 +58,16 @@ def _recipe_or_reason(one: GemmRecord) -> str:
 def _totals(receipt: Receipt) -> list[str]:
     memory = receipt.memory
     converted = sum(one.decision == "converted" for one in receipt.gemms)
+    kept = [f"{one.name} ({one.reason})" for one in receipt.norms if one.decision == "kept"]
+    norms = [
+        f"norms: {len(receipt.norms) - len(kept)} converted" + (f"; kept: {', '.join(kept)}" if kept else "")
+    ]
     same = memory.parameters == memory.parameters_before
     before = "as before" if same else f"before {_bytes(memory.parameters_before)}"
     verb = "would be converted (dry run)" if receipt.dry_run else "converted"
     return [
         f"{receipt.model}: {converted} of {len(receipt.gemms)} weights {verb}",
+        *(norms if receipt.norms else []),
         f"under a recipe: {receipt.flops_covered:.1%} of the FLOPs per token in these GEMMs, "
         f"{receipt.parameters_covered:.1%} of {receipt.parameters:,} parameters",
         f"expected memory: parameters {_bytes(memory.parameters)}, {before}; quantized weights kept from forward to "

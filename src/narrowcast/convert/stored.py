@@ -67,7 +67,7 @@ def store(layer: Any) -> None:
 
 def restore(layer: Any) -> None:
     """Have it keep the values of the quantized weight in high precision, in the dtype that it had."""
-    if layer._stored_rowwise:
+    if getattr(layer, "_stored_rowwise", False):
         value = layer.weight.detach().dequantize()
         layer.weight = nn.Parameter(value, requires_grad=layer.weight.requires_grad)
         del layer._stored_rowwise

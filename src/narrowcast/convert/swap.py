@@ -30,7 +30,7 @@ class _Before(NamedTuple):
 class Converted(nn.Module):
     """First base of every class that a module was given."""
 
-    _layer: type[LinearLayer]
+    _layer: type[nn.Module]
     _original: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -38,13 +38,13 @@ class Converted(nn.Module):
         return _blank, (self._layer, self._original), self.__getstate__()
 
 
-def _blank(layer: type[LinearLayer], original: type[nn.Module]) -> nn.Module:
+def _blank(layer: type[nn.Module], original: type[nn.Module]) -> nn.Module:
     cls = converted_class(layer, original)
     return cls.__new__(cls)
 
 
 @functools.cache
-def converted_class(layer: type[LinearLayer], original: type[nn.Module]) -> type[Converted]:
+def converted_class(layer: type[nn.Module], original: type[nn.Module]) -> type[Converted]:
     """The class of an ``original`` that runs as ``layer``, under the original's name."""
     members: dict[str, Any] = {"_layer": layer, "_original": original, "__doc__": layer.__doc__}
     initialise: Any = getattr(original, "reset_parameters", None)
@@ -53,20 +53,22 @@ def converted_class(layer: type[LinearLayer], original: type[nn.Module]) -> type
         def reset_parameters(self: Any) -> None:
             """Initialise parameters as the original class does, and the layer's state."""
             initialise(self)
-            self._reset_state()
+            if isinstance(self, LinearLayer):
+                self._reset_state()
 
         members["reset_parameters"] = reset_parameters
     return type(original.__name__, (Converted, layer, original), members)
 
 
-def become(module: nn.Module, layer: type[LinearLayer], name: str, recipe: Recipe | None) -> None:
+def become(module: nn.Module, layer: type[nn.Module], name: str = "", recipe: Recipe | None = None) -> None:
     """Turn a module into a converted layer; ``name``: in the quantizer roles of a custom recipe."""
     before, buffers = dict(module.__dict__), set(module._buffers)
     original = type(module)
     module.__class__ = converted_class(layer, original)
     converted: Any = module
     converted._take_over(name)
-    converted.recipe = recipe
+    if recipe is not None:
+        converted.recipe = recipe
     added = tuple(key for key in module.__dict__ if key not in before)
     replaced = {key: value for key, value in before.items() if module.__dict__[key] is not value}
     new_buffers = tuple(key for key in module._buffers if key not in buffers)
