@@ -201,6 +201,11 @@ class OwnForward(nn.Linear):
         return 2 * super().forward(x)
 
 
+class OwnConv1D(Conv1D):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 class OwnInit(nn.Linear):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
@@ -216,6 +221,7 @@ def replaced() -> nn.Linear:
     ("module", "reason"),
     [
         (OwnForward(32, 32), "OwnForward has a forward of its own"),
+        (OwnConv1D(32, 32), "a parameter of OwnConv1D, whose forward is not known"),
         (weight_norm(nn.Linear(32, 32)), "parametrized"),
         (replaced(), "replaced on the instance"),
         (nn.Linear(32, 32, dtype=torch.float64), "torch.float64"),

@@ -49,6 +49,18 @@ def test_experts_count_as_often_as_a_token_meets_them() -> None:
     assert receipt.gemms[2].flops_share == pytest.approx(32 * 32 / (of_experts + 32 * 32))
 
 
+def test_a_list_of_experts_counts_as_often_as_a_token_meets_them() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.top_k, self.experts = 2, nn.ModuleList(nn.Sequential(nn.Linear(32, 32)) for _ in range(8))
+
+    receipt = nc.convert(nn.ModuleList([Mixture(), nn.Linear(32, 32)]), CURRENT)
+    assert receipt.gemms[0].name == "0.experts.0.0"
+    assert receipt.gemms[0].flops_share == pytest.approx(2 / 8 / 3)
+    assert receipt.gemms[-1].flops_share == pytest.approx(1 / 3)
+
+
 def test_padding_is_what_the_gemm_adds() -> None:
     sizes = {"current": (nn.Linear(40, 16), 48 / 40 - 1), "block": (nn.Linear(192, 128), 256 / 192 - 1)}
     for name, (layer, padding) in sizes.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -53,10 +54,23 @@ class Found(NamedTuple):
 def gemm_modules(model: nn.Module) -> Iterator[Found]:
     """The modules of a model that hold weights of GEMMs, in its order; one that has two names by its first."""
     parents = {id(child): module for module in model.modules() for child in module.children()}
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         found = _look(name, module, parents.get(id(module)))
         if found is not None and found.weights:
-            yield found
+            share = _share_of_tokens(name, modules)
+            met = [weight._replace(per_token=weight.per_token * share) for weight in found.weights]
+            yield found._replace(weights=met)
+
+
+def _share_of_tokens(name: str, modules: dict[str, nn.Module]) -> float:
+    """Of the tokens, those that reach a module: all, or in one of a list of ``experts`` what its owner chooses."""
+    inside = re.match(r"(?:(.*)\.)?experts\.\d+(?:\.|$)", name)
+    owner = None if inside is None else modules[inside[1] or ""]
+    experts = getattr(owner, "experts", None)
+    if not isinstance(experts, nn.ModuleList):
+        return 1.0
+    return _chosen_experts(owner, getattr(owner, "gate", None), groups=len(experts)) / len(experts)
 
 
 class FoundNorm(NamedTuple):
@@ -155,7 +169,14 @@ def _met_by_a_token(module: nn.Module, parent: nn.Module | None, groups: int) ->
         return groups / module.num_gemms
     if groups == 1:
         return 1.0
-    for place in (module, getattr(module, "config", None), parent, getattr(parent, "gate", None)):
+    return _chosen_experts(
+        module, getattr(module, "config", None), parent, getattr(parent, "gate", None), groups=groups
+    )
+
+
+def _chosen_experts(*places: Any, groups: int) -> float:
+    """How many of the experts a router chooses for a token, where one of these places says it; else all."""
+    for place in places:
         for name in ("top_k", "num_experts_per_tok"):
             chosen = getattr(place, name, None)
             if isinstance(chosen, int) and 0 < chosen <= groups:
@@ -167,10 +188,11 @@ def _met_by_a_token(module: nn.Module, parent: nn.Module | None, groups: int) ->
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is a ``Conv1D`` of Transformers, by name and parts; that package is not imported."""
+    """Whether it runs as a ``Conv1D`` of Transformers, by name and parts; that package is not imported."""
+    runs_as = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     return (
-        any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
+        runs_as.__name__ == "Conv1D"
         and hasattr(module, "nf")
         and weight is not None
         and bias is not None
