@@ -240,7 +240,8 @@ def _why_not_any(module: nn.Module, weights: tuple[str, ...]) -> str:
         if isinstance(weight, nn.parameter.UninitializedParameter):
             return "its sizes are not known before its first forward"
         if type(weight) is not nn.Parameter:
-            return f"{name} is a {type(weight).__name__}"
+            hint = "; convert before sharding" if hasattr(weight, "to_local") else ""
+            return f"{name} is a {type(weight).__name__}{hint}"
         if weight.dtype not in _DTYPES:
             return f"{name} is {weight.dtype}"
     return ""

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from ..recipe import Recipe, linear_plan
-from ..tensors import QuantizedTensor
 from .find import Found, FoundNorm, Weight, gemm_modules
-from .recording import RanGemms, Recorder
+from .recording import NamedWeight, RanGemms, Recorder
 from .show import as_html, as_rich, as_text
 from .stored import stored_bytes
 
@@ -161,7 +160,7 @@ class Receipt:
         model = self._model()
         if model is None:
             raise RuntimeError(f"the {self.model} of this receipt is gone; keep it, or convert another one")
-        recorder = Recorder(_weights_by_address(model))
+        recorder = Recorder(_weights_of(model))
         with recorder:
             yield
         self._recorders[:] = [recorder]
@@ -311,14 +310,11 @@ def _bytes(operand: Any, shape: tuple[int, int], dtype: torch.dtype, columnwise:
     return sum(math.prod(sizes) * kind.itemsize for (sizes, kind), used in zip(buffers, read) if used)
 
 
-def _weights_by_address(model: nn.Module) -> dict[int, list[str]]:
-    """Names of weights, as receipts have them, by where their memory begins."""
-    named: dict[int, list[str]] = {}
-    for found in gemm_modules(model):
-        for weight in found.weights:
-            tensor: Any = weight.tensor
-            if isinstance(tensor, QuantizedTensor):  # its codes are what is read
-                tensor = next(buffer for buffer in tensor.get_data_tensors() if buffer is not None)
-            if not isinstance(tensor, nn.parameter.UninitializedParameter) and tensor.numel():
-                named.setdefault(tensor.data_ptr(), []).append(weight_name(found, weight))
-    return named
+def _weights_of(model: nn.Module) -> list[NamedWeight]:
+    """Where the weights of a model are found, with the names that receipts have for them."""
+    return [
+        NamedWeight(weight_name(found, weight), found.module, weight.name, weight.tensor.numel())
+        for found in gemm_modules(model)
+        for weight in found.weights
+        if not isinstance(weight.tensor, nn.parameter.UninitializedParameter)
+    ]

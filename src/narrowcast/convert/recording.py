@@ -12,13 +12,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..functional import GemmCall, element_of, gemm_call
 from ..functional.gemm import gemm_directions
+from ..tensors import QuantizedTensor
 from .table import aligned
 
 _ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2}
@@ -64,9 +65,10 @@ class RanGemms:
             rows.append((one.name or "?", one.gemm, one.precision, run, code, str(one.calls)))
         lines = aligned(rows) if self.gemms else ["no GEMM of narrowcast ran"]
         if self.idle:
-            lines.append(
-                f"under a recipe, but none ran: {', '.join(name or '(the model)' for name in self.idle)}"
-            )
+            unknown = any(not one.name for one in self.gemms)
+            seen = "none was seen, unless it is among ?" if unknown else "none ran"
+            names = ", ".join(name or "(the model)" for name in self.idle)
+            lines.append(f"under a recipe, but {seen}: {names}")
         return "\n".join(lines)
 
 
@@ -95,16 +97,31 @@ class _Call:
         return both or by_gradient or by_input
 
 
+class NamedWeight(NamedTuple):
+    """Where a weight is found: a parameter of a module, by name; its name in the receipt, and its elements."""
+
+    name: str
+    module: nn.Module
+    parameter: str
+    size: int
+
+    def address(self) -> int | None:
+        """Where the weight lies now: sharding puts another tensor there for the forward of the module."""
+        weight: Any = self.module._parameters.get(self.parameter)
+        if isinstance(weight, QuantizedTensor):  # its codes are what is read
+            weight = next(buffer for buffer in weight.get_data_tensors() if buffer is not None)
+        return None if weight is None or hasattr(weight, "to_local") else weight.data_ptr()
+
+
 class Recorder(TorchDispatchMode):
-    """Notes every GEMM that is called while it is entered.
+    """Notes every GEMM that is called while it is entered; ``weights``: those that it may belong to."""
 
-    Args:
-        weights: names by the address of the parameter.
-    """
-
-    def __init__(self, weights: dict[int, list[str]]) -> None:
+    def __init__(self, weights: Sequence[NamedWeight]) -> None:
         super().__init__()
-        self._weights, self._calls = weights, list[_Call]()
+        self._weights: dict[int, list[NamedWeight]] = {}
+        for weight in weights:
+            self._weights.setdefault(weight.size, []).append(weight)
+        self._calls = list[_Call]()
         self._buffers: dict[int, _Buffers] = {}  # by where their memory lies; the last that lay there
 
     @classmethod
@@ -134,14 +151,22 @@ class Recorder(TorchDispatchMode):
     def _follow(self, args: tuple[Any, ...], out: Any) -> None:
         made = _Buffers()
         for tensor in _tensors(args):
-            made.made_from += self._weights.get(tensor.data_ptr(), [])
+            made.made_from += self._names_of(tensor)
         for tensor in _tensors(out):
             self._buffers[_place(tensor)] = made
 
     def _buffers_of(self, operand: Sequence[Tensor]) -> _Buffers:
         known = [self._buffers[_place(x)] for x in operand if _place(x) in self._buffers]
-        stored = [name for x in operand for name in self._weights.get(x.data_ptr(), [])]
+        stored = [name for x in operand for name in self._names_of(x)]
         return known[0] if known else _Buffers(made_from=stored)
+
+    def _names_of(self, tensor: Tensor) -> list[str]:
+        """Names of the weights that the memory of a tensor holds now, or the codes of such."""
+        candidates = self._weights.get(tensor.numel(), []) if tensor.numel() else []
+        if not candidates:
+            return []
+        address = tensor.data_ptr()
+        return [weight.name for weight in candidates if weight.address() == address]
 
     def result(self, expected: Sequence[str]) -> RanGemms:
         """What was noted; ``expected``: names of weights that are under a recipe."""
