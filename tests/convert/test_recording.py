@@ -126,3 +126,19 @@ def test_weight_gradients_of_one_merged_input_name_all_that_they_may_belong_to()
     told = {(one.name, one.gemm): one.calls for one in receipt.ran()}
     assert told == {("q", "fprop"): 1, ("k", "fprop"): 1, ("q or k", "wgrad"): 2}
     assert receipt.ran().idle == ()
+
+
+def test_native_gemms_outside_of_operators_are_counted_without_a_layer() -> None:
+    """As compiled graphs on a GPU call them; here by hand."""
+    model = Model().to(DEVICE)
+    receipt = nc.convert(model, CURRENT)
+    codes, one = torch.ones(32, 32, device=DEVICE).to(torch.float8_e4m3fn), torch.ones((), device=DEVICE)
+    with receipt.recording():
+        torch._scaled_mm(codes, codes.t(), one, one, out_dtype=torch.bfloat16)
+    assert receipt.ran().inlined == 1
+    shown = str(receipt.ran())
+    assert "1 native GEMMs that compiled graphs called themselves" in shown
+    assert "under a recipe, but none was seen by name: layers.0.up" in shown
+    with receipt.recording():
+        model(WORDS)
+    assert receipt.ran().inlined == 0

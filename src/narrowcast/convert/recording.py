@@ -23,6 +23,7 @@ from ..tensors import QuantizedTensor
 from .table import aligned
 
 _ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2}
+_NATIVE = {f"aten::_scaled_{kind}mm{version}" for kind in ("", "grouped_") for version in ("", "_v2")}
 _COMPILED_BY = "torch/_functorch/_aot_autograd/"
 
 
@@ -48,11 +49,14 @@ class RanGemm:
 class RanGemms:
     """The GEMMs that ran while a receipt recorded; ``print`` shows a table.
 
-    ``gemms``: one for each weight, GEMM and way of running. ``idle``: weights under a recipe of which none ran.
+    ``gemms``: one for each weight, GEMM and way of running. ``idle``: weights under a recipe of which none was seen.
+    ``inlined``: native GEMMs that compiled graphs called themselves, as they do on a GPU where shapes are static; those
+    have no layer. ``NARROWCAST_INLINE=0``, set before compiling, keeps the operators whole, and they are named.
     """
 
     gemms: tuple[RanGemm, ...]
     idle: tuple[str, ...]
+    inlined: int = 0
 
     def __iter__(self) -> Iterator[RanGemm]:
         return iter(self.gemms)
@@ -64,9 +68,14 @@ class RanGemms:
             code = "compiled" if one.compiled else "eager"
             rows.append((one.name or "?", one.gemm, one.precision, run, code, str(one.calls)))
         lines = aligned(rows) if self.gemms else ["no GEMM of narrowcast ran"]
+        if self.inlined:
+            lines.append(
+                f"{self.inlined} native GEMMs that compiled graphs called themselves, of unknown layers; "
+                "NARROWCAST_INLINE=0 before compiling names them"
+            )
         if self.idle:
-            unknown = any(not one.name for one in self.gemms)
-            seen = "none was seen, unless it is among ?" if unknown else "none ran"
+            unknown = self.inlined or any(not one.name for one in self.gemms)
+            seen = "none was seen by name" if unknown else "none ran"
             names = ", ".join(name or "(the model)" for name in self.idle)
             lines.append(f"under a recipe, but {seen}: {names}")
         return "\n".join(lines)
@@ -121,7 +130,7 @@ class Recorder(TorchDispatchMode):
         self._weights: dict[int, list[NamedWeight]] = {}
         for weight in weights:
             self._weights.setdefault(weight.size, []).append(weight)
-        self._calls = list[_Call]()
+        self._calls, self._inlined = list[_Call](), 0
         self._buffers: dict[int, _Buffers] = {}  # by where their memory lies; the last that lay there
 
     @classmethod
@@ -139,6 +148,8 @@ class Recorder(TorchDispatchMode):
                 self._follow(args, out)
             else:
                 self._note(gemm)
+        elif func._schema.name in _NATIVE:  # inside an operator of ours they are not seen
+            self._inlined += 1
         return out
 
     def _note(self, gemm: GemmCall) -> None:
@@ -183,6 +194,7 @@ class Recorder(TorchDispatchMode):
         return RanGemms(
             tuple(RanGemm(*way, count) for way, count in ordered),
             tuple(name for name in expected if name not in names),
+            self._inlined,
         )
 
 
