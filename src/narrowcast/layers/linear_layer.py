@@ -65,9 +65,8 @@ class LinearLayer(DelayedLayer):
         parts: names of the parameters that together are a weight or bias, by its name; none for one that is whole.
     """
 
-    _stored_rowwise: bool = (
-        False  # the weights are kept as one quantized copy, row-wise; see ``store_frozen``
-    )
+    # the weights are kept as one quantized copy, row-wise; see :mod:`..convert.stored`
+    _stored_rowwise: bool = False
 
     def __init__(
         self,
@@ -253,7 +252,7 @@ class LinearLayer(DelayedLayer):
         workspace = None
         if plan.quantized and (is_first_microbatch is not None or isinstance(weight, QuantizedTensor)):
             workspace = self._workspace(stage, plan.kept_weight, scales, weight, is_first_microbatch)
-            if not workspace.columnwise:
+            if not workspace.columnwise and not self._stored_rowwise:
                 check_differentiable(workspace, plan, stage.weight, self.name or type(self).__name__)
         wgrad = LinearWgrad()
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and plan.needs_weight:
