@@ -10,6 +10,7 @@ from ._device import (
     is_nvfp4_available,
 )
 from ._version import __version__
+from .convert import convert, revert
 from .formats import DType
 from .layers import get_recipes, reduce_delayed_scaling, set_recipe
 from .nn import (
@@ -116,6 +117,7 @@ __all__ = [
     "__version__",
     "autocast",
     "checkpoint",
+    "convert",
     "custom_recipes",
     "dynamo",
     "fp8_autocast",
@@ -136,6 +138,7 @@ __all__ = [
     "reduce_delayed_scaling",
     "restore_from_func_ctx",
     "restore_from_saved",
+    "revert",
     "set_recipe",
     "state",
 ]

@@ -28,11 +28,13 @@ class Sealable:
         """What to do in place of an assignment that comes too late."""
         raise NotImplementedError
 
-    def _check_assignable(self, name: str) -> None:
-        """
+    def _taken(self, name: str, value: Any) -> Any:
+        """``value`` as the field keeps it.
+
         Raises:
             AttributeError: what is called ``name`` is no part of the value, so it would be missed.
         """
+        return value
 
     def _assigned(self, name: str) -> None:
         """Check the value that an assignment has made, and derive from it anew; raising takes the assignment back."""
@@ -48,7 +50,7 @@ class Sealable:
                 f"{type(self).__qualname__} has been used and is immutable, so {name!r} cannot be assigned; "
                 f"{self._how_to_change(name)}"
             )
-        self._check_assignable(name)
+        value = self._taken(name, value)
         before = vars(self).get(name, _ABSENT)
         object.__setattr__(self, name, value)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -18,10 +19,15 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 MAX_EXAMPLE_LINES = 80
+EXTRA = ("transformers", "accelerate", "peft")  # packages of extras that the tests do without
 
 
 def marks(path: Path) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.inductor] if "torch.compile" in path.read_text() else []
+    text = path.read_text()
+    wanted = [name for name in EXTRA if re.search(rf"^(?:import|from) {name}\b", text, re.MULTILINE)]
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    skipped = [pytest.mark.skip(reason=f"needs {', '.join(missing)}: pip install 'narrowcast[peft]'")]
+    return [*([pytest.mark.inductor] if "torch.compile" in text else []), *(skipped if missing else [])]
 
 
 def parameters(paths: list[Path]) -> list:

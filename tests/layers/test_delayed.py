@@ -454,3 +454,15 @@ def test_the_first_steps_learn_as_current_scaling_does() -> None:
     assert progress > 0.2
     assert abs(ours[-1] - current[-1]) < 0.1 * progress
     assert from_one[-1] - current[-1] > 0.2 * progress
+
+
+def test_a_recipe_equal_to_an_earlier_one_compiles() -> None:
+    """It shares the plans of that one, and so the objects in them; those of its own plans are other objects."""
+    earlier = nc.Linear(32, 32, device="cpu", recipe=DelayedScaling(amax_history_len=7))
+    model = nn.Sequential(nc.Linear(32, 32, device="cpu"), nc.Linear(32, 32, device="cpu"))
+    nc.set_recipe(model, DelayedScaling(amax_history_len=7))
+    assert earlier.recipe == model[0].recipe
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        compiled(torch.randn(4, 32)).sum().backward()

@@ -1215,3 +1215,23 @@ def test_initial_scales_are_those_of_the_groups() -> None:
     layer.recipe = RECIPES["delayed"]
     expected = torch.stack([448.0 / weight.abs().amax().float() for weight in layer._parts_of("weight")])
     assert torch.equal(layer.scale_fwd[GROUPS : 2 * GROUPS], expected.detach())
+
+
+def test_a_weight_that_is_plain_again_is_quantized() -> None:
+    with nc.quantized_model_init(recipe=nc.recipe.MXFP8BlockScaling()):
+        layer: Any = nc.GroupedLinear(2, 32, 64, device="cpu", single_grouped_parameter=True)
+        bare: Any = nc.GroupedLinear(2, 32, 64, device="meta", single_grouped_parameter=True)
+    bare.make_grouped_weights()
+    assert type(bare.weight) is torch.nn.Parameter and bare.weight.is_meta
+    bare.load_state_dict(layer.state_dict(), assign=True)
+    bare.make_grouped_weights(defer_init=True)
+    assert type(bare.weight) is torch.nn.Parameter
+    bare.make_grouped_weights()
+    assert isinstance(bare.weight, nc.GroupedTensor) and bare.weight.requires_grad
+    assert torch.equal(bare.weight.dequantize(), layer.weight.dequantize())
+    kept = bare.weight
+    bare.make_grouped_weights()
+    assert bare.weight is kept
+    plain: Any = nc.GroupedLinear(2, 32, 64, device="cpu", single_grouped_parameter=True)
+    plain.make_grouped_weights()
+    assert type(plain.weight) is torch.nn.Parameter

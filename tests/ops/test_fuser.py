@@ -240,6 +240,50 @@ def test_channels_sum_their_gradients(to_caller: bool) -> None:
     check(lambda: residual(to_caller=to_caller), [(5, 7)], dtype=torch.float32)
 
 
+class GivesTwice(BasicOperation):
+    """Its extra output is new, so nothing but the fuser knows that it has a gradient."""
+
+    num_extra_outputs = 1
+
+    def fuser_forward(self, ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
+        return input_ + 1, [(input_ * 2,)]
+
+    def fuser_backward(self, ctxs: Any, grad: torch.Tensor, *, basic_op_grad_extra_outputs: Any) -> Any:
+        ((extra,),) = basic_op_grad_extra_outputs
+        return grad if extra is None else grad + 2 * extra, [()], [()]
+
+
+class AsksWhatItGets(BasicOperation):
+    """As operations written for Transformer Engine do."""
+
+    num_extra_inputs = 1
+
+    def fuser_forward(
+        self, ctxs: Any, input_: torch.Tensor, *, basic_op_extra_inputs: Any, **kwargs: Any
+    ) -> Any:
+        ((extra,),) = basic_op_extra_inputs
+        ctxs[0].wanted = extra.requires_grad
+        return input_ + 3 * extra, [()]
+
+    def fuser_backward(self, ctxs: Any, grad: torch.Tensor, *, basic_op_grad_extra_outputs: Any) -> Any:
+        return grad, [()], [(3 * grad if ctxs[0].wanted else None,)]
+
+
+def test_a_new_tensor_in_a_channel_is_differentiated() -> None:
+    def make() -> Sequential:
+        giver, taker = GivesTwice(), AsksWhatItGets()
+        giver.set_extra_output_channel(0, "new", output_to_caller=False)
+        taker.set_extra_input_channel(0, "new")
+        return Sequential(giver, taker)
+
+    (x,) = make_inputs([(5, 7)], dtype=torch.float32)
+    (grad,) = torch.autograd.grad(make()(x).sum(), x)
+    assert torch.equal(grad, torch.full_like(x, 7.0))
+    check(make, [(5, 7)], dtype=torch.float32)
+    with torch.no_grad():
+        assert not make()(x).requires_grad
+
+
 def test_wrong_channels_are_refused() -> None:
     taker, giver = AddExtraInput(), MakeExtraOutput()
     taker.set_extra_input_channel(0, "a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -219,6 +220,45 @@ def test_a_quantizer_without_a_description_says_so() -> None:
     ):
         with pytest.raises(NotImplementedError, match="Undescribed"):
             use()
+
+
+class OtherOrder(nc.MXFP8Quantizer):
+    def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Any:
+        return dict(reversed(super()._describe_buffers(shape, dtype).items()))
+
+
+def test_a_description_in_another_order_is_refused() -> None:
+    """The buffers would change places: a description is in the order in which the storage is flattened."""
+    with pytest.raises(
+        RuntimeError, match=r"describes buffers \('_columnwise_scale_inv', .*MXFP8Tensor declares"
+    ):
+        OtherOrder(E4M3).make_empty((32, 32), device="cpu")
+
+
+@pytest.mark.parametrize("name", [*ONE_OF_EACH, "hybrid"])
+@pytest.mark.parametrize("shape", [(64,), ()], ids=str)
+def test_empty_tensors_have_the_shapes_that_are_quantized(name: str, shape: tuple[int, ...]) -> None:
+    mixed = nc.HybridQuantizer(
+        rowwise_quantizer=nc.Float8CurrentScalingQuantizer(E4M3), columnwise_quantizer=nc.MXFP8Quantizer(E4M3)
+    )
+    quantizer = ONE_OF_EACH.get(name, mixed)
+    proto = nc.dynamo.TensorProto(shape, torch.float32, quantizer, device="cpu")
+    uses = (
+        lambda: quantizer.quantize(torch.ones(shape)),
+        lambda: quantizer.make_empty(shape),
+        proto.create_tensor,
+    )
+    if shape and quantizer._minimum_rank == 1 and name != "hybrid":
+        assert {type(use()) for use in uses} == {type(quantizer)._tensor_class}
+        return
+    for use in uses:
+        with pytest.raises(ValueError, match=r"needs at least [12] dims, got shape"):
+            use()
+
+
+def test_empty_tensors_need_a_direction() -> None:
+    with pytest.raises(ValueError, match="both directions switched off"):
+        nc.MXFP8Quantizer(E4M3).with_usage(False, False).make_empty((32, 32))
 
 
 def test_one_description_in_two_spellings() -> None:

@@ -137,3 +137,23 @@ def test_linear_compiled_equals_eager(dynamic: bool | None) -> None:
         assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(*results))
         exact = (2 * results[0][0].float()) @ layer.weight.float()
         assert (results[0][1].float() - exact).norm() < 0.1 * exact.norm()
+
+
+def test_a_replaced_half_counts() -> None:
+    one, new = hybrid("mxfp8+nvfp4"), nc.Float8CurrentScalingQuantizer(E4M3)
+    made = one.replace(rowwise_quantizer=new)
+    assert made == nc.HybridQuantizer(rowwise_quantizer=new, columnwise_quantizer=halves()["mxfp8+nvfp4"][1])
+    assert made != one and type(made.rowwise_quantizer) is type(new)  # type: ignore[attr-defined]
+    x = torch.randn(32, 64).bfloat16()
+    assert torch.equal(made.quantize(x).dequantize(), new.quantize(x).dequantize())
+    assert type(one.replace(columnwise_quantizer=new).columnwise_quantizer) is type(new)  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="cannot be half of a hybrid"):
+        one.replace(rowwise_quantizer="mxfp8")
+    with pytest.raises(ValueError, match="columnwise_source is 'rows'"):
+        one.replace(columnwise_source="rows")
+
+
+def test_a_half_cannot_reduce() -> None:
+    reducing = nc.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True)
+    with pytest.raises(ValueError, match="no process group; use with_amax_reduction=False"):
+        nc.HybridQuantizer(rowwise_quantizer=reducing, columnwise_quantizer=nc.MXFP8Quantizer(E4M3))

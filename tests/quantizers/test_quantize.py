@@ -225,3 +225,13 @@ def test_what_is_safe_to_repeat_and_to_gather() -> None:
         per_tensor = name == "delayed" or name.startswith("current")
         assert quantizer.supports_only_rowwise_all_gather() == per_tensor
         assert hasattr(nc.recipe, quantizer._compatible_recipe)
+
+
+def test_out_keeps_its_nominal_dtype() -> None:
+    quantizer, x = ONE_OF_EACH["mxfp8"], normal((32, 48), torch.float32)
+    out = quantizer.quantize(x, dtype=torch.bfloat16)
+    assert quantizer.quantize(x, out=out, dtype=torch.bfloat16) is out
+    with pytest.raises(
+        ValueError, match=r"dtype is torch.float16 and out has .* torch.bfloat16; leave dtype out"
+    ):
+        quantizer.quantize(x, out=out, dtype=torch.float16)

@@ -15,7 +15,7 @@ from reference.checks import normal
 import narrowcast as nc
 from narrowcast.dynamo import register_value_opaque_quantizer
 from narrowcast.quantizers import DelayedFloat8Quantizer
-from narrowcast.quantizers.quantizer import _rebuild_quantizer, value_fields
+from narrowcast.quantizers.value import _rebuild_quantizer, value_fields
 
 from .catalog import E4M3, E5M2, SHAPES, USAGES, VARIANTS, assert_same_buffers, delayed, quantize
 
@@ -29,6 +29,7 @@ FIELDS: dict[type[nc.Quantizer], tuple[str, ...]] = {
     nc.MXFP4Quantizer: ("dtype", "with_2d_quantization"),
     nc.Float8BlockQuantizer: ("dtype", "amax_epsilon", "force_pow_2_scales", "block_scaling_dim"),
     nc.NVFP4Quantizer: (
+        "with_amax_reduction",
         "dtype",
         "with_rht",
         "with_post_rht_amax",
@@ -90,7 +91,8 @@ def test_one_changed_field_makes_another_value(quantizer: nc.Quantizer) -> None:
     fields = type(quantizer)._value_fields()
     assert fields is not None
     for name in fields:
-        changed = quantizer.replace(**{name: other_value(getattr(quantizer, name))})
+        other = {name: other_value(getattr(quantizer, name))}  # past the checks of replace
+        changed = _rebuild_quantizer(type(quantizer), tuple({**vars(quantizer), **other}.items()))
         assert changed != quantizer, name
         assert hash(changed) != hash(quantizer), name
         assert rebuilt(changed) == changed, name
@@ -337,8 +339,51 @@ def test_a_quantized_tensor_never_holds_the_group(process_group: Any) -> None:
 def test_formats_without_a_reduction_say_so(process_group: Any) -> None:
     with pytest.raises(NotImplementedError, match="MXFP8Quantizer does not reduce"):
         nc.MXFP8Quantizer(E4M3).quantize(torch.ones(32, 32), amax_reduction_group=process_group)
-    with pytest.raises(NotImplementedError, match="with_amax_reduction"):
-        nc.NVFP4Quantizer(with_amax_reduction=True)
+    out = nc.MXFP8Quantizer(E4M3).quantize(torch.ones(32, 32))
+    with pytest.raises(NotImplementedError, match="MXFP8Quantizer does not reduce"):
+        nc.MXFP8Quantizer(E4M3).quantize(torch.ones(32, 32), out=out, amax_reduction_group=process_group)
+    with pytest.raises(ValueError, match="row_scaled_nvfp4 together with with_amax_reduction"):
+        nc.NVFP4Quantizer(with_amax_reduction=True, row_scaled_nvfp4=True)
+
+
+REPLACEMENTS: list[tuple[nc.Quantizer, dict[str, Any], type[Exception], str]] = [
+    (
+        VARIANTS["nvfp4 rht"],
+        {"nvfp4_use_4over6": True},
+        ValueError,
+        "nvfp4_use_4over6 together with with_rht",
+    ),
+    (VARIANTS["nvfp4"], {"nvfp4_e4m3_max": 449}, ValueError, "nvfp4_e4m3_max is 449"),
+    (VARIANTS["nvfp4"], {"nvfp4_4over6_err_mode": "L1"}, ValueError, "err_mode is 'L1'"),
+    (VARIANTS["nvfp4"], {"dtype": E4M3}, ValueError, "dtype is <DType.kFloat8E4M3"),
+    (VARIANTS["mxfp8"], {"dtype": nc.DType.kByte}, ValueError, "kByte.*; use"),
+    (VARIANTS["mxfp6"], {"dtype": E4M3}, ValueError, "use DType.kFloat6E2M3 or"),
+    (VARIANTS["mxfp4"], {"dtype": E4M3}, ValueError, "use DType.kFloat4E2M1"),
+    (VARIANTS["block"], {"block_scaling_dim": 3}, ValueError, "block_scaling_dim is 3"),
+    (VARIANTS["current"], {"dtype": "e4m3"}, ValueError, "e4m3"),
+    (VARIANTS["current"], {"amax_epsilon": "small"}, TypeError, "amax_epsilon is 'small'; use .* float"),
+    (VARIANTS["current"], {"rowwise_usage": "no"}, TypeError, "rowwise_usage is 'no'; use .* bool"),
+    (VARIANTS["identity"], {"hp_dtype": "float64"}, ValueError, "dtype is torch.float64"),
+    (PlainSubclass(E4M3), {"dtype": nc.DType.kByte}, ValueError, "kByte.*; use"),
+]
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "change", "error", "message"), REPLACEMENTS, ids=[str(row[1]) for row in REPLACEMENTS]
+)
+def test_replace_takes_what_the_constructor_takes(
+    quantizer: nc.Quantizer, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        quantizer.replace(**change)
+
+
+def test_replace_keeps_the_types_of_fields() -> None:
+    made: Any = nc.Float8CurrentScalingQuantizer(E4M3).replace(
+        dtype=torch.float8_e5m2, amax_epsilon=1, internal=1
+    )
+    assert made.dtype is E5M2 and type(made.amax_epsilon) is float and made.internal is True
+    assert rebuilt(made) == made
 
 
 def test_nothing_can_be_changed_once_it_was_used() -> None:

@@ -62,6 +62,48 @@ def test_quantized_weight_computes_like_the_plain_one(name: str) -> None:
     assert torch.equal(*outs)
 
 
+def layers(recipe: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"device": "cpu", "dtype": torch.bfloat16}
+    with nc.quantized_model_init(recipe=recipe):
+        return {
+            "Linear": nc.Linear(64, 64, **options),
+            "LayerNormLinear": nc.LayerNormLinear(64, 64, **options),
+            "LayerNormMLP": nc.LayerNormMLP(64, 64, **options),
+            "ops": nc.ops.Sequential(nc.ops.Linear(64, 64, **options)),
+            "GroupedLinear": nc.GroupedLinear(1, 64, 64, single_grouped_parameter=True, **options),
+        }
+
+
+def held_bytes(layer: torch.nn.Module) -> int:
+    quantized: list[Any] = [
+        p for p in layer.parameters() if isinstance(p, (nc.QuantizedTensor, nc.GroupedTensor))
+    ]
+    assert quantized
+    return sum(b.nbytes for parameter in quantized for b in parameter.get_data_tensors() if b is not None)
+
+
+@pytest.mark.parametrize(
+    "recipe", [nc.recipe.Float8CurrentScaling(), nc.recipe.MXFP8BlockScaling()], ids=["current", "mxfp8"]
+)
+def test_layers_for_inference_hold_half_the_bytes(recipe: Any) -> None:
+    with torch.no_grad():
+        small = layers(recipe)
+    for name, layer in layers(recipe).items():
+        assert (
+            2 * held_bytes(small[name]) <= held_bytes(layer) + 8
+        )  # one scale of a tensor serves both directions
+        small[name].load_state_dict(layer.state_dict(), strict=False)
+        x = torch.randn(32, 64).bfloat16()
+        rest = ([32],) if name == "GroupedLinear" else ()
+        with torch.no_grad(), nc.autocast(recipe=recipe):
+            assert torch.equal(small[name](x, *rest), layer(x, *rest))
+        with (
+            nc.autocast(recipe=recipe),
+            pytest.raises(RuntimeError, match="no column-wise data .* torch.no_grad"),
+        ):
+            small[name](x.requires_grad_(), *rest)
+
+
 def test_preserved_initial_value() -> None:
     plain = make_layer()
     for recipe in QUANTIZED.values():

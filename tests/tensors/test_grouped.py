@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -215,9 +217,117 @@ def test_shapes_cannot_be_changed() -> None:
         lambda: torch.cat([tensor, tensor]),
         lambda: tensor.transpose(0, 1),
         lambda: tensor.unbind(0),
+        lambda: tensor.squeeze(),
+        lambda: tensor.squeeze(0),
+        lambda: tensor.unsqueeze(0),
+        lambda: tensor.split(1, 1),
+        lambda: tensor.chunk(3),
+        lambda: tensor.diagonal(),
+        lambda: tensor.unfold(1, 4, 4),
+        lambda: tensor.as_strided((4,), (1,)),
+        lambda: tensor.t_() if tensor.dim() < 3 else tensor.transpose_(1, 2),
+        lambda: torch.stack([tensor, tensor]),
+        lambda: tensor.repeat(2, 1, 1),
+        lambda: tensor.index_select(0, torch.tensor([0])),
+        lambda: tensor.gather(0, torch.zeros(1, 1, 1, dtype=torch.int64)),
+        lambda: tensor.flip(0),
+        lambda: tensor.cumsum(0),  # not known to keep the shape
+        lambda: tensor.masked_select(torch.ones(G, N, K, dtype=torch.bool)),
     ):
-        with pytest.raises(RuntimeError, match="cannot change the shape"):
+        with pytest.raises(RuntimeError, match=r"shape.*GroupedTensor.*call dequantize\(\) first"):
             change()
+
+
+@each_quantizer
+def test_parameters_as_one_vector(name: str) -> None:
+    parameters = [torch.nn.Parameter(make(name)), torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))]
+    vector = torch.nn.utils.parameters_to_vector(parameters)
+    assert torch.equal(vector[: G * N * K], parameters[0].dequantize().view(-1))  # type: ignore[operator]
+    (grad,) = torch.autograd.grad((2 * vector).sum(), parameters[0])
+    assert torch.equal(grad, torch.full((G, N, K), 2.0, dtype=torch.bfloat16))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="through a view of a quantized tensor"):
+        parameters[0].view(-1).zero_()
+    new = torch.cat([values(5).view(-1), torch.zeros(5, dtype=torch.bfloat16)])
+    torch.nn.utils.vector_to_parameters(new, parameters)
+    assert_same_buffers(parameters[0], make(name, seed=5))  # type: ignore[arg-type]
+
+
+@each_quantizer
+def test_assigning_data(name: str) -> None:
+    parameter: Any = torch.nn.Parameter(make(name))
+    parameter.data = values(3)
+    assert isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
+    assert_same_buffers(parameter, make(name, seed=3))
+    source = make(name, seed=4)
+    parameter.data = source
+    assert parameter.rowwise_data is source.rowwise_data
+    parameter.data = values(3).half()[:2]
+    assert parameter.shape == (2, N, K) and parameter.dtype == parameter.fake_dtype == torch.float16
+    assert parameter.dequantize().shape == (2, N, K)
+    with pytest.raises(ValueError, match="give matrices, or one"):
+        parameter.data = torch.ones(N, K)[0]
+    with pytest.raises(ValueError, match="cannot make a GroupedTensor hold the data of a Float8Tensor"):
+        parameter.data = QUANTIZERS["tensor"].quantize(torch.ones(N, K))
+
+
+@each_quantizer
+def test_modules_move_and_cast_their_parameters(name: str) -> None:
+    module: Any = torch.nn.Module()
+    module.weight = torch.nn.Parameter(make(name))
+    codes = [None if b is None else b.clone() for b in module.weight.get_data_tensors()]
+    value = module.weight.detach().dequantize(dtype=torch.float32)
+    for change, dtype in (
+        (module.half, torch.float16),
+        (module.float, torch.float32),
+        (module.cpu, torch.float32),
+        (lambda: module.to("cpu", torch.bfloat16), torch.bfloat16),
+    ):
+        change()
+        weight = module.weight
+        assert isinstance(weight, torch.nn.Parameter) and isinstance(weight, nc.GroupedTensor)
+        assert weight.dtype == weight.fake_dtype == weight.dequantize().dtype == dtype
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(weight.get_data_tensors(), codes))
+    assert torch.equal(module.weight.dequantize(dtype=torch.float32), value)
+    module.to("meta")
+    buffers = [buffer for buffer in module.weight.get_data_tensors() if buffer is not None]
+    assert isinstance(module.weight, nc.GroupedTensor) and module.weight.is_meta
+    assert all(buffer.is_meta for buffer in buffers) and len(buffers) == len(
+        [c for c in codes if c is not None]
+    )
+    module.to_empty(device="cpu")
+    assert isinstance(module.weight, nc.GroupedTensor) and not module.weight.rowwise_data.is_meta
+    with torch.no_grad():
+        module.weight.copy_(values(2))
+    assert torch.equal(module.weight.dequantize(), make(name, seed=2).dequantize())
+    made = module.weight.to(torch.float32)
+    assert type(made) is Tensor and torch.equal(made, module.weight.dequantize(dtype=torch.float32))
+
+
+@each_quantizer
+def test_copies_and_files(name: str) -> None:
+    weight: Any = torch.nn.Parameter(make(name), requires_grad=False)
+    file = io.BytesIO()
+    torch.save({"weight": weight, "tensor": make(name, seed=1)}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    for made, expected in (
+        (loaded["weight"], weight),
+        (loaded["tensor"], make(name, seed=1)),
+        (copy.deepcopy(weight), weight),
+    ):
+        assert type(made) is nc.GroupedTensor and made.dtype == expected.dtype
+        assert isinstance(made, torch.nn.Parameter) == isinstance(expected, torch.nn.Parameter)
+        assert not made.requires_grad and made.quantizer == expected.quantizer
+        assert_same_buffers(made, expected)
+        assert made.rowwise_data is not expected.rowwise_data
+    other = make(name, seed=1)
+    other.copy_(weight)
+    assert_same_buffers(other, weight)
+
+
+def test_members_of_another_number_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"the members are \(3, 40, 48\), got \(1, 40, 48\)"):
+        make().quantize(values()[:1])
 
 
 def test_gradient_passes_through_dequantize() -> None:
@@ -235,3 +345,48 @@ def test_flatten_and_back(name: str) -> None:
     rebuilt = nc.GroupedTensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
     assert_same_buffers(rebuilt, tensor)
     assert rebuilt.requires_grad and rebuilt.shape == tensor.shape and rebuilt.dtype == tensor.dtype
+
+
+def test_under_inference_mode() -> None:
+    weight: Any = torch.nn.Parameter(make("mxfp8"))
+    with torch.inference_mode():
+        for same in (
+            weight.detach(),
+            weight.data,
+            weight.clone(),
+            weight.view(G, N, K),
+            weight.expand_as(weight),
+        ):
+            assert isinstance(same, nc.GroupedTensor)
+            assert_same_buffers(same, weight)
+        assert torch.equal(weight.view(-1), weight.dequantize().view(-1))
+        with pytest.raises(RuntimeError, match="call dequantize"):
+            weight.t()
+
+
+@pytest.mark.parametrize("name", ["tensor", "mxfp8"])
+def test_shared_memory(name: str) -> None:
+    module: Any = torch.nn.Module()
+    module.weight = torch.nn.Parameter(make(name))
+    module.other = torch.nn.Parameter(QUANTIZERS[name].quantize(values()[0]))
+    module.share_memory()
+    for parameter in module.parameters():
+        assert all(buffer.is_shared() for buffer in parameter.get_data_tensors() if buffer is not None)
+
+
+@pytest.mark.gpu
+@each_quantizer
+def test_to_the_gpu_and_back(name: str) -> None:
+    module: Any = torch.nn.Module()
+    module.weight = torch.nn.Parameter(make(name))
+    kept = make(name)
+    module.cuda()
+    assert isinstance(module.weight, nc.GroupedTensor) and module.weight.is_cuda
+    assert all(buffer.is_cuda for buffer in module.weight.get_data_tensors() if buffer is not None)
+    module.to("cpu")
+    assert_same_buffers(module.weight, kept)
+    module.to("cuda", torch.float16)
+    assert module.weight.dtype == module.weight.fake_dtype == torch.float16 and module.weight.is_cuda
+    module.weight.data = values(1).cuda()
+    expected = quantize_members([values(1).cuda()], QUANTIZERS[name])
+    assert_same_buffers(module.weight, expected)

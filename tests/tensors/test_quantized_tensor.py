@@ -108,20 +108,43 @@ def test_conversions_dequantize(name: str) -> None:
 @one_of_each
 def test_nominal_dtype_and_device_change_without_requantizing(name: str) -> None:
     weight = parameter(name)
-    for other in (
-        weight.to_dtype(torch.float16),
-        weight.to(torch.float16),
-        weight.detach().to("cpu", torch.float16),
-    ):
-        assert type(other) is type(weight) and other.dtype == other._dtype == torch.float16
-        assert_same_buffers(other, weight)
-        assert torch.equal(other.dequantize(), weight.dequantize(dtype=torch.float16))
-    assert weight.to(BF16) is weight
+    other = weight.to_dtype(torch.float16)
+    assert type(other) is type(weight) and other.dtype == other._dtype == torch.float16
+    assert_same_buffers(other, weight)
+    assert torch.equal(other.dequantize(), weight.dequantize(dtype=torch.float16))
+    assert weight.to("cpu") is weight
     copied = weight.detach().to("cpu", copy=True)
+    assert type(copied) is type(weight)
     assert_own_memory(copied, weight)
     meta = weight.detach().to("meta")
     assert type(meta) is type(weight) and meta.device.type == "meta"
     assert all(b.device.type == "meta" for b in buffers(meta).values())
+
+
+@one_of_each
+@pytest.mark.parametrize("nominal", [BF16, torch.float32], ids=str)
+def test_a_copy_in_a_dtype_is_plain(name: str, nominal: torch.dtype) -> None:
+    """Such as a master copy, which has to keep updates that are smaller than a rounding step."""
+    weight = parameter(name, dtype=nominal)
+    for made in (
+        weight.detach().clone().to(torch.float32),
+        weight.to("cpu", torch.float32),
+        weight.to(dtype=torch.float32, copy=True),
+        weight.to(torch.ones(1)),
+        weight.type(torch.float32) if nominal != torch.float32 else weight.float(),
+    ):
+        assert type(made) is torch.Tensor and made.dtype == torch.float32
+        assert torch.equal(made, weight.dequantize(dtype=torch.float32))
+    assert weight.double().dtype == torch.float64 and type(weight.double()) is torch.Tensor
+    master = weight.detach().clone().to(torch.float32)
+    before = master.clone()
+    for _ in range(100):
+        master.add_(1e-5)
+    assert torch.allclose(master - before, torch.tensor(1e-3), rtol=1e-2)
+    (grad,) = torch.autograd.grad(weight.to(torch.float32).sum(), weight)
+    assert torch.equal(grad, torch.ones(33, 50, dtype=nominal))
+    compiled = torch.compile(lambda w: w.to(torch.float16), fullgraph=True, backend="aot_eager")
+    assert type(compiled(weight)) is torch.Tensor
 
 
 @one_of_each
@@ -206,8 +229,10 @@ def test_modules_move_and_cast_their_quantized_parameters(name: str) -> None:
         (lambda: module.float(), torch.float32),
     ):
         change()
+        codes = {key: buffer.clone() for key, buffer in buffers(module.weight).items()}
         assert isinstance(module.weight, nn.Parameter) and isinstance(module.weight, nc.QuantizedTensor)
         assert module.weight.dtype == module.weight.dequantize().dtype == dtype
+        assert all(torch.equal(buffer, codes[key]) for key, buffer in buffers(module.weight).items())
         assert torch.allclose(module.weight.detach().float(), value, rtol=0.1, atol=0.1)
     twin = copy.deepcopy(module)
     assert_same_buffers(twin.weight, module.weight)

@@ -24,7 +24,13 @@ from torch import nn
 import narrowcast as nc
 
 BF16 = torch.bfloat16
-WITH_DELAYED = {**VARIANTS, "delayed": delayed()}
+WITH_DELAYED = {
+    **VARIANTS,
+    "delayed": delayed(),
+    "hybrid": nc.HybridQuantizer(
+        rowwise_quantizer=VARIANTS["mxfp8"], columnwise_quantizer=VARIANTS["nvfp4 rht"]
+    ),
+}
 
 
 def saved_and_loaded(value: Any, **options: Any) -> Any:

@@ -47,6 +47,8 @@ class LinearFwdArgs:
 
     ``plan``: owned by the recipe. ``dtype``: of the activations. ``scales``: owned by the layer. ``workspace``: the
     weight where it is quantized already. ``wgrad``: owned by the parameter. ``needs_bias``: its gradient is wanted.
+    ``transpose_weight``: the workspace is row-wise alone, in a format that quantizes the same in both directions; the
+    backward makes the other direction of it.
     """
 
     plan: LinearPlan
@@ -55,6 +57,7 @@ class LinearFwdArgs:
     workspace: OperandBuffers | None
     wgrad: LinearWgrad
     needs_bias: bool
+    transpose_weight: bool = False
 
 
 @dataclass(slots=True)
@@ -62,7 +65,7 @@ class LinearBwdArgs:
     """What the backward reads besides the gradient and what was saved; never changed, so that it may run again.
 
     ``saved_input``, ``saved_weight``: how many of the saved tensors belong to each, and the quantizer that reads them;
-    None for a tensor in high precision. ``shape``: (N, K) of the weight.
+    None for a tensor in high precision. ``shape``: (N, K) of the weight. ``transpose_weight``: as of the forward.
     """
 
     plan: LinearPlan
@@ -75,6 +78,7 @@ class LinearBwdArgs:
     shape: tuple[int, int]
     saved_input: tuple[int, Quantizer | None]
     saved_weight: tuple[int, Quantizer | None]
+    transpose_weight: bool = False
 
     @property
     def backward_override(self) -> str | None:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT
 from ..functional import dequantize, draw_seed, gemm, quantize, quantize_dbias, transpose_codes
 from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import IdentityQuantizer, OperandBuffers, Quantizer, buffers_of
@@ -68,6 +69,18 @@ def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
     return OperandBuffers(operand.rowwise, [transpose_codes(codes), scale_inv], operand.quantizer)
 
 
+def transposed(rowwise: list[Tensor]) -> list[Tensor]:
+    """Column-wise buffers of a matrix from its row-wise ones, where both directions are quantized the same.
+
+    That is per-tensor FP8, scale (1,), and FP8 in 128 x 128 tiles, scale (rows of tiles, columns of tiles and padding).
+    """
+    codes, scale = rowwise
+    if scale.dim() == 2:
+        rows, columns = (-(-size // FLOAT8_BLOCK) for size in codes.shape)
+        scale = F.pad(scale[:rows, :columns].t(), (0, -rows % FLOAT8_BLOCK_SCALE_ALIGNMENT))
+    return [transpose_codes(codes), scale]
+
+
 def weight_operand(weight: Tensor | None, args: LinearFwdArgs) -> OperandBuffers:
     """The weight (N, K) as the GEMMs read it: what is quantized already where that has the directions, or made now.
 
@@ -76,6 +89,8 @@ def weight_operand(weight: Tensor | None, args: LinearFwdArgs) -> OperandBuffers
     """
     plan, scales, workspace = args.plan, args.scales, args.workspace
     if workspace is not None:
+        if args.transpose_weight:
+            return workspace
         dgrad = plan.needs_input and plan.backward_override is None
         if weight is None or (workspace.rowwise and (workspace.columnwise or not dgrad)):
             return workspace
@@ -132,7 +147,7 @@ def saved_operand(
         if high_precision is None:
             return SavedOperand(operand.rowwise, operand.quantizer)
         return plain_or_rowwise(high_precision)
-    kept = operand.columnwise if override is None else operand.rowwise
+    kept = operand.columnwise if override is None and operand.columnwise else operand.rowwise
     return SavedOperand(kept, operand.quantizer)
 
 
@@ -208,6 +223,7 @@ def linear_bwd_args(
         (weight.shape[0], weight.shape[1]),
         (len(saved_input.tensors), saved_input.quantizer),
         (len(saved_weight.tensors), saved_weight.quantizer),
+        args.transpose_weight,
     )
 
 
@@ -267,6 +283,7 @@ def quantized_gradients(
     """
     plan, dgrad = args.plan, None
     if plan.needs_input:
+        weight = transposed(weight) if args.transpose_weight else weight
         dgrad = gemm(
             "dgrad",
             grad.rowwise,

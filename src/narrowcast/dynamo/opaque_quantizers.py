@@ -7,10 +7,10 @@ from typing import Any
 
 from ..functional import _opaque
 from ..quantizers import VALUE_QUANTIZERS, Quantizer
-from ..quantizers.quantizer import value_fields
+from ..quantizers.value import value_fields
 
 # what operands and TensorProto use of a quantizer in traced code
-_MAKERS = ("_value_text", "copy", "replace", "with_usage")
+_MAKERS = ("_value_text", "_without_reduction", "copy", "replace", "with_usage")
 _TRACED = (
     "_assemble",
     "_buffers_of",
@@ -24,6 +24,8 @@ _TRACED = (
 )
 _MEMBERS = (
     "_undescribed",
+    "_buffer_table",
+    "_check_shape",
     "_describe_buffers",
     "_is_delayed",
     "_is_stochastic",
@@ -40,6 +42,7 @@ _MEMBERS = (
     "create_metadata",
     "get_usages",
     "make_empty",
+    "with_amax_reduction",
 )
 
 

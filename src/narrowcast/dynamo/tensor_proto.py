@@ -48,17 +48,11 @@ class TensorProto:
 
         Raises:
             RuntimeError: the quantizer describes a buffer its storage does not declare, or in another order.
+            ValueError: a shape or directions that quantizing refuses, too.
         """
         if self.quantizer is None:
             return ("data",)
-        described = tuple(self.quantizer._describe_buffers(self.shape, self.dtype))
-        storage_class = self.quantizer._resolve_storage_cls()
-        declared = tuple(attribute for attribute, _ in storage_class._FLATTEN_TENSOR_BUFFERS)
-        if described != tuple(name for name in declared if name in described):
-            raise RuntimeError(
-                f"quantizer describes buffers {described} but {storage_class.__name__} declares {declared}"
-            )
-        return described
+        return tuple(self.quantizer._buffer_table(self.shape, self.dtype))
 
     def create_metadata(self) -> dict[str, Any]:
         """Context for ``__tensor_unflatten__``; for a plain tensor, a note of dtype and grad flag."""
@@ -71,7 +65,7 @@ class TensorProto:
         device = default_device() if self.device is None else self.device
         if self.quantizer is None:
             return [torch.empty(self.shape, dtype=self.dtype, device=device)]
-        described = self.quantizer._describe_buffers(self.shape, self.dtype)
+        described = self.quantizer._buffer_table(self.shape, self.dtype)
         return [torch.empty(size, dtype=dtype, device=device) for size, dtype in described.values()]
 
     def create_tensor(self) -> TensorOrQuantized:

@@ -6,6 +6,7 @@ from .activation import (
     act_backward_quantize,
     act_quantize,
 )
+from .counting import GemmCall, element_of, gemm_call
 from .delayed_scaling import calibrate_, read_scales, renew_delayed_scaling, renewed_scales, take_amaxes
 from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
@@ -37,6 +38,7 @@ from .transpose import transpose_codes
 
 __all__ = [
     "BufferTable",
+    "GemmCall",
     "GemmOperand",
     "NativeOperand",
     "QuantizerValue",
@@ -47,8 +49,10 @@ __all__ = [
     "calibrate_",
     "dequantize",
     "draw_seed",
+    "element_of",
     "gemm",
     "gemm_accumulate_",
+    "gemm_call",
     "grouped_calibrate_",
     "grouped_column_sum",
     "grouped_dequantize",

@@ -80,9 +80,18 @@ class DelayedLayer(RecipeOwner):
             self._keep_state(prefix, plan.forward_state, plan.backward_state)
 
     def _keep_state(
-        self, prefix: str, forward: DelayedScaling | None, backward: DelayedScaling | None
+        self,
+        prefix: str,
+        forward: DelayedScaling | None,
+        backward: DelayedScaling | None,
+        tracing: bool = False,
     ) -> None:
-        """Have the buffers that these need, histories in their length; what is there already stays."""
+        """Have the buffers that these need, histories in their length; what is there already stays.
+
+        Args:
+            tracing: an equal recipe object does not take the place of the one that is kept: guards that the compiler
+                has made on that object would fail at once.
+        """
         state = THREAD.state
         if state.depth and self._registered_with is not state and not (forward is None and backward is None):
             self._register_with(state)
@@ -93,6 +102,8 @@ class DelayedLayer(RecipeOwner):
             for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
                 if delayed is not None:
                     self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
+        elif tracing:
+            return
         self._delayed[prefix] = (forward, backward)
 
     def _register_with(self, state: AutocastState) -> None:
@@ -329,4 +340,4 @@ class DelayedLayer(RecipeOwner):
 def _keep_states_while_tracing(context: Any) -> None:
     layer, prefixes, states = (traced_local(context, name) for name in ("self", "prefixes", "states"))
     for prefix, (forward, backward) in zip(prefixes, states):
-        layer._keep_state(prefix, forward, backward)
+        layer._keep_state(prefix, forward, backward, tracing=True)

@@ -31,6 +31,7 @@ from .linear_layer import LinearLayer, Stage
 from .parameters import (
     INIT_STD,
     accumulate,
+    check_differentiable,
     checked_input,
     main_grad_of,
     mark_added_to_main_grad,
@@ -160,11 +161,30 @@ class GroupedLinearLayer(LinearLayer):
                 value.normal_(0.0, INIT_STD)
             else:
                 stage.init_method(value)
-        if self._init_recipe is None or weights[0].is_meta:
+        if quantized and not weights[0].is_meta:
+            self._quantize_weight(whole, weights[0].requires_grad)
+
+    @torch.no_grad()
+    def make_grouped_weights(self, defer_init: bool = False) -> None:
+        """Quantize the one parameter of the weights where ``quantized_model_init`` asked for that.
+
+        A layer is made so. This is for one that is plain again, such as after ``load_state_dict(assign=True)``.
+
+        Args:
+            defer_init: leave it as it is, as on the meta device.
+        """
+        if defer_init or self._init_recipe is None:
             return
+        (weight,) = self._parts_of("weight")
+        if not (weight.is_meta or isinstance(weight, GroupedTensor)):
+            self._quantize_weight(weight.detach(), weight.requires_grad)
+
+    def _quantize_weight(self, whole: Tensor, requires_grad: bool) -> None:
+        """Register the quantization of all weights (G, N, K) as the parameter."""
+        assert self._init_recipe is not None
         quantizer = linear_plan(self._init_recipe, self.name, True, True).kept_weight.quantizer
-        storage = quantize_members([whole], quantizer)
-        parameter: Any = nn.Parameter(GroupedTensor(storage), weights[0].requires_grad)
+        storage = quantize_members([whole], quantizer.with_usage(columnwise=self._init_columnwise))
+        parameter: Any = nn.Parameter(GroupedTensor(storage), requires_grad)
         if self._init_preserve:
             parameter._high_precision_init_val = whole.cpu()
         self.register_parameter("weight", parameter)
@@ -192,6 +212,8 @@ class GroupedLinearLayer(LinearLayer):
         weights, workspace = self._parts_of("weight"), None
         if plan.quantized and (is_first_microbatch is not None or isinstance(weights[0], GroupedTensor)):
             workspace = self._grouped_workspace(weights, plan.kept_weight, scales, is_first_microbatch)
+            if not workspace.columnwise:
+                check_differentiable(workspace, plan, "weight", self.name or type(self).__name__)
         main_grads, overwrite, dummies = self._main_grads(plan.needs_weight, is_first_microbatch)
         wgrad = LinearWgrad(None, overwrite, "")
         if self.delay_wgrad_compute and plan.needs_weight:

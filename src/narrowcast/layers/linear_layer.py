@@ -30,6 +30,7 @@ from .delayed import DelayedLayer
 from .parameters import (
     INIT_STD,
     accumulate,
+    check_differentiable,
     main_grad_of,
     mark_added_to_main_grad,
     mark_after_accumulation,
@@ -64,6 +65,9 @@ class LinearLayer(DelayedLayer):
         parts: names of the parameters that together are a weight or bias, by its name; none for one that is whole.
     """
 
+    # the weights are kept as one quantized copy, row-wise; see :mod:`..convert.stored`
+    _stored_rowwise: bool = False
+
     def __init__(
         self,
         name: str | None,
@@ -76,6 +80,21 @@ class LinearLayer(DelayedLayer):
         parts: dict[str, list[str]] | None = None,
     ) -> None:
         nn.Module.__init__(self)
+        self._init_linear_layer(
+            name, stages, device, recipe, fuse_wgrad_accumulation, delay_wgrad_compute, parts
+        )
+
+    def _init_linear_layer(
+        self,
+        name: str | None,
+        stages: tuple[Stage, ...],
+        device: torch.device,
+        recipe: Recipe | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        parts: dict[str, list[str]] | None = None,
+    ) -> None:
+        """What a module has as a layer of this kind, besides its parameters; it may have those already."""
         self.name, self._stages = name or "", stages
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self._parts = parts or {}
@@ -86,6 +105,9 @@ class LinearLayer(DelayedLayer):
         # start: a compiled graph is guarded on the keys of a dict that it writes to.
         self._fp8_workspaces: dict[str, tuple[str, OperandBuffers] | None] = {s.weight: None for s in stages}
         self._init_recipe, self._init_preserve = THREAD.state.init_recipe, THREAD.state.init_preserve
+        self._init_columnwise = (
+            torch.is_grad_enabled()
+        )  # a layer for inference has no use for twice the bytes
         self._init_recipe_owner(recipe)
         self._init_delayed({stage.prefix: stage.name for stage in stages})
 
@@ -143,7 +165,9 @@ class LinearLayer(DelayedLayer):
         else:
             stage.init_method(value)
         if self._init_recipe is not None and not value.is_meta:
-            parameter = quantize_parameter(value, self._init_recipe, self._init_preserve, stage.name)
+            parameter = quantize_parameter(
+                value, self._init_recipe, self._init_preserve, stage.name, self._init_columnwise
+            )
             setattr(self, stage.weight, parameter)
         elif len(parts) > 1:
             for part, own in zip(parts, value.split([part.shape[0] for part in parts])):
@@ -190,6 +214,16 @@ class LinearLayer(DelayedLayer):
         hands_over: bool = False,
     ) -> LinearPlan:
         grad = torch.is_grad_enabled()
+        if (
+            recipe is not None
+            and not torch.compiler.is_compiling()
+            and torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+        ):
+            raise NotImplementedError(
+                f"{self.name or type(self).__name__} is inside a transform of torch.func (grad, vmap, jvp), which "
+                "cannot see the quantized operands that its backward reads; use torch.autograd.grad with "
+                "torch.func.functional_call, or no recipe: narrowcast.autocast(enabled=False)"
+            )
         return linear_plan(
             recipe,
             stage.name,
@@ -218,11 +252,16 @@ class LinearLayer(DelayedLayer):
         workspace = None
         if plan.quantized and (is_first_microbatch is not None or isinstance(weight, QuantizedTensor)):
             workspace = self._workspace(stage, plan.kept_weight, scales, weight, is_first_microbatch)
+            if not workspace.columnwise and not self._stored_rowwise:
+                check_differentiable(workspace, plan, stage.weight, self.name or type(self).__name__)
         wgrad = LinearWgrad()
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and plan.needs_weight:
             wgrad = self._wgrad(stage.weight, is_first_microbatch)
         needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
-        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias)
+        transpose = (
+            self._stored_rowwise and workspace is not None and plan.needs_input and not plan.backward_override
+        )
+        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias, transpose)
 
     def _workspace(
         self,

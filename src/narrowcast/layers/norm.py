@@ -85,6 +85,12 @@ class NormParameters(nn.Module):
         self.register_parameter("bias", bias)
         self.reset_parameters()
 
+    def _take_over(self, name: str) -> None:
+        """Be a norm around the parameters of torch's that this was so far."""
+        self.settings = norm_settings(self._normalization, self.eps, False)
+        if self._normalization == "RMSNorm":
+            self.bias = None
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set gamma to 1 and the bias to 0, where they are; on the meta device nothing."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .._device import default_device
-from ..quantizers import Float8CurrentScalingQuantizer, Quantizer
-from ..recipe import Recipe, linear_plan
+from ..quantizers import Float8CurrentScalingQuantizer, OperandBuffers, Quantizer
+from ..recipe import LinearPlan, Recipe, linear_plan
 from ..tensors import QuantizedTensor
 
 INIT_STD = 0.023
@@ -138,14 +138,31 @@ def weight_quantizer(recipe: Recipe, name: str) -> Quantizer:
     return quantizer
 
 
-def quantize_parameter(value: Tensor, recipe: Recipe, preserve: bool, name: str) -> nn.Parameter:
+def quantize_parameter(
+    value: Tensor, recipe: Recipe, preserve: bool, name: str, columnwise: bool = True
+) -> nn.Parameter:
     """Quantized parameter holding ``value`` (N, K) in the format of the recipe's weights.
 
     Args:
         preserve: keep a CPU copy of ``value`` on the parameter.
         name: of the layer, for a custom recipe's role.
+        columnwise: with the data that only a backward reads.
     """
-    parameter: Any = nn.Parameter(weight_quantizer(recipe, name).quantize(value.detach()), requires_grad=True)
+    quantizer = weight_quantizer(recipe, name).with_usage(columnwise=columnwise)
+    parameter: Any = nn.Parameter(quantizer.quantize(value.detach()), requires_grad=True)
     if preserve:
         parameter._high_precision_init_val = value.detach().cpu()
     return parameter
+
+
+def check_differentiable(workspace: OperandBuffers, plan: LinearPlan, name: str, owner: str) -> None:
+    """Check that a kept weight has what the backward reads of it.
+
+    Raises:
+        RuntimeError: it has not, since it was made for inference.
+    """
+    if not workspace.columnwise and any(plan.weight.columnwise):
+        raise RuntimeError(
+            f"parameter {name!r} of {owner} has no column-wise data for the gradient of the input: it was made under "
+            "torch.no_grad(); make the layer with gradients enabled, or run it under torch.no_grad()"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,23 +33,55 @@ def set_recipe(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | None] | 
     Raises:
         TypeError: no recipe. ValueError: a pattern that no low-precision layer matches, or a model without any.
     """
-    table: Any = recipes_from_json(recipe) if isinstance(recipe, str) else recipe
-    table = dict(table) if isinstance(table, Mapping) else {"": table}
-    for value in table.values():
-        checked_recipe(value, "set_recipe")
+    table = recipe_table(recipe, "set_recipe")
     owners = {name: module for name, module in model.named_modules() if isinstance(module, RecipeOwner)}
     chosen: dict[str, Recipe | None] = {}
     for pattern, value in table.items():
-        matching = _regular_expression(pattern)
-        found = [name for name in owners if matching.match(name)]
-        if not found:
-            names = ", ".join(repr(name) for name in list(owners)[:8]) or "none"
-            raise ValueError(
-                f"{pattern!r} matches no low-precision layer of this {type(model).__name__}; its layers: {names}"
-            )
-        chosen.update(dict.fromkeys(found, value))
+        chosen.update(dict.fromkeys(matching_names(pattern, owners, model, "low-precision layer"), value))
     for name, value in chosen.items():
         owners[name].recipe = value
+    renew_from(model)
+    return model
+
+
+def recipe_table(
+    recipe: Recipe | Mapping[str, Recipe | None] | str | None, caller: str
+) -> dict[str, Recipe | None]:
+    """Recipes by pattern, from any of the ways in which :func:`set_recipe` takes them.
+
+    Args:
+        caller: whose argument it is, for the message.
+    Raises:
+        TypeError: no recipe. ValueError: text that is no table of recipes.
+    """
+    table: Any = recipes_from_json(recipe) if isinstance(recipe, str) else recipe
+    table = dict(table) if isinstance(table, Mapping) else {"": table}
+    return {pattern: checked_recipe(value, caller) for pattern, value in table.items()}
+
+
+def matching_names(pattern: str, names: Iterable[str], model: nn.Module, kind: str) -> list[str]:
+    """The names that a pattern stands for, as :func:`set_recipe` reads patterns.
+
+    Args:
+        names: of modules of ``model``; ``kind``: what they are, for the message.
+    Raises:
+        ValueError: none.
+    """
+    names = list(names)
+    matching = _regular_expression(pattern)
+    found = [name for name in names if matching.match(name)]
+    if not found:
+        anywhere = _regular_expression(f"**.{pattern}")
+        hint = f"; for that name anywhere, write '**.{pattern}'" if any(map(anywhere.match, names)) else ""
+        known = ", ".join(repr(name) for name in names[:8]) or "none"
+        raise ValueError(
+            f"{pattern!r} matches no {kind} of this {type(model).__name__}{hint}; it has: {known}"
+        )
+    return found
+
+
+def renew_from(model: nn.Module) -> None:
+    """Have ``model`` renew the scales of its delayed layers from now on."""
     delayed = [
         layer for layer in model.modules() if isinstance(layer, DelayedLayer) and layer.delayed_slots()
     ]
@@ -58,7 +90,6 @@ def set_recipe(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | None] | 
     hooks: Any = model._forward_pre_hooks
     if delayed and renew_layers not in hooks.values():
         model.register_forward_pre_hook(renew_layers)
-    return model
 
 
 def get_recipes(model: nn.Module) -> dict[str, Recipe | None]:

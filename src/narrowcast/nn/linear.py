@@ -93,6 +93,11 @@ class Linear(LinearLayer, nn.Linear):
         self.reset_parameters()
         self._prepare_for_recipe()
 
+    def _take_over(self, name: str) -> None:
+        """Be a layer around the parameters of the ``nn.Linear`` that this was so far."""
+        self._init_linear_layer(name, (Stage("", name, "weight", "bias"),), self.weight.device)
+        self.return_bias = self.save_original_input = False
+
     def extra_repr(self) -> str:
         """Sizes, as printed by the module."""
         return (

@@ -127,7 +127,9 @@ def _run(
             x, extra_outputs = op.fuser_forward(own, x, **kwargs)
         for index, outputs in zip(where, extra_outputs, strict=True):
             if outputs or wiring.outlets:
-                wiring.distribute(call.basic_ops[index], index, outputs, channels, to_caller)
+                wiring.distribute(
+                    call.basic_ops[index], index, outputs, channels, to_caller, contexts[index].requires_grad
+                )
     if not isinstance(x, Tensor):
         raise RuntimeError(
             f"{type(forward[-1][0]).__name__} returned a {type(x).__name__} as the last output; an operation returns a "

@@ -60,14 +60,21 @@ class Wiring:
         outputs: Sequence[Tensor],
         channels: dict[str, Tensor],
         to_caller: list[Tensor],
+        differentiable: bool,
     ) -> None:
-        """Give the extra outputs of one basic operation to its channels and to the caller."""
+        """Give the extra outputs of one basic operation to its channels and to the caller.
+
+        Args:
+            differentiable: the operation has a backward. Autograd marks nothing here, since nothing is recorded, so a
+                channel is marked for operations that ask what they get.
+        """
         outlets = self.outputs_of(number)
         if len(outputs) != len(outlets):
             raise wrong_count(op, "the forward", "extra outputs", outputs, len(outlets))
         for outlet, output in zip(outlets, outputs):
             if outlet.channel is not None:
-                channels[outlet.channel] = output
+                unmarked = differentiable and output.is_floating_point() and not output.requires_grad
+                channels[outlet.channel] = output.detach().requires_grad_() if unmarked else output
             if outlet.to_caller:
                 to_caller.append(output)
 

@@ -5,6 +5,12 @@ import torch
 from ..formats import DType
 from .float8 import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Float8Quantizer
 from .float8_blockwise import Float8BlockQuantizer
+from .grouped import (
+    make_grouped_tensor,
+    make_grouped_tensor_from_rowwise_data,
+    make_grouped_tensor_with_shapes,
+    make_tensor_offsets,
+)
 from .hybrid import HybridQuantizer
 from .identity import IdentityQuantizer
 from .mx import MXFP4Quantizer, MXFP6Quantizer, MXFP8Quantizer
@@ -44,4 +50,8 @@ __all__ = [
     "OperandBuffers",
     "Quantizer",
     "buffers_of",
+    "make_grouped_tensor",
+    "make_grouped_tensor_from_rowwise_data",
+    "make_grouped_tensor_with_shapes",
+    "make_tensor_offsets",
 ]

@@ -1,7 +1,8 @@
-"""What the constructors of quantizers take: element types in several spellings, and arguments that do nothing."""
+"""What the constructors of quantizers take: checked, and in the form in which a field keeps it."""
 
 from __future__ import annotations
 
+import enum
 import warnings
 from typing import Any
 
@@ -53,6 +54,25 @@ def fp8_dtype_of(dtype: DType | torch.dtype | int) -> DType:
         ValueError: not one of the two FP8 formats.
     """
     return element_dtype_of("fp8_dtype", dtype, DType.kFloat8E4M3, DType.kFloat8E5M2)
+
+
+def field_value(name: str, held: Any, value: Any) -> Any:
+    """What a field becomes that holds ``held`` and is given ``value``: of the same type.
+
+    Raises:
+        TypeError: a value of another type. ValueError: no member of the field's enum.
+    """
+    if isinstance(held, DType):
+        return to_dtype_enum(value)
+    if isinstance(held, enum.Enum):
+        return type(held)(value)
+    if isinstance(held, bool) and isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    if isinstance(held, float) and type(value) is int:
+        return float(value)
+    if isinstance(held, (bool, int, float, str)) and type(value) is not type(held):
+        raise TypeError(f"{name} is {value!r}; use a value of type {type(held).__name__}")
+    return value
 
 
 def warn_ignored(**arguments: Any) -> None:

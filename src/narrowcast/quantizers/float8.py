@@ -12,6 +12,7 @@ from .. import reference
 from ..formats import ELEMENT_FORMATS, FLT_MAX, DType
 from ..functional import calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
+from .amax_reduction import AmaxReducing, largest_of_ranks
 from .arguments import fp8_dtype_of, warn_ignored
 from .quantizer import Quantizer
 
@@ -27,21 +28,24 @@ class _Float8Base(Quantizer):
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
 
+    def _check_fields(self) -> None:
+        fp8_dtype_of(self.dtype)
 
-class Float8CurrentScalingQuantizer(_Float8Base):
+
+class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
     """Per-tensor FP8 with the scale taken from the tensor's own amax.
 
     Args:
         fp8_dtype: E4M3 or E5M2, as :class:`DType` or torch dtype.
         device: accepted for compatibility; a quantizer has no device.
         rowwise, columnwise: directions to produce.
-        with_amax_reduction: reduce the amax over a process group before the scale is taken.
+        with_amax_reduction: reduce the amax over the process group that :meth:`quantize` is given, before the scale is
+            taken. Not for recipes: layers have no group to give.
         amax_reduction_group: deprecated here; pass the group to :meth:`quantize`.
         force_pow_2_scales: round the scale down to a power of two.
         amax_epsilon: lower bound of the amax.
     """
 
-    with_amax_reduction: bool
     force_pow_2_scales: bool
     amax_epsilon: float
 
@@ -79,6 +83,8 @@ class Float8CurrentScalingQuantizer(_Float8Base):
     __call__ = Quantizer.quantize
 
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
+        if self.with_amax_reduction:
+            self._check_alone()
         return numerics.float8.quantize_current(
             x,
             ELEMENT_FORMATS[self.dtype],
@@ -88,38 +94,27 @@ class Float8CurrentScalingQuantizer(_Float8Base):
             columnwise=self.columnwise_usage,
         )
 
-    def _reduction_group(self, given: Any) -> Any:
-        if not self.with_amax_reduction:
-            return None
-        return getattr(self, "amax_reduction_group", None) if given is None else given
-
-    def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
-        amax = reference.scaling.amax(tensor)
-        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
-        element = ELEMENT_FORMATS[self.dtype]
-        scale = reference.scaling.scale_from_amax(
-            amax, element.max, power_2=self.force_pow_2_scales, epsilon=self.amax_epsilon, overflow=FLT_MAX
-        )
-        return reference.float8.quantize(
-            tensor, scale, element, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage
-        )
-
-    def _storage_scalars(self, dtype: torch.dtype) -> dict[str, Any]:
-        return {"quantizer": self._without_reduction(), "fake_dtype": dtype}
-
-    def _without_reduction(self) -> Quantizer:
-        """The same quantizer for tensors to own: it must not reduce again, nor hold the group."""
-        if not self.with_amax_reduction and "amax_reduction_group" not in vars(self):
-            self._seal()
-            return self
-        own = Float8CurrentScalingQuantizer(
-            self.dtype,
+    def _encode_scaled(
+        self, numerics: ModuleType, x: Tensor, scale: Tensor, amax: Tensor | None
+    ) -> list[Tensor]:
+        return numerics.float8.quantize(
+            x,
+            scale,
+            ELEMENT_FORMATS[self.dtype],
             rowwise=self.rowwise_usage,
             columnwise=self.columnwise_usage,
-            force_pow_2_scales=self.force_pow_2_scales,
-            amax_epsilon=self.amax_epsilon,
         )
-        return own.replace(internal=self.internal, optimize_for_gemm=self.optimize_for_gemm)
+
+    def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
+        amax = largest_of_ranks(reference.scaling.amax(tensor), group)
+        scale = reference.scaling.scale_from_amax(
+            amax,
+            ELEMENT_FORMATS[self.dtype].max,
+            power_2=self.force_pow_2_scales,
+            epsilon=self.amax_epsilon,
+            overflow=FLT_MAX,
+        )
+        return quantize(tensor, self, None, scale)
 
 
 def _slot_of(state: Tensor, slot: int) -> Tensor:
@@ -213,12 +208,17 @@ class Float8Quantizer(_Float8Base):
         )
 
     def update_quantized(
-        self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
+        self,
+        src: Tensor,
+        dst: QuantizedTensorStorage,
+        *,
+        noop_flag: Tensor | None = None,
+        amax_reduction_group: Any = None,
     ) -> QuantizedTensorStorage:
         if noop_flag is None:
-            return super().update_quantized(src, dst)
+            return super().update_quantized(src, dst, amax_reduction_group=amax_reduction_group)
         before = self.amax.clone()
-        super().update_quantized(src, dst, noop_flag=noop_flag)
+        super().update_quantized(src, dst, noop_flag=noop_flag, amax_reduction_group=amax_reduction_group)
         self.amax.copy_(
             torch.where(noop_flag != 0, before, self.amax)
         )  # a skipped update records no amax either

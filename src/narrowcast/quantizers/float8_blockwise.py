@@ -49,17 +49,21 @@ class Float8BlockQuantizer(Quantizer):
         force_pow_2_scales: bool = True,
         block_scaling_dim: int = 2,
     ) -> None:
-        if block_scaling_dim not in (1, 2):
-            raise ValueError(f"block_scaling_dim is {block_scaling_dim!r}; use 1 (1x128) or 2 (128x128)")
         self._freeze(
             dtype=fp8_dtype_of(fp8_dtype),
             amax_epsilon=float(amax_epsilon),
             force_pow_2_scales=bool(force_pow_2_scales),
-            block_scaling_dim=int(block_scaling_dim),
+            block_scaling_dim=block_scaling_dim,
         )
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._check_fields()
 
     __call__ = Quantizer.quantize
+
+    def _check_fields(self) -> None:
+        fp8_dtype_of(self.dtype)
+        if self.block_scaling_dim not in (1, 2):
+            raise ValueError(f"block_scaling_dim is {self.block_scaling_dim!r}; use 1 (1x128) or 2 (128x128)")
 
     def _format_layout(self) -> Layout:
         return FLOAT8_BLOCK_2D if self.block_scaling_dim == 2 else FLOAT8_BLOCK_1D

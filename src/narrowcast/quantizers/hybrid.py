@@ -12,7 +12,8 @@ from torch import Tensor
 from ..functional import BufferTable, GemmOperand, NativeOperand
 from ..tensors import HybridQuantizedTensor, HybridQuantizedTensorStorage
 from .float8 import Float8Quantizer
-from .quantizer import Quantizer, rebuild_from_text
+from .quantizer import Quantizer
+from .value import rebuild_from_text
 
 _BUFFERS_PER_DIRECTION = 3
 _SOURCES = ("original", "rowwise_dequantized")
@@ -28,7 +29,8 @@ class HybridQuantizer(Quantizer):
     With a quantizer whose class is not registered as a value it is none either, but an :class:`EagerHybridQuantizer`.
 
     Raises:
-        ValueError: one object given twice, or another source. TypeError: no quantizer, or one of delayed scaling.
+        ValueError: one object given twice, another source, or a quantizer that reduces amax. TypeError: no quantizer,
+        or one of delayed scaling.
     """
 
     rowwise_value: str
@@ -60,26 +62,35 @@ class HybridQuantizer(Quantizer):
             raise ValueError(
                 "rowwise_quantizer and columnwise_quantizer are one object; give each direction its own"
             )
-        if columnwise_source not in _SOURCES:
-            raise ValueError(
-                f"columnwise_source is {columnwise_source!r}; use 'original' or 'rowwise_dequantized'"
-            )
-        for quantizer in (rowwise_quantizer, columnwise_quantizer):
-            if not isinstance(quantizer, Quantizer) or _holds_scale(quantizer):
-                raise TypeError(
-                    f"{quantizer!r} cannot be half of a hybrid; use a quantizer without delayed scaling"
-                )
         self._freeze(columnwise_source=columnwise_source)
-        self._keep(
-            rowwise_quantizer.with_usage(rowwise=True, columnwise=False),
-            columnwise_quantizer.with_usage(rowwise=False, columnwise=True),
-        )
+        self._keep(_half_of(rowwise_quantizer, False), _half_of(columnwise_quantizer, True))
         super().__init__(rowwise=True, columnwise=True)
+        self._check_fields()
 
     __call__ = Quantizer.quantize
 
     def _keep(self, rowwise: Quantizer, columnwise: Quantizer) -> None:
         self._freeze(rowwise_value=rowwise._class_and_value(), columnwise_value=columnwise._class_and_value())
+
+    def _check_fields(self) -> None:
+        if self.columnwise_source not in _SOURCES:
+            raise ValueError(
+                f"columnwise_source is {self.columnwise_source!r}; use 'original' or 'rowwise_dequantized'"
+            )
+
+    def replace(self, **changes: Any) -> Quantizer:
+        """Another quantizer with some fields changed; ``rowwise_quantizer`` and ``columnwise_quantizer`` count as such.
+
+        Raises:
+            AttributeError, TypeError, ValueError: as for other quantizers, and as the constructor.
+        """
+        names = ("rowwise_quantizer", "columnwise_quantizer")
+        halves = {name: changes.pop(name, getattr(self, name)) for name in names}
+        if all(halves[name] is getattr(self, name) for name in names):
+            return super().replace(**changes)
+        made = HybridQuantizer(**halves, columnwise_source=self.columnwise_source)
+        kept = {name: getattr(self, name) for name in Quantizer.__annotations__ if name in vars(self)}
+        return Quantizer.replace(made, **{**kept, **changes})
 
     def _rebuild_derived_state(self) -> None:
         self._freeze(
@@ -97,10 +108,10 @@ class HybridQuantizer(Quantizer):
     def _is_stochastic(self) -> bool:
         return self._half(False)._is_stochastic() or self._half(True)._is_stochastic()
 
-    def _check_input(self, tensor: Tensor) -> None:
-        super()._check_input(tensor)
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
+        super()._check_shape(shape)
         for columnwise in (False, True):
-            self._half(columnwise)._check_input(tensor)
+            self._half(columnwise)._check_shape(shape)
 
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
         buffers: BufferTable = {}
@@ -148,8 +159,23 @@ class HybridQuantizer(Quantizer):
         return self._half(columnwise)._native_operand(self._own(buffers, columnwise), columnwise)
 
 
-def _holds_scale(quantizer: Quantizer) -> bool:
-    return quantizer._is_delayed() or isinstance(quantizer, Float8Quantizer)
+def _half_of(quantizer: Any, columnwise: bool) -> Quantizer:
+    """A quantizer in the one direction that it makes here.
+
+    Raises:
+        TypeError: no quantizer, or one of delayed scaling. ValueError: it reduces amax.
+    """
+    if isinstance(quantizer, Quantizer) and quantizer.with_amax_reduction:
+        raise ValueError(
+            f"{quantizer!r} cannot be half of a hybrid, which has no process group; use with_amax_reduction=False"
+        )
+    if (
+        not isinstance(quantizer, Quantizer)
+        or quantizer._is_delayed()
+        or isinstance(quantizer, Float8Quantizer)
+    ):
+        raise TypeError(f"{quantizer!r} cannot be half of a hybrid; use a quantizer without delayed scaling")
+    return quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
 
 
 class EagerHybridQuantizer(HybridQuantizer):

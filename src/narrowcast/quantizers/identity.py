@@ -34,12 +34,17 @@ class IdentityQuantizer(Quantizer):
         self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True
     ) -> None:
         name = "" if dtype is None else str(dtype).removeprefix("torch.")
-        if name and name not in _HIGH_PRECISION:
-            raise ValueError(f"dtype is {dtype}; IdentityQuantizer casts to one of {sorted(_HIGH_PRECISION)}")
         self._freeze(hp_dtype=name)
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._check_fields()
 
     __call__ = Quantizer.quantize
+
+    def _check_fields(self) -> None:
+        if self.hp_dtype and self.hp_dtype not in _HIGH_PRECISION:
+            raise ValueError(
+                f"dtype is torch.{self.hp_dtype}; IdentityQuantizer casts to one of {sorted(_HIGH_PRECISION)}"
+            )
 
     def _kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return _HIGH_PRECISION[self.hp_dtype] if self.hp_dtype else dtype

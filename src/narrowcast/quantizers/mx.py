@@ -76,6 +76,9 @@ class MXFP8Quantizer(_MXQuantizer):
             with_2d_quantization=with_2d_quantization,
         )
 
+    def _check_fields(self) -> None:
+        fp8_dtype_of(self.dtype)
+
 
 class MXFP6Quantizer(_MXQuantizer):
     """Six-bit data, four codes in three bytes, with E8M0 scales per 32 elements or per 32x32 tile.
@@ -107,6 +110,9 @@ class MXFP6Quantizer(_MXQuantizer):
             with_2d_quantization=with_2d_quantization,
         )
 
+    def _check_fields(self) -> None:
+        element_dtype_of("dtype", self.dtype, DType.kFloat6E2M3, DType.kFloat6E3M2)
+
 
 class MXFP4Quantizer(_MXQuantizer):
     """E2M1 data, two codes per byte, with E8M0 scales per 32 elements or per 32x32 tile.
@@ -137,3 +143,6 @@ class MXFP4Quantizer(_MXQuantizer):
             columnwise=columnwise,
             with_2d_quantization=with_2d_quantization,
         )
+
+    def _check_fields(self) -> None:
+        element_dtype_of("dtype", self.dtype, DType.kFloat4E2M1)

@@ -11,19 +11,22 @@ from torch import Tensor
 
 from .. import kernels, reference
 from ..formats import NVFP4, NVFP4_ROW_SCALED, RHT_SIGN_MASK, DType, Layout, round_to_float32
-from ..functional import GemmOperand
+from ..functional import GemmOperand, quantize
 from ..tensors import NVFP4Tensor, NVFP4TensorStorage
+from .amax_reduction import AmaxReducing, largest_of_ranks
 from .arguments import element_dtype_of
 from .quantizer import Quantizer
 
 
-class NVFP4Quantizer(Quantizer):
+class NVFP4Quantizer(AmaxReducing):
     """Two-level scaled FP4.
 
     Args:
         fp4_dtype: E2M1.
         rowwise, columnwise: directions to produce.
-        with_amax_reduction, amax_reduction_group: not supported; the amax is the tensor's own.
+        with_amax_reduction: reduce the amax of each direction over the process group that :meth:`quantize` is given.
+            Not for recipes: layers have no group to give.
+        amax_reduction_group: deprecated here; pass the group to :meth:`quantize`.
         with_rht: rotate column-wise data by the random Hadamard transform; rotated values are rounded to bf16, so a
             wider input gains nothing there.
         with_post_rht_amax: accepted for compatibility: column-wise amax is always taken after the rotation.
@@ -78,12 +81,9 @@ class NVFP4Quantizer(Quantizer):
         nvfp4_4over6_err_mode: str = "MAE",
         with_random_sign_mask: bool = True,
     ) -> None:
-        if with_amax_reduction or amax_reduction_group is not None:
-            raise NotImplementedError(
-                "NVFP4Quantizer does not reduce amax over a process group: with_amax_reduction"
-            )
         self._freeze(
             dtype=element_dtype_of("fp4_dtype", fp4_dtype, DType.kFloat4E2M1),
+            with_amax_reduction=bool(with_amax_reduction),
             with_rht=bool(with_rht),
             with_post_rht_amax=bool(with_post_rht_amax),
             with_2d_quantization=bool(with_2d_quantization),
@@ -94,13 +94,17 @@ class NVFP4Quantizer(Quantizer):
             nvfp4_4over6_err_mode=nvfp4_4over6_err_mode,
             rht_matrix_random_sign_mask_t=RHT_SIGN_MASK if with_random_sign_mask else 0,
         )
-        self._check_combination()
+        if amax_reduction_group is not None:
+            self._freeze(amax_reduction_group=amax_reduction_group)
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._check_fields()
 
     __call__ = Quantizer.quantize
 
-    def _check_combination(self) -> None:
+    def _check_fields(self) -> None:
+        element_dtype_of("dtype", self.dtype, DType.kFloat4E2M1)
         clashes = (
+            ("row_scaled_nvfp4", "with_amax_reduction"),
             ("nvfp4_use_4over6", "with_rht"),
             ("nvfp4_use_4over6", "stochastic_rounding"),
             ("row_scaled_nvfp4", "with_rht"),
@@ -118,11 +122,6 @@ class NVFP4Quantizer(Quantizer):
         if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
             raise ValueError(f"nvfp4_4over6_err_mode is {self.nvfp4_4over6_err_mode!r}; use 'MAE' or 'MSE'")
 
-    def _assigned(self, name: str) -> None:
-        super()._assigned(name)
-        if "optimize_for_gemm" in vars(self):
-            self._check_combination()
-
     @property
     def with_random_sign_mask(self) -> bool:
         """Whether the rotation has its fixed random signs."""
@@ -139,10 +138,8 @@ class NVFP4Quantizer(Quantizer):
     def _format_layout(self) -> Layout:
         return NVFP4_ROW_SCALED if self.row_scaled_nvfp4 else NVFP4
 
-    def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
-        if self.stochastic_rounding and seed is None:
-            raise ValueError("stochastic rounding needs a seed: pass narrowcast.functional.draw_seed(x)")
-        options = {
+    def _options(self, seed: Tensor | None) -> dict[str, Any]:
+        return {
             "two_d": self.with_2d_quantization,
             "rht": self.with_rht,
             "random_signs": self.with_random_sign_mask,
@@ -152,11 +149,36 @@ class NVFP4Quantizer(Quantizer):
             "error_mode": self.nvfp4_4over6_err_mode,
             "seed": seed,
         }
+
+    def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
+        if self.with_amax_reduction:
+            self._check_alone()
+        if self.stochastic_rounding and seed is None:
+            raise ValueError("stochastic rounding needs a seed: pass narrowcast.functional.draw_seed(x)")
+        options = self._options(seed)
         if numerics is kernels and not numerics.nvfp4.supports(**options):
             numerics = reference
         return numerics.nvfp4.quantize(
             x, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage, **options
         )
+
+    def _encode_scaled(
+        self, numerics: ModuleType, x: Tensor, scale: Tensor, amax: Tensor | None
+    ) -> list[Tensor]:
+        # what was found outside are the amaxes of the directions, and a seed where rounding is stochastic
+        return reference.nvfp4.quantize(
+            x,
+            rowwise=self.rowwise_usage,
+            columnwise=self.columnwise_usage,
+            amaxes=(scale[:1], scale[-1:]),
+            **self._options(amax),
+        )
+
+    def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
+        own = self._without_reduction()._buffers_of(tensor)
+        amaxes = own[-2:] if self.rowwise_usage and self.columnwise_usage else own[-1:]  # they come last
+        reduced = largest_of_ranks(torch.cat(amaxes), group)
+        return quantize(tensor, self, None, reduced, self._seed(tensor))
 
     def _decode_options(self, buffers: list[Tensor], columnwise: bool) -> dict[str, Any]:
         padded = 2 * buffers[0].shape[-1]

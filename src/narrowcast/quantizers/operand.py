@@ -46,7 +46,16 @@ class Operand:
 
     @staticmethod
     def of(quantizer: Quantizer, rowwise: bool = True, columnwise: bool = True) -> Operand:
-        """Operand of a quantizer in these directions, whatever its present ones."""
+        """Operand of a quantizer in these directions, whatever its present ones.
+
+        Raises:
+            ValueError: it reduces amax over a process group, which no layer could give it.
+        """
+        if quantizer.with_amax_reduction:
+            raise ValueError(
+                f"{quantizer!r} in a recipe: layers quantize what each rank has and have no process group to give; use "
+                "with_amax_reduction=False"
+            )
         quantizer._seal()
         quantizer = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         storage = resolve_storage_class(quantizer._storage_name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import re
-import typing
 import zlib
 from types import ModuleType
 from typing import Any, ClassVar
@@ -31,67 +30,10 @@ from ..functional import (
 )
 from ..tensors import QuantizedTensor, QuantizedTensorStorage
 from ..tensors.storage import flatten_context, resolve_storage_class, storage_identifier
+from .arguments import field_value
+from .value import CLASSES, SPELLINGS, _rebuild_quantizer, class_identifier
 
-_FIELD_TYPES = (bool, int, float, str)
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def value_fields(cls: type[Quantizer]) -> dict[str, type]:
-    """Annotated fields that make up a quantizer class's value, with their types, base class first.
-
-    Raises:
-        TypeError: a field is annotated with anything but bool, int, float, str or an enum.
-    """
-    names: list[str] = []
-    for base in reversed(cls.__mro__):
-        names.extend(name for name in base.__dict__.get("__annotations__", {}) if name not in names)
-    hints = typing.get_type_hints(cls)
-    fields = [
-        name
-        for name in names
-        if typing.get_origin(hints[name]) is not ClassVar and hints[name] is not ClassVar
-    ]
-    for name in fields:
-        hint = hints[name]
-        if not (isinstance(hint, type) and issubclass(hint, (*_FIELD_TYPES, enum.Enum))):
-            raise TypeError(
-                f"{cls.__qualname__}.{name} is {hint}; a value field must be bool, int, float, str or enum"
-            )
-    return {name: hints[name] for name in fields}
-
-
-def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...]) -> Quantizer:
-    """Quantizer of ``cls`` with these field values, made without its constructor."""
-    quantizer = cls.__new__(cls)
-    enums = cls.__dict__.get("_registered_enums", {})
-    for name, value in items:
-        object.__setattr__(quantizer, name, enums[name](value) if name in enums else value)
-    quantizer._rebuild_derived_state()
-    return quantizer
-
-
-_CLASSES: dict[str, type[Quantizer]] = {}
-"""Quantizer classes by identifier; a class that is defined again gets another, and the older one keeps its own."""
-
-
-def _class_identifier(cls: type[Quantizer]) -> str:
-    """Module and qualified name, with a number where another class has them already (a notebook cell run again)."""
-    name = identifier = storage_identifier(cls)
-    number = 1
-    while identifier in _CLASSES:
-        number += 1
-        identifier = f"{name}#{number}"
-    return identifier
-
-
-def rebuild_from_text(described: tuple[str, tuple[tuple[str, Any], ...]]) -> Quantizer:
-    """Quantizer from what :meth:`Quantizer._class_and_value` wrote, read back as a literal."""
-    identifier, items = described
-    return _rebuild_quantizer(_CLASSES[identifier], items)
-
-
-_SPELLINGS = (("_describe_buffers", "inner_tensor_specs"), ("_storage_metadata", "storage_metadata"))
-"""Methods that later versions of the upstream project call by another name."""
 
 
 class Quantizer(Sealable, QuantizerValue):
@@ -121,15 +63,16 @@ class Quantizer(Sealable, QuantizerValue):
     _te_compile_value_opaque: ClassVar[bool] = False
     _registered_fields: ClassVar[tuple[str, ...] | None] = None
     _registered_enums: ClassVar[dict[str, type[enum.Enum]]] = {}
+    with_amax_reduction = False  # a field of the formats that can reduce; see ``amax_reduction``
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._identifier = _class_identifier(cls)
-        _CLASSES[cls._identifier] = cls
+        cls._identifier = class_identifier(cls)
+        CLASSES[cls._identifier] = cls
         cls._te_compile_value_opaque = False  # of each class itself: a subclass registers for itself
         if "_encode" in cls.__dict__ and "_takes_sources" not in cls.__dict__:
             cls._takes_sources = False  # what another class's encoding does with its input is its own affair
-        for names in _SPELLINGS:  # whichever of the two a class defines, both are that
+        for names in SPELLINGS:  # whichever of the two a class defines, both are that
             own = next((name for name in names if name in cls.__dict__), None)
             if own is not None:
                 for name in names:
@@ -152,28 +95,29 @@ class Quantizer(Sealable, QuantizerValue):
             object.__setattr__(self, name, value)
 
     def _rebuild_derived_state(self) -> None:
-        """Hook: compute what no value field holds, from the fields; once for every quantizer, however it is made.
+        """Hook: compute what no value field holds, once for every quantizer, however it is made.
 
-        The base constructor calls it, so a class sets its own fields before it calls the constructor of its base.
-        """
+        The base constructor ends in it: a class sets its own fields before it calls that."""
 
     # -- value semantics ------------------------------------------------------------------------------------------
 
     def _how_to_change(self, name: str) -> str:
         return f"use .replace({name}=...), or .with_usage(...), and keep the quantizer it returns"
 
-    def _check_assignable(self, name: str) -> None:
+    def _taken(self, name: str, value: Any) -> Any:
         fields = self._value_fields()
         if fields is not None and name not in (*fields, "amax_reduction_group"):
             raise AttributeError(
                 f"{type(self).__qualname__} has no field {name!r}; annotate it in the class, before that is registered"
             )
+        return field_value(name, vars(self).get(name), value)
 
     def _assigned(self, name: str) -> None:
         # not in the constructor, which derives at its end, nor for what is derived
         is_field = any(name in base.__dict__.get("__annotations__", {}) for base in type(self).__mro__)
         if is_field and "optimize_for_gemm" in vars(self):
             self._rebuild_derived_state()
+            self._check_fields()
 
     @classmethod
     def _value_fields(cls) -> tuple[str, ...] | None:
@@ -245,14 +189,23 @@ class Quantizer(Sealable, QuantizerValue):
         """Another quantizer with some fields changed.
 
         Raises:
-            AttributeError: a name that is no field of this quantizer.
+            AttributeError: a name that is no field of this quantizer. TypeError, ValueError: a value that the
+            constructor does not take.
         """
-        unknown = [name for name in changes if name not in vars(self)]
+        held = vars(self)
+        unknown = [name for name in changes if name not in held]
         if unknown:
             raise AttributeError(
-                f"{type(self).__qualname__} has no field {unknown[0]!r}; fields: {sorted(vars(self))}"
+                f"{type(self).__qualname__} has no field {unknown[0]!r}; fields: {sorted(held)}"
             )
-        return _rebuild_quantizer(type(self), tuple({**vars(self), **changes}.items()))
+        changes = {name: field_value(name, held[name], value) for name, value in changes.items()}
+        made = _rebuild_quantizer(type(self), tuple({**held, **changes}.items()))
+        if changes:
+            made._check_fields()
+        return made
+
+    def _check_fields(self) -> None:
+        """Hook: refuse what the format does not define, with a ValueError; constructors and ``replace`` end in it."""
 
     def copy(self) -> Quantizer:
         """An equal, independent quantizer."""
@@ -309,6 +262,23 @@ class Quantizer(Sealable, QuantizerValue):
         }
 
     inner_tensor_specs = _describe_buffers
+
+    def _buffer_table(self, shape: tuple[int, ...], dtype: torch.dtype) -> BufferTable:
+        """The description for a tensor of ``shape`` and ``dtype``, checked.
+
+        Raises:
+            ValueError: a shape or directions that quantizing refuses, too. RuntimeError: the description names a buffer
+            that the storage does not declare, or has another order.
+        """
+        self._check_shape(tuple(shape))
+        described = self._describe_buffers(shape, dtype)
+        storage_class = self._resolve_storage_cls()
+        declared = tuple(attribute for attribute, _ in storage_class._FLATTEN_TENSOR_BUFFERS)
+        if tuple(described) != tuple(name for name in declared if name in described):
+            raise RuntimeError(
+                f"quantizer describes buffers {tuple(described)} but {storage_class.__name__} declares {declared}"
+            )
+        return described
 
     def _decode(
         self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
@@ -371,11 +341,15 @@ class Quantizer(Sealable, QuantizerValue):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
-        """Uninitialised buffers for a tensor of ``shape`` and ``dtype``: name -> tensor, in flatten order."""
+        """Uninitialised buffers for a tensor of ``shape`` and ``dtype``: name -> tensor, in flatten order.
+
+        Raises:
+            ValueError: as :meth:`quantize` for that shape. RuntimeError: a class describes what its storage is not.
+        """
         place = default_device() if device is None else device
         return {
             name: torch.empty(size, dtype=kind, device=place)
-            for name, (size, kind) in self._describe_buffers(tuple(shape), dtype).items()
+            for name, (size, kind) in self._buffer_table(tuple(shape), dtype).items()
         }
 
     def create_metadata(
@@ -394,7 +368,11 @@ class Quantizer(Sealable, QuantizerValue):
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Any:
-        """Uninitialised quantized tensor of this quantizer's kind."""
+        """Uninitialised quantized tensor of this quantizer's kind.
+
+        Raises:
+            ValueError, RuntimeError: as :meth:`alloc_tensors`.
+        """
         buffers = self.alloc_tensors(shape, device=device, dtype=dtype)
         if pin_memory:
             buffers = {name: buffer.pin_memory() for name, buffer in buffers.items()}
@@ -447,11 +425,13 @@ class Quantizer(Sealable, QuantizerValue):
         Args:
             tensor: (*lead, K), fp32, bf16 or fp16.
             out: update this quantized tensor in place instead of making one.
-            dtype: nominal dtype of the result; default: the tensor's.
-            amax_reduction_group: process group over which per-tensor amax is reduced, where the format has one.
+            dtype: nominal dtype of the result; default: the tensor's, or that of ``out``.
+            amax_reduction_group: process group, or its name, over which the tensor's amax is reduced; for a quantizer
+                with ``with_amax_reduction``, which needs one.
         Raises:
-            TypeError: another dtype. ValueError: too few dims for the format, no direction asked for, or an ``out``
-            of another kind or shape.
+            TypeError: another dtype. ValueError: too few dims for the format, no direction asked for, an ``out`` of
+            another kind, shape or nominal dtype, or ``with_amax_reduction`` without a group. NotImplementedError: a
+            group, and a format that has no amax to reduce.
         """
         if torch.compiler.is_compiling() and not self._te_compile_value_opaque:
             torch._dynamo.comptime.comptime(_refuse_while_tracing)  # type: ignore[attr-defined]
@@ -459,7 +439,12 @@ class Quantizer(Sealable, QuantizerValue):
             return in_eager(self.quantize, tensor, out=out, dtype=dtype, amax_reduction_group=group)
         self._check_input(tensor)
         if out is not None:
-            return self.update_quantized(tensor, out)
+            if dtype not in (None, out.dtype):
+                raise ValueError(
+                    f"dtype is {dtype} and out has the nominal dtype {out.dtype}; leave dtype out, or give "
+                    f"out.to_dtype({dtype})"
+                )
+            return self.update_quantized(tensor, out, amax_reduction_group=amax_reduction_group)
         if torch.is_grad_enabled() and tensor.requires_grad:
             return _QuantizeFunction.apply(tensor, self, dtype or tensor.dtype, amax_reduction_group)
         return self._quantize_detached(tensor, dtype or tensor.dtype, amax_reduction_group)
@@ -470,8 +455,20 @@ class Quantizer(Sealable, QuantizerValue):
         return self._assemble(buffers, tuple(tensor.shape), dtype)
 
     def _reduction_group(self, given: Any) -> Any:
-        """The process group to reduce the amax over, when ``given`` came with the call."""
-        return given
+        """The process group to reduce the amax over, when ``given`` came with the call; None where nothing is reduced.
+
+        Raises:
+            NotImplementedError: the format has no amax to reduce. ValueError: it needs a group and has none.
+        """
+        if given is not None:
+            raise NotImplementedError(
+                f"{type(self).__qualname__} does not reduce amax over a process group; leave amax_reduction_group out"
+            )
+        return None
+
+    def _without_reduction(self) -> Quantizer:
+        """The same quantizer for tensors to own: it reduces nothing, and holds no group."""
+        return self
 
     def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
         raise NotImplementedError(f"{type(self).__qualname__} does not reduce amax over a process group")
@@ -491,12 +488,17 @@ class Quantizer(Sealable, QuantizerValue):
         return False
 
     def update_quantized(
-        self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
+        self,
+        src: Tensor,
+        dst: QuantizedTensorStorage,
+        *,
+        noop_flag: Tensor | None = None,
+        amax_reduction_group: Any = None,
     ) -> QuantizedTensorStorage:
         """Overwrite ``dst`` with the quantization of ``src``; skipped on device when ``noop_flag`` is non-zero.
 
         Raises:
-            TypeError, ValueError: as :meth:`quantize`.
+            TypeError, ValueError, NotImplementedError: as :meth:`quantize`.
         """
         if not isinstance(dst, self._storage_class):
             raise ValueError(
@@ -510,7 +512,12 @@ class Quantizer(Sealable, QuantizerValue):
         if written != expected:
             raise ValueError(f"out is read with {expected}; {type(self).__qualname__} writes {written}")
         buffers = [buffer for buffer in dst.get_data_tensors() if buffer is not None]
-        quantize_into(src.detach(), buffers, kept, noop_flag, self._seed(src))
+        group = self._reduction_group(amax_reduction_group)
+        if group is None:
+            quantize_into(src.detach(), buffers, kept, noop_flag, self._seed(src))
+            return dst
+        for mine, made in zip(buffers, kept._reduced_buffers(src.detach(), group), strict=True):
+            mine.copy_(made if noop_flag is None else torch.where(noop_flag != 0, mine, made))
         return dst
 
     def multi_quantize(self, tensors: list[Tensor]) -> list[Any]:
@@ -536,15 +543,18 @@ class Quantizer(Sealable, QuantizerValue):
         return ELEMENT_FORMATS[self.dtype]  # type: ignore[attr-defined]
 
     def _check_input(self, tensor: Tensor) -> None:
+        if tensor.dtype not in _INPUT_DTYPES:
+            raise TypeError(f"cannot quantize a {tensor.dtype} tensor; use float32, bfloat16 or float16")
+        self._check_shape(tuple(tensor.shape))
+
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
         if not (self.rowwise_usage or self.columnwise_usage):
             raise ValueError(
                 f"{type(self).__qualname__} has both directions switched off; ask for at least one"
             )
-        if tensor.dtype not in _INPUT_DTYPES:
-            raise TypeError(f"cannot quantize a {tensor.dtype} tensor; use float32, bfloat16 or float16")
-        if tensor.dim() < self._minimum_rank:
+        if len(shape) < self._minimum_rank:
             raise ValueError(
-                f"{type(self).__qualname__} needs at least {self._minimum_rank} dims, got shape {tuple(tensor.shape)}"
+                f"{type(self).__qualname__} needs at least {self._minimum_rank} dims, got shape {shape}"
             )
 
 

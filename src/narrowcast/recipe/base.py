@@ -139,10 +139,11 @@ class Recipe(Sealable):
     def __post_init__(self) -> None:
         self._check()
 
-    def _check_assignable(self, name: str) -> None:
+    def _taken(self, name: str, value: Any) -> Any:
         names = [each.name for each in fields(self)]
         if name not in names:
             raise AttributeError(f"{type(self).__name__} has no field {name!r}; fields: {names}")
+        return value
 
     def _assigned(self, name: str) -> None:
         self.__post_init__()

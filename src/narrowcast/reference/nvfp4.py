@@ -63,6 +63,7 @@ class _Options:
     e4m3_max: int
     error_mode: str
     seed: Tensor | None
+    amaxes: tuple[Tensor, Tensor] | None
 
     @property
     def codes_are_shared(self) -> bool:
@@ -101,6 +102,7 @@ def quantize(
     e4m3_max: int = 448,
     error_mode: str = "MAE",
     seed: Tensor | None = None,
+    amaxes: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor]:
     """Quantize a tensor in one or both directions.
 
@@ -116,6 +118,7 @@ def quantize(
         e4m3_max: the block scale that the tensor's amax maps to, 448 or 256.
         error_mode: what "4 over 6" minimises, "MAE" or "MSE".
         seed: int64 [1] for stochastic rounding of the elements, None for round to nearest even.
+        amaxes: fp32 [1] each, row-wise and column-wise, to scale by instead of the tensor's own.
 
     Raises:
         TypeError: ``x`` has another dtype.
@@ -130,7 +133,9 @@ def quantize(
         RN(1/S))), FLT_MAX)))``.
     """
     _check_options(two_d, rht, row_scaled, four_over_six, error_mode, seed)
-    options = _Options(two_d, rht, random_signs, row_scaled, four_over_six, e4m3_max, error_mode, seed)
+    options = _Options(
+        two_d, rht, random_signs, row_scaled, four_over_six, e4m3_max, error_mode, seed, amaxes
+    )
     source = as_matrix(widen(x))
     m, k = source.shape
     matrix = pad_matrix(
@@ -139,19 +144,19 @@ def quantize(
     owned = x.dtype != torch.float32 or matrix is not source
     row, column = _encode_directions(matrix, owned, rowwise, columnwise, options)
     buffers: list[Tensor] = []
-    amaxes: list[Tensor] = []
+    scaled_by: list[Tensor] = []
     if row is not None:
         data = pack_codes(row.codes[:m], 4)
         scales = spread(row.scales, NVFP4_BLOCK, 1) if options.codes_are_shared else row.scales
         buffers += [data.view(*x.shape[:-1], data.shape[1]), _pad(scales[:m])]
-        amaxes.append(row.amax.flatten()[: m if row_scaled else 1])
+        scaled_by.append(row.amax.flatten()[: m if row_scaled else 1])
     if column is not None:
         data = transpose_bytes(_pack_rows(column.codes)[:, :k])
         scales = spread(column.scales, 1, NVFP4_BLOCK) if options.codes_are_shared else column.scales
         buffers += [data, _pad(scales[:, :k].t())]
-        amaxes.append(column.amax.flatten()[: k if row_scaled else 1])
+        scaled_by.append(column.amax.flatten()[: k if row_scaled else 1])
     # Copied: two directions of one tile share their amax, and a slice would keep its padding alive.
-    return buffers + [amax.clone() for amax in amaxes]
+    return buffers + [amax.clone() for amax in scaled_by]
 
 
 def _check_options(
@@ -213,7 +218,10 @@ def _encode(
     matrix: Tensor, block_amax: Tensor, rows: int, columns: int, options: _Options, scratch: _Scratch
 ) -> _Encoded:
     """Encode groups of (rows, columns): (1, 16) row-wise, (16, 1) column-wise, (16, 16) for shared tiles."""
-    amax = _global_amax(block_amax, 1 if columns > 1 else 0, options.row_scaled)
+    if options.amaxes is None:
+        amax = _global_amax(block_amax, 1 if columns > 1 else 0, options.row_scaled)
+    else:
+        amax = options.amaxes[0 if columns > 1 else 1].view(1, 1)
     global_scale = _global_scale(amax, options.e4m3_max)
     if options.four_over_six:
         codes, scales = _encode_four_over_six(

@@ -355,6 +355,8 @@ class _Tracked:
 class quantized_model_init:
     """Modules made inside keep their weights quantized.
 
+    Under ``torch.no_grad()`` without what only a backward reads, which is half the bytes.
+
     Args:
         enabled: False makes ordinary parameters.
         recipe: whose weight quantizer to use; None takes :func:`get_default_recipe`. Delayed scaling has no history

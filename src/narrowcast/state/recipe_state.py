@@ -125,7 +125,7 @@ class RecipeState:
         return True
 
     def _with_state(self, quantizer: Quantizer, slot: int) -> Quantizer:
-        if not quantizer._is_delayed() or self._slots is None:
+        if self._slots is None or quantizer.with_amax_reduction or not quantizer._is_delayed():
             return quantizer
         at = slice(slot, slot + 1)
         return Float8Quantizer(

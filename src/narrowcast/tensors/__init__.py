@@ -2,7 +2,15 @@
 
 import torch
 
-from .grouped import GroupedTensor, GroupedTensorStorage, grouped_layout, grouped_storage_of, quantize_members
+from .dequantizing import DequantizedView, DequantizingTensor
+from .grouped import (
+    GroupedTensor,
+    GroupedTensorStorage,
+    grouped_layout,
+    grouped_storage_of,
+    quantize_members,
+    rebuild_grouped_tensor,
+)
 from .named import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
@@ -35,9 +43,11 @@ _WRAPPERS = (
     HybridQuantizedTensor,
     IdentityTensor,
 )
-torch.serialization.add_safe_globals([rebuild_quantized_tensor, *_WRAPPERS])
+torch.serialization.add_safe_globals([rebuild_quantized_tensor, rebuild_grouped_tensor, *_WRAPPERS])
 
 __all__ = [
+    "DequantizedView",
+    "DequantizingTensor",
     "Float8BlockwiseQTensor",
     "Float8BlockwiseQTensorStorage",
     "Float8Tensor",

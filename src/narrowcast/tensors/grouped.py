@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..functional import (
     QuantizerValue,
@@ -21,11 +20,21 @@ from ..functional import (
     operand_of,
 )
 from ..functional.grouped_quantize import group_operands
+from .dequantizing import DequantizingTensor, Handler, check_not_sharded, read_only
 from .storage import QuantizedTensorStorage, resolve_storage_class
 
 aten = torch.ops.aten
 
 _BUFFERS = ("rowwise_data", "scale_inv", "columnwise_data", "columnwise_scale_inv")
+_DESCRIPTION = (
+    "quantizer",
+    "storage_name",
+    "group_layout",
+    "num_tensors",
+    "logical_shape",
+    "fake_dtype",
+    "first_dims",
+)
 
 
 def grouped_layout(storage_name: str) -> str:
@@ -180,12 +189,14 @@ class GroupedTensorStorage:
             noop_flag: fp32, one element; non-zero leaves the buffers as they are, decided on the device.
 
         Raises:
-            NotImplementedError: the members have different shapes.
+            NotImplementedError: the members have different shapes. ValueError: ``tensors`` have another shape.
         """
         self._check_uniform()
         made = quantize_members(
             list(tensors) if not isinstance(tensors, Tensor) else [tensors], self.quantizer
         )
+        if tuple(made.logical_shape) != tuple(self.logical_shape):
+            raise ValueError(f"the members are {tuple(self.logical_shape)}, got {tuple(made.logical_shape)}")
         for mine, theirs in zip(self.get_data_tensors(), made.get_data_tensors(), strict=True):
             if mine is not None and theirs is not None:
                 mine.copy_(theirs if noop_flag is None else torch.where(noop_flag != 0, mine, theirs))
@@ -197,6 +208,15 @@ class GroupedTensorStorage:
                 f"{type(self).__name__} has members of different shapes; split_into_quantized_tensors() gives them one "
                 "by one"
             )
+
+    def _matches(self, other: GroupedTensorStorage) -> bool:
+        """Whether the bytes of the other storage mean the same in this one."""
+        own, others = self.quantizer._layout(), other.quantizer._layout()  # type: ignore[attr-defined]
+        shapes, other_shapes = (
+            [None if buffer is None else buffer.shape for buffer in storage.get_data_tensors()]
+            for storage in (self, other)
+        )
+        return own == others and shapes == other_shapes and self.first_dims is other.first_dims is None
 
     def copy(self) -> GroupedTensorStorage:
         """The same members in buffers of their own."""
@@ -273,7 +293,7 @@ def _take_buffers(
         setattr(storage, name, None if buffer is None else function(buffer))
 
 
-class GroupedTensor(GroupedTensorStorage, torch.Tensor):
+class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
     """Tensor of shape (num_tensors, rows, columns) over quantized members of equal shape.
 
     Operations run on the dequantized members; in-place ones requantize into the same buffers. Shapes cannot be changed.
@@ -281,38 +301,53 @@ class GroupedTensor(GroupedTensorStorage, torch.Tensor):
     Args:
         storage: what it shares its buffers with.
         requires_grad: as of any tensor.
+        stride: as of any tensor, one number per dim; None: contiguous.
 
     Raises:
         NotImplementedError: the members have different shapes.
     """
 
-    _high_precision_init_val: Tensor | None = None
-
     @staticmethod
-    def __new__(cls, storage: GroupedTensorStorage, requires_grad: bool = False) -> GroupedTensor:
+    def __new__(
+        cls, storage: GroupedTensorStorage, requires_grad: bool = False, stride: Sequence[int] | None = None
+    ) -> GroupedTensor:
         storage._check_uniform()
         device = next(buffer.device for buffer in storage.get_data_tensors() if buffer is not None)
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, storage.logical_shape, dtype=storage.fake_dtype, device=device, requires_grad=requires_grad
+            cls,
+            storage.logical_shape,
+            strides=stride,
+            dtype=storage.fake_dtype,
+            device=device,
+            requires_grad=requires_grad,
         )
 
-    def __init__(self, storage: GroupedTensorStorage, requires_grad: bool = False) -> None:
+    def __init__(
+        self, storage: GroupedTensorStorage, requires_grad: bool = False, stride: Sequence[int] | None = None
+    ) -> None:
         GroupedTensorStorage.__init__(self, [], **storage._metadata())
         _take_buffers(self, {name: getattr(storage, name) for name in _BUFFERS}, lambda buffer: buffer)
 
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
-        """High-precision values; the gradient passes through unchanged."""
-        if torch.is_grad_enabled() and self.requires_grad:
-            return _Dequantize.apply(self, dtype or self.fake_dtype)
+    dequantize = DequantizingTensor.dequantize  # type: ignore[assignment]
+
+    def _plain(self, dtype: torch.dtype | None = None) -> Tensor:
         return GroupedTensorStorage.dequantize(self, dtype=dtype)
 
-    def get_high_precision_init_val(self) -> Tensor | None:
-        """CPU copy of the value this parameter was made from, if ``quantized_model_init`` kept one."""
-        return self._high_precision_init_val
+    def _overwrite(self, values: Tensor) -> None:
+        self.quantize(values)
 
-    def clear_high_precision_init_val(self) -> None:
-        """Drop that copy."""
-        self._high_precision_init_val = None
+    def _quantized(self, values: Tensor) -> GroupedTensor:
+        return GroupedTensor(quantize_members([values], self.quantizer))
+
+    def _adopt(self, source: GroupedTensor) -> None:
+        for name in (*_BUFFERS, *_DESCRIPTION):
+            setattr(self, name, getattr(source, name))
+
+    def to_dtype(self, dtype: torch.dtype) -> GroupedTensor:
+        """Wrapper around the same buffers with another nominal dtype; nothing is requantized."""
+        storage = self._mapped(lambda buffer: buffer)
+        storage.fake_dtype = dtype
+        return GroupedTensor(storage, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return GroupedTensorStorage.__repr__(self)
@@ -331,82 +366,149 @@ class GroupedTensor(GroupedTensorStorage, torch.Tensor):
         requires_grad = described.pop("requires_grad")
         storage = GroupedTensorStorage([], **described)
         _take_buffers(storage, dict(inner_tensors), lambda buffer: buffer)
-        return GroupedTensor(storage, requires_grad)
+        return GroupedTensor(storage, requires_grad, outer_stride)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        buffers = {name: getattr(self, name) for name in _BUFFERS}
+        parts = self._metadata(), buffers, self.requires_grad, isinstance(self, torch.nn.Parameter)
+        return rebuild_grouped_tensor, parts
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (aten.detach.default, aten.alias.default):
-            return GroupedTensor(args[0])
-        if func is aten.clone.default:
-            return GroupedTensor(args[0].copy())
-        if func in (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default):
-            return _reshaped(func, *args)
-        if func in _SHAPE_CHANGING:
-            raise RuntimeError(f"{func} cannot change the shape of a GroupedTensor; call dequantize() first")
-        if func._schema.is_mutable:
-            return _run_in_place(func, args, kwargs)
-        args, kwargs = pytree.tree_map_only(GroupedTensor, GroupedTensorStorage.dequantize, (args, kwargs))
-        return func(*args, **kwargs)
+    def _run(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in cls._HANDLERS or _works_on_values(func):
+            return super()._run(func, args, kwargs)
+        check_not_sharded(args[0] if args else None)
+        raise RuntimeError(
+            f"{func} changes the shape of a GroupedTensor, or is not known to keep it; call dequantize() first"
+        )
+
+    _HANDLERS: ClassVar[dict[Any, Handler]] = {}
 
 
-_SHAPE_CHANGING = (
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.cat.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
-    aten.split.Tensor,
-    aten.unbind.int,
+_ON_VALUES = frozenset(
+    {
+        "all",
+        "allclose",
+        "any",
+        "count_nonzero",
+        "equal",
+        "is_same_size",
+        "_local_scalar_dense",
+        "amax",
+        "amin",
+        "argmax",
+        "argmin",
+        "max",
+        "min",
+        "mean",
+        "sum",
+        "prod",
+        "norm",
+        "linalg_vector_norm",
+        "std",
+        "std_mean",
+        "var",
+        "var_mean",
+        "bmm",
+        "baddbmm",
+        "dist",
+        "bernoulli",
+        "full_like",
+        "ones_like",
+        "zeros_like",
+        "rand_like",
+        "randn_like",
+        "new_empty",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+    }
 )
+"""Operators on values that make no copy of the members in another shape, besides the pointwise ones."""
 
 
+def _works_on_values(func: Any) -> bool:
+    """Whether the operator makes something new of the values, or writes to the tensor without changing its shape."""
+    if func._schema.is_mutable:
+        return torch.Tag.inplace_view not in func.tags
+    name = func.overloadpacket.__name__
+    return torch.Tag.pointwise in func.tags or name in _ON_VALUES or name.startswith("_foreach_")
+
+
+def _handles(*overloads: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        GroupedTensor._HANDLERS.update(dict.fromkeys(overloads, handler))
+        return handler
+
+    return register
+
+
+@_handles(aten.detach.default, aten.alias.default)
+def _alias(func: Any, tensor: GroupedTensor) -> GroupedTensor:
+    return GroupedTensor(tensor)
+
+
+@_handles(aten.clone.default)
+def _clone(func: Any, tensor: GroupedTensor, **kwargs: Any) -> GroupedTensor:
+    return GroupedTensor(tensor.copy())
+
+
+@_handles(aten.copy_.default)
+def _copy(func: Any, destination: Tensor, source: Tensor, *args: Any) -> Tensor:
+    if not isinstance(destination, GroupedTensor):
+        destination.copy_(source._plain() if isinstance(source, GroupedTensor) else source)
+    elif isinstance(source, GroupedTensor) and destination._matches(source):
+        for mine, theirs in zip(destination.get_data_tensors(), source.get_data_tensors(), strict=True):
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
+    else:
+        values = source._plain() if isinstance(source, DequantizingTensor) else source
+        values = values.to(destination.device, destination.fake_dtype)
+        destination.quantize(values.expand(destination.shape))
+    return destination
+
+
+@_handles(aten._to_copy.default)
+def _to_copy(func: Any, tensor: GroupedTensor, **kwargs: Any) -> Tensor:
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    if dtype not in (None, tensor.dtype):
+        return func(tensor._plain(dtype), **kwargs)
+    return GroupedTensor(
+        tensor._mapped(lambda buffer: buffer.clone() if device is None else buffer.to(device, copy=True))
+    )
+
+
+@_handles(aten.empty_like.default)
+def _empty_like(func: Any, tensor: GroupedTensor, **kwargs: Any) -> GroupedTensor:
+    empty = GroupedTensor(
+        tensor._mapped(lambda buffer: torch.empty_like(buffer, device=kwargs.get("device")))
+    )
+    return empty.to_dtype(kwargs.get("dtype") or tensor.dtype)
+
+
+@_handles(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
 def _reshaped(func: Any, tensor: GroupedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
+    if list(size) == [-1] and isinstance(tensor, torch.nn.Parameter):  # as parameters_to_vector does
+        return read_only(tensor._plain().view(-1))
     if list(size) == [-1] and tensor.rowwise_data is not None:
         return tensor.rowwise_data.reshape(-1)
     if all(new in (-1, old) for new, old in zip(size, tensor.shape)) and len(size) == tensor.dim():
         return GroupedTensor(tensor)
+    check_not_sharded(tensor)
     raise RuntimeError(
         f"{func} cannot change the shape {tuple(tensor.shape)} of a GroupedTensor to {tuple(size)}; call dequantize() "
-        "first, or use view(-1) for the row-wise codes"
+        "first, or use view(-1): the values of a parameter, the row-wise codes of another tensor"
     )
 
 
-def _run_in_place(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Dequantize, run, and requantize every argument the schema writes to; keywords are paired by name."""
-    names = [argument.name for argument in func._schema.arguments]
-    written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    given = {**dict(zip(names, args)), **kwargs}
-    plain = {
-        name: pytree.tree_map_only(GroupedTensor, GroupedTensorStorage.dequantize, value)
-        for name, value in given.items()
-    }
-    result = func(*(plain[name] for name in names[: len(args)]), **{name: plain[name] for name in kwargs})
-    originals: dict[int, Any] = {}
-    for name in written & given.keys():
-        for target, source in zip(
-            pytree.tree_leaves(given[name]), pytree.tree_leaves(plain[name]), strict=True
-        ):
-            originals[id(source)] = target
-            if isinstance(target, GroupedTensor):
-                target.quantize(source)
-    return pytree.tree_map_only(Tensor, lambda returned: originals.get(id(returned), returned), result)
-
-
-class _Dequantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: GroupedTensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = tensor.dtype
-        return GroupedTensorStorage.dequantize(tensor, dtype=dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return grad_output.to(ctx.dtype), None
+def rebuild_grouped_tensor(
+    metadata: dict[str, Any], buffers: dict[str, Tensor | None], requires_grad: bool, is_parameter: bool
+) -> GroupedTensor:
+    """Inverse of pickling; public by name, because files refer to it."""
+    storage = GroupedTensorStorage([], **metadata)
+    _take_buffers(storage, buffers, lambda buffer: buffer)
+    tensor = GroupedTensor(storage, requires_grad)
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor  # type: ignore[return-value]
 
 
 def grouped_storage_of(tensor: GroupedTensor) -> GroupedTensorStorage:

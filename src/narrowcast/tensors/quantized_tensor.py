@@ -7,23 +7,22 @@ dequantized value; in-place operators requantize into the same buffers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from ..functional import QuantizerValue
+from .dequantizing import DequantizingTensor, Handler, check_not_sharded, read_only
 from .storage import QuantizedTensorStorage, flatten_context, resolve_storage_class
 
 aten = torch.ops.aten
 
-_Handler = Callable[..., Any]
-_HANDLERS: dict[Any, _Handler] = {}
+_HANDLERS: dict[Any, Handler] = {}
 
 
-def _handles(*overloads: Any) -> Callable[[_Handler], _Handler]:
-    def register(handler: _Handler) -> _Handler:
+def _handles(*overloads: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
         for overload in overloads:
             _HANDLERS[overload] = handler
         return handler
@@ -31,7 +30,7 @@ def _handles(*overloads: Any) -> Callable[[_Handler], _Handler]:
     return register
 
 
-class QuantizedTensor(QuantizedTensorStorage, Tensor):
+class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
     """Base of the tensor wrappers; concrete classes add a storage class for the buffers.
 
     Args:
@@ -90,20 +89,20 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     dtype = Tensor.dtype  # type: ignore[assignment]
     device = Tensor.device  # type: ignore[assignment]
 
-    @property
-    def data(self) -> QuantizedTensor:  # type: ignore[override]
-        """This tensor without its history; assigning adopts another's buffers, or quantizes a plain tensor."""
-        return self.detach()  # type: ignore[return-value]
+    dequantize = DequantizingTensor.dequantize  # type: ignore[assignment]
 
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        quantizer: Any = self._quantizer
-        source: Any = value if isinstance(value, QuantizedTensor) else quantizer.quantize(value.detach())
-        if type(source) is not type(self):
-            raise ValueError(
-                f"cannot make a {type(self).__name__} hold the data of a {type(source).__name__}"
-            )
-        Tensor.data.__set__(self, source)  # type: ignore[attr-defined]
+    _HANDLERS: ClassVar[dict[Any, Handler]] = _HANDLERS
+
+    def _plain(self, dtype: torch.dtype | None = None) -> Tensor:
+        return QuantizedTensorStorage.dequantize(self, dtype=dtype)
+
+    def _overwrite(self, values: Tensor) -> None:
+        self.quantize_(values)
+
+    def _quantized(self, values: Tensor) -> DequantizingTensor:
+        return self._quantizer.quantize(values)  # type: ignore[attr-defined]
+
+    def _adopt(self, source: QuantizedTensor) -> None:
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, attribute, getattr(source, attribute))
         self._quantizer, self._dtype = source._quantizer, source._dtype
@@ -118,8 +117,8 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
             raise RuntimeError(
                 f"cannot assign into a {type(self).__name__} that requires grad; use torch.no_grad()"
             )
-        plain = _plain(self)
-        plain[index] = _plain(value) if isinstance(value, QuantizedTensor) else value
+        plain = self._plain()
+        plain[index] = value._plain() if isinstance(value, DequantizingTensor) else value
         self.quantize_(plain)
 
     def get_metadata(self) -> dict[str, Any]:
@@ -165,36 +164,6 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
         """Wrapper around the same buffers with another nominal dtype; nothing is requantized."""
         return type(self).make_like(self, dtype=dtype, requires_grad=self.requires_grad)
 
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
-        """High-precision values; the gradient passes through unchanged."""
-        if torch.is_grad_enabled() and self.requires_grad:
-            return _Dequantize.apply(self, dtype or self._dtype)
-        return QuantizedTensorStorage.dequantize(self, dtype=dtype)
-
-    def float(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Dequantized fp32 values."""
-        return self.dequantize(dtype=torch.float32)
-
-    def half(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Dequantized fp16 values."""
-        return self.dequantize(dtype=torch.float16)
-
-    def bfloat16(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Dequantized bf16 values."""
-        return self.dequantize(dtype=torch.bfloat16)
-
-    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Dequantized values on the CPU."""
-        return self.dequantize().cpu()
-
-    def get_high_precision_init_val(self) -> Tensor | None:
-        """CPU copy of the value this parameter was made from, if ``quantized_model_init`` kept one."""
-        return getattr(self, "_high_precision_init_val", None)
-
-    def clear_high_precision_init_val(self) -> None:
-        """Drop that copy."""
-        self._high_precision_init_val = None
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         usages = ", ".join(name for name, there in self.get_usages().items() if there)
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self._dtype}, {usages}, {self._quantizer!r})"
@@ -209,19 +178,6 @@ class QuantizedTensor(QuantizedTensorStorage, Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         present = [a for a, _ in self._FLATTEN_TENSOR_BUFFERS if getattr(self, a) is not None]
         return present, flatten_context(type(self), self.requires_grad, self._quantizer, self._dtype)
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            return handler(func, *args, **kwargs)
-        if func._schema.is_mutable:
-            return _run_in_place(func, args, kwargs)
-        args, kwargs = pytree.tree_map_only(QuantizedTensor, _plain, (args, kwargs))
-        return func(*args, **kwargs)
 
 
 def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
@@ -261,40 +217,6 @@ def rebuild_quantized_tensor(
     return torch.nn.Parameter(tensor, tensor.requires_grad) if is_parameter else tensor  # type: ignore[return-value]
 
 
-def _plain(tensor: QuantizedTensor) -> Tensor:
-    return QuantizedTensorStorage.dequantize(tensor)
-
-
-class _Dequantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = tensor.dtype
-        return QuantizedTensorStorage.dequantize(tensor, dtype=dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return grad_output.to(ctx.dtype), None
-
-
-def _run_in_place(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Dequantize, run, and requantize every argument the schema writes to; keywords are paired by name."""
-    names = [argument.name for argument in func._schema.arguments]
-    written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    given = {**dict(zip(names, args)), **kwargs}
-    plain = {name: pytree.tree_map_only(QuantizedTensor, _plain, value) for name, value in given.items()}
-    positional = tuple(plain[name] for name in names[: len(args)])
-    result = func(*positional, **{name: plain[name] for name in kwargs})
-    originals: dict[int, Any] = {}
-    for name in written & given.keys():
-        for target, source in zip(
-            pytree.tree_leaves(given[name]), pytree.tree_leaves(plain[name]), strict=True
-        ):
-            originals[id(source)] = target
-            if isinstance(target, QuantizedTensor):
-                target.quantize_(source)
-    return pytree.tree_map_only(Tensor, lambda returned: originals.get(id(returned), returned), result)
-
-
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
     return tensor._like(lambda buffer: buffer)
@@ -308,13 +230,13 @@ def _clone(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> QuantizedTensor
 @_handles(aten.copy_.default)
 def _copy(func: Any, destination: Tensor, source: Tensor, *args: Any) -> Tensor:
     if not isinstance(destination, QuantizedTensor):
-        destination.copy_(_plain(source) if isinstance(source, QuantizedTensor) else source)
+        destination.copy_(source._plain() if isinstance(source, QuantizedTensor) else source)
         return destination
     if isinstance(source, QuantizedTensor):
         if destination._matches(source):
             destination.copy_from_storage(source)
             return destination
-        source = _plain(source)
+        source = source._plain()
     if not destination._quantizer.is_quantizable(source):  # type: ignore[attr-defined]
         source = source.to(destination.dtype)
     destination.quantize_(source.to(destination.device).expand(destination.shape))
@@ -322,12 +244,17 @@ def _copy(func: Any, destination: Tensor, source: Tensor, *args: Any) -> Tensor:
 
 
 @_handles(aten._to_copy.default)
-def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
+def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
-    moved = tensor._like(
-        lambda buffer: buffer.to(device, copy=True) if device is not None else buffer.clone()
-    )
-    return moved if dtype is None else moved.to_dtype(dtype)
+    if dtype not in (None, tensor.dtype):
+        return func(tensor._plain(dtype), **kwargs)
+    return tensor._like(lambda buffer: buffer.to(device, copy=True) if device is not None else buffer.clone())
+
+
+@_handles(aten.new_zeros.default)
+def _new_zeros(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tensor:
+    check_not_sharded(tensor)
+    return torch.zeros(size, **{"dtype": tensor.dtype, "device": tensor.device, **kwargs})
 
 
 @_handles(aten.empty_like.default)
@@ -340,4 +267,7 @@ def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
 def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tensor:
     if tuple(size) == tuple(tensor.shape):
         return tensor._like(lambda buffer: buffer)
-    return func(_plain(tensor), size, **kwargs)
+    if len(size) == 1:
+        check_not_sharded(tensor)
+    values = func(tensor._plain(), size, **kwargs)
+    return read_only(values) if func.is_view else values

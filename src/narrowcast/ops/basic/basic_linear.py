@@ -15,6 +15,7 @@ from ...autograd.gemms import SavedOperand, linear_backward, linear_bwd_args, li
 from ...dynamo import TensorProto
 from ...functional import calibrate_
 from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
+from ...layers.parameters import check_differentiable
 from ...quantizers import Operand, Quantizer
 from ...recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Mode, Recipe, linear_plan
 from ...roles import QuantizerRole
@@ -309,6 +310,8 @@ class BasicLinear(LinearLayer, BasicOperation):
         scales, workspace = scales or DelayedScales(), None
         if plan.quantized and isinstance(self.weight, QuantizedTensor):
             workspace = self._workspace(self._stages[0], plan.kept_weight, scales, self.weight, None)
+            if not workspace.columnwise:
+                check_differentiable(workspace, plan, "weight", self.name or type(self).__name__)
         accumulates = self.fuse_wgrad_accumulation and plan.needs_weight
         wgrad = self._wgrad("weight", None) if accumulates else LinearWgrad()
         return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, False)

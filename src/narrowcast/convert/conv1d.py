@@ -1,0 +1,37 @@
+"""The linear layer of GPT-2 in Transformers, ``Conv1D``: a linear layer whose weight is stored transposed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..autograd import LinearFunction
+from ..layers import LinearLayer, Stage, checked_input
+
+
+class Conv1DLayer(LinearLayer):
+    """y = x w + b for a weight (in_features, out_features), as the recipe in force says.
+
+    Quantized are the rows and columns of the transposed weight, as those of any linear layer. Errors of the forward are
+    those of :class:`narrowcast.Linear`.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def _take_over(self, name: str) -> None:
+        """Be a layer around the parameters of the ``Conv1D`` that this was so far."""
+        self._init_linear_layer(name, (Stage("", name, "weight", "bias"),), self.weight.device)
+
+    def forward(self, x: Tensor) -> Any:
+        """Apply the layer to ``x`` (*lead, in_features)."""
+        stored, bias = self.weight, self.bias
+        x = checked_input(x, stored.shape[0], "in_features", stored)
+        recipe, stage, weight = self._recipe_in_force(), self._stages[0], stored.t()
+        if recipe is None:
+            return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+        plan = self._plan(recipe, stage, x.requires_grad, stored)
+        args = self._fwd_args(stage, plan, x.dtype, weight, bias, None)
+        return LinearFunction.apply(weight, x, bias, args)

@@ -1,0 +1,160 @@
+"""``convert`` and ``revert``: the layers of a model become low-precision ones where they are, and turn back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import nn
+
+from ..layers import DelayedLayer, RecipeOwner
+from ..layers.set_recipe import matching_names, recipe_table, renew_from, renew_layers
+from ..nn import Linear
+from ..recipe import Recipe
+from .find import Found, FoundNorm, gemm_modules, norm_modules
+from .receipt import Decision, Receipt, receipt_of
+from .stored import restore, store, uses_of_parameters, why_not_stored
+from .swap import become, check_turns_back, is_converted, turn_back
+
+Patterns = str | Sequence[str] | None
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe | Mapping[str, Recipe | None] | str,
+    *,
+    only: Patterns = None,
+    skip: Patterns = None,
+    weights: Literal["plain", "stored"] = "plain",
+    norms: bool = False,
+    dry_run: bool = False,
+) -> Receipt:
+    """Have the linear layers of a model run in the precision of a recipe: in place, exactly undone by :func:`revert`.
+
+    ``nn.Linear``, ``Conv1D`` of Transformers and the 3-D experts of Transformers 5 become layers of narrowcast that own
+    their recipe. The module objects stay, with their parameters, ties, hooks and attributes; no key and no value of the
+    state dict changes, but that ``DelayedScaling`` adds its state. Everything else that holds the weight of a GEMM is
+    named in the receipt with the reason why it stayed. Layers of narrowcast keep the recipe they have.
+
+    Args:
+        model: what is called: it renews the scales of delayed scaling.
+        recipe: one for all, or one by pattern as :func:`narrowcast.set_recipe` takes them; what no pattern matches, or
+            None is given for, is not converted.
+        only, skip: patterns of module names: nothing else is converted, these are not.
+        weights: "stored" keeps the frozen weights (``requires_grad`` False) of converted ``nn.Linear``s as one
+            quantized copy: about half the bytes of bf16. The state dict has its values, not those of before. For
+            recipes that quantize a weight and its transpose alike, per-tensor FP8 and 128 x 128 tiles.
+        norms: convert ``nn.LayerNorm`` and ``nn.RMSNorm``, too, to narrowcast's, which are not quantized: their numbers
+            are the same eager and compiled, and on every device.
+        dry_run: change nothing, and return the receipt of what would be done.
+    Returns:
+        the receipt: every module with the weight of a GEMM, what was decided and why; print it.
+    Raises (with nothing changed):
+        TypeError: ``model`` is no module, ``recipe`` no recipe. ValueError: a pattern that matches no such module, a
+        recipe that cannot be resolved for a layer, or "stored" weights of which none is frozen or with another recipe.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    if recipe is None:
+        raise TypeError("recipe is None; pass one of narrowcast.recipe's recipes, or a table of them")
+    if weights not in ("plain", "stored"):
+        raise ValueError(f"weights is {weights!r}; use 'plain' or 'stored'")
+    table = recipe_table(recipe, "convert")
+    found, found_norms = list(gemm_modules(model)), list(norm_modules(model)) if norms else []
+    names = [one.name for one in (*found, *found_norms)]
+    recipes: dict[str, Recipe | None] = {}
+    for pattern, value in table.items():
+        recipes.update(dict.fromkeys(_matching(pattern, names, model), value))
+    chosen = set(names if only is None else _matching_any(only, names, model))
+    skipped = set(_matching_any(skip, names, model)) if skip is not None else set()
+    decisions = [_decide(one, recipes, chosen, skipped) for one in found]
+    if weights == "stored":
+        decisions = _with_stored_weights(model, decisions)
+    chosen_norms = [_decide_norm(one, chosen, skipped) for one in found_norms]
+    # resolves every recipe, so that what cannot be resolved fails here
+    receipt = receipt_of(model, decisions, chosen_norms, dry_run)
+    if not dry_run:
+        for one in decisions:
+            if one.decision == "converted":
+                layer: Any = one.found.layer
+                become(one.found.module, layer, one.role_name, one.recipe)
+                if one.stored:
+                    store(one.found.module)
+        for norm in chosen_norms:
+            if norm.layer is not None:
+                become(norm.module, norm.layer)
+        renew_from(model)
+    return receipt
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Undo :func:`convert` for all of a model's modules: their classes and attributes are again those of before.
+
+    Parameters keep the values that they have now, weights that were stored quantized those of the quantized copy;
+    recipes and the state of delayed scaling are dropped.
+
+    Returns:
+        ``model``.
+    Raises (with nothing changed):
+        RuntimeError: something gave a converted module yet another class.
+    """
+    converted = [(name, module) for name, module in model.named_modules() if is_converted(module)]
+    for name, module in converted:
+        check_turns_back(name, module)
+    for _, module in converted:
+        restore(module)
+        turn_back(module)
+    if not any(isinstance(layer, DelayedLayer) and layer.delayed_slots() for layer in model.modules()):
+        hooks: Any = model._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is renew_layers]:
+            del hooks[key]
+    return model
+
+
+def _decide(one: Found, recipes: dict[str, Recipe | None], chosen: set[str], skipped: set[str]) -> Decision:
+    if isinstance(one.module, RecipeOwner):
+        return Decision(one, "narrowcast", one.reason, one.module.recipe)
+    if one.layer is None:
+        return Decision(one, "kept", one.reason, None)
+    if one.name in skipped:
+        return Decision(one, "kept", "skip", None)
+    if one.name not in chosen:
+        return Decision(one, "kept", "not in only", None)
+    recipe = recipes.get(one.name)
+    if recipe is None:
+        return Decision(one, "kept", "no recipe is given for it", None)
+    return Decision(one, "converted", one.note, recipe)
+
+
+def _decide_norm(one: FoundNorm, chosen: set[str], skipped: set[str]) -> FoundNorm:
+    if one.layer is not None and (one.name in skipped or one.name not in chosen):
+        return one._replace(layer=None, reason="skip" if one.name in skipped else "not in only")
+    return one
+
+
+def _with_stored_weights(model: nn.Module, decisions: list[Decision]) -> list[Decision]:
+    """The decisions, with weights stored where they can be, and a reason where they cannot."""
+    uses = uses_of_parameters(model)
+    found = []
+    for one in decisions:
+        if one.decision == "converted":
+            weight = one.found.weights[0].tensor
+            known = one.found.layer is Linear
+            reason = why_not_stored(weight, uses) if known else "its weights are not stored quantized"
+            one = replace(one, stored=not reason, reason="; ".join(filter(None, (one.reason, reason))))
+        found.append(one)
+    if not any(one.stored for one in found):
+        raise ValueError(
+            "weights='stored' finds no frozen weight of an nn.Linear to store; call model.requires_grad_(False) first"
+        )
+    return found
+
+
+def _matching(pattern: str, names: list[str], model: nn.Module) -> list[str]:
+    return matching_names(pattern, names, model, "module with the weight of a GEMM")
+
+
+def _matching_any(patterns: Patterns, names: list[str], model: nn.Module) -> list[str]:
+    listed: Any = [patterns] if isinstance(patterns, str) else patterns
+    return [name for pattern in listed for name in _matching(pattern, names, model)]

@@ -1,0 +1,247 @@
+"""Which modules of a model hold the weight of a GEMM, which of them can be converted, and why the others cannot."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import GroupedLinearLayer, LinearLayer, RecipeOwner
+from ..nn import LayerNorm, Linear, RMSNorm
+from .conv1d import Conv1DLayer
+from .experts import ExpertsLayer
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+_LOOKED_UP = (
+    "embed",
+    "position",
+    "token",
+)  # in names of parameters that are added or looked up, not multiplied
+
+_FAST_PATH = "without gradients, torch's fast path for nn.TransformerEncoderLayer reads its weight itself"
+
+
+class Weight(NamedTuple):
+    """A weight of GEMMs: the parameter, how many matrices it holds, (N, K) of each, and how many a token meets."""
+
+    name: str
+    tensor: Tensor
+    groups: int
+    rows: int
+    columns: int
+    per_token: float
+
+
+class Found(NamedTuple):
+    """A module with such weights. ``layer``: what it can become; None where it cannot, for the ``reason``.
+
+    ``note``: what to know of one that is converted.
+    """
+
+    name: str
+    module: nn.Module
+    weights: list[Weight]
+    layer: type[LinearLayer] | None
+    reason: str
+    note: str = ""
+
+
+def gemm_modules(model: nn.Module) -> Iterator[Found]:
+    """The modules of a model that hold weights of GEMMs, in its order; one that has two names by its first."""
+    parents = {id(child): module for module in model.modules() for child in module.children()}
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        found = _look(name, module, parents.get(id(module)))
+        if found is not None and found.weights:
+            share = _share_of_tokens(name, modules)
+            met = [weight._replace(per_token=weight.per_token * share) for weight in found.weights]
+            yield found._replace(weights=met)
+
+
+def _share_of_tokens(name: str, modules: dict[str, nn.Module]) -> float:
+    """Of the tokens, those that reach a module: all, or in one of a list of ``experts`` what its owner chooses."""
+    inside = re.match(r"(?:(.*)\.)?experts\.\d+(?:\.|$)", name)
+    owner = None if inside is None else modules[inside[1] or ""]
+    experts = getattr(owner, "experts", None)
+    if not isinstance(experts, nn.ModuleList):
+        return 1.0
+    return _chosen_experts(owner, getattr(owner, "gate", None), groups=len(experts)) / len(experts)
+
+
+class FoundNorm(NamedTuple):
+    """A norm of torch's. ``layer``: what it can become; None where it cannot, for the ``reason``."""
+
+    name: str
+    module: nn.Module
+    layer: type[nn.Module] | None
+    reason: str
+
+
+def norm_modules(model: nn.Module) -> Iterator[FoundNorm]:
+    """The modules of a model that are torch's ``LayerNorm`` or ``RMSNorm``, in its order."""
+    for name, module in model.named_modules():
+        for torchs, ours in ((nn.LayerNorm, LayerNorm), (nn.RMSNorm, RMSNorm)):
+            if isinstance(module, torchs) and not isinstance(module, ours):
+                reason = _why_not_norm(module, torchs)
+                yield FoundNorm(name, module, None if reason else ours, reason)
+
+
+def _why_not_norm(module: Any, torchs: type[nn.Module]) -> str:
+    if type(module).forward is not torchs.forward:
+        return f"{type(module).__name__} has a forward of its own"
+    if len(module.normalized_shape) != 1:
+        return f"it normalizes over {len(module.normalized_shape)} dims"
+    if module.eps is None:
+        return "its eps depends on the dtype of the input"
+    if torchs is nn.LayerNorm and module.weight is not None and module.bias is None:
+        return "it has no bias"
+    return _why_not_any(module, ("weight",))
+
+
+def _look(name: str, module: nn.Module, parent: nn.Module | None) -> Found | None:
+    if isinstance(module, RecipeOwner):
+        return Found(name, module, _matrices(module, parent), None, "a layer of narrowcast already")
+    if isinstance(module, nn.Linear):
+        reason, weight = _why_not_linear(module, parent), module.weight
+        lazy = isinstance(weight, nn.parameter.UninitializedParameter)
+        sizes = (0, 0) if lazy else (weight.shape[0], weight.shape[-1])
+        weights = [Weight("weight", weight, 1, *sizes, 1.0)]
+        note = _FAST_PATH if isinstance(parent, nn.TransformerEncoderLayer) else ""
+        return Found(name, module, weights, None if reason else Linear, reason, note)
+    if _is_conv1d(module):
+        reason = _why_not_any(module, ("weight",))
+        stored: Any = module.weight
+        weight = Weight("weight", stored, 1, stored.shape[1], stored.shape[0], 1.0)
+        return Found(name, module, [weight], None if reason else Conv1DLayer, reason)
+    if isinstance(module, _CONVOLUTIONS):
+        return Found(name, module, _matrices(module, parent), None, "a convolution; narrowcast has none")
+    if isinstance(module, (*_LOOKUPS, nn.utils.parametrize.ParametrizationList)):
+        return None
+    return _look_at_parameters(name, module, parent)
+
+
+def _look_at_parameters(name: str, module: nn.Module, parent: nn.Module | None) -> Found | None:
+    """Modules that multiply parameters of their own: experts in 3-D, and what nothing is known about."""
+    weights = [
+        weight
+        for weight in _matrices(module, parent)
+        if weight.tensor.shape[0] > 1
+        and weight.rows > 1
+        and not any(part in weight.name for part in _LOOKED_UP)
+    ]
+    kind = type(module).__name__
+    if not any(weight.tensor.dim() == 3 for weight in weights):
+        return Found(name, module, weights, None, f"a parameter of {kind}, whose forward is not known")
+    if not _is_experts(module):
+        return Found(name, module, weights, None, f"experts of {kind}, whose forward is not known")
+    weights = [weight for weight in weights if weight.tensor.dim() == 3]
+    if module.is_transposed:
+        weights = [weight._replace(rows=weight.columns, columns=weight.rows) for weight in weights]
+    reason = _why_not_any(module, tuple(weight.name for weight in weights))
+    return Found(name, module, weights, None if reason else ExpertsLayer, reason)
+
+
+def _matrices(module: nn.Module, parent: nn.Module | None) -> list[Weight]:
+    """Parameters of the module itself that may be matrices: (..., N, K), of a convolution (N, everything else)."""
+    weights = []
+    for name, parameter in module.named_parameters(recurse=False):
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            weights.append(Weight(name, parameter, 1, 0, 0, 1.0))
+        elif parameter.dim() >= 2 and parameter.is_floating_point() and not name.endswith("bias"):
+            if isinstance(module, _CONVOLUTIONS):
+                groups, rows, columns = 1, parameter.shape[0], parameter[0].numel()
+            else:
+                groups, (rows, columns) = parameter.shape[:-2].numel(), parameter.shape[-2:]
+            weights.append(
+                Weight(name, parameter, groups, rows, columns, _met_by_a_token(module, parent, groups))
+            )
+    return weights
+
+
+def _met_by_a_token(module: nn.Module, parent: nn.Module | None, groups: int) -> float:
+    """Of the experts, those that a router chooses for a token, where the module, its config or its parent say that."""
+    if isinstance(module, GroupedLinearLayer):  # a row has one group
+        return groups / module.num_gemms
+    if groups == 1:
+        return 1.0
+    return _chosen_experts(
+        module, getattr(module, "config", None), parent, getattr(parent, "gate", None), groups=groups
+    )
+
+
+def _chosen_experts(*places: Any, groups: int) -> float:
+    """How many of the experts a router chooses for a token, where one of these places says it; else all."""
+    for place in places:
+        for name in ("top_k", "num_experts_per_tok"):
+            chosen = getattr(place, name, None)
+            if isinstance(chosen, int) and 0 < chosen <= groups:
+                return float(chosen)
+    return float(groups)
+
+
+# -- what a module must be to become a layer ------------------------------------------------------------------------
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it runs as a ``Conv1D`` of Transformers, by name and parts; that package is not imported."""
+    runs_as = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return (
+        runs_as.__name__ == "Conv1D"
+        and hasattr(module, "nf")
+        and weight is not None
+        and bias is not None
+        and weight.dim() == 2
+        and bias.shape == weight.shape[1:]
+    )
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether it says of itself what the experts of Transformers 5 say."""
+    if not all(hasattr(module, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed")):
+        return False
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    between = "_apply_gate" if module.has_gate else "act_fn"
+    names = [first, "down_proj"]
+    biases = [f"{name}_bias" for name in names] if module.has_bias else []
+    return (
+        hasattr(module, "has_post_expert_norm")
+        and hasattr(module, between)
+        and all(module._parameters.get(name) is not None for name in (*names, *biases))
+        and all(getattr(module, name).dim() == 3 for name in names)
+        and all(getattr(module, name).shape[0] == module.num_experts for name in names)
+    )
+
+
+def _why_not_linear(module: nn.Module, parent: nn.Module | None) -> str:
+    cls = type(module)
+    if hasattr(module, "parametrizations"):
+        return "its weight is parametrized"
+    if cls.forward is not nn.Linear.forward:
+        return f"{cls.__name__} has a forward of its own"
+    if isinstance(parent, nn.MultiheadAttention):
+        return "nn.MultiheadAttention reads its weight itself and never calls it"
+    return _why_not_any(module, ("weight",))
+
+
+def _why_not_any(module: nn.Module, weights: tuple[str, ...]) -> str:
+    """What stands in the way of a module whose class would do, "" for nothing."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance; convert before what did that"
+    for name in weights:
+        weight = module._parameters.get(name)
+        if weight is None:
+            return f"{name} is not a parameter of its own (weight_norm, pruning or such)"
+        if isinstance(weight, nn.parameter.UninitializedParameter):
+            return "its sizes are not known before its first forward"
+        if type(weight) is not nn.Parameter:
+            hint = "; convert before sharding" if hasattr(weight, "to_local") else ""
+            return f"{name} is a {type(weight).__name__}{hint}"
+        if weight.dtype not in _DTYPES:
+            return f"{name} is {weight.dtype}"
+    return ""

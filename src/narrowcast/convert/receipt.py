@@ -1,0 +1,320 @@
+"""``Receipt``: what ``convert`` found, decided and expects, and afterwards what ran."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..recipe import Recipe, linear_plan
+from .find import Found, FoundNorm, Weight, gemm_modules
+from .recording import NamedWeight, RanGemms, Recorder
+from .show import as_html, as_rich, as_text
+from .stored import stored_bytes
+
+_MULTIPLES = {"tensor": 16, "1x128": 128, "128x128": 128}
+"""What the sizes of a native GEMM are padded to, by how it scales; emulated GEMMs pad to the blocks of the format."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a module that was found: "converted", "kept", or "narrowcast" where it is one already.
+
+    ``stored``: its weight is kept as one quantized copy.
+    """
+
+    found: Found
+    decision: str
+    reason: str
+    recipe: Recipe | None
+    stored: bool = False
+
+    @property
+    def role_name(self) -> str:
+        """The layer's name in quantizer roles: only where a recipe reads it, so that equal layers share a graph."""
+        return self.found.name if self.recipe is not None and self.recipe.custom() else ""
+
+
+@dataclass(frozen=True)
+class GemmRecord:
+    """A weight of GEMMs, and what was decided about it.
+
+    ``name``: of its module, and the parameter's where the module has several. ``type``: class of the module.
+    ``shape``: of the parameter. ``decision``: "converted", "kept", or "narrowcast", a layer of narrowcast already.
+    ``reason``: why it was kept, or what to know of one that was converted. ``recipe``: class of the recipe, "" without.
+    ``parameters``: elements. ``flops_share``: of the FLOPs that a token costs in all these weights. ``padding``:
+    multiplications added by sizes that are not multiples of what the GEMM takes, as a share. ``stored``: the weight is
+    kept as one quantized copy.
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    decision: str
+    reason: str
+    recipe: str
+    parameters: int
+    flops_share: float
+    padding: float
+    stored: bool
+
+    @property
+    def covered(self) -> bool:
+        """Whether its GEMMs run under a recipe."""
+        return bool(self.recipe)
+
+
+@dataclass(frozen=True)
+class NormRecord:
+    """A norm, where norms were to be converted, and what was decided: "converted", or "kept" for the ``reason``."""
+
+    name: str
+    type: str
+    decision: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes, before the conversion and after it.
+
+    ``parameters``, ``parameters_before``: of the model; they differ where weights are stored. ``quantized_weights``:
+    copies of weights that wait for the backward after a forward of the whole model. ``saved_per_token``: of the inputs
+    of converted layers, what is saved for weight gradients; ``saved_per_token_before``: the same without conversion,
+    where every layer has an input of its own. Layers that share an input share what is saved only before.
+    """
+
+    parameters: int
+    parameters_before: int
+    quantized_weights: int
+    saved_per_token: float
+    saved_per_token_before: float
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What ``convert`` did with a model; ``print`` shows a table.
+
+    ``gemms``: a record per weight. ``model``: class of the model. ``parameters``: elements of the model, each once.
+    ``memory``: what to expect. ``dry_run``: nothing was changed. ``norms``: a record per norm, where those were asked
+    for.
+    """
+
+    model: str
+    gemms: tuple[GemmRecord, ...]
+    norms: tuple[NormRecord, ...]
+    parameters: int
+    memory: Memory
+    dry_run: bool
+    _model: Any = field(repr=False, compare=False)
+    _recorders: list[Recorder] = field(repr=False, compare=False, default_factory=list)
+
+    @property
+    def flops_covered(self) -> float:
+        """Share of the FLOPs per token in GEMMs with weights that run under a recipe; attention's own are not in it."""
+        return math.fsum(one.flops_share for one in self.gemms if one.covered)
+
+    @property
+    def parameters_covered(self) -> float:
+        """Share of the model's parameters that are weights of GEMMs that run under a recipe."""
+        covered = sum(one.parameters for one in self.gemms if one.covered)
+        return covered / self.parameters if self.parameters else 0.0
+
+    def assert_coverage(self, least: float) -> None:
+        """Check that GEMMs with at least this share of the FLOPs per token run under a recipe.
+
+        Raises:
+            AssertionError: they do not; it names the largest that stay.
+        """
+        if self.flops_covered >= least:
+            return
+        kept = sorted((one for one in self.gemms if not one.covered), key=lambda one: -one.flops_share)
+        named = "; ".join(
+            f"{one.name or one.type} {one.flops_share:.1%} ({one.reason or 'no recipe'})" for one in kept[:8]
+        )
+        raise AssertionError(
+            f"{self.flops_covered:.1%} of the FLOPs of {self.model} run under a recipe, {least:.1%} are asked for; "
+            f"the largest that do not: {named}"
+        )
+
+    # -- what ran ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Count the GEMMs that run inside, eager or compiled; then :meth:`ran` tells them.
+
+        Outside of it nothing is counted and nothing costs anything. What a CUDA graph replays is not seen.
+
+        Raises:
+            RuntimeError: the model is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise RuntimeError(f"the {self.model} of this receipt is gone; keep it, or convert another one")
+        recorder = Recorder(_weights_of(model))
+        with recorder:
+            yield
+        self._recorders[:] = [recorder]
+
+    def ran(self) -> RanGemms:
+        """The GEMMs that ran inside the last :meth:`recording`: of each layer, how often and in which precision.
+
+        Raises:
+            RuntimeError: nothing was recorded.
+        """
+        if not self._recorders:
+            raise RuntimeError("nothing was recorded; run a step inside `with receipt.recording():`")
+        return self._recorders[0].result([one.name for one in self.gemms if one.covered])
+
+    # -- showing -----------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def __rich__(self) -> Any:
+        return as_rich(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the model, as plain values."""
+        shown = {
+            one.name: getattr(self, one.name)
+            for one in dataclasses.fields(self)
+            if not one.name.startswith("_")
+        }
+        shown.update(gemms=[dataclasses.asdict(one) for one in self.gemms])
+        shown.update(norms=[dataclasses.asdict(one) for one in self.norms])
+        shown.update(memory=dataclasses.asdict(self.memory))
+        return {
+            **shown,
+            "flops_covered": self.flops_covered,
+            "parameters_covered": self.parameters_covered,
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page with a picture of the FLOPs and the table; it needs no other file."""
+        Path(path).write_text(as_html(self), encoding="utf-8")
+
+
+def receipt_of(
+    model: nn.Module, decisions: Sequence[Decision], norms: Sequence[FoundNorm], dry_run: bool
+) -> Receipt:
+    """The receipt of these decisions, before anything is changed.
+
+    Raises:
+        ValueError: a recipe that cannot be resolved for its layer.
+    """
+    flops = [
+        2.0 * weight.rows * weight.columns * weight.per_token
+        for one in decisions
+        for weight in one.found.weights
+    ]
+    total, records, held, after, before = math.fsum(flops) or 1.0, [], 0, 0.0, 0.0
+    shares = iter(flops)
+    for one in decisions:
+        for weight in one.found.weights:
+            records.append(_record(one, weight, next(shares) / total))
+            if one.decision == "converted":
+                weights, saved, plain = _expected_bytes(one, weight)
+                held, after, before = held + weights, after + saved, before + plain
+    known = [
+        parameter
+        for parameter in model.parameters()
+        if not isinstance(parameter, nn.parameter.UninitializedParameter)
+    ]
+    saved_by_storing = sum(
+        weight.tensor.numel() * weight.tensor.element_size()
+        - stored_bytes(one.recipe, one.role_name, weight.tensor)  # type: ignore[arg-type]
+        for one in decisions
+        for weight in (one.found.weights if one.stored else ())
+    )
+    size = sum(parameter.numel() * parameter.element_size() for parameter in known)
+    return Receipt(
+        type(model).__name__,
+        tuple(records),
+        tuple(
+            NormRecord(one.name, type(one.module).__name__, "converted" if one.layer else "kept", one.reason)
+            for one in norms
+        ),
+        sum(parameter.numel() for parameter in known),
+        Memory(size - saved_by_storing, size, held, after, before),
+        dry_run,
+        weakref.ref(model),
+    )
+
+
+def weight_name(found: Found, weight: Weight) -> str:
+    """Name of a weight in the receipt: that of its module, and its own where the module has several."""
+    return f"{found.name}.{weight.name}".lstrip(".") if len(found.weights) > 1 else found.name
+
+
+def _record(one: Decision, weight: Weight, share: float) -> GemmRecord:
+    lazy = isinstance(weight.tensor, nn.parameter.UninitializedParameter)
+    return GemmRecord(
+        weight_name(one.found, weight),
+        type(one.found.module).__name__,
+        () if lazy else tuple(weight.tensor.shape),
+        one.decision,
+        one.reason,
+        "" if one.recipe is None else type(one.recipe).__name__,
+        0 if lazy else weight.tensor.numel(),
+        share,
+        0.0 if one.recipe is None else _padding(one.recipe, one.role_name, weight),
+        one.stored,
+    )
+
+
+def _padding(recipe: Recipe, name: str, weight: Weight) -> float:
+    layout = linear_plan(recipe, name, True, True).weight.quantizer._format_layout()
+    multiple = _MULTIPLES.get(layout.native, max(layout.scale_group))
+    if not multiple or not weight.rows * weight.columns:
+        return 0.0
+    rows, columns = (math.ceil(size / multiple) * multiple for size in (weight.rows, weight.columns))
+    return rows * columns / (weight.rows * weight.columns) - 1.0
+
+
+_TOKENS = 4096  # what is saved per token is told for many: scales of blocks have their share then
+
+
+def _expected_bytes(one: Decision, weight: Weight) -> tuple[int, float, float]:
+    """(quantized weights held for the backward, saved per token, saved per token without conversion), in bytes."""
+    recipe: Any = one.recipe
+    trains = weight.tensor.requires_grad
+    plan = linear_plan(recipe, one.role_name, True, trains)
+    dtype, size = weight.tensor.dtype, weight.tensor.element_size()
+    plain = size * weight.columns * weight.per_token if trains else 0.0
+    if plan.backward_override == "high_precision":
+        return 0, plain, plain
+    columnwise = plan.backward_override is None
+    held = 0 if one.stored else _bytes(plan.weight, (weight.rows, weight.columns), dtype, columnwise)
+    saved = _bytes(plan.input, (_TOKENS, weight.columns), dtype, columnwise)
+    return held * weight.groups, saved / _TOKENS * weight.per_token if trains else 0.0, plain
+
+
+def _bytes(operand: Any, shape: tuple[int, int], dtype: torch.dtype, columnwise: bool) -> int:
+    """Bytes of one direction of a quantized operand."""
+    buffers = operand.quantizer._describe_buffers(shape, dtype).values()
+    read = operand.columnwise if columnwise else operand.rowwise
+    return sum(math.prod(sizes) * kind.itemsize for (sizes, kind), used in zip(buffers, read) if used)
+
+
+def _weights_of(model: nn.Module) -> list[NamedWeight]:
+    """Where the weights of a model are found, with the names that receipts have for them."""
+    return [
+        NamedWeight(weight_name(found, weight), found.module, weight.name, weight.tensor.numel())
+        for found in gemm_modules(model)
+        for weight in found.weights
+        if not isinstance(weight.tensor, nn.parameter.UninitializedParameter)
+    ]

@@ -1,0 +1,229 @@
+"""What ran: the GEMM operators, counted as they are called, and the layer that each call belongs to.
+
+An operator does not know its layer. But the weight is quantized from a parameter, fprop and dgrad read that, and the
+gradient that dgrad reads is the one that wgrad reads: buffers are followed by where their memory lies, so it makes no
+difference whether the calls come from eager code or from a compiled graph.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..functional import GemmCall, element_of, gemm_call
+from ..functional.gemm import gemm_directions
+from ..tensors import QuantizedTensor
+from .table import aligned
+
+_ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2}
+_NATIVE = {f"aten::_scaled_{kind}mm{version}" for kind in ("", "grouped_") for version in ("", "_v2")}
+_COMPILED_BY = "torch/_functorch/_aot_autograd/"
+
+
+@dataclass(frozen=True)
+class RanGemm:
+    """GEMMs of one weight that ran in the same way.
+
+    ``name``: of the weight in the receipt; of several, joined by " or ", where they cannot be told apart, "" where
+    none is known. ``gemm``: "fprop", "dgrad" or "wgrad". ``precision``: the elements of both operands and their format.
+    ``emulated``: decoded and multiplied in higher precision. ``compiled``: called from a compiled graph. ``calls``: how
+    often.
+    """
+
+    name: str
+    gemm: str
+    precision: str
+    emulated: bool
+    compiled: bool
+    calls: int
+
+
+@dataclass(frozen=True)
+class RanGemms:
+    """The GEMMs that ran while a receipt recorded; ``print`` shows a table.
+
+    ``gemms``: one for each weight, GEMM and way of running. ``idle``: weights under a recipe of which none was seen.
+    ``inlined``: native GEMMs that compiled graphs called themselves, as they do on a GPU where shapes are static; those
+    have no layer. ``NARROWCAST_INLINE=0``, set before compiling, keeps the operators whole, and they are named.
+    """
+
+    gemms: tuple[RanGemm, ...]
+    idle: tuple[str, ...]
+    inlined: int = 0
+
+    def __iter__(self) -> Iterator[RanGemm]:
+        return iter(self.gemms)
+
+    def __str__(self) -> str:
+        rows = [("weight", "GEMM", "precision", "run", "code", "calls")]
+        for one in self.gemms:
+            run = "emulated" if one.emulated else "native"
+            code = "compiled" if one.compiled else "eager"
+            rows.append((one.name or "?", one.gemm, one.precision, run, code, str(one.calls)))
+        lines = aligned(rows) if self.gemms else ["no GEMM of narrowcast ran"]
+        if self.inlined:
+            lines.append(
+                f"{self.inlined} native GEMMs that compiled graphs called themselves, of unknown layers; "
+                "NARROWCAST_INLINE=0 before compiling names them"
+            )
+        if self.idle:
+            unknown = self.inlined or any(not one.name for one in self.gemms)
+            seen = "none was seen by name" if unknown else "none ran"
+            names = ", ".join(name or "(the model)" for name in self.idle)
+            lines.append(f"under a recipe, but {seen}: {names}")
+        return "\n".join(lines)
+
+
+@dataclass(eq=False)
+class _Buffers:
+    """What one call of an operator returned: the weights that it was made from, and those it was multiplied with."""
+
+    made_from: list[str] = field(default_factory=list)
+    met: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Call:
+    gemm: str
+    precision: str
+    emulated: bool
+    compiled: bool
+    left: _Buffers
+    right: _Buffers
+
+    def names(self) -> list[str]:
+        if self.gemm != "wgrad":
+            return self.right.made_from
+        by_gradient, by_input = self.left.met, self.right.met
+        both = [name for name in by_gradient if name in by_input]
+        return both or by_gradient or by_input
+
+
+class NamedWeight(NamedTuple):
+    """Where a weight is found: a parameter of a module, by name; its name in the receipt, and its elements."""
+
+    name: str
+    module: nn.Module
+    parameter: str
+    size: int
+
+    def address(self) -> int | None:
+        """Where the weight lies now: sharding puts another tensor there for the forward of the module."""
+        weight: Any = self.module._parameters.get(self.parameter)
+        if isinstance(weight, QuantizedTensor):  # its codes are what is read
+            weight = next(buffer for buffer in weight.get_data_tensors() if buffer is not None)
+        return None if weight is None or hasattr(weight, "to_local") else weight.data_ptr()
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every GEMM that is called while it is entered; ``weights``: those that it may belong to."""
+
+    def __init__(self, weights: Sequence[NamedWeight]) -> None:
+        super().__init__()
+        self._weights: dict[int, list[NamedWeight]] = {}
+        for weight in weights:
+            self._weights.setdefault(weight.size, []).append(weight)
+        self._calls, self._inlined = list[_Call](), 0
+        self._buffers: dict[int, _Buffers] = {}  # by where their memory lies; the last that lay there
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as it does without this mode."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "narrowcast":
+            gemm = gemm_call(func, args)
+            if gemm is None:
+                self._follow(args, out)
+            else:
+                self._note(gemm)
+        elif func._schema.name in _NATIVE:  # inside an operator of ours they are not seen
+            self._inlined += 1
+        return out
+
+    def _note(self, gemm: GemmCall) -> None:
+        left, right = (self._buffers_of(operand) for operand in (gemm.left, gemm.right))
+        if gemm.kind != "wgrad":
+            left.met += [name for name in right.made_from if name not in left.met]
+        emulated = gemm.emulate or not gemm.left[0].is_cuda
+        self._calls.append(_Call(gemm.kind, _precision(gemm), emulated, _is_compiled(), left, right))
+
+    def _follow(self, args: tuple[Any, ...], out: Any) -> None:
+        made = _Buffers()
+        for tensor in _tensors(args):
+            made.made_from += self._names_of(tensor)
+        for tensor in _tensors(out):
+            self._buffers[_place(tensor)] = made
+
+    def _buffers_of(self, operand: Sequence[Tensor]) -> _Buffers:
+        known = [self._buffers[_place(x)] for x in operand if _place(x) in self._buffers]
+        stored = [name for x in operand for name in self._names_of(x)]
+        return known[0] if known else _Buffers(made_from=stored)
+
+    def _names_of(self, tensor: Tensor) -> list[str]:
+        """Names of the weights that the memory of a tensor holds now, or the codes of such."""
+        candidates = self._weights.get(tensor.numel(), []) if tensor.numel() else []
+        if not candidates:
+            return []
+        address = tensor.data_ptr()
+        return [weight.name for weight in candidates if weight.address() == address]
+
+    def result(self, expected: Sequence[str]) -> RanGemms:
+        """What was noted; ``expected``: names of weights that are under a recipe."""
+        calls = Counter(
+            (" or ".join(call.names()), call.gemm, call.precision, call.emulated, call.compiled)
+            for call in self._calls
+        )
+        names = {name for call in self._calls for name in call.names()}
+        position = {name: index for index, name in enumerate(expected)}
+        ordered = sorted(
+            calls.items(),
+            key=lambda item: (position.get(item[0][0], len(position)), item[0][0], _ORDER[item[0][1]]),
+        )
+        return RanGemms(
+            tuple(RanGemm(*way, count) for way, count in ordered),
+            tuple(name for name in expected if name not in names),
+            self._inlined,
+        )
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors among arguments or results, and those in lists of them."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _precision(gemm: GemmCall) -> str:
+    """The elements of both operands, and their formats by the names of the quantizers."""
+    quantizers = gemm.left_quantizer, gemm.right_quantizer
+    elements = [element_of(one, side) for one, side in zip(quantizers, gemm_directions(gemm.kind))]
+    codes = " x ".join("high" if one is None else re.sub(r"^kFloat\d+|^k", "", one.name) for one in elements)
+    formats = dict.fromkeys(type(one).__name__.removesuffix("Quantizer") for one in quantizers)
+    return f"{codes} ({', '.join(formats)})"
+
+
+def _is_compiled() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        if _COMPILED_BY in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,124 @@
+"""A receipt as text, as a table of ``rich``, and as a page with a picture."""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING, Any
+
+from .table import aligned
+
+if TYPE_CHECKING:
+    from .receipt import GemmRecord, Receipt
+
+_HEAD = ("name", "type", "shape", "decision", "recipe or reason", "parameters", "FLOPs", "padding")
+_RIGHT = frozenset((5, 6, 7))
+_COLOURS = {"converted": "#2a78b8", "narrowcast": "#5aa9a0", "kept": "#c9c9c9"}
+
+
+def as_text(receipt: Receipt) -> str:
+    """The table and its totals, without a package."""
+    rows = [_HEAD, *(_row(one) for one in receipt.gemms)]
+    lines = aligned(rows, _RIGHT) if receipt.gemms else []
+    return "\n".join([*lines, *_totals(receipt)])
+
+
+def as_rich(receipt: Receipt) -> Any:
+    """A renderable of ``rich``."""
+    from rich.console import Group
+    from rich.table import Table
+
+    table = Table()
+    for index, title in enumerate(_HEAD):
+        table.add_column(title, justify="right" if index in _RIGHT else "left", overflow="fold")
+    for one in receipt.gemms:
+        table.add_row(*_row(one), style="dim" if one.decision == "kept" else "")
+    return Group(table, *_totals(receipt))
+
+
+def _row(one: GemmRecord) -> tuple[str, ...]:
+    return (
+        one.name or "(the model)",
+        one.type,
+        " x ".join(map(str, one.shape)),
+        one.decision,
+        _recipe_or_reason(one),
+        f"{one.parameters:,}",
+        f"{one.flops_share:.1%}",
+        f"{one.padding:.1%}" if one.padding else "",
+    )
+
+
+def _recipe_or_reason(one: GemmRecord) -> str:
+    if one.decision != "converted":
+        return one.reason
+    recipe = f"{one.recipe}, stored" if one.stored else one.recipe
+    return f"{recipe}; {one.reason}" if one.reason else recipe
+
+
+def _totals(receipt: Receipt) -> list[str]:
+    memory = receipt.memory
+    converted = sum(one.decision == "converted" for one in receipt.gemms)
+    kept = [f"{one.name} ({one.reason})" for one in receipt.norms if one.decision == "kept"]
+    norms = [
+        f"norms: {len(receipt.norms) - len(kept)} converted" + (f"; kept: {', '.join(kept)}" if kept else "")
+    ]
+    same = memory.parameters == memory.parameters_before
+    before = "as before" if same else f"before {_bytes(memory.parameters_before)}"
+    verb = "would be converted (dry run)" if receipt.dry_run else "converted"
+    return [
+        f"{receipt.model}: {converted} of {len(receipt.gemms)} weights {verb}",
+        *(norms if receipt.norms else []),
+        f"under a recipe: {receipt.flops_covered:.1%} of the FLOPs per token in these GEMMs, "
+        f"{receipt.parameters_covered:.1%} of {receipt.parameters:,} parameters",
+        f"expected memory: parameters {_bytes(memory.parameters)}, {before}; quantized weights kept from forward to "
+        f"backward {_bytes(memory.quantized_weights)}; inputs saved per token {_bytes(memory.saved_per_token)}, "
+        f"before {_bytes(memory.saved_per_token_before)}",
+    ]
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def as_html(receipt: Receipt) -> str:
+    """A page that needs no other file."""
+    cells = [f"<tr>{''.join(f'<th>{html.escape(title)}</th>' for title in _HEAD)}</tr>"]
+    for one in receipt.gemms:
+        row = "".join(
+            f"<td{' class=r' if column in _RIGHT else ''}>{html.escape(cell)}</td>"
+            for column, cell in enumerate(_row(one))
+        )
+        cells.append(f"<tr class={one.decision}>{row}</tr>")
+    totals = "".join(f"<p>{html.escape(line)}</p>" for line in _totals(receipt))
+    return (
+        "<!doctype html><meta charset=utf-8>"
+        f"<title>{html.escape(receipt.model)}</title>"
+        "<style>body{font:14px sans-serif;margin:2em}td,th{padding:2px 8px;text-align:left}.r{text-align:right}"
+        ".kept{color:#777}table{border-collapse:collapse}tr{border-bottom:1px solid #ddd}</style>"
+        f"<h1>{html.escape(receipt.model)}</h1>{totals}{_picture(receipt)}<table>{''.join(cells)}</table>\n"
+    )
+
+
+def _picture(receipt: Receipt) -> str:
+    """A bar of the FLOPs per token: one part per weight, as wide as its share, in the colour of its decision."""
+    width, height, left, parts = 900.0, 48, 0.0, []
+    for one in receipt.gemms:
+        share = one.flops_share * width
+        title = html.escape(f"{one.name}: {one.flops_share:.1%}, {one.decision}")
+        parts.append(
+            f'<rect x="{left:.2f}" y="0" width="{share:.2f}" height="{height}" fill="{_COLOURS[one.decision]}" '
+            f'stroke="white" stroke-width="0.5"><title>{title}</title></rect>'
+        )
+        left += share
+    for index, (decision, colour) in enumerate(_COLOURS.items()):
+        x = index * 120
+        parts.append(f'<rect x="{x}" y="{height + 10}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 18}" y="{height + 20}" font-size="12">{decision}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height + 28}" width="{width:.0f}" '
+        f'role="img" aria-label="FLOPs per token by weight">{"".join(parts)}</svg>'
+    )

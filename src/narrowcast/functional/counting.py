@@ -1,0 +1,123 @@
+"""What a call of a GEMM operator multiplies, for whoever counts from outside: FLOP counters and receipts."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import ELEMENT_FORMATS, DType
+from . import _opaque
+from . import gemm as _gemm  # noqa: F401  # defines operators that are looked up here
+from . import grouped_gemm as _grouped_gemm  # noqa: F401
+from .gemm import gemm_directions
+
+_FLOP_COUNTER = "torch.utils.flop_counter"
+
+
+class GemmCall(NamedTuple):
+    """A call of a GEMM on quantized operands. ``kind``: "fprop", "dgrad" or "wgrad"."""
+
+    kind: str
+    left: Sequence[Tensor]
+    left_quantizer: Any
+    right: Sequence[Tensor]
+    right_quantizer: Any
+    emulate: bool
+
+
+def gemm_call(func: Any, args: Sequence[Any]) -> GemmCall | None:
+    """The GEMM that a dispatched call is, or None where it is none on quantized operands."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args))
+    if "left_quantizer" not in named:
+        return None
+    return GemmCall(**{name: named[name] for name in GemmCall._fields})
+
+
+def element_of(quantizer: Any, columnwise: bool) -> DType | None:
+    """What the codes of one direction are; None for a tensor in high precision."""
+    half = quantizer._half(columnwise) if hasattr(quantizer, "_half") else quantizer
+    dtype = getattr(half, "dtype", None)
+    return None if dtype is None else DType(dtype)
+
+
+# -- formulas of FlopCounterMode: they take what the operator takes, and its result as out_val ------------------------
+
+
+def _gemm_flops(
+    kind: str, left: list[Tensor], left_quantizer: Any, *others: Any, out_val: Any = None, **_: Any
+) -> int:
+    rows, columns = others[4:6]
+    return 2 * rows * columns * _contraction(kind, left[0], left_quantizer, rows)
+
+
+def _accumulate_flops(
+    kind: str, out: Tensor, left: list[Tensor], left_quantizer: Any, *_: Any, **__: Any
+) -> int:
+    rows, columns = out.shape
+    return 2 * rows * columns * _contraction(kind, left[0], left_quantizer, rows)
+
+
+def _contraction(kind: str, data: Tensor, quantizer: Any, rows: int) -> int:
+    """Length of the contraction, from the bits of the left operand; with what pads it to whole blocks."""
+    columnwise = gemm_directions(kind)[0]
+    element = element_of(quantizer, columnwise)
+    bits = 8 * data.element_size() if element is None else ELEMENT_FORMATS[element].bits
+    return data.numel() * data.element_size() * 8 // (bits * rows) if rows else 0
+
+
+def _grouped_flops(kind: str, *arguments: Any, **_: Any) -> int:
+    rows, out_features, in_features = arguments[11:14]
+    return 2 * rows * out_features * in_features
+
+
+def _grouped_mm_flops(kind: str, left: Tensor, right: list[Tensor], *_: Any, **__: Any) -> int:
+    other = right[0].shape[-2] if kind == "fprop" else right[0].shape[-1]
+    return 2 * math.prod(left.shape) * other
+
+
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "gemm": _gemm_flops,
+    "gemm_accumulate_": _accumulate_flops,
+    "grouped_gemm": _grouped_flops,
+    "grouped_mm": _grouped_mm_flops,
+}
+
+
+def _register_formulas() -> None:
+    counter = sys.modules[_FLOP_COUNTER]
+    for name, formula in _FORMULAS.items():
+        packet = getattr(torch.ops.narrowcast, name)
+        if packet not in counter.flop_registry:
+            counter.register_flop_formula(packet, get_raw=True)(formula)
+
+
+class _WhenLoaded(importlib.abc.MetaPathFinder):
+    """Registers the formulas when torch's FLOP counter is imported: importing it here would import triton, too."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _FLOP_COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_register(module: Any) -> None:
+            load(module)
+            _register_formulas()
+
+        spec.loader.exec_module = load_and_register
+        return spec
+
+
+if _opaque.AVAILABLE:
+    if _FLOP_COUNTER in sys.modules:
+        _register_formulas()
+    else:
+        sys.meta_path.insert(0, _WhenLoaded())

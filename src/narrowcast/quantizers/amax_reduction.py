@@ -1,0 +1,78 @@
+"""Quantizers whose scale comes from an amax of the whole tensor, which ranks that hold parts of it can share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .quantizer import Quantizer
+from .value import _rebuild_quantizer
+
+
+class AmaxReducing(Quantizer):
+    """What the formats share that can reduce their amax over a process group.
+
+    The group comes with each call to ``quantize``: it is no part of a value, and no tensor's quantizer holds it. A
+    quantizer that reduces does not quantize from the tensor alone: as under delayed scaling, the operator is given what
+    was found outside.
+    """
+
+    with_amax_reduction: bool
+
+    def _reduction_group(self, given: Any) -> Any:
+        if not self.with_amax_reduction:
+            return None
+        group = getattr(self, "amax_reduction_group", None) if given is None else given
+        if group is None:
+            raise ValueError(
+                f"{type(self).__qualname__} has with_amax_reduction=True and got no process group; pass "
+                "amax_reduction_group to quantize, torch.distributed.group.WORLD for all ranks"
+            )
+        return group
+
+    def _is_delayed(self) -> bool:
+        return self.with_amax_reduction
+
+    def _check_alone(self) -> None:
+        """Refuse to quantize from the tensor alone.
+
+        Raises:
+            ValueError: the amax is to be reduced.
+        """
+        if self.with_amax_reduction:
+            raise ValueError(
+                f"{self!r} reduces its amax over a process group; call its quantize with amax_reduction_group, or use "
+                "with_amax_reduction=False"
+            )
+
+    def _storage_scalars(self, dtype: torch.dtype) -> dict[str, Any]:
+        own = self._without_reduction()
+        own._seal()  # a tensor is read by it
+        return {"quantizer": own, "fake_dtype": dtype}
+
+    def _without_reduction(self) -> Quantizer:
+        if (
+            getattr(self, "amax_reduction_group", None) is not None
+        ):  # not in a graph: what holds a group is no value
+            kept = {name: value for name, value in vars(self).items() if name != "amax_reduction_group"}
+            return _rebuild_quantizer(type(self), tuple({**kept, "with_amax_reduction": False}.items()))
+        return self.replace(with_amax_reduction=False) if self.with_amax_reduction else self
+
+
+def largest_of_ranks(amax: Tensor, group: Any) -> Tensor:
+    """The largest of every rank's ``amax``, fp32, element by element; traceable.
+
+    Args:
+        group: a process group, or its name.
+    Raises:
+        TypeError: neither of the two.
+    """
+    if not isinstance(group, str) and not hasattr(group, "group_name"):
+        raise TypeError(
+            f"amax_reduction_group is a {type(group).__name__}; pass a torch.distributed process group or its name"
+        )
+    name = group if isinstance(group, str) else group.group_name
+    reduced = torch.ops._c10d_functional.all_reduce.default(amax, "max", name)
+    return torch.ops._c10d_functional.wait_tensor.default(reduced)

@@ -1,0 +1,70 @@
+"""Values: which fields make up a quantizer, which class a name means, and quantizers made again from the two."""
+
+from __future__ import annotations
+
+import enum
+import typing
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..tensors.storage import storage_identifier
+
+if TYPE_CHECKING:
+    from .quantizer import Quantizer
+
+_FIELD_TYPES = (bool, int, float, str)
+SPELLINGS = (("_describe_buffers", "inner_tensor_specs"), ("_storage_metadata", "storage_metadata"))
+"""Methods of quantizers that later versions of the upstream project call by another name."""
+
+
+def value_fields(cls: type[Quantizer]) -> dict[str, type]:
+    """Annotated fields that make up a quantizer class's value, with their types, base class first.
+
+    Raises:
+        TypeError: a field is annotated with anything but bool, int, float, str or an enum.
+    """
+    names: list[str] = []
+    for base in reversed(cls.__mro__):
+        names.extend(name for name in base.__dict__.get("__annotations__", {}) if name not in names)
+    hints = typing.get_type_hints(cls)
+    fields = [
+        name
+        for name in names
+        if typing.get_origin(hints[name]) is not ClassVar and hints[name] is not ClassVar
+    ]
+    for name in fields:
+        hint = hints[name]
+        if not (isinstance(hint, type) and issubclass(hint, (*_FIELD_TYPES, enum.Enum))):
+            raise TypeError(
+                f"{cls.__qualname__}.{name} is {hint}; a value field must be bool, int, float, str or enum"
+            )
+    return {name: hints[name] for name in fields}
+
+
+def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...]) -> Quantizer:
+    """Quantizer of ``cls`` with these field values, made without its constructor."""
+    quantizer = cls.__new__(cls)
+    enums = cls.__dict__.get("_registered_enums", {})
+    for name, value in items:
+        object.__setattr__(quantizer, name, enums[name](value) if name in enums else value)
+    quantizer._rebuild_derived_state()
+    return quantizer
+
+
+CLASSES: dict[str, type[Quantizer]] = {}
+"""Quantizer classes by identifier; a class that is defined again gets another, and the older one keeps its own."""
+
+
+def class_identifier(cls: type[Quantizer]) -> str:
+    """Module and qualified name, with a number where another class has them already (a notebook cell run again)."""
+    name = identifier = storage_identifier(cls)
+    number = 1
+    while identifier in CLASSES:
+        number += 1
+        identifier = f"{name}#{number}"
+    return identifier
+
+
+def rebuild_from_text(described: tuple[str, tuple[tuple[str, Any], ...]]) -> Quantizer:
+    """Quantizer from what :meth:`Quantizer._class_and_value` wrote, read back as a literal."""
+    identifier, items = described
+    return _rebuild_quantizer(CLASSES[identifier], items)

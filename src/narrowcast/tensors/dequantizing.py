@@ -1,0 +1,307 @@
+"""What quantized tensors are as torch tensors: operators see their values, in-place ones requantize, views only read.
+
+``QuantizedTensor`` and ``GroupedTensor`` stand on :class:`DequantizingTensor`. A view of one is a copy of its values in
+the end, so a write through it would be lost: :class:`DequantizedView` refuses it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+aten = torch.ops.aten
+
+Handler = Callable[..., Any]
+
+
+class DequantizingTensor(Tensor):
+    """Base of the tensors that hold codes and count as their values.
+
+    A concrete class says what its values are (``_plain``), how they are replaced (``_overwrite``), and how its ``data``
+    is (``_quantized``, ``_adopt``, ``to_dtype``).
+    """
+
+    _high_precision_init_val: Tensor | None = None
+    _HANDLERS: ClassVar[dict[Any, Handler]] = {}
+    """Operators that work on the codes, with what runs in their place: ``handler(func, *args, **kwargs)``."""
+
+    def _plain(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values, apart from autograd."""
+        raise NotImplementedError
+
+    def _overwrite(self, values: Tensor) -> None:
+        """Quantize values of this shape into the buffers that are there."""
+        raise NotImplementedError
+
+    def _quantized(self, values: Tensor) -> DequantizingTensor:
+        """Another tensor of this kind, made of plain values."""
+        raise NotImplementedError
+
+    def _adopt(self, source: Any) -> None:
+        """Take over the buffers and the description of a tensor of this class."""
+        raise NotImplementedError
+
+    def to_dtype(self, dtype: torch.dtype) -> Any:
+        """Wrapper around the same buffers with another nominal dtype; nothing is requantized."""
+        raise NotImplementedError
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """This tensor without its history; assigning adopts another's buffers, or quantizes a plain tensor.
+
+        Raises:
+            ValueError: assigned is a quantized tensor of another class.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        source = value if isinstance(value, DequantizingTensor) else self._with_values(value.detach())
+        if type(source) is not type(self):
+            raise ValueError(
+                f"cannot make a {type(self).__name__} hold the data of a {type(source).__name__}"
+            )
+        Tensor.data.__set__(self, source)  # type: ignore[attr-defined]
+        self._adopt(source)
+
+    def _with_values(self, values: Tensor) -> DequantizingTensor:
+        """What holds these values; with the codes of this tensor where they mean just that, as in ``module.half()``."""
+        if values.shape == self.shape:
+            own: Any = self.detach().to(values.device)
+            if values.is_meta or torch.equal(own._plain(values.dtype), values):
+                return own.to_dtype(values.dtype)
+        return self._quantized(values)
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """High-precision values; the gradient passes through unchanged."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, dtype or self.dtype)
+        return self._plain(dtype)
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As of any tensor: on another device the same codes, but in a dtype, its own included, plain values."""
+        if torch.compiler.is_compiling():  # by the handlers of the operators that this ends in
+            return super().to(*args, **kwargs)
+        given = [*args, *kwargs.values()]
+        dtypes = [
+            a if isinstance(a, torch.dtype) else a.dtype
+            for a in given
+            if isinstance(a, (torch.dtype, Tensor))
+        ]
+        return self.dequantize(dtype=dtypes[0]).to(*args, **kwargs) if dtypes else super().to(*args, **kwargs)
+
+    def float(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Dequantized fp32 values."""
+        return self.dequantize(dtype=torch.float32)
+
+    def half(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Dequantized fp16 values."""
+        return self.dequantize(dtype=torch.float16)
+
+    def bfloat16(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Dequantized bf16 values."""
+        return self.dequantize(dtype=torch.bfloat16)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Dequantized values on the CPU."""
+        return self.dequantize().cpu()
+
+    def share_memory_(self) -> DequantizingTensor:
+        """Move the buffers to memory that processes share."""
+        for buffer in self.get_data_tensors():  # type: ignore[attr-defined]
+            if buffer is not None:
+                buffer.share_memory_()
+        return self
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """CPU copy of the value this parameter was made from, if ``quantized_model_init`` kept one."""
+        return self._high_precision_init_val
+
+    def clear_high_precision_init_val(self) -> None:
+        """Drop that copy."""
+        self._high_precision_init_val = None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run_in_any_mode(cls._run, func, args, kwargs or {})
+
+    @classmethod
+    def _run(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        handler = cls._HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, *args, **kwargs)
+        if func._schema.is_mutable:
+            return _run_in_place(func, args, kwargs)
+        args, kwargs = pytree.tree_map_only(DequantizingTensor, _plain_of, (args, kwargs))
+        result = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, read_only, result) if func.is_view else result
+
+
+class DequantizedView(Tensor):
+    """Values behind a view of a quantized tensor: read as any tensor is, but not to be written to.
+
+    Args:
+        values: what the view shows.
+    """
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> DequantizedView:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=values.device,
+        )
+
+    def __init__(self, values: Tensor) -> None:
+        self._held = values
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy as an array."""
+        return self.clone().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The values as a list."""
+        return self.clone().tolist()
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._held.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self._held!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """(name of the values, nothing besides)."""
+        return ["_held"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Tensor], context: None, outer_size: Any, outer_stride: Any
+    ) -> DequantizedView:
+        """Rebuild from ``__tensor_flatten__``'s parts."""
+        return DequantizedView(inner_tensors["_held"])
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run_in_any_mode(cls._run, func, args, kwargs or {})
+
+    @classmethod
+    def _run(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run on the values.
+
+        Raises:
+            RuntimeError: the operator writes to a view.
+        """
+        if func._schema.is_mutable:
+            given = _by_name(func, args, kwargs)
+            written = pytree.tree_leaves([given[name] for name in _written(func) & given.keys()])
+            if any(isinstance(tensor, DequantizedView) for tensor in written):
+                raise RuntimeError(
+                    f"{func} writes through a view of a quantized tensor, whose codes would not see it; write to the "
+                    "tensor itself (w[0] = w[0] + x, w.copy_(x), w.mul_(x)), or clone() the view to have its own"
+                )
+        args, kwargs = pytree.tree_map_only(DequantizedView, _held_by, (args, kwargs))
+        result = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, read_only, result) if func.is_view else result
+
+
+def read_only(values: Tensor) -> Tensor:
+    """What a view of a quantized tensor gives, which shows these values."""
+    # Writes are refused when a graph is traced. What the compiler then makes of it stays plain: the backward of a graph
+    # takes plain gradients only.
+    return values if isinstance(values, FunctionalTensor) else DequantizedView(values)
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DequantizingTensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = tensor.dtype
+        return tensor._plain(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output.to(ctx.dtype), None
+
+
+def _plain_of(tensor: DequantizingTensor) -> Tensor:
+    return tensor._plain()
+
+
+def _held_by(view: DequantizedView) -> Tensor:
+    return view._held
+
+
+def _run_in_any_mode(run: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+    """``run(func, args, kwargs)``, also under ``torch.inference_mode``.
+
+    Nothing has taken composite operators apart there, and a view of a tensor that was made outside must be one that
+    could have been made outside.
+    """
+    if torch.is_inference_mode_enabled():
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if func.is_view:
+            with torch.inference_mode(False), torch.no_grad():
+                return run(func, args, kwargs)
+    return run(func, args, kwargs)
+
+
+def _by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What an operator is given, by the names of its schema."""
+    return {**dict(zip([argument.name for argument in func._schema.arguments], args)), **kwargs}
+
+
+def _written(func: Any) -> set[str]:
+    """Names of the arguments that an operator writes to."""
+    return {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+
+
+def _run_in_place(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Dequantize, run, and requantize every argument the schema writes to; keywords are paired by name."""
+    given = _by_name(func, args, kwargs)
+    plain = {
+        name: pytree.tree_map_only(DequantizingTensor, _plain_of, value) for name, value in given.items()
+    }
+    positional = tuple(plain.values())[: len(args)]
+    result = func(*positional, **{name: plain[name] for name in kwargs})
+    originals: dict[int, Any] = {}
+    for name in _written(func) & given.keys():
+        for target, source in zip(
+            pytree.tree_leaves(given[name]), pytree.tree_leaves(plain[name]), strict=True
+        ):
+            originals[id(source)] = target
+            if isinstance(target, DequantizingTensor):
+                target._overwrite(source)
+    return pytree.tree_map_only(Tensor, lambda returned: originals.get(id(returned), returned), result)
+
+
+def check_not_sharded(tensor: Any) -> None:
+    """Refuse FSDP, which would go on with plain values: to be called where it reads a parameter.
+
+    Raises:
+        RuntimeError: the caller is FSDP.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
+            raise RuntimeError(
+                f"FSDP cannot shard a {type(tensor).__name__}: it would go on with plain values; build the model "
+                "without quantized_model_init and shard that, a recipe then quantizes the gathered weights"
+            )
+        frame = frame.f_back  # type: ignore[assignment]

@@ -1,0 +1,98 @@
+"""LoRA and DoRA of PEFT on converted models, and on models that are converted afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowcast as nc
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'narrowcast[hf]'")
+peft = pytest.importorskip("peft", reason="needs peft: pip install 'narrowcast[peft]'")
+
+CURRENT = nc.recipe.Float8CurrentScaling()
+WORDS = torch.arange(24).view(2, 12)
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def make() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def logits(model: Any) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        return model(WORDS).logits
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "v_proj"], "all-linear"], ids=["named", "all"])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("weights", ["plain", "stored"])
+def test_peft_finds_trains_merges_and_saves(modules: Any, dora: bool, weights: Any, tmp_path: Path) -> None:
+    base = make().requires_grad_(False)
+    receipt = nc.convert(base, CURRENT, skip="lm_head", weights=weights)
+    config = peft.LoraConfig(r=8, target_modules=modules, use_dora=dora, init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+    wrapped = {
+        name.rsplit(".", 2)[1] for name, module in model.named_modules() if name.endswith(".base_layer")
+    }
+    assert wrapped == set(PROJECTIONS if modules == "all-linear" else modules)
+    with receipt.recording():
+        model.train()(input_ids=WORDS, labels=WORDS).loss.backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained and all("lora_" in name for name in trained)
+    assert "wgrad" not in {one.gemm for one in receipt.ran()}  # the weights are frozen
+    plain = logits(model)
+    model.save_pretrained(tmp_path)
+    other = make().requires_grad_(False)
+    nc.convert(other, CURRENT, skip="lm_head", weights=weights)
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(other, str(tmp_path))), plain)
+    model.merge_adapter()
+    merged = logits(model)
+    assert torch.cosine_similarity(merged.flatten(), plain.flatten(), 0) > 0.98
+    assert not torch.equal(merged, plain)
+    model.unmerge_adapter()
+    # a stored weight is rounded again, by merging and by unmerging
+    least = 0.9999 if weights == "plain" else 0.99
+    assert torch.cosine_similarity(logits(model).flatten(), plain.flatten(), 0) > least
+    unloaded = model.merge_and_unload()
+    if weights == "plain":
+        assert torch.equal(logits(unloaded), merged)
+    assert torch.cosine_similarity(logits(unloaded).flatten(), merged.flatten(), 0) > 0.99
+    nc.revert(unloaded)
+    assert type(unloaded.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+
+
+def test_a_model_that_has_adapters_is_converted_around_them() -> None:
+    model = peft.get_peft_model(make(), peft.LoraConfig(r=8, target_modules="all-linear"))
+    plain = logits(model)
+    receipt = nc.convert(model, CURRENT, skip=["**.lora_*", "**.lm_head"])
+    converted = [one.name for one in receipt.gemms if one.decision == "converted"]
+    assert len(converted) == 14 and all(name.endswith(".base_layer") for name in converted)
+    model.train()(input_ids=WORDS, labels=WORDS).loss.backward()
+    nc.revert(model)
+    assert torch.equal(logits(model), plain)
+
+
+def test_gpt2_adapters_know_its_transposed_weights() -> None:
+    config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=4, n_positions=64)
+    base = transformers.GPT2LMHeadModel(config)
+    nc.convert(base, CURRENT, skip="lm_head")
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", fan_in_fan_out=True, init_lora_weights=False)
+    model = peft.get_peft_model(base, lora)
+    model(input_ids=WORDS, labels=WORDS).loss.backward()
+    plain = logits(model)
+    assert torch.cosine_similarity(logits(model.merge_and_unload()).flatten(), plain.flatten(), 0) > 0.98

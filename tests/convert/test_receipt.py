@@ -1,0 +1,163 @@
+"""The receipt: a record per weight, honest totals, expected memory that is what a step saves, three ways to show it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipes import QUANTIZED
+from torch import nn
+
+import narrowcast as nc
+
+from .models import Conv1D, Experts, Model
+
+CURRENT, BLOCK = nc.recipe.Float8CurrentScaling(), nc.recipe.Float8BlockScaling()
+
+
+def test_a_dry_run_changes_nothing_and_says_what_would_be() -> None:
+    model, other = Model(), Model()
+    dry = nc.convert(model, CURRENT, skip="head", dry_run=True)
+    assert not nc.get_recipes(model) and dry.dry_run
+    assert "would be converted (dry run)" in str(dry)
+    assert dry.gemms == nc.convert(other, CURRENT, skip="head").gemms
+
+
+def test_shares_and_parameters_of_a_model_with_ties() -> None:
+    receipt = nc.convert(Model(32, 48), CURRENT, skip="head")
+    block, head = 3 * 32 * 64, 32 * 48
+    assert receipt.flops_covered == pytest.approx(2 * block / (2 * block + head))
+    total = sum(parameter.numel() for parameter in Model(32, 48).parameters())  # the tied weight once
+    assert receipt.parameters == total
+    assert receipt.parameters_covered == pytest.approx(2 * block / total)
+    first = receipt.gemms[0]
+    assert (first.name, first.type, first.shape) == ("layers.0.up", "Linear", (64, 32))
+    assert (first.decision, first.reason, first.recipe) == ("converted", "", "Float8CurrentScaling")
+    assert first.parameters == 64 * 32
+
+
+def test_experts_count_as_often_as_a_token_meets_them() -> None:
+    experts = Experts(experts=8, width=32, inner=48)  # two of them for each token
+    receipt = nc.convert(nn.ModuleList([experts, nn.Linear(32, 32)]), CURRENT)
+    assert [one.name for one in receipt.gemms] == ["0.gate_up_proj", "0.down_proj", "1"]
+    of_experts = 2 * 3 * 32 * 48
+    assert receipt.gemms[2].flops_share == pytest.approx(32 * 32 / (of_experts + 32 * 32))
+
+
+def test_a_list_of_experts_counts_as_often_as_a_token_meets_them() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.top_k, self.experts = 2, nn.ModuleList(nn.Sequential(nn.Linear(32, 32)) for _ in range(8))
+
+    receipt = nc.convert(nn.ModuleList([Mixture(), nn.Linear(32, 32)]), CURRENT)
+    assert receipt.gemms[0].name == "0.experts.0.0"
+    assert receipt.gemms[0].flops_share == pytest.approx(2 / 8 / 3)
+    assert receipt.gemms[-1].flops_share == pytest.approx(1 / 3)
+
+
+def test_padding_is_what_the_gemm_adds() -> None:
+    sizes = {"current": (nn.Linear(40, 16), 48 / 40 - 1), "block": (nn.Linear(192, 128), 256 / 192 - 1)}
+    for name, (layer, padding) in sizes.items():
+        receipt = nc.convert(layer, QUANTIZED[name], dry_run=True)
+        assert receipt.gemms[0].padding == pytest.approx(padding)
+    assert nc.convert(nn.Linear(64, 64), CURRENT).gemms[0].padding == 0.0
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trains", "frozen"])
+def test_expected_memory_is_what_a_step_saves(recipe: Any, frozen: bool) -> None:
+    layer, tokens = nn.Linear(128, 256, bias=False).requires_grad_(not frozen), 4096
+    receipt = nc.convert(layer, recipe)
+    saved: list[int] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x.numel() * x.element_size())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        layer(torch.randn(tokens, 128, requires_grad=True))
+    expected = receipt.memory.quantized_weights + tokens * receipt.memory.saved_per_token
+    assert sum(saved) == pytest.approx(expected, abs=64)  # scales of delayed scaling are not counted
+    assert receipt.memory.saved_per_token_before == (0 if frozen else 4 * 128)
+    assert receipt.memory.parameters == 4 * 128 * 256
+
+
+def test_coverage_is_asserted_and_what_is_missing_named() -> None:
+    receipt = nc.convert(Model(), CURRENT, skip="head")
+    receipt.assert_coverage(0.85)
+    with pytest.raises(AssertionError, match=r"88\.9% .* 95\.0% .*: head 11\.1% \(skip\)"):
+        receipt.assert_coverage(0.95)
+
+
+def test_layers_of_narrowcast_count_when_they_have_a_recipe() -> None:
+    model = nn.Sequential(
+        nc.Linear(32, 32, device="cpu"), nc.LayerNormMLP(32, 64, device="cpu", recipe=CURRENT)
+    )
+    receipt = nc.convert(model, BLOCK)
+    assert [one.name for one in receipt.gemms] == ["0", "1.fc1_weight", "1.fc2_weight"]
+    assert [one.covered for one in receipt.gemms] == [False, True, True]
+    assert nc.get_recipes(model) == {"0": None, "1": CURRENT}
+
+
+def test_json_and_text_tell_the_same() -> None:
+    model = nn.Sequential(nn.Linear(32, 40), Conv1D(48, 40), nn.Conv2d(3, 4, 2))
+    receipt = nc.convert(model, CURRENT)
+    told = json.loads(receipt.to_json())
+    assert told["flops_covered"] == receipt.flops_covered
+    assert [one["name"] for one in told["gemms"]] == ["0", "1", "2"]
+    lines = str(receipt).splitlines()
+    titles = "name type shape decision recipe or reason parameters FLOPs padding"
+    assert " ".join(lines[0].split()) == titles
+    assert lines[2].split()[:7] == ["0", "Linear", "40", "x", "32", "converted", "Float8CurrentScaling"]
+    assert "a convolution; narrowcast has none" in lines[4]
+    assert "2 of 3 weights converted" in lines[5]
+    assert all(len(line) <= len(lines[0]) for line in lines[1:5])
+
+
+def test_the_page_is_complete_and_its_picture_adds_up(tmp_path: Path) -> None:
+    receipt = nc.convert(Model(), CURRENT, skip="head")
+    receipt.to_html(tmp_path / "receipt.html")
+    tags: list[tuple[str, dict[str, str | None]]] = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))  # type: ignore[method-assign]
+    parser.feed((tmp_path / "receipt.html").read_text())
+    assert sum(tag == "tr" for tag, _ in tags) == 1 + len(receipt.gemms)
+    bars = [one for tag, one in tags if tag == "rect" and one["height"] == "48"]
+    assert len(bars) == len(receipt.gemms)
+    assert sum(float(one["width"] or 0) for one in bars) == pytest.approx(900, abs=0.1)
+    assert not any("src" in one or "href" in one for _, one in tags)
+
+
+def test_rich_shows_it_and_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rich, receipt = pytest.importorskip("rich.console"), nc.convert(Model(), CURRENT)
+    with open(tmp_path / "shown", "w") as file:
+        console = rich.Console(width=200, record=True, file=file)
+        console.print(receipt)
+    assert "layers.1.down" in console.export_text()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert "layers.1.down" in str(receipt) and receipt.to_json()
+    receipt.to_html(tmp_path / "receipt.html")
+
+
+def test_a_model_without_gemms_is_refused() -> None:
+    with pytest.raises(ValueError, match="no module with the weight of a GEMM of this ReLU; it has: none"):
+        nc.convert(nn.ReLU(), CURRENT)
+
+
+def test_what_a_fast_path_leaves_out_is_said() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    receipt = nc.convert(layer, CURRENT)
+    notes = {one.name: one.reason for one in receipt.gemms if one.decision == "converted"}
+    assert set(notes) == {"linear1", "linear2"} and all("fast path" in note for note in notes.values())
+    assert "Float8CurrentScaling; without gradients, torch's fast path" in str(receipt)
+    with receipt.recording(), torch.no_grad():
+        layer(torch.randn(2, 8, 32))
+    assert receipt.ran().idle == ("linear1", "linear2")

@@ -1,0 +1,67 @@
+"""``torch.func``: ``functional_call`` works; the transforms work without a recipe and say why not under one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from recipes import DEVICE, QUANTIZED
+from torch.func import functional_call, grad, jvp, vmap
+
+import narrowcast as nc
+
+TRANSFORMED = {
+    "grad": lambda layer, x: grad(lambda x: layer(x).square().sum())(x),
+    "vmap": lambda layer, x: vmap(layer)(x.view(2, 4, 32)),
+    "jvp": lambda layer, x: jvp(layer, (x,), (x,)),
+    "per-sample": lambda layer, x: vmap(grad(lambda p, x: functional_call(layer, p, (x,)).sum()), (None, 0))(
+        dict(layer.named_parameters()), x
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
+def test_functional_call_runs_on_other_parameters(recipe: Any) -> None:
+    layer, other = (nc.Linear(32, 48, device=DEVICE, recipe=recipe) for _ in range(2))
+    x = torch.randn(8, 32, device=DEVICE)
+    parameters = {name: value.detach().requires_grad_() for name, value in other.named_parameters()}
+    for model in (layer, other):
+        if recipe.delayed():
+            model.load_state_dict({**layer.state_dict(), **dict(model.named_parameters())})
+    torch.manual_seed(1)
+    ours = torch.autograd.grad(functional_call(layer, parameters, (x,)).square().sum(), parameters.values())
+    torch.manual_seed(1)
+    theirs = torch.autograd.grad(other(x).square().sum(), list(other.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **own: nc.Linear(32, 48, device=DEVICE, **own),
+        lambda **own: nc.LayerNormLinear(32, 48, device=DEVICE, **own),
+        lambda **own: nc.LayerNormMLP(32, 48, device=DEVICE, **own),
+    ],
+    ids=["Linear", "LayerNormLinear", "LayerNormMLP"],
+)
+def test_transforms_refuse_a_recipe_with_the_reason(make: Any, name: str) -> None:
+    layer, x = make(recipe=QUANTIZED["current"]), torch.randn(8, 32, device=DEVICE)
+    with pytest.raises(NotImplementedError, match=r"transform of torch\.func .*functional_call"):
+        TRANSFORMED[name](layer, x)
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transforms_work_in_high_precision(name: str) -> None:
+    layer, x = (
+        nc.Linear(32, 48, device=DEVICE, recipe=QUANTIZED["current"]),
+        torch.randn(8, 32, device=DEVICE),
+    )
+    plain = torch.nn.Linear(32, 48, device=DEVICE)
+    plain.load_state_dict(layer.state_dict())
+    with nc.autocast(enabled=False):
+        ours = TRANSFORMED[name](layer, x)
+    theirs = TRANSFORMED[name](plain, x)
+    for a, b in zip(torch.utils._pytree.tree_leaves(ours), torch.utils._pytree.tree_leaves(theirs)):
+        assert torch.equal(a, b)
