@@ -37,7 +37,7 @@ def quantize(
 
     Numerics:
         ``[data uint8 (*lead, K)] [transpose uint8 (K, *lead)] scale_inv fp32 [1]``; code = saturating
-        ``fmt(RN(x * scale))``, ``scale_inv = RN(1 / scale)``.
+        ``fmt(RN(x * scale))``, that of NaN where ``x`` is infinite; ``scale_inv = RN(1 / scale)``.
     """
     if amax is not None:
         torch.fmax(amax, scaling.amax(x), out=amax)
@@ -46,7 +46,9 @@ def quantize(
         return [scale_inv]
     # Widened first: a bf16 tensor times a one-element fp32 tensor would be rounded to bf16.
     values = widen(x)
-    data = encode_float8_(values * scale if values.dtype == x.dtype else values.mul_(scale), fmt)
+    # What is added is 0 with the sign of the product, and NaN for an infinity, which would saturate to a number.
+    scaled = (values * 0.0).addcmul_(values, scale.reshape(()))
+    data = encode_float8_(scaled, fmt)
     out = [data] if rowwise else []
     if columnwise:
         out.append(transpose(data))
