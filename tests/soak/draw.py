@@ -126,32 +126,39 @@ class Draw:
 
     def layer(self, features: int, recipe: R.Recipe | None, dtype: torch.dtype) -> nn.Module:
         """A layer that maps (*, features) to some (*, n), with biases and norms that are not 0 and 1."""
-        kind = self.pick("layer", ("Linear", "LayerNormLinear", "LayerNormMLP", "Sequential"))
-        n = self.size("n", 160)
-        place: dict[str, Any] = {"device": self.device, "dtype": dtype}
-        bias = self.chance("bias")
-        norm = {"normalization": self.pick("norm", ("LayerNorm", "RMSNorm"))}
-        if kind == "Linear":
-            module: nn.Module = nc.Linear(features, n, bias=bias, recipe=recipe, **place)
-        elif kind == "LayerNormLinear":
-            module = nc.LayerNormLinear(features, n, bias=bias, recipe=recipe, **norm, **place)
-        elif kind == "LayerNormMLP":
-            activation = self.pick("activation", ACTIVATIONS)
-            module = nc.LayerNormMLP(
-                features, n, bias=bias, activation=activation, recipe=recipe, **norm, **place
-            )
+        if recipe is not None and self.chance("quantized weights", 0.15):
+            with nc.quantized_model_init(recipe=recipe):
+                module = self._layer(features, recipe, dtype)
         else:
-            module = nc.ops.Sequential(
-                nc.ops.LayerNorm(features, **place),
-                nc.ops.Linear(features, n, bias=bias, **place),
-                nc.ops.GELU(),
-                nc.ops.Linear(n, features, bias=bias, **place),
-            )
-            nc.set_recipe(module, recipe)
+            module = self._layer(features, recipe, dtype)
         with torch.no_grad():
             for parameter in module.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.3 * torch.randn(parameter.shape, device=self.device).to(dtype))
+        return module
+
+    def _layer(self, features: int, recipe: R.Recipe | None, dtype: torch.dtype) -> nn.Module:
+        kind = self.pick("layer", ("Linear", "LayerNormLinear", "LayerNormMLP", "Sequential"))
+        n, bias = self.size("n", 160), self.chance("bias")
+        place: dict[str, Any] = {"device": self.device, "dtype": dtype}
+        own: dict[str, Any] = {**place, "recipe": recipe, "bias": bias}
+        norm = self.pick("norm", ("LayerNorm", "RMSNorm"))
+        if kind == "Linear":
+            return nc.Linear(features, n, **own)
+        if kind == "LayerNormLinear":
+            return nc.LayerNormLinear(features, n, normalization=norm, **own)
+        if kind == "LayerNormMLP":
+            activation, again = self.pick("activation", ACTIVATIONS), self.chance("checkpoint", 0.3)
+            return nc.LayerNormMLP(
+                features, n, normalization=norm, activation=activation, checkpoint=again, **own
+            )
+        module = nc.ops.Sequential(
+            getattr(nc.ops, norm)(features, **place),
+            nc.ops.Linear(features, n, bias=bias, **place),
+            nc.ops.GELU(),
+            nc.ops.Linear(n, features, bias=bias, **place),
+        )
+        nc.set_recipe(module, recipe)
         return module
 
 

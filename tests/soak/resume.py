@@ -55,7 +55,7 @@ def case(draw: Draw) -> dict[str, float]:
         seconds = time.perf_counter() - begin
         kills = 0
         resume: list[str] = []
-        for _ in range(draw.note("kills", draw.random.randint(1, 3))):
+        for _ in range(draw.note("kills", draw.random.randint(1, 3 if draw.effort > 0.05 else 1))):
             process = _train(folder, [*words, "--out", "part", *resume])
             try:
                 process.wait(draw.random.uniform(0.5, 1.0) * seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import compiled, cycles, encodings, products, resume, semantics, special
+from . import compiled, cycles, encodings, options, products, resume, semantics, special
 from .runner import Suite
 
 
@@ -13,6 +13,7 @@ def all_suites() -> list[Suite]:
         Suite("encodings", encodings.case, 2.0),
         Suite("special", special.case, 1.0),
         Suite("semantics", semantics.case, 2.0),
+        Suite("options", options.case, 1.0),
         Suite("compiled", compiled.case, 2.0),
         Suite("cycles", cycles.case, 1.0),
         Suite("resume", resume.case, 1.0),
