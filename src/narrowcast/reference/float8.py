@@ -46,9 +46,10 @@ def quantize(
         return [scale_inv]
     # Widened first: a bf16 tensor times a one-element fp32 tensor would be rounded to bf16.
     values = widen(x)
-    # What is added is 0 with the sign of the product, and NaN for an infinity, which would saturate to a number.
-    scaled = (values * 0.0).addcmul_(values, scale.reshape(()))
-    data = encode_float8_(scaled, fmt)
+    # Adding 0 times itself changes nothing but an infinity, to NaN: it would saturate and look like a number.
+    zero = values.new_zeros(())
+    values = (torch.addcmul if values.dtype == x.dtype else Tensor.addcmul_)(values, values, zero)
+    data = encode_float8_(values.mul_(scale), fmt)
     out = [data] if rowwise else []
     if columnwise:
         out.append(transpose(data))
