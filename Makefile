@@ -1,14 +1,15 @@
-# make demo | test | lint | bench | plots: each makes the virtual environment it needs and installs into it, once.
+# make demo | test | lint | bench | plots | soak: each makes the virtual environment it needs and installs into it, once.
 VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
 bin := $(VENV)/bin
 # Threads that wait sleep: by default they spin, and slow down everything where other programs share the cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint bench plots
+.PHONY: demo test lint bench plots soak
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -28,6 +29,10 @@ lint: $(VENV)/.installed-lint
 
 bench: $(VENV)/.installed-train
 	for file in benchmarks/bench_*.py; do $(bin)/python $$file $(BENCH_ARGS) || exit 1; done
+
+# An hour of random cases, or SOAK_ARGS="--minutes 5".
+soak: $(VENV)/.installed-test
+	$(bin)/python -m tests.soak $(SOAK_ARGS)
 
 plots: $(VENV)/.installed-train
 	$(bin)/python benchmarks/plot.py

@@ -86,6 +86,7 @@ def test_ragged(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     for directions in DIRECTIONS:
         check_given(shape, kind, dtype, device, E5M2, directions)
     check_current(shape, "tiny", dtype, device)
+    check_current(shape, kind, dtype, device, power_2=True)
     check_current(shape, "wide", dtype, device, E5M2, power_2=True, epsilon=0.5)
 
 

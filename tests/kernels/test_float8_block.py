@@ -65,6 +65,7 @@ def test_ragged(shape: tuple[int, ...], block_dim: int, device: torch.device) ->
         check(shape, kind, dtype, device, block_dim=block_dim, directions=directions)
     check(shape, "tiny", torch.bfloat16, device, block_dim=block_dim, fmt=E5M2, power_2=False)
     check(shape, "special", torch.float32, device, block_dim=block_dim, epsilon=0.5)
+    check(shape, "special", torch.float16, device, block_dim=block_dim, power_2=False)
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

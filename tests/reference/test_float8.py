@@ -110,10 +110,30 @@ def test_nan_stays_one_nan(fmt: ElementFormat, dtype: torch.dtype, device: torch
     assert values[2].item() == pytest.approx(-2.0, rel=1e-6)
 
 
-def test_infinity_takes_scale_1_and_saturates() -> None:
-    data, _, scale_inv = current(torch.tensor([[math.inf, -math.inf, 500.0, 1.0]]))
-    assert scale_inv.item() == 1.0
-    assert float8.dequantize(data, scale_inv, E4M3, torch.float32).tolist() == [[448.0, -448.0, 448.0, 1.0]]
+def test_infinity_poisons_a_tensor_with_its_own_scale() -> None:
+    """What was finite has lost its scale and decodes to NaN too: no wrong number comes out."""
+    data, transpose, scale_inv = current(torch.tensor([[math.inf, -math.inf, 500.0, 0.0]]))
+    assert scale_inv.item() == math.inf
+    assert data.tolist() == [[0x7F, 0x7F, 0, 0]]
+    assert float8.dequantize(data, scale_inv, E4M3, torch.float32).isnan().all()
+    assert float8.dequantize_transpose(transpose, scale_inv, E4M3, torch.float32).isnan().all()
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_infinity_becomes_nan_under_a_given_scale(fmt: ElementFormat, dtype: torch.dtype) -> None:
+    """It alone: finite values saturate, and the signs of zeros and of what underflows are those of the product."""
+    x = torch.tensor(
+        [[math.inf, -math.inf, math.nan, 6e4, -6e4, 0.0, -0.0, 2.0**-24, -(2.0**-24)]], dtype=dtype
+    )
+    amax = torch.zeros(1)
+    data, transpose, scale_inv = float8.quantize(
+        x, torch.tensor([2.0]), fmt, rowwise=True, columnwise=True, amax=amax
+    )
+    largest = {E4M3: 0x7E, E5M2: 0x7B}[fmt]
+    assert data.tolist() == [[0x7F, 0x7F, 0x7F, largest, largest | 0x80, 0, 0x80, 0, 0x80]]
+    assert torch.equal(transpose, data.t())
+    assert scale_inv.item() == 0.5 and amax.item() == math.inf
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -167,15 +167,23 @@ def test_overflow_takes_the_maximum_of_the_input_dtype() -> None:
 
 
 @pytest.mark.parametrize("block_dim", [1, 2])
-def test_nan_stays_one_nan_and_a_non_finite_block_takes_scale_1(block_dim: int, device: torch.device) -> None:
+@pytest.mark.parametrize("power_2", [True, False])
+def test_nan_stays_one_nan_and_infinity_poisons_its_block(
+    block_dim: int, power_2: bool, device: torch.device
+) -> None:
     x = torch.ones(128, 256, device=device)
     x[3, 5], x[7, 200] = math.nan, -math.inf
-    outputs = both(x, block_dim=block_dim)
+    outputs = both(x, block_dim=block_dim, power_2=power_2)
     rowwise, columnwise = decode(outputs, block_dim, torch.float32)
-    assert rowwise.isnan().sum() == columnwise.isnan().sum() == 1
     assert outputs[0][3, 5] == outputs[2][5, 3] == 0x7F
-    assert rowwise[7, 200] == columnwise[7, 200] == -448.0
-    assert rowwise[7, 201] == 1.0
+    assert rowwise[:, :128].isnan().sum() == columnwise[:, :128].isnan().sum() == 1
+    lost = torch.zeros(128, 256, dtype=torch.bool, device=device)
+    lost[3, 5] = True
+    lost[7 if block_dim == 1 else slice(None), 128:] = True
+    assert torch.equal(rowwise.isnan(), lost)
+    lost[:, 128:] = block_dim == 2
+    lost[:, 200] = True
+    assert torch.equal(columnwise.isnan(), lost)
 
 
 def test_bad_arguments() -> None:

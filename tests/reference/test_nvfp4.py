@@ -204,16 +204,44 @@ def test_empty(shape: tuple[int, ...], options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("two_d", [False, True])
-def test_nan_becomes_plus_6_and_does_not_touch_the_amax(two_d: bool, device: torch.device) -> None:
-    x = torch.ones(16, 32, device=device)
-    x[3, 5], x[4, 6] = math.nan, -math.nan
-    outputs = both(x, two_d=two_d)
-    assert outputs[4].tolist() == outputs[5].tolist() == [1.0]
+@pytest.mark.parametrize("four_over_six", [False, True])
+def test_nan_poisons_its_group_and_does_not_touch_the_amax(
+    two_d: bool, four_over_six: bool, device: torch.device
+) -> None:
+    x = torch.ones(32, 48, device=device)
+    x[3, 5], x[4, 6], x[4, 7] = math.nan, -math.nan, 4.0
+    options = {"two_d": two_d, "four_over_six": four_over_six}
+    outputs = both(x, **options)
+    assert outputs[4].tolist() == outputs[5].tolist() == [4.0]
+    rowwise, columnwise = decode(outputs, x.shape, options, torch.float32)
+    lost = torch.zeros(x.shape, dtype=torch.bool, device=device)
+    lost[slice(16) if two_d else slice(3, 5), :16] = True
+    assert torch.equal(rowwise.isnan(), lost)
     codes = codecs.unpack_codes(outputs[0], 4)
-    assert codes[3, 5] == codes[4, 6] == 7
-    clean = both(torch.ones(16, 32, device=device), two_d=two_d)
-    assert torch.equal(outputs[1], clean[1])
-    assert torch.equal(outputs[3], clean[3])
+    assert codes[lost].eq(7).all() and outputs[1][:32, :3].eq(0x7F).sum() == (16 if two_d else 2)
+    lost[:] = False
+    lost[:16, slice(16) if two_d else slice(5, 7)] = True
+    assert torch.equal(columnwise.isnan(), lost)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_nan_poisons_what_is_rotated_with_it(seed: int | None, device: torch.device) -> None:
+    x = torch.ones(32, 16, device=device)
+    x[3, 5] = math.nan
+    options = {"rht": True, "seed": None if seed is None else torch.tensor([seed], device=device)}
+    outputs = both(x, **options)
+    rowwise, columnwise = decode(outputs, x.shape, options, torch.float32)
+    assert rowwise.isnan().sum() == columnwise.isnan().sum() == 16
+    assert rowwise[3].isnan().all() and columnwise[:16, 5].isnan().all()
+
+
+def test_infinity_leaves_no_number(device: torch.device) -> None:
+    x = normal((32, 48), torch.float32).to(device)
+    x[3, 5] = -math.inf
+    for options in ({}, {"two_d": True}, {"rht": True}, {"four_over_six": True}):
+        outputs = both(x, **options)
+        for values in decode(outputs, x.shape, options, torch.float32):
+            assert not values.isfinite().any(), options
 
 
 def test_negative_zero_keeps_its_sign() -> None:

@@ -66,9 +66,10 @@ class TestAmax:
 
 
 class TestScaleFromAmax:
-    def test_no_scale_for_zero_infinity_and_nan(self) -> None:
+    def test_no_scale_for_zero_and_nan_and_none_that_finds_back_from_infinity(self) -> None:
         for power_2 in (False, True):
-            assert scale([0.0, math.inf, math.nan], power_2=power_2) == [1.0, 1.0, 1.0]
+            assert scale([0.0, math.nan, math.inf], power_2=power_2) == [1.0, 1.0, 0.0]
+        assert scaling.reciprocal(torch.zeros(1)).item() == math.inf
 
     def test_epsilon_is_a_lower_bound_that_nan_escapes(self) -> None:
         assert scale([0.0, 0.25, 2.0, math.nan], epsilon=0.5) == [896.0, 896.0, 224.0, 1.0]
@@ -89,8 +90,8 @@ class TestScaleFromAmax:
             with np.errstate(all="ignore"):
                 expected = np.float32(fmt.max) / values.numpy()
             expected = np.where(np.isinf(expected), np.float32(FLT_MAX), expected)
-            regular = (values > 0) & values.isfinite()
-            expected_scale = torch.where(regular, torch.from_numpy(expected), torch.ones(()))
+            expected = np.where(values.numpy() == np.inf, np.float32(0), expected)
+            expected_scale = torch.where(values > 0, torch.from_numpy(expected), torch.ones(()))
             actual = scaling.scale_from_amax(values, fmt.max, power_2=False, epsilon=0.0, overflow=FLT_MAX)
             assert_bitwise(actual, expected_scale)
 

@@ -169,3 +169,18 @@ def test_custom_recipe_sees_the_name() -> None:
     with nc.quantized_model_init(recipe=nc.recipe.CustomRecipe(qfactory=factory)):
         make_layer(name="fc1")
     assert nc.QuantizerRole("linear", "weight", "fc1") in roles
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_backward_refuses_a_weight_written_after_its_forward(name: str) -> None:
+    """As of a plain parameter: dgrad would silently multiply with the new values."""
+    recipe = QUANTIZED[name]
+    with nc.quantized_model_init(recipe=recipe):
+        layer = nc.Linear(32, 64, recipe=recipe)
+    x = torch.randn(48, 32, device=layer.weight.device, requires_grad=True)
+    y = layer(x)
+    layer.weight.grad = torch.ones(64, 32, device=x.device)
+    torch.optim.SGD([layer.weight], lr=0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    layer(x).sum().backward()

@@ -233,3 +233,23 @@ def test_a_class_may_declare_its_buffers_in_the_other_spelling() -> None:
         assert storage.__tensor_flatten__()[0] == ["_codes"] == Codes.buffer_attributes(True, False)
     finally:
         del _STORAGE_REGISTRY[storage_identifier(Codes)]
+
+
+@each_quantizer
+def test_writing_counts_as_a_version_of_every_buffer(name: str) -> None:
+    """So that a backward finds out that what it saved of a weight holds other values now."""
+    weight = torch.nn.Parameter(quantize(WITH_DELAYED[name], normal((64, 32), torch.float32)))
+    other = quantize(WITH_DELAYED[name], torch.ones(64, 32))
+    with torch.no_grad():
+        for write in (
+            lambda: weight.mul_(3.0),
+            lambda: weight.copy_(other),
+            lambda: weight.copy_(torch.zeros(64, 32)),
+            lambda: weight.copy_from_storage(other),
+            lambda: weight.quantize_(torch.ones(64, 32)),
+        ):
+            before = [buffer._version for buffer in buffers(weight).values()]
+            write()
+            assert all(
+                buffer._version > v for buffer, v in zip(buffers(weight).values(), before, strict=True)
+            )

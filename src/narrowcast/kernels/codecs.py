@@ -160,6 +160,20 @@ def fp8_code(x, E5M2: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def scaled_float32(x, scale, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
+    """fp32 ``x * scale``, with NaN for an infinite ``x``, which ``fp8_code`` would turn into a number.
+
+    ``CURRENT``: the scale is that of ``scale_from_amax``, so it is 0 where there is an infinity, whose product is NaN.
+    Else what is added is 0 with the sign of the product, which leaves the product as it is, and NaN for an infinity.
+    """
+    wide = to_float32(x, EMULATE)
+    if CURRENT:
+        return wide * scale
+    else:
+        return tl.fma(wide, scale, wide * 0.0)
+
+
+@triton.jit
 def pack_codes(c0, c1, c2, c3, EMULATE: tl.constexpr):
     """One word per element position: byte ``j`` is the code at that position of ``c<j>``."""
     if EMULATE:
@@ -216,8 +230,9 @@ def fp8_word(x0, x1, x2, x3, E5M2: tl.constexpr, EMULATE: tl.constexpr):
 
 @triton.jit
 def decode_e4m3(code):
-    """fp32 value of an E4M3 code 0..0x7E given as uint8: moved into place as a tiny fp32, scaled up exactly."""
-    return (code.to(tl.uint32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    """fp32 value of an E4M3 code 0..0x7F given as uint8: moved into place as a tiny fp32, scaled up exactly."""
+    value = (code.to(tl.uint32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    return tl.where(code == 0x7F, float("nan"), value)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLT_MAX, ElementFormat, cdiv
-from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, to_float32
+from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, scaled_float32
 from .launch import INTERPRETING, Launcher, check_device
 from .scaling import scale_from_amax
 from .sources import Source, load_four_rows, pairs_tiles, source_of, store_column_sums
@@ -83,6 +83,7 @@ def _emit_tile(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     SUMS: tl.constexpr,
+    CURRENT: tl.constexpr,
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
     EMULATE: tl.constexpr,
@@ -90,17 +91,13 @@ def _emit_tile(
     """Encode four interleaved rows and store their codes, the codes' transpose and the sums over the tile's rows."""
     row = tl.arange(0, x0.shape[0])[:, None] * 4
     column = tl.arange(0, x0.shape[1])[None, :]
-    f0 = to_float32(x0, EMULATE)
-    f1 = to_float32(x1, EMULATE)
-    f2 = to_float32(x2, EMULATE)
-    f3 = to_float32(x3, EMULATE)
     if SUMS:
         parts = sums_ptr + (m0 // 16 * K + k0)
         store_column_sums(parts, x0, x1, x2, x3, K, rows_left, columns_left, EMULATE)
-    c0 = fp8_code(f0 * scale, E5M2, EMULATE)
-    c1 = fp8_code(f1 * scale, E5M2, EMULATE)
-    c2 = fp8_code(f2 * scale, E5M2, EMULATE)
-    c3 = fp8_code(f3 * scale, E5M2, EMULATE)
+    c0 = fp8_code(scaled_float32(x0, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    c1 = fp8_code(scaled_float32(x1, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    c2 = fp8_code(scaled_float32(x2, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    c3 = fp8_code(scaled_float32(x3, scale, CURRENT, EMULATE), E5M2, EMULATE)
     if ROWWISE:
         offsets = row * K + column
         data = data_ptr + (m0 * K + k0)
@@ -190,12 +187,12 @@ def _cast_tile_kernel(
         _accumulate_amax(amax_ptr, previous, tl.max(size))
     _emit_tile(
         x0, x1, x2, x3, scale, data_ptr, transpose_ptr, sums_ptr, tile_m, m0, k0, M, K, rows_left, columns_left,
-        E5M2, ROWWISE, COLUMNWISE, SUMS, EVEN, WORDS, EMULATE,
+        E5M2, ROWWISE, COLUMNWISE, SUMS, CURRENT, EVEN, WORDS, EMULATE,
     )  # fmt: skip
     if PAIRED:
         _emit_tile(
             y0, y1, y2, y3, scale, data_ptr, transpose_ptr, sums_ptr, tile_m, m0, width + k0, M, K, rows_left,
-            columns_left, E5M2, ROWWISE, COLUMNWISE, SUMS, EVEN, WORDS, EMULATE,
+            columns_left, E5M2, ROWWISE, COLUMNWISE, SUMS, CURRENT, EVEN, WORDS, EMULATE,
         )  # fmt: skip
     if (tile_m == 0) & (tile_k == 0):
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
@@ -239,7 +236,7 @@ def _cast_kernel(
     scale = _tensor_scale(scale_ptr, partials, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS)
     if AMAX:
         _accumulate_amax(amax_ptr, previous, tl.max(magnitude(x, EMULATE), axis=0))
-    code = fp8_code(to_float32(x, EMULATE) * scale, E5M2, EMULATE)
+    code = fp8_code(scaled_float32(x, scale, CURRENT, EMULATE), E5M2, EMULATE)
     if ROWWISE:
         tl.store(data_ptr + start + index, code, mask=inside)
     if COLUMNWISE:
@@ -390,7 +387,8 @@ def quantize(
         ValueError: a tensor the kernels cannot reach, another dtype, or rank 0.
 
     Numerics:
-        ``code = sat(RN(x * scale))``, ``scale_inv = RN(1 / scale)``; equal to ``reference.float8.quantize``.
+        ``code = sat(RN(x * scale))``, NaN where ``x`` is infinite, ``scale_inv = RN(1 / scale)``; equal to
+        ``reference.float8.quantize``.
     """
     return _run_cast(source_of(x, 1), scale, fmt, rowwise, columnwise, amax, False, False, 0.0)
 

@@ -13,7 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLT_MAX, ElementFormat, cdiv, round_up
-from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, round_to_dtype, to_float32
+from .codecs import (
+    fp8_code,
+    magnitude,
+    magnitude_of_four,
+    pack_codes,
+    round_to_dtype,
+    scaled_float32,
+    to_float32,
+)
 from .launch import INTERPRETING, Launcher, check_device, check_input
 from .scaling import scale_from_amax
 from .tiles import is_wide, load_row, store_row, store_transposed, tile_grid, tile_position
@@ -220,10 +228,10 @@ def _cast_kernel(
     if AMAX:
         _raise_amax(amax_ptr, group, tl.max(magnitude_of_four(x0, x1, x2, x3, EMULATE), axis=1), groups)
 
-    c0 = fp8_code(to_float32(x0, EMULATE) * scale, E5M2, EMULATE)
-    c1 = fp8_code(to_float32(x1, EMULATE) * scale, E5M2, EMULATE)
-    c2 = fp8_code(to_float32(x2, EMULATE) * scale, E5M2, EMULATE)
-    c3 = fp8_code(to_float32(x3, EMULATE) * scale, E5M2, EMULATE)
+    c0 = fp8_code(scaled_float32(x0, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    c1 = fp8_code(scaled_float32(x1, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    c2 = fp8_code(scaled_float32(x2, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    c3 = fp8_code(scaled_float32(x3, scale, CURRENT, EMULATE), E5M2, EMULATE)
     if ROWWISE:
         if RAGGED:
             data = data_ptr + (source[:, None] * K + k0 + column)

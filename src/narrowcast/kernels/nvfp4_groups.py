@@ -137,13 +137,23 @@ def group_amax(xs, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def _poisoned_amax(xs):
+    """As ``group_amax``, but NaN for a group that holds one: maxima that keep a NaN cost what those that drop it do."""
+    largest = tl.abs(xs[0])
+    for i in tl.static_range(1, 16):
+        largest = tl.maximum(largest, tl.abs(xs[i]), propagate_nan=tl.PropagateNan.ALL)
+    return largest
+
+
+@triton.jit
 def _fold(values, HALF: tl.constexpr, MAXIMUM: tl.constexpr):
-    """[A, B, 2 * HALF] -> [A, B, HALF]: element ``i`` and element ``i + HALF``, their maximum or their sum."""
+    """[A, B, 2 * HALF] -> [A, B, HALF]: element ``i`` and element ``i + HALF``, their maximum or their sum; both keep
+    a NaN."""
     A: tl.constexpr = values.shape[0]
     B: tl.constexpr = values.shape[1]
     first, second = tl.split(tl.permute(tl.reshape(values, (A, B, 2, HALF)), (0, 1, 3, 2)))
     if MAXIMUM:
-        return tl.maximum(first, second)
+        return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
     else:
         return first + second
 
@@ -174,9 +184,10 @@ def _global_scales(amax, E4M3_MAX: tl.constexpr, EMULATE: tl.constexpr):
 
 @triton.jit
 def _element_scale(block_scale, global_inverse, EMULATE: tl.constexpr):
-    """What elements are multiplied by; a block scale of 0 saturates, not infinity."""
+    """What elements are multiplied by; a block scale of 0 saturates, not infinity, and NaN stays."""
     decoded = decode_e4m3(block_scale)
-    return tl.minimum(reciprocal(decoded * global_inverse, EMULATE), _FLT_MAX), decoded
+    factor = reciprocal(decoded * global_inverse, EMULATE)
+    return tl.minimum(factor, _FLT_MAX, propagate_nan=tl.PropagateNan.ALL), decoded
 
 
 @triton.jit
@@ -265,7 +276,8 @@ def _encode_standard(
     block_scale = fp8_code(block_amax * (scale * _ONE_SIXTH), False, EMULATE)
     factor, _decoded = _element_scale(block_scale, inverse, EMULATE)
     if STOCHASTIC:
-        # Always true; it makes the random words in the threads that hold the groups, instead of moving them there.
+        # Always true but for a NaN, where no random bit matters; it makes the random words in the threads that hold the
+        # groups, instead of moving them there.
         block_index = tl.where(block_amax >= 0.0, block_index, 0)
         low_index = (block_index & 0xFFFFFFFF).to(tl.uint32)
         high_index = (block_index >> 32).to(tl.uint32)
@@ -300,12 +312,14 @@ def encode(
 ):
     """Encode groups: block scales (uint8) and the two words of codes of each group.
 
+    A NaN poisons its group (of a tile: the tile): the scale is NaN, every code +6, and all of it decodes to NaN.
+
     Args:
         amax: fp32 amax behind the global scale, broadcastable to the groups.
         block_index: int64 index of each group in the direction's own grid of blocks, for the random bits.
         AXIS: the axis along which 16 lines form a tile; also the number of the random stream.
     """
-    block_amax = group_amax(xs, EMULATE)
+    block_amax = _poisoned_amax(xs)
     if TWO_D:
         block_amax = _over_tile(block_amax, AXIS, True)
     scale, inverse = _global_scales(amax, E4M3_MAX, EMULATE)

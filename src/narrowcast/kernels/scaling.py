@@ -13,15 +13,17 @@ OVERFLOW_BY_DTYPE = {"torch.bfloat16": BF16_MAX, "torch.float16": FP16_MAX, "tor
 
 @triton.jit
 def scale_from_amax(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr):
-    """Encoding scale of fp32 ``amax``: ``RN(fp8_max / max(amax, epsilon))``, or 1 where that says nothing."""
+    """Encoding scale of fp32 ``amax``, which is no NaN: ``RN(fp8_max / max(amax, epsilon))``, 1 where that is 0.
+
+    An infinite amax gives 0, whose reciprocal is infinite: what shares the scale decodes to NaN.
+    """
     epsilon = tl.cast(epsilon, tl.float32)  # a graph passes floats in double
     amax = tl.where(amax < epsilon, epsilon, amax)
     scale = tl.div_rn(tl.full(amax.shape, FP8_MAX, tl.float32), amax)
     scale = tl.where(scale == float("inf"), OVERFLOW, scale)
     if POWER_2:
         scale = (scale.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    usable = (amax > 0) & (amax < float("inf"))
-    return tl.where(usable, scale, 1.0)
+    return tl.where(amax > 0, scale, 1.0)
 
 
 @triton.jit
@@ -42,10 +44,12 @@ def power_2_scales(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr,
         field = tl.minimum(field, 254)
     else:
         field = tl.where(field > 254, 142, field)  # fp16's maximum, rounded down
-    # Zero becomes the largest unsigned number here and meets infinity at the top.
-    unusable = (bits - 1).to(tl.uint32, bitcast=True) >= 0x7F7FFFFF
-    field = tl.where(unusable, 127, field)
+    field = tl.where(bits == 0, 127, field)
     inverse = tl.maximum((254 - field) << 23, 0x00400000)  # 2**-127 is subnormal
+    # An infinite amax gives the scale 0 and the inverse infinity.
+    infinite = bits == 0x7F800000
+    field = tl.where(infinite, 0, field)
+    inverse = tl.where(infinite, 0x7F800000, inverse)
     return (field << 23).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
 
 

@@ -37,7 +37,7 @@ def quantize(
 
     Numerics:
         ``[data uint8 (*lead, K)] [transpose uint8 (K, *lead)] scale_inv fp32 [1]``; code = saturating
-        ``fmt(RN(x * scale))``, ``scale_inv = RN(1 / scale)``.
+        ``fmt(RN(x * scale))``, that of NaN where ``x`` is infinite; ``scale_inv = RN(1 / scale)``.
     """
     if amax is not None:
         torch.fmax(amax, scaling.amax(x), out=amax)
@@ -46,7 +46,10 @@ def quantize(
         return [scale_inv]
     # Widened first: a bf16 tensor times a one-element fp32 tensor would be rounded to bf16.
     values = widen(x)
-    data = encode_float8_(values * scale if values.dtype == x.dtype else values.mul_(scale), fmt)
+    # Adding 0 times itself changes nothing but an infinity, to NaN: it would saturate and look like a number.
+    zero = values.new_zeros(())
+    values = (torch.addcmul if values.dtype == x.dtype else Tensor.addcmul_)(values, values, zero)
+    data = encode_float8_(values.mul_(scale), fmt)
     out = [data] if rowwise else []
     if columnwise:
         out.append(transpose(data))

@@ -105,7 +105,7 @@ def group_max(x: Tensor, rows: int, columns: int) -> Tensor:
     """Maximum over tiles of a non-negative matrix; tiles at the edges may be short.
 
     Args:
-        x: fp32 >= 0 without NaN, shape (M, K).
+        x: fp32 >= 0, shape (M, K).
         rows: height of a tile.
         columns: width of a tile.
 

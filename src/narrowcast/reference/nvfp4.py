@@ -5,11 +5,15 @@ computed in the layout of the source, groups of 16 running down the rows for the
 only packed bytes are transposed. The matrix is padded with zeros to whole groups in the directions that pack,
 and rotations and tiles see those zeros.
 
+E2M1 has no NaN, so a NaN poisons its group (of a tile: the tile): the scale is the NaN of E4M3, every code +6, and
+all of it decodes to NaN. An infinite amax makes what decodes with it infinite or NaN.
+
 Options: 16 x 16 tiles (weights), the random Hadamard transform of the column-wise direction, stochastic
 rounding (gradients), one amax per row (activations), and "4 over 6": map the amax of a block to 4 or to 6,
 whichever loses less.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +42,6 @@ from .hadamard import rotate_rows, unrotate_rows
 from .layout import (
     as_matrix,
     group_max,
-    magnitude,
     multiply_groups,
     pad_matrix,
     pad_scales,
@@ -186,42 +189,56 @@ def _encode_directions(
     matrix: Tensor, owned: bool, rowwise: bool, columnwise: bool, options: _Options
 ) -> tuple[_Encoded | None, _Encoded | None]:
     """Encode both directions; a matrix that is ``owned`` may be overwritten."""
-    size = magnitude(matrix)
+    size = matrix.abs()
     scratch = _Scratch(size, torch.empty_like(size, dtype=torch.int32))
     if options.codes_are_shared:
-        amax = group_max(size, NVFP4_BLOCK, NVFP4_BLOCK)
-        shared = _encode(matrix, amax, NVFP4_BLOCK, NVFP4_BLOCK, options, scratch)
+        amaxes = _amaxes(size, [(NVFP4_BLOCK, NVFP4_BLOCK)], options)[0]
+        shared = _encode(matrix, amaxes, NVFP4_BLOCK, NVFP4_BLOCK, options, scratch)
         return shared if rowwise else None, shared if columnwise else None
-    # Both amaxes come first: the magnitudes' memory takes the scaled elements afterwards.
-    row_amax = _block_amax(size, 1, NVFP4_BLOCK, options.two_d) if rowwise else None
-    column_amax = _block_amax(size, NVFP4_BLOCK, 1, options.two_d) if columnwise and not options.rht else None
-    row = column = None
-    if row_amax is not None:
-        row = _encode(matrix, row_amax, 1, NVFP4_BLOCK, options, scratch)
+    # All amaxes come first: the magnitudes' memory takes the scaled elements afterwards.
+    unrotated = columnwise and not options.rht
+    amaxes = _amaxes(size, [(1, NVFP4_BLOCK)] * rowwise + [(NVFP4_BLOCK, 1)] * unrotated, options)
+    row = _encode(matrix, amaxes[0], 1, NVFP4_BLOCK, options, scratch) if rowwise else None
     if columnwise and options.rht:
         matrix = rotate_rows(
             matrix, options.random_signs, scratch=scratch.values, out=matrix if owned else None
         )
-        column_amax = _block_amax(magnitude(matrix, out=scratch.values), NVFP4_BLOCK, 1, options.two_d)
-    if column_amax is not None:
-        column = _encode(matrix, column_amax, NVFP4_BLOCK, 1, options, scratch)
+        amaxes = _amaxes(torch.abs(matrix, out=scratch.values), [(NVFP4_BLOCK, 1)], options)
+    column = _encode(matrix, amaxes[-1], NVFP4_BLOCK, 1, options, scratch) if columnwise else None
     return row, column
+
+
+def _amaxes(size: Tensor, groups: list[tuple[int, int]], options: _Options) -> list[tuple[Tensor, Tensor]]:
+    """Of each way to group: the amax of each group, and the one behind the global scale; overwrites ``size``.
+
+    A NaN is the amax of its group, but no part of the other, which the whole tensor shares.
+    """
+    blocks = [_block_amax(size, rows, columns, options.two_d) for rows, columns in groups]
+    size.nan_to_num_(nan=0.0, posinf=math.inf)
+    lines = [1 if columns > 1 else 0 for _, columns in groups]
+    if options.amaxes is None:
+        amaxes = [_global_amax(size, line, options.row_scaled) for line in lines]
+    else:
+        amaxes = [options.amaxes[1 - line].view(1, 1) for line in lines]
+    return list(zip(blocks, amaxes))
 
 
 def _block_amax(size: Tensor, rows: int, columns: int, two_d: bool) -> Tensor:
     """The amax of each group; in a tile, that of the tile for each of its groups."""
     amax = group_max(size, rows, columns)
-    return spread(group_max(amax, columns, rows), columns, rows) if two_d else amax
+    return spread(group_max(amax, columns, rows), columns, rows) if two_d and rows != columns else amax
 
 
 def _encode(
-    matrix: Tensor, block_amax: Tensor, rows: int, columns: int, options: _Options, scratch: _Scratch
+    matrix: Tensor,
+    amaxes: tuple[Tensor, Tensor],
+    rows: int,
+    columns: int,
+    options: _Options,
+    scratch: _Scratch,
 ) -> _Encoded:
     """Encode groups of (rows, columns): (1, 16) row-wise, (16, 1) column-wise, (16, 16) for shared tiles."""
-    if options.amaxes is None:
-        amax = _global_amax(block_amax, 1 if columns > 1 else 0, options.row_scaled)
-    else:
-        amax = options.amaxes[0 if columns > 1 else 1].view(1, 1)
+    block_amax, amax = amaxes
     global_scale = _global_scale(amax, options.e4m3_max)
     if options.four_over_six:
         codes, scales = _encode_four_over_six(
@@ -238,13 +255,13 @@ def _encode(
     return _Encoded(encode_float4_stochastic_(scaled, random, scratch.bits), scales, amax)
 
 
-def _global_amax(block_amax: Tensor, dim: int, per_line: bool) -> Tensor:
-    """The amax behind the global scale, shaped to broadcast over ``block_amax``; 0 for an empty tensor."""
-    if per_line and block_amax.shape[dim] > 0:
-        return block_amax.amax(dim, keepdim=True)
+def _global_amax(size: Tensor, dim: int, per_line: bool) -> Tensor:
+    """The amax behind the global scale, shaped to broadcast over amaxes of groups; 0 for an empty tensor."""
+    if per_line and size.shape[dim] > 0:
+        return size.amax(dim, keepdim=True)
     if per_line:
-        return block_amax.sum(dim, keepdim=True)
-    return (block_amax.amax() if block_amax.numel() > 0 else block_amax.sum()).reshape(1, 1)
+        return size.sum(dim, keepdim=True)
+    return (size.amax() if size.numel() > 0 else size.sum()).reshape(1, 1)
 
 
 def _global_scale(amax: Tensor, e4m3_max: int) -> Tensor:

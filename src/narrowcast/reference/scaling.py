@@ -1,9 +1,10 @@
 """The scale rule shared by per-tensor current scaling and FP8 block scaling, and the amax it starts from.
 
-NaN elements never take part in an amax: a NaN in the data must stay one NaN in the result, not a lost tensor.
-A plain ``amax`` propagates NaN, so magnitudes are compared as integers, whose order is the order of the
-floats: adding the number of NaN patterns makes infinity the largest integer and wraps every NaN to a negative
-one.
+NaN elements never take part in an amax: a NaN in the data must stay one NaN in the result, not a lost tensor. An
+infinity does, and what shares its scale is lost with it: the scale is 0 and its reciprocal infinite, so that all of it
+decodes to NaN instead of to numbers. A plain ``amax`` propagates NaN, so magnitudes are compared as integers, whose
+order is the order of the floats: adding the number of NaN patterns makes infinity the largest integer and wraps every
+NaN to a negative one.
 """
 
 import torch
@@ -84,8 +85,8 @@ def scale_from_amax(
         Nothing of its own.
 
     Numerics:
-        fp32, same shape: ``RN(fp8_max / max(amax, epsilon))`` by a true division; 1 where amax is 0, infinite
-        or NaN.
+        fp32, same shape: ``RN(fp8_max / max(amax, epsilon))`` by a true division; 1 where amax is 0 or NaN, 0
+        where it is infinite.
     """
     if epsilon > 0.0:
         amax = amax.clamp(min=epsilon)
@@ -94,7 +95,7 @@ def scale_from_amax(
     scale.nan_to_num_(nan=1.0, posinf=overflow)
     if power_2:
         scale.view(torch.int32).bitwise_and_(-0x800000)
-    return scale.masked_fill_((amax == 0.0).logical_or_(amax.isinf()), 1.0)
+    return scale.masked_fill_(amax == 0.0, 1.0)
 
 
 def reciprocal(scale: Tensor) -> Tensor:

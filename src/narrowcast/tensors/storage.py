@@ -275,6 +275,7 @@ class QuantizedTensorStorage:
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensorStorage:
         """Overwrite the buffers with the quantization of ``tensor``; skipped on device if ``noop_flag`` is set."""
         self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)  # type: ignore[attr-defined]
+        self._mark_written()
         return self
 
     def copy_from_storage(self, source: QuantizedTensorStorage) -> None:
@@ -288,6 +289,18 @@ class QuantizedTensorStorage:
         for mine, theirs in zip(self.get_data_tensors(), source.get_data_tensors(), strict=True):
             if mine is not None and theirs is not None:
                 mine.copy_(theirs)
+        self._mark_written()
+
+    def _mark_written(self) -> None:
+        """Let autograd find out that a backward has saved these buffers and now reads other values.
+
+        Writes to a plain tensor count by themselves, but not below autograd, where an operator on a tensor subclass
+        writes to what the subclass holds.
+        """
+        if not torch.compiler.is_compiling():
+            for buffer in self.get_data_tensors():
+                if buffer is not None and not buffer.is_inference():
+                    torch.autograd.graph.increment_version(buffer)
 
     def _matches(self, other: QuantizedTensorStorage) -> bool:
         """Whether the bytes of the other storage mean the same in this one, buffer by buffer."""

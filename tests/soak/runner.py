@@ -1,0 +1,160 @@
+"""Runs suites in turns until the time is over, and reports."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+import narrowcast as nc
+
+from .draw import Draw
+
+Case = Callable[[Draw], dict[str, float]]
+
+
+@dataclass
+class Suite:
+    """One kind of attack: its share of the time, and what it has found.
+
+    A figure of a case is a number whose largest value is reported; ``Skip`` raised by a case ends the suite.
+    """
+
+    name: str
+    case: Case
+    weight: float
+    cases: int = 0
+    seconds: float = 0.0
+    figures: dict[str, float] = field(default_factory=dict)
+    failures: list[dict[str, str]] = field(default_factory=list)
+    skipped: str = ""
+
+
+class Skip(Exception):
+    """What the machine lacks for a suite."""
+
+
+def run_case(suite: Suite, seed: int, device: str, effort: float) -> bool:
+    """Run one case and keep what it says; whether it passed."""
+    draw = Draw(suite.name, seed, device, effort)
+    begin = time.perf_counter()
+    try:
+        figures = suite.case(draw)
+    except Skip as reason:
+        suite.skipped = str(reason)
+        return True
+    except Exception as error:
+        repro = f"python -m tests.soak --device {device} --suite {suite.name} --seed {seed} --cases 1"
+        suite.failures.append(
+            {
+                "seed": str(seed),
+                "drawn": ", ".join(draw.notes),
+                "error": f"{type(error).__name__}: {error}",
+                "traceback": traceback.format_exc(),
+                "repro": repro,
+            }
+        )
+        print(f"FAILED {suite.name} seed {seed}: {type(error).__name__}: {str(error)[:400]}", file=sys.stderr)
+        print(f"  drawn: {', '.join(draw.notes)}\n  {repro}", file=sys.stderr, flush=True)
+        return False
+    finally:
+        suite.cases += 1
+        suite.seconds += time.perf_counter() - begin
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+    for name, value in figures.items():
+        suite.figures[name] = max(suite.figures.get(name, value), value)
+    return True
+
+
+def run(
+    suites: list[Suite], *, device: str, minutes: float, seed: int, cases: int | None, effort: float
+) -> None:
+    """Run the suites: so many cases of each, or for so many minutes, the one that is furthest behind its share next."""
+    if cases is not None:
+        for suite in suites:
+            for index in range(cases):
+                if not suite.skipped:
+                    run_case(suite, seed + index, device, effort)
+        return
+    end = time.monotonic() + 60 * minutes
+    said = time.monotonic()
+    while time.monotonic() < end:
+        open_suites = [suite for suite in suites if not suite.skipped]
+        if not open_suites:
+            return
+        suite = min(open_suites, key=lambda one: one.seconds / one.weight)
+        run_case(suite, seed + suite.cases, device, effort)
+        if time.monotonic() - said > 60:
+            said = time.monotonic()
+            done = ", ".join(f"{one.name} {one.cases}" for one in suites)
+            print(f"{(end - said) / 60:.0f} minutes left: {done}", flush=True)
+
+
+def machine(device: str) -> dict[str, str]:
+    """What the run ran on."""
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    try:
+        import triton
+
+        compiler = triton.__version__
+    except ImportError:
+        compiler = "none"
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "triton": compiler,
+        "python": platform.python_version(),
+        "narrowcast": nc.__version__,
+    }
+
+
+def report(suites: list[Suite], device: str, out: Path | None) -> None:
+    """The table, and the same as JSON."""
+    rows = [
+        (
+            suite.name,
+            str(suite.cases),
+            str(len(suite.failures)),
+            f"{suite.seconds:.0f}",
+            suite.skipped
+            or ", ".join(f"{name} {value:.4g}" for name, value in sorted(suite.figures.items())),
+        )
+        for suite in suites
+    ]
+    header = ("suite", "cases", "failed", "seconds", "largest figures")
+    where = machine(device)
+    title = ", ".join(f"{name} {value}" for name, value in where.items())
+    try:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*header, title=title)
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+    except ImportError:
+        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+        print(title)
+        for row in [header, *rows]:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)))
+    for suite in suites:
+        for failure in suite.failures:
+            print(f"{suite.name}: {failure['error'][:200]}\n  {failure['drawn']}\n  {failure['repro']}")
+    if out is not None:
+        document = {"machine": where, "command": shlex.join(sys.argv)}
+        kept = [
+            {name: value for name, value in asdict(suite).items() if name != "case"}
+            for suite in [Suite(**{**vars(suite), "case": None}) for suite in suites]  # type: ignore[arg-type]
+        ]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({**document, "suites": kept}, indent=1) + "\n")
+        print(f"written to {out}")
