@@ -418,6 +418,27 @@ def test_a_layer_that_saw_inference_first_is_trained(how: str) -> None:
     assert torch.equal(model.first.scale_fwd, plain.first.scale_fwd)
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint has no delayed-scaling state")
+@pytest.mark.parametrize("what", ["made", "moved", "loaded", "assigned"])
+def test_state_that_inference_mode_made_is_trained(what: str) -> None:
+    model, other = built(), Net()
+    state = other.state_dict()
+    if what == "assigned":
+        model.to("meta")
+    with torch.inference_mode():
+        if what == "made":
+            nc.set_recipe(other, RECIPE)(batch(0).detach())
+        elif what == "moved":
+            model.half().float()
+            model = model.to("meta").to_empty(device="cpu")
+        else:
+            model.load_state_dict(state, assign=what == "assigned")
+    assert not any(buffer.is_inference() for buffer in (*model.buffers(), *other.buffers()))
+    if what != "moved":
+        for _ in range(2):
+            model(batch(0)).square().mean().backward()
+
+
 def losses(recipe: Any) -> list[float]:
     """Of a small residual network, whose gradients are as small as those of a step over a million tokens."""
     torch.manual_seed(0)

@@ -246,17 +246,6 @@ def test_state_dict_is_plain(name: str) -> None:
 # -- the weight cache ---------------------------------------------------------------------------------------------
 
 
-def test_cache_is_reused_only_when_asked() -> None:
-    module, x = layer(), torch.randn(8, 48)
-    recipe = QUANTIZED["current"]
-    first = run(module, x, recipe, is_first_microbatch=True)[0]
-    with torch.no_grad():
-        module.weight.mul_(2)
-    assert torch.equal(run(module, x, recipe, is_first_microbatch=False)[0], first)
-    assert not torch.equal(run(module, x, recipe)[0], first)
-    assert not torch.equal(run(module, x, recipe, is_first_microbatch=True)[0], first)
-
-
 @pytest.mark.parametrize("change", ["load", "to"])
 def test_cache_dies_with_its_weight(change: str) -> None:
     module, x = layer(), torch.randn(8, 48)

@@ -160,12 +160,15 @@ class DelayedLayer(RecipeOwner):
         """The weight that the stage of this prefix multiplies with."""
         raise NotImplementedError(f"{type(self).__name__} does not tell its weights")
 
-    def _reset_direction(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> None:
+    def _reset_direction(
+        self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling, from_weights: bool = True
+    ) -> None:
         _, _, scale, history, amax = self._slots(prefix, direction, mode, delayed)
         history.zero_()
         amax.zero_()
         scale.fill_(first_scale(delayed, mode))
-        if mode == "forward" and delayed.initial_scale == "range" and not scale.is_meta:
+        by_range = mode == "forward" and delayed.initial_scale == "range"
+        if by_range and from_weights and not scale.is_meta:
             largest = fp8_max(delayed, mode) / 2**delayed.margin
             weight_amax = self._weight_amax(prefix).to(scale.device)
             at = slice(WEIGHT_SLOT * self._groups, (WEIGHT_SLOT + 1) * self._groups)
@@ -178,14 +181,18 @@ class DelayedLayer(RecipeOwner):
         weight = weight.to_local() if hasattr(weight, "to_local") else weight
         return weight.abs().amax().float().reshape(1) if weight.numel() else weight.new_zeros(1).float()
 
-    @torch.no_grad()
     def reset_delayed_scaling(self) -> None:
         """Start delayed scaling anew: scales as its recipe says, no amax. State of an unknown recipe is dropped."""
+        self._start_anew()
+
+    @torch.no_grad()
+    def _start_anew(self, from_weights: bool = True) -> None:
+        """:meth:`reset_delayed_scaling`; ``from_weights`` False: no scale follows from a weight, there are none yet."""
         for prefix in self._stage_names:
             states = self._delayed.get(prefix, (None, None))
             for delayed, (direction, mode, _) in zip(states, _DIRECTIONS):
                 if delayed is not None:
-                    self._reset_direction(prefix, direction, mode, delayed)
+                    self._reset_direction(prefix, direction, mode, delayed, from_weights)
                 else:
                     for name in _buffer_names(prefix, direction):
                         setattr(self, name, None)
@@ -244,13 +251,24 @@ class DelayedLayer(RecipeOwner):
     # -- moving, saving, loading -------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> DelayedLayer:
-        """Move the state with the layer, but keep it fp32: half-precision scales would lose amax."""
+        """Move the state with the layer, with its values: half-precision scales would lose amax, ``to_empty`` all."""
         before = {name: self._buffers[name] for name in self._state_names()}
         super()._apply(fn, recurse)
+        left_meta = False
         for name, tensor in before.items():
             moved = self._buffers[name]
-            if tensor is not None and moved is not None and moved.dtype != torch.float32:
-                self._buffers[name] = tensor.to(moved.device)
+            if tensor is None or moved is None or moved is tensor:
+                continue
+            if moved.dtype != torch.float32 or moved.is_inference():
+                with torch.inference_mode(False):  # the layer may be trained later
+                    moved = torch.zeros(tensor.shape, dtype=torch.float32, device=moved.device)
+                self._buffers[name] = moved
+            if tensor.is_meta:
+                left_meta |= not moved.is_meta
+            else:
+                moved.copy_(tensor)
+        if left_meta:  # to memory that nobody has written to, the weights as well
+            self._start_anew(from_weights=False)
         return self
 
     def _state_names(self) -> list[str]:
@@ -287,7 +305,7 @@ class DelayedLayer(RecipeOwner):
                     self._fit_buffers(stage, direction, mode, len(kinds) * self._groups, delayed)
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
-            self._start_anew(prefix)
+            self._start_without_checkpoint(prefix)
 
     @torch.inference_mode(False)
     def _adopt(self, keys: tuple[str, ...], width: int, state_dict: dict[str, Any], prefix: str) -> list[str]:
@@ -313,7 +331,8 @@ class DelayedLayer(RecipeOwner):
                 self._buffers[key] = torch.empty_like(tensor, dtype=torch.float32, device=device)
         return []
 
-    def _start_anew(self, prefix: str) -> None:
+    @torch.inference_mode(False)
+    def _start_without_checkpoint(self, prefix: str) -> None:
         warnings.warn(
             f"the checkpoint has no delayed-scaling state for {prefix.rstrip('.') or type(self).__name__}; its scales "
             "start anew",

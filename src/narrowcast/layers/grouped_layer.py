@@ -243,13 +243,12 @@ class GroupedLinearLayer(LinearLayer):
                     f"in force wants {operand.storage_name}; use the recipe of quantized_model_init"
                 )
             return grouped_buffers_of(weight)
-        kept = self._fp8_workspaces["weight"] if is_first_microbatch is False else None
-        if kept is not None and kept[0] == operand.value:
-            return kept[1]
         plain = [weight.detach() for weight in weights]
+        kept = None if is_first_microbatch else self._kept_weight("weight", operand, plain)
+        if kept is not None:
+            return kept
         buffers = quantize_weights(plain, operand, scales.scale_fwd, scales.amax_fwd)
-        self._fp8_workspaces["weight"] = (operand.value, buffers)
-        return buffers
+        return self._keep_weight("weight", operand, plain, buffers)
 
     def _main_grads(
         self, wanted: bool, is_first_microbatch: bool | None
@@ -268,7 +267,7 @@ class GroupedLinearLayer(LinearLayer):
             if getattr(self, name).requires_grad:
                 main_grads[index], overwrite, dummies[index] = self._main_grad(name)
                 overwrites.append(overwrite)
-        first = is_first_microbatch is True
+        first = bool(is_first_microbatch)
         if not first and any(overwrites) and not all(overwrites):
             raise RuntimeError(
                 f"overwrite_main_grad is set on some weights of {self.name or type(self).__name__} only; set it on all "
