@@ -32,6 +32,7 @@ from ..state import (
     renew_and_read,
     starts_a_step,
 )
+from .extra_state import delayed_state, take_extra_state
 from .recipe_owner import RecipeOwner
 
 _DIRECTIONS: tuple[tuple[str, Mode, tuple[str, ...]], ...] = (
@@ -289,8 +290,14 @@ class DelayedLayer(RecipeOwner):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        names = self._state_names()
+        names, state_dict = self._state_names(), dict(state_dict)
+        extra = take_extra_state(state_dict, prefix)
         saved = [name for name in names if prefix + name in state_dict]
+        if extra and not saved and (self._recipe is None or self.delayed_slots()):
+            widths = {direction: len(kinds) * self._groups for direction, _, kinds in _DIRECTIONS}
+            read = delayed_state(extra, sorted(self._stage_names), widths)
+            state_dict.update({prefix + name: tensor for name, tensor in read.items()})
+            saved = list(read)
         for stage in self._stage_names:
             for direction, _, kinds in _DIRECTIONS:
                 width = len(kinds) * self._groups

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..autograd import NormSettings
 from ..reference.norm import NORMALIZATIONS
+from .extra_state import EXTRA_STATE
 from .neutral import NormOptions, check_neutral
 from .parameters import casts, parameter_device, parameter_dtype, remedy
 
@@ -102,6 +103,11 @@ class NormParameters(nn.Module):
             f"{self.normalized_shape[0]}, eps={self.settings.eps}, "
             f"zero_centered_gamma={self.settings.zero_centered_gamma}"
         )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Without what Transformer Engine keeps of a norm's quantizers."""
+        own = {key: tensor for key, tensor in state_dict.items() if key != prefix + EXTRA_STATE}
+        super()._load_from_state_dict(own, prefix, *args)
 
     def check_input(self, inp: Tensor) -> None:
         """Compare an input with the weight.
