@@ -304,11 +304,13 @@ class GroupedLinearLayer(LinearLayer):
             grouped_calibrate_([w.detach() for w in plain], None, amax, WEIGHT_SLOT)
 
     def _compute_waiting_wgrads(self) -> None:
-        weights = self._parts_of("weight")
-        if not self.wants_wgrad:
+        weights, store = self._parts_of("weight"), self.wgrad_stores["weight"]
+        if not self.wants_wgrad and not len(store):  # frozen in the forward
             return
-        deferred, shape = self.wgrad_stores["weight"].pop(), (self.out_features, self.in_features)
-        if self.fuse_wgrad_accumulation:
+        deferred, shape = store.pop(), (self.out_features, self.in_features)
+        if not self.wants_wgrad:  # frozen since: autograd drops such a gradient, too
+            pass
+        elif self.fuse_wgrad_accumulation:
             wanted = [weight.main_grad if weight.requires_grad else None for weight in weights]  # type: ignore[attr-defined]
             add_to_main_grads_(deferred, wanted, shape)
             for weight in weights:

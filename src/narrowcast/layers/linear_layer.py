@@ -400,11 +400,14 @@ class LinearLayer(DelayedLayer):
     def _compute_waiting_wgrads(self) -> None:
         """The gradients of one backward, to where they go."""
         for stage in self._stages:
-            weights = self._parts_of(stage.weight)
-            if not any(weight.requires_grad for weight in weights):
+            weights, store = self._parts_of(stage.weight), self.wgrad_stores[stage.weight]
+            wanted = any(weight.requires_grad for weight in weights)
+            if not wanted and not len(store):  # frozen in the forward
                 continue
-            deferred = self.wgrad_stores[stage.weight].pop()
-            if self.fuse_wgrad_accumulation:
+            deferred = store.pop()
+            if not wanted:  # frozen since: autograd drops such a gradient, too
+                pass
+            elif self.fuse_wgrad_accumulation:
                 (weight,) = weights
                 add_to_main_grad_(deferred, weight.main_grad)  # type: ignore[attr-defined]
                 mark_added_to_main_grad(weight)
