@@ -14,7 +14,18 @@ from .._environment import read_flag
 from . import _opaque
 from .quantizer_value import QuantizerValue
 
-_LIBRARY = torch.library.Library("narrowcast", "DEF")
+
+def _library() -> torch.library.Library:
+    """The one library of this namespace; that of an import before this one, whose modules were deleted, ends."""
+    of_namespace = vars(torch.ops.narrowcast)
+    if "_library" in of_namespace:
+        of_namespace.pop("_library")._destroy()
+    library = torch.library.Library("narrowcast", "DEF")
+    torch.ops.narrowcast._library = library
+    return library
+
+
+_LIBRARY = _library()
 
 QUANTIZER = _opaque.schema_type(QuantizerValue) if _opaque.AVAILABLE else "Any"
 
