@@ -211,7 +211,8 @@ def rebuild_quantized_tensor(
 
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
-    return tensor._like(lambda buffer: buffer)
+    with torch.inference_mode(tensor.is_inference()):  # a view is one where what it is of is one
+        return tensor._like(lambda buffer: buffer)
 
 
 @_handles(aten.clone.default)
