@@ -48,17 +48,16 @@ def test_import_again() -> None:
         "-c",
         "import importlib, sys, warnings, torch, narrowcast as nc\n"
         "first = importlib.reload(nc)\n"
-        "for _ in range(2):\n"
-        "    for name in [name for name in sys.modules if name.split('.')[0] == 'narrowcast']:\n"
-        "        del sys.modules[name]\n"
-        "    with warnings.catch_warnings():\n"
-        "        warnings.simplefilter('error')\n"
-        "        import narrowcast as nc\n"
-        "    assert nc is not first\n"
-        "    layer = nc.Linear(32, 32, device='cpu', recipe=nc.recipe.MXFP8BlockScaling())\n"
-        "    forward = torch.compile(layer, fullgraph=True, backend='aot_eager')\n"
-        "    forward(torch.ones(4, 32)).sum().backward()\n"
-        "    assert layer.weight.grad is not None\n",
+        "for name in [name for name in sys.modules if name.split('.')[0] == 'narrowcast']:\n"
+        "    del sys.modules[name]\n"
+        "with warnings.catch_warnings():\n"
+        "    warnings.simplefilter('error')\n"
+        "    import narrowcast as nc\n"
+        "assert nc is not first\n"
+        "layer = nc.Linear(32, 32, device='cpu', recipe=nc.recipe.MXFP8BlockScaling())\n"
+        "forward = torch.compile(layer, fullgraph=True, backend='aot_eager')\n"
+        "forward(torch.ones(4, 32)).sum().backward()\n"
+        "assert layer.weight.grad is not None\n",
     )
 
 

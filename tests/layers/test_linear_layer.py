@@ -37,8 +37,9 @@ def weights_of(layer: nn.Module) -> list[nn.Parameter]:
 # -- backward_dw -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name, compiled", [*((name, False) for name in LAYERS), ("linear", True), ("grouped", True)]
+)
 def test_a_weight_that_is_frozen_before_backward_dw(name: str, compiled: bool) -> None:
     """Its gradient is dropped, as autograd drops it, and is not what the next step gets; biases have theirs."""
     layer = LAYERS[name](recipe=RECIPES["current"], delay_wgrad_compute=True)
@@ -65,3 +66,46 @@ def test_a_weight_that_is_frozen_before_backward_dw(name: str, compiled: bool) -
             store.assert_empty()
     for (label, ours), theirs in zip(layer.named_parameters(), twin.parameters()):
         assert torch.equal(ours.grad, theirs.grad), label
+
+
+# -- graphs that are walked twice, and several at once -----------------------------------------------------------------
+
+LISTS: dict[str, Any] = {
+    "recomputing_mlp": lambda: nc.LayerNormMLP(32, 48, device="cpu", checkpoint=True),
+    "list": lambda: nc.ops.Sequential(
+        nc.ops.Linear(32, 48, device="cpu"),
+        nc.ops.Quantize(forward=True, backward=True),
+        nc.ops.LayerNorm(48, device="cpu"),
+        nc.ops.Linear(48, 32, device="cpu"),
+    ),
+}
+
+
+def walked(layer: nn.Module, forward: Any) -> list[Tensor]:
+    """Two steps with two forwards each before their backward, which runs again after another step."""
+    results: list[Tensor] = []
+    for step in range(2):
+        torch.manual_seed(step)
+        x = (torch.randn(8, 32) * (1 + 3 * step)).requires_grad_()
+        both = run(layer, x, forward).square().sum() + run(layer, x * 20, forward).square().sum()
+        wanted = [x, *layer.parameters()]
+        first = torch.autograd.grad(both, wanted, retain_graph=True)
+        run(layer, x.detach() * 50, forward).square().sum().backward()
+        run(layer, x.detach(), forward)
+        again = torch.autograd.grad(both, wanted)
+        assert all(map(torch.equal, first, again))
+        results += [*first, *(buffer.clone() for buffer in layer.buffers())]
+    return results
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in (*LAYERS, *LISTS) if name not in ("split", "grouped_single")]
+)
+def test_delayed_scales_are_those_of_the_forward(name: str) -> None:
+    torch.manual_seed(0)
+    layer = nc.set_recipe({**LAYERS, **LISTS}[name](), DelayedScaling(amax_history_len=3))
+    twin = copy.deepcopy(layer)
+    nc.set_recipe(twin, DelayedScaling(amax_history_len=3))
+    eager = walked(layer, None)
+    compiled = walked(twin, torch.compile(twin, fullgraph=True, backend="aot_eager"))
+    assert all(map(torch.equal, eager, compiled)) and len(eager) == len(compiled)
