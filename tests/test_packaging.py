@@ -55,8 +55,7 @@ def test_import_again() -> None:
         "    import narrowcast as nc\n"
         "assert nc is not first\n"
         "layer = nc.Linear(32, 32, device='cpu', recipe=nc.recipe.MXFP8BlockScaling())\n"
-        "forward = torch.compile(layer, fullgraph=True, backend='aot_eager')\n"
-        "forward(torch.ones(4, 32)).sum().backward()\n"
+        "layer(torch.ones(4, 32)).sum().backward()\n"
         "assert layer.weight.grad is not None\n",
     )
 
