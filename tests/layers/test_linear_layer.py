@@ -68,6 +68,33 @@ def test_a_weight_that_is_frozen_before_backward_dw(name: str, compiled: bool) -
         assert torch.equal(ours.grad, theirs.grad), label
 
 
+# -- what the node of an output shows ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("override", [None, "dequantized", "high_precision"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_node_shows_what_the_backward_reads(name: str, override: Any) -> None:
+    recipe = Float8CurrentScaling(backward_override=override)
+    out = run(LAYERS[name](recipe=recipe), torch.randn(8, 32, requires_grad=True))
+    shown: Any = out.grad_fn.backward_objects  # type: ignore[union-attr]
+    assert shown.fp8 and shown.backward_override == override
+    assert isinstance(shown.grad_output_quantizer, nc.Float8CurrentScalingQuantizer)
+    assert shown.reduce_and_update_bwd_fp8_tensors is False
+
+
+def test_a_grouped_layer_takes_leading_dims() -> None:
+    """Its function has the shape of the input, and so of its gradient, with a recipe and without."""
+    for recipe in RECIPES.values():
+        layer, x = LAYERS["grouped"](recipe=recipe), torch.randn(2, 4, 32, requires_grad=True)
+        out = layer(x, [3, 5])
+        out.square().sum().backward()
+        flat = x.detach().reshape(8, 32).requires_grad_()
+        twin = copy.deepcopy(layer)
+        twin.reset_delayed_scaling()
+        twin(flat, [3, 5]).square().sum().backward()
+        assert out.shape == (2, 4, 48) and torch.equal(x.grad.reshape(8, 32), flat.grad)  # type: ignore[union-attr]
+
+
 # -- graphs that are walked twice, and several at once -----------------------------------------------------------------
 
 LISTS: dict[str, Any] = {

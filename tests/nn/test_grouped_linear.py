@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -551,6 +552,35 @@ def test_delayed_state_has_a_slot_per_group() -> None:
     other = make_layer()
     other.load_state_dict(layer.state_dict())
     assert_equal(run(other, "delayed", make_input(), SPLITS), run(layer, "delayed", make_input(), SPLITS))
+
+
+@pytest.mark.parametrize("name", [None, "experts"])
+@pytest.mark.parametrize("init_method", [None, torch.nn.init.uniform_], ids=["default", "own"])
+def test_weights_are_drawn_from_a_tracker(init_method: Any, name: str | None) -> None:
+    """And the numbers of everything else stay where they are."""
+
+    class Tracker:
+        forks: ClassVar[list[tuple[Any, ...]]] = []
+
+        @contextlib.contextmanager
+        def fork(self, *names: str) -> Iterator[None]:
+            self.forks.append(names)
+            with torch.random.fork_rng():
+                torch.manual_seed(9)
+                yield
+
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    layer = nc.GroupedLinear(
+        2, K, N, device="cpu", init_method=init_method, get_rng_state_tracker=Tracker, rng_tracker_name=name
+    )
+    assert torch.equal(torch.rand(1), expected)
+    assert Tracker.forks == [() if name is None else (name,)] * 2
+    weight = torch.empty(N, K)
+    torch.manual_seed(9)
+    weight.normal_(0, 0.023) if init_method is None else init_method(weight)
+    assert torch.equal(layer.weight0, weight) and torch.equal(layer.weight1, weight)
 
 
 def test_meta_device() -> None:

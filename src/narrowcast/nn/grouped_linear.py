@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from ..autograd import grouped_linear
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import rows_of_buffer
 from ..layers.neutral import GroupedOptions, check_neutral
-from ..layers.parameters import parameter_dtype
+from ..layers.parameters import INIT_STD, parameter_dtype
 from ..recipe import Recipe, linear_plan
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class GroupedLinear(GroupedLinearLayer):
         params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
         device: where the parameters live; default: the accelerator, or the CPU without one.
         init_method: fills one group's weight in place; default: normal with standard deviation 0.023.
+        get_rng_state_tracker: returns an object whose ``fork()`` is entered while a weight is initialised, with
+            ``rng_tracker_name`` where that is given.
         name: name in the quantizer roles of a custom recipe.
         single_grouped_parameter: hold all weights in one parameter ``weight`` (num_gemms, out_features, in_features)
             and all biases in one ``bias`` (num_gemms, out_features), instead of ``weight0``, ``bias0`` and so on.
@@ -70,6 +73,8 @@ class GroupedLinear(GroupedLinearLayer):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         name: str | None = None,
         single_grouped_parameter: bool = False,
         single_grouped_weight: bool | None = None,
@@ -80,6 +85,8 @@ class GroupedLinear(GroupedLinearLayer):
         **options: Unpack[GroupedOptions],
     ) -> None:
         check_neutral("GroupedLinear", options, GroupedOptions)
+        if get_rng_state_tracker is not None:
+            init_method = functools.partial(_initialize, get_rng_state_tracker, rng_tracker_name, init_method)
         super().__init__(
             num_gemms,
             in_features,
@@ -158,8 +165,23 @@ class GroupedLinear(GroupedLinearLayer):
         args, groups = self._grouped_args(
             plan, scales, x.dtype, needs_bias, covered, is_first_microbatch, out, dgrad_out
         )
-        y = grouped_linear(x, splits, weights, added, args, groups).view(*inp.shape[:-1], self.out_features)
+        y = grouped_linear(inp, splits, weights, added, args, groups)
         return (y, biases) if self.return_bias else y
+
+
+def _initialize(
+    get_rng_state_tracker: Callable[[], Any],
+    rng_tracker_name: str | None,
+    init_method: Callable[[Tensor], Any] | None,
+    weight: Tensor,
+) -> None:
+    """Fill a weight from the random numbers of a tracker, as tensor-parallel ranks share or part them."""
+    named = () if rng_tracker_name is None else (rng_tracker_name,)
+    with get_rng_state_tracker().fork(*named):
+        if init_method is None:
+            weight.normal_(0.0, INIT_STD)
+        else:
+            init_method(weight)
 
 
 def _chosen(own: bool | None, common: bool) -> bool:
