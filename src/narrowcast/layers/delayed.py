@@ -233,9 +233,14 @@ class DelayedLayer(RecipeOwner):
             scales.scale_fwd, scales.amax_fwd = fwd.scale, fwd.amax if collects else None
         if bwd is not None:
             scales.scale_bwd, scales.amax_bwd = bwd.scale, bwd.amax if collects else None
+        states = [state for state in (fwd, bwd) if state is not None]
+        read = None if torch.compiler.is_compiling() else THREAD.state.read
+        if read is not None:
+            scales.scale_fwd, scales.scale_bwd = read.take() or read.keep(_copies(fwd, bwd, renews))
+            scales.amax_fwd = fwd.amax if fwd is not None and self.training and read.collects else None
+            return scales
         if not (renews or torch.is_grad_enabled()):
             return scales
-        states = [state for state in (fwd, bwd) if state is not None]
         if renews:
             copies = renew_and_read(states)
         elif torch.compiler.is_compiling() or copy_forward or bwd is None:
@@ -361,6 +366,15 @@ class DelayedLayer(RecipeOwner):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._prepare_for_recipe()
+
+
+def _copies(
+    fwd: DelayedSlots | None, bwd: DelayedSlots | None, renews: bool | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Copies of a stage's scales, renewed first where that is up to the layer."""
+    states = [state for state in (fwd, bwd) if state is not None]
+    copies = renew_and_read(states) if renews else read_scales([state.scale for state in states])
+    return None if fwd is None else copies[0], None if bwd is None else copies[-1]
 
 
 def _keep_states_while_tracing(context: Any) -> None:
