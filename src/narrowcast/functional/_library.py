@@ -20,9 +20,8 @@ def _library() -> torch.library.Library:
     of_namespace = vars(torch.ops.narrowcast)
     if "_library" in of_namespace:
         of_namespace.pop("_library")._destroy()
-    library = torch.library.Library("narrowcast", "DEF")
-    torch.ops.narrowcast._library = library
-    return library
+    of_namespace["_library"] = torch.library.Library("narrowcast", "DEF")
+    return of_namespace["_library"]
 
 
 _LIBRARY = _library()
