@@ -21,8 +21,9 @@ _MANY = 1024
 def note_kept(buffer: Tensor, weights: list[Tensor]) -> None:
     """Remember which weights a buffer was made from, and in what state; not those that count no versions."""
     if len(_MADE_FROM) >= _MANY:
-        for key in [key for key, (kept, _) in _MADE_FROM.items() if kept.expired()]:
-            del _MADE_FROM[key]
+        for key, (kept, _) in list(_MADE_FROM.items()):
+            if kept.expired():
+                _MADE_FROM.pop(key, None)
     if not any(weight.is_inference() for weight in weights):
         of_weights = [
             (StorageWeakRef(weight.untyped_storage()), weight.data_ptr(), weight._version)

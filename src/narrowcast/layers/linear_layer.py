@@ -304,7 +304,8 @@ class LinearLayer(DelayedLayer):
         buffers = kept[1]
         *others, last = buffers.rowwise
         if torch.compiler.is_compiling():
-            return buffers._replace(rowwise=[*others, kept_weight(made_from, last, False)])
+            last = kept_weight(made_from, last, False)
+            return OperandBuffers([*others, last], buffers.columnwise, buffers.quantizer)
         return buffers if is_current(last, made_from) else None
 
     def _keep_weight(
@@ -315,7 +316,8 @@ class LinearLayer(DelayedLayer):
             return buffers
         *others, last = buffers.rowwise
         if torch.compiler.is_compiling():
-            buffers = buffers._replace(rowwise=[*others, kept_weight(made_from, last, True)])
+            last = kept_weight(made_from, last, True)
+            buffers = OperandBuffers([*others, last], buffers.columnwise, buffers.quantizer)
         else:
             note_kept(last, made_from)
         self._fp8_workspaces[name] = (operand.value, buffers)
