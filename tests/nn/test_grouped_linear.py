@@ -581,6 +581,8 @@ def test_weights_are_drawn_from_a_tracker(init_method: Any, name: str | None) ->
     torch.manual_seed(9)
     weight.normal_(0, 0.023) if init_method is None else init_method(weight)
     assert torch.equal(layer.weight0, weight) and torch.equal(layer.weight1, weight)
+    with pytest.raises(ValueError, match="without get_rng_state_tracker"):
+        nc.GroupedLinear(2, K, N, device="cpu", rng_tracker_name="experts")
 
 
 def test_meta_device() -> None:

@@ -85,6 +85,10 @@ class GroupedLinear(GroupedLinearLayer):
         **options: Unpack[GroupedOptions],
     ) -> None:
         check_neutral("GroupedLinear", options, GroupedOptions)
+        if rng_tracker_name is not None and get_rng_state_tracker is None:
+            raise ValueError(
+                f"rng_tracker_name is {rng_tracker_name!r} without get_rng_state_tracker; give both or neither"
+            )
         if get_rng_state_tracker is not None:
             init_method = functools.partial(_initialize, get_rng_state_tracker, rng_tracker_name, init_method)
         super().__init__(
