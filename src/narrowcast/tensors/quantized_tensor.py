@@ -211,8 +211,7 @@ def rebuild_quantized_tensor(
 
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
-    with torch.inference_mode(tensor.is_inference()):  # a view is one where what it is of is one
-        return tensor._like(lambda buffer: buffer)
+    return tensor._like(lambda buffer: buffer)
 
 
 @_handles(aten.clone.default)
