@@ -42,6 +42,24 @@ def test_import_warns_about_nothing() -> None:
     run_python("-W", "error", "-c", "import narrowcast")
 
 
+def test_import_again() -> None:
+    """Reloaded, and after its modules were deleted, as notebooks do: no warning, and what is new works."""
+    run_python(
+        "-c",
+        "import importlib, sys, warnings, torch, narrowcast as nc\n"
+        "first = importlib.reload(nc)\n"
+        "for name in [name for name in sys.modules if name.split('.')[0] == 'narrowcast']:\n"
+        "    del sys.modules[name]\n"
+        "with warnings.catch_warnings():\n"
+        "    warnings.simplefilter('error')\n"
+        "    import narrowcast as nc\n"
+        "assert nc is not first\n"
+        "layer = nc.Linear(32, 32, device='cpu', recipe=nc.recipe.MXFP8BlockScaling())\n"
+        "layer(torch.ones(4, 32)).sum().backward()\n"
+        "assert layer.weight.grad is not None\n",
+    )
+
+
 def test_import_and_cpu_step_without_triton() -> None:
     """None in sys.modules makes `import triton` fail as on a machine that lacks it."""
     run_python(

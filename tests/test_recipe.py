@@ -594,3 +594,21 @@ def test_fp8_attention_is_refused(kind: type[Recipe], field: str) -> None:
 @pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: kind.__name__)
 def test_backward_override_is_kept(kind: type[Recipe], override: str) -> None:
     assert make(kind, backward_override=override).backward_override == override  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", ["no", "x", 1, None], ids=repr)
+def test_flags_are_true_or_false(value: Any) -> None:
+    """A text would count as true."""
+    flags = {
+        nc.recipe.DelayedScaling: ("emulate", "reduce_amax"),
+        nc.recipe.Float8CurrentScaling: ("emulate", "use_power_2_scales"),
+        nc.recipe.Float8BlockScaling: ("emulate", "use_f32_scales"),
+        nc.recipe.MXFP8BlockScaling: ("emulate", "enable_2d_quantization"),
+        nc.recipe.NVFP4BlockScaling: ("emulate", "disable_rht", "disable_stochastic_rounding"),
+        nc.recipe.MMParams: ("use_split_accumulator",),
+        nc.recipe.QParams: ("power_2_scale", "fp4_2d_quantization"),
+    }
+    for kind, names in flags.items():
+        for name in names:
+            with pytest.raises(ValueError, match=f"{kind.__name__}: {name} is {value!r}; use True or False"):
+                kind(**{name: value})

@@ -367,6 +367,12 @@ def grouped_dequantize_cases(x: Tensor) -> Iterator[Arguments]:
             yield operand, quantizer, layout_, splits, x.dtype, list(rows.shape)
 
 
+@family("kept_weight")
+def kept_weight_cases(x: Tensor) -> Iterator[Arguments]:
+    yield [x], x.new_ones(3), True
+    yield [x, x + 1], x.new_ones(5, 2).t(), False
+
+
 STORE = WeightGradStore()
 
 

@@ -69,7 +69,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_values_that_ask_for_more_name_the_option(name: str) -> None:
     sizes, options = LAYERS[name]
-    own = {"GroupedLinear": {"tp_size", "parallel_mode"}}.get(name, set())  # it has these
+    has = {"tp_size", "parallel_mode", "get_rng_state_tracker", "rng_tracker_name"}
+    own = has if name == "GroupedLinear" else set()
     for option in (options.keys() & REFUSED.keys()) - own:
         with pytest.raises(NotImplementedError, match=rf"^{name}\({option}=.*leave {option} out, or pass "):
             getattr(nc, name)(*sizes, device="cpu", **{option: REFUSED[option]})

@@ -237,7 +237,78 @@ def test_tied_weights() -> None:
     assert embedding.weight.grad is head.weight.grad and embedding.weight.grad is not None
 
 
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_take_the_dtypes_that_torch_takes(name: str) -> None:
+    """That of the parameters, and every one where those are fp32; under torch.autocast all."""
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    for own in kinds:
+        norm = LAYERS[name](device="cpu", dtype=own)
+        for kind in kinds:
+            x = torch.randn(4, 16).to(kind)
+            if own in (kind, torch.float32):
+                assert norm(x).dtype == kind
+            else:
+                with pytest.raises(TypeError, match=f"input is {kind}, the parameters are {own}"):
+                    norm(x)
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    assert norm(x).isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT], ids=["none", "current"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_input_without_dims(name: str, recipe: Any) -> None:
+    layer = LAYERS[name](device="cpu", **({} if name in NORMS else {"recipe": recipe}))
+    with pytest.raises(ValueError, match=r"input has shape \(\); its last dim must be"):
+        layer(torch.tensor(1.0), [1, 0]) if name == "grouped_linear" else layer(torch.tensor(1.0))
+
+
+# -- where parameters live ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_default_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As given, else the ambient one, the CPU as any other; the accelerator only where nobody says anything."""
+    accelerator = torch.device("meta")
+    monkeypatch.setattr("narrowcast.layers.parameters.default_device", lambda: accelerator)
+    assert next(LAYERS[name]().parameters()).is_meta
+    with torch.device("cpu"):
+        assert next(LAYERS[name]().parameters()).device.type == "cpu"
+        assert next(LAYERS[name](device="meta").parameters()).is_meta
+    torch.set_default_device("cpu")
+    try:
+        assert next(LAYERS[name]().parameters()).device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+    assert next(LAYERS[name]().parameters()).is_meta
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises((AssertionError, RuntimeError)) as theirs:
+        nn.Linear(4, 4, device="cuda")
+    with pytest.raises(theirs.type, match=str(theirs.value)[:20]):
+        nc.Linear(4, 4, device="cuda")
+
+
 # -- the meta device ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_meta_and_real_tensors_do_not_mix(name: str, recipe: Any) -> None:
+    """No memory that nobody wrote to, whichever parameter is still on meta, and whether the input is."""
+    options = {} if name in NORMS else {"recipe": recipe}
+    layer, x = LAYERS[name](device="cpu", **options), torch.randn(8, 16)
+    with pytest.raises(RuntimeError, match="meta"):
+        run(layer, x.to("meta"))
+    with pytest.raises(RuntimeError, match="meta"):
+        run(LAYERS[name](device="meta", **options), x)
+    for label, parameter in list(layer.named_parameters()):
+        setattr(layer, label, nn.Parameter(parameter.detach().to("meta")))
+        with pytest.raises(RuntimeError, match="meta"):
+            run(layer, x)
+        setattr(layer, label, parameter)
+    assert run(LAYERS[name](device="meta", **options), x.to("meta")).is_meta
 
 
 @pytest.mark.parametrize("how", ["argument", "context"])
@@ -294,6 +365,29 @@ def test_assigning_a_checkpoint_of_nn_linear_to_a_delayed_layer_on_meta() -> Non
     layer.load_state_dict(nn.Linear(16, 32).state_dict(), assign=True)
     layer(torch.randn(8, 16)).sum().backward()
     assert not any(tensor.is_meta for tensor in layer.buffers())
+
+
+@pytest.mark.parametrize("place", ["meta", "cpu"])
+def test_to_empty_leaves_usable_scales(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For those who then fill the parameters by their own means, and reset nothing."""
+    layer = nc.LayerNormMLP(16, 32, device=place, recipe=RECIPES["delayed"])
+    if place == "cpu":
+        for _ in range(2):
+            layer(torch.randn(8, 16)).sum().backward()
+        layer.zero_grad()
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    uninitialised = lambda tensor, **options: torch.full(tensor.shape, float("nan"), **options)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", uninitialised)
+        layer.to_empty(device="cpu")
+    for name, buffer in layer.named_buffers():
+        assert torch.equal(buffer, before[name]) if place == "cpu" else buffer.isfinite().all()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0, 0.1)
+    y = layer(torch.randn(8, 16))
+    y.sum().backward()
+    assert y.isfinite().all() and all(parameter.grad.isfinite().all() for parameter in layer.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

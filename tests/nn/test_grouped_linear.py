@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -284,14 +285,10 @@ def test_microbatch_cache(name: str, compiled: bool) -> None:
     forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     splits = FORMS["device tensor"](SPLITS)
     first = run(layer, name, x, splits, forward, is_first_microbatch=True)
-    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
-    with torch.no_grad():
-        layer.weight0.mul_(2.0)
-    layer.reset_delayed_scaling()
-    assert_equal(run(layer, name, x, splits, forward, is_first_microbatch=False), first)
-    layer.reset_delayed_scaling()
-    assert not torch.equal(run(layer, name, x, splits, forward)[0], first[0])
-    layer.load_state_dict({**layer.state_dict(), **before})
+    for flag in (False, None):
+        layer.reset_delayed_scaling()
+        assert_equal(run(layer, name, x, splits, forward, is_first_microbatch=flag), first)
+    layer.load_state_dict(copy.deepcopy(layer.state_dict()))
     layer.reset_delayed_scaling()
     assert_equal(run(layer, name, x, splits, forward, is_first_microbatch=False), first)
 
@@ -574,6 +571,37 @@ def test_delayed_state_has_a_slot_per_group() -> None:
     assert_equal(run(other, "delayed", make_input(), SPLITS), run(layer, "delayed", make_input(), SPLITS))
 
 
+@pytest.mark.parametrize("name", [None, "experts"])
+@pytest.mark.parametrize("init_method", [None, torch.nn.init.uniform_], ids=["default", "own"])
+def test_weights_are_drawn_from_a_tracker(init_method: Any, name: str | None) -> None:
+    """And the numbers of everything else stay where they are."""
+
+    class Tracker:
+        forks: ClassVar[list[tuple[Any, ...]]] = []
+
+        @contextlib.contextmanager
+        def fork(self, *names: str) -> Iterator[None]:
+            self.forks.append(names)
+            with torch.random.fork_rng():
+                torch.manual_seed(9)
+                yield
+
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    layer = nc.GroupedLinear(
+        2, K, N, device="cpu", init_method=init_method, get_rng_state_tracker=Tracker, rng_tracker_name=name
+    )
+    assert torch.equal(torch.rand(1), expected)
+    assert Tracker.forks == [() if name is None else (name,)] * 2
+    weight = torch.empty(N, K)
+    torch.manual_seed(9)
+    weight.normal_(0, 0.023) if init_method is None else init_method(weight)
+    assert torch.equal(layer.weight0, weight) and torch.equal(layer.weight1, weight)
+    with pytest.raises(ValueError, match="without get_rng_state_tracker"):
+        nc.GroupedLinear(2, K, N, device="cpu", rng_tracker_name="experts")
+
+
 def test_meta_device() -> None:
     layer = nc.GroupedLinear(2, K, N, device="meta")
     with pytest.raises(RuntimeError, match="reset_parameters"):
@@ -838,7 +866,7 @@ EDITS, REPLACEMENTS = (edit_weight, optimizer_step), (load_weight, replace_weigh
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("change", [*EDITS, *REPLACEMENTS])
 def test_a_changed_weight_is_never_taken_from_the_cache(change: Any, compiled: bool, single: bool) -> None:
-    """Only a later microbatch trusts the cache, which is empty after the weight was replaced."""
+    """Nor for a later microbatch, where the weight was replaced; ``functional/test_kept_weights.py`` has the others."""
     layer = make_layer(bias=False, single_grouped_parameter=single)
     forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     x, splits = make_input().detach(), FORMS["device tensor"](SPLITS)

@@ -198,6 +198,19 @@ def test_every_activation_compiled(activation: str) -> None:
     compare_compiled(make_mlp(activation=activation), H, RECIPES["current"], steps=1)
 
 
+@pytest.mark.parametrize("name", ["none", "current"])
+@pytest.mark.parametrize("changed", ["fc1_weight", "fc2_weight", "fc1_bias", "layer_norm_weight", "input"])
+def test_recomputation_notices_what_was_changed(name: str, changed: str) -> None:
+    mlp, x = make_mlp(checkpoint=True), make_input(H)
+    inp = x * 1
+    with nc.autocast(enabled=name != "none", recipe=RECIPES[name]):
+        out = mlp(inp)
+    with torch.no_grad():
+        (inp if changed == "input" else getattr(mlp, changed)).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.float().sum().backward()
+
+
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
 def test_weight_cache(name: str, checkpoint: bool) -> None:

@@ -365,7 +365,7 @@ def test_a_changed_weight_is_never_taken_from_the_cache(name: str, compiled: boo
 
 @pytest.mark.parametrize("change", [load, replace, cast])
 def test_what_replaces_the_weight_empties_the_cache(change: Any) -> None:
-    """Even for a later microbatch, which trusts the cache: there is nothing left to trust."""
+    """For a later microbatch, too; what changes it in place: ``functional/test_kept_weights.py``."""
     module, x = layer(), tokens()
     forward(module, x, RECIPES["current"], is_first_microbatch=True)
     change(module)

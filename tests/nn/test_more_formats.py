@@ -132,3 +132,12 @@ def test_a_hybrid_half(name: str) -> None:
         columnwise_source="rowwise_dequantized",
     )
     assert torch.equal(hybrid.quantize(x).dequantize(), copy.copy(weight).quantize(x).dequantize())
+
+
+@pytest.mark.parametrize("choice", ["weights", "activations", "all"])
+def test_nvfp4_with_four_over_six_and_stochastic_gradients(choice: str) -> None:
+    """Four over six is for the forward; gradients are rounded stochastically beside it."""
+    recipe = nc.recipe.NVFP4BlockScaling(disable_rht=True, nvfp4_4over6=choice)
+    plan = linear_plan(recipe, "", True, True)
+    assert plan.grad_output.stochastic and not (plan.input.stochastic or plan.weight.stochastic)
+    compare_compiled(make_linear(), 100, recipe, steps=1)

@@ -400,29 +400,35 @@ class _GroupedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, splits: Tensor, args: LinearFwdArgs, groups: Groups, *parameters: Tensor
+        ctx: Any, inp: Tensor, splits: Tensor, args: LinearFwdArgs, groups: Groups, *parameters: Tensor
     ) -> Tensor:
+        x = inp.reshape(-1, inp.shape[-1])
         count = groups.count if groups.split_weights else 1
         weights, biases = list(parameters[:count]), list(parameters[count:])
         out, saved_input, saved_weight = grouped_forward(x, splits, weights, biases, args, groups)
+        saved_input = [inp if tensor is x else tensor for tensor in saved_input]
         ctx.save_for_backward(splits, args.scales.scale_bwd, *saved_input, *saved_weight)
         bias_dtype = biases[0].dtype if biases else None
         ctx.backward_objects = grouped_bwd_args(args, groups, weights[0].dtype, bias_dtype)
         ctx.groups = groups
+        out = out.view(*inp.shape[:-1], out.shape[-1])
         return out.view_as(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
+        args: LinearBwdArgs = ctx.backward_objects
         splits, scale_bwd, *saved = saved_tensors(ctx)
-        dgrad, grads = grouped_backward(
-            ctx.backward_objects, ctx.groups, grad_output, splits, saved, scale_bwd
-        )
-        return (dgrad, None, None, None, *grads)
+        lead, features = grad_output.shape[:-1], args.shape[1]
+        if args.saved_input == (1, None):
+            saved[0] = saved[0].reshape(-1, features)
+        dy = grad_output.reshape(-1, args.shape[0])
+        dgrad, grads = grouped_backward(args, ctx.groups, dy, splits, saved, scale_bwd)
+        return (None if dgrad is None else dgrad.view(*lead, features), None, None, None, *grads)
 
 
 def grouped_linear(
-    x: Tensor,
+    inp: Tensor,
     splits: Tensor,
     weights: list[Tensor],
     biases: list[Tensor],
@@ -432,15 +438,16 @@ def grouped_linear(
     """Linear layers on consecutive groups of rows, differentiable in input, weights and biases.
 
     Args:
-        x: (T, K).
-        splits: int32 or int64 (G,) on the device of ``x``; not read by the host where the GEMMs are native.
+        inp: (*lead, K), T rows.
+        splits: int32 or int64 (G,) on the device of ``inp``; not read by the host where the GEMMs are native.
         weights: G of (N, K), or one (G, N, K).
         biases: G of (N,), or one (G, N), or none.
         args: as of a linear layer, workspace and state of all groups. groups: the groups. Neither is modified.
     Returns:
-        (T, N) in the activation dtype, zero in rows beyond the sum of the splits.
+        (*lead, N) in the activation dtype, zero in rows beyond the sum of the splits.
     """
     plan = args.plan
     if plan.needs_input or plan.needs_weight or args.needs_bias:
-        return _GroupedLinearFunction.apply(x, splits, args, groups, *weights, *biases)
-    return grouped_forward(x, splits, weights, biases, args, groups)[0]
+        return _GroupedLinearFunction.apply(inp, splits, args, groups, *weights, *biases)
+    out = grouped_forward(inp.reshape(-1, inp.shape[-1]), splits, weights, biases, args, groups)[0]
+    return out.view(*inp.shape[:-1], out.shape[-1])

@@ -18,6 +18,7 @@ from .grouped_quantize import (
     grouped_quantize_weights,
     operand_of,
 )
+from .kept_weights import is_current, kept_weight, note_kept
 from .norm import (
     norm,
     norm_backward,
@@ -60,10 +61,13 @@ __all__ = [
     "grouped_mm",
     "grouped_quantize",
     "grouped_quantize_weights",
+    "is_current",
+    "kept_weight",
     "norm",
     "norm_backward",
     "norm_backward_quantize",
     "norm_quantize",
+    "note_kept",
     "operand_of",
     "pad_rows",
     "quantize",

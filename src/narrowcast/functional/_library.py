@@ -14,7 +14,17 @@ from .._environment import read_flag
 from . import _opaque
 from .quantizer_value import QuantizerValue
 
-_LIBRARY = torch.library.Library("narrowcast", "DEF")
+
+def _library() -> torch.library.Library:
+    """The one library of this namespace; that of an import before this one, whose modules were deleted, ends."""
+    of_namespace = vars(torch.ops.narrowcast)
+    if "_library" in of_namespace:
+        of_namespace.pop("_library")._destroy()
+    of_namespace["_library"] = torch.library.Library("narrowcast", "DEF")
+    return of_namespace["_library"]
+
+
+_LIBRARY = _library()
 
 QUANTIZER = _opaque.schema_type(QuantizerValue) if _opaque.AVAILABLE else "Any"
 
@@ -42,12 +52,29 @@ def define(
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _LIBRARY.impl(name, _without_autocast(implementation), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"narrowcast::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"narrowcast::{name}", _all_on_meta(name, fake), lib=_LIBRARY)
     if inlined is not None:
         torch.library.register_torch_dispatch(
             f"narrowcast::{name}", FunctionalTensorMode, _inline(implementation, inlined), lib=_LIBRARY
         )
     return _with_shortcut(getattr(torch.ops.narrowcast, name).default, implementation)
+
+
+def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A fake that refuses tensors of which only some are on the meta device: real ones would get memory unwritten."""
+
+    @functools.wraps(fake)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        kinds = {tensor.device.type for tensor in given if isinstance(tensor, Tensor)}
+        if len(kinds) > 1 and "meta" in kinds:
+            raise RuntimeError(
+                f"narrowcast::{name} got tensors on {' and '.join(sorted(kinds))}; make those on the meta device real, "
+                "with to_empty and reset_parameters or load_state_dict(assign=True), or put all of them there"
+            )
+        return fake(*args, **kwargs)
+
+    return run
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

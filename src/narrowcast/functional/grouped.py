@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..formats import round_up
-from ._library import define
+from ._library import _LIBRARY, define
 from .numerics import numerics_for
 
 
@@ -51,8 +51,12 @@ def _unpad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return _pad_op(grad, splits, ctx.alignment, ctx.rows)[0], None, None, None
 
 
-torch.library.register_autograd("narrowcast::pad_rows", _pad_backward, setup_context=_setup_context)
-torch.library.register_autograd("narrowcast::unpad_rows", _unpad_backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    "narrowcast::pad_rows", _pad_backward, setup_context=_setup_context, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "narrowcast::unpad_rows", _unpad_backward, setup_context=_setup_context, lib=_LIBRARY
+)
 
 
 def pad_rows(x: Tensor, splits: Tensor | Sequence[int], alignment: int) -> tuple[Tensor, Tensor, Tensor]:

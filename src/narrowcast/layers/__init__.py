@@ -4,6 +4,7 @@ from .delayed import DelayedLayer
 from .grouped_layer import GroupedLinearLayer
 from .linear_layer import LinearLayer, Stage
 from .parameters import checked_input, main_grad_of, parameter_device, positive, quantize_parameter
+from .quantized_weight import quantize_weight
 from .recipe_owner import RecipeOwner
 from .set_recipe import get_recipes, reduce_delayed_scaling, set_recipe
 
@@ -19,6 +20,7 @@ __all__ = [
     "parameter_device",
     "positive",
     "quantize_parameter",
+    "quantize_weight",
     "reduce_delayed_scaling",
     "set_recipe",
 ]

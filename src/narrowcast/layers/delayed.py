@@ -32,6 +32,7 @@ from ..state import (
     renew_and_read,
     starts_a_step,
 )
+from .extra_state import delayed_state, take_extra_state
 from .recipe_owner import RecipeOwner
 
 _DIRECTIONS: tuple[tuple[str, Mode, tuple[str, ...]], ...] = (
@@ -160,12 +161,15 @@ class DelayedLayer(RecipeOwner):
         """The weight that the stage of this prefix multiplies with."""
         raise NotImplementedError(f"{type(self).__name__} does not tell its weights")
 
-    def _reset_direction(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> None:
+    def _reset_direction(
+        self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling, from_weights: bool = True
+    ) -> None:
         _, _, scale, history, amax = self._slots(prefix, direction, mode, delayed)
         history.zero_()
         amax.zero_()
         scale.fill_(first_scale(delayed, mode))
-        if mode == "forward" and delayed.initial_scale == "range" and not scale.is_meta:
+        by_range = mode == "forward" and delayed.initial_scale == "range"
+        if by_range and from_weights and not scale.is_meta:
             largest = fp8_max(delayed, mode) / 2**delayed.margin
             weight_amax = self._weight_amax(prefix).to(scale.device)
             at = slice(WEIGHT_SLOT * self._groups, (WEIGHT_SLOT + 1) * self._groups)
@@ -178,14 +182,18 @@ class DelayedLayer(RecipeOwner):
         weight = weight.to_local() if hasattr(weight, "to_local") else weight
         return weight.abs().amax().float().reshape(1) if weight.numel() else weight.new_zeros(1).float()
 
-    @torch.no_grad()
     def reset_delayed_scaling(self) -> None:
         """Start delayed scaling anew: scales as its recipe says, no amax. State of an unknown recipe is dropped."""
+        self._start_anew()
+
+    @torch.no_grad()
+    def _start_anew(self, from_weights: bool = True) -> None:
+        """:meth:`reset_delayed_scaling`; ``from_weights`` False: no scale follows from a weight, there are none yet."""
         for prefix in self._stage_names:
             states = self._delayed.get(prefix, (None, None))
             for delayed, (direction, mode, _) in zip(states, _DIRECTIONS):
                 if delayed is not None:
-                    self._reset_direction(prefix, direction, mode, delayed)
+                    self._reset_direction(prefix, direction, mode, delayed, from_weights)
                 else:
                     for name in _buffer_names(prefix, direction):
                         setattr(self, name, None)
@@ -225,9 +233,14 @@ class DelayedLayer(RecipeOwner):
             scales.scale_fwd, scales.amax_fwd = fwd.scale, fwd.amax if collects else None
         if bwd is not None:
             scales.scale_bwd, scales.amax_bwd = bwd.scale, bwd.amax if collects else None
+        states = [state for state in (fwd, bwd) if state is not None]
+        read = None if torch.compiler.is_compiling() else THREAD.state.read
+        if read is not None:
+            scales.scale_fwd, scales.scale_bwd = read.take() or read.keep(_copies(fwd, bwd, renews))
+            scales.amax_fwd = fwd.amax if fwd is not None and self.training and read.collects else None
+            return scales
         if not (renews or torch.is_grad_enabled()):
             return scales
-        states = [state for state in (fwd, bwd) if state is not None]
         if renews:
             copies = renew_and_read(states)
         elif torch.compiler.is_compiling() or copy_forward or bwd is None:
@@ -244,13 +257,24 @@ class DelayedLayer(RecipeOwner):
     # -- moving, saving, loading -------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> DelayedLayer:
-        """Move the state with the layer, but keep it fp32: half-precision scales would lose amax."""
+        """Move the state with the layer, with its values: half-precision scales would lose amax, ``to_empty`` all."""
         before = {name: self._buffers[name] for name in self._state_names()}
         super()._apply(fn, recurse)
+        left_meta = False
         for name, tensor in before.items():
             moved = self._buffers[name]
-            if tensor is not None and moved is not None and moved.dtype != torch.float32:
-                self._buffers[name] = tensor.to(moved.device)
+            if tensor is None or moved is None or moved is tensor:
+                continue
+            if moved.dtype != torch.float32 or moved.is_inference():
+                with torch.inference_mode(False):  # the layer may be trained later
+                    moved = torch.zeros(tensor.shape, dtype=torch.float32, device=moved.device)
+                self._buffers[name] = moved
+            if tensor.is_meta:
+                left_meta |= not moved.is_meta
+            else:
+                moved.copy_(tensor)
+        if left_meta:  # to memory that nobody has written to, the weights as well
+            self._start_anew(from_weights=False)
         return self
 
     def _state_names(self) -> list[str]:
@@ -271,8 +295,14 @@ class DelayedLayer(RecipeOwner):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        names = self._state_names()
+        names, state_dict = self._state_names(), dict(state_dict)
+        extra = take_extra_state(state_dict, prefix)
         saved = [name for name in names if prefix + name in state_dict]
+        if extra and not saved and (self._recipe is None or self.delayed_slots()):
+            widths = {direction: len(kinds) * self._groups for direction, _, kinds in _DIRECTIONS}
+            read = delayed_state(extra, sorted(self._stage_names), widths)
+            state_dict.update({prefix + name: tensor for name, tensor in read.items()})
+            saved = list(read)
         for stage in self._stage_names:
             for direction, _, kinds in _DIRECTIONS:
                 width = len(kinds) * self._groups
@@ -287,7 +317,7 @@ class DelayedLayer(RecipeOwner):
                     self._fit_buffers(stage, direction, mode, len(kinds) * self._groups, delayed)
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
-            self._start_anew(prefix)
+            self._start_without_checkpoint(prefix)
 
     @torch.inference_mode(False)
     def _adopt(self, keys: tuple[str, ...], width: int, state_dict: dict[str, Any], prefix: str) -> list[str]:
@@ -313,7 +343,8 @@ class DelayedLayer(RecipeOwner):
                 self._buffers[key] = torch.empty_like(tensor, dtype=torch.float32, device=device)
         return []
 
-    def _start_anew(self, prefix: str) -> None:
+    @torch.inference_mode(False)
+    def _start_without_checkpoint(self, prefix: str) -> None:
         warnings.warn(
             f"the checkpoint has no delayed-scaling state for {prefix.rstrip('.') or type(self).__name__}; its scales "
             "start anew",
@@ -335,6 +366,15 @@ class DelayedLayer(RecipeOwner):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._prepare_for_recipe()
+
+
+def _copies(
+    fwd: DelayedSlots | None, bwd: DelayedSlots | None, renews: bool | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Copies of a stage's scales, renewed first where that is up to the layer."""
+    states = [state for state in (fwd, bwd) if state is not None]
+    copies = renew_and_read(states) if renews else read_scales([state.scale for state in states])
+    return None if fwd is None else copies[0], None if bwd is None else copies[-1]
 
 
 def _keep_states_while_tracing(context: Any) -> None:

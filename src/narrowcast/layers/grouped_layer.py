@@ -244,13 +244,12 @@ class GroupedLinearLayer(LinearLayer):
                     f"in force wants {operand.storage_name}; use the recipe of quantized_model_init"
                 )
             return grouped_buffers_of(weight)
-        kept = self._fp8_workspaces["weight"] if is_first_microbatch is False else None
-        if kept is not None and kept[0] == operand.value:
-            return kept[1]
         plain = [weight.detach() for weight in weights]
+        kept = None if is_first_microbatch else self._kept_weight("weight", operand, plain)
+        if kept is not None:
+            return kept
         buffers = quantize_weights(plain, operand, scales.scale_fwd, scales.amax_fwd)
-        self._fp8_workspaces["weight"] = (operand.value, buffers)
-        return buffers
+        return self._keep_weight("weight", operand, plain, buffers)
 
     def _main_grads(
         self, wanted: bool, is_first_microbatch: bool | None
@@ -269,7 +268,7 @@ class GroupedLinearLayer(LinearLayer):
             if getattr(self, name).requires_grad:
                 main_grads[index], overwrite, dummies[index] = self._main_grad(name)
                 overwrites.append(overwrite)
-        first = is_first_microbatch is True
+        first = bool(is_first_microbatch)
         if not first and any(overwrites) and not all(overwrites):
             raise RuntimeError(
                 f"overwrite_main_grad is set on some weights of {self.name or type(self).__name__} only; set it on all "
@@ -306,11 +305,13 @@ class GroupedLinearLayer(LinearLayer):
             grouped_calibrate_([w.detach() for w in plain], None, amax, WEIGHT_SLOT)
 
     def _compute_waiting_wgrads(self) -> None:
-        weights = self._parts_of("weight")
-        if not self.wants_wgrad:
+        weights, store = self._parts_of("weight"), self.wgrad_stores["weight"]
+        if not self.wants_wgrad and not len(store):  # frozen in the forward
             return
-        deferred, shape = self.wgrad_stores["weight"].pop(), (self.out_features, self.in_features)
-        if self.fuse_wgrad_accumulation:
+        deferred, shape = store.pop(), (self.out_features, self.in_features)
+        if not self.wants_wgrad:  # frozen since: autograd drops such a gradient, too
+            pass
+        elif self.fuse_wgrad_accumulation:
             wanted = [weight.main_grad if weight.requires_grad else None for weight in weights]  # type: ignore[attr-defined]
             add_to_main_grads_(deferred, wanted, shape)
             for weight in weights:

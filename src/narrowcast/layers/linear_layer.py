@@ -19,7 +19,7 @@ from ..autograd import (
     compute_wgrad,
     concatenate,
 )
-from ..functional import calibrate_
+from ..functional import calibrate_, is_current, kept_weight, note_kept
 from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import Operand, OperandBuffers, buffers_of
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
@@ -35,6 +35,7 @@ from .parameters import (
     mark_added_to_main_grad,
     mark_after_accumulation,
     quantize_parameter,
+    remedy,
 )
 
 
@@ -284,11 +285,42 @@ class LinearLayer(DelayedLayer):
                     f"the recipe in force wants {wanted.__name__}; use the recipe of quantized_model_init"
                 )
             return buffers_of(weight)
-        kept = self._fp8_workspaces[stage.weight] if is_first_microbatch is False else None
-        if kept is not None and kept[0] == operand.value:
-            return kept[1]
+        made_from = [part.detach() for part in self._parts_of(stage.weight)]
+        kept = None if is_first_microbatch else self._kept_weight(stage.weight, operand, made_from)
+        if kept is not None:
+            return kept
         buffers = operand.quantize(weight.detach(), scales.scale_fwd, scales.amax_fwd)
-        self._fp8_workspaces[stage.weight] = (operand.value, buffers)
+        return self._keep_weight(stage.weight, operand, made_from, buffers)
+
+    def _kept_weight(self, name: str, operand: Operand, made_from: list[Tensor]) -> OperandBuffers | None:
+        """What an earlier microbatch left of a weight; None without, or where the weight has changed since.
+
+        Raises:
+            RuntimeError: it has changed, and compiled code runs, which cannot turn back.
+        """
+        kept = self._fp8_workspaces[name]
+        if kept is None or kept[0] != operand.value:
+            return None
+        buffers = kept[1]
+        *others, last = buffers.rowwise
+        if torch.compiler.is_compiling():
+            last = kept_weight(made_from, last, False)
+            return OperandBuffers([*others, last], buffers.columnwise, buffers.quantizer)
+        return buffers if is_current(last, made_from) else None
+
+    def _keep_weight(
+        self, name: str, operand: Operand, made_from: list[Tensor], buffers: OperandBuffers
+    ) -> OperandBuffers:
+        """Keep a quantized weight for later microbatches, unless FSDP writes to it what its version does not tell."""
+        if getattr(self, "_is_fsdp_managed_module", False):
+            return buffers
+        *others, last = buffers.rowwise
+        if torch.compiler.is_compiling():
+            last = kept_weight(made_from, last, True)
+            buffers = OperandBuffers([*others, last], buffers.columnwise, buffers.quantizer)
+        else:
+            note_kept(last, made_from)
+        self._fp8_workspaces[name] = (operand.value, buffers)
         return buffers
 
     def _drop_workspaces(self) -> None:
@@ -308,6 +340,12 @@ class LinearLayer(DelayedLayer):
     def _linear_in_high_precision(
         self, stage: Stage, inp: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
     ) -> Tensor:
+        if (
+            weight.device != inp.device
+        ):  # PyTorch multiplies a real tensor with one on meta to unwritten memory
+            raise RuntimeError(
+                f"{stage.weight} is on {weight.device}, its input on {inp.device}; {remedy(weight)}"
+            )
         calibrating = THREAD.state.calibrating
         if calibrating is not None:
             self._calibrate(stage, calibrating, inp, weight)
@@ -364,11 +402,14 @@ class LinearLayer(DelayedLayer):
     def _compute_waiting_wgrads(self) -> None:
         """The gradients of one backward, to where they go."""
         for stage in self._stages:
-            weights = self._parts_of(stage.weight)
-            if not any(weight.requires_grad for weight in weights):
+            weights, store = self._parts_of(stage.weight), self.wgrad_stores[stage.weight]
+            wanted = any(weight.requires_grad for weight in weights)
+            if not wanted and not len(store):  # frozen in the forward
                 continue
-            deferred = self.wgrad_stores[stage.weight].pop()
-            if self.fuse_wgrad_accumulation:
+            deferred = store.pop()
+            if not wanted:  # frozen since: autograd drops such a gradient, too
+                pass
+            elif self.fuse_wgrad_accumulation:
                 (weight,) = weights
                 add_to_main_grad_(deferred, weight.main_grad)  # type: ignore[attr-defined]
                 mark_added_to_main_grad(weight)

@@ -20,8 +20,6 @@ class GroupedOptions(NormOptions, total=False):
     """What layers with GEMMs take besides their own options."""
 
     tp_group: Literal[None]
-    get_rng_state_tracker: Literal[None]
-    rng_tracker_name: Literal[None]
     symmetric_ar_type: Literal[None]
     ub_overlap_ag: Literal[False]
     ub_overlap_rs: Literal[False]
@@ -34,6 +32,8 @@ class GroupedOptions(NormOptions, total=False):
 class LinearOptions(GroupedOptions, total=False):
     """What ungrouped ones take besides: one rank alone is column and row parallel at once."""
 
+    get_rng_state_tracker: Literal[None]
+    rng_tracker_name: Literal[None]
     tp_size: Literal[1]
     parallel_mode: Literal[None, "column", "row"]
 

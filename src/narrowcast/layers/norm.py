@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ..autograd import NormSettings
 from ..reference.norm import NORMALIZATIONS
+from .extra_state import EXTRA_STATE
 from .neutral import NormOptions, check_neutral
-from .parameters import parameter_device, parameter_dtype
+from .parameters import casts, parameter_device, parameter_dtype, remedy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -103,11 +104,17 @@ class NormParameters(nn.Module):
             f"zero_centered_gamma={self.settings.zero_centered_gamma}"
         )
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Without what Transformer Engine keeps of a norm's quantizers."""
+        own = {key: tensor for key, tensor in state_dict.items() if key != prefix + EXTRA_STATE}
+        super()._load_from_state_dict(own, prefix, *args)
+
     def check_input(self, inp: Tensor) -> None:
         """Compare an input with the weight.
 
         Raises:
-            ValueError: another last dim. RuntimeError: another device.
+            ValueError: another last dim. RuntimeError: another device. TypeError: another dtype, outside torch.autocast
+            and unless the parameters are fp32: those go with every input, as those of torch.nn.LayerNorm do.
         """
         weight: Any = self.weight
         if inp.shape[-1:] != weight.shape:
@@ -117,5 +124,10 @@ class NormParameters(nn.Module):
             )
         if inp.device != weight.device:
             raise RuntimeError(
-                f"input is on {inp.device}, the parameters are on {weight.device}; move one of them"
+                f"input is on {inp.device}, the parameters are on {weight.device}; {remedy(weight)}"
+            )
+        if inp.dtype != weight.dtype != torch.float32 and not casts(inp):
+            raise TypeError(
+                f"input is {inp.dtype}, the parameters are {weight.dtype}; cast one of them, keep the parameters in "
+                "torch.float32, or use torch.autocast"
             )

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from .._device import default_device
 from ..quantizers import Float8CurrentScalingQuantizer, OperandBuffers, Quantizer
@@ -16,15 +18,15 @@ INIT_STD = 0.023
 
 
 def parameter_device(device: torch.device | str | None) -> torch.device:
-    """Where a layer makes its parameters: as given, else the ambient default device, else the accelerator."""
+    """Where a layer makes its parameters: as given, else the ambient default device, else the accelerator.
+
+    Ambient is what ``with torch.device(...)`` or ``torch.set_default_device`` say, "cpu" included.
+    """
     if device is not None:
-        return (
-            default_device()
-            if str(device) == "cuda" and not torch.cuda.is_available()
-            else torch.device(device)
-        )
-    ambient = torch.get_default_device()
-    return default_device() if ambient.type == "cpu" else ambient
+        return torch.device(device)
+    if any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+        return torch.get_default_device()
+    return default_device()
 
 
 def parameter_dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype:
@@ -68,8 +70,9 @@ def checked_input(
             f"the weight is {tuple(weight.shape)}"
         )
     if inp.device != weight.device:
-        hint = "make them real with to_empty and reset_parameters" if weight.is_meta else "move one of them"
-        raise RuntimeError(f"input is on {inp.device}, the parameters are on {weight.device}; {hint}")
+        raise RuntimeError(
+            f"input is on {inp.device}, the parameters are on {weight.device}; {remedy(weight)}"
+        )
     kind = inp.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         if quantized_as_it_is and isinstance(inp, QuantizedTensor):
@@ -80,6 +83,16 @@ def checked_input(
             f"input is {inp.dtype}, the parameters are {weight.dtype}; cast one of them or use torch.autocast"
         )
     return inp
+
+
+def casts(tensor: Tensor) -> bool:
+    """Whether torch.autocast is in force where a tensor lives."""
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
+
+
+def remedy(weight: Tensor) -> str:
+    """What to do where input and parameters are on different devices."""
+    return "make them real with to_empty and reset_parameters" if weight.is_meta else "move one of them"
 
 
 def main_grad_of(weight: Tensor, name: str, owner: str) -> tuple[Tensor, bool, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -60,12 +61,24 @@ class RecipeOwner(nn.Module):
         else:
             recipe = self._recipe
         if recipe is not self._last_recipe:
+            if recipe is not None:
+                _warn_of_another_kind(self, recipe)
             self.__dict__["_last_recipe"] = recipe
         return recipe
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickling and deep copies: without the last forward's recipe, which may be that of an autocast."""
         return {**self.__dict__, "_last_recipe": self._recipe}
+
+
+def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:
+    last = layer._last_recipe
+    if last is not None and type(recipe) is not type(last):
+        warnings.warn(  # one text for all layers of a kind: shown once
+            f"the recipe of {type(layer).__name__} changed from {type(last).__name__} to {type(recipe).__name__} "
+            "between two forwards; numbers change with it",
+            stacklevel=2,
+        )
 
 
 def _check_while_tracing(context: Any) -> None:

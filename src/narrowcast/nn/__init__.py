@@ -1,5 +1,6 @@
 """Modules: parameters, resolution of the recipe, one call."""
 
+from ..layers import quantize_weight
 from .grouped_linear import GroupedLinear
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
@@ -16,4 +17,5 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "RMSNorm",
+    "quantize_weight",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from ..autograd import grouped_linear
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import rows_of_buffer
 from ..layers.neutral import GroupedOptions, check_neutral
-from ..layers.parameters import parameter_dtype
+from ..layers.parameters import INIT_STD, parameter_dtype
 from ..recipe import Recipe, linear_plan
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class GroupedLinear(GroupedLinearLayer):
         params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
         device: where the parameters live; default: the accelerator, or the CPU without one.
         init_method: fills one group's weight in place; default: normal with standard deviation 0.023.
+        get_rng_state_tracker: returns an object whose ``fork()`` is entered while a weight is initialised, with
+            ``rng_tracker_name`` where that is given.
         name: name in the quantizer roles of a custom recipe.
         single_grouped_parameter: hold all weights in one parameter ``weight`` (num_gemms, out_features, in_features)
             and all biases in one ``bias`` (num_gemms, out_features), instead of ``weight0``, ``bias0`` and so on.
@@ -71,6 +74,8 @@ class GroupedLinear(GroupedLinearLayer):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         name: str | None = None,
         single_grouped_parameter: bool = False,
         single_grouped_weight: bool | None = None,
@@ -81,6 +86,12 @@ class GroupedLinear(GroupedLinearLayer):
         **options: Unpack[GroupedOptions],
     ) -> None:
         check_neutral("GroupedLinear", options, GroupedOptions)
+        if rng_tracker_name is not None and get_rng_state_tracker is None:
+            raise ValueError(
+                f"rng_tracker_name is {rng_tracker_name!r} without get_rng_state_tracker; give both or neither"
+            )
+        if get_rng_state_tracker is not None:
+            init_method = functools.partial(_initialize, get_rng_state_tracker, rng_tracker_name, init_method)
         super().__init__(
             num_gemms,
             in_features,
@@ -119,7 +130,7 @@ class GroupedLinear(GroupedLinearLayer):
             m_splits: rows of each group: a list, or an int32 or int64 tensor (num_gemms,). One on the device of ``inp``
                 is not read by the host. Compiled code is recompiled for every new list.
             is_first_microbatch: None quantizes the weights on every call; True quantizes them and keeps the result;
-                False uses the kept ones without looking at the weights.
+                False uses the kept ones, or quantizes anew if one was changed since; compiled code raises there.
             out: contiguous (*lead, out_features), dtype and device of ``inp`` (under ``torch.autocast`` its dtype);
                 all of it is overwritten by the output, so it must not overlap ``inp``. Eager code returns a tensor that
                 shares its memory.
@@ -159,10 +170,24 @@ class GroupedLinear(GroupedLinearLayer):
         args, groups = self._grouped_args(
             plan, scales, x.dtype, needs_bias, covered, is_first_microbatch, out, dgrad_out
         )
-        operands = (x, splits, weights, added, args, groups)
+        operands = (inp, splits, weights, added, args, groups)
         y = in_eager(grouped_linear, *operands) if plan.eager_only else grouped_linear(*operands)
-        y = y.view(*inp.shape[:-1], self.out_features)
         return (y, biases) if self.return_bias else y
+
+
+def _initialize(
+    get_rng_state_tracker: Callable[[], Any],
+    rng_tracker_name: str | None,
+    init_method: Callable[[Tensor], Any] | None,
+    weight: Tensor,
+) -> None:
+    """Fill a weight from the random numbers of a tracker, as tensor-parallel ranks share or part them."""
+    named = () if rng_tracker_name is None else (rng_tracker_name,)
+    with get_rng_state_tracker().fork(*named):
+        if init_method is None:
+            weight.normal_(0.0, INIT_STD)
+        else:
+            init_method(weight)
 
 
 def _chosen(own: bool | None, common: bool) -> bool:

@@ -156,7 +156,10 @@ class LayerNormMLP(NormLinearLayer):
         recipe = self._recipe_in_force()
         if recipe is None:
             if self.checkpoint and torch.is_grad_enabled():
-                out, normalized = checkpoint(self._in_high_precision, inp, is_first_microbatch)
+                # the parameters are arguments for autograd to notice when they are changed before the recomputation
+                out, normalized = checkpoint(
+                    self._in_high_precision, inp, is_first_microbatch, *self.parameters()
+                )
             else:
                 out, normalized = self._in_high_precision(inp, is_first_microbatch)
             return self._returned(out, self.fc2_bias, normalized)
@@ -196,7 +199,9 @@ class LayerNormMLP(NormLinearLayer):
         result = (result, None) if isinstance(result, Tensor) else result
         return self._returned(result[0], self.fc2_bias, result[1])
 
-    def _in_high_precision(self, inp: Tensor, first: bool | None) -> tuple[Tensor, Tensor]:
+    def _in_high_precision(
+        self, inp: Tensor, first: bool | None, *_parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
         fc2, fc1 = self._stages
         normalized = self._normalize(inp)
         hidden = self._linear_in_high_precision(fc1, normalized, self.fc1_weight, self.fc1_bias, first)

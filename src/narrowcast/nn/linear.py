@@ -122,13 +122,14 @@ class Linear(LinearLayer, nn.Linear):
         Args:
             inp: (*lead, in_features), plain or quantized. A quantized one is multiplied as it is.
             is_first_microbatch: None quantizes the weight on every call; True quantizes it and keeps the result;
-                False uses the kept one without looking at the weight.
+                False uses the kept one, or quantizes a weight that was changed since; compiled code raises there.
             fp8_output: return a quantized tensor, as the recipe quantizes outputs.
             fp8_grad: quantize the gradient of the input, as the recipe quantizes such.
         Returns:
             (*lead, out_features); with ``return_bias`` a pair of output and bias.
         Raises:
-            RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe.
+            RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe; in compiled code a weight that was changed
+            since True.
         """
         weight, learned_bias = self._whole("weight"), self._whole("bias")
         inp = checked_input(inp, self.in_features, "in_features", weight, quantized_as_it_is=True)

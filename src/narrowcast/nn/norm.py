@@ -28,7 +28,8 @@ class LayerNorm(_Norm, nn.LayerNorm):
     Raises:
         ValueError: no size, two, or more than one dim, or in forward an input of another last dim. NotImplementedError:
         ``sequence_parallel=True``. RuntimeError: in forward, an input on another device. TypeError: in forward, one
-        that is not fp32, bf16 or fp16.
+        that is not fp32, bf16 or fp16, or not of the parameters' dtype where that is not fp32, outside
+        ``torch.autocast``.
     """
 
     _normalization = "LayerNorm"

@@ -51,11 +51,26 @@ class Format(enum.Enum):
 _ELEMENTS = {element.name.upper(): element for element in (E2M1, E2M3, E3M2, E4M3, E5M2)}
 
 
+def check_flags(settings: Any, names: Sequence[str]) -> None:
+    """Check fields that say yes or no: a text such as "no" would count as true.
+
+    Raises:
+        ValueError: one that is neither True nor False.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{type(settings).__name__}: {name} is {value!r}; use True or False")
+
+
 @dataclass(frozen=True)
 class MMParams:
     """How one GEMM accumulates: with the split accumulator, or (False) with the tensor cores' fast one."""
 
     use_split_accumulator: bool = True
+
+    def __post_init__(self) -> None:
+        check_flags(self, ("use_split_accumulator",))
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,10 @@ class QParams:
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
     derived: bool = field(default=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_flags(self, ("power_2_scale", "random_hadamard_transform", "stochastic_rounding"))
+        check_flags(self, ("fp4_2d_quantization",))
 
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[..., Any]
@@ -127,6 +146,7 @@ class Recipe(Sealable):
     """
 
     _family: ClassVar[str] = ""
+    _flags: ClassVar[tuple[str, ...]] = ()  # names of the fields that are True or False
 
     if TYPE_CHECKING:  # a declaration that dataclass saw would be every recipe's first field
         backward_override: ClassVar[BackwardOverride]
@@ -136,7 +156,13 @@ class Recipe(Sealable):
     fp8_gemm_dgrad = MMParams(True)
     fp8_gemm_wgrad = MMParams(True)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = tuple(name for name, kind in cls.__annotations__.items() if kind in ("bool", bool))
+        cls._flags = (*cls._flags, *own)
+
     def __post_init__(self) -> None:
+        check_flags(self, self._flags)
         self._check()
 
     def _taken(self, name: str, value: Any) -> Any:

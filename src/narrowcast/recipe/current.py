@@ -51,8 +51,8 @@ class Float8CurrentScaling(Recipe):
     emulate: bool = field(default_factory=emulate_default)
 
     def __post_init__(self) -> None:
-        fill_qparams(self, self.use_power_2_scales)
         super().__post_init__()
+        fill_qparams(self, self.use_power_2_scales)
 
     def _check(self) -> None:
         super()._check()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from .._device import get_device_compute_capability, is_mxfp8_available
@@ -34,6 +35,7 @@ class AutocastState:
     only. ``traced``: whether the outermost enabled context was entered in a graph; None outside of any. ``entered``:
     contexts that eager code has entered and not left, in order. ``delayed``: what keeps state of delayed scaling and
     ran under an autocast of this thread. ``thread``: which one; text, so that a graph may be guarded on it.
+    ``read``: what the function that :func:`checkpoint` runs has read of delayed scaling; None outside of any.
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,7 @@ class AutocastState:
         self.init_preserve = False
         self.entered: list[autocast] = []
         self.delayed: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self.read: ReadScales | None = None
 
     def get(self) -> tuple[Any, ...]:
         """What entering a context changes, for :meth:`set`."""
@@ -273,18 +276,53 @@ class fp8_autocast(autocast):
         super().__init__(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
-class _under:
-    """Enter a state that :meth:`AutocastState.get` gave, for a recomputation."""
+Scales = tuple[Tensor | None, Tensor | None]
 
-    def __init__(self, values: tuple[Any, ...]) -> None:
-        self.values = values
+
+class ReadScales:
+    """The scales that the layers inside a checkpointed function read, in order: copies, the same for its recomputation.
+
+    Those of the layers themselves may have been renewed until then, by a forward that ran in between. ``collects``:
+    layers in training collect the amax of their operands, which is once: in the first run.
+    """
+
+    def __init__(self, kept: list[Scales], again: bool, grad: bool, around: ReadScales | None) -> None:
+        self.kept, self.again, self.around = kept, again, around
+        self.collects = not again and (grad if around is None else around.collects)
+        self.count = 0
+
+    def take(self) -> Scales | None:
+        """What the layer that runs now has read before; None in a first run."""
+        if self.again and self.count < len(self.kept):
+            self.count += 1
+            return self.kept[self.count - 1]
+        found = None if self.around is None else self.around.take()
+        if found is not None and not self.again:
+            self.kept.append(found)
+        return found
+
+    def keep(self, scales: Scales) -> Scales:
+        """Remember what the layer reads that runs now."""
+        if not self.again:
+            self.kept.append(scales)
+        return scales if self.around is None else self.around.keep(scales)
+
+
+class _under:
+    """Enter a state that :meth:`AutocastState.get` gave, for a checkpointed function: its first run, or another."""
+
+    def __init__(self, values: tuple[Any, ...], kept: list[Scales], again: bool, grad: bool) -> None:
+        self.values, self.kept, self.again, self.grad = values, kept, again, grad
 
     def __enter__(self) -> None:
-        self.previous = THREAD.state.get()
-        THREAD.state.set(self.values)
+        state = THREAD.state
+        self.previous, self.around = state.get(), state.read
+        state.set(self.values)
+        state.read = ReadScales(self.kept, self.again, self.grad, None if self.again else self.around)
 
     def __exit__(self, *exception: Any) -> None:
         THREAD.state.set(self.previous)
+        THREAD.state.read = self.around
 
 
 def checkpoint(
@@ -299,7 +337,8 @@ def checkpoint(
     """``torch.utils.checkpoint`` whose recomputation runs under the recipe of the first forward.
 
     PyTorch's own does, too: a layer that runs inside a backward, outside of any autocast, runs under the recipe of its
-    last forward. This one also holds where a layer ran under several.
+    last forward. This one also holds where a layer ran under several; and, in eager code, where delayed scaling was
+    renewed between the forward and its recomputation: that reads the scales of its forward.
 
     Args:
         function: what to recompute in the backward.
@@ -324,10 +363,13 @@ def checkpoint(
         return run(function, *args, use_reentrant=False, **kwargs)
     values = THREAD.state.get()
     tracker = None if get_rng_state_tracker is None else _Tracked(get_rng_state_tracker())
+    kept: list[Scales] = []
+    runs, grad = itertools.count(), torch.is_grad_enabled()
 
     @functools.wraps(function)
     def under_recipe(*inner_args: Any, **inner_kwargs: Any) -> Any:
-        with _under(values), contextlib.nullcontext() if tracker is None else tracker:
+        under = _under(values, kept, next(runs) > 0, grad)
+        with under, contextlib.nullcontext() if tracker is None else tracker:
             return function(*inner_args, **inner_kwargs)
 
     return run(under_recipe, *args, use_reentrant=use_reentrant, **kwargs)

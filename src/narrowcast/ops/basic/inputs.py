@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...layers.parameters import casts
 from ...tensors import QuantizedTensor, TensorOrQuantized, storage_of
 
 
 def plain_input(input_: TensorOrQuantized) -> Tensor:
     """A main input in high precision: quantized ones are dequantized, under torch.autocast it is cast to its dtype."""
     x = plain(input_)
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    return x.to(torch.get_autocast_dtype(x.device.type)) if casts(x) else x
 
 
 def plain(tensor: TensorOrQuantized) -> Tensor:

@@ -1,0 +1,81 @@
+"""``quantize_weight``: a quantized weight for a GEMM, made, refreshed in place or taken as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..quantizers import Quantizer
+from ..tensors import QuantizedTensorStorage
+
+
+@torch.no_grad()
+def quantize_weight(
+    *,
+    tensor: Tensor | None = None,
+    quantizer: Quantizer | None = None,
+    workspace: QuantizedTensorStorage | None = None,
+    update_workspace: bool = True,
+    skip_update_flag: Tensor | None = None,
+    fsdp_group: Any = None,
+    workspace_dtype: torch.dtype | None = None,
+    cache: bool = False,
+) -> tuple[Any, Any]:
+    """(weight for the GEMM, what to keep for later microbatches or None), for loops that keep weights themselves.
+
+    A quantized ``tensor`` is returned as it is, with the directions that the quantizer asks for: one that was missing
+    is made once and kept on it; none is dropped. A ``workspace`` that has these directions is refreshed in place, so
+    that a CUDA graph which reads it stays right. Else the tensor is quantized. The layers do not call this: what they
+    keep is made anew when it is refreshed, since backwards may still read what was there.
+
+    Args:
+        tensor: (N, K), fp32, bf16, fp16 or quantized; not needed where a workspace is not refreshed.
+        quantizer: how to quantize it; for a refresh default is the workspace's own.
+        workspace: what an earlier call gave to keep.
+        update_workspace: refresh it.
+        skip_update_flag: fp32 of one element on the device; a refresh is always issued, and skipped there where the
+            flag is not 0.
+        fsdp_group: must be None; nothing here scatters a workspace.
+        workspace_dtype: nominal dtype of what is made; default: the tensor's.
+        cache: the result is kept: it is a tensor, also where the quantizer makes bare storages.
+    Raises:
+        ValueError: a refresh without a tensor; nothing to take, and no tensor or no quantizer. NotImplementedError:
+        ``fsdp_group``. RuntimeError: a quantized tensor of a format that cannot make a missing direction.
+    """
+    if fsdp_group is not None:
+        raise NotImplementedError(
+            "fsdp_group: workspaces are not scattered here; give the layer quantized parameters, which FSDP2 gathers"
+        )
+    if isinstance(tensor, QuantizedTensorStorage):
+        if quantizer is not None:
+            tensor.update_usage(quantizer.rowwise_usage or None, quantizer.columnwise_usage or None)
+        return tensor, None
+    if workspace is not None and (quantizer is None or _serves(workspace, quantizer)):
+        if update_workspace or skip_update_flag is not None:
+            if tensor is None:
+                raise ValueError("a workspace is to be refreshed, and tensor is None; pass the weight")
+            own: Any = workspace._quantizer  # type: ignore[attr-defined]
+            (quantizer or own).update_quantized(tensor, workspace, noop_flag=skip_update_flag)
+        return workspace, None
+    if tensor is None or quantizer is None:
+        missing = "tensor" if tensor is None else "quantizer"
+        raise ValueError(
+            f"there is no workspace that serves, and {missing} is None; pass tensor and quantizer"
+        )
+    kept = quantizer.replace(internal=False) if cache else quantizer
+    made = kept.quantize(tensor, dtype=workspace_dtype)
+    return made, made if cache else None
+
+
+def _serves(workspace: QuantizedTensorStorage, quantizer: Quantizer) -> bool:
+    """Whether it has the format and the directions that the quantizer asks for."""
+    own: Any = workspace._quantizer  # type: ignore[attr-defined]
+    usages = workspace.get_usages()
+    return (
+        own._storage_name == quantizer._storage_name
+        and own._layout() == quantizer._layout()
+        and (usages["rowwise"] or not quantizer.rowwise_usage)
+        and (usages["columnwise"] or not quantizer.columnwise_usage)
+    )

@@ -1,0 +1,132 @@
+"""Checkpoints of Transformer Engine: strict loads, whatever their ``_extra_state`` is, none of which is executed."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+
+RECIPE = DelayedScaling(amax_history_len=4)
+GROUPS = 2
+LAYERS: dict[str, Any] = {
+    "linear": (lambda **options: nc.Linear(16, 32, device="cpu", **options), 1),
+    "layernorm_mlp": (lambda **options: nc.LayerNormMLP(16, 32, device="cpu", **options), 2),
+    "grouped_linear": (lambda **options: nc.GroupedLinear(GROUPS, 16, 32, device="cpu", **options), GROUPS),
+}
+
+
+def run(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x, [8, 0]) if isinstance(layer, nc.GroupedLinear) else layer(x)
+
+
+def theirs(slots: int) -> dict[str, Any]:
+    """As Transformer Engine has it of ``slots`` GEMMs: all inputs of a fused layer's stages behind one another."""
+    torch.manual_seed(3)
+    state: dict[str, Any] = {"extra_fp8_variables": {"num_gemms": slots}}
+    for direction, kinds in (("fwd", 3), ("bwd", 2)):
+        state[f"scale_{direction}"] = torch.rand(kinds * slots) + 1
+        state[f"amax_history_{direction}"] = torch.rand(4, kinds * slots)
+        state[f"amax_history_{direction}"][0] = 0
+    return state
+
+
+def saved(state: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def as_tensor(value: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("form", [as_tensor, io.BytesIO], ids=["tensor", "file"])
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_state_that_can_be_read_is(name: str, known: bool, form: Any) -> None:
+    make, slots = LAYERS[name]
+    layer, state = make(recipe=RECIPE if known else None), theirs(slots)
+    checkpoint = {**make().state_dict(), "_extra_state": form(saved(state))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer.load_state_dict(checkpoint)
+    assert "_extra_state" in checkpoint and "_extra_state" not in layer.state_dict()
+    for direction in ("fwd", "bwd"):
+        for buffer in ("scale", "amax_history"):
+            stages = ("fc1_", "fc2_") if name == "layernorm_mlp" else ("",)
+            ours = [getattr(layer, f"{stage}{buffer}_{direction}") for stage in stages]
+            assert torch.equal(torch.cat(ours, -1), state[f"{buffer}_{direction}"])
+    layer.recipe = RECIPE
+    run(layer, torch.randn(8, 16)).sum().backward()
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('executed')",)
+
+
+UNREADABLE = {
+    "pickle": as_tensor(pickle.dumps(theirs(1))),
+    "code in a pickle": as_tensor(pickle.dumps(Bomb())),
+    "code in a file": as_tensor(saved({"scale_fwd": Bomb()})),
+    "damaged": as_tensor(b"PK" + bytes(100)),
+    "something else": "text",
+}
+
+
+@pytest.mark.parametrize("value", UNREADABLE.values(), ids=UNREADABLE)
+def test_what_cannot_be_read_safely_is_ignored_with_one_line(value: Any) -> None:
+    model = nn.Sequential(nc.Linear(16, 16, device="cpu"), nc.LayerNormLinear(16, 16, device="cpu"))
+    checkpoint = {**model.state_dict(), "0._extra_state": value, "1._extra_state": value}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        model.load_state_dict(checkpoint)
+    (line,) = {str(warning.message) for warning in seen}
+    assert len(seen) == 1 and "in a form that cannot be read safely; it is ignored" in line
+
+
+@pytest.mark.parametrize("value", [None, torch.empty(0, dtype=torch.uint8), io.BytesIO()], ids=str)
+def test_empty_state_is_nothing(value: Any) -> None:
+    model = nn.Sequential(
+        nc.LayerNorm(16, device="cpu"), nc.RMSNorm(16, device="cpu"), nc.GroupedLinear(2, 16, 16, device="cpu"),
+        nc.ops.Sequential(nc.ops.Linear(16, 16, device="cpu"), nc.ops.Quantize()),
+    )  # fmt: skip
+    extra = {f"{at}._extra_state": value for at in ("0", "1", "2", "3.0.basic_ops.0", "3.1")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict({**model.state_dict(), **extra})
+
+
+def test_sizes_that_differ_are_left() -> None:
+    layer = nc.Linear(16, 32, device="cpu")
+    layer.load_state_dict({**layer.state_dict(), "_extra_state": as_tensor(saved(theirs(2)))})
+    assert layer.scale_fwd is None
+
+
+def test_a_layer_with_another_recipe_has_no_use_for_it() -> None:
+    layer = nc.Linear(16, 32, device="cpu", recipe=MXFP8BlockScaling())
+    layer.load_state_dict({**layer.state_dict(), "_extra_state": as_tensor(saved(theirs(1)))})
+    assert layer.scale_fwd is None
+
+
+def test_another_kind_of_recipe_is_said_once() -> None:
+    model = nn.Sequential(nc.Linear(16, 16, device="cpu"), nc.Linear(16, 16, device="cpu"))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for recipe in (MXFP8BlockScaling(), Float8CurrentScaling(), Float8CurrentScaling()):
+            with nc.autocast(recipe=recipe):
+                model(torch.randn(4, 16))
+    ours = [str(warning.message) for warning in seen if "recipe" in str(warning.message)]
+    assert len(ours) == 1 and "from MXFP8BlockScaling to Float8CurrentScaling" in ours[0]
+    model[0].recipe = MXFP8BlockScaling()  # asked for in so many words
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model[0](torch.randn(4, 16))

@@ -1,0 +1,138 @@
+"""What all layers with linear layers inside share: delayed weight gradients, and what a node of the graph shows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.recipe import DelayedScaling, Float8CurrentScaling
+
+RECIPES: dict[str, Any] = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling()}
+LAYERS: dict[str, Any] = {
+    "linear": lambda **options: nc.Linear(32, 48, device="cpu", **options),
+    "split": lambda **options: nc.Linear(32, 48, device="cpu", parameters_split=("a", "b"), **options),
+    "layernorm_linear": lambda **options: nc.LayerNormLinear(32, 48, device="cpu", **options),
+    "layernorm_mlp": lambda **options: nc.LayerNormMLP(32, 48, device="cpu", **options),
+    "grouped": lambda **options: nc.GroupedLinear(2, 32, 48, device="cpu", **options),
+    "grouped_single": lambda **options: nc.GroupedLinear(
+        2, 32, 48, device="cpu", single_grouped_parameter=True, **options
+    ),
+}
+
+
+def run(layer: Any, x: Tensor, forward: Any = None) -> Tensor:
+    given = ([3, 5],) if isinstance(layer, nc.GroupedLinear) else ()
+    return (layer if forward is None else forward)(x, *given)
+
+
+def weights_of(layer: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in layer.named_parameters() if "weight" in name and "norm" not in name]
+
+
+# -- backward_dw -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, compiled", [*((name, False) for name in LAYERS), ("linear", True), ("grouped", True)]
+)
+def test_a_weight_that_is_frozen_before_backward_dw(name: str, compiled: bool) -> None:
+    """Its gradient is dropped, as autograd drops it, and is not what the next step gets; biases have theirs."""
+    layer = LAYERS[name](recipe=RECIPES["current"], delay_wgrad_compute=True)
+    twin = copy.deepcopy(layer)
+    first, second = torch.randn(8, 32), torch.randn(8, 32)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    for module, call in ((layer, forward), (twin, twin)):
+        if module is layer:
+            run(layer, first, call).square().sum().backward()
+            for weight in weights_of(layer):
+                weight.requires_grad_(False)
+            layer.backward_dw()
+            assert all(weight.grad is None for weight in weights_of(layer))
+            assert all(p.grad is not None for n, p in layer.named_parameters() if "bias" in n)
+            layer.backward_dw()  # nothing is left
+            run(layer, first, call).square().sum().backward()
+            layer.backward_dw()  # and a backward of a frozen weight leaves nothing
+            for weight in weights_of(layer):
+                weight.requires_grad_(True)
+            layer.zero_grad()
+        run(module, second, call).square().sum().backward()
+        module.backward_dw()
+        for store in module.wgrad_stores.values():
+            store.assert_empty()
+    for (label, ours), theirs in zip(layer.named_parameters(), twin.parameters()):
+        assert torch.equal(ours.grad, theirs.grad), label
+
+
+# -- what the node of an output shows ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("override", [None, "dequantized", "high_precision"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_node_shows_what_the_backward_reads(name: str, override: Any) -> None:
+    recipe = Float8CurrentScaling(backward_override=override)
+    out = run(LAYERS[name](recipe=recipe), torch.randn(8, 32, requires_grad=True))
+    shown: Any = out.grad_fn.backward_objects  # type: ignore[union-attr]
+    assert shown.fp8 and shown.backward_override == override
+    assert isinstance(shown.grad_output_quantizer, nc.Float8CurrentScalingQuantizer)
+    assert shown.reduce_and_update_bwd_fp8_tensors is False
+
+
+def test_a_grouped_layer_takes_leading_dims() -> None:
+    """Its function has the shape of the input, and so of its gradient, with a recipe and without."""
+    for recipe in RECIPES.values():
+        layer, x = LAYERS["grouped"](recipe=recipe), torch.randn(2, 4, 32, requires_grad=True)
+        out = layer(x, [3, 5])
+        out.square().sum().backward()
+        flat = x.detach().reshape(8, 32).requires_grad_()
+        twin = copy.deepcopy(layer)
+        twin.reset_delayed_scaling()
+        twin(flat, [3, 5]).square().sum().backward()
+        assert out.shape == (2, 4, 48) and torch.equal(x.grad.reshape(8, 32), flat.grad)  # type: ignore[union-attr]
+
+
+# -- graphs that are walked twice, and several at once -----------------------------------------------------------------
+
+LISTS: dict[str, Any] = {
+    "recomputing_mlp": lambda: nc.LayerNormMLP(32, 48, device="cpu", checkpoint=True),
+    "list": lambda: nc.ops.Sequential(
+        nc.ops.Linear(32, 48, device="cpu"),
+        nc.ops.Quantize(forward=True, backward=True),
+        nc.ops.LayerNorm(48, device="cpu"),
+        nc.ops.Linear(48, 32, device="cpu"),
+    ),
+}
+
+
+def walked(layer: nn.Module, forward: Any) -> list[Tensor]:
+    """Two steps with two forwards each before their backward, which runs again after another step."""
+    results: list[Tensor] = []
+    for step in range(2):
+        torch.manual_seed(step)
+        x = (torch.randn(8, 32) * (1 + 3 * step)).requires_grad_()
+        both = run(layer, x, forward).square().sum() + run(layer, x * 20, forward).square().sum()
+        wanted = [x, *layer.parameters()]
+        first = torch.autograd.grad(both, wanted, retain_graph=True)
+        run(layer, x.detach() * 50, forward).square().sum().backward()
+        run(layer, x.detach(), forward)
+        again = torch.autograd.grad(both, wanted)
+        assert all(map(torch.equal, first, again))
+        results += [*first, *(buffer.clone() for buffer in layer.buffers())]
+    return results
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in (*LAYERS, *LISTS) if name not in ("split", "grouped_single")]
+)
+def test_delayed_scales_are_those_of_the_forward(name: str) -> None:
+    torch.manual_seed(0)
+    layer = nc.set_recipe({**LAYERS, **LISTS}[name](), DelayedScaling(amax_history_len=3))
+    twin = copy.deepcopy(layer)
+    nc.set_recipe(twin, DelayedScaling(amax_history_len=3))
+    eager = walked(layer, None)
+    compiled = walked(twin, torch.compile(twin, fullgraph=True, backend="aot_eager"))
+    assert all(map(torch.equal, eager, compiled)) and len(eager) == len(compiled)

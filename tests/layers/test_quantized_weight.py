@@ -1,0 +1,89 @@
+"""``quantize_weight``: its branches in their order, and the memory that a refresh writes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from quantizers.catalog import ONE_OF_EACH
+
+import narrowcast as nc
+from narrowcast.nn import quantize_weight
+
+W = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+each = pytest.mark.parametrize("name", ONE_OF_EACH)
+
+
+def pointers(tensor: Any) -> list[int]:
+    return [buffer.data_ptr() for buffer in tensor.get_data_tensors() if buffer is not None]
+
+
+@each
+def test_made_without_a_cache(name: str) -> None:
+    quantizer = ONE_OF_EACH[name].replace(internal=True)
+    weight, new = quantize_weight(tensor=W, quantizer=quantizer)
+    assert new is None and not isinstance(weight, torch.Tensor)
+    assert torch.equal(weight.dequantize(), quantizer.quantize(W).dequantize())
+
+
+@each
+def test_made_to_be_kept_then_refreshed_in_place(name: str) -> None:
+    quantizer = ONE_OF_EACH[name].replace(internal=True)
+    weight, kept = quantize_weight(tensor=W, quantizer=quantizer, cache=True, workspace_dtype=torch.bfloat16)
+    assert kept is weight and isinstance(kept, nc.QuantizedTensor) and kept.dtype == torch.bfloat16
+    before, values = pointers(kept), kept.dequantize()
+    again, new = quantize_weight(tensor=W * 4, quantizer=quantizer, workspace=kept, update_workspace=False)
+    assert again is kept and new is None and torch.equal(kept.dequantize(), values)
+    quantize_weight(tensor=W * 4, workspace=kept, update_workspace=False, skip_update_flag=torch.ones(1))
+    assert torch.equal(kept.dequantize(), values)
+    quantize_weight(
+        tensor=W * 4, quantizer=quantizer, workspace=kept, update_workspace=False, skip_update_flag=torch.zeros(1)
+    )  # fmt: skip
+    assert torch.equal(kept.dequantize(), quantizer.quantize(W * 4).dequantize(dtype=torch.bfloat16))
+    quantize_weight(tensor=W, quantizer=quantizer, workspace=kept)
+    assert torch.equal(kept.dequantize(), values) and pointers(kept) == before
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ONE_OF_EACH if name != "identity"]
+)  # whose directions are one
+def test_a_workspace_that_lacks_a_direction_is_made_anew(name: str) -> None:
+    quantizer = ONE_OF_EACH[name]
+    _, kept = quantize_weight(tensor=W, quantizer=quantizer.with_usage(columnwise=False), cache=True)
+    weight, new = quantize_weight(tensor=W, quantizer=quantizer, workspace=kept, cache=True)
+    assert weight is new and new is not kept and new.get_usages()["columnwise"]
+    other = nc.IdentityQuantizer()
+    assert quantize_weight(tensor=W, quantizer=other, workspace=kept, cache=True)[1] is not kept
+
+
+@each
+def test_quantized_weights_are_taken_as_they_are(name: str) -> None:
+    quantizer = ONE_OF_EACH[name]
+    weight = torch.nn.Parameter(quantizer.quantize(W))
+    rowwise = quantizer.with_usage(columnwise=False)
+    assert quantize_weight(tensor=weight, quantizer=rowwise, cache=True) == (weight, None)
+    assert weight.get_usages() == {"rowwise": True, "columnwise": True}
+
+
+def test_a_missing_direction_is_made_once() -> None:
+    quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
+    weight: Any = quantizer.with_usage(columnwise=False).quantize(W)
+    quantize_weight(tensor=weight, quantizer=quantizer)
+    made = pointers(weight)
+    assert weight.get_usages()["columnwise"] and len(made) == 3
+    quantize_weight(tensor=weight, quantizer=quantizer)
+    assert pointers(weight) == made
+
+
+def test_errors() -> None:
+    quantizer = nc.MXFP8Quantizer(nc.DType.kFloat8E4M3)
+    _, kept = quantize_weight(tensor=W, quantizer=quantizer, cache=True)
+    with pytest.raises(ValueError, match="to be refreshed, and tensor is None"):
+        quantize_weight(quantizer=quantizer, workspace=kept)
+    with pytest.raises(ValueError, match="and tensor is None"):
+        quantize_weight(quantizer=quantizer)
+    with pytest.raises(ValueError, match="and quantizer is None"):
+        quantize_weight(tensor=W)
+    with pytest.raises(NotImplementedError, match="fsdp_group"):
+        quantize_weight(tensor=W, quantizer=quantizer, fsdp_group=object())
