@@ -93,7 +93,9 @@ def test_what_cannot_be_read_safely_is_ignored_with_one_line(value: Any) -> None
     assert len(seen) == 1 and "in a form that cannot be read safely; it is ignored" in line
 
 
-@pytest.mark.parametrize("value", [None, torch.empty(0, dtype=torch.uint8), io.BytesIO()], ids=str)
+@pytest.mark.parametrize(
+    "value", [None, torch.empty(0, dtype=torch.uint8), io.BytesIO()], ids=["None", "a tensor", "a file"]
+)
 def test_empty_state_is_nothing(value: Any) -> None:
     model = nn.Sequential(
         nc.LayerNorm(16, device="cpu"), nc.RMSNorm(16, device="cpu"), nc.GroupedLinear(2, 16, 16, device="cpu"),
