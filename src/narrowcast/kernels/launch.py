@@ -51,7 +51,7 @@ class Launcher:
         # neither a kernel's source nor its options change.
         self.variants: dict[Hashable, Any] = {}
         self.undeclared = undeclared
-        # Parameters that a traced launch with such tensors and numbers writes to; to tell them takes a compilation.
+        # Parameters that a traced launch writes to, by constants and kinds of arguments; to tell takes a compilation.
         self.written: dict[Hashable, list[str]] = {}
         self.traced: Any = None  # made when it is first traced
 
@@ -117,7 +117,7 @@ class Launcher:
             "kwargs": tensors,
         }
         functional = PythonFunctionalizeAPI()
-        key = (*((name, x.dtype) for name, x in tensors.items()), *numbers.items())
+        key = (constants, *(x.dtype if isinstance(x, Tensor) else type(x) for x in arguments))
         if key not in self.written:
             analysed = {**node, "kwargs": functional.unwrap_tensors(tensors)}
             names = get_mutated_tensors(**analysed)
