@@ -16,6 +16,24 @@ import narrowcast as nc
 
 TOKENS = 40
 
+LAYERS: dict[str, Callable[..., Any]] = {
+    "linear": lambda **options: nc.Linear(32, 48, device="cpu", **options),
+    "split": lambda **options: nc.Linear(32, 48, device="cpu", parameters_split=("a", "b"), **options),
+    "layernorm_linear": lambda **options: nc.LayerNormLinear(32, 48, device="cpu", **options),
+    "layernorm_mlp": lambda **options: nc.LayerNormMLP(32, 48, device="cpu", **options),
+    "grouped": lambda **options: nc.GroupedLinear(2, 32, 48, device="cpu", **options),
+    "grouped_single": lambda **options: nc.GroupedLinear(
+        2, 32, 48, device="cpu", single_grouped_parameter=True, **options
+    ),
+}
+"""Every kind of layer with linear layers inside, 32 features in; a grouped one has two groups."""
+
+
+def run_layer(layer: Any, x: Tensor, forward: Any = None, **options: Any) -> Tensor:
+    """One of ``LAYERS``, or its compiled form, on 8 rows."""
+    given = ([3, 5],) if isinstance(layer, nc.GroupedLinear) else ()
+    return (layer if forward is None else forward)(x, *given, **options)
+
 
 def make_input(features: int, *lead: int, seed: int = 2, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     generator = torch.Generator().manual_seed(seed)

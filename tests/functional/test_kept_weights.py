@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +10,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from modules import Operators
+from modules import LAYERS, Operators, run_layer
 from torch import Tensor, nn
 
-import narrowcast as nc
 from narrowcast.functional import kept_weights
 from narrowcast.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 RECIPES: dict[str, Any] = {"current": Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling()}
-LAYERS: dict[str, Callable[..., Any]] = {
-    "linear": lambda **options: nc.Linear(32, 48, device="cpu", **options),
-    "split": lambda **options: nc.Linear(32, 48, device="cpu", parameters_split=("a", "b"), **options),
-    "layernorm_linear": lambda **options: nc.LayerNormLinear(32, 48, device="cpu", **options),
-    "layernorm_mlp": lambda **options: nc.LayerNormMLP(32, 48, device="cpu", **options),
-    "grouped": lambda **options: nc.GroupedLinear(2, 32, 48, device="cpu", **options),
-    "grouped_single": lambda **options: nc.GroupedLinear(
-        2, 32, 48, device="cpu", single_grouped_parameter=True, **options
-    ),
-}
 
 
 def run(layer: Any, x: Tensor, first: Any = None, forward: Any = None) -> Tensor:
-    given = ([3, 5],) if isinstance(layer, nc.GroupedLinear) else ()
-    return (layer if forward is None else forward)(x, *given, is_first_microbatch=first)
+    return run_layer(layer, x, forward, is_first_microbatch=first)
 
 
 def last_weight(layer: nn.Module) -> Tensor:

@@ -7,27 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from modules import LAYERS, run_layer
 from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling, Float8CurrentScaling
 
 RECIPES: dict[str, Any] = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling()}
-LAYERS: dict[str, Any] = {
-    "linear": lambda **options: nc.Linear(32, 48, device="cpu", **options),
-    "split": lambda **options: nc.Linear(32, 48, device="cpu", parameters_split=("a", "b"), **options),
-    "layernorm_linear": lambda **options: nc.LayerNormLinear(32, 48, device="cpu", **options),
-    "layernorm_mlp": lambda **options: nc.LayerNormMLP(32, 48, device="cpu", **options),
-    "grouped": lambda **options: nc.GroupedLinear(2, 32, 48, device="cpu", **options),
-    "grouped_single": lambda **options: nc.GroupedLinear(
-        2, 32, 48, device="cpu", single_grouped_parameter=True, **options
-    ),
-}
-
-
-def run(layer: Any, x: Tensor, forward: Any = None) -> Tensor:
-    given = ([3, 5],) if isinstance(layer, nc.GroupedLinear) else ()
-    return (layer if forward is None else forward)(x, *given)
 
 
 def weights_of(layer: nn.Module) -> list[nn.Parameter]:
@@ -48,19 +34,19 @@ def test_a_weight_that_is_frozen_before_backward_dw(name: str, compiled: bool) -
     forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     for module, call in ((layer, forward), (twin, twin)):
         if module is layer:
-            run(layer, first, call).square().sum().backward()
+            run_layer(layer, first, call).square().sum().backward()
             for weight in weights_of(layer):
                 weight.requires_grad_(False)
             layer.backward_dw()
             assert all(weight.grad is None for weight in weights_of(layer))
             assert all(p.grad is not None for n, p in layer.named_parameters() if "bias" in n)
             layer.backward_dw()  # nothing is left
-            run(layer, first, call).square().sum().backward()
+            run_layer(layer, first, call).square().sum().backward()
             layer.backward_dw()  # and a backward of a frozen weight leaves nothing
             for weight in weights_of(layer):
                 weight.requires_grad_(True)
             layer.zero_grad()
-        run(module, second, call).square().sum().backward()
+        run_layer(module, second, call).square().sum().backward()
         module.backward_dw()
         for store in module.wgrad_stores.values():
             store.assert_empty()
@@ -75,7 +61,7 @@ def test_a_weight_that_is_frozen_before_backward_dw(name: str, compiled: bool) -
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_node_shows_what_the_backward_reads(name: str, override: Any) -> None:
     recipe = Float8CurrentScaling(backward_override=override)
-    out = run(LAYERS[name](recipe=recipe), torch.randn(8, 32, requires_grad=True))
+    out = run_layer(LAYERS[name](recipe=recipe), torch.randn(8, 32, requires_grad=True))
     shown: Any = out.grad_fn.backward_objects  # type: ignore[union-attr]
     assert shown.fp8 and shown.backward_override == override
     assert isinstance(shown.grad_output_quantizer, nc.Float8CurrentScalingQuantizer)
@@ -114,11 +100,11 @@ def walked(layer: nn.Module, forward: Any) -> list[Tensor]:
     for step in range(2):
         torch.manual_seed(step)
         x = (torch.randn(8, 32) * (1 + 3 * step)).requires_grad_()
-        both = run(layer, x, forward).square().sum() + run(layer, x * 20, forward).square().sum()
+        both = run_layer(layer, x, forward).square().sum() + run_layer(layer, x * 20, forward).square().sum()
         wanted = [x, *layer.parameters()]
         first = torch.autograd.grad(both, wanted, retain_graph=True)
-        run(layer, x.detach() * 50, forward).square().sum().backward()
-        run(layer, x.detach(), forward)
+        run_layer(layer, x.detach() * 50, forward).square().sum().backward()
+        run_layer(layer, x.detach(), forward)
         again = torch.autograd.grad(both, wanted)
         assert all(map(torch.equal, first, again))
         results += [*first, *(buffer.clone() for buffer in layer.buffers())]

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT
+from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, cdiv
 from ..functional import dequantize, draw_seed, gemm, quantize, quantize_dbias, transpose_codes
 from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import IdentityQuantizer, OperandBuffers, Quantizer, buffers_of
@@ -65,8 +65,7 @@ def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
             f"the quantized input is a {type(storage).__name__} without column-wise data, which the weight gradient "
             "needs; quantize it with columnwise=True"
         )
-    codes, scale_inv = operand.rowwise
-    return OperandBuffers(operand.rowwise, [transpose_codes(codes), scale_inv], operand.quantizer)
+    return OperandBuffers(operand.rowwise, transposed(operand.rowwise), operand.quantizer)
 
 
 def transposed(rowwise: list[Tensor]) -> list[Tensor]:
@@ -76,7 +75,7 @@ def transposed(rowwise: list[Tensor]) -> list[Tensor]:
     """
     codes, scale = rowwise
     if scale.dim() == 2:
-        rows, columns = (-(-size // FLOAT8_BLOCK) for size in codes.shape)
+        rows, columns = (cdiv(size, FLOAT8_BLOCK) for size in codes.shape)
         scale = F.pad(scale[:rows, :columns].t(), (0, -rows % FLOAT8_BLOCK_SCALE_ALIGNMENT))
     return [transpose_codes(codes), scale]
 

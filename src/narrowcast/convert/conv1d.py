@@ -23,7 +23,7 @@ class Conv1DLayer(LinearLayer):
 
     def _take_over(self, name: str) -> None:
         """Be a layer around the parameters of the ``Conv1D`` that this was so far."""
-        self._init_linear_layer(name, (Stage("", name, "weight", "bias"),), self.weight.device)
+        LinearLayer.__init__(self, name, (Stage("", name, "weight", "bias"),), self.weight.device)
 
     def forward(self, x: Tensor) -> Any:
         """Apply the layer to ``x`` (*lead, in_features)."""

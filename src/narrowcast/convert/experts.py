@@ -30,7 +30,7 @@ class ExpertsLayer(LinearLayer):
             for weight in (first, "down_proj")
         )
         self._groups = int(self.num_experts)  # type: ignore[arg-type]
-        self._init_linear_layer(name, stages, self.down_proj.device)
+        LinearLayer.__init__(self, name, stages, self.down_proj.device)
 
     def _weight_amax(self, prefix: str) -> Tensor:
         weight: Any = self._weight_of_state(prefix).detach()

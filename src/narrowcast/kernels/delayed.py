@@ -122,19 +122,12 @@ def update(
     Numerics:
         Equal to ``reference.delayed.update``.
     """
-    check_device(scale)
-    _check_algorithm(algo)
     scale, history = scale.contiguous(), history.contiguous()
     reduced = scale if reduced_amax is None else reduced_amax.contiguous()
-    L, n = history.shape
-    new_scale, new_history = torch.empty_like(scale), torch.empty_like(history)
-    if n:
-        _update(
-            (cdiv(n, COLUMNS), 1, 1),
-            (scale, history, reduced, new_scale, new_history, math.ldexp(fp8_max, -margin), L, n),
-            (reduced_amax is not None, False, algo == "max", ROWS, COLUMNS, INTERPRETING),
-        )
-    return new_scale, new_history
+    renewed = torch.empty_like(scale), torch.empty_like(history)
+    largest = math.ldexp(fp8_max, -margin)
+    _advance(scale, history, reduced, renewed, largest, algo, reduced_amax is not None, False)
+    return renewed
 
 
 def renew(scale: Tensor, history: Tensor, amax: Tensor, *, fp8_max: float, margin: int, algo: str) -> None:
@@ -149,14 +142,28 @@ def renew(scale: Tensor, history: Tensor, amax: Tensor, *, fp8_max: float, margi
     Numerics:
         Equal to ``reference.delayed.renew``.
     """
+    _advance(scale, history, amax, (scale, history), math.ldexp(fp8_max, -margin), algo, False, True)
+
+
+def _advance(
+    scale: Tensor,
+    history: Tensor,
+    amax: Tensor,
+    into: tuple[Tensor, Tensor],
+    largest: float,
+    algo: str,
+    reduced: bool,
+    in_place: bool,
+) -> None:
     check_device(scale)
-    _check_algorithm(algo)
+    if algo not in ("max", "most_recent"):
+        raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max' or 'most_recent'")
     L, n = history.shape
     if n:
         _update(
             (cdiv(n, COLUMNS), 1, 1),
-            (scale, history, amax, scale, history, math.ldexp(fp8_max, -margin), L, n),
-            (False, True, algo == "max", ROWS, COLUMNS, INTERPRETING),
+            (scale, history, amax, *into, largest, L, n),
+            (reduced, in_place, algo == "max", ROWS, COLUMNS, INTERPRETING),
         )
 
 
@@ -184,8 +191,3 @@ def copy_scales(scales: list[Tensor]) -> list[Tensor]:
                 (COPY_BLOCK,),
             )
     return copies
-
-
-def _check_algorithm(algo: str) -> None:
-    if algo not in ("max", "most_recent"):
-        raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max' or 'most_recent'")

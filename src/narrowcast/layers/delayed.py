@@ -233,7 +233,6 @@ class DelayedLayer(RecipeOwner):
             scales.scale_fwd, scales.amax_fwd = fwd.scale, fwd.amax if collects else None
         if bwd is not None:
             scales.scale_bwd, scales.amax_bwd = bwd.scale, bwd.amax if collects else None
-        states = [state for state in (fwd, bwd) if state is not None]
         read = None if torch.compiler.is_compiling() else THREAD.state.read
         if read is not None:
             scales.scale_fwd, scales.scale_bwd = read.take() or read.keep(_copies(fwd, bwd, renews))
@@ -241,17 +240,10 @@ class DelayedLayer(RecipeOwner):
             return scales
         if not (renews or torch.is_grad_enabled()):
             return scales
-        if renews:
-            copies = renew_and_read(states)
-        elif torch.compiler.is_compiling() or copy_forward or bwd is None:
-            copies = read_scales([state.scale for state in states])
+        if renews or torch.compiler.is_compiling() or copy_forward or bwd is None:
+            scales.scale_fwd, scales.scale_bwd = _copies(fwd, bwd, renews)
         else:
             scales.scale_bwd = read_scales([bwd.scale])[0]
-            return scales
-        if fwd is not None:
-            scales.scale_fwd = copies[0]
-        if bwd is not None:
-            scales.scale_bwd = copies[-1]
         return scales
 
     # -- moving, saving, loading -------------------------------------------------------------------------------------

@@ -80,22 +80,8 @@ class LinearLayer(DelayedLayer):
         delay_wgrad_compute: bool = False,
         parts: dict[str, list[str]] | None = None,
     ) -> None:
-        nn.Module.__init__(self)
-        self._init_linear_layer(
-            name, stages, device, recipe, fuse_wgrad_accumulation, delay_wgrad_compute, parts
-        )
-
-    def _init_linear_layer(
-        self,
-        name: str | None,
-        stages: tuple[Stage, ...],
-        device: torch.device,
-        recipe: Recipe | None = None,
-        fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False,
-        parts: dict[str, list[str]] | None = None,
-    ) -> None:
-        """What a module has as a layer of this kind, besides its parameters; it may have those already."""
+        if "_parameters" not in self.__dict__:  # else a module with parameters becomes such a layer
+            nn.Module.__init__(self)
         self.name, self._stages = name or "", stages
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self._parts = parts or {}
@@ -106,9 +92,8 @@ class LinearLayer(DelayedLayer):
         # start: a compiled graph is guarded on the keys of a dict that it writes to.
         self._fp8_workspaces: dict[str, tuple[str, OperandBuffers] | None] = {s.weight: None for s in stages}
         self._init_recipe, self._init_preserve = THREAD.state.init_recipe, THREAD.state.init_preserve
-        self._init_columnwise = (
-            torch.is_grad_enabled()
-        )  # a layer for inference has no use for twice the bytes
+        # a layer for inference has no use for twice the bytes
+        self._init_columnwise = torch.is_grad_enabled()
         self._init_recipe_owner(recipe)
         self._init_delayed({stage.prefix: stage.name for stage in stages})
 
@@ -340,9 +325,8 @@ class LinearLayer(DelayedLayer):
     def _linear_in_high_precision(
         self, stage: Stage, inp: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
     ) -> Tensor:
-        if (
-            weight.device != inp.device
-        ):  # PyTorch multiplies a real tensor with one on meta to unwritten memory
+        # PyTorch multiplies a real tensor with one on meta to unwritten memory
+        if weight.device != inp.device:
             raise RuntimeError(
                 f"{stage.weight} is on {weight.device}, its input on {inp.device}; {remedy(weight)}"
             )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +18,19 @@ from ..recipe import LinearPlan, Recipe, linear_plan
 from ..tensors import QuantizedTensor
 
 INIT_STD = 0.023
+
+
+def random_numbers_of(
+    tracker: Callable[[], Any] | None, name: str | None = None
+) -> AbstractContextManager[Any]:
+    """What a weight is initialised in: the ``fork`` of a tracker, as tensor-parallel ranks share or part their numbers.
+
+    Args:
+        tracker: returns the object with ``fork``; None for PyTorch's own numbers. name: for ``fork``; None for its own.
+    """
+    if tracker is None:
+        return contextlib.nullcontext()
+    return tracker().fork() if name is None else tracker().fork(name)
 
 
 def parameter_device(device: torch.device | str | None) -> torch.device:

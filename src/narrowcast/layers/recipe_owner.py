@@ -22,9 +22,8 @@ class RecipeOwner(nn.Module):
 
     _recipe: Recipe | None
     _last_recipe: Recipe | None
-    _renewed_by_root: bool = (
-        False  # the model that set_recipe was called with renews this layer's delayed scaling
-    )
+    # the model that set_recipe was called with renews this layer's delayed scaling
+    _renewed_by_root: bool = False
 
     def _init_recipe_owner(self, recipe: Recipe | None) -> None:
         self._recipe = self._last_recipe = checked_recipe(recipe, type(self).__name__)

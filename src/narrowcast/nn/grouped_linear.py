@@ -14,7 +14,7 @@ from ..autograd import grouped_linear
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import rows_of_buffer
 from ..layers.neutral import GroupedOptions, check_neutral
-from ..layers.parameters import INIT_STD, parameter_dtype
+from ..layers.parameters import INIT_STD, parameter_dtype, random_numbers_of
 from ..recipe import Recipe, linear_plan
 
 if TYPE_CHECKING:
@@ -181,9 +181,8 @@ def _initialize(
     init_method: Callable[[Tensor], Any] | None,
     weight: Tensor,
 ) -> None:
-    """Fill a weight from the random numbers of a tracker, as tensor-parallel ranks share or part them."""
-    named = () if rng_tracker_name is None else (rng_tracker_name,)
-    with get_rng_state_tracker().fork(*named):
+    """Fill a weight from the random numbers of a tracker."""
+    with random_numbers_of(get_rng_state_tracker, rng_tracker_name):
         if init_method is None:
             weight.normal_(0.0, INIT_STD)
         else:

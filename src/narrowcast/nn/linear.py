@@ -95,7 +95,7 @@ class Linear(LinearLayer, nn.Linear):
 
     def _take_over(self, name: str) -> None:
         """Be a layer around the parameters of the ``nn.Linear`` that this was so far."""
-        self._init_linear_layer(name, (Stage("", name, "weight", "bias"),), self.weight.device)
+        LinearLayer.__init__(self, name, (Stage("", name, "weight", "bias"),), self.weight.device)
         self.return_bias = self.save_original_input = False
 
     def extra_repr(self) -> str:

@@ -53,9 +53,8 @@ class AmaxReducing(Quantizer):
         return {"quantizer": own, "fake_dtype": dtype}
 
     def _without_reduction(self) -> Quantizer:
-        if (
-            getattr(self, "amax_reduction_group", None) is not None
-        ):  # not in a graph: what holds a group is no value
+        # not in a graph: what holds a group is no value
+        if getattr(self, "amax_reduction_group", None) is not None:
             kept = {name: value for name, value in vars(self).items() if name != "amax_reduction_group"}
             return _rebuild_quantizer(type(self), tuple({**kept, "with_amax_reduction": False}.items()))
         return self.replace(with_amax_reduction=False) if self.with_amax_reduction else self

@@ -175,9 +175,8 @@ class Recipe(Sealable):
         self.__post_init__()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            each.name: getattr(self, each.name) for each in fields(self)
-        }  # without plans: a copy may be changed
+        # without plans: a copy may be changed
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def _how_to_change(self, name: str) -> str:
         return f"make another recipe by dataclasses.replace(recipe, {name}=...)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from ...autograd.gemms import SavedOperand, linear_backward, linear_bwd_args, li
 from ...dynamo import TensorProto
 from ...functional import calibrate_
 from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
-from ...layers.parameters import check_differentiable
+from ...layers.parameters import check_differentiable, random_numbers_of
 from ...quantizers import Operand, Quantizer
 from ...recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Mode, Recipe, linear_plan
 from ...roles import QuantizerRole
@@ -93,12 +93,17 @@ class BasicLinear(LinearLayer, BasicOperation):
         parallel = tensor_parallel(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         columns, rows = local_features(parallel, in_features, out_features)
         place, kind = parameter_device(device), dtype or torch.get_default_dtype()
-        stage = Stage("", name or "", "weight", "bias", self._initialize)
+        stage = Stage(
+            "",
+            name or "",
+            "weight",
+            "bias",
+            functools.partial(initialize, rng_state_tracker_function, in_features),
+        )
         super().__init__(name, (stage,), place, fuse_wgrad_accumulation=accumulate_into_main_grad)
         self._init_operation()
         self.in_features, self.out_features = in_features, out_features
         self.parallel = parallel
-        self._rng_state_tracker_function = rng_state_tracker_function
         self._add_linear(stage, [rows], columns, False, dtype=kind, device=place)
         if place.type != "meta":
             self.reset_parameters()
@@ -127,12 +132,6 @@ class BasicLinear(LinearLayer, BasicOperation):
     def pre_first_fuser_forward(self) -> None:
         if self.weight.is_meta:
             self.reset_parameters()
-
-    def _initialize(self, weight: Tensor) -> None:
-        tracker = self._rng_state_tracker_function
-        bound = 1 / math.sqrt(self.in_features)
-        with contextlib.nullcontext() if tracker is None else tracker().fork():
-            weight.uniform_(-bound, bound)
 
     # -- quantizers --------------------------------------------------------------------------------------------------
 
@@ -315,6 +314,13 @@ class BasicLinear(LinearLayer, BasicOperation):
         accumulates = self.fuse_wgrad_accumulation and plan.needs_weight
         wgrad = self._wgrad("weight", None) if accumulates else LinearWgrad()
         return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, False)
+
+
+def initialize(tracker: Callable[[], Any] | None, in_features: int, weight: Tensor) -> None:
+    """Draw a weight, or this process's part of it, from U(-b, b), b = 1 / sqrt(in_features): Kaiming's rule."""
+    bound = 1 / math.sqrt(in_features)
+    with random_numbers_of(tracker):
+        weight.uniform_(-bound, bound)
 
 
 def _saved_quantizer(plan: LinearPlan, operand: Operand, given: TensorOrQuantized) -> Quantizer | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +19,7 @@ from ...roles import QuantizerRole
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
 from ..op import BasicOperation, ExtraTensors, ParameterGradients, TensorsToSave
+from .basic_linear import initialize
 
 
 class GroupedLinear(GroupedLinearLayer, BasicOperation):
@@ -91,7 +90,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
             bias=bias,
             dtype=dtype or torch.get_default_dtype(),
             device=device,
-            init_method=functools.partial(_initialize, rng_state_tracker_function),
+            init_method=functools.partial(initialize, rng_state_tracker_function, in_features),
             name=name,
             single_grouped_weight=single_grouped_weight,
             single_grouped_bias=single_grouped_bias,
@@ -303,17 +302,6 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
                 f"{tuple(inp.shape[:-1])}"
             )
         return scales
-
-
-def _initialize(rng_state_tracker_function: Callable[[], Any] | None, weight: Tensor) -> None:
-    """Draw one group's weight from U(-1/sqrt(in_features), 1/sqrt(in_features)), Kaiming's rule with a = sqrt(5)."""
-    bound = 1 / math.sqrt(weight.shape[1])
-    with (
-        contextlib.nullcontext()
-        if rng_state_tracker_function is None
-        else rng_state_tracker_function().fork()
-    ):
-        weight.uniform_(-bound, bound)
 
 
 def _grad_of_scales(dy: Tensor, biases: list[Tensor], splits: Tensor, scales: Tensor) -> Tensor:

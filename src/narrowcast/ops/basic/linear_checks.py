@@ -180,18 +180,6 @@ def check_out(
         raise ValueError(f"the result has shape {tuple(shape)}, but {name} has {tuple(out.shape)}")
 
 
-def check_gradients(wanted: tuple[bool, bool], of_input: tuple[Any, ...], of_weight: tuple[Any, ...]) -> None:
-    """:func:`check_out` of the gradients that are wanted.
-
-    Args:
-        of_input, of_weight: its arguments but the name.
-    """
-    if wanted[0]:
-        check_out("grad_input", *of_input)
-    if wanted[1]:
-        check_out("grad_weight", *of_weight)
-
-
 def _is_quantized(tensor: Any) -> bool:
     return (
         tensor.is_quantized if isinstance(tensor, TensorProto) else isinstance(tensor, QuantizedTensorStorage)

@@ -30,7 +30,7 @@ from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ...tensors.storage import resolve_storage_class
 from ..collectives import group_size
 from ..tensor_parallel import TensorParallel, tensor_parallel
-from .linear_checks import Saved, check_backward, check_forward, check_gradients, check_out, kept_directions
+from .linear_checks import Saved, check_backward, check_forward, check_out, kept_directions
 
 # -- the GEMMs of a layer that is split over processes -----------------------------------------------------------------
 
@@ -248,17 +248,16 @@ def functional_backward(
     place, kind = _default(device, dtype, grad_output)
     wanted = (input_requires_grad, weight_requires_grad)
     quantizers = (grad_output_quantizer, input_quantizer, weight_quantizer)
-    check_backward(
-        wanted, with_quantized_compute, (grad_output, input, weight), quantizers, kind, parallel, size
+    operands = (grad_output, input, weight)
+    outs = (
+        (grad_input, grad_input_beta, accumulate_into_grad_input, grad_input_quantizer),
+        (grad_weight, grad_weight_beta, accumulate_into_grad_weight, None),
     )
-    if not any(wanted):
+    shapes = _gradient_shapes(
+        wanted, with_quantized_compute, operands, quantizers, outs, kind, parallel, size
+    )
+    if shapes is None:
         return None, None
-    columns = _columns(input, weight)
-    shape = parallel.grad_input_shape(grad_output.shape, columns, size)
-    dx_out = (grad_input, shape, grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)
-    of_weight = (grad_output.shape[-1], columns)
-    dw_out = (grad_weight, of_weight, grad_weight_beta, accumulate_into_grad_weight, None)
-    check_gradients(wanted, dx_out, dw_out)
     with torch.no_grad():
         dy = _moved(grad_output, place, kind)
         x, w = _moved_or_none(input, kind), _moved_or_none(weight, kind)
@@ -278,7 +277,7 @@ def functional_backward(
         saved_w = _saved_columnwise(w, weight_quantizer, with_quantized_compute)
         counts = (len(saved_x.tensors), saved_x.quantizer), (len(saved_w.tensors), saved_w.quantizer)
         wgrad = LinearWgrad(main_grad=into)
-        args = LinearBwdArgs(plan, kind, None, wgrad, False, None, kind, of_weight, *counts)
+        args = LinearBwdArgs(plan, kind, None, wgrad, False, None, kind, shapes[1], *counts)
         dw, dx = split_backward(args, dy, saved_x.tensors, saved_w.tensors, None, parallel)
         if dx is not None:
             dx = _scaled(dx, grad_input_alpha)
@@ -325,19 +324,18 @@ def functional_backward_fake(
     place, kind = _default(device, dtype, grad_output)
     wanted = (input_requires_grad, weight_requires_grad)
     quantizers = (grad_output_quantizer, input_quantizer, weight_quantizer)
-    check_backward(
-        wanted, with_quantized_compute, (grad_output, input, weight), quantizers, kind, parallel, size
+    operands = (grad_output, input, weight)
+    outs = (
+        (grad_input, grad_input_beta, accumulate_into_grad_input, grad_input_quantizer),
+        (grad_weight, grad_weight_beta, accumulate_into_grad_weight, None),
     )
-    if not any(wanted):
+    shapes = _gradient_shapes(
+        wanted, with_quantized_compute, operands, quantizers, outs, kind, parallel, size
+    )
+    if shapes is None:
         return None, None
-    columns = _columns(input, weight)
-    shape = parallel.grad_input_shape(grad_output.shape, columns, size)
-    dx_out = (grad_input, shape, grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)
-    of_weight = (grad_output.shape[-1], columns)
-    dw_out = (grad_weight, of_weight, grad_weight_beta, accumulate_into_grad_weight, None)
-    check_gradients(wanted, dx_out, dw_out)
-    dx = grad_input or TensorProto(shape, kind, grad_input_quantizer, device=place)
-    dw = grad_weight or TensorProto(of_weight, kind, device=place)
+    dx = grad_input or TensorProto(shapes[0], kind, grad_input_quantizer, device=place)
+    dw = grad_weight or TensorProto(shapes[1], kind, device=place)
     return dx if input_requires_grad else None, dw if weight_requires_grad else None
 
 
@@ -347,6 +345,32 @@ def functional_backward_fake(
 def _default(device: Any, dtype: torch.dtype | None, like: Any) -> tuple[Any, torch.dtype]:
     place = like.device if device is None else device
     return place if place is None else torch.device(place), dtype or like.dtype
+
+
+def _gradient_shapes(
+    wanted: tuple[bool, bool],
+    quantized: bool,
+    operands: tuple[Any, Any, Any],
+    quantizers: tuple[Any, Any, Any],
+    outs: tuple[tuple[Any, ...], tuple[Any, ...]],
+    dtype: torch.dtype,
+    parallel: TensorParallel,
+    size: int,
+) -> tuple[tuple[int, ...], tuple[int, int]] | None:
+    """Shapes of the gradients of input and weight, with all arguments of the backward checked; None if none is wanted.
+
+    Args:
+        outs: of each gradient, what it is written to and how. The others, and errors: of :func:`check_backward`.
+    """
+    check_backward(wanted, quantized, operands, quantizers, dtype, parallel, size)
+    if not any(wanted):
+        return None
+    grad, columns = operands[0], _columns(operands[1], operands[2])
+    shapes = parallel.grad_input_shape(grad.shape, columns, size), (grad.shape[-1], columns)
+    for name, needed, (out, *how), shape in zip(("grad_input", "grad_weight"), wanted, outs, shapes):
+        if needed:
+            check_out(name, out, shape, *how)
+    return shapes
 
 
 def _parallel_of(mode: str | None, group: Any, sequence_parallel: bool) -> tuple[TensorParallel, int]:
