@@ -37,6 +37,7 @@ from .quantizers import (
 )
 from .recipe import DelayedScalingRequest, QuantizerRequest
 from .roles import QuantizerRole
+from .serving import export, load_quantized
 from .state import (
     autocast,
     checkpoint,
@@ -120,6 +121,7 @@ __all__ = [
     "convert",
     "custom_recipes",
     "dynamo",
+    "export",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
@@ -130,6 +132,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "load_quantized",
     "nn",
     "ops",
     "prepare_for_saving",

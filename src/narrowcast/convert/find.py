@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..layers import GroupedLinearLayer, LinearLayer, RecipeOwner
 from ..nn import LayerNorm, Linear, RMSNorm
+from ..tensors import QuantizedTensor
 from .conv1d import Conv1DLayer
 from .experts import ExpertsLayer
 
@@ -239,7 +240,7 @@ def _why_not_any(module: nn.Module, weights: tuple[str, ...]) -> str:
             return f"{name} is not a parameter of its own (weight_norm, pruning or such)"
         if isinstance(weight, nn.parameter.UninitializedParameter):
             return "its sizes are not known before its first forward"
-        if type(weight) is not nn.Parameter:
+        if type(weight) is not nn.Parameter and not isinstance(weight, QuantizedTensor):
             hint = "; convert before sharding" if hasattr(weight, "to_local") else ""
             return f"{name} is a {type(weight).__name__}{hint}"
         if weight.dtype not in _DTYPES:

@@ -15,6 +15,7 @@ from torch import nn
 from ..layers.parameters import weight_quantizer
 from ..quantizers import Operand, Quantizer
 from ..recipe import Recipe
+from ..tensors import QuantizedTensor
 
 _SYMMETRIC = ("tensor", "128x128")
 
@@ -58,10 +59,10 @@ def uses_of_parameters(model: nn.Module) -> Counter[int]:
 
 
 def store(layer: Any) -> None:
-    """Have a converted linear layer keep its weight quantized."""
-    value = layer.weight.detach()
-    quantized = stored_quantizer(layer.recipe, layer.name).quantize(value)
-    layer.weight = nn.Parameter(quantized, requires_grad=False)
+    """Have a converted linear layer keep its weight quantized; one that is already, as a checkpoint had it, stays."""
+    if not isinstance(layer.weight, QuantizedTensor):
+        quantized = stored_quantizer(layer.recipe, layer.name).quantize(layer.weight.detach())
+        layer.weight = nn.Parameter(quantized, requires_grad=False)
     layer._stored_rowwise = True
 
 

@@ -1,0 +1,200 @@
+"""How quantized weights lie in the checkpoints of others, and what their ``quantization_config`` says of it.
+
+A linear layer's weight becomes a few tensors, named by what is put behind the weight's key. Two dialects are in use:
+
+- ``fp8``, DeepSeek's, which Transformers calls fine-grained FP8: ``weight`` in float8_e4m3fn and ``weight_scale_inv``,
+  fp32, one per tile of 128 x 128, multiplied when decoding;
+- ``compressed-tensors``, which vLLM and Transformers read: ``weight`` and ``weight_scale``, or for sub-byte codes
+  ``weight_packed``; the scales' dtype and groups stand in the config.
+
+Scale buffers are padded here for tensor cores; on disk they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import (
+    E2M1,
+    FLOAT8,
+    FLOAT8_BLOCK,
+    FLOAT8_BLOCK_2D,
+    MX_BLOCK,
+    MXFP8,
+    NVFP4,
+    NVFP4_BLOCK,
+    DType,
+    Layout,
+    cdiv,
+)
+from ..quantizers import Quantizer
+
+Packer = Callable[[list[Tensor], tuple[int, int], Quantizer], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """One quantized weight on disk.
+
+    Args:
+        layout: the record of the tensors it is made from.
+        pack: (row-wise buffers, (N, K), quantizer) to tensors, by what their names add to the weight's key.
+        multiple: what K must be a multiple of.
+        arguments: of compressed-tensors' scheme for weights; none where it has no such scheme.
+        activations: of its scheme for inputs, which are quantized when served; none where they stay as they are.
+        name: compressed-tensors' name of the format.
+    """
+
+    layout: Layout
+    pack: Packer
+    multiple: int
+    name: str
+    arguments: dict[str, Any]
+    activations: dict[str, Any] | None
+
+    def group(self, targets: list[str]) -> dict[str, Any]:
+        """compressed-tensors' group that says how the weights of ``targets`` lie, and how inputs are rounded."""
+        activations = None if self.activations is None else _scheme(self.activations, dynamic=True)
+        return {
+            "targets": targets,
+            "format": self.name,
+            "weights": _scheme(self.arguments, dynamic=False),
+            "input_activations": activations,
+        }
+
+
+def _scheme(arguments: dict[str, Any], dynamic: bool) -> dict[str, Any]:
+    return {"type": "float", "symmetric": True, "dynamic": dynamic, **arguments}
+
+
+def _per_tensor(buffers: list[Tensor], shape: tuple[int, int], quantizer: Quantizer) -> dict[str, Tensor]:
+    codes, scale_inv = buffers
+    return {"": codes.view(torch.float8_e4m3fn), "_scale": scale_inv.reshape(1)}
+
+
+def _tiles(buffers: list[Tensor], shape: tuple[int, int], quantizer: Quantizer) -> dict[str, Tensor]:
+    codes, scale_inv = buffers
+    rows, columns = (cdiv(size, FLOAT8_BLOCK) for size in shape)
+    return {"": codes.view(torch.float8_e4m3fn), "_scale": scale_inv[:rows, :columns]}
+
+
+def _mxfp8(buffers: list[Tensor], shape: tuple[int, int], quantizer: Quantizer) -> dict[str, Tensor]:
+    codes, scale = buffers
+    return {"": codes.view(torch.float8_e4m3fn), "_scale": scale[: shape[0], : shape[1] // MX_BLOCK]}
+
+
+def _nvfp4(buffers: list[Tensor], shape: tuple[int, int], quantizer: Any) -> dict[str, Tensor]:
+    """The second scale is stored as its reciprocal, so it rounds once more than here: within one unit of fp32."""
+    codes, scale, amax = buffers
+    largest = quantizer.nvfp4_e4m3_max * E2M1.max
+    scale = scale.view(torch.float8_e4m3fn)[: shape[0], : shape[1] // NVFP4_BLOCK]
+    global_scale = torch.where(amax > 0, largest / amax, 1.0)
+    return {"_packed": codes, "_scale": scale, "_global_scale": global_scale.reshape(1)}
+
+
+WEIGHT_FORMATS = (
+    WeightFormat(
+        FLOAT8,
+        _per_tensor,
+        1,
+        "float-quantized",
+        {"num_bits": 8, "strategy": "tensor"},
+        {"num_bits": 8, "strategy": "tensor"},
+    ),
+    WeightFormat(
+        FLOAT8_BLOCK_2D,
+        _tiles,
+        1,
+        "float-quantized",
+        {"num_bits": 8, "strategy": "block", "block_structure": [FLOAT8_BLOCK, FLOAT8_BLOCK]},
+        {"num_bits": 8, "strategy": "group", "group_size": FLOAT8_BLOCK},
+    ),
+    WeightFormat(
+        MXFP8,
+        _mxfp8,
+        MX_BLOCK,
+        "mxfp8-quantized",
+        {"num_bits": 8, "strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8"},
+        {"num_bits": 8, "strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8"},
+    ),
+    # Inputs in NVFP4 would need the amax of calibration data; the weights alone need none.
+    WeightFormat(
+        NVFP4,
+        _nvfp4,
+        NVFP4_BLOCK,
+        "nvfp4-pack-quantized",
+        {
+            "num_bits": 4,
+            "strategy": "tensor_group",
+            "group_size": NVFP4_BLOCK,
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
+        None,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class CheckpointFormat:
+    """A format by the name that :func:`~narrowcast.export` takes.
+
+    Args:
+        weights: the formats of weights that it can hold; none for one in high precision.
+        recipes: names of the recipes that train them, for messages.
+        fine_grained: written in DeepSeek's dialect.
+    """
+
+    weights: tuple[WeightFormat, ...]
+    recipes: str
+    fine_grained: bool = False
+
+    def weight_format(self, quantizer: Quantizer) -> WeightFormat | None:
+        """How it holds what a quantizer makes row-wise; None where it cannot."""
+        if getattr(quantizer, "dtype", DType.kFloat8E4M3) not in (DType.kFloat8E4M3, DType.kFloat4E2M1):
+            return None
+        layout = quantizer._format_layout()
+        return next((one for one in self.weights if one.layout is layout), None)
+
+
+_PER_TENSOR, _TILES, _MXFP8, _NVFP4 = WEIGHT_FORMATS
+CHECKPOINT_FORMATS = {
+    "hf-fp8-block128": CheckpointFormat((_TILES,), "Float8BlockScaling", fine_grained=True),
+    "compressed-tensors": CheckpointFormat(
+        WEIGHT_FORMATS,
+        "Float8CurrentScaling, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling",
+    ),
+    "mxfp8": CheckpointFormat((_MXFP8,), "MXFP8BlockScaling"),
+    "nvfp4": CheckpointFormat((_NVFP4,), "NVFP4BlockScaling"),
+    "bf16": CheckpointFormat((), "any recipe"),
+}
+
+
+def fine_grained_config(kept: list[str]) -> dict[str, Any]:
+    """DeepSeek's ``quantization_config``; ``kept``: names of the linear layers in high precision."""
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK],
+        "modules_to_not_convert": kept,
+    }
+
+
+def compressed_tensors_config(modules: dict[str, WeightFormat], kept: list[str]) -> dict[str, Any]:
+    """compressed-tensors' ``quantization_config``; ``modules``: how the weight of each lies."""
+    formats = [one for one in WEIGHT_FORMATS if any(one is used for used in modules.values())]
+    groups = {}
+    for index, one in enumerate(formats):
+        names = [name for name, used in modules.items() if used is one]
+        groups[f"group_{index}"] = one.group(["Linear"] if len(formats) == 1 else names)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats[0].name if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": kept,
+    }

@@ -1,0 +1,82 @@
+"""Exported models, read by Transformers and compressed-tensors themselves: the values, and what the model says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipes import QUANTIZED
+
+import narrowcast as nc
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'narrowcast[hf]'")
+
+WORDS = torch.arange(32).view(2, 16)
+CONFIG: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 256,
+    "intermediate_size": 384,  # Transformers decodes whole tiles of 128 x 128 only
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def llama(recipe: Any) -> Any:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).to(torch.bfloat16)
+    nc.convert(model, recipe, skip="lm_head")
+    model(input_ids=WORDS, labels=WORDS).loss.backward()
+    return model.eval()
+
+
+def divergence(a: torch.Tensor, b: torch.Tensor) -> float:
+    """KL divergence of b from a, in nats per word."""
+    p, q = a.float().log_softmax(-1), b.float().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
+@pytest.mark.parametrize(
+    ("format", "name"),
+    [
+        ("hf-fp8-block128", "block"),
+        ("compressed-tensors", "delayed"),
+        ("compressed-tensors", "current"),
+        ("compressed-tensors", "block"),
+        ("mxfp8", "mxfp8"),
+        ("nvfp4", "nvfp4"),
+        ("bf16", "current"),
+    ],
+)
+@torch.no_grad()
+def test_the_loaded_model_says_what_the_trained_one_does(format: str, name: str, tmp_path: Path) -> None:
+    recipe = QUANTIZED[name]
+    with torch.enable_grad():
+        model = llama(recipe)
+    path = nc.export(model, tmp_path / "out", format=format).path
+    extra: dict[str, Any] = {}
+    if format == "hf-fp8-block128":
+        extra["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
+    elif format != "bf16":
+        pytest.importorskip(
+            "compressed_tensors", reason="needs compressed-tensors: pip install compressed-tensors"
+        )
+        extra["quantization_config"] = transformers.CompressedTensorsConfig(run_compressed=False)
+    again = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **extra)
+    layer, loaded = model.model.layers[0].mlp.up_proj, again.model.layers[0].mlp.up_proj
+    if format != "bf16":
+        bits = torch.eye(CONFIG["hidden_size"], dtype=torch.bfloat16)
+        torch.testing.assert_close(loaded.weight, layer(bits).t(), rtol=2**-8, atol=0)
+    assert divergence(model(WORDS).logits, again(WORDS).logits) < (5e-3 if name == "nvfp4" else 5e-4)
+
+
+def test_a_checkpoint_loads_for_lora_without_a_round_trip(tmp_path: Path) -> None:
+    model = llama(QUANTIZED["block"])
+    path = nc.export(model, tmp_path / "out", format="hf-fp8-block128").path
+    again = (
+        transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(path)).to(torch.bfloat16).eval()
+    )
+    nc.load_quantized(again, path)
+    assert torch.equal(again(WORDS).logits, model(WORDS).logits)
