@@ -20,8 +20,8 @@ def load_quantized(model: nn.Module, path: str | Path, recipe: Recipe | None = N
     """Load a checkpoint of FP8 weights, and convert the layers that have them: its codes and scales are the weights.
 
     Nothing is decoded and rounded again: each such weight is kept as the one quantized copy that the GEMMs read,
-    frozen, as ``convert(weights="stored")`` would make it. All other tensors load as they are. Parameters may be on the meta
-    device.
+    frozen, as ``convert(weights="stored")`` would make it. All other tensors load as they are.
+    Parameters may be on the meta device.
 
     Args:
         model: with the names of the checkpoint; its quantized weights belong to plain ``nn.Linear``s.
