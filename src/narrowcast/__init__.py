@@ -13,6 +13,7 @@ from ._version import __version__
 from .convert import convert, revert
 from .formats import DType
 from .layers import get_recipes, reduce_delayed_scaling, set_recipe
+from .losses import linear_cross_entropy, parallel_cross_entropy
 from .nn import (
     Fp8Padding,
     Fp8Unpadding,
@@ -132,9 +133,11 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "linear_cross_entropy",
     "load_quantized",
     "nn",
     "ops",
+    "parallel_cross_entropy",
     "prepare_for_saving",
     "quantized_model_init",
     "recipe",

@@ -215,6 +215,34 @@ for suffix, tail in (("", no_tail), ("_quantize", quantizer_tail)):
     norm_backward_family(f"norm_backward{suffix}", tail)
 
 
+@family("cross_entropy_statistics")
+def cross_entropy_statistics_cases(x: Tensor) -> Iterator[Arguments]:
+    rows = x.flatten(0, -2)
+    yield rows, torch.arange(rows.shape[0], device=x.device) - 1
+
+
+@family("cross_entropy_gradient")
+def cross_entropy_gradient_cases(x: Tensor) -> Iterator[Arguments]:
+    for rows, target in cross_entropy_statistics_cases(x):
+        yield rows, target, rows.logsumexp(1).float(), target.float(), 0.1, 50
+
+
+@family("linear_cross_entropy_statistics")
+def linear_cross_entropy_statistics_cases(x: Tensor) -> Iterator[Arguments]:
+    for rows, target in cross_entropy_statistics_cases(x):
+        weight = x.new_ones(24, x.shape[-1])
+        yield rows, weight, None, target, 7
+        yield rows, weight, x.new_ones(24), target, 0
+
+
+@family("linear_cross_entropy_gradients")
+def linear_cross_entropy_gradients_cases(x: Tensor) -> Iterator[Arguments]:
+    for rows, weight, bias, target, chunk in linear_cross_entropy_statistics_cases(x):
+        tail = (target.float(), target.float(), 0.1, chunk)
+        yield rows, weight, bias, target, *tail, [True, True, bias is not None]
+        yield rows, weight, bias, target, *tail, [False, True, False]
+
+
 @family("draw_seed")
 def draw_seed_cases(x: Tensor) -> Iterator[Arguments]:
     yield (x,)

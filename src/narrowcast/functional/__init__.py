@@ -7,6 +7,12 @@ from .activation import (
     act_quantize,
 )
 from .counting import GemmCall, element_of, gemm_call
+from .cross_entropy import (
+    cross_entropy_gradient,
+    cross_entropy_statistics,
+    linear_cross_entropy_gradients,
+    linear_cross_entropy_statistics,
+)
 from .delayed_scaling import calibrate_, read_scales, renew_delayed_scaling, renewed_scales, take_amaxes
 from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
@@ -48,6 +54,8 @@ __all__ = [
     "act_backward_quantize",
     "act_quantize",
     "calibrate_",
+    "cross_entropy_gradient",
+    "cross_entropy_statistics",
     "dequantize",
     "draw_seed",
     "element_of",
@@ -63,6 +71,8 @@ __all__ = [
     "grouped_quantize_weights",
     "is_current",
     "kept_weight",
+    "linear_cross_entropy_gradients",
+    "linear_cross_entropy_statistics",
     "norm",
     "norm_backward",
     "norm_backward_quantize",

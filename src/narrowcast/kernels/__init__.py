@@ -17,6 +17,7 @@ AVAILABLE: bool = importlib.util.find_spec("triton") is not None
 
 MODULES = (
     "activation",
+    "cross_entropy",
     "delayed",
     "dequantize",
     "float8",

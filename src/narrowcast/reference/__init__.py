@@ -3,6 +3,7 @@
 from . import (
     activation,
     codecs,
+    cross_entropy,
     delayed,
     dequantize,
     float8,
@@ -27,6 +28,7 @@ from . import (
 __all__ = [
     "activation",
     "codecs",
+    "cross_entropy",
     "delayed",
     "dequantize",
     "float8",

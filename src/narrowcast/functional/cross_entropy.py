@@ -1,0 +1,145 @@
+"""Cross entropy of logits, and of a linear layer whose logits are made and spent one chunk of columns at a time.
+
+The operators work on a part of a vocabulary: ``target`` counts from its first column, and a target that lies elsewhere
+is no column of it. See ``reference.cross_entropy``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._library import define
+from .numerics import numerics_for
+
+cross_entropy_statistics = define(
+    "cross_entropy_statistics(Tensor logits, Tensor target) -> Tensor",
+    lambda logits, target: numerics_for(logits).cross_entropy.statistics(logits, target),
+    lambda logits, target: logits.new_empty((3, logits.shape[0]), dtype=torch.float32),
+)
+"""Of each row of ``logits`` (T, V) the log of the sum of exponentials, the target's logit, the sum: fp32 (3, T)."""
+
+
+def _gradient(
+    logits: Tensor, target: Tensor, lse: Tensor, grad: Tensor, label_smoothing: float, columns: int
+) -> Tensor:
+    shares = 1.0 - label_smoothing, label_smoothing / columns
+    return numerics_for(logits).cross_entropy.gradient(logits, target, lse, grad, *shares)
+
+
+cross_entropy_gradient = define(
+    "cross_entropy_gradient(Tensor logits, Tensor target, Tensor lse, Tensor grad, "
+    "float label_smoothing, SymInt columns) -> Tensor",
+    _gradient,
+    lambda logits, *_: logits.new_empty(logits.shape),
+)
+"""Gradient (T, V) of the loss whose targets are smoothed over so many columns, in the dtype of ``logits``."""
+
+
+LOGITS_AT_ONCE = (
+    2**27
+)  # 256 MiB in bf16: enough columns for a GEMM at full speed, little beside a model's memory
+LEAST_COLUMNS = 1024
+
+
+def _columns_at_once(hidden: Tensor) -> int:
+    return max(LEAST_COLUMNS, LOGITS_AT_ONCE // max(1, hidden.shape[0]))
+
+
+def _chunk(weight: Tensor, bias: Tensor | None, hidden: Tensor, start: int, size: int) -> Tensor:
+    rows = weight[start : start + size]
+    if bias is None:
+        return torch.mm(hidden, rows.t())
+    return torch.addmm(bias[start : start + size], hidden, rows.t())
+
+
+def _linear_statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int
+) -> Tensor:
+    numerics = numerics_for(hidden).cross_entropy
+    chunk = chunk or _columns_at_once(hidden)
+    total: Tensor | None = None
+    for start in range(0, weight.shape[0], chunk):
+        logits = _chunk(weight, bias, hidden, start, chunk)
+        part = numerics.statistics(logits, target - start)
+        del logits  # before the next chunk's
+        if total is None:
+            total = part
+        else:
+            total[0] = torch.logaddexp(total[0], part[0])
+            total[1:] += part[1:]
+    assert total is not None
+    return total
+
+
+linear_cross_entropy_statistics = define(
+    "linear_cross_entropy_statistics(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int chunk) -> Tensor",
+    _linear_statistics,
+    lambda hidden, *_: hidden.new_empty((3, hidden.shape[0]), dtype=torch.float32),
+)
+""":data:`cross_entropy_statistics` of ``hidden @ weight.T + bias``, ``chunk`` columns at a time; 0: as many as suit."""
+
+
+def _linear_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    label_smoothing: float,
+    chunk: int,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    numerics = numerics_for(hidden).cross_entropy
+    chunk = chunk or _columns_at_once(hidden)
+    shares = 1.0 - label_smoothing, label_smoothing / weight.shape[0]
+    # Its sum runs over the vocabulary, so over the chunks: in fp32, as one GEMM would sum it.
+    dhidden = torch.zeros(hidden.shape if wanted[0] else 0, dtype=torch.float32, device=hidden.device)
+    dweight = torch.empty(weight.shape if wanted[1] else 0, dtype=weight.dtype, device=hidden.device)
+    dbias = torch.empty(weight.shape[0] if wanted[2] else 0, dtype=torch.float32, device=hidden.device)
+    for start in range(0, weight.shape[0], chunk):
+        columns = slice(start, start + chunk)
+        logits = _chunk(weight, bias, hidden, start, chunk)
+        dlogits = numerics.gradient(logits, target - start, lse, grad, *shares, in_place=True)
+        if wanted[0]:
+            dhidden += _product(dlogits, weight[columns])
+        if wanted[1]:
+            torch.mm(dlogits.t(), hidden, out=dweight[columns])
+        if wanted[2]:
+            torch.sum(dlogits, 0, dtype=torch.float32, out=dbias[columns])
+        del logits, dlogits  # before the next chunk's
+    return dhidden.to(hidden.dtype), dweight, dbias if bias is None else dbias.to(bias.dtype)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in fp32, whatever their dtype."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())
+
+
+def _linear_gradients_fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    wanted = rest[-1]
+    assert isinstance(wanted, list)
+    return (
+        hidden.new_empty(hidden.shape if wanted[0] else 0),
+        weight.new_empty(weight.shape if wanted[1] else 0),
+        hidden.new_empty(
+            weight.shape[0] if wanted[2] else 0, dtype=torch.float32 if bias is None else bias.dtype
+        ),
+    )
+
+
+linear_cross_entropy_gradients = define(
+    "linear_cross_entropy_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor lse, "
+    "Tensor grad, float label_smoothing, int chunk, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    _linear_gradients,
+    _linear_gradients_fake,
+)
+"""Gradients with respect to ``hidden``, ``weight`` and ``bias`` in their dtypes; empty those that are not wanted.
+
+The logits are computed again, ``chunk`` columns at a time, and their gradient takes their place.
+"""

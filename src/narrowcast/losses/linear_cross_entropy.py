@@ -1,0 +1,127 @@
+"""Cross entropy of a linear layer's output, without that output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..functional import linear_cross_entropy_gradients, linear_cross_entropy_statistics
+from ..tensors import QuantizedTensor
+from .token_loss import Smoothing, check_target, mean_loss, token_gradient, token_loss
+
+_LOGITS_AT_ONCE = (
+    2**27
+)  # 256 MiB in bf16: enough columns for a GEMM at full speed, little beside a model's memory
+_LEAST_COLUMNS = 1024
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+class _LinearCrossEntropyFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        smoothing: Smoothing,
+        chunk: int,
+    ) -> Tensor:
+        statistics = linear_cross_entropy_statistics(hidden, weight, bias, target, chunk)
+        loss, lse = token_loss(statistics, target, weight.shape[0], smoothing)
+        ctx.save_for_backward(hidden, weight, bias, target, lse)
+        ctx.smoothing, ctx.chunk = smoothing, chunk
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target, lse = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:3])
+        grad = token_gradient(grad_loss, target, ctx.smoothing)
+        gradients = linear_cross_entropy_gradients(
+            hidden, weight, bias, target, lse, grad, ctx.smoothing.label_smoothing, ctx.chunk, wanted
+        )
+        return *(made if needed else None for made, needed in zip(gradients, wanted)), None, None, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+) -> Tensor:
+    """``cross_entropy(linear(hidden, weight, bias), target)``, whose logits are never in memory as a whole.
+
+    Forward and backward make the logits of ``chunk_size`` classes at a time, T x chunk_size numbers in the dtype of
+    ``hidden``, and drop them; in the backward their gradient takes their place. Beside operands and gradients it needs
+    that one chunk, T x H numbers in fp32 for the gradient of ``hidden``, and three numbers per token. The price is a
+    fourth GEMM beside the usual three. The softmax is computed in fp32. Compiles with ``fullgraph=True``.
+
+    Args:
+        hidden: (*lead, H), fp32, bf16 or fp16.
+        weight: (V, H), in the same dtype; a quantized one is dequantized. Under ``torch.autocast`` they are cast.
+        target: lead, int64 or int32. bias: (V,), or None.
+        label_smoothing, reduction ("mean", "sum", "none"): as in ``torch.nn.functional.cross_entropy``.
+        ignore_index: a token with this target has no loss and no gradient; the mean is over the others. Where all
+            tokens are ignored it is 0, not NaN as torch's.
+        chunk_size: classes at a time; None for as many as make 2**27 logits, and at least 1024.
+
+    Returns:
+        fp32: a scalar, or the shape of ``target``.
+
+    Raises:
+        ValueError: shapes or dtypes that do not match, an unknown reduction, a chunk of no classes, a smoothing outside
+            of [0, 1], or a target out of range on a CPU. On a GPU, and in compiled code, such a token's loss and its
+            gradients are NaN instead.
+        RuntimeError: the gradient is differentiated.
+    """
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; use one of {', '.join(map(repr, _REDUCTIONS))}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; use a number of classes, or None")
+    hidden, weight, bias = _operands(hidden, weight, bias)
+    smoothing = Smoothing(label_smoothing, ignore_index)
+    check_target(target, hidden.shape[:-1], weight.shape[0], smoothing, f"hidden {tuple(hidden.shape)}")
+    rows = target.reshape(-1)
+    matrix = hidden.reshape(-1, hidden.shape[-1])
+    loss = _LinearCrossEntropyFunction.apply(matrix, weight, bias, rows, smoothing, chunk_size or 0)
+    if reduction == "mean":
+        return mean_loss(loss, rows, ignore_index)
+    return loss.sum() if reduction == "sum" else loss.view(target.shape)
+
+
+def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in one dtype, checked."""
+    if isinstance(weight, QuantizedTensor):
+        weight = weight.dequantize()
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or not weight.shape[0]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not multiply; use (*lead, H) and (V, H)"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; use ({weight.shape[0]},), one number per class"
+        )
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype != hidden.dtype or tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype} and hidden {hidden.dtype}; use one of torch.float32, torch.bfloat16 "
+                "and torch.float16 for all, or torch.autocast"
+            )
+    return hidden, weight, bias
