@@ -10,11 +10,13 @@ from ._device import (
     is_nvfp4_available,
 )
 from ._version import __version__
+from .attention import RotaryPositionEmbedding, apply_rotary_pos_emb
 from .convert import convert, revert
 from .formats import DType
 from .layers import get_recipes, reduce_delayed_scaling, set_recipe
 from .losses import linear_cross_entropy, parallel_cross_entropy
 from .nn import (
+    DotProductAttention,
     Fp8Padding,
     Fp8Unpadding,
     GroupedLinear,
@@ -76,6 +78,7 @@ from .tensors import (
 __all__ = [
     "DType",
     "DelayedScalingRequest",
+    "DotProductAttention",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
     "Float8BlockwiseQTensorStorage",
@@ -116,7 +119,9 @@ __all__ = [
     "QuantizerRequest",
     "QuantizerRole",
     "RMSNorm",
+    "RotaryPositionEmbedding",
     "__version__",
+    "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
     "convert",

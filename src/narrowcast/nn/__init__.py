@@ -1,6 +1,7 @@
 """Modules: parameters, resolution of the recipe, one call."""
 
 from ..layers import quantize_weight
+from .dot_product_attention import DotProductAttention
 from .grouped_linear import GroupedLinear
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
@@ -9,6 +10,7 @@ from .norm import LayerNorm, RMSNorm
 from .padding import Fp8Padding, Fp8Unpadding
 
 __all__ = [
+    "DotProductAttention",
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",

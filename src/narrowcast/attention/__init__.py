@@ -1,0 +1,46 @@
+"""Attention: formats, masks, the choice of a backend from static facts, and rotary embeddings.
+
+What modules add to it, parameters and options, is in ``nn``.
+"""
+
+from .arguments import (
+    BIAS_TYPES,
+    SOFTMAX_TYPES,
+    Masks,
+    check_lengths,
+    check_not_there,
+    masks_of,
+    one_of,
+    separate,
+)
+from .attend import Lengths, attend
+from .backends import Switches
+from .formats import FORMATS, check_tensors, checked_format, sequence_length
+from .masks import MASK_TYPES, MaskRule, mask_rule, standard_slopes
+from .rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from .scores import Scores
+
+__all__ = [
+    "BIAS_TYPES",
+    "FORMATS",
+    "MASK_TYPES",
+    "SOFTMAX_TYPES",
+    "Lengths",
+    "MaskRule",
+    "Masks",
+    "RotaryPositionEmbedding",
+    "Scores",
+    "Switches",
+    "apply_rotary_pos_emb",
+    "attend",
+    "check_lengths",
+    "check_not_there",
+    "check_tensors",
+    "checked_format",
+    "mask_rule",
+    "masks_of",
+    "one_of",
+    "separate",
+    "sequence_length",
+    "standard_slopes",
+]

@@ -1,0 +1,142 @@
+"""What attention is called with, checked before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formats import sequence_length
+from .masks import MaskRule
+
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+
+Masks = Tensor | tuple[Tensor, Tensor] | None
+
+
+def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+
+
+def check_not_there(**options: Any) -> None:
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(f"{name}={value!r} asks for what this module does not do; leave it out")
+
+
+def separate(
+    q: Tensor | None, k: Tensor | None, v: Tensor | None, qkv: Tensor | None, kv: Tensor | None, dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, of which two or three may come in one tensor."""
+    if qkv is None and kv is None:
+        if q is None or k is None or v is None:
+            raise ValueError(
+                "give query_layer, key_layer and value_layer, or qkv_layer, or query_layer and kv_layer"
+            )
+        return q, k, v
+    if (qkv is not None and (kv is not None or q is not None)) or k is not None or v is not None:
+        raise ValueError(
+            "qkv_layer comes alone, and kv_layer with query_layer alone; leave the other tensors out"
+        )
+    name, whole, count = ("qkv_layer", qkv, 3) if qkv is not None else ("kv_layer", kv, 2)
+    assert whole is not None
+    if dim not in (-3, -2):
+        raise ValueError(f"qkv_interleave_dim is {dim}; it must be -3 or -2")
+    if whole.dim() not in (4, 5) or whole.shape[dim] != count or whole.stride(-1) != 1:
+        raise ValueError(
+            f"{name} has shape {tuple(whole.shape)} and strides {whole.stride()}; it must have one dim more than its "
+            f"format, of size {count} at {dim}, and its last dim contiguous"
+        )
+    parts = whole.unbind(dim)
+    if qkv is not None:
+        return parts[0], parts[1], parts[2]
+    if q is None:
+        raise ValueError("kv_layer needs query_layer beside it")
+    return q, parts[0], parts[1]
+
+
+def check_lengths(
+    q: Tensor,
+    qkv_format: str,
+    rule: MaskRule,
+    cu_seqlens: tuple[Tensor | None, Tensor | None],
+    padded: tuple[Tensor | None, Tensor | None],
+    pad_between_seqs: bool | None,
+) -> None:
+    thd = qkv_format == "thd"
+    if thd and not rule.padding:
+        raise ValueError(
+            f"attn_mask_type is {rule.name!r}; qkv_format='thd' takes padding types: padding, padding_causal or "
+            "padding_causal_bottom_right"
+        )
+    if thd and (cu_seqlens[0] is None or cu_seqlens[1] is None):
+        raise ValueError(
+            "qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv, the sums of the sequences' lengths"
+        )
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    for name, cu in zip(names, (*cu_seqlens, *padded)):
+        if cu is None:
+            continue
+        if cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 2:
+            raise TypeError(
+                f"{name} is {cu.dtype} of shape {tuple(cu.shape)}; it must be torch.int32 of shape (batch + 1,)"
+            )
+        if not thd and cu.shape[0] != _batch(q, qkv_format) + 1:
+            raise ValueError(
+                f"{name} has {cu.shape[0]} entries, expected batch + 1 = {_batch(q, qkv_format) + 1}"
+            )
+    if (cu_seqlens[0] is None) != (cu_seqlens[1] is None) or (padded[0] is None) != (padded[1] is None):
+        raise ValueError("cu_seqlens_q and cu_seqlens_kv come together, and so do cu_seqlens_*_padded")
+    if padded[0] is not None and not thd:
+        raise ValueError(f"cu_seqlens_q_padded is for qkv_format='thd', not {qkv_format!r}")
+    if pad_between_seqs and padded[0] is None:
+        raise ValueError("pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded")
+
+
+def _batch(q: Tensor, qkv_format: str) -> int:
+    return q.shape[1] if qkv_format == "sbhd" else q.shape[0]
+
+
+def masks_of(
+    mask: Masks,
+    rule: MaskRule,
+    q: Tensor,
+    k: Tensor,
+    qkv_format: str,
+    cu_seqlens: tuple[Tensor | None, Tensor | None],
+) -> tuple[tuple[Tensor | None, Tensor | None], Tensor | None]:
+    """The padding masks of queries and keys, and the mask of an arbitrary type."""
+    if mask is None:
+        if rule.arbitrary or (rule.padding and cu_seqlens[0] is None):
+            raise ValueError(
+                f"attn_mask_type is {rule.name!r} and attention_mask is None; give it, or cu_seqlens of a padding type"
+            )
+        return (None, None), None
+    given = mask if isinstance(mask, tuple) else (mask,)
+    for part in given:
+        if part.dtype != torch.bool:
+            raise TypeError(f"attention_mask is {part.dtype}; it must be torch.bool, True where masked out")
+    lengths = sequence_length(q, qkv_format), sequence_length(k, qkv_format)
+    if rule.arbitrary:
+        if len(given) != 1 or given[0].dim() != 4:
+            raise ValueError(
+                "attention_mask of attn_mask_type='arbitrary' is one tensor (b, h, s_q, s_kv), dims may be 1"
+            )
+        return (None, None), given[0]
+    if not rule.padding or qkv_format == "thd":
+        raise ValueError(
+            f"attention_mask is given, and attn_mask_type={rule.name!r} with qkv_format={qkv_format!r} reads none; "
+            "leave it out, or choose 'arbitrary' or a padding type"
+        )
+    batch = _batch(q, qkv_format)
+    both = given * 2 if len(given) == 1 else given
+    for part, length in zip(both, lengths):
+        if part.shape != (batch, 1, 1, length):
+            raise ValueError(
+                f"attention_mask has shape {tuple(part.shape)}, expected {(batch, 1, 1, length)}; queries and keys of "
+                "different lengths need a pair of masks"
+            )
+    return (both[0], both[1]), None

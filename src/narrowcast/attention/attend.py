@@ -1,0 +1,102 @@
+"""One call of attention: where its tokens stand, which backend computes it, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from . import sdpa, unfused
+from .backends import Facts, Switches, choose_backend, sdpa_kernels
+from .formats import flattened, heads_first, sequence_length
+from .masks import Geometry, MaskRule, Tokens, geometry, packed, padded_rows, rows
+from .scores import Scores
+
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+@dataclass
+class Lengths:
+    """What says how long the sequences are, each for queries and keys; None where nothing needs to.
+
+    Args:
+        masks: (b, 1, 1, s) bools, True where there is no token. cu_seqlens: (b + 1) int32 sums of lengths.
+        cu_seqlens_padded: (b + 1) int32, where each packed sequence begins. longest: upper bounds of the lengths.
+    """
+
+    masks: Pair = (None, None)
+    cu_seqlens: Pair = (None, None)
+    cu_seqlens_padded: Pair = (None, None)
+    longest: tuple[int | None, int | None] = (None, None)
+
+
+def places_of(
+    sizes: tuple[int, int], qkv_format: str, rule: MaskRule, lengths: Lengths, device: torch.device
+) -> Geometry:
+    """Where the tokens of a call stand; ``sizes`` are those of the tensors, of queries and keys."""
+    sides: list[Tokens] = []
+    for length, mask, cu, padded in zip(sizes, lengths.masks, lengths.cu_seqlens, lengths.cu_seqlens_padded):
+        if qkv_format == "thd":
+            assert cu is not None
+            sides.append(packed(length, cu, padded))
+        elif rule.padding:
+            sides.append(padded_rows(length, mask, cu))
+        else:
+            sides.append(rows(length, device))
+    return geometry(sides[0], sides[1], rule, *sizes)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qkv_format: str,
+    scores: Scores,
+    lengths: Lengths,
+    switches: Switches,
+    max_logit: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention in a format.
+
+    Args:
+        q, k, v: in ``qkv_format``, checked. scores: without ``places``.
+        switches: which kernels may be used. max_logit: return the largest logit of each head, too.
+
+    Returns:
+        The output with heads and head dim in one, and the largest logits (h).
+
+    Raises:
+        ValueError: no backend can do it.
+    """
+    sizes = sequence_length(q, qkv_format), sequence_length(k, qkv_format)
+    thd, rule = qkv_format == "thd", scores.rule
+    everything = not (thd or rule.padding or rule.arbitrary or rule.bounded or scores.slopes is not None)
+    flag = sdpa.says_causal(rule, *sizes) and not thd and scores.bias is None
+    facts = Facts(
+        cuda=q.is_cuda,
+        dtype=q.dtype,
+        dims=(q.shape[-1], v.shape[-1]),
+        packed=thd,
+        gaps=lengths.cu_seqlens_padded[0] is not None,
+        mask="none" if everything else "causal" if flag else "pairs",
+        window=rule.bounded,
+        bias=None if scores.bias is None else scores.bias.dtype,
+        alibi=scores.slopes is not None,
+        sink=scores.sink is not None,
+        score_mod=scores.score_mod is not None,
+        dropout=scores.dropout > 0,
+        max_logit=max_logit,
+        grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+    )
+    backend = choose_backend(facts, switches)
+    if not everything and not (backend == "sdpa" and flag):
+        scores = replace(scores, places=places_of(sizes, qkv_format, rule, lengths, q.device))
+    q, k, v = (heads_first(x, qkv_format) for x in (q, k, v))
+    largest = None
+    if backend == "sdpa":
+        kernels = None if switches == Switches() else sdpa_kernels(facts, switches)
+        out = sdpa.attend(q, k, v, scores, kernels)
+    else:
+        out, largest = unfused.attend(q, k, v, scores)
+    return flattened(out, qkv_format), largest if max_logit else None

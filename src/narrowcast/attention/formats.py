@@ -1,0 +1,85 @@
+"""The shapes that attention is called with, and the one that backends compute in: (batch, heads, sequence, dim)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FORMATS = ("sbhd", "bshd", "thd")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def checked_format(qkv_format: str) -> str:
+    """Check a format's name.
+
+    Raises:
+        ValueError: it is not one of ``FORMATS``.
+    """
+    if qkv_format not in FORMATS:
+        raise ValueError(f"qkv_format is {qkv_format!r}; it must be one of {', '.join(FORMATS)}")
+    return qkv_format
+
+
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, qkv_format: str, heads: int, groups: int, dims: tuple[int, int]
+) -> None:
+    """Check what attention is called with.
+
+    Args:
+        heads: of the queries. groups: heads of keys and values. dims: head dims of keys and of values.
+
+    Raises:
+        ValueError: ranks, devices, heads, head dims, batch or key lengths that do not fit. TypeError: dtypes.
+    """
+    rank = 3 if qkv_format == "thd" else 4
+    expected = (
+        ("query_layer", q, heads, dims[0]),
+        ("key_layer", k, groups, dims[0]),
+        ("value_layer", v, groups, dims[1]),
+    )
+    for name, x, count, dim in expected:
+        if x.dim() != rank:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; qkv_format={qkv_format!r} takes {rank} dims: {list(qkv_format)}"
+            )
+        if x.shape[-2] != count or x.shape[-1] != dim:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; its last two dims must be ({count}, {dim})")
+        if x.dtype not in _DTYPES or x.dtype != q.dtype:
+            raise TypeError(
+                f"{name} is {x.dtype} and query_layer {q.dtype}; attention takes all three in one of "
+                f"{', '.join(map(str, _DTYPES))}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and query_layer on {q.device}; move them together")
+    if k.shape[:-2] != v.shape[:-2]:
+        raise ValueError(
+            f"key_layer {tuple(k.shape)} and value_layer {tuple(v.shape)} must agree in all but the head dim"
+        )
+    batch = qkv_format.find("b")
+    if batch >= 0 and q.shape[batch] != k.shape[batch]:
+        raise ValueError(
+            f"query_layer {tuple(q.shape)} and key_layer {tuple(k.shape)} must have one batch size"
+        )
+
+
+def sequence_length(x: Tensor, qkv_format: str) -> int:
+    """Size of the dim of tokens."""
+    return x.shape[1] if qkv_format == "bshd" else x.shape[0]
+
+
+def heads_first(x: Tensor, qkv_format: str) -> Tensor:
+    """(b, h, s, d), a view; packed tokens are one row."""
+    if qkv_format == "bshd":
+        return x.transpose(1, 2)
+    if qkv_format == "sbhd":
+        return x.permute(1, 2, 0, 3)
+    return x.transpose(0, 1)[None]
+
+
+def flattened(out: Tensor, qkv_format: str) -> Tensor:
+    """The output (b, h, s, d) in a format, heads and head dim in one."""
+    if qkv_format == "bshd":
+        return out.transpose(1, 2).flatten(2)
+    if qkv_format == "sbhd":
+        return out.permute(2, 0, 1, 3).flatten(2)
+    return out[0].transpose(0, 1).flatten(1)

@@ -1,0 +1,216 @@
+"""Which keys a query sees: said once, by a rule of plain facts and the places of the tokens, for every backend.
+
+A :class:`MaskRule` is what a call asks for (padding, causal, a window, and which diagonal they count from). A
+:class:`Geometry` is where each token stands: its position in its sequence, which sequence, and whether it is a token at
+all. Both together say whether query i sees key j, whatever the format: a padded batch has one sequence per row, packed
+tokens (``thd``) are one row of many sequences. :func:`hidden_pairs` says it with a tensor of all pairs; FlexAttention
+asks pair by pair (``flex.py``); what needs neither goes to PyTorch's kernels as ``is_causal``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MASK_TYPES = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+_SPELLINGS = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """What a mask type, a window and a diagonal ask for.
+
+    Args:
+        name: the mask type. padding, arbitrary: whether a mask of tokens, or of pairs, belongs to it.
+        window: keys seen to the left and right of the diagonal, -1 without bound; (-1, 0) is causal.
+        bottom_right: the diagonal ends at the last query and key, instead of beginning at the first ones.
+    """
+
+    name: str
+    padding: bool
+    arbitrary: bool
+    window: tuple[int, int]
+    bottom_right: bool
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it depends on where a key stands from the diagonal."""
+        return self.window != (-1, -1)
+
+
+def mask_rule(
+    attn_mask_type: str, window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None
+) -> MaskRule:
+    """The rule of a mask type.
+
+    Args:
+        attn_mask_type: one of ``MASK_TYPES``; "padding,causal" and "causal,padding" are "padding_causal".
+        window_size: (left, right), -1 for no bound; a causal type sees nothing on the right, whatever is given.
+        bottom_right_diagonal: which diagonal window, ALiBi and a causal mask count from; None: as the type says, top
+            left for "causal" and "padding_causal", bottom right for the others.
+
+    Raises:
+        ValueError: an unknown type, or a window that is not two ints from -1 on.
+    """
+    name = _SPELLINGS.get(attn_mask_type, attn_mask_type)
+    if name not in MASK_TYPES:
+        raise ValueError(f"attn_mask_type is {attn_mask_type!r}; it must be one of {', '.join(MASK_TYPES)}")
+    window = (-1, -1) if window_size is None else tuple(window_size)
+    if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):
+        raise ValueError(f"window_size is {window_size!r}; give (left, right), each an int, -1 for no bound")
+    if "causal" in name:
+        window = (window[0], 0)
+    if bottom_right_diagonal is None:
+        bottom_right_diagonal = name not in ("causal", "padding_causal")
+    return MaskRule(name, "padding" in name, name == "arbitrary", window, bottom_right_diagonal)
+
+
+@dataclass
+class Tokens:
+    """Where the queries, or the keys, stand.
+
+    Args:
+        position: (b or 1, s) ints, each token's place in its sequence.
+        sequence: (1, s) ints, each token's sequence; None where every row is one.
+        valid: (b or 1, s) bools, whether there is a token; None where there is one everywhere.
+        length: (b) ints, tokens of each sequence; None where they are all ``s``.
+    """
+
+    position: Tensor
+    sequence: Tensor | None = None
+    valid: Tensor | None = None
+    length: Tensor | None = None
+
+
+@dataclass
+class Geometry:
+    """The tokens of both sides.
+
+    Args:
+        shift: how far the diagonal lies to the right of the top left one: an int; or (b, 1), or (1, s_q) of packed
+            tokens.
+    """
+
+    q: Tokens
+    kv: Tokens
+    shift: int | Tensor = 0
+
+
+def rows(length: int, device: torch.device) -> Tokens:
+    """Sequences that fill their rows."""
+    return Tokens(torch.arange(length, device=device)[None])
+
+
+def padded_rows(length: int, masked_out: Tensor | None, cu_seqlens: Tensor | None) -> Tokens:
+    """Sequences in rows of ``length``.
+
+    Args:
+        masked_out: (b, 1, 1, length) bools, True where there is no token.
+        cu_seqlens: (b + 1); read where ``masked_out`` is None: the first tokens of each row.
+    """
+    if masked_out is not None:
+        valid = ~masked_out[:, 0, 0]
+        return Tokens(rows(length, valid.device).position, None, valid, valid.sum(-1))
+    assert cu_seqlens is not None
+    lengths = cu_seqlens.diff()
+    position = rows(length, cu_seqlens.device).position
+    return Tokens(position, None, position < lengths[:, None], lengths)
+
+
+def packed(total: int, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> Tokens:
+    """Sequences one behind the other.
+
+    Args:
+        total: tokens, padding included.
+        cu_seqlens: (b + 1) sums of their lengths. cu_seqlens_padded: where each begins; None: where the last one ended.
+    """
+    lengths = cu_seqlens.diff()
+    begins = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    index = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.searchsorted(begins[1:].contiguous(), index, right=True).clamp(max=lengths.shape[0] - 1)
+    position = index - begins[sequence]
+    return Tokens(position[None], sequence[None], (position < lengths[sequence])[None], lengths)
+
+
+def geometry(q: Tokens, kv: Tokens, rule: MaskRule, length_q: int, length_kv: int) -> Geometry:
+    """Both sides, and the diagonal that the rule counts from; the lengths are those of the rows."""
+    if not rule.bottom_right:
+        return Geometry(q, kv, 0)
+    if q.length is None or kv.length is None:
+        return Geometry(q, kv, length_kv - length_q)
+    shift = kv.length - q.length
+    return Geometry(q, kv, shift[q.sequence] if q.sequence is not None else shift[:, None])
+
+
+def distances(places: Geometry) -> Tensor:
+    """(b or 1, s_q, s_kv): how far each key is to the right of the query's diagonal."""
+    shift = places.shift if isinstance(places.shift, int) else places.shift[:, :, None]
+    return places.kv.position[:, None, :] - places.q.position[:, :, None] - shift
+
+
+def hidden_pairs(places: Geometry, rule: MaskRule, masked_out: Tensor | None) -> Tensor | None:
+    """(b or 1, h or 1, s_q, s_kv) bools, True where a query does not see a key; None where all see all.
+
+    Args:
+        masked_out: of an arbitrary mask, broadcastable to all pairs, True where masked out.
+    """
+    parts = []
+    if rule.bounded:
+        distance = distances(places)
+        left, right = rule.window
+        if right >= 0:
+            parts.append((distance > right)[:, None])
+        if left >= 0:
+            parts.append((distance < -left)[:, None])
+    q, kv = places.q, places.kv
+    if q.sequence is not None and kv.sequence is not None:
+        parts.append((q.sequence[:, :, None] != kv.sequence[:, None, :])[:, None])
+    if q.valid is not None:
+        parts.append(~q.valid[:, None, :, None])
+    if kv.valid is not None:
+        parts.append(~kv.valid[:, None, None, :])
+    if masked_out is not None:
+        parts.append(masked_out)
+    if not parts:
+        return None
+    hidden = parts[0]
+    for part in parts[1:]:
+        hidden = hidden | part
+    return hidden
+
+
+def standard_slopes(heads: int) -> list[float]:
+    """One slope per head, as ALiBi's paper gives them (Press, Smith, Lewis: Train Short, Test Long, 2022).
+
+    2^(-8/n), 2^(-16/n) and so on for n heads, a power of two; of other numbers, those of the power below, then every
+    second one of the power above.
+    """
+    below = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / below) for i in range(below)]
+    return slopes + [2.0 ** (-4.0 * (i + 1) / below) for i in range(0, 2 * (heads - below), 2)]
+
+
+def alibi_bias(places: Geometry, slopes: Tensor) -> Tensor:
+    """(b or 1, h, s_q, s_kv) in fp32: minus slope times distance from the diagonal.
+
+    Args:
+        slopes: (h), or (b, h) for slopes of each sequence.
+    """
+    if slopes.dim() == 1:
+        by_query = slopes[None, :, None, None]
+    elif places.q.sequence is not None:
+        by_query = slopes[places.q.sequence].transpose(1, 2)[..., None]
+    else:
+        by_query = slopes[:, :, None, None]
+    return -by_query * distances(places).abs()[:, None]

@@ -1,0 +1,217 @@
+"""Rotary position embeddings: channels in pairs, each turned by an angle that grows with the token's position.
+
+From RoFormer (Su and others, 2021). Pair i of d channels is turned by position * base^(-2i/d): its first channel
+becomes x cos - y sin and its second y cos + x sin. A pair is channels i and i + d/2, or with
+``interleaved`` 2i and 2i + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._device import default_device
+from .formats import FORMATS
+from .masks import packed
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """The angles of positions.
+
+    Args:
+        dim: channels of a head. rotary_percent: share of them that is turned.
+        seq_len_interpolation_factor, pretrained_max_position_embeddings: with both, positions are divided by the
+            factor, or by ``max_seq_len / pretrained_max_position_embeddings`` once that is more; with the factor alone,
+            by it.
+        rotary_base: base of the frequencies. interleaved: which channels are a pair.
+
+    Raises:
+        ValueError: a number of channels that is odd or not positive.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        turned = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        if turned <= 0 or turned % 2:
+            raise ValueError(
+                f"dim={dim} with rotary_percent={rotary_percent} turns {turned} channels; they are turned in pairs, so "
+                "choose an even number"
+            )
+        self.interleaved, self.rotary_base = interleaved, rotary_base
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        exponents = torch.arange(0, turned, 2, dtype=torch.float32, device=default_device()) / turned
+        self.register_buffer("inv_freq", 1.0 / rotary_base**exponents)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RotaryPositionEmbedding:
+        """The frequencies stay in fp32, whatever dtype the model around is cast to."""
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != exact.dtype:
+            self.inv_freq = exact.to(self.inv_freq.device)
+        return self
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Angles of the positions from ``offset`` on: (max_seq_len, 1, 1, d) in fp32."""
+        position = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32) + offset
+        factor, pretrained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        if factor is not None:
+            longer = pretrained is not None and max_seq_len > pretrained * factor
+            position = position / (max_seq_len / pretrained if longer and pretrained is not None else factor)
+        angles = position[:, None] * self.inv_freq[None]
+        if self.interleaved:
+            angles = angles.repeat_interleave(2, -1)
+        else:
+            angles = torch.cat((angles, angles), -1)
+        return angles[:, None, None, :]
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    """Turn the first ``freqs.shape[-1]`` channels of queries or keys; the others pass.
+
+    Args:
+        t: (s, b, h, d), (b, s, h, d) or (tokens, h, d); bf16, fp16 or fp32.
+        freqs: (s', 1, 1, d') angles of positions 0, 1, ...; no gradient.
+        tensor_format: "sbhd", "bshd" or "thd".
+        start_positions: (b) ints, the position of each sequence's first token; default 0.
+        interleaved: which channels are a pair, as for ``freqs``.
+        fused: one kernel; equal to the other way.
+        cu_seqlens: (b + 1) int32, for "thd": sums of the sequences' lengths, of all ranks together.
+        cp_size, cp_rank: with context parallelism, ``t`` holds chunks ``cp_rank`` and ``2 cp_size - 1 - cp_rank`` of
+            the ``2 cp_size`` chunks of each sequence.
+
+    Returns:
+        As ``t``. Computed in fp32 and rounded once. Positions beyond ``freqs`` are checked where that needs no waiting
+        for a GPU; else the last angles stand for them.
+
+    Raises:
+        ValueError: an unknown format, "thd" without ``cu_seqlens``, more positions than angles, shapes that do not fit,
+        or a ``cp_rank`` outside of ``cp_size``. NotImplementedError: ``fused``.
+    """
+    if fused:
+        raise NotImplementedError("fused=True is not there yet; leave it out")
+    check_rotary(t, freqs, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
+    positions = token_positions(t, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
+    return rotate(t, angles_of(t, freqs, positions, tensor_format), interleaved)
+
+
+def check_rotary(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str,
+    start_positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> None:
+    """Check the arguments of ``apply_rotary_pos_emb``; raises as it says."""
+    if tensor_format not in FORMATS:
+        raise ValueError(f"tensor_format is {tensor_format!r}; it must be one of {', '.join(FORMATS)}")
+    thd = tensor_format == "thd"
+    if t.dim() != (3 if thd else 4):
+        raise ValueError(f"t has shape {tuple(t.shape)}, which is not {', '.join(tensor_format)}")
+    if thd and cu_seqlens is None:
+        raise ValueError("tensor_format='thd' needs cu_seqlens, the sums of the sequences' lengths")
+    if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or freqs.shape[-1] % 2 or freqs.shape[-1] > t.shape[-1]:
+        raise ValueError(
+            f"freqs has shape {tuple(freqs.shape)}; it must be (positions, 1, 1, channels) with an even number of "
+            f"channels, at most the {t.shape[-1]} of t"
+        )
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank is {cp_rank}; it must be from 0 to cp_size - 1 = {cp_size - 1}")
+    if thd:
+        return
+    length, batch = (t.shape[0], t.shape[1]) if tensor_format == "sbhd" else (t.shape[1], t.shape[0])
+    if length * cp_size > freqs.shape[0]:
+        raise ValueError(f"t has {length * cp_size} positions and freqs angles for {freqs.shape[0]}")
+    if cp_size > 1 and length % 2:
+        raise ValueError(
+            f"t has {length} positions; with cp_size={cp_size} it holds two chunks of equal length"
+        )
+    if start_positions is not None and start_positions.shape != (batch,):
+        raise ValueError(f"start_positions has shape {tuple(start_positions.shape)}, expected ({batch},)")
+
+
+def token_positions(
+    t: Tensor,
+    tensor_format: str,
+    start_positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> Tensor | None:
+    """Position of each token: (b or 1, s), of packed ones (1, tokens); None where they count from zero in each row."""
+    if tensor_format == "thd":
+        assert cu_seqlens is not None
+        tokens = packed(t.shape[0], cu_seqlens // cp_size, None)
+        assert tokens.sequence is not None and tokens.length is not None
+        position, length = tokens.position, tokens.length[tokens.sequence]
+        start = None if start_positions is None else start_positions[tokens.sequence]
+    elif cp_size == 1 and start_positions is None:
+        return None
+    else:
+        length = t.shape[0] if tensor_format == "sbhd" else t.shape[1]
+        position = torch.arange(length, device=t.device)[None]
+        start = None if start_positions is None else start_positions[:, None]
+    if cp_size > 1:
+        chunk = length // 2
+        later = position + length * cp_size - (cp_rank + 1) * chunk - chunk
+        position = torch.where(position < chunk, position + cp_rank * chunk, later)
+    return position if start is None else position + start
+
+
+def angles_of(t: Tensor, freqs: Tensor, positions: Tensor | None, tensor_format: str) -> Tensor:
+    """The angles of each token, which broadcast to its heads: of sbhd (s, b or 1, 1, d'), and so on."""
+    freqs = freqs.detach().float()
+    if positions is None:
+        return freqs[: t.shape[0]] if tensor_format == "sbhd" else freqs[: t.shape[1]].transpose(0, 1)
+    last = freqs.shape[0] - 1
+    if not (positions.is_cuda or torch.compiler.is_compiling()) and positions.numel():
+        highest = int(positions.max())
+        if highest > last:
+            raise ValueError(f"a token has position {highest} and freqs angles for {last + 1}")
+    angles = freqs[:, 0][positions.clamp(max=last)]  # (b or 1, s, 1, d')
+    if tensor_format == "thd":
+        return angles[0]
+    return angles.transpose(0, 1) if tensor_format == "sbhd" else angles
+
+
+def rotate(t: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Turn the pairs of channels that have an angle.
+
+    Args:
+        t: (..., h, d). angles: broadcastable, (..., 1, d').
+    """
+    turned = angles.shape[-1]
+    x = t[..., :turned].float()
+    if interleaved:
+        first, second = x[..., ::2], x[..., 1::2]
+        across = torch.stack((-second, first), -1).flatten(-2)
+    else:
+        first, second = x.chunk(2, -1)
+        across = torch.cat((-second, first), -1)
+    out = (x * angles.cos() + across * angles.sin()).to(t.dtype)
+    return out if turned == t.shape[-1] else torch.cat((out, t[..., turned:]), -1)

@@ -1,0 +1,56 @@
+"""``torch.nn.functional.scaled_dot_product_attention``: flash, cuDNN, memory-efficient or math, as PyTorch chooses.
+
+A mask that ``is_causal`` can say goes as that flag, and PyTorch may take its flash kernels; any other goes as one
+tensor of all pairs, which cuDNN's and the memory-efficient kernels read. A query that sees no key gets zero, from every
+kernel: its row of the mask is opened, and its output is then set to zero, which also makes its gradients zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from .masks import MaskRule, hidden_pairs
+from .scores import Scores
+
+
+def says_causal(rule: MaskRule, length_q: int, length_kv: int) -> bool:
+    """Whether PyTorch's flag, which counts from the top left, says all that the rule says."""
+    if rule.window != (-1, 0) or rule.padding or rule.arbitrary:
+        return False
+    return not rule.bottom_right or length_q == length_kv
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, kernels: list[SDPBackend] | None) -> Tensor:
+    """Attention by one of PyTorch's kernels.
+
+    Args:
+        q: (b, h, s_q, d). k: (b, g, s_kv, d). v: (b, g, s_kv, d_v); g divides h.
+        scores: without slopes, score_mod and sink.
+        kernels: what PyTorch may choose from; None: from all.
+
+    Returns:
+        (b, h, s_q, d_v).
+    """
+    mask = empty = None
+    if scores.places is not None:
+        hidden = hidden_pairs(scores.places, scores.rule, scores.masked_out)
+        if hidden is not None:
+            empty = hidden.all(-1, keepdim=True)
+            mask = ~hidden | empty
+    if scores.bias is not None:
+        bias = scores.bias if mask is None else scores.bias.masked_fill(~mask, float("-inf"))
+        mask = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    causal = scores.places is None and scores.rule.window == (-1, 0)
+    gqa = q.shape[1] != k.shape[1]
+    if gqa and mask is not None and q.is_cuda:  # no kernel of PyTorch takes a mask and groups of heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        gqa = False
+    with contextlib.nullcontext() if kernels is None else sdpa_kernel(kernels):
+        out = scaled_dot_product_attention(
+            q, k, v, mask, scores.dropout, causal, scale=scores.scale, enable_gqa=gqa
+        )
+    return out if empty is None else out.masked_fill(empty, 0.0)

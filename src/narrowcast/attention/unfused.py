@@ -1,0 +1,75 @@
+"""Attention in plain PyTorch, the scores in memory, in fp32: what every configuration can be computed with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .masks import alibi_bias, hidden_pairs
+from .scores import Scores
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Softmax of the scores times the values.
+
+    Args:
+        q: (b, h, s_q, d). k: (b, g, s_kv, d). v: (b, g, s_kv, d_v); g divides h.
+
+    Returns:
+        Output (b, h, s_q, d_v) in the dtype of ``q``, zero where a query sees no key; the largest score of each head
+        (h) in fp32, without a gradient.
+
+    Numerics:
+        Products, softmax and sums in fp32; one rounding at the end.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        return _attend(q, k, v, scores)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.float().repeat_interleave(group, 1) if group > 1 else x.float() for x in (k, v))
+    logits = q.float() @ keys.transpose(2, 3) * scores.scale
+    logits = _modified(logits, scores)
+    hidden = None if scores.places is None else hidden_pairs(scores.places, scores.rule, scores.masked_out)
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, float("-inf"))
+    seen = logits.detach()
+    # a row without any key has no largest score; any finite number in its place makes its weights zero
+    top = seen.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    sink = None if scores.sink is None else scores.sink.float()[None, :, None, None]
+    if sink is not None:
+        top = torch.maximum(top, sink.detach())
+    weights = torch.exp(logits - top)
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - top)
+    else:
+        total = total.masked_fill(total == 0, 1.0)
+    weights = weights / total
+    if scores.dropout:
+        weights = torch.nn.functional.dropout(weights, scores.dropout)
+    return (weights @ values).to(q.dtype), seen.amax((0, 2, 3))
+
+
+def _modified(logits: Tensor, scores: Scores) -> Tensor:
+    if scores.score_mod is not None:
+        logits = _by_score_mod(logits, scores)
+    if scores.bias is not None:
+        logits = logits + scores.bias.float()
+    if scores.slopes is not None:
+        assert scores.places is not None
+        logits = logits + alibi_bias(scores.places, scores.slopes)
+    return logits
+
+
+def _by_score_mod(logits: Tensor, scores: Scores) -> Tensor:
+    """The user's function on all scores at once: its indices broadcast, where FlexAttention gives it one of each."""
+    b, h, s_q, s_kv = (torch.arange(size, device=logits.device) for size in logits.shape)
+    b, h, q, kv = b[:, None, None, None], h[:, None, None], s_q[:, None], s_kv
+    places = scores.places
+    if places is not None and places.q.sequence is not None:
+        b = places.q.sequence[:, None, :, None]
+        q, kv = places.q.position[:, None, :, None], places.kv.position[:, None, None, :]
+    assert scores.score_mod is not None
+    return scores.score_mod(logits, b, h, q, kv, **scores.tensors)

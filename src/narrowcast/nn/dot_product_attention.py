@@ -1,0 +1,303 @@
+"""``DotProductAttention``: softmax(scale q k^T) v, in every format, with every mask, on PyTorch's kernels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import (
+    BIAS_TYPES,
+    SOFTMAX_TYPES,
+    Lengths,
+    MaskRule,
+    Masks,
+    Scores,
+    Switches,
+    attend,
+    check_lengths,
+    check_not_there,
+    check_tensors,
+    checked_format,
+    mask_rule,
+    masks_of,
+    one_of,
+    separate,
+    standard_slopes,
+)
+from ..layers import parameter_device, positive
+from ..state import checkpoint
+
+
+class DotProductAttention(nn.Module):
+    """out = softmax(scale * query key^T, masked) value, for each head.
+
+    Args:
+        num_attention_heads: heads of the queries, over all ``tp_size`` ranks.
+        kv_channels: head dim, or (that of queries and keys, that of values).
+        num_gqa_groups: heads of keys and values, which divide those of the queries; default: as many.
+        attention_dropout: probability that a weight is dropped in training.
+        qkv_format: "sbhd" (s, b, h, d), "bshd" (b, s, h, d) or "thd" (tokens, h, d), sequences behind each other.
+        attn_mask_type: "no_mask", "padding", "causal", "padding_causal" (also "padding,causal"),
+            "causal_bottom_right", "padding_causal_bottom_right" or "arbitrary".
+        window_size: (left, right) keys seen beside the diagonal, -1 without bound.
+        bottom_right_diagonal: count window, causality and ALiBi from the diagonal that ends at the last query and key;
+            None: as the mask type says.
+        sequence_parallel, tp_group, attention_type, layer_number: taken, and ask for nothing here.
+        tp_size: ranks among which the heads are split. get_rng_state_tracker: returns the object whose ``fork()``
+            dropout runs in, unless ``sequence_parallel``.
+        cp_group, cp_global_ranks, cp_stream: must be None.
+        softmax_scale: default 1/sqrt(head dim of the keys).
+        softmax_type: "vanilla"; "off-by-one" adds 1 to the denominator; "learnable" adds exp(softmax_offset) of each
+            head, a parameter (1, h, 1, 1) in fp32 that begins at 0.
+        return_max_logit: return the largest score of each head (h), too.
+        name: for messages.
+
+    The backends that may be used are read from ``NARROWCAST_FLASH_ATTN``, ``NARROWCAST_FUSED_ATTN``,
+    ``NARROWCAST_UNFUSED_ATTN`` and ``NARROWCAST_ALLOW_NONDETERMINISTIC_ALGO`` when the module is made.
+
+    Raises:
+        ValueError: a size that is not positive, heads that groups or ranks do not divide, an unknown name, a window
+        that is none. NotImplementedError: context parallelism.
+    """
+
+    softmax_offset: Tensor | None
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.kv_channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        positive(num_attention_heads=num_attention_heads, num_gqa_groups=groups, tp_size=tp_size)
+        positive(key_channels=self.kv_channels[0], value_channels=self.kv_channels[1])
+        if num_attention_heads % groups or num_attention_heads % tp_size or groups % tp_size:
+            raise ValueError(
+                f"num_attention_heads={num_attention_heads} must be a multiple of num_gqa_groups={groups}, and both of "
+                f"tp_size={tp_size}"
+            )
+        one_of("attention_type", attention_type, ("self", "cross"))
+        one_of("softmax_type", softmax_type, SOFTMAX_TYPES)
+        if not 0.0 <= attention_dropout < 1.0:
+            raise ValueError(f"attention_dropout is {attention_dropout}; it must be in [0, 1)")
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads // tp_size, groups // tp_size
+        self.attention_dropout, self.attention_type = attention_dropout, attention_type
+        self.qkv_format, self.attn_mask_type = checked_format(qkv_format), attn_mask_type
+        self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
+        self._rule = mask_rule(attn_mask_type, window_size, bottom_right_diagonal)
+        self.softmax_scale = self.kv_channels[0] ** -0.5 if softmax_scale is None else softmax_scale
+        self.softmax_type, self.return_max_logit = softmax_type, return_max_logit
+        self.layer_number, self.name, self.tp_group, self.tp_size = layer_number, name, tp_group, tp_size
+        self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
+        self._switches = Switches.from_environment()
+        offset = None
+        if softmax_type == "learnable":
+            shape = (1, self.num_attention_heads, 1, 1)
+            offset = nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=parameter_device(None)))
+        self.register_parameter("softmax_offset", offset)
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def extra_repr(self) -> str:
+        """Sizes and mask, as printed by the module."""
+        return (
+            f"num_attention_heads={self.num_attention_heads}, kv_channels={self.kv_channels}, "
+            f"num_gqa_groups={self.num_gqa_groups}, qkv_format={self.qkv_format!r}, "
+            f"attn_mask_type={self.attn_mask_type!r}, softmax_type={self.softmax_type!r}"
+        )
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Any = None,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Split sequences over ranks, which this version does not: None takes such a wish back.
+
+        Raises:
+            NotImplementedError: a group.
+        """
+        if cp_group is not None:
+            raise NotImplementedError(
+                f"context parallelism (cp_group={cp_group!r}, cp_comm_type={cp_comm_type!r}) is not there: no exchange "
+                "of keys and values between ranks is written yet; pass cp_group=None and split batch or heads instead"
+            )
+
+    def forward(
+        self,
+        query_layer: Tensor | None = None,
+        key_layer: Tensor | None = None,
+        value_layer: Tensor | None = None,
+        attention_mask: Masks = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        bf16_backward: bool = False,
+        num_splits: int = 1,
+        score_mod: Callable[..., Tensor] | None = None,
+        score_mod_bprop: Callable[..., Tensor] | None = None,
+        score_mod_tensors: dict[str, Tensor] | None = None,
+        score_mod_bprop_tensors: dict[str, Tensor] | None = None,
+        qkv_layer: Tensor | None = None,
+        kv_layer: Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+    ) -> Any:
+        """Attend.
+
+        Args:
+            query_layer, key_layer, value_layer: in the format; fp16, bf16 or fp32, all three in one dtype.
+            attention_mask: bools, True where masked out. For padding types (b, 1, 1, s), or a pair of them for
+                queries and keys; for "arbitrary" broadcastable to (b, h, s_q, s_kv).
+            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: in place of the module's own.
+            cu_seqlens_q, cu_seqlens_kv: (b + 1) int32 sums of lengths: for thd, and in place of a padding mask.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: for thd, where each sequence begins, if there is padding between.
+            max_seqlen_q, max_seqlen_kv: longest lengths, for thd; the number of tokens where not given.
+            checkpoint_core_attention: compute it again in the backward, and keep only its inputs.
+            core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
+            core_attention_bias: (b or 1, h or 1, s_q, s_kv), added before or after scaling; has a gradient.
+            alibi_slopes: (h) or (b, h) in fp32; default: those of ALiBi's paper.
+            pad_between_seqs: whether there is padding between sequences; default: if ``cu_seqlens_q_padded`` is given.
+            score_mod: ``score_mod(score, b, h, q, kv, **score_mod_tensors)`` of a scaled score, as FlexAttention has
+                it; PyTorch derives its backward. Not with a bias or dropout.
+            qkv_layer: queries, keys and values in one tensor, with a dim of size 3 at ``qkv_interleave_dim`` -3 or -2.
+            kv_layer: keys and values in one, with a dim of size 2, beside ``query_layer``.
+            fast_zero_fill: taken, and asks for nothing here.
+
+        Returns:
+            The format with heads and head dim in one: (s, b, h d_v), (b, s, h d_v) or (tokens, h d_v); zero where a
+            query sees no key. With ``return_max_logit`` a tuple with the largest scores (h), which have no gradient.
+
+        Raises:
+            ValueError: shapes, masks, lengths or names that do not fit, or no backend that may be used. TypeError: a
+            dtype. NotImplementedError: what is not there.
+        """
+        check_not_there(
+            inference_params=inference_params,
+            fp8_output=fp8_output,
+            bf16_backward=bf16_backward,
+            num_splits=None if num_splits == 1 else num_splits,
+            score_mod_bprop=score_mod_bprop,
+            score_mod_bprop_tensors=score_mod_bprop_tensors,
+        )
+        fmt = self.qkv_format if qkv_format is None else checked_format(qkv_format)
+        q, k, v = separate(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
+        check_tensors(q, k, v, fmt, self.num_attention_heads, self.num_gqa_groups, self.kv_channels)
+        rule = self._rule_of(attn_mask_type, window_size, bottom_right_diagonal)
+        cu_seqlens = (cu_seqlens_q, cu_seqlens_kv)
+        padded = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        check_lengths(q, fmt, rule, cu_seqlens, padded, pad_between_seqs)
+        masks, pairs = masks_of(attention_mask, rule, q, k, fmt, cu_seqlens)
+        scores = Scores(self.softmax_scale, rule, masked_out=pairs)
+        scores.dropout = self.attention_dropout if self.training else 0.0
+        scores.sink = self._sink(q.device)
+        scores.bias, scores.slopes = self._bias(
+            core_attention_bias_type, core_attention_bias, alibi_slopes, q.device
+        )
+        if fmt == "thd" and scores.bias is not None:
+            raise ValueError(
+                "qkv_format='thd' has no matrix of pairs that core_attention_bias could be added to"
+            )
+        if score_mod is not None:
+            if scores.dropout or core_attention_bias_type != "no_bias":
+                raise ValueError(
+                    "score_mod goes with neither bias, alibi nor dropout; do what they do in score_mod"
+                )
+            scores.score_mod, scores.tensors = score_mod, score_mod_tensors or {}
+        tokens = Lengths(masks, cu_seqlens, padded, (max_seqlen_q, max_seqlen_kv))
+        out, largest = self._core(q, k, v, fmt, scores, tokens, checkpoint_core_attention)
+        return (out, largest) if self.return_max_logit else out
+
+    def _core(
+        self, q: Tensor, k: Tensor, v: Tensor, fmt: str, scores: Scores, tokens: Lengths, again: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The computation; with ``again`` it is done once more in the backward."""
+        switches, max_logit = self._switches, self.return_max_logit
+        tracker = self.get_rng_state_tracker if scores.dropout else None
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+            with contextlib.nullcontext() if tracker is None else tracker().fork():
+                return attend(q, k, v, fmt, scores, tokens, switches, max_logit)
+
+        if again and torch.is_grad_enabled():
+            return checkpoint(run, q, k, v, get_rng_state_tracker=tracker)
+        return run(q, k, v)
+
+    def _rule_of(
+        self, attn_mask_type: str | None, window: tuple[int, int] | None, bottom_right: bool | None
+    ) -> MaskRule:
+        if attn_mask_type is None and window is None and bottom_right is None:
+            return self._rule
+        return mask_rule(
+            self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            self.window_size if window is None else window,
+            self.bottom_right_diagonal if bottom_right is None else bottom_right,
+        )
+
+    def _bias(
+        self, kind: str, bias: Tensor | None, slopes: Tensor | None, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Bias after scaling, and slopes of ALiBi."""
+        one_of("core_attention_bias_type", kind, BIAS_TYPES)
+        if (bias is None) != (kind in ("no_bias", "alibi")):
+            raise ValueError(
+                f"core_attention_bias_type is {kind!r} and core_attention_bias is "
+                f"{'not given' if bias is None else 'given'}; pre_scale_bias and post_scale_bias take one"
+            )
+        if kind != "alibi":
+            if slopes is not None:
+                raise ValueError(f"alibi_slopes belong to core_attention_bias_type='alibi', not {kind!r}")
+            return bias if kind != "pre_scale_bias" or bias is None else bias * self.softmax_scale, None
+        heads = self.num_attention_heads
+        if slopes is None:
+            return None, torch.tensor(standard_slopes(heads), dtype=torch.float32, device=device)
+        if slopes.shape[-1] != heads or slopes.dim() > 2 or slopes.dtype != torch.float32:
+            raise ValueError(
+                f"alibi_slopes has shape {tuple(slopes.shape)} in {slopes.dtype}; give ({heads},) or (batch, {heads}) "
+                "in torch.float32"
+            )
+        return None, slopes
+
+    def _sink(self, device: torch.device) -> Tensor | None:
+        if self.softmax_type == "off-by-one":
+            return torch.zeros(self.num_attention_heads, dtype=torch.float32, device=device)
+        return None if self.softmax_offset is None else self.softmax_offset.flatten()

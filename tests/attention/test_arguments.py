@@ -1,0 +1,117 @@
+"""What attention refuses, before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import narrowcast as nc
+
+ROWS = torch.randn(2, 4, 2, 8)
+CU = torch.tensor([0, 2, 4], dtype=torch.int32)
+MASK = torch.zeros(2, 1, 1, 4, dtype=torch.bool)
+
+CONSTRUCTION: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"num_gqa_groups": 3}, ValueError, "num_gqa_groups=3"),
+    ({"tp_size": 3}, ValueError, "tp_size=3"),
+    ({"qkv_format": "bhsd"}, ValueError, "bhsd"),
+    ({"attn_mask_type": "causa"}, ValueError, "causa"),
+    ({"window_size": (1, -2)}, ValueError, "window_size"),
+    ({"softmax_type": "sink"}, ValueError, "sink"),
+    ({"attention_type": "other"}, ValueError, "other"),
+    ({"attention_dropout": 1.0}, ValueError, "attention_dropout"),
+    ({"cp_group": object()}, NotImplementedError, "context parallelism"),
+]
+
+FORWARD: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    ({}, {"query_layer": ROWS[0]}, ValueError, "4 dims"),
+    ({}, {"query_layer": ROWS[..., :4]}, ValueError, r"\(2, 8\)"),
+    ({}, {"key_layer": ROWS[:, :, :1]}, ValueError, "key_layer"),
+    ({}, {"key_layer": ROWS[:, :3]}, ValueError, "value_layer"),
+    ({}, {"query_layer": ROWS[:1]}, ValueError, "one batch size"),
+    ({}, {"value_layer": ROWS.double()}, TypeError, "float64"),
+    ({}, {"key_layer": None}, ValueError, "key_layer"),
+    ({}, {"qkv_layer": ROWS}, ValueError, "alone"),
+    ({}, {"key_layer": None, "value_layer": None, "kv_layer": ROWS}, ValueError, "of size 2"),
+    (
+        {},
+        {"key_layer": None, "value_layer": None, "kv_layer": ROWS, "qkv_interleave_dim": 1},
+        ValueError,
+        "-3",
+    ),
+    ({}, {"attn_mask_type": "tril"}, ValueError, "tril"),
+    ({}, {"attention_mask": MASK}, ValueError, "reads none"),
+    ({}, {"attn_mask_type": "padding"}, ValueError, "attention_mask is None"),
+    ({}, {"attn_mask_type": "padding", "attention_mask": MASK.int()}, TypeError, "torch.bool"),
+    ({}, {"attn_mask_type": "padding", "attention_mask": MASK[:1]}, ValueError, "expected"),
+    ({}, {"attn_mask_type": "arbitrary", "attention_mask": MASK[0]}, ValueError, "arbitrary"),
+    ({}, {"core_attention_bias_type": "post_scale_bias"}, ValueError, "not given"),
+    ({}, {"core_attention_bias": torch.zeros(1, 2, 4, 4)}, ValueError, "given"),
+    ({}, {"core_attention_bias_type": "rel"}, ValueError, "rel"),
+    ({}, {"alibi_slopes": torch.ones(2)}, ValueError, "alibi"),
+    ({}, {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(3)}, ValueError, "alibi_slopes"),
+    ({}, {"cu_seqlens_q": CU}, ValueError, "come together"),
+    ({}, {"cu_seqlens_q": CU[:2], "cu_seqlens_kv": CU[:2]}, ValueError, r"batch \+ 1 = 3"),
+    ({}, {"cu_seqlens_q": CU.long(), "cu_seqlens_kv": CU}, TypeError, "int32"),
+    ({}, {"inference_params": object()}, NotImplementedError, "inference_params"),
+    ({}, {"fp8_output": True}, NotImplementedError, "fp8_output"),
+    ({}, {"bf16_backward": True}, NotImplementedError, "bf16_backward"),
+    ({}, {"num_splits": 2}, NotImplementedError, "num_splits"),
+    ({}, {"score_mod_bprop": print}, NotImplementedError, "score_mod_bprop"),
+    ({}, {"score_mod": print, "core_attention_bias_type": "alibi"}, ValueError, "score_mod"),
+    ({"attention_dropout": 0.1}, {"score_mod": print}, ValueError, "dropout"),
+]
+
+THD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"attn_mask_type": "causal"}, ValueError, "takes padding types"),
+    ({"cu_seqlens_q": None, "cu_seqlens_kv": None}, ValueError, "needs cu_seqlens_q"),
+    ({"attention_mask": MASK}, ValueError, "reads none"),
+    ({"pad_between_seqs": True}, ValueError, "cu_seqlens_q_padded"),
+    (
+        {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": ROWS},
+        ValueError,
+        "qkv_format='thd'",
+    ),
+]
+
+
+@pytest.mark.parametrize("options, error, words", CONSTRUCTION)
+def test_refused_when_made(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        nc.DotProductAttention(4, 8, **options)
+
+
+@pytest.mark.parametrize("options, given, error, words", FORWARD)
+def test_refused_when_called(
+    options: dict[str, Any], given: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    module = nc.DotProductAttention(2, 8, qkv_format="bshd", **options)
+    tensors = {"query_layer": ROWS, "key_layer": ROWS, "value_layer": ROWS}
+    with pytest.raises(error, match=words):
+        module(**{**tensors, **given})
+
+
+@pytest.mark.parametrize("given, error, words", THD)
+def test_refused_of_packed_tokens(given: dict[str, Any], error: type[Exception], words: str) -> None:
+    module = nc.DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding")
+    tokens = dict.fromkeys(("query_layer", "key_layer", "value_layer"), ROWS[0])
+    with pytest.raises(error, match=words):
+        module(**{**tokens, "cu_seqlens_q": CU, "cu_seqlens_kv": CU, **given})
+
+
+def test_no_backend_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NARROWCAST_UNFUSED_ATTN", "0")
+    module = nc.DotProductAttention(2, 8, qkv_format="bshd", softmax_type="off-by-one")
+    with pytest.raises(ValueError, match=r"sdpa: its softmax.*unfused: NARROWCAST_UNFUSED_ATTN is 0"):
+        module(ROWS, ROWS, ROWS)
+    monkeypatch.setenv("NARROWCAST_FLASH_ATTN", "0")
+    module = nc.DotProductAttention(2, 8, qkv_format="bshd")
+    with pytest.raises(ValueError, match="no kernel of PyTorch's is left"):
+        module(ROWS, ROWS, ROWS)
+    monkeypatch.delenv("NARROWCAST_UNFUSED_ATTN")
+    plain = nc.DotProductAttention(2, 8, qkv_format="bshd")
+    monkeypatch.delenv("NARROWCAST_FLASH_ATTN")
+    other = nc.DotProductAttention(2, 8, qkv_format="bshd")
+    torch.testing.assert_close(plain(ROWS, ROWS, ROWS), other(ROWS, ROWS, ROWS))

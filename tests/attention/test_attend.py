@@ -1,0 +1,354 @@
+"""Every configuration of attention against its definition, in fp32: outputs and all gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from covering import covering
+from torch import Tensor
+
+import narrowcast as nc
+
+HEADS, DIM = 4, 8
+LENGTHS = {"same": (7, 7), "fewer queries": (5, 7), "fewer keys": (7, 4)}
+MASKS = (
+    "no_mask",
+    "causal",
+    "causal_bottom_right",
+    "arbitrary",
+    "padding",
+    "padding_causal",
+    "padding_causal_bottom_right",
+)
+
+
+def cumulative(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(dtype).requires_grad_(True)
+
+
+class Case:
+    """Tensors of one configuration, the module that computes it, and what the definition says."""
+
+    def __init__(
+        self,
+        qkv_format: str,
+        mask: str,
+        lengths: str,
+        groups: int = HEADS,
+        dim_v: int = DIM,
+        dtype: torch.dtype = torch.float32,
+        softmax: str = "vanilla",
+        bias: str = "no_bias",
+        window: tuple[int, int] | None = None,
+        **options: Any,
+    ) -> None:
+        size_q, size_kv = LENGTHS[lengths]
+        self.fmt, self.mask, self.bias, self.window = qkv_format, mask, bias, window
+        ragged = "padding" in mask
+        self.n_q = [size_q, size_q - 3] if ragged else [size_q] * 2
+        self.n_kv = [size_kv - 2, size_kv] if ragged else [size_kv] * 2
+        if ragged and lengths == "same":
+            self.n_kv = self.n_q
+        if qkv_format == "thd":
+            shapes = [(sum(self.n_q),), (sum(self.n_kv),)]
+        else:
+            shapes = [(size, 2) if qkv_format == "sbhd" else (2, size) for size in (size_q, size_kv)]
+        self.q = leaf(*shapes[0], HEADS, DIM, dtype=dtype)
+        self.k = leaf(*shapes[1], groups, DIM, dtype=dtype)
+        self.v = leaf(*shapes[1], groups, dim_v, dtype=dtype)
+        self.given: dict[str, Any] = {}
+        self.masked_out = None
+        if mask == "arbitrary":
+            self.masked_out = torch.rand(2, HEADS, size_q, size_kv) < 0.4
+            self.masked_out[0, :, 1] = True  # a query that sees nothing
+            self.given["attention_mask"] = self.masked_out
+        elif qkv_format == "thd":
+            self.given.update(cu_seqlens_q=cumulative(self.n_q), cu_seqlens_kv=cumulative(self.n_kv))
+        elif ragged:
+            pair = [
+                (torch.arange(size)[None] >= torch.tensor(n)[:, None])[:, None, None]
+                for size, n in ((size_q, self.n_q), (size_kv, self.n_kv))
+            ]
+            self.given["attention_mask"] = pair[0] if lengths == "same" else tuple(pair)
+        self.extra: dict[str, Tensor] = {}
+        if bias in ("pre_scale_bias", "post_scale_bias"):
+            self.extra["bias"] = leaf(1, HEADS, size_q, size_kv, dtype=dtype)
+            self.given["core_attention_bias"] = self.extra["bias"]
+        if bias != "no_bias":
+            self.given["core_attention_bias_type"] = bias
+        self.module = nc.DotProductAttention(
+            HEADS,
+            (DIM, dim_v),
+            num_gqa_groups=groups,
+            qkv_format=qkv_format,
+            attn_mask_type=mask,
+            window_size=window,
+            softmax_type=softmax,
+            **options,
+        ).to("cpu")
+        if softmax == "learnable":
+            torch.nn.init.normal_(self.module.softmax_offset)
+            self.extra["offset"] = self.module.softmax_offset
+
+    def leaves(self) -> list[Tensor]:
+        return [self.q, self.k, self.v, *self.extra.values()]
+
+    def run(self, forward: Any = None, **options: Any) -> list[Tensor]:
+        """Output, and gradients of everything that has one."""
+        out = (self.module if forward is None else forward)(self.q, self.k, self.v, **self.given, **options)
+        largest = []
+        if isinstance(out, tuple):
+            out, logit = out
+            largest = [logit]
+        return [out, *largest, *self.gradients(out)]
+
+    def gradients(self, out: Tensor) -> list[Tensor]:
+        weight = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+        return list(torch.autograd.grad((out.float() * weight).sum(), self.leaves()))
+
+    def expected(self, score_mod: Any = None) -> list[Tensor]:
+        """The same by the definition."""
+        outs, logits, scale = [], [], DIM**-0.5
+        sequences = zip(
+            oracle.split(self.q, self.fmt, self.n_q),
+            oracle.split(self.k, self.fmt, self.n_kv),
+            oracle.split(self.v, self.fmt, self.n_kv),
+        )
+        offset = self.extra.get("offset")
+        if self.module.softmax_type == "off-by-one":
+            offset = torch.zeros(HEADS)
+        for i, (q, k, v) in enumerate(sequences):
+            bias = self.extra.get("bias")
+            if bias is not None:
+                bias = bias[0, :, : self.n_q[i], : self.n_kv[i]] * (scale if self.bias[1] == "r" else 1.0)
+            out, logit = oracle.one_sequence(
+                q,
+                k,
+                v,
+                scale=scale,
+                causal="causal" in self.mask,
+                window=self.window or (-1, -1),
+                bottom_right=self.mask not in ("causal", "padding_causal"),
+                masked_out=None if self.masked_out is None else self.masked_out[i],
+                bias=bias,
+                slopes=torch.tensor([2.0 ** (-2 * (h + 1)) for h in range(HEADS)])
+                if self.bias == "alibi"
+                else None,
+                score_mod=score_mod,
+                sink=None if offset is None else offset.flatten(),
+            )
+            outs.append(out)
+            logits.append(logit)
+        out = oracle.join(outs, self.fmt, self.q, self.n_q)
+        largest = [torch.stack(logits).amax(0)] if self.module.return_max_logit else []
+        return [out, *largest, *self.gradients(out)]
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 2e-6) -> None:
+    assert len(ours) == len(theirs)
+    for index, (a, b) in enumerate(zip(ours, theirs)):
+        assert a.shape == b.shape, index
+        error = (a.float() - b.float()).abs().max().item() if a.numel() else 0.0
+        assert error <= tolerance * max(1.0, b.float().abs().max().item()), (index, error)
+
+
+def rows() -> list[tuple[Any, ...]]:
+    """Combinations that can meet, as many as hold every two values."""
+    every = itertools.product(
+        ["bshd", "sbhd", "thd"],
+        MASKS,
+        LENGTHS,
+        [(HEADS, DIM), (2, DIM), (1, 12)],
+        [None, (2, 1), (1, -1)],
+        ["no_bias", "pre_scale_bias", "post_scale_bias", "alibi"],
+        ["vanilla", "off-by-one", "learnable"],
+    )
+    can = [
+        row for row in every if row[0] != "thd" or ("padding" in row[1] and row[5] in ("no_bias", "alibi"))
+    ]
+    return [can[index] for index in covering(can)]
+
+
+@pytest.mark.parametrize("qkv_format, mask, lengths, heads, window, bias, softmax", rows())
+def test_every_configuration_against_its_definition(
+    qkv_format: str,
+    mask: str,
+    lengths: str,
+    heads: tuple[int, int],
+    window: tuple[int, int] | None,
+    bias: str,
+    softmax: str,
+) -> None:
+    case = Case(qkv_format, mask, lengths, *heads, softmax=softmax, bias=bias, window=window)
+    assert_equal(case.run(), case.expected())
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("mask", ["causal", "padding"])
+def test_sixteen_bits(mask: str, dtype: torch.dtype, tolerance: float) -> None:
+    case = Case("bshd", mask, "same", dtype=dtype)
+    assert_equal(case.run(), case.expected(), tolerance)
+
+
+@pytest.mark.parametrize(
+    "qkv_format, mask, options",
+    [
+        ("bshd", "causal", {}),
+        ("sbhd", "padding_causal", {"softmax": "learnable", "groups": 2}),
+        ("thd", "padding_causal", {"window": (2, 0)}),
+        ("bshd", "arbitrary", {"bias": "post_scale_bias"}),
+        ("thd", "padding", {"bias": "alibi", "return_max_logit": True}),
+    ],
+)
+@pytest.mark.parametrize("again", [False, True])
+def test_compiled_is_eager(qkv_format: str, mask: str, options: dict[str, Any], again: bool) -> None:
+    case = Case(qkv_format, mask, "same", **options)
+    compiled = torch.compile(case.module, fullgraph=True, backend="aot_eager")
+    eager = case.run(checkpoint_core_attention=again)
+    assert_equal(case.run(compiled, checkpoint_core_attention=again), eager, 1e-6)
+    assert_equal(eager, case.expected())
+
+
+def test_the_largest_logit_of_each_head() -> None:
+    case = Case("bshd", "causal", "same", return_max_logit=True)
+    out, largest, *_ = case.run()
+    assert out.shape == (2, 7, HEADS * DIM) and largest.shape == (HEADS,)
+    assert_equal(case.run(), case.expected())
+
+
+@pytest.mark.parametrize("mask", ["padding", "padding_causal_bottom_right"])
+def test_padding_between_packed_sequences(mask: str) -> None:
+    lengths, begins, total = [3, 0, 4], [0, 5, 6, 12], 14
+    q, k, v = (leaf(total, HEADS, DIM) for _ in range(3))
+    module = nc.DotProductAttention(HEADS, DIM, qkv_format="thd", attn_mask_type=mask)
+    cu, padded = cumulative(lengths), torch.tensor(begins, dtype=torch.int32)
+    out = module(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        pad_between_seqs=True,
+    )
+    parts = [oracle.split(x, "thd", lengths, begins) for x in (q, k, v)]
+    outs = [
+        oracle.one_sequence(*part, scale=DIM**-0.5, causal="causal" in mask, bottom_right=True)[0]
+        for part in zip(*parts)
+    ]
+    expected = oracle.join(outs, "thd", q, lengths, begins)
+    weight = torch.randn_like(out)
+    ours = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    theirs = torch.autograd.grad((expected * weight).sum(), (q, k, v))
+    assert_equal([out, *ours], [expected, *theirs])
+
+
+@pytest.mark.parametrize("dim", [-3, -2])
+@pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
+def test_packed_tensors_are_their_parts(qkv_format: str, dim: int) -> None:
+    case = Case(qkv_format, "padding", "same")
+    qkv = torch.stack((case.q, case.k, case.v), dim).detach().requires_grad_(True)
+    out = case.module(qkv_layer=qkv, qkv_interleave_dim=dim, **case.given)
+    expected = case.run()
+    assert torch.equal(out, expected[0])
+    weight = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+    (grad,) = torch.autograd.grad((out * weight).sum(), qkv)
+    assert_equal(list(grad.unbind(dim)), expected[1:])
+    kv = torch.stack((case.k, case.v), dim)
+    assert torch.equal(case.module(case.q, kv_layer=kv, qkv_interleave_dim=dim, **case.given), expected[0])
+
+
+def soft_cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, cap: Tensor) -> Tensor:
+    return cap * torch.tanh(score / cap) + 0.1 * (q - kv)
+
+
+@pytest.mark.parametrize("qkv_format, mask", [("bshd", "no_mask"), ("sbhd", "causal"), ("thd", "padding")])
+def test_a_function_of_the_scores(qkv_format: str, mask: str) -> None:
+    case = Case(qkv_format, mask, "same")
+    cap = torch.tensor(0.7)
+    given = {"score_mod": soft_cap, "score_mod_tensors": {"cap": cap}}
+    ours = case.run(**given)
+    assert_equal(ours, case.expected(lambda score, h, q, kv: soft_cap(score, None, h, q, kv, cap)))
+    compiled = torch.compile(case.module, fullgraph=True, backend="aot_eager")
+    assert_equal(case.run(compiled, **given), ours, 1e-6)
+
+
+def test_lengths_in_place_of_a_mask() -> None:
+    case = Case("bshd", "padding_causal", "same")
+    expected = case.run()
+    case.given = {"cu_seqlens_q": cumulative(case.n_q), "cu_seqlens_kv": cumulative(case.n_kv)}
+    assert_equal(case.run(), expected, 1e-6)
+
+
+def test_the_call_overrides_the_module() -> None:
+    case = Case("bshd", "no_mask", "same")
+    expected = case.run()
+    case.module = nc.DotProductAttention(HEADS, DIM, qkv_format="sbhd", window_size=(1, 0))
+    ours = case.run(qkv_format="bshd", attn_mask_type="no_mask", window_size=(-1, -1))
+    assert_equal(ours, expected, 1e-6)
+
+
+class Tracker:
+    """Counts forks; its random numbers are one generator's."""
+
+    def __init__(self) -> None:
+        self.states, self.forks = {"model-parallel-rng": torch.Generator().manual_seed(3).get_state()}, 0
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states = states
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Any:
+        self.forks += 1
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.states[name])
+        try:
+            yield
+        finally:
+            self.states[name] = torch.get_rng_state()
+            torch.set_rng_state(outer)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_dropout_runs_in_the_trackers_fork(again: bool) -> None:
+    results = []
+    for seed in (1, 2):  # of the outer numbers, which do not matter
+        tracker = Tracker()
+        torch.manual_seed(11)
+        case = Case("bshd", "causal", "same", attention_dropout=0.5, get_rng_state_tracker=lambda: tracker)
+        torch.manual_seed(seed)
+        results.append(case.run(checkpoint_core_attention=again))
+        assert tracker.forks == 1 + again
+    assert_equal(results[0], results[1], 0.0)
+    case.module.eval()
+    assert_equal(case.run(), case.expected())
+    assert not torch.allclose(results[0][0], case.run()[0])
+
+
+def test_dropout_keeps_the_mean() -> None:
+    module = nc.DotProductAttention(HEADS, DIM, attention_dropout=0.25, qkv_format="bshd")
+    q, k = torch.randn(1, 64, HEADS, DIM), torch.randn(1, 64, HEADS, DIM)
+    v = torch.ones(1, 64, HEADS, DIM)
+    mean = torch.stack([module(q, k, v) for _ in range(8)]).mean()
+    assert abs(mean - 1) < 0.05
+
+
+def test_checkpointing_changes_nothing() -> None:
+    case = Case("bshd", "causal", "same", attention_dropout=0.3)
+    torch.manual_seed(5)
+    plain = case.run()
+    torch.manual_seed(5)
+    assert_equal(case.run(checkpoint_core_attention=True), plain, 0.0)

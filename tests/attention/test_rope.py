@@ -1,0 +1,109 @@
+"""Rotary embeddings against complex numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowcast as nc
+
+
+def turned(t: Tensor, positions: Tensor, channels: int, interleaved: bool) -> Tensor:
+    """Each token (n, h, d) turned as complex numbers in double precision."""
+    x = t.detach().double()
+    first = torch.arange(0, channels, 2) if interleaved else torch.arange(channels // 2)
+    second = first + 1 if interleaved else first + channels // 2
+    angles = positions.double()[:, None] * 10000.0 ** (-torch.arange(0, channels, 2).double() / channels)
+    z = torch.complex(x[..., first], x[..., second]) * torch.exp(1j * angles)[:, None]
+    out = x.clone()
+    out[..., first], out[..., second] = z.real, z.imag
+    return out
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize("started", [False, True])
+def test_against_complex_numbers(fmt: str, percent: float, interleaved: bool, started: bool) -> None:
+    s, h, d = 6, 2, 8
+    lengths = [4, 2] if fmt == "thd" else [s, s]
+    t = torch.randn(*{"bshd": (2, s, h, d), "sbhd": (s, 2, h, d), "thd": (s, h, d)}[fmt], requires_grad=True)
+    rope = nc.RotaryPositionEmbedding(d, percent, interleaved=interleaved).to("cpu", torch.bfloat16)
+    starts = torch.tensor([3, 1], dtype=torch.int32) if started else None
+    cu = torch.tensor([0, 4, 6], dtype=torch.int32) if fmt == "thd" else None
+    options = {"start_positions": starts, "cu_seqlens": cu, "interleaved": interleaved}
+    out = nc.apply_rotary_pos_emb(t, rope(9), fmt, **options)
+    rows = list(t.split(lengths)) if fmt == "thd" else list(t.unbind(fmt.index("b")))
+    expected = [
+        turned(row, torch.arange(n) + (0 if starts is None else starts[i]), int(d * percent), interleaved)
+        for i, (row, n) in enumerate(zip(rows, lengths))
+    ]
+    whole = torch.cat(expected) if fmt == "thd" else torch.stack(expected, fmt.index("b"))
+    torch.testing.assert_close(out.double(), whole, atol=1e-5, rtol=0)
+    # turning back is the gradient
+    (grad,) = torch.autograd.grad(out, t, out.detach())
+    torch.testing.assert_close(grad, t.detach(), atol=1e-5, rtol=0)
+    if percent < 1 and started:
+        compiled = torch.compile(nc.apply_rotary_pos_emb, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(t, rope(9), fmt, **options), out)
+
+
+def test_the_angles() -> None:
+    rope = nc.RotaryPositionEmbedding(4).to("cpu")
+    angles = rope(3, offset=2)
+    assert angles.shape == (3, 1, 1, 4) and angles.dtype == torch.float32
+    torch.testing.assert_close(angles[:, 0, 0, :2], torch.tensor([[2.0, 0.02], [3.0, 0.03], [4.0, 0.04]]))
+    assert torch.equal(angles[..., :2], angles[..., 2:])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(rope(3, offset=2), angles)
+
+
+def test_interpolation() -> None:
+    plain = nc.RotaryPositionEmbedding(4).to("cpu")(12)
+    halved = nc.RotaryPositionEmbedding(4, seq_len_interpolation_factor=2).to("cpu")
+    torch.testing.assert_close(halved(12), plain / 2)
+    dynamic = nc.RotaryPositionEmbedding(
+        4, seq_len_interpolation_factor=2, pretrained_max_position_embeddings=4
+    ).to("cpu")
+    torch.testing.assert_close(dynamic(8), plain[:8] / 2)
+    torch.testing.assert_close(dynamic(12), plain / 3)
+
+
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+def test_context_parallel_ranks_hold_two_chunks(fmt: str) -> None:
+    freqs = nc.RotaryPositionEmbedding(8).to("cpu")(16)
+    lengths = [8, 16] if fmt == "thd" else [16, 16]
+    rows = [torch.randn(n, 2, 8) for n in lengths]
+    dim = 0 if fmt == "thd" else fmt.index("b")
+
+    def whole(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts) if fmt == "thd" else torch.stack(parts, dim)
+
+    cu = torch.tensor([0, 8, 24], dtype=torch.int32) if fmt == "thd" else None
+    full = nc.apply_rotary_pos_emb(whole(rows), freqs, fmt, cu_seqlens=cu)
+    split = list(full.split(lengths)) if fmt == "thd" else list(full.unbind(dim))
+    for rank in range(2):
+        mine = [torch.cat((row.chunk(4)[rank], row.chunk(4)[3 - rank])) for row in rows]
+        ours = nc.apply_rotary_pos_emb(whole(mine), freqs, fmt, cu_seqlens=cu, cp_size=2, cp_rank=rank)
+        expected = [torch.cat((row.chunk(4)[rank], row.chunk(4)[3 - rank])) for row in split]
+        assert torch.equal(ours, whole(expected))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    t, freqs = torch.randn(6, 2, 2, 8), nc.RotaryPositionEmbedding(8).to("cpu")(6)
+    apply = nc.apply_rotary_pos_emb
+    with pytest.raises(ValueError, match="tensor_format"):
+        apply(t, freqs, "bhsd")
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        apply(t[:, 0], freqs, "thd")
+    with pytest.raises(ValueError, match="6 positions and freqs angles for 5"):
+        apply(t, freqs[:5])
+    with pytest.raises(ValueError, match="start_positions"):
+        apply(t, freqs, start_positions=torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="position 6"):
+        apply(t, freqs, start_positions=torch.ones(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="cp_rank"):
+        apply(t, freqs, cp_size=2, cp_rank=2)
+    with pytest.raises(ValueError, match="even number"):
+        nc.RotaryPositionEmbedding(7)
