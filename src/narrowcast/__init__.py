@@ -15,6 +15,17 @@ from .convert import convert, revert
 from .formats import DType
 from .layers import get_recipes, reduce_delayed_scaling, set_recipe
 from .losses import linear_cross_entropy, parallel_cross_entropy
+from .moe import (
+    fused_compute_score_for_moe_aux_loss,
+    fused_moe_aux_loss,
+    fused_topk_with_score_function,
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from .nn import (
     DotProductAttention,
     Fp8Padding,
@@ -130,6 +141,9 @@ __all__ = [
     "export",
     "fp8_autocast",
     "fp8_model_init",
+    "fused_compute_score_for_moe_aux_loss",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
     "get_default_recipe",
     "get_device_compute_capability",
     "get_recipes",
@@ -140,6 +154,12 @@ __all__ = [
     "is_nvfp4_available",
     "linear_cross_entropy",
     "load_quantized",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "nn",
     "ops",
     "parallel_cross_entropy",

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 import narrowcast as nc
 from narrowcast import functional
 from narrowcast.functional.wgrad_store import WeightGradStore
+from narrowcast.moe.rows import kept, positions_of, row_map_of_mask
 from narrowcast.quantizers import DelayedFloat8Quantizer
 from narrowcast.tensors import grouped_layout
 from narrowcast.testing import aliased
@@ -120,6 +121,36 @@ def unpad_rows_cases(x: Tensor) -> Iterator[Arguments]:
     for matrix, splits in group_rows(x):
         rows = matrix.shape[0] + 16 * splits.numel()
         yield matrix.new_zeros(rows, matrix.shape[1]), splits, 16, matrix.shape[0]
+
+
+def row_map_of(tokens: int, device: torch.device) -> Tensor:
+    """Tokens go to one, two or none of three experts."""
+    mask = torch.arange(tokens * 3).view(tokens, 3) % 4 < 2
+    mask[1::5] = False
+    return row_map_of_mask(mask).to(device)
+
+
+@family("moe_spread")
+def moe_spread_cases(x: Tensor) -> Iterator[Arguments]:
+    matrix = x.flatten(0, -2)
+    row_map = row_map_of(matrix.shape[0], x.device)
+    yield matrix, positions_of(row_map, 2 * matrix.shape[0]), 3
+
+
+@family("moe_collect")
+def moe_collect_cases(x: Tensor) -> Iterator[Arguments]:
+    rows = x.flatten(0, -2)
+    row_map = kept(row_map_of(rows.shape[0], x.device), rows.shape[0])
+    yield rows, row_map, None
+    yield rows, row_map, torch.rand(row_map.shape, device=x.device)
+
+
+@family("moe_collect_backward")
+def moe_collect_backward_cases(x: Tensor) -> Iterator[Arguments]:
+    rows = x.flatten(0, -2)
+    row_map = kept(row_map_of(rows.shape[0], x.device), rows.shape[0])
+    weights = torch.rand(row_map.shape, device=x.device)
+    yield torch.ones_like(rows), rows, positions_of(row_map, rows.shape[0]), weights
 
 
 def group_rows(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -25,6 +25,7 @@ from .grouped_quantize import (
     operand_of,
 )
 from .kept_weights import is_current, kept_weight, note_kept
+from .moe import moe_collect, moe_collect_backward, moe_spread
 from .norm import (
     norm,
     norm_backward,
@@ -73,6 +74,9 @@ __all__ = [
     "kept_weight",
     "linear_cross_entropy_gradients",
     "linear_cross_entropy_statistics",
+    "moe_collect",
+    "moe_collect_backward",
+    "moe_spread",
     "norm",
     "norm_backward",
     "norm_backward_quantize",

@@ -26,6 +26,7 @@ MODULES = (
     "grouped_gemm",
     "grouped_mm",
     "grouped_quantize",
+    "moe",
     "mx",
     "norm",
     "nvfp4",

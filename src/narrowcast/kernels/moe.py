@@ -1,0 +1,208 @@
+"""Tokens to their experts and back: one launch copies, another adds up, and a third goes backward through the sum."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import cdiv
+from .codecs import product, round_to_dtype, to_float32
+from .launch import INTERPRETING, Launcher, check_device
+from .reduction import fold_lanes
+
+ROWS = 16
+BYTES = 2048  # of a row, per program
+COLUMNS = 1024
+LANES = 256
+GRADIENT_ROWS = 4
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def _spread_kernel(
+    x_ptr, positions_ptr, out_ptr, rows, columns, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    position = tl.load(positions_ptr + row, mask=row < rows, other=-1)[:, None]
+    token = (position // columns).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    values = tl.load(x_ptr + token * K + column, mask=(position >= 0) & (column < K), other=0)
+    tl.store(out_ptr + row[:, None] * K + column, values, mask=(row < rows)[:, None] & (column < K))
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _collect_kernel(
+    rows_ptr,
+    row_map_ptr,
+    weights_ptr,
+    out_ptr,
+    columns,
+    K,
+    WEIGHTED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for column in range(columns):
+        row = tl.load(row_map_ptr + token * columns + column).to(tl.int64)
+        if row >= 0:
+            values = to_float32(tl.load(rows_ptr + row * K + k, mask=k < K, other=0.0), EMULATE)
+            if WEIGHTED:
+                weight = tl.load(weights_ptr + token * columns + column) + tl.zeros([COLUMNS], tl.float32)
+                total += product(weight, values, EMULATE)
+            else:
+                total += values
+    tl.store(out_ptr + token * K + k, round_to_dtype(total, out_ptr.dtype.element_ty, EMULATE), mask=k < K)
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def _collect_backward_kernel(
+    grad_ptr,
+    rows_ptr,
+    positions_ptr,
+    weights_ptr,
+    drows_ptr,
+    sums_ptr,
+    rows,
+    columns,
+    K,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    DTYPE: tl.constexpr = drows_ptr.dtype.element_ty
+    index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = index < rows
+    position = tl.load(positions_ptr + index, mask=here, other=-1)
+    known = position >= 0
+    weight = tl.load(weights_ptr + position, mask=known, other=0.0)[:, None]
+    token = (position // columns).to(tl.int64)[:, None]
+    row = index[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    lanes = tl.zeros([ROWS, LANES], tl.float32)
+    k = 0
+    while k < K:
+        column = k + lane
+        inside = known[:, None] & (column < K)
+        g = to_float32(tl.load(grad_ptr + token * K + column, mask=inside, other=0.0), EMULATE)
+        value = to_float32(tl.load(rows_ptr + row * K + column, mask=inside, other=0.0), EMULATE)
+        drow = tl.where(inside, round_to_dtype(g * weight, DTYPE, EMULATE), 0.0)
+        tl.store(drows_ptr + row * K + column, drow.to(DTYPE), mask=here[:, None] & (column < K))
+        lanes += product(g, value, EMULATE)
+        k += LANES
+    # a sum that is zero is +0
+    total = tl.where(known, round_to_dtype(fold_lanes(lanes) + 0.0, tl.float32, EMULATE), 0.0)
+    tl.store(sums_ptr + index, total, mask=here)
+
+
+_spread = Launcher(_spread_kernel, num_warps=4)
+_collect = Launcher(_collect_kernel, num_warps=4)
+_collect_backward = Launcher(_collect_backward_kernel, num_warps=4)
+
+
+def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:
+    """Copy the token of every row of the result.
+
+    Args:
+        x: (T, K), dtype of 1, 2 or 4 bytes.
+        positions: int32 (R,); ``token * columns + column``, or -1 for a row of zeros.
+        columns: of the map that the positions count in.
+
+    Returns:
+        (R, K).
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach, or a dtype of another size.
+
+    Numerics:
+        Bytes are moved; equal to ``reference.moe.spread``.
+    """
+    check_device(x)
+    if x.element_size() not in _RAW:
+        raise ValueError(f"cannot move rows of {x.dtype}; use a dtype of 1, 2 or 4 bytes")
+    x, positions = x.contiguous(), positions.contiguous()
+    rows, K, raw = positions.shape[0], x.shape[1], _RAW[x.element_size()]
+    out = torch.empty((rows, K), dtype=x.dtype, device=x.device)
+    if out.numel():
+        width = BYTES // x.element_size()
+        _spread(
+            (cdiv(rows, ROWS), cdiv(K, width), 1),
+            (x.view(raw), positions, out.view(raw), rows, columns, K),
+            (ROWS, width),
+        )
+    return out
+
+
+def collect(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
+    """Add up the rows of every token.
+
+    Args:
+        rows: (R, K), bf16, fp16 or fp32.
+        row_map: int32 (T, C), rows to add, -1 for none.
+        weights: fp32 (T, C), what each row is multiplied by; None adds the rows as they are.
+
+    Returns:
+        (T, K) in the dtype of ``rows``.
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach, or another dtype.
+
+    Numerics:
+        Equal to ``reference.moe.collect``.
+    """
+    check_device(rows)
+    _check_dtype(rows)
+    rows, row_map = rows.contiguous(), row_map.contiguous()
+    (tokens, columns), K = row_map.shape, rows.shape[1]
+    out = torch.empty((tokens, K), dtype=rows.dtype, device=rows.device)
+    if out.numel():
+        weighted = weights is not None
+        _collect(
+            (tokens, cdiv(K, COLUMNS), 1),
+            (rows, row_map, weights.contiguous() if weighted else row_map, out, columns, K),
+            (weighted, COLUMNS, INTERPRETING),
+        )
+    return out
+
+
+def collect_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``collect`` with weights.
+
+    Args:
+        grad: (T, K), of the result, in the dtype of ``rows``.
+        rows: (R, K), as given to ``collect``.
+        positions: int32 (R,); ``token * C + column`` of every row, or -1 for one that no token has.
+        weights: fp32 (T, C).
+
+    Returns:
+        The gradient of the rows, like ``rows``, and the sum over each row of gradient times value, fp32 (R,).
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach, or another dtype.
+
+    Numerics:
+        Equal to ``reference.moe.collect_backward``.
+    """
+    check_device(rows)
+    _check_dtype(rows)
+    grad, rows, positions, weights = (t.contiguous() for t in (grad, rows, positions, weights))
+    R, K = rows.shape
+    drows = torch.empty((R, K), dtype=rows.dtype, device=rows.device)
+    sums = torch.empty(R, dtype=torch.float32, device=rows.device)
+    if R:
+        _collect_backward(
+            (cdiv(R, GRADIENT_ROWS), 1, 1),
+            (grad, rows, positions, weights, drows, sums, R, weights.shape[1], K),
+            (GRADIENT_ROWS, LANES, INTERPRETING),
+        )
+    return drows, sums
+
+
+def _check_dtype(rows: Tensor) -> None:
+    if rows.dtype not in _DTYPES:
+        raise ValueError(f"cannot add up rows of {rows.dtype}; use bfloat16, float16 or float32")

@@ -1,0 +1,257 @@
+"""The router: which experts a token goes to and with which weight, and the loss that keeps experts equally busy.
+
+Everything is plain PyTorch in fp32, which the compiler fuses; nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+MAP_FORMATS = ("bytemap", "bitmap_u8")
+HISTOGRAM_MODES = ("two_kernel", "fused_atomic")
+EPSILON = 1e-20
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fused_topk_with_score_function(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+    routing_map_format: str = "bytemap",
+    topk_indices: Tensor | None = None,
+    qb_histogram: Tensor | None = None,
+    qb_bin_bounds: Tensor | None = None,
+    qb_histogram_mode: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose ``topk`` experts per token, and their weights.
+
+    With "softmax" the weights are the softmax of the chosen logits, or, with ``use_pre_softmax``, the chosen values of
+    the softmax of all. With "sigmoid" and "sqrtsoftplus" (``sqrt(softplus(x))``, DeepSeek-V3 and V4) they are the
+    chosen scores divided by their sum, unless ``topk`` is 1.
+
+    Args:
+        logits: (*lead, E), fp32, bf16 or fp16; differentiable.
+        topk: experts per token.
+        use_pre_softmax: softmax before choosing; for "softmax" only, without effect on others.
+        num_groups, group_topk: choose among the experts of the best ``group_topk`` of so many equal groups; a group is
+            as good as the sum of its best ``topk // group_topk`` scores.
+        scaling_factor: what the weights are multiplied by.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+        expert_bias: (E,), added to the scores for choosing only; for "sigmoid" and "sqrtsoftplus". No gradient.
+        routing_map_format: "bytemap": bool (*lead, E); "bitmap_u8": uint8 (*lead, ceil(E / 8)), bit ``e % 8`` of byte
+            ``e // 8`` for expert ``e``.
+        topk_indices: (*lead, topk), int16, int32 or int64; overwritten by the chosen experts, and returned in place of
+            the map.
+        qb_histogram: int32 (E, bins), to which one is added per token and expert: at the bias with which the expert's
+            score would equal the best biased score not chosen. What lies beyond the bounds counts at the ends.
+        qb_bin_bounds: fp32 (2,), where the bins begin and end.
+        qb_histogram_mode: "two_kernel" or "fused_atomic"; the result is the same.
+
+    Returns:
+        The weights (*lead, E) in the dtype of ``logits``, 0 for experts not chosen, and the routing map.
+
+    Raises (before any kernel):
+        ValueError: another dtype, score function or format; ``topk`` or groups that do not fit the experts; a bias with
+        "softmax"; some but not all of the ``qb_`` arguments, or with anything but "sigmoid", a bias and no groups.
+    """
+    experts = _check(logits, topk, score_function, routing_map_format)
+    _check_groups(experts, topk, num_groups, group_topk)
+    if expert_bias is not None and (score_function == "softmax" or expert_bias.shape != (experts,)):
+        raise ValueError(
+            f"expert_bias has shape {tuple(expert_bias.shape)} with score_function={score_function!r}; it is "
+            f"({experts},), for 'sigmoid' and 'sqrtsoftplus'"
+        )
+    shape = (*logits.shape[:-1], topk)
+    if topk_indices is not None and (
+        topk_indices.shape != shape or topk_indices.dtype not in (torch.int16, torch.int32, torch.int64)
+    ):
+        raise ValueError(
+            f"topk_indices is {topk_indices.dtype} of shape {tuple(topk_indices.shape)}; pass int16, int32 or int64 of "
+            f"shape {shape}"
+        )
+    histogram = (qb_histogram, qb_bin_bounds, qb_histogram_mode)
+    _check_histogram(histogram, experts, topk, score_function, expert_bias, num_groups)
+
+    values = logits.float()
+    if score_function != "softmax":
+        scores = torch.sigmoid(values) if score_function == "sigmoid" else F.softplus(values).sqrt()
+    else:
+        scores = values.softmax(-1) if use_pre_softmax else values
+    biased = scores.detach() if expert_bias is None else scores.detach() + expert_bias.detach().float()
+    chosen = _choose(biased, topk, num_groups, group_topk)
+    weights = scores.gather(-1, chosen)
+    if score_function != "softmax":
+        weights = weights / (weights.sum(-1, keepdim=True) + EPSILON) if topk > 1 else weights
+    elif not use_pre_softmax:
+        weights = weights.softmax(-1)
+    if scaling_factor is not None:
+        weights = weights * scaling_factor
+    probs = torch.zeros_like(values).scatter(-1, chosen, weights).to(logits.dtype)
+    if qb_histogram is not None:
+        assert qb_bin_bounds is not None
+        _count_margins(qb_histogram, qb_bin_bounds, scores.detach(), biased, topk)
+    if topk_indices is not None:
+        return probs, topk_indices.copy_(chosen)
+    return probs, _routing_map(chosen, experts, routing_map_format)
+
+
+def fused_compute_score_for_moe_aux_loss(
+    logits: Tensor, topk: int, score_function: str, routing_map_format: str = "bytemap"
+) -> tuple[Tensor, Tensor]:
+    """Scores of all experts, for :func:`fused_moe_aux_loss`, and the map of the ``topk`` best.
+
+    Args:
+        logits: (*lead, E), fp32, bf16 or fp16; differentiable.
+        topk: experts per token.
+        score_function: "softmax", or "sigmoid" or "sqrtsoftplus", which are divided by their sum unless ``topk`` is 1.
+        routing_map_format: as in :func:`fused_topk_with_score_function`.
+
+    Returns:
+        The routing map, and the scores, fp32 (*lead, E).
+
+    Raises (before any kernel):
+        ValueError: another dtype, score function or format, or a ``topk`` that does not fit the experts.
+    """
+    experts = _check(logits, topk, score_function, routing_map_format)
+    values = logits.float()
+    if score_function == "softmax":
+        scores = values.softmax(-1)
+    else:
+        scores = torch.sigmoid(values) if score_function == "sigmoid" else F.softplus(values).sqrt()
+        scores = scores / (scores.sum(-1, keepdim=True) + EPSILON) if topk > 1 else scores
+    chosen = scores.detach().topk(topk, dim=-1)[1]
+    return _routing_map(chosen, experts, routing_map_format), scores
+
+
+def fused_moe_aux_loss(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: int | Tensor,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+) -> Tensor:
+    """The loss that is least when all experts get equally many tokens (Switch Transformer, equation 4).
+
+    ``coeff * E / (topk * total ** 2) * sum_e(tokens_e * sum_t(probs[t, e]))``.
+
+    Args:
+        probs: (T, E), scores of all experts; differentiable.
+        tokens_per_expert: (E,), integers or floats; no gradient.
+        total_num_tokens: tokens that both are counted over: an int, or a tensor of one element on the device.
+        num_experts: E. topk: experts per token. coeff: weight of the loss.
+
+    Returns:
+        A scalar in the dtype of ``probs``; the sums are in fp32.
+
+    Raises (before any kernel):
+        ValueError: shapes that do not fit, or float64.
+    """
+    if probs.dtype not in _DTYPES:
+        raise ValueError(f"probs is {probs.dtype}; use float32, bfloat16 or float16")
+    if probs.dim() != 2 or probs.shape[1] != num_experts or tokens_per_expert.shape != (num_experts,):
+        raise ValueError(
+            f"probs has shape {tuple(probs.shape)} and tokens_per_expert {tuple(tokens_per_expert.shape)}; pass (T, E) "
+            f"and (E,) of {num_experts} experts"
+        )
+    total = total_num_tokens
+    if isinstance(total, Tensor):
+        total = total.detach().reshape(()).float()
+    product = (probs.float().sum(0) * tokens_per_expert.detach().float()).sum()
+    return (product * (num_experts * coeff / topk) / total / total).to(probs.dtype)
+
+
+def _choose(scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> Tensor:
+    """The numbers of the best experts, of the best groups where there are groups."""
+    if num_groups is not None and group_topk is not None:
+        groups = scores.unflatten(-1, (num_groups, -1))
+        best = groups.topk(topk // group_topk, dim=-1)[0].sum(-1).topk(group_topk, dim=-1)[1]
+        open_ = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=scores.device).scatter(-1, best, True)
+        scores = groups.masked_fill(~open_.unsqueeze(-1), float("-inf")).flatten(-2)
+    return scores.topk(topk, dim=-1)[1]
+
+
+def _routing_map(chosen: Tensor, experts: int, routing_map_format: str) -> Tensor:
+    lead = chosen.shape[:-1]
+    mask = torch.zeros((*lead, experts), dtype=torch.bool, device=chosen.device).scatter(-1, chosen, True)
+    if routing_map_format == "bytemap":
+        return mask
+    bits = F.pad(mask.to(torch.uint8), (0, -experts % 8)).unflatten(-1, (-1, 8))
+    return (bits << torch.arange(8, dtype=torch.uint8, device=chosen.device)).sum(-1, dtype=torch.uint8)
+
+
+def _count_margins(histogram: Tensor, bounds: Tensor, scores: Tensor, biased: Tensor, topk: int) -> None:
+    """One count per token and expert, in the bin of the bias that the expert would need."""
+    experts, bins = histogram.shape
+    needed = biased.topk(topk + 1, dim=-1)[0][..., -1:] - scores
+    low, high = bounds.float().unbind()
+    bin_ = ((needed - low) / (high - low) * bins).floor().clamp(0, bins - 1).long()
+    index = (bin_ + bins * torch.arange(experts, device=bin_.device)).reshape(-1)
+    counts = torch.zeros(experts * bins, dtype=histogram.dtype, device=bin_.device)
+    histogram.add_(
+        counts.scatter_add_(0, index, torch.ones_like(index, dtype=counts.dtype)).view(experts, bins)
+    )
+
+
+def _check(logits: Tensor, topk: int, score_function: str, routing_map_format: str) -> int:
+    """The number of experts."""
+    if logits.dtype not in _DTYPES:
+        raise ValueError(f"logits is {logits.dtype}; use float32, bfloat16 or float16")
+    if score_function not in SCORE_FUNCTIONS:
+        raise ValueError(f"score_function is {score_function!r}; use one of {', '.join(SCORE_FUNCTIONS)}")
+    if routing_map_format not in MAP_FORMATS:
+        raise ValueError(f"routing_map_format is {routing_map_format!r}; use 'bytemap' or 'bitmap_u8'")
+    if logits.dim() < 2 or not 1 <= topk <= logits.shape[-1]:
+        raise ValueError(
+            f"topk is {topk} and logits has shape {tuple(logits.shape)}; pass (*lead, E) and choose 1 to E experts"
+        )
+    return logits.shape[-1]
+
+
+def _check_groups(experts: int, topk: int, num_groups: int | None, group_topk: int | None) -> None:
+    if num_groups is None and group_topk is None:
+        return
+    if num_groups is None or group_topk is None:
+        raise ValueError(f"num_groups is {num_groups} and group_topk {group_topk}; give both or neither")
+    fits = num_groups >= 1 and experts % num_groups == 0 and 1 <= group_topk <= min(num_groups, topk)
+    if not fits or topk > group_topk * (experts // num_groups):
+        raise ValueError(
+            f"num_groups={num_groups} and group_topk={group_topk} do not fit {experts} experts and topk={topk}: groups "
+            "are of equal size, and those chosen hold topk experts, at least one each"
+        )
+
+
+def _check_histogram(
+    given: tuple[Tensor | None, Tensor | None, str | None],
+    experts: int,
+    topk: int,
+    score_function: str,
+    expert_bias: Tensor | None,
+    num_groups: int | None,
+) -> None:
+    histogram, bounds, mode = given
+    if histogram is None and bounds is None and mode is None:
+        return
+    if histogram is None or bounds is None or mode is None:
+        raise ValueError("qb_histogram, qb_bin_bounds and qb_histogram_mode must be given together")
+    if score_function != "sigmoid" or expert_bias is None or num_groups is not None or topk >= experts:
+        raise ValueError(
+            "qb_histogram is for score_function='sigmoid' with expert_bias, without groups, and topk below the number "
+            f"of experts; got {score_function!r}, topk={topk} of {experts}"
+        )
+    if mode not in HISTOGRAM_MODES:
+        raise ValueError(f"qb_histogram_mode is {mode!r}; use 'two_kernel' or 'fused_atomic'")
+    if histogram.dim() != 2 or histogram.shape[0] != experts or histogram.dtype != torch.int32:
+        raise ValueError(
+            f"qb_histogram is {histogram.dtype} {tuple(histogram.shape)}; pass int32 ({experts}, bins)"
+        )
+    if bounds.shape != (2,):
+        raise ValueError(f"qb_bin_bounds has shape {tuple(bounds.shape)}; pass (2,), lower and upper")

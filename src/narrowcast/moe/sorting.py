@@ -1,0 +1,85 @@
+"""``moe_sort_chunks_by_index``: chunks of rows in another order, such as from "by rank" to "by expert"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .quantized import check_movable, is_quantized
+from .rows import Reorder
+
+
+def moe_sort_chunks_by_index(
+    inp: Any, split_sizes: Tensor | Sequence[int], sorted_index: Tensor | Sequence[int]
+) -> Any:
+    """Put chunks of rows into another order; nothing is read back from the device.
+
+    Args:
+        inp: (R, K), as in :func:`moe_permute`; differentiable. Rows beyond the chunks stay where they are.
+        split_sizes: (n,), rows of each chunk: an integer tensor, or a list.
+        sorted_index: (n,), a permutation: which chunk comes first, second and so on.
+
+    Returns:
+        The rows (R, K); a quantized input keeps its format, row-wise only, in eager code.
+
+    Raises (before any kernel):
+        ValueError: no matrix, or sizes and order that are not integers, as many of one as of the other. TypeError: a
+        quantized input whose rows share scales. RuntimeError: a quantized input in compiled code.
+    """
+    return Reorder.apply(inp, *_order(inp, split_sizes, sorted_index, "moe_sort_chunks_by_index"))
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: Any, probs: Tensor, split_sizes: Tensor | Sequence[int], sorted_index: Tensor | Sequence[int]
+) -> tuple[Any, Tensor]:
+    """Put chunks of rows, and one number per row, into another order.
+
+    Args:
+        inp, split_sizes, sorted_index: as in :func:`moe_sort_chunks_by_index`.
+        probs: (R,), dtype of 1, 2 or 4 bytes; differentiable.
+
+    Returns:
+        The rows (R, K) and their numbers (R,).
+
+    Raises (before any kernel):
+        As :func:`moe_sort_chunks_by_index`; ValueError: ``probs`` of another shape.
+    """
+    source, target = _order(inp, split_sizes, sorted_index, "moe_sort_chunks_by_index_with_probs")
+    if probs.shape != inp.shape[:1]:
+        raise ValueError(
+            f"probs has shape {tuple(probs.shape)}; pass one number for each of {inp.shape[0]} rows"
+        )
+    moved = Reorder.apply(probs.unsqueeze(1), source, target)
+    return Reorder.apply(inp, source, target), moved.squeeze(1)
+
+
+def _order(
+    inp: Any, split_sizes: Tensor | Sequence[int], sorted_index: Tensor | Sequence[int], name: str
+) -> tuple[Tensor, Tensor]:
+    """For every row of the result where it comes from, and for every row of the input where it goes."""
+    if is_quantized(inp):
+        check_movable(inp, name)
+    if len(inp.shape) != 2:
+        raise ValueError(f"{name} got an input of shape {tuple(inp.shape)}; pass rows (R, K)")
+    sizes, order = (torch.as_tensor(given) for given in (split_sizes, sorted_index))
+    if sizes.dim() != 1 or sizes.shape != order.shape or (sizes.is_floating_point() and len(sizes)):
+        raise ValueError(
+            f"split_sizes has shape {tuple(sizes.shape)} and sorted_index {tuple(order.shape)}; pass integers, one of "
+            "each for every chunk"
+        )
+    sizes, order = (given.to(inp.device, torch.int64, non_blocking=True) for given in (sizes, order))
+    row = torch.arange(inp.shape[0], device=inp.device)
+    if sizes.shape[0] == 0:
+        return row.int(), row.int()
+    starts, moved = sizes.cumsum(0) - sizes, sizes[order]
+    ends = moved.cumsum(0)
+    place = torch.searchsorted(ends, row, right=True)
+    known = place.clamp(max=sizes.shape[0] - 1)
+    source = starts[order][known] + row - (ends - moved)[known]
+    # sizes of more rows than there are must not make a kernel read elsewhere
+    source = torch.where(place < sizes.shape[0], source, row).clamp(max=inp.shape[0] - 1)
+    target = torch.full_like(row, -1).scatter_(0, source, row)
+    return source.int(), target.int()
