@@ -33,6 +33,7 @@ from ..state import (
     starts_a_step,
 )
 from .extra_state import delayed_state, take_extra_state
+from .parameters import largest_magnitude
 from .recipe_owner import RecipeOwner
 
 _DIRECTIONS: tuple[tuple[str, Mode, tuple[str, ...]], ...] = (
@@ -177,10 +178,8 @@ class DelayedLayer(RecipeOwner):
             scale[at] = torch.where(usable, torch.full_like(weight_amax, largest) / weight_amax, scale[at])
 
     def _weight_amax(self, prefix: str) -> Tensor:
-        """max|w| of the weight of every group, fp32; of a sharded weight, of the local shard."""
-        weight: Any = self._weight_of_state(prefix).detach()
-        weight = weight.to_local() if hasattr(weight, "to_local") else weight
-        return weight.abs().amax().float().reshape(1) if weight.numel() else weight.new_zeros(1).float()
+        """max|w| of the weight of every group, fp32."""
+        return largest_magnitude(self._weight_of_state(prefix))
 
     def reset_delayed_scaling(self) -> None:
         """Start delayed scaling anew: scales as its recipe says, no amax. State of an unknown recipe is dropped."""

@@ -33,6 +33,7 @@ from .parameters import (
     accumulate,
     check_differentiable,
     checked_input,
+    largest_magnitude,
     main_grad_of,
     mark_added_to_main_grad,
     parameter_device,
@@ -113,15 +114,9 @@ class GroupedLinearLayer(LinearLayer):
 
     def _weight_amax(self, prefix: str) -> Tensor:
         weights: list[Any] = [weight.detach() for weight in self._parts_of("weight")]
-        weights = [weight.to_local() if hasattr(weight, "to_local") else weight for weight in weights]
         if isinstance(weights[0], (GroupedTensor, QuantizedTensor)):
             return torch.zeros(self.num_gemms, device=weights[0].device)
-        return torch.cat(
-            [
-                weight.abs().float().reshape(-1, self.out_features * self.in_features).amax(1)
-                for weight in weights
-            ]
-        )
+        return torch.cat([largest_magnitude(weight, self.single_grouped_weight) for weight in weights])
 
     def extra_repr(self) -> str:
         """Sizes, as printed by the module."""
@@ -155,7 +150,10 @@ class GroupedLinearLayer(LinearLayer):
             whole = weights[0]
             if quantized:
                 whole = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
-            values = whole.unbind(0)
+            if hasattr(whole, "to_local"):  # sharded, where PyTorch draws for all ranks together
+                values = [whole] if stage.init_method is None else whole.to_local().unbind(0)
+            else:
+                values = whole.unbind(0)
         for value in values:
             if stage.init_method is None:
                 value.normal_(0.0, INIT_STD)

@@ -31,6 +31,7 @@ from .parameters import (
     INIT_STD,
     accumulate,
     check_differentiable,
+    largest_magnitude,
     main_grad_of,
     mark_added_to_main_grad,
     mark_after_accumulation,
@@ -132,11 +133,10 @@ class LinearLayer(DelayedLayer):
 
     def _weight_amax(self, prefix: str) -> Tensor:
         stage = next(stage for stage in self._stages if stage.prefix == prefix)
-        weight: Any = self._whole(stage.weight).detach()
-        weight = weight.to_local() if hasattr(weight, "to_local") else weight
-        if isinstance(weight, QuantizedTensor) or not weight.numel():
-            return torch.zeros(1, device=weight.device)
-        return weight.abs().amax().float().reshape(1)
+        parts = [part.detach() for part in self._parts_of(stage.weight)]
+        if isinstance(parts[0], QuantizedTensor):
+            return torch.zeros(1, device=parts[0].device)
+        return torch.stack([largest_magnitude(part) for part in parts]).amax(0)
 
     @torch.no_grad()
     def _reset_linear(self, stage: Stage) -> None:

@@ -150,6 +150,30 @@ def mark_after_accumulation(parameter: Tensor) -> None:
         parameter.register_post_accumulate_grad_hook(mark_added_to_main_grad)
 
 
+def largest_magnitude(weight: Any, grouped: bool = False) -> Tensor:
+    """max|w| of a weight, fp32 (1,); with ``grouped`` of every group of (G, N, K), (G,).
+
+    Of a sharded weight it is that of the whole one, so that all ranks start from the same scales: every rank that holds
+    a part must ask.
+    """
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    rows = local.shape[0] if grouped else 1
+    magnitudes = local.detach().abs().reshape(rows, -1) if local.numel() else local.new_zeros(rows, 1)
+    largest = magnitudes.amax(1).float()
+    if local is weight:
+        return largest
+    placed = torch.distributed.tensor  # type: ignore[attr-defined]  # there, as the weight is
+    placements = [
+        one if one.is_replicate() or (grouped and one.is_shard(0)) else placed.Partial("max")
+        for one in weight.placements
+    ]
+    shape = (weight.shape[0] if grouped else 1,)
+    of_rank = placed.DTensor.from_local(
+        largest, weight.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=(1,)
+    )
+    return of_rank.full_tensor()
+
+
 def weight_quantizer(recipe: Recipe, name: str) -> Quantizer:
     """What quantizes a weight to be stored; in place of delayed scaling, which has no history yet, current scaling.
 

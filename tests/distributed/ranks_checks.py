@@ -1,0 +1,53 @@
+"""Many checks in the processes of one spawn: each is a function of its own; one that fails hides no other."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+Check = Callable[[], Any]
+PATIENCE = 240  # seconds for everything; a collective that waits longer than half of it fails by itself
+
+
+def run_checks(
+    checks_of: Callable[[str], dict[str, Check]], folder: Path, world: int
+) -> list[dict[str, Any]]:
+    """What the checks gave, by rank and name; of one that raised, its traceback as text.
+
+    Args:
+        checks_of: a function of a module: the folder -> the checks by name, made on every rank.
+    """
+    return run_ranks(functools.partial(_work, checks_of, world), folder, world, PATIENCE)
+
+
+def _work(checks_of: Callable[[str], dict[str, Check]], world: int, rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    patience = datetime.timedelta(seconds=PATIENCE / 2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=patience
+    )
+    results: dict[str, Any] = {}
+    for name, check in checks_of(folder).items():
+        try:
+            results[name] = check()
+        except Exception:
+            results[name] = traceback.format_exc()
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def of_all(results: list[dict[str, Any]], name: str) -> list[Any]:
+    """What a check gave on each rank; a failure of one is a failure of the test."""
+    given = [result[name] for result in results]
+    for rank, value in enumerate(given):
+        assert not isinstance(value, str), f"on rank {rank}: {value}"
+    return given

@@ -1,0 +1,214 @@
+"""Models of these layers under DDP, FSDP1 and FSDP2, as PyTorch has them: losses are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from recipes import QUANTIZED
+from torch import nn
+
+import narrowcast as nc
+
+from .blocks import Block, make_model, train
+from .ranks_checks import of_all, run_checks
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed"),
+    pytest.mark.slow,
+]
+
+FEW = ("current", "delayed")
+LAYERS: dict[str, Any] = {
+    "linear": lambda device: nc.Linear(32, 48, device=device),
+    "layernorm_linear": lambda device: nc.LayerNormLinear(32, 48, device=device),
+    "layernorm_mlp": lambda device: nc.LayerNormMLP(32, 48, device=device),
+    "grouped": lambda device: nc.GroupedLinear(2, 32, 48, device=device),
+    "grouped_single": lambda device: nc.GroupedLinear(
+        2, 32, 48, device=device, single_grouped_parameter=True
+    ),
+    "ops": lambda device: nc.ops.Linear(32, 48, device=device),
+}
+
+
+def fsdp2(model: Any, mesh: Any, **options: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def recomputed(model: Any, wrapped: Any) -> Any:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = wrapped(block)
+    return model
+
+
+class Recomputed(nn.Module):
+    """A block in ``nc.checkpoint``."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Any) -> Any:
+        return nc.checkpoint(self.block, x)
+
+
+def compiled(model: Any) -> Any:
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def compare(recipe: str, wrap: Any, width: int = 64, hidden: int = 96, **options: Any) -> tuple[Any, Any]:
+    """(losses of the wrapped model, of one process)."""
+    expected = train(make_model(recipe, width, hidden), width=width, **options)
+    model = wrap(make_model(recipe, width, hidden))
+    if options.get("microbatches") and hasattr(model, "set_requires_gradient_sync"):
+        options["before"] = model.set_requires_gradient_sync
+    return train(model, width=width, **options), expected
+
+
+def many_steps(mesh: Any) -> tuple[Any, Any]:
+    losses = []
+    for wrap in (lambda model: fsdp2(model, mesh), lambda model: model):
+        model = wrap(make_model("delayed", 16, 16, blocks=1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses.append(train(model, 200, width=16, optimizer=optimizer))
+    return tuple(losses)
+
+
+def mixed_precision(recipe: str, mesh: Any) -> tuple[Any, Any]:
+    """bf16 compute beside fp32 parameters: the first loss is that of a bf16 model."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    expected = train(make_model(recipe).to(torch.bfloat16), steps=1)
+    model = fsdp2(make_model(recipe), mesh, mp_policy=policy)
+    return train(model, steps=1), expected
+
+
+def from_meta(name: str, delayed_first: bool, mesh: Any) -> dict[str, Any]:
+    """A layer that is sharded on the meta device and then made: its scales, and how its weights are spread."""
+    from torch.distributed.fsdp import fully_shard
+
+    layer = LAYERS[name]("meta")
+    if delayed_first:
+        nc.set_recipe(layer, QUANTIZED["delayed"])
+    fully_shard(layer, mesh=mesh)
+    layer.to_empty(device="cpu")
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    if not delayed_first:
+        nc.set_recipe(layer, QUANTIZED["delayed"])
+    scales = torch.cat([value.reshape(-1) for key, value in layer.state_dict().items() if "scale_fwd" in key])
+    weights = {key: value.full_tensor() for key, value in layer.state_dict().items() if "weight" in key}
+    splits = ([4, 4],) if "grouped" in name else ()
+    out = layer(torch.randn(8, 32), *splits)
+    out = out if isinstance(out, torch.Tensor) else out[0]
+    out.square().mean().backward()
+    return {"scales": scales, "weights": weights, "finite": bool(out.isfinite().all())}
+
+
+def checks_of_two(folder: str) -> dict[str, Any]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def fsdp1(model: Any, own_parameters: bool) -> Any:
+        return FullyShardedDataParallel(
+            model,
+            use_orig_params=own_parameters,
+            device_id=torch.device("cpu"),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+        )
+
+    checks: dict[str, Any] = {}
+    for recipe in ("current", "delayed", "block", "mxfp8"):
+        checks[f"ddp-{recipe}"] = lambda recipe=recipe: compare(recipe, DistributedDataParallel)
+        checks[f"uneven-{recipe}"] = lambda recipe=recipe: compare(recipe, lambda m: fsdp2(m, mesh), 33, 67)
+    ways = {
+        "fsdp1": lambda m: fsdp1(m, True),
+        "fsdp1_flat": lambda m: fsdp1(m, False),
+        "recomputed": lambda m: fsdp2(recomputed(m, checkpoint_wrapper), mesh),
+        "recomputed_after": lambda m: recomputed(fsdp2(m, mesh), checkpoint_wrapper),
+        "nc_checkpoint": lambda m: fsdp2(recomputed(m, Recomputed), mesh),
+    }
+    for recipe in FEW:
+        for way, wrap in ways.items():
+            checks[f"{way}-{recipe}"] = lambda recipe=recipe, wrap=wrap: compare(recipe, wrap)
+        checks[f"accumulated-{recipe}"] = lambda recipe=recipe: compare(
+            recipe, lambda m: fsdp2(m, mesh), microbatches=2
+        )
+        checks[f"mixed_precision-{recipe}"] = lambda recipe=recipe: mixed_precision(recipe, mesh)
+    for name in LAYERS:
+        for first in (True, False):
+            checks[f"meta-{name}-{first}"] = lambda name=name, first=first: from_meta(name, first, mesh)
+    checks["compiled_before-current"] = lambda: compare("current", lambda m: fsdp2(compiled(m), mesh))
+    checks["compiled_after-delayed"] = lambda: compare("delayed", lambda m: compiled(fsdp2(m, mesh)))
+    checks["200 steps"] = lambda: many_steps(mesh)
+    return checks
+
+
+def checks_of_four(folder: str) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return {
+        f"hsdp-{recipe}": lambda recipe=recipe: compare(recipe, lambda m: fsdp2(m, mesh))
+        for recipe in ("delayed", "block")
+    }
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_checks(checks_of_two, tmp_path_factory.mktemp("two"), 2)
+
+
+WAYS = ("fsdp1", "fsdp1_flat", "recomputed", "recomputed_after", "nc_checkpoint", "accumulated")
+NAMES = [
+    f"{way}-{recipe}" for way in ("ddp", "uneven") for recipe in ("current", "delayed", "block", "mxfp8")
+]
+NAMES += [f"{way}-{recipe}" for way in (*WAYS, "mixed_precision") for recipe in FEW]
+NAMES += ["compiled_before-current", "compiled_after-delayed", "200 steps"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_are_those_of_one_process(name: str, two: list[dict[str, Any]]) -> None:
+    for losses, expected in of_all(two, name):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("delayed_first", [True, False])
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_made_from_meta(name: str, delayed_first: bool, two: list[dict[str, Any]]) -> None:
+    """Through DTensors, with the scales of the whole weight on every rank, as in one process."""
+    first, second = of_all(two, f"meta-{name}-{delayed_first}")
+    assert first["finite"] and second["finite"]
+    assert torch.equal(first["scales"], second["scales"])
+    whole = LAYERS[name]("cpu")
+    nc.set_recipe(whole, QUANTIZED["delayed"])
+    whole.load_state_dict(first["weights"], strict=False)
+    for module in whole.modules():
+        if hasattr(module, "reset_delayed_scaling"):
+            module.reset_delayed_scaling()
+    own = torch.cat([value.reshape(-1) for key, value in whole.state_dict().items() if "scale_fwd" in key])
+    assert torch.equal(own, first["scales"])
+
+
+def test_hybrid_sharding(tmp_path: Path) -> None:
+    results = run_checks(checks_of_four, tmp_path, 4)
+    for name in ("hsdp-delayed", "hsdp-block"):
+        for losses, expected in of_all(results, name):
+            assert losses == pytest.approx(expected, rel=1e-5)
