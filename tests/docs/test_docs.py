@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
-MAX_EXAMPLE_LINES = 80
+MAX_EXAMPLE_LINES = 150
 EXTRA = ("transformers", "accelerate", "peft")  # packages of extras that the tests do without
 
 
