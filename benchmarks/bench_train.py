@@ -55,7 +55,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
             row |= {"steps": config.steps, "tokens_per_step": config.batch_size * config.seq_len}
             row |= {"parameters": result.parameters, "held_out_loss": result.held_out_loss}
             row |= {"from_eager": abs(losses[mode] - losses["eager"]) / losses["eager"]}
-            row |= {"tokens_per_second": result.tokens_per_second}
+            row |= {"tokens_per_second": result.pace.tokens_per_second}
             rows.append(row)
     return rows
 

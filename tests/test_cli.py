@@ -88,6 +88,10 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
         (["--resume"], ["no checkpoint to resume in", "checkpoints", "--out"]),
         (["--out", "text.txt"], ["text.txt", "--out"]),
         (["--seed", str(2**64)], ["--seed is 18446744073709551616", "below 2^64"]),
+        (["--preset", "7b"], ["'7b'", "--preset takes one of tiny, 125m, 1b, 8b-slice"]),
+        (["--accumulate", "3"], ["--accumulate is 3", "divide --batch-size 2"]),
+        (["--keep-bf16", "lm_head"], ["--keep-bf16", "'lm_head' matches no"]),
+        (["--recipe-table", "empty.txt"], ["--recipe-table empty.txt", "no JSON"]),
         (["--batch-size", str(10**12)], ["scores of a batch", "GiB", "lower --batch-size or --seq-len"]),
         (["--batch-size", str(10**30)], ["--batch-size is 1000", "below 2^63"]),
         (["--eval-batches", str(10**12)], ["held-out batches", "lower --eval-batches or --batch-size"]),
@@ -135,6 +139,27 @@ def test_bad_commands(
     line = fails_on_one_line(capsys, text_file.parent, words)
     assert all(part in line for part in parts), line
     assert not Path("runs").exists()
+
+
+def test_a_preset_gives_what_no_option_does(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    Path("table.json").write_text('{"blocks.0.attention": {"type": "Float8CurrentScaling"}}')
+    words = ["--preset", "125m", "--recipe", "mxfp8", "--accumulate", "2", "--recompute", "--out", "run"]
+    assert (
+        train(text_file, *words, "--keep-bf16", "blocks.0.feed_forward", "--recipe-table", "table.json") == 0
+    )
+    assert "MFU unknown" in capsys.readouterr().out
+    result = json.loads(Path("run/result.json").read_text())
+    settings = result["settings"]
+    assert (settings["lr"], settings["steps"], settings["dim"]) == (6e-4, 4, 32)
+    assert (settings["accumulate"], settings["recompute"]) == (2, True)
+    assert "Float8CurrentScaling" in settings["recipe_table"]
+    assert result["mfu"] is None
+    assert result["peak_memory"] > 2**27
+
+
+def test_presets_are_shown(capsys: pytest.CaptureFixture) -> None:
+    assert main(["presets"]) == 0
+    assert "8b-slice" in capsys.readouterr().out
 
 
 def test_resume_from_another_configuration(text_file: Path, capsys: pytest.CaptureFixture) -> None:

@@ -25,6 +25,8 @@ from narrowcast.train.errors import SettingsError
         ({"steps": 0}, r"--steps is 0; .*at least 1"),
         ({"batch_size": -3}, r"--batch-size is -3"),
         ({"seq_len": 0}, r"--seq-len is 0"),
+        ({"accumulate": 0}, r"--accumulate is 0"),
+        ({"accumulate": 3}, r"--accumulate is 3; it must divide --batch-size 8"),
         ({"lr": 0.0}, r"--lr is 0.0; .*above 0"),
         ({"lr": float("nan")}, r"--lr is nan"),
         ({"clip": -1.0}, r"--clip is -1.0"),

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import narrowcast as nc
+from narrowcast.testing import TOLERANCES
 from narrowcast.train import checkpoint
 from narrowcast.train.config import TrainConfig
 from narrowcast.train.data import Corpus
-from narrowcast.train.errors import TrainingError
+from narrowcast.train.errors import SettingsError, TrainingError
 from narrowcast.train.loop import Run
 from narrowcast.train.progress import Progress
 from narrowcast.train.trainer import Trainer
@@ -34,7 +36,7 @@ def test_results(config: TrainConfig, corpus: Corpus, progress: Progress) -> Non
     assert len(result.history.train) == 6
     assert [step for step, _ in result.history.held_out] == [0, 2, 4, 6]
     assert result.held_out_loss == result.history.held_out[-1][1]
-    assert 0 < result.tokens_per_second < 1e9
+    assert 0 < result.pace.tokens_per_second < 1e9
     assert result.seconds > 0
 
 
@@ -62,7 +64,7 @@ def test_the_recipe_changes_the_numbers(config: TrainConfig, corpus: Corpus, pro
     assert [recipe for recipe in losses if losses[recipe] == losses["bf16"]] == ["bf16"]
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])  # delayed scaling's history sees evaluations too
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "delayed"])
 def test_evaluation_does_not_touch_the_training(
     recipe: str, config: TrainConfig, corpus: Corpus, progress: Progress
 ) -> None:
@@ -70,6 +72,69 @@ def test_evaluation_does_not_touch_the_training(
     often = Run(replace(config, eval_every=1), corpus, progress, folder=None).train().history.train
     rarely = Run(replace(config, eval_every=6), corpus, progress, folder=None).train().history.train
     assert often == rarely
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "mxfp8"])
+def test_a_batch_in_parts_is_the_same_step(
+    recipe: str, config: TrainConfig, corpus: Corpus, progress: Progress
+) -> None:
+    config = replace(config, recipe=recipe, batch_size=4)
+    whole, parts = (
+        Run(replace(config, accumulate=count), corpus, progress, folder=None).train().history
+        for count in (1, 4)
+    )
+    tolerance = TOLERANCES["training_loss"].relative
+    assert parts.train == pytest.approx(whole.train, rel=tolerance)
+    assert [loss for _, loss in parts.held_out] == pytest.approx(
+        [loss for _, loss in whole.held_out], rel=tolerance
+    )
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "mxfp8", "block", "nvfp4"])
+def test_recomputing_changes_no_bit(
+    recipe: str, config: TrainConfig, corpus: Corpus, progress: Progress
+) -> None:
+    config = replace(config, recipe=recipe, accumulate=2, steps=3, eval_every=3)
+    kept, again = (
+        Run(replace(config, recompute=recompute), corpus, progress, folder=None).train().history
+        for recompute in (False, True)
+    )
+    assert again == kept
+
+
+def test_recomputing_saves_less(config: TrainConfig, corpus: Corpus) -> None:
+    sizes = []
+    for recompute in (False, True):
+        trainer = Trainer(replace(config, recompute=recompute), corpus)
+        saved: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            trainer._forward(*trainer.held_out[0])
+        sizes.append(sum(saved.values()))
+    assert sizes[1] < 0.7 * sizes[0]
+
+
+def test_layers_have_the_recipes_of_their_patterns(config: TrainConfig, corpus: Corpus) -> None:
+    table = nc.recipe.recipes_to_json(
+        {"blocks.1": nc.recipe.MXFP8BlockScaling(), "head": nc.recipe.Float8CurrentScaling()}
+    )
+    model = replace(config.model, layers=3)
+    config = replace(
+        config, recipe="delayed", recipe_table=table, keep_bf16="blocks.*.attention, head", model=model
+    )
+    recipes = nc.get_recipes(Trainer(config, corpus).model)
+    assert {type(recipe) for name, recipe in recipes.items() if ".attention." in name} == {type(None)}
+    assert recipes["head"] is None
+    assert isinstance(recipes["blocks.0.feed_forward.down"], nc.recipe.DelayedScaling)
+    assert isinstance(recipes["blocks.1.feed_forward.down"], nc.recipe.MXFP8BlockScaling)
+    with pytest.raises(
+        SettingsError, match=r"--keep-bf16 or --recipe-table: 'lm_head' matches no .*it has: 'blocks.0"
+    ):
+        Trainer(replace(config, keep_bf16="lm_head"), corpus)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(
@@ -124,5 +189,6 @@ def test_lines_tell_step_losses_speed_and_time_left(
     Run(config, corpus, progress, folder=None).train()
     lines = progress._console.file.getvalue().splitlines()
     assert len(lines) == 4
-    last_but_one = r"bf16 +step 4/6  loss \d\.\d{3}  held-out \d\.\d{3}  [\d,]+ tok/s  left \d+:\d\d"
+    last_but_one = r"bf16 +step 4/6  loss \d\.\d{3}  held-out \d\.\d{3}  [\d,]+ tok/s  "
+    last_but_one += r"MFU unknown  \d+\.\d GiB  left \d+:\d\d"
     assert re.fullmatch(last_but_one, lines[2]), lines[2]

@@ -10,7 +10,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.train.config import ModelConfig
-from narrowcast.train.model import Decoder, next_byte_loss, rope_tables, rotate
+from narrowcast.train.model import Decoder, next_token_loss, rope_tables, rotate
 
 SHAPE = ModelConfig(dim=48, layers=2, heads=4, kv_heads=2, hidden=80)
 
@@ -91,7 +91,7 @@ def test_tied_embeddings_share_one_tensor() -> None:
 
 def test_a_new_model_knows_nothing() -> None:
     tokens = torch.randint(256, (2, 12))
-    loss = next_byte_loss(decoder(), tokens, tokens.roll(-1, 1))
+    loss = next_token_loss(decoder(), tokens, tokens.roll(-1, 1))
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(5.545, abs=0.15)  # log 256
 
@@ -99,6 +99,6 @@ def test_a_new_model_knows_nothing() -> None:
 def test_all_parameters_get_gradients() -> None:
     model = decoder()
     tokens = torch.randint(256, (2, 12))
-    next_byte_loss(model, tokens, tokens.roll(-1, 1)).backward()
+    next_token_loss(model, tokens, tokens.roll(-1, 1)).backward()
     without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert not without

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 import narrowcast as nc
 from narrowcast.train import recipes
 from narrowcast.train.errors import SettingsError
-from narrowcast.train.recipes import CHOICES, build_recipe, recipe_name
+from narrowcast.train.recipes import CHOICES, build_recipe, read_recipe_table, recipe_name, recipe_table
 
 
 def test_names() -> None:
@@ -44,6 +46,32 @@ def test_the_environment_may_ask_for_emulation(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(recipes.CHOICES, "nvfp4", lacking)
     monkeypatch.setenv("NARROWCAST_EMULATE", "1")
     assert build_recipe("nvfp4", device="cuda", emulate=False).emulate
+
+
+def test_recipes_of_a_table_need_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = replace(CHOICES["mxfp8"], native=lambda return_reason: (False, "too old"))
+    monkeypatch.setitem(recipes.CHOICES, "mxfp8", lacking)
+    table = nc.recipe.recipes_to_json({"blocks.0": nc.recipe.MXFP8BlockScaling(emulate=False)})
+    build = partial(recipe_table, "bf16", keep_bf16="", device="cuda", emulate=False)
+    with pytest.raises(
+        SettingsError, match=r"the recipe of 'blocks.0' is not native .*give it \"emulate\": true"
+    ):
+        build(table=table)
+    emulated = nc.recipe.recipes_to_json({"blocks.0": nc.recipe.MXFP8BlockScaling(emulate=True)})
+    assert build(table=emulated)["head"] is None
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"": {"type": "Fast"}}', '{"": {"type": "MXFP8BlockScaling", "x": 1}}']
+)
+def test_a_file_that_is_no_table_is_told(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(content)
+    with pytest.raises(SettingsError, match=r"--recipe-table .*table\.json: "):
+        read_recipe_table(path)
+    with pytest.raises(SettingsError, match=r"--recipe-table absent\.json: .*No such file"):
+        read_recipe_table(Path("absent.json"))
+    assert read_recipe_table(None) == ""
 
 
 def test_a_gpu_with_kernels_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

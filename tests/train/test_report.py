@@ -13,6 +13,7 @@ from narrowcast.train.config import TrainConfig
 from narrowcast.train.data import Corpus
 from narrowcast.train.document import compose
 from narrowcast.train.history import History, RunResult
+from narrowcast.train.pace import Pace
 from narrowcast.train.picture import draw, spread
 from narrowcast.train.report import Row, compare, markdown_table, rows_to_json, terminal_table
 
@@ -29,7 +30,7 @@ FACTS = {
 
 def result(recipe: str, loss: float) -> RunResult:
     held_out = [(0, 5.545), (10, 3.0), (20, loss)]
-    return RunResult(recipe, History([5.0] * 20, held_out), 20, 1000, 12345.6, 61.0)
+    return RunResult(recipe, History([5.0] * 20, held_out), 20, 1000, Pace(12345.6), 61.0)
 
 
 @pytest.fixture

@@ -40,11 +40,15 @@ def resumed(config: TrainConfig, corpus: Corpus, progress: Progress, folder: Pat
     return Run(config, corpus, progress, folder, resume=True).train()
 
 
+EVERYTHING = {"recompute": True, "accumulate": 2, "keep_bf16": "blocks.0.attention"}
+
+
 @pytest.mark.parametrize("recipe", CHOICES)
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "every option"])
 def test_resume_is_bitwise(
-    recipe: str, config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
+    recipe: str, options: dict, config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
 ) -> None:
-    config = replace(config, recipe=recipe)
+    config = replace(config, recipe=recipe, **options)
     whole = Run(config, corpus, progress, tmp_path / "whole").train()
     folder = interrupted_copy(tmp_path / "whole", tmp_path / "part")
     part = resumed(config, corpus, progress, folder)
@@ -86,7 +90,7 @@ def test_a_finished_run_resumes_to_its_result(
     whole = Run(config, corpus, progress, tmp_path).train()
     again = resumed(config, corpus, progress, tmp_path)
     assert again.history == whole.history
-    assert again.tokens_per_second == 0.0
+    assert again.pace.tokens_per_second == 0.0
 
 
 def test_the_saving_rhythm_may_change(
@@ -136,6 +140,34 @@ def test_an_extended_run_goes_on_as_the_longer_one(
     assert resumed(longer, corpus, progress, folder).history == history
     with pytest.raises(SettingsError, match=r"--steps 9, .*--steps 6"):
         Run(config, corpus, progress, tmp_path / "a", resume=True)
+
+
+def test_a_shortened_run_ends_as_the_shorter_one(
+    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
+) -> None:
+    """From the checkpoint on, the rate is that of the shorter run; a checkpoint beyond its end is refused."""
+    Run(config, corpus, progress, tmp_path / "whole").train()
+    shorter = replace(config, steps=5)
+    folder = interrupted_copy(tmp_path / "whole", tmp_path / "a")
+    first = Run(shorter, corpus, progress, folder, resume=True).train().history
+    assert len(first.train) == 5
+    second = resumed(shorter, corpus, progress, interrupted_copy(tmp_path / "whole", tmp_path / "b"))
+    assert second.history == first
+    folder = interrupted_copy(tmp_path / "whole", tmp_path / "c")
+    with pytest.raises(SettingsError, match=r"--steps 6, .*--steps 2"):
+        Run(replace(config, steps=2), corpus, progress, folder, resume=True)
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes(
+    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
+) -> None:
+    """Settings that it does not name were not there, and are the defaults."""
+    whole = Run(config, corpus, progress, tmp_path / "whole").train()
+    saved = load(tmp_path / "whole" / "step-00000003")
+    for name in ("accumulate", "recompute", "recipe_table", "keep_bf16", "vocabulary"):
+        del saved.meta["settings"][name]
+    save(tmp_path / "part", step=saved.step, meta=saved.meta, tensors=saved.tensors)
+    assert resumed(config, corpus, progress, tmp_path / "part").history == whole.history
 
 
 def test_another_text_is_refused_and_a_moved_one_is_not(

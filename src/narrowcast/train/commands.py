@@ -1,4 +1,4 @@
-"""The commands `train`, `demo` and `doctor`."""
+"""The commands `train`, `demo`, `presets` and `doctor`."""
 
 from dataclasses import asdict, replace
 from json import dumps
@@ -10,7 +10,7 @@ from rich.console import Console
 
 from .._version import __version__
 from .atomic import write_json, writing_into
-from .config import ModelConfig, TrainConfig, compared_fields, require_compiler, resolve_device
+from .config import TrainConfig, compared_fields, override, require_compiler, resolve_device
 from .data import Corpus, load_corpus
 from .demo import CONFIG, check_recipes, run_demo, write_results
 from .doctor import examine
@@ -19,8 +19,10 @@ from .folder import run_folder
 from .history import RunResult
 from .loop import Run
 from .machine import describe
+from .pace import format_pace
+from .presets import PRESETS, find_preset, presets_table
 from .progress import format_duration, make_progress
-from .recipes import CHOICES
+from .recipes import CHOICES, read_recipe_table
 from .report import terminal_table
 
 app = typer.Typer(
@@ -70,54 +72,99 @@ Emulate = Annotated[
         "--emulate/--no-emulate", help="On a GPU: run recipes it has no kernels for, by exact dequantization."
     ),
 ]
-Count = Annotated[int, typer.Option()]
-Real = Annotated[float, typer.Option()]
+Word = Optional[str]  # noqa: UP045
+Count = Optional[int]  # noqa: UP045
+Real = Optional[float]  # noqa: UP045
+Flag = Optional[bool]  # noqa: UP045
+OF_PRESET = "preset's"
+SHAPES = ", ".join(
+    f"{name}: {c.model.layers} layers of {c.model.dim}/{c.model.hidden}" for name, c in PRESETS.items()
+)
+
+
+def _preset_option(text: str = "", *names: str) -> typer.models.OptionInfo:
+    return typer.Option(*names, help=text or None, show_default=OF_PRESET)
 
 
 @app.command()
 def train(
+    preset: Annotated[
+        str, typer.Option(help=f"Shape, batch and schedule. {SHAPES}. All of it: narrowcast presets.")
+    ] = "tiny",
     data: Data = None,
     recipe: Annotated[str, typer.Option(help=f"none (the same as bf16), {', '.join(CHOICES)}.")] = "bf16",
+    recipe_table: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="JSON file from patterns of layer names to recipes, laid over --recipe, "
+            "as nc.recipe.recipes_to_json writes it.",
+            show_default=False,
+        ),
+    ] = None,
+    keep_bf16: Annotated[
+        str,
+        typer.Option(
+            help="Patterns of layers that stay in bfloat16, such as 'blocks.0,blocks.11,head' or 'blocks.*.attention'."
+        ),
+    ] = "",
     out: RunFolder = None,
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Continue the run in --out; repeat its other options. More --steps extend it."
+            "--resume",
+            help="Continue the run in --out; repeat its other options. More or fewer --steps move the schedule's end.",
         ),
     ] = False,
     device: Device = "auto",
     compile: Compile = False,
     emulate: Emulate = False,
-    steps: Count = TrainConfig.steps,
-    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = TrainConfig.batch_size,
-    seq_len: Annotated[int, typer.Option(help="Bytes per sequence.")] = TrainConfig.seq_len,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = TrainConfig.lr,
-    warmup: Annotated[
-        int, typer.Option(help="Steps of linear warmup, before the cosine.")
-    ] = TrainConfig.warmup,
-    weight_decay: Real = TrainConfig.weight_decay,
-    clip: Annotated[float, typer.Option(help="Largest gradient norm.")] = TrainConfig.clip,
-    seed: Count = TrainConfig.seed,
-    eval_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = TrainConfig.eval_every,
-    eval_batches: Annotated[int, typer.Option(help="Batches per evaluation.")] = TrainConfig.eval_batches,
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = TrainConfig.save_every,
-    dim: Annotated[int, typer.Option(help="Width of the model.")] = ModelConfig.dim,
-    layers: Count = ModelConfig.layers,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = ModelConfig.heads,
-    kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = ModelConfig.kv_heads,
-    hidden: Annotated[int, typer.Option(help="Width of the feed-forward layer.")] = ModelConfig.hidden,
-    tie_embeddings: Annotated[
-        bool, typer.Option("--tie-embeddings/--no-tie-embeddings", help="Share the embedding with the head.")
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            "--recompute/--no-recompute",
+            help="Activation checkpointing: keep only the input of each block, run it again in the backward.",
+        ),
     ] = False,
+    steps: Annotated[Count, _preset_option()] = None,
+    batch_size: Annotated[Count, _preset_option("Sequences per step.")] = None,
+    accumulate: Annotated[
+        int, typer.Option(help="Parts that a step's batch is run in: less memory, the same step.")
+    ] = TrainConfig.accumulate,
+    seq_len: Annotated[Count, _preset_option("Tokens per sequence.")] = None,
+    lr: Annotated[Real, _preset_option("Peak learning rate.")] = None,
+    warmup: Annotated[Count, _preset_option("Steps of linear warmup, before the cosine.")] = None,
+    weight_decay: Annotated[Real, _preset_option()] = None,
+    clip: Annotated[Real, _preset_option("Largest gradient norm.")] = None,
+    seed: Annotated[int, typer.Option()] = TrainConfig.seed,
+    eval_every: Annotated[Count, _preset_option("Steps between evaluations.")] = None,
+    eval_batches: Annotated[Count, _preset_option("Batches per evaluation.")] = None,
+    save_every: Annotated[Count, _preset_option("Steps between checkpoints.")] = None,
+    dim: Annotated[Count, _preset_option("Width of the model.")] = None,
+    layers: Annotated[Count, _preset_option()] = None,
+    heads: Annotated[Count, _preset_option("Query heads.")] = None,
+    kv_heads: Annotated[Count, _preset_option("Key and value heads.")] = None,
+    hidden: Annotated[Count, _preset_option("Width of the feed-forward layer.")] = None,
+    tie_embeddings: Annotated[
+        Flag,
+        _preset_option("Share the embedding with the head.", "--tie-embeddings/--no-tie-embeddings"),
+    ] = None,
 ) -> None:
     """Train a small Llama-style model on bytes of text."""
-    config = TrainConfig(
+    start = find_preset(preset)
+    shape = {"dim": dim, "layers": layers, "heads": heads, "kv_heads": kv_heads, "hidden": hidden}
+    config = override(
+        start,
+        model=override(start.model, **shape, tie_embeddings=tie_embeddings),
         recipe=recipe,
+        recipe_table=read_recipe_table(recipe_table),
+        keep_bf16=keep_bf16,
         emulate=emulate,
         device=resolve_device(device),
         compile=compile,
+        recompute=recompute,
         steps=steps,
         batch_size=batch_size,
+        accumulate=accumulate,
         seq_len=seq_len,
         lr=lr,
         warmup=warmup,
@@ -127,18 +174,10 @@ def train(
         eval_every=eval_every,
         eval_batches=eval_batches,
         save_every=save_every,
-        model=ModelConfig(
-            dim=dim,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            hidden=hidden,
-            tie_embeddings=tie_embeddings,
-        ),
     )
     if compile:
         require_compiler(config.device)
-    corpus = load_corpus(data, seq_len=seq_len)
+    corpus = load_corpus(data, seq_len=config.seq_len)
     progress = make_progress(Console(stderr=True))
     with run_folder(out, resume=resume) as folder:
         run = Run(config, corpus, progress, folder / "checkpoints", resume=resume)
@@ -151,7 +190,7 @@ def train(
         if run.first_step < config.steps or not report.exists():  # resuming a finished run measures no speed
             with writing_into(folder):
                 write_json(report, _summary(config, corpus, result))
-    speed = f", {result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else ""
+    speed = f", {format_pace(result.pace, ', ')}" if result.pace.tokens_per_second else ""
     typer.echo(
         f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per byte after {result.steps} steps "
         f"({result.parameters:,} parameters{speed}, {format_duration(result.seconds)}); run in {folder}"
@@ -165,7 +204,9 @@ def _summary(config: TrainConfig, corpus: Corpus, result: RunResult) -> dict[str
         "settings": dict(compared_fields(config)),
         "parameters": result.parameters,
         "held_out_loss": result.held_out_loss,
-        "tokens_per_second": result.tokens_per_second,
+        "tokens_per_second": result.pace.tokens_per_second,
+        "mfu": result.pace.mfu,
+        "peak_memory": result.pace.memory,
         "seconds": result.seconds,
         "history": result.history.to_json(),
     }
@@ -180,8 +221,8 @@ def demo(
     device: Device = "auto",
     compile: Compile = False,
     emulate: Emulate = False,
-    steps: Count = CONFIG.steps,
-    seed: Count = CONFIG.seed,
+    steps: Annotated[int, typer.Option()] = CONFIG.steps,
+    seed: Annotated[int, typer.Option()] = CONFIG.seed,
 ) -> None:
     """Train every recipe on the same text and show table and picture of their losses."""
     config = replace(
@@ -202,6 +243,12 @@ def demo(
             write_results(finished, out, command=context.obj, document=write_docs)
     Console().print(terminal_table(finished.rows))
     typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / 'results.json'}")
+
+
+@app.command()
+def presets() -> None:
+    """Show what each --preset of train sets."""
+    Console().print(presets_table())
 
 
 @app.command()

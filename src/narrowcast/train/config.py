@@ -2,7 +2,8 @@
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 import torch
 
@@ -10,7 +11,7 @@ from .. import _environment as environment
 from .errors import SettingsError
 from .recipes import recipe_name
 
-VOCABULARY = 256  # tokens are bytes
+VOCABULARY = 256  # of bytes, which are the tokens where no tokenizer is given
 CPP_COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -36,6 +37,7 @@ class ModelConfig:
         kv_heads: key and value heads; divides `heads`.
         hidden: width of the gated feed-forward layer.
         tie_embeddings: share the embedding table with the output head.
+        vocabulary: tokens that the model knows.
 
     Raises:
         SettingsError: a size is not positive or does not divide as above.
@@ -47,9 +49,10 @@ class ModelConfig:
     kv_heads: int = 2
     hidden: int = 704
     tie_embeddings: bool = False
+    vocabulary: int = VOCABULARY
 
     def __post_init__(self) -> None:
-        for name in ("dim", "layers", "heads", "kv_heads", "hidden"):
+        for name in ("dim", "layers", "heads", "kv_heads", "hidden", "vocabulary"):
             _require_count(self, name)
         _require(
             self.dim % (2 * self.heads) == 0,
@@ -71,12 +74,16 @@ class TrainConfig:
 
     Args:
         recipe: a name of `recipes.CHOICES`.
+        recipe_table: JSON from patterns of layer names to recipes, laid over `recipe`; see `recipes.recipe_table`.
+        keep_bf16: patterns of layers that stay in bfloat16, separated by commas; laid over both.
         emulate: run a recipe without native kernels on an accelerator.
         device: `cpu` or `cuda`; see `resolve_device`.
         compile: run the model through `torch.compile(fullgraph=True)`.
         steps: optimizer steps of the whole run; the learning rate's decay ends there.
         batch_size: sequences of a step.
-        seq_len: bytes of a sequence.
+        accumulate: parts that the batch of a step is run in, one after the other; divides `batch_size`.
+        recompute: keep only the input of each block for the backward, and run the block again there.
+        seq_len: tokens of a sequence.
         lr: peak learning rate.
         warmup: steps of linear warmup.
         weight_decay: AdamW's decay, on matrices only.
@@ -92,11 +99,15 @@ class TrainConfig:
     """
 
     recipe: str = "bf16"
+    recipe_table: str = ""
+    keep_bf16: str = ""
     emulate: bool = False
     device: str = "cpu"
     compile: bool = False
     steps: int = 300
     batch_size: int = 8
+    accumulate: int = 1
+    recompute: bool = False
     seq_len: int = 128
     lr: float = 1e-3
     warmup: int = 40
@@ -110,8 +121,22 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", recipe_name(self.recipe))
-        for name in ("steps", "batch_size", "seq_len", "eval_every", "eval_batches", "save_every"):
+        for name in (
+            "steps",
+            "batch_size",
+            "accumulate",
+            "seq_len",
+            "eval_every",
+            "eval_batches",
+            "save_every",
+        ):
             _require_count(self, name)
+        _require(
+            self.batch_size % self.accumulate == 0,
+            "--accumulate",
+            self.accumulate,
+            f"it must divide --batch-size {self.batch_size}",
+        )
         # `not x > 0` also refuses NaN.
         for name in ("lr", "clip"):
             _require(getattr(self, name) > 0, option_of(name), getattr(self, name), "it must be above 0")
@@ -119,8 +144,24 @@ class TrainConfig:
             _require(getattr(self, name) >= 0, option_of(name), getattr(self, name), "it must be 0 or more")
         _require(self.seed < 2**64, "--seed", self.seed, "it must be below 2^64")
 
+    @property
+    def part_size(self) -> int:
+        """Sequences that are run at once."""
+        return self.batch_size // self.accumulate
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.batch_size * self.seq_len
+
+
+Settings = TypeVar("Settings", ModelConfig, TrainConfig)
 UNCOMPARED = {"save_every"}
+
+
+def override(settings: Settings, **given: object) -> Settings:
+    """Return the settings with those of `given` that are not None in their place, checked like new ones."""
+    return replace(settings, **{name: value for name, value in given.items() if value is not None})
 
 
 def option_of(name: str) -> str:

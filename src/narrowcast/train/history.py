@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from .pace import Pace
+
 
 @dataclass
 class History:
@@ -32,7 +34,7 @@ class RunResult:
         history: losses of the whole run, steps before a resume included.
         steps: steps done.
         parameters: number of model parameters.
-        tokens_per_second: training speed of this process without evaluation and first step; 0 if unknown.
+        pace: of this process; its speed is 0 if unknown.
         seconds: wall time of this process, everything included.
     """
 
@@ -40,7 +42,7 @@ class RunResult:
     history: History
     steps: int
     parameters: int
-    tokens_per_second: float
+    pace: Pace
     seconds: float
 
     @property

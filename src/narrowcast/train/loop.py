@@ -13,6 +13,7 @@ from .data import Corpus
 from .errors import SettingsError, TrainingError
 from .history import History, RunResult
 from .memory import memory_told
+from .pace import measure
 from .progress import Progress
 from .resume import describe_run, require_same_run
 from .stopwatch import Stopwatch
@@ -58,6 +59,8 @@ class Run:
             _require_empty(folder)
         with memory_told(config):
             self.trainer = Trainer(config, corpus)
+        if config.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # of a run before this one
         if folder is not None and resume:
             _, passed_over = checkpoint.load_newest(folder, lambda found: self._continue(found, corpus))
             for note in passed_over:
@@ -82,7 +85,7 @@ class Run:
             history=self.history,
             steps=self.config.steps,
             parameters=sum(p.numel() for p in self.trainer.model.parameters()),
-            tokens_per_second=watch.tokens_per_second,
+            pace=measure(self.config, watch.tokens_per_second),
             seconds=time.perf_counter() - began,
         )
 
@@ -99,8 +102,8 @@ class Run:
             saves = self.folder is not None and (done % config.save_every == 0 or done == config.steps)
             if evaluates or saves or done % FETCH_EVERY[config.device] == 0 or index == self.first_step:
                 fetched = self._fetch_losses()
-                watch.stop(fetched * config.batch_size * config.seq_len)
-                self.progress.step(done, self.history.train[-1], watch.tokens_per_second)
+                watch.stop(fetched * config.tokens_per_step)
+                self.progress.step(done, self.history.train[-1], measure(config, watch.tokens_per_second))
             if evaluates:
                 self._evaluate(done)
             if saves:

@@ -8,6 +8,11 @@ import torch
 
 from .._version import __version__
 
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None
+
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -38,6 +43,16 @@ def describe(device: str) -> dict[str, str | int]:
     if device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
+
+
+def peak_memory(device: str) -> int:
+    """Return the most bytes that this process had in use: allocated on the GPU, resident on a CPU; 0 if unknown."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    if resource is None:
+        return 0
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def one_line(facts: dict[str, str | int]) -> str:

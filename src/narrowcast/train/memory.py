@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .config import VOCABULARY, ModelConfig, TrainConfig
+from .config import ModelConfig, TrainConfig
 from .errors import SettingsError, TrainingError
 
 FLOAT = 4
@@ -18,7 +18,7 @@ def parameters_of(config: ModelConfig) -> int:
     """Return the number of parameters of a `Decoder`, without building it."""
     key_values = 2 * config.kv_heads * (config.dim // config.heads)
     block = config.dim * (2 * config.dim + key_values + 3 * config.hidden + 2)
-    tables = VOCABULARY * config.dim * (1 if config.tie_embeddings else 2)
+    tables = config.vocabulary * config.dim * (1 if config.tie_embeddings else 2)
     return config.layers * block + tables + config.dim
 
 
@@ -29,15 +29,19 @@ def require_memory(config: TrainConfig) -> None:
         SettingsError: one part alone is larger than the memory of the device; the message names its options.
     """
     room = _memory_of(config.device)
-    tokens = config.batch_size * config.seq_len
+    tokens = config.part_size * config.seq_len
     parts = (
         (
             "model with its optimizer",
             STATES * FLOAT * parameters_of(config.model),
             "--dim, --hidden or --layers",
         ),
-        ("scores of a batch", FLOAT * VOCABULARY * tokens, "--batch-size or --seq-len"),
-        ("held-out batches", 2 * TOKEN * tokens * config.eval_batches, "--eval-batches or --batch-size"),
+        ("scores of a batch", FLOAT * config.model.vocabulary * tokens, "--batch-size or --seq-len"),
+        (
+            "held-out batches",
+            2 * TOKEN * config.tokens_per_step * config.eval_batches,
+            "--eval-batches or --batch-size",
+        ),
     )
     for what, size, options in parts:
         if size > room:
@@ -62,7 +66,8 @@ def memory_told(config: TrainConfig) -> Iterator[None]:
         if not known and "can't allocate memory" not in str(error):
             raise
         raise TrainingError(
-            f"{config.device} ran out of memory; lower --batch-size ({config.batch_size}), --seq-len or --dim"
+            f"{config.device} ran out of memory; lower --batch-size ({config.batch_size}), --seq-len or --dim, "
+            "or give --recompute or --accumulate"
         ) from error
 
 

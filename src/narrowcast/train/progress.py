@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+from .pace import Pace, format_pace
+
 QUIET_SECONDS = 10.0  # longest silence of the plain form
 
 
@@ -15,7 +17,7 @@ class Progress(Protocol):
 
     def begin(self, title: str, *, done: int, total: int) -> None: ...
 
-    def step(self, done: int, loss: float, tokens_per_second: float) -> None: ...
+    def step(self, done: int, loss: float, pace: Pace) -> None: ...
 
     def evaluated(self, done: int, loss: float) -> None: ...
 
@@ -44,8 +46,8 @@ class Bar:
         self._rich.start()
         self._task = self._rich.add_task(title, completed=done, total=total, loss="-", held_out="-", speed="")
 
-    def step(self, done: int, loss: float, tokens_per_second: float) -> None:
-        speed = format_speed(tokens_per_second)
+    def step(self, done: int, loss: float, pace: Pace) -> None:
+        speed = format_pace(pace).replace("MFU unknown  ", "")  # a terminal's line is short
         self._rich.update(self._task, completed=done, loss=f"{loss:.3f}", speed=speed)
 
     def evaluated(self, done: int, loss: float) -> None:
@@ -76,8 +78,8 @@ class Lines:
         self._loss, self._speed = "-", ""
         self._began = self._last_line = time.monotonic()
 
-    def step(self, done: int, loss: float, tokens_per_second: float) -> None:
-        self._loss, self._speed = f"{loss:.3f}", format_speed(tokens_per_second)
+    def step(self, done: int, loss: float, pace: Pace) -> None:
+        self._loss, self._speed = f"{loss:.3f}", format_pace(pace)
         if time.monotonic() - self._last_line >= QUIET_SECONDS:
             self._line(done, "")
 
@@ -106,11 +108,6 @@ class Lines:
 def make_progress(console: Console) -> Progress:
     """Return a bar where the console is a terminal, plain lines where it is a file or a pipe."""
     return Bar(console) if console.is_terminal else Lines(console)
-
-
-def format_speed(tokens_per_second: float) -> str:
-    """Return tokens per second with a thousands separator; nothing before anything was timed."""
-    return f"{tokens_per_second:,.0f} tok/s" if tokens_per_second else ""
 
 
 def format_duration(seconds: float) -> str:

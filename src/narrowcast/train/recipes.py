@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
 
 import narrowcast as nc
 
@@ -49,6 +52,7 @@ CHOICES: dict[str, RecipeChoice] = {
     "nvfp4": RecipeChoice("NVFP4", nc.recipe.NVFP4BlockScaling, nc.is_nvfp4_available, 3.0),
 }
 ALIASES = {"none": "bf16"}
+HEAD = "head"  # the model's name of its output layer
 
 
 def recipe_name(word: str) -> str:
@@ -80,10 +84,79 @@ def build_recipe(name: str, *, device: str, emulate: bool) -> LowPrecisionRecipe
         return None
     # Left out rather than False: the library's own default listens to its environment variable.
     recipe = choice.recipe(emulate=True) if emulate else choice.recipe()
+    _require_kernels(recipe, choice, f"recipe {name!r}", device, "add --emulate")
+    return recipe
+
+
+def recipe_table(
+    name: str, *, table: str, keep_bf16: str, device: str, emulate: bool
+) -> dict[str, nc.recipe.Recipe | None]:
+    """Build the recipes of a model's layers by pattern, as `narrowcast.set_recipe` takes them.
+
+    Later patterns override earlier ones. The output head stays in bfloat16 unless `table` names it: its error
+    reaches the loss directly, and it is a small share of the work.
+
+    Args:
+        name: canonical name of the recipe of all layers.
+        table: JSON as `narrowcast.recipe.recipes_to_json` writes it, laid over that; empty for none.
+        keep_bf16: patterns that stay in bfloat16, separated by commas; laid over both.
+        device: `cpu` or `cuda`.
+        emulate: as `build_recipe` takes it, for the recipe of `name`; those of `table` say it themselves.
+
+    Raises:
+        SettingsError: `table` is none, or the accelerator has no kernels for a recipe.
+    """
+    recipes: dict[str, nc.recipe.Recipe | None] = {
+        "": build_recipe(name, device=device, emulate=emulate),
+        HEAD: None,
+    }
+    try:
+        recipes |= nc.recipe.recipes_from_json(table or "{}")
+    except (TypeError, ValueError, KeyError) as error:
+        raise SettingsError(f"--recipe-table: {error}") from error
+    for pattern, recipe in recipes.items():
+        for choice in CHOICES.values():
+            if choice.recipe is not None and isinstance(recipe, choice.recipe):
+                _require_kernels(
+                    recipe, choice, f"the recipe of {pattern!r}", device, 'give it "emulate": true'
+                )
+    for pattern in filter(None, (word.strip() for word in keep_bf16.split(","))):
+        recipes.pop(pattern, None)  # to come last, after what would override it
+        recipes[pattern] = None
+    return recipes
+
+
+def read_recipe_table(path: Path | None) -> str:
+    """Return the recipes in a file as the JSON that `recipe_table` takes; empty without a file.
+
+    Raises:
+        SettingsError: the file cannot be read, or holds no table of recipes.
+    """
+    if path is None:
+        return ""
+    try:
+        return nc.recipe.recipes_to_json(nc.recipe.recipes_from_json(path.read_text()))
+    except (OSError, TypeError, ValueError, KeyError) as error:
+        raise SettingsError(f"--recipe-table {path}: {error}") from error
+
+
+def set_recipes(model: nn.Module, recipes: dict[str, nc.recipe.Recipe | None]) -> None:
+    """Give the layers of a model their recipes.
+
+    Raises:
+        SettingsError: a pattern matches no layer.
+    """
+    try:
+        nc.set_recipe(model, recipes)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"--keep-bf16 or --recipe-table: {error}") from error
+
+
+def _require_kernels(
+    recipe: nc.recipe.Recipe, choice: RecipeChoice, what: str, device: str, fix: str
+) -> None:
     native, reason = choice.availability()
     if device != "cpu" and not native and not recipe.emulate:
         raise SettingsError(
-            f"recipe {name!r} is not native on this device ({reason}); "
-            "add --emulate to run it through exact dequantization"
+            f"{what} is not native on this device ({reason}); {fix} to run it through exact dequantization"
         )
-    return recipe

@@ -61,7 +61,7 @@ def compare(results: Sequence[RunResult]) -> list[Row]:
             held_out_loss=result.held_out_loss,
             gap_percent=100 * (result.held_out_loss / baseline - 1),
             tolerance_percent=CHOICES[result.recipe].tolerance,
-            tokens_per_second=result.tokens_per_second,
+            tokens_per_second=result.pace.tokens_per_second,
             seconds=result.seconds,
             held_out=result.history.held_out,
         )

@@ -27,15 +27,16 @@ def require_same_run(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus
 
     Returns:
         one line for each difference of the environment, which may cost bitwise equality and nothing else, and
-        one where the run is to get more steps than it had.
+        one where the run is to end at another step than it was.
 
     Raises:
-        SettingsError: another setting or the text differs.
+        SettingsError: another setting or the text differs, or the run is to end before the checkpoint.
     """
-    saved = checkpoint.meta["settings"]
-    extended = config.steps > saved["steps"]
+    # What a checkpoint of an earlier version does not name was as a new run's default is.
+    saved = {**dict(compared_fields(TrainConfig())), **checkpoint.meta["settings"]}
+    moved = saved["steps"] != config.steps >= checkpoint.step
     for name, value in compared_fields(config):
-        if saved.get(name) != value and not (extended and name == "steps"):
+        if saved.get(name) != value and not (moved and name == "steps"):
             theirs, ours = setting_of(name, saved.get(name)), setting_of(name, value)
             raise SettingsError(
                 f"cannot resume {checkpoint.path}: it was trained with {theirs}, and this command says "
@@ -55,9 +56,10 @@ def require_same_run(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus
         for key in now
         if then.get(key) != now[key]
     ]
-    if extended:
+    if moved:
+        change = "extended" if config.steps > saved["steps"] else "shortened"
         notes.append(
-            f"extended from {saved['steps']} to {config.steps} steps: from step {checkpoint.step} on, the learning "
+            f"{change} from {saved['steps']} to {config.steps} steps: from step {checkpoint.step} on, the learning "
             f"rate is that of a run of {config.steps}"
         )
     return notes

@@ -3,13 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-import narrowcast as nc
-
 from .config import TrainConfig
 from .data import Corpus, held_out_batches, train_batch
 from .memory import require_memory
-from .model import Decoder, next_byte_loss
-from .recipes import build_recipe
+from .model import Decoder, next_token_loss
+from .recipes import recipe_table, set_recipes
 from .schedule import learning_rate
 
 BETAS = (0.9, 0.95)
@@ -30,15 +28,25 @@ class Trainer:
     def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
         self.config = config
         self.corpus = corpus
-        self.recipe = build_recipe(config.recipe, device=config.device, emulate=config.emulate)
+        recipes = recipe_table(
+            config.recipe,
+            table=config.recipe_table,
+            keep_bf16=config.keep_bf16,
+            device=config.device,
+            emulate=config.emulate,
+        )
         require_memory(config)
         torch.manual_seed(config.seed)
         # Built on the CPU, so that the weights of a seed are the same on every device.
-        self.model = Decoder(config.model, config.seq_len).to(config.device)
+        self.model = Decoder(config.model, config.seq_len, recompute=config.recompute).to(config.device)
+        set_recipes(self.model, recipes)
         self.optimizer = _make_optimizer(self.model, config)
-        self.loss = torch.compile(next_byte_loss, fullgraph=True) if config.compile else next_byte_loss
+        self.loss = torch.compile(next_token_loss, fullgraph=True) if config.compile else next_token_loss
         batches = held_out_batches(
-            corpus, batch_size=config.batch_size, seq_len=config.seq_len, count=config.eval_batches
+            corpus,
+            batch_size=config.part_size,
+            seq_len=config.seq_len,
+            count=config.eval_batches * config.accumulate,
         )
         self.held_out = [self._to_device(batch) for batch in batches]
 
@@ -49,7 +57,7 @@ class Trainer:
             index: the step's index, which decides batch and learning rate.
 
         Returns:
-            the batch's loss before the update, a detached float32 scalar on the device.
+            the mean loss of the batch before the update, a detached float32 scalar on the device.
         """
         config = self.config
         rate = learning_rate(index, peak=config.lr, warmup=config.warmup, steps=config.steps)
@@ -58,25 +66,25 @@ class Trainer:
         batch = train_batch(
             self.corpus, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed, step=index
         )
-        loss = self._forward(*self._to_device(batch))
-        loss.backward()
+        tokens, targets = (whole.split(config.part_size) for whole in self._to_device(batch))
+        losses = []
+        for part in zip(tokens, targets):
+            loss = self._forward(*part) / config.accumulate  # the parts are equal: their mean is the batch's
+            loss.backward()
+            losses.append(loss.detach())
         nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return torch.stack(losses).sum()
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the mean loss over the held-out batches, in nats per byte."""
+        """Return the mean loss over the held-out batches, in nats per token."""
         losses = [self._forward(tokens, targets) for tokens, targets in self.held_out]
         return torch.stack(losses).mean().item()
 
     def _forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        enabled = self.recipe is not None
-        with (
-            torch.autocast(self.config.device, dtype=torch.bfloat16),
-            nc.autocast(enabled=enabled, recipe=self.recipe),
-        ):
+        with torch.autocast(self.config.device, dtype=torch.bfloat16):
             return self.loss(self.model, tokens, targets)
 
     def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,39 @@
+"""How fast a run is, and what it takes of the machine."""
+
+from dataclasses import dataclass
+
+from .config import TrainConfig
+from .flops import flops_per_token, peak_flops
+from .machine import peak_memory
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a run is, and what it takes of the machine.
+
+    Args:
+        tokens_per_second: without evaluation and first step; 0 before anything was timed.
+        mfu: model FLOPs utilization: the operations that the model's shape asks for, as a share of the GPU's peak in
+            dense bfloat16 whatever the recipe, so that recipes compare; None where that peak is not known.
+        memory: most bytes in use by this process so far: allocated on a GPU, resident on a CPU; 0 if unknown.
+    """
+
+    tokens_per_second: float
+    mfu: float | None = None
+    memory: int = 0
+
+
+def measure(config: TrainConfig, tokens_per_second: float) -> Pace:
+    """Return the pace of a run that does so many tokens per second on this machine."""
+    peak = peak_flops(config.device)
+    flops = flops_per_token(config.model, config.seq_len) * tokens_per_second
+    return Pace(tokens_per_second, flops / peak if peak and flops else None, peak_memory(config.device))
+
+
+def format_pace(pace: Pace, separator: str = "  ") -> str:
+    """Return such as `12,346 tok/s  MFU 41.0%  3.2 GiB`; nothing before anything was timed."""
+    if not pace.tokens_per_second:
+        return ""
+    mfu = "unknown" if pace.mfu is None else f"{pace.mfu:.1%}"
+    parts = (f"{pace.tokens_per_second:,.0f} tok/s", f"MFU {mfu}", f"{pace.memory / 2**30:.1f} GiB")
+    return separator.join(parts)

@@ -1,0 +1,89 @@
+"""Settings by name: the shapes of known models, with a batch and a learning rate that suit them."""
+
+from rich.table import Table
+
+from .config import ModelConfig, TrainConfig
+from .errors import SettingsError
+from .flops import flops_per_token
+from .memory import FLOAT, STATES, parameters_of
+
+PRESETS = {
+    "tiny": TrainConfig(),
+    # GPT-2 small's width and depth with a feed-forward layer of three matrices. Its 125M parameters come with a
+    # vocabulary of some 50,000 tokens; on bytes it has 85M.
+    "125m": TrainConfig(
+        steps=1500,
+        batch_size=8,
+        seq_len=1024,
+        lr=6e-4,
+        warmup=100,
+        eval_every=100,
+        eval_batches=8,
+        save_every=500,
+        model=ModelConfig(dim=768, layers=12, heads=12, kv_heads=12, hidden=2048),
+    ),
+    "1b": TrainConfig(
+        steps=1000,
+        batch_size=4,
+        seq_len=2048,
+        lr=3e-4,
+        warmup=100,
+        eval_every=100,
+        eval_batches=4,
+        save_every=500,
+        model=ModelConfig(dim=2048, layers=16, heads=32, kv_heads=8, hidden=8192),
+    ),
+    # Four of the 32 blocks of an 8B Llama, which is what fits one GPU with its optimizer and shows the same speed.
+    "8b-slice": TrainConfig(
+        steps=1000,
+        batch_size=4,
+        seq_len=2048,
+        lr=3e-4,
+        warmup=100,
+        eval_every=100,
+        eval_batches=4,
+        save_every=500,
+        model=ModelConfig(dim=4096, layers=4, heads=32, kv_heads=8, hidden=14336),
+    ),
+}
+
+
+def find_preset(name: str) -> TrainConfig:
+    """Return the settings of a preset.
+
+    Raises:
+        SettingsError: the name is unknown.
+    """
+    if name not in PRESETS:
+        raise SettingsError(f"unknown preset {name!r}; --preset takes one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def presets_table() -> Table:
+    """Return what each preset sets, as a table for rich."""
+    table = Table(title="presets: what --preset sets, and options override", title_justify="left")
+    table.add_column("")
+    for name in PRESETS:
+        table.add_column(name, justify="right")
+    for what, texts in _facts().items():
+        table.add_row(what, *texts)
+    return table
+
+
+def _facts() -> dict[str, list[str]]:
+    facts: dict[str, list[str]] = {}
+    for config in PRESETS.values():
+        model, parameters = config.model, parameters_of(config.model)
+        for what, text in {
+            "layers": str(model.layers),
+            "width / feed-forward": f"{model.dim} / {model.hidden}",
+            "heads / key-value heads": f"{model.heads} / {model.kv_heads}",
+            "parameters, on bytes": f"{parameters / 1e6:,.1f}M",
+            "weights and AdamW": f"{STATES * FLOAT * parameters / 2**30:,.2f} GiB",
+            "batch x sequence": f"{config.batch_size} x {config.seq_len}",
+            "TFLOP per step": f"{flops_per_token(model, config.seq_len) * config.tokens_per_step / 1e12:,.2f}",
+            "steps": str(config.steps),
+            "peak lr, warmup": f"{config.lr:g}, {config.warmup}",
+        }.items():
+            facts.setdefault(what, []).append(text)
+    return facts
