@@ -46,6 +46,30 @@ class MLPOptions(LinearOptions, total=False):
     micro_batch_size: Any
 
 
+class AttentionOptions(TypedDict, total=False):
+    """What attention blocks take besides their own options."""
+
+    ub_overlap_ag: Literal[False]
+    ub_overlap_rs: Literal[False]
+    ub_overlap_rs_dgrad: Literal[False]
+    ub_bulk_dgrad: Literal[False]
+    ub_bulk_wgrad: Literal[False]
+    seq_length: Any
+    micro_batch_size: Any
+
+
+class TransformerOptions(TypedDict, total=False):
+    """What whole layers take besides: the kinds of overlap choose among what ``ub_tp_comm_overlap`` asks for."""
+
+    ub_tp_comm_overlap: Literal[False]
+    ub_overlap_ag: Any
+    ub_overlap_rs: Any
+    ub_overlap_rs_dgrad: Any
+    ub_bulk_dgrad: Any
+    ub_bulk_wgrad: Any
+    micro_batch_size: Any
+
+
 def check_neutral(layer: str, options: Mapping[str, Any], declared: type) -> None:
     """Check what a constructor was given besides its own options.
 

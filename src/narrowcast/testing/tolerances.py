@@ -21,6 +21,7 @@ class Tolerance:
 TOLERANCES = {
     "exact": Tolerance(0.0, "the same operators ran on the same bytes"),
     "fp32_sum_order": Tolerance(2.0**-20, "fp32 accumulation in another order"),
+    "fp32_layer": Tolerance(2.0**-16, "fp32 sums in another order, through several products and softmax"),
     "bf16_output": Tolerance(2.0**-8, "one rounding of the result to bf16"),
     "fast_accumulation": Tolerance(
         2.0**-7, "Hopper tensor cores keep about 14 bits while they accumulate FP8"

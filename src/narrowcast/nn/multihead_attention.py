@@ -1,0 +1,411 @@
+"""``MultiheadAttention``: projections of a low-precision recipe around attention in high precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import InferenceParams, apply_rotary_pos_emb, checked_format
+from ..layers import parameter_device, positive
+from ..layers.neutral import AttentionOptions, check_neutral
+from ..layers.parameters import parameter_dtype
+from ..recipe import Recipe
+from .dot_product_attention import DotProductAttention
+from .layernorm_linear import LayerNormLinear
+from .linear import Linear
+from .qk_norm import qk_norms
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
+
+
+class MultiheadAttention(nn.Module):
+    """Multi-head attention: norm and QKV projection, attention, output projection.
+
+    The projections run under the recipe in force, the attention itself in the dtype of its operands. Parameters have
+    Transformer Engine's names, so its checkpoints load.
+
+    Args:
+        hidden_size: size of the last dim of input and output.
+        num_attention_heads: heads of the queries.
+        kv_channels: channels of a head; default: ``hidden_size / num_attention_heads``.
+        attention_dropout: probability of dropping an attention weight in training.
+        layernorm_epsilon: added to the variance in the input norm.
+        init_method, output_layer_init_method: fill the weights of the QKV and of the output projection in place;
+            default: normal with standard deviation 0.023.
+        layer_number: number of the layer, from 1; names it in a KV cache.
+        attn_mask_type, window_size, bottom_right_diagonal, softmax_type: of :class:`DotProductAttention`.
+        num_gqa_groups: heads of keys and values; default: ``num_attention_heads``.
+        fuse_wgrad_accumulation: as in :class:`Linear`; needs ``fuse_qkv_params``.
+        tp_group, tp_size, sequence_parallel, get_rng_state_tracker: handed to the projections and the attention.
+        set_parallel_mode: QKV is column-parallel, the output projection row-parallel.
+        params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
+        return_bias: return the output projection's bias beside the output instead of adding it.
+        input_layernorm: normalize the input; ``return_layernorm_output``: return that, too, as the last result.
+        attention_type: "self", or "cross": keys and values come from ``encoder_output``.
+        fuse_qkv_params: one parameter holds queries, keys and values; else three views of one buffer do, which is not
+            possible on the meta device nor with quantized parameters.
+        qkv_weight_interleaved: rows of the fused weight are per group of heads (queries of the group, key, value); else
+            (all queries, all keys, all values). Unfused parameters are never interleaved.
+        normalization, zero_centered_gamma: of the input norm.
+        bias: the projections have learned biases.
+        qkv_format: "sbhd", "bshd" or "thd": (s, b, hidden_size), (b, s, hidden_size) or (tokens, hidden_size).
+        rotary_pos_interleaved: the rotary embedding pairs neighbouring channels instead of halves.
+        qk_norm_type: None, "L2Normalization", "RMSNorm" or "LayerNorm", over the channels of each head of queries and
+            keys; ``qk_norm_eps``: its epsilon; ``qk_norm_before_rope``: before the rotary embedding, else behind it.
+        device: where the parameters live; default: the accelerator, or the CPU without one.
+        name: name of the layer in the quantizer roles of a custom recipe, before those of its projections.
+        recipe: own recipe of the projections; an ``autocast`` overrides it.
+        **options: other options of Transformer Engine's class, at the values that ask for nothing.
+    Raises:
+        ValueError: sizes that are not positive or do not divide, an unknown ``attention_type``, ``qkv_format``,
+        ``qk_norm_type``, mask, softmax or normalization, ``fuse_wgrad_accumulation`` without ``fuse_qkv_params``.
+        NotImplementedError: an option that asks for what is not there.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        *,
+        init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
+        recipe: Recipe | None = None,
+        **options: Unpack[AttentionOptions],
+    ) -> None:
+        super().__init__()
+        check_neutral("MultiheadAttention", options, AttentionOptions)
+        _check_kind(attention_type, qkv_format, layer_number, fuse_wgrad_accumulation, fuse_qkv_params)
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        channels = _head_channels(hidden_size, num_attention_heads, groups, kv_channels, tp_size)
+        place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
+        self.hidden_size, self.kv_channels = hidden_size, channels
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads // tp_size, groups // tp_size
+        self.attention_type, self.qkv_format, self.layer_number = attention_type, qkv_format, layer_number
+        self.input_layernorm, self.return_bias = input_layernorm, return_bias
+        self.return_layernorm_output = return_layernorm_output and input_layernorm
+        self.fuse_qkv_params, self.rotary_pos_interleaved = fuse_qkv_params, rotary_pos_interleaved
+        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self.qk_norm_before_rope = qk_norm_before_rope
+        shared = dict(
+            tp_group=tp_group, tp_size=tp_size, sequence_parallel=sequence_parallel,
+            get_rng_state_tracker=get_rng_state_tracker,
+        )  # fmt: skip
+        projection = dict(
+            shared, bias=bias, params_dtype=kind, device=place, recipe=recipe,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+        )  # fmt: skip
+        norm = dict(
+            eps=layernorm_epsilon, normalization=normalization, zero_centered_gamma=zero_centered_gamma
+        )
+        column, row = ("column", "row") if set_parallel_mode else (None, None)
+        prefix = f"{name}." if name else ""
+        self._add_inputs(
+            prefix, dict(projection, init_method=init_method, parallel_mode=column), norm, num_attention_heads, groups
+        )  # fmt: skip
+        self.q_norm, self.k_norm = qk_norms(qk_norm_type, channels, qk_norm_eps, kind, place)
+        with place:  # where it makes the offsets of its softmax
+            self.core_attention = DotProductAttention(
+                num_attention_heads, channels, num_gqa_groups=groups, attention_dropout=attention_dropout,
+                qkv_format=qkv_format, attn_mask_type=attn_mask_type, window_size=window_size,
+                bottom_right_diagonal=bottom_right_diagonal, layer_number=layer_number, attention_type=attention_type,
+                softmax_type=softmax_type, **shared,
+            )  # fmt: skip
+        self.proj = Linear(
+            num_attention_heads * channels, hidden_size, init_method=output_layer_init_method, return_bias=return_bias,
+            parallel_mode=row, name=f"{prefix}proj", **projection,
+        )  # fmt: skip
+
+    def _add_inputs(
+        self, prefix: str, column: dict[str, Any], norm: dict[str, Any], heads: int, groups: int
+    ) -> None:
+        """The projections in front of the attention, the first of them behind the norm where there is one."""
+        size, sizes = self.hidden_size, {"query": heads, "key": groups, "value": groups}
+        rows = {kind: count * self.kv_channels for kind, count in sizes.items()}
+        first = ("query", "key", "value") if self.attention_type == "self" else ("query",)
+        label = "qkv" if self.attention_type == "self" else "query"
+        split = None if self.fuse_qkv_params else {kind: rows[kind] for kind in first}
+        total = sum(rows[kind] for kind in first)
+        if self.input_layernorm:
+            layer = LayerNormLinear(
+                size,
+                total,
+                return_layernorm_output=self.return_layernorm_output,
+                parameters_split=split,
+                name=f"{prefix}layernorm_{label}",
+                **norm,
+                **column,
+            )
+            self.add_module(f"layernorm_{label}", layer)
+        elif self.attention_type == "self":
+            self.qkv = Linear(size, total, parameters_split=split, name=f"{prefix}qkv", **column)
+        else:
+            self.query_layer = Linear(size, total, name=f"{prefix}query_layer", **column)
+        if self.attention_type == "cross":
+            split = None if self.fuse_qkv_params else {kind: rows[kind] for kind in ("key", "value")}
+            self.key_value = Linear(
+                size, 2 * rows["key"], parameters_split=split, name=f"{prefix}key_value", **column
+            )
+
+    def extra_repr(self) -> str:
+        """Sizes, as printed by the module."""
+        return (
+            f"hidden_size={self.hidden_size}, heads={self.num_attention_heads}, groups={self.num_gqa_groups}, "
+            f"kv_channels={self.kv_channels}, {self.attention_type}, {self.qkv_format}"
+        )
+
+    def reset_parameters(self) -> None:
+        """Initialise parameters and state where they are; on the meta device nothing."""
+        for child in self.children():
+            if hasattr(child, "reset_parameters"):
+                child.reset_parameters()  # type: ignore[operator]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        encoder_output: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: RotaryEmbedding | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+    ) -> Any:
+        """Apply the layer.
+
+        Args:
+            hidden_states: (s, b, hidden_size), (b, s, hidden_size) or (tokens, hidden_size), by ``qkv_format``.
+            encoder_output: the same of the encoder, for ``attention_type="cross"``.
+            is_first_microbatch: as in :class:`Linear`.
+            inference_params: the KV cache; self attention only, with a padding mask and without gradients.
+            rotary_pos_emb: fp32 angles (s, 1, 1, d) for queries and keys, or a pair of them.
+            others: as :class:`DotProductAttention` takes them; None is what the layer was made with.
+        Returns:
+            the shape of ``hidden_states``; with ``return_bias`` and ``return_layernorm_output`` a tuple of output, bias
+            and norm output.
+        Raises:
+            ValueError: inputs that do not fit the format, ``encoder_output`` in self attention or missing in cross
+            attention, a KV cache in cross attention or without ``layer_number``; and those of the parts.
+        """
+        self._check_input(hidden_states, encoder_output, inference_params)
+        first = is_first_microbatch
+        if self.attention_type == "self":
+            query, key, value, normalized = self._self_operands(hidden_states, first)
+        else:
+            query, key, value, normalized = self._cross_operands(hidden_states, encoder_output, first)
+        if self.q_norm is not None and self.qk_norm_before_rope:
+            query, key = self.q_norm(query), self.k_norm(key)  # type: ignore[misc]
+        if rotary_pos_emb is not None:
+            query, key = self._rotated(
+                query, key, rotary_pos_emb, inference_params, cu_seqlens_q, cu_seqlens_kv
+            )
+        if self.q_norm is not None and not self.qk_norm_before_rope:
+            query, key = self.q_norm(query), self.k_norm(key)  # type: ignore[misc]
+        context = self.core_attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            fast_zero_fill=fast_zero_fill,
+            inference_params=inference_params,
+            pad_between_seqs=pad_between_seqs,
+        )
+        out = self.proj(context, is_first_microbatch=first)
+        if not self.return_layernorm_output:
+            return out
+        return (*out, normalized) if self.return_bias else (out, normalized)
+
+    def _check_input(
+        self, hidden_states: Tensor, encoder_output: Tensor | None, inference_params: Any
+    ) -> None:
+        rank = 2 if self.qkv_format == "thd" else 3
+        if hidden_states.dim() != rank or (encoder_output is not None and encoder_output.dim() != rank):
+            other = "" if encoder_output is None else f", encoder_output {tuple(encoder_output.shape)}"
+            raise ValueError(
+                f"hidden_states has shape {tuple(hidden_states.shape)}{other}; with "
+                f"qkv_format={self.qkv_format!r} each must have {rank} dims"
+            )
+        cross = self.attention_type == "cross"
+        if cross != (encoder_output is not None):
+            raise ValueError(
+                f"encoder_output is {'missing' if cross else 'given'} with attention_type={self.attention_type!r}; "
+                "cross attention needs it, self attention does not take it"
+            )
+        if inference_params is not None and (cross or self.layer_number is None):
+            raise ValueError(
+                "inference_params needs self attention and a layer_number, which names the layer in the cache; "
+                f"attention_type is {self.attention_type!r}, layer_number is {self.layer_number!r}"
+            )
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(*lead, heads * d) -> (*lead, heads, d)."""
+        return x.unflatten(-1, (-1, self.kv_channels))
+
+    def _self_operands(
+        self, hidden_states: Tensor, first: bool | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Query, key and value, each (*lead, heads, d), and the norm's output where that is returned."""
+        normalized = None
+        projection = self.layernorm_qkv if self.input_layernorm else self.qkv
+        mixed = projection(hidden_states, is_first_microbatch=first)
+        if self.return_layernorm_output:
+            mixed, normalized = mixed
+        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        if self.qkv_weight_interleaved:
+            per_group = heads // groups
+            parts = mixed.unflatten(-1, (groups, per_group + 2, self.kv_channels))
+            query, key, value = parts.split((per_group, 1, 1), -2)
+            return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2), normalized
+        parts = self._heads(mixed)
+        query, key, value = parts.split((heads, groups, groups), -2)
+        return query, key, value, normalized
+
+    def _cross_operands(
+        self, hidden_states: Tensor, encoder_output: Tensor | None, first: bool | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The same, with keys and values of the encoder's output."""
+        normalized = None
+        mixed = self.key_value(encoder_output, is_first_microbatch=first)
+        if self.qkv_weight_interleaved:
+            parts = mixed.unflatten(-1, (self.num_gqa_groups, 2 * self.kv_channels))
+            key, value = parts.chunk(2, -1)
+        else:
+            key, value = self._heads(mixed).chunk(2, -2)
+        projection = self.layernorm_query if self.input_layernorm else self.query_layer
+        query = projection(hidden_states, is_first_microbatch=first)
+        if self.return_layernorm_output:
+            query, normalized = query
+        return self._heads(query), key, value, normalized
+
+    def _rotated(
+        self,
+        query: Tensor,
+        key: Tensor,
+        rotary_pos_emb: RotaryEmbedding,
+        inference_params: InferenceParams | None,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_kv: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys at their positions: behind those that are in the cache, where there is one."""
+        pair = isinstance(rotary_pos_emb, tuple)
+        of_query, of_key = rotary_pos_emb if pair else (rotary_pos_emb, rotary_pos_emb)
+        start = None
+        if inference_params is not None:
+            start = inference_params.get_seqlens_pre_step()
+            cu_seqlens_q = cu_seqlens_kv = inference_params.cu_seqlens_q
+        how = dict(
+            tensor_format=self.qkv_format, start_positions=start, interleaved=self.rotary_pos_interleaved
+        )
+        thd = self.qkv_format == "thd"
+        return (
+            apply_rotary_pos_emb(query, of_query, cu_seqlens=cu_seqlens_q if thd else None, **how),
+            apply_rotary_pos_emb(key, of_key, cu_seqlens=cu_seqlens_kv if thd else None, **how),
+        )
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Give the projections the process group of their tensor parallelism, where it was not known before."""
+        for child in self.children():
+            if hasattr(child, "set_tensor_parallel_group"):
+                child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]
+
+
+def _check_kind(
+    attention_type: str, qkv_format: str, layer_number: int | None, fuse_wgrad: bool, fuse_qkv: bool
+) -> None:
+    if attention_type not in ("self", "cross"):
+        raise ValueError(f"attention_type is {attention_type!r}; use 'self' or 'cross'")
+    checked_format(qkv_format)
+    if layer_number is not None and layer_number < 1:
+        raise ValueError(f"layer_number is {layer_number}; layers are numbered from 1")
+    if fuse_wgrad and not fuse_qkv:
+        raise ValueError(
+            "fuse_wgrad_accumulation=True needs fuse_qkv_params=True: no parameter has the main_grad of the whole QKV "
+            "weight"
+        )
+
+
+def _head_channels(hidden_size: int, heads: int, groups: int, kv_channels: int | None, tp_size: int) -> int:
+    """Channels of a head.
+
+    Raises:
+        ValueError: sizes that are not positive, or that do not divide each other.
+    """
+    positive(hidden_size=hidden_size, num_attention_heads=heads, num_gqa_groups=groups, tp_size=tp_size)
+    if kv_channels is None:
+        if hidden_size % heads:
+            raise ValueError(
+                f"hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}; give kv_channels"
+            )
+        kv_channels = hidden_size // heads
+    positive(kv_channels=kv_channels)
+    if heads % groups:
+        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_gqa_groups={groups}")
+    if heads % tp_size or groups % tp_size:
+        raise ValueError(
+            f"num_attention_heads={heads} and num_gqa_groups={groups} must be multiples of tp_size={tp_size}"
+        )
+    return kv_channels

@@ -1,0 +1,56 @@
+"""Norms of queries and keys, over the channels of each head."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd import NormSettings, normalize
+from .norm import LayerNorm, RMSNorm
+
+QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
+
+
+class HeadL2Norm(nn.Module):
+    """``y = x / sqrt(sum(x**2) + eps)`` over the last dim, with fp32 statistics and no parameters.
+
+    Takes (*lead, d) in fp32, bf16 or fp16. It runs as the RMS norm it is: eps / d in place of eps, and 1 / sqrt(d) as
+    every weight.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = size, float(eps)
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """Normalize (*lead, d); same shape and dtype."""
+        weight = torch.full((self.size,), 1.0 / math.sqrt(self.size), dtype=torch.float32, device=inp.device)
+        return normalize(inp, weight, None, NormSettings("RMSNorm", self.eps / self.size, False))
+
+    def extra_repr(self) -> str:
+        """Options, as printed by the module."""
+        return f"{self.size}, eps={self.eps}"
+
+
+def qk_norms(
+    kind: str | None, size: int, eps: float, dtype: torch.dtype, place: torch.device
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """The norms of queries and keys of ``size`` channels; both None without.
+
+    Raises:
+        ValueError: ``kind`` is neither None nor one of ``QK_NORMS``.
+    """
+    if kind is None:
+        return None, None
+    if kind == "L2Normalization":
+        norm = HeadL2Norm(size, eps)  # has no parameters: one is enough for both
+        return norm, norm
+    if kind not in QK_NORMS:
+        raise ValueError(f"qk_norm_type is {kind!r}; use None or one of {', '.join(QK_NORMS)}")
+    norm_class = RMSNorm if kind == "RMSNorm" else LayerNorm
+    return (
+        norm_class(size, eps, dtype=dtype, device=place),
+        norm_class(size, eps, dtype=dtype, device=place),
+    )

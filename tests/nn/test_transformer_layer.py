@@ -1,0 +1,406 @@
+"""TransformerLayer and MultiheadAttention against the same in plain PyTorch, and Transformer Engine's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plain_transformer as plain
+import pytest
+import torch
+from modules import assert_same, randomized, step
+from recipes import DEVICE, QUANTIZED
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.testing import assert_close
+
+H, FFN, HEADS, LENGTH, BATCH = 32, 48, 4, 7, 2
+DROPLESS = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def make_layer(**options: Any) -> nc.TransformerLayer:
+    torch.manual_seed(1)
+    wide = {"init_method": lambda w: nn.init.normal_(w, std=0.3)}
+    options = {
+        **DROPLESS,
+        "device": DEVICE,
+        "output_layer_init_method": wide["init_method"],
+        **wide,
+        **options,
+    }
+    return randomized(nc.TransformerLayer(H, FFN, HEADS, **options))
+
+
+def make_attention(**options: Any) -> nc.MultiheadAttention:
+    torch.manual_seed(1)
+    wide = {"init_method": lambda w: nn.init.normal_(w, std=0.3)}
+    options = {"device": DEVICE, "attention_dropout": 0.0, **wide, **options}
+    return randomized(nc.MultiheadAttention(H, HEADS, **options))
+
+
+def rows(length: int, seed: int) -> Tensor:
+    """(BATCH, length, H)"""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(BATCH, length, H, generator=generator).to(DEVICE).requires_grad_(True)
+
+
+def in_format(x: Tensor, fmt: str) -> Tensor:
+    return {"bshd": x, "sbhd": x.transpose(0, 1), "thd": x.flatten(0, 1)}[fmt]
+
+
+def lengths(length: int) -> Tensor:
+    return torch.arange(0, (BATCH + 1) * length, length, dtype=torch.int32, device=DEVICE)
+
+
+def compare_with_plain(module: Any, expected: Any, options: dict[str, Any], fmt: str, **inputs: Any) -> None:
+    """Output and gradients of the input, the encoder's output and all parameters, against ``expected``."""
+    x = rows(LENGTH, 2)
+    encoder = rows(LENGTH + 2, 3) if options.pop("cross", False) else None
+    if fmt == "thd":
+        inputs |= {"cu_seqlens_q": lengths(LENGTH), "cu_seqlens_kv": lengths(LENGTH)}
+    if encoder is not None:
+        inputs["encoder_output"] = in_format(encoder, fmt)
+    state = {name: p.detach().clone().requires_grad_(True) for name, p in module.named_parameters()}
+    options = {"dim": module_dim(module), **options}
+    theirs = torch.stack(
+        [expected(state, x[i], None if encoder is None else encoder[i], options) for i in range(BATCH)]
+    )
+    wanted = [x, *([] if encoder is None else [encoder])]
+    their_grads = torch.autograd.grad(theirs.square().sum(), [*wanted, *state.values()])
+    ours = module(in_format(x, fmt), **inputs)
+    ours = ours[0] if isinstance(ours, tuple) else ours
+    our_grads = torch.autograd.grad(ours.square().sum(), [*wanted, *module.parameters()])
+    assert_close(ours, in_format(theirs, fmt), "fp32_layer")
+    for a, b in zip(our_grads, their_grads, strict=True):
+        if b.norm() > 1e-4 * theirs.detach().norm():  # the gradient of a key's bias is rounding alone
+            assert_close(a, b, "fp32_layer")
+
+
+def module_dim(module: Any) -> int:
+    return module.kv_channels if hasattr(module, "kv_channels") else module.self_attention.kv_channels
+
+
+LAYER_OPTIONS: dict[str, dict[str, Any]] = {
+    "pre_norm": {},
+    "llama": {
+        "num_gqa_groups": 2, "normalization": "RMSNorm", "activation": "swiglu", "bias": False, "rope": True,
+        "attn_input_format": "bshd",
+    },
+    "fused_qkv_gqa": {"fuse_qkv_params": True, "num_gqa_groups": 2, "kv_channels": 6},
+    "fused_qkv_not_interleaved": {"fuse_qkv_params": True, "num_gqa_groups": 2, "qkv_weight_interleaved": False},
+    "post_norm_residual": {"apply_residual_connection_post_layernorm": True, "zero_centered_gamma": True},
+    "output_norm": {"output_layernorm": True, "normalization": "RMSNorm"},
+    "parallel": {"parallel_attention_mlp": True, "fuse_qkv_params": True},
+    "decoder": {"layer_type": "decoder", "num_gqa_groups": 2, "cross": True},
+    "decoder_fused": {
+        "layer_type": "decoder", "num_gqa_groups": 2, "cross": True, "fuse_qkv_params": True,
+        "attn_input_format": "bshd", "apply_residual_connection_post_layernorm": True,
+    },
+    "packed": {"attn_input_format": "thd", "self_attn_mask_type": "padding_causal", "rope": True},
+    "qk_norm_rms": {"qk_norm_type": "RMSNorm", "rope": True, "qk_norm_before_rope": True},
+    "qk_norm_layer": {"qk_norm_type": "LayerNorm", "rope": True, "rotary_pos_interleaved": True},
+    "qk_norm_l2": {"qk_norm_type": "L2Normalization", "qk_norm_eps": 1e-3},
+    "no_mask": {"self_attn_mask_type": "no_mask", "causal": False, "layernorm_epsilon": 1e-3},
+}  # fmt: skip
+NOT_OF_THE_LAYER = ("rope", "cross", "causal")
+
+
+def angles(dim: int, options: dict[str, Any], base: float = 100.0) -> Tensor:
+    embedding = nc.RotaryPositionEmbedding(
+        dim, rotary_base=base, interleaved=options.get("rotary_pos_interleaved", False)
+    )
+    return embedding.to(DEVICE)(16)
+
+
+@pytest.mark.parametrize("name", LAYER_OPTIONS)
+def test_layer_equals_plain_pytorch(name: str) -> None:
+    options = dict(LAYER_OPTIONS[name])
+    layer = make_layer(**{k: v for k, v in options.items() if k not in NOT_OF_THE_LAYER})
+    turns, inputs = None, {}
+    if options.get("rope"):
+        inputs["rotary_pos_emb"] = angles(layer.self_attention.kv_channels, options)
+        turns = (inputs["rotary_pos_emb"][:, 0, 0],) * 2
+
+    def expected(state: plain.State, x: Tensor, encoder: Tensor | None, options: dict[str, Any]) -> Tensor:
+        return plain.layer(state, x, HEADS, options, encoder, turns)
+
+    compare_with_plain(layer, expected, options, options.get("attn_input_format", "sbhd"), **inputs)
+
+
+ATTENTION_OPTIONS: dict[str, dict[str, Any]] = {
+    "self": {},
+    "fused": {"fuse_qkv_params": True, "bias": False, "num_gqa_groups": 1},
+    "normed": {"input_layernorm": True, "num_gqa_groups": 2, "qkv_format": "bshd"},
+    "cross": {"attention_type": "cross", "cross": True},
+    "cross_fused": {"attention_type": "cross", "cross": True, "fuse_qkv_params": True, "num_gqa_groups": 2},
+    "cross_not_interleaved": {
+        "attention_type": "cross", "cross": True, "fuse_qkv_params": True, "qkv_weight_interleaved": False,
+        "input_layernorm": True, "kv_channels": 6,
+    },
+    "rotary_pair": {"rope": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTION_OPTIONS)
+def test_attention_equals_plain_pytorch(name: str) -> None:
+    options = dict(ATTENTION_OPTIONS[name])
+    mask = "no_mask" if "cross" in options else "causal"
+    made = {k: v for k, v in options.items() if k not in NOT_OF_THE_LAYER}
+    module = make_attention(attn_mask_type=mask, **made)
+    turns, inputs = None, {}
+    if options.get("rope"):
+        pair = (angles(module.kv_channels, options), angles(module.kv_channels, options, 10.0))
+        inputs["rotary_pos_emb"], turns = pair, (pair[0][:, 0, 0], pair[1][:, 0, 0])
+
+    def expected(state: plain.State, x: Tensor, encoder: Tensor | None, options: dict[str, Any]) -> Tensor:
+        return plain.attention(state, "", x, HEADS, options, encoder, turns)[0]
+
+    compare_with_plain(module, expected, options, options.get("qkv_format", "sbhd"), **inputs)
+
+
+def test_attention_returns_bias_and_norm() -> None:
+    extra = {"return_bias": True, "input_layernorm": True, "return_layernorm_output": True}
+    module, alone = make_attention(**extra), make_attention(input_layernorm=True)
+    x = in_format(rows(LENGTH, 2), "sbhd")
+    out, bias, normalized = module(x)
+    assert bias is module.proj.bias
+    assert_close(out + bias, alone(x), "fp32_sum_order")
+    norm = module.layernorm_qkv
+    assert_close(
+        normalized,
+        torch.nn.functional.layer_norm(x, (H,), norm.layer_norm_weight, norm.layer_norm_bias, 1e-5),
+        "fp32_layer",
+    )
+    assert isinstance(make_attention(return_layernorm_output=True)(x), Tensor)  # there is no norm
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+def keys(*groups: str) -> set[str]:
+    """ "a:b c" -> a.b, a.c"""
+    return {f"{group.split(':')[0]}.{name}" for group in groups for name in group.split(":")[1].split()}
+
+
+MLP_KEYS = (
+    "layernorm_mlp:layer_norm_weight layer_norm_bias fc1_weight fc1_bias fc2_weight fc2_bias _extra_state"
+)
+PROJ_KEYS = "proj:weight bias _extra_state"
+NORM_KEYS = "layer_norm_weight layer_norm_bias _extra_state"
+SPLIT_KEYS = "query_weight key_weight value_weight query_bias key_bias value_bias"
+TE_KEYS = {
+    "encoder": (
+        {},
+        keys(
+            f"self_attention.layernorm_qkv:{NORM_KEYS} {SPLIT_KEYS}",
+            f"self_attention.{PROJ_KEYS}", "self_attention.core_attention:_extra_state", MLP_KEYS,
+        ),
+    ),
+    "encoder_fused": (
+        {"fuse_qkv_params": True},
+        keys(
+            f"self_attention.layernorm_qkv:{NORM_KEYS} weight bias", f"self_attention.{PROJ_KEYS}",
+            "self_attention.core_attention:_extra_state", MLP_KEYS,
+        ),
+    ),
+    "decoder": (
+        {"layer_type": "decoder"},
+        keys(
+            f"self_attention.layernorm_qkv:{NORM_KEYS} {SPLIT_KEYS}",
+            f"self_attention.{PROJ_KEYS}", "self_attention.core_attention:_extra_state",
+            f"inter_attention.layernorm_query:{NORM_KEYS} query_weight query_bias",
+            "inter_attention.key_value:key_weight value_weight key_bias value_bias _extra_state",
+            f"inter_attention.{PROJ_KEYS}", "inter_attention.core_attention:_extra_state", MLP_KEYS,
+        ),
+    ),
+    "decoder_fused": (
+        {"layer_type": "decoder", "fuse_qkv_params": True},
+        keys(
+            f"self_attention.layernorm_qkv:{NORM_KEYS} weight bias", f"self_attention.{PROJ_KEYS}",
+            "self_attention.core_attention:_extra_state",
+            f"inter_attention.layernorm_query:{NORM_KEYS} weight bias",
+            "inter_attention.key_value:weight bias _extra_state",
+            f"inter_attention.{PROJ_KEYS}", "inter_attention.core_attention:_extra_state", MLP_KEYS,
+        ),
+    ),
+    "output_norm": (
+        {"output_layernorm": True, "fuse_qkv_params": True, "normalization": "RMSNorm", "bias": False,
+         "qk_norm_type": "RMSNorm", "softmax_type": "learnable"},
+        keys(
+            "self_attention.qkv:weight _extra_state", "self_attention.proj:weight _extra_state",
+            "self_attention.core_attention:_extra_state softmax_offset",
+            "self_attention.q_norm:weight", "self_attention.k_norm:weight",
+            "layernorm_mlp:layer_norm_weight fc1_weight fc2_weight _extra_state", "layernorm:weight",
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TE_KEYS)
+def test_a_checkpoint_of_transformer_engine_loads_by_name(name: str) -> None:
+    """The keys and shapes are those of Transformer Engine 2; it keeps an empty ``_extra_state`` of every module."""
+    options, expected = TE_KEYS[name]
+    layer = make_layer(**options)
+    own = layer.state_dict()
+    assert {key for key in expected if not key.endswith("_extra_state")} == set(own)
+    checkpoint = {
+        key: torch.randn_like(own[key]) if key in own else torch.empty(0, dtype=torch.uint8)
+        for key in expected
+    }
+    layer.load_state_dict(checkpoint)
+    for key, value in layer.state_dict().items():
+        assert torch.equal(value, checkpoint[key]), key
+
+
+def test_shapes_of_parameters() -> None:
+    layer = make_layer(fuse_qkv_params=True, num_gqa_groups=2, kv_channels=6, layer_type="decoder")
+    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    assert shapes["self_attention.layernorm_qkv.weight"] == ((4 + 2 + 2) * 6, H)
+    assert shapes["inter_attention.layernorm_query.weight"] == (4 * 6, H)
+    assert shapes["inter_attention.key_value.weight"] == (2 * 2 * 6, H)
+    assert shapes["self_attention.proj.weight"] == (H, 4 * 6)
+
+
+# -- dropout --------------------------------------------------------------------------------------------------------
+
+
+def test_drop_path_drops_whole_samples() -> None:
+    for fmt, batch_dim in (("sbhd", 1), ("bshd", 0)):
+        layer = make_layer(drop_path_rate=0.5, attn_input_format=fmt)
+        x = torch.randn(64, 64, H, device=DEVICE)
+        layer.eval()
+        evaluated = layer(x)
+        layer.train()
+        layer.self_attention.requires_grad_(False)
+        kept = (layer(x) - x).abs().amax([i for i in range(3) if i != batch_dim]) > 0
+        assert 0.5 < kept.float().mean() < 1  # dropped where both parts are: a quarter
+        assert torch.equal(evaluated, make_layer(attn_input_format=fmt).eval()(x))
+
+
+def test_hidden_dropout() -> None:
+    layer = make_layer(hidden_dropout=0.75)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.fill_(1.0 if name == "self_attention.proj.bias" else 0.0)
+    x = torch.zeros(64, 16, H, device=DEVICE)
+    out = layer(x)
+    assert set(out.unique().tolist()) == {0.0, 4.0} and 0.2 < (out != 0).float().mean() < 0.3
+    assert torch.equal(layer.eval()(x), torch.ones_like(x))
+
+
+# -- recipes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_recipes_of_the_layer(recipe: str) -> None:
+    """``recipe=``, ``set_recipe`` and ``autocast`` are one thing."""
+    chosen = QUANTIZED[recipe]
+    options = {"params_dtype": torch.bfloat16, "init_method": None, "output_layer_init_method": None}
+    layer, other = make_layer(recipe=chosen, **options), make_layer(**options)
+    assert set(nc.get_recipes(layer)) == {
+        "self_attention.layernorm_qkv",
+        "self_attention.proj",
+        "layernorm_mlp",
+    }
+    x = rows(16, 2).detach().bfloat16().requires_grad_(True)
+    own = owned_step(layer, x)
+    assert_same(own, step(other, x, chosen))
+    assert_same(own, owned_step(nc.set_recipe(make_layer(**options), chosen), x))
+    plain_step = step(make_layer(**options), x, None)
+    assert not torch.equal(own["out0"], plain_step["out0"])
+    assert_close(own["out0"], plain_step["out0"], "fp4_layer" if recipe == "nvfp4" else "fp8_layer")
+
+
+def owned_step(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """A step without any autocast."""
+    torch.manual_seed(7)
+    out = layer(x)
+    wanted = dict(layer.named_parameters())
+    grads = torch.autograd.grad(out.float().square().sum(), [*wanted.values(), x])
+    return {"out0": out.detach(), **{f"d {name}": grad for name, grad in zip([*wanted, "input"], grads)}}
+
+
+def test_convert_tells_of_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(H, H, device=DEVICE), make_layer())
+    receipt = nc.convert(model, nc.recipe.Float8CurrentScaling())
+    decisions = {gemm.name: gemm.decision for gemm in receipt.gemms}
+    assert decisions["0"] == "converted" and decisions["1.self_attention.proj"] == "narrowcast"
+    nc.set_recipe(model, nc.recipe.Float8CurrentScaling())
+    assert all(recipe is not None for recipe in nc.get_recipes(model).values())
+
+
+def test_quantized_parameters_and_meta() -> None:
+    with nc.quantized_model_init(recipe=nc.recipe.Float8CurrentScaling()):
+        layer = make_layer(fuse_qkv_params=True, recipe=nc.recipe.Float8CurrentScaling())
+    quantized = {name for name, p in layer.named_parameters() if isinstance(p, nc.QuantizedTensor)}
+    assert {name.split(".")[-1] for name in quantized} == {"weight", "fc1_weight", "fc2_weight"}
+    layer(in_format(rows(16, 2), "sbhd")).sum().backward()
+    layer = nc.TransformerLayer(
+        H, FFN, HEADS, device="meta", fuse_qkv_params=True, qk_norm_type="RMSNorm", output_layernorm=True,
+        softmax_type="learnable",
+    )  # fmt: skip
+    assert all(p.is_meta for p in layer.parameters())
+    torch.manual_seed(1)
+    layer.to_empty(device=DEVICE)
+    layer.reset_parameters()
+    torch.manual_seed(1)
+    same = nc.TransformerLayer(
+        H, FFN, HEADS, device=DEVICE, fuse_qkv_params=True, qk_norm_type="RMSNorm", output_layernorm=True,
+        softmax_type="learnable",
+    )  # fmt: skip
+    assert {k: tuple(v.shape) for k, v in layer.state_dict().items()} == {
+        k: tuple(v.shape) for k, v in same.state_dict().items()
+    }
+    for name, parameter in layer.named_parameters():
+        if parameter.dim() == 1:
+            assert torch.equal(parameter, same.get_parameter(name)), name
+        assert bool(parameter.isfinite().all()), name
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"layer_type": "middle"}, "layer_type is 'middle'; use 'encoder' or 'decoder'"),
+        ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "does not go with layer_type='decoder'"),
+        ({"parallel_attention_mlp": True, "output_layernorm": True}, "does not go with output_layernorm"),
+        (
+            {"parallel_attention_mlp": True, "apply_residual_connection_post_layernorm": True},
+            "does not go with apply_residual_connection_post_layernorm",
+        ),
+        ({"fuse_wgrad_accumulation": True}, "fuse_wgrad_accumulation=True needs fuse_qkv_params=True"),
+        ({"hidden_dropout": 1.5}, "hidden_dropout is 1.5"),
+        ({"num_gqa_groups": 3}, "num_attention_heads=4 is not a multiple of num_gqa_groups=3"),
+        ({"attn_input_format": "bhsd"}, "bhsd"),
+        ({"qk_norm_type": "Batch"}, "qk_norm_type is 'Batch'"),
+        ({"layer_number": 0}, "layer_number is 0"),
+        ({"tp_size": 3}, "multiples of tp_size=3"),
+    ],
+)
+def test_wrong_options_are_told(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make_layer(**options)
+
+
+def test_what_is_not_there_is_told() -> None:
+    with pytest.raises(NotImplementedError, match="ub_tp_comm_overlap"):
+        make_layer(ub_tp_comm_overlap=True)
+    make_layer(
+        ub_tp_comm_overlap=False, ub_overlap_ag=True, ub_bulk_dgrad=True, micro_batch_size=2, seq_length=128
+    )
+    with pytest.raises(ValueError, match=r"num_attention_heads=5; give kv_channels"):
+        nc.MultiheadAttention(H, 5, device=DEVICE)
+
+
+def test_wrong_inputs_are_told() -> None:
+    layer, x = make_layer(), torch.randn(LENGTH, BATCH, H, device=DEVICE)
+    with pytest.raises(ValueError, match="each must have 3 dims"):
+        layer(x[0])
+    with pytest.raises(ValueError, match="encoder_output is missing with attention_type='cross'"):
+        make_layer(layer_type="decoder")(x)
+    with pytest.raises(ValueError, match="encoder_output is given with attention_type='self'"):
+        make_attention()(x, encoder_output=x)
+    with pytest.raises(ValueError, match=f"hidden_size={H}|in_features={H}"):
+        layer(x[..., :5])
