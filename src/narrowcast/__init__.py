@@ -10,7 +10,7 @@ from ._device import (
     is_nvfp4_available,
 )
 from ._version import __version__
-from .attention import RotaryPositionEmbedding, apply_rotary_pos_emb
+from .attention import InferenceParams, RotaryPositionEmbedding, apply_rotary_pos_emb
 from .convert import convert, revert
 from .formats import DType
 from .layers import get_recipes, reduce_delayed_scaling, set_recipe
@@ -35,7 +35,9 @@ from .nn import (
     LayerNormLinear,
     LayerNormMLP,
     Linear,
+    MultiheadAttention,
     RMSNorm,
+    TransformerLayer,
 )
 from .quantizers import (
     Float8BlockQuantizer,
@@ -108,6 +110,7 @@ __all__ = [
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -121,6 +124,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
@@ -131,6 +135,7 @@ __all__ = [
     "QuantizerRole",
     "RMSNorm",
     "RotaryPositionEmbedding",
+    "TransformerLayer",
     "__version__",
     "apply_rotary_pos_emb",
     "autocast",

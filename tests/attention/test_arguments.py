@@ -55,7 +55,7 @@ FORWARD: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({}, {"cu_seqlens_q": CU}, ValueError, "come together"),
     ({}, {"cu_seqlens_q": CU[:2], "cu_seqlens_kv": CU[:2]}, ValueError, r"batch \+ 1 = 3"),
     ({}, {"cu_seqlens_q": CU.long(), "cu_seqlens_kv": CU}, TypeError, "int32"),
-    ({}, {"inference_params": object()}, NotImplementedError, "inference_params"),
+    ({}, {"inference_params": object()}, ValueError, "attn_mask_type is .* with inference_params"),
     ({}, {"fp8_output": True}, NotImplementedError, "fp8_output"),
     ({}, {"bf16_backward": True}, NotImplementedError, "bf16_backward"),
     ({}, {"num_splits": 2}, NotImplementedError, "num_splits"),

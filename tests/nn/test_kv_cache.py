@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from recipes import DEVICE
+from recipes import DEVICE, EMULATE
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import narrowcast as nc
+from narrowcast.attention import KVCacheManager
 from narrowcast.testing import assert_close
 
 H, HEADS, GROUPS, LONGEST = 32, 4, 2, 12
@@ -40,7 +39,9 @@ class Stack(nn.Module):
             )
             for i in range(2)
         )  # fmt: skip
-        self.register_buffer("angles", nc.RotaryPositionEmbedding(H // HEADS, rotary_base=50.0).to(DEVICE)(LONGEST + 4))
+        self.register_buffer(
+            "angles", nc.RotaryPositionEmbedding(H // HEADS, rotary_base=50.0).to(DEVICE)(LONGEST + 4)
+        )
         self.eval()
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
@@ -55,7 +56,8 @@ def wide(weight: Tensor) -> Tensor:
 
 def tokens_of(sequence: str) -> Tensor:
     """(LONGEST, H), the same for a name in every test."""
-    return torch.randn(LONGEST, H, generator=torch.Generator().manual_seed(ord(sequence)))
+    values = torch.randn(LONGEST, H, generator=torch.Generator().manual_seed(ord(sequence[0])))
+    return values * float("nan") if sequence == "worse" else values
 
 
 def whole(model: Stack) -> dict[str, Tensor]:
@@ -88,29 +90,32 @@ def run(
     params: nc.InferenceParams,
     steps: list[dict[str, int]],
     forward: Callable[..., Tensor] | None = None,
+    width: int | None = None,
 ) -> Iterator[tuple[str, slice, Tensor]]:
     """The outputs of the new tokens: sequence, their places in it, (tokens, H)."""
-    fmt, done = model.layers[0].attn_input_format, dict.fromkeys("abcd", 0)
+    fmt = model.layers[0].attn_input_format
     for step in steps:
-        done = {name: done[name] if name in step and name in params.sequences else 0 for name in done}
-        params.pre_step(OrderedDict(step))
-        rows = [tokens_of(name)[done[name] : done[name] + new] for name, new in step.items()]
-        x = in_format(rows, fmt, max(step.values()) + 1, fill=3.0)  # padding is no zero
+        before = {name: params.sequences.get(name, 0) for name in step}
+        params.pre_step(step)
+        rows = [tokens_of(name)[before[name] : before[name] + new] for name, new in step.items()]
+        x = in_format(rows, fmt, width or max(step.values()) + 1, fill=3.0)  # padding is no zero
         out = (model if forward is None else forward)(x, inference_params=params)
         for (name, new), own in zip(step.items(), of_sequences(out, list(step.values()), fmt)):
-            yield name, slice(done[name], done[name] + new), own.clone()
-            done[name] += new
+            yield name, slice(before[name], before[name] + new), own.clone()
 
 
 def cache(fmt: str, paged: bool, **options: Any) -> nc.InferenceParams:
-    if paged:  # a page less than all sequences at full length would need
-        options |= {"is_paged": True, "page_size": 3, "total_num_pages": 13}
+    if paged:  # fewer pages than all sequences at full length would need
+        options = {"is_paged": True, "page_size": 3, "total_num_pages": 13, **options}
     if fmt == "thd":
         options["max_ctx_len"] = 6
     return nc.InferenceParams(4, LONGEST, qkv_format=fmt, device=DEVICE, **options)
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+BOTH = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+
+
+@BOTH
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
 @torch.inference_mode()
 def test_a_cache_equals_recomputation(fmt: str, paged: bool) -> None:
@@ -118,39 +123,224 @@ def test_a_cache_equals_recomputation(fmt: str, paged: bool) -> None:
     expected, params = whole(model), cache(fmt, paged)
     for _ in range(2):  # and once more after a reset
         for name, places, own in run(model, params, SCENARIO):
-            assert_close(own, expected[name][places], "fp32_layer") if len(own) else None
+            if len(own):
+                assert_close(own, expected[name][places], "fp32_layer")
         params.reset()
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+@torch.no_grad()
+def test_a_recipe_that_scales_each_token() -> None:
+    model = nc.set_recipe(Stack("bshd"), nc.recipe.MXFP8BlockScaling(emulate=EMULATE))
+    expected = whole(model)
+    for name, places, own in run(model, cache("bshd", True), SCENARIO[:2]):
+        assert_close(own, expected[name][places], "fp8_flips")
+
+
+DECODING: list[dict[str, int]] = [
+    {"a": 3, "b": 5, "c": 2},
+    *[{"a": 1, "b": 1, "c": 1}] * 4,
+    {"a": 0, "b": 1, "d": 1},
+    {"b": 1, "a": 1, "d": 1},
+]
+
+
+@BOTH
 @torch.no_grad()
 def test_compiled_decoding_equals_eager_in_one_graph(paged: bool) -> None:
-    """Nine steps of one token, sequences moving up among them: one graph, without any part outside."""
+    """Tokens one by one, sequences coming, going and moving among them: one graph, and nothing beside it."""
     model = Stack("bshd", qk_norm_type="RMSNorm")
-    steps = [{"a": 3, "b": 5, "c": 2}, *[{"a": 1, "b": 1, "c": 1}] * 4, {"a": 0, "b": 1, "d": 1}]
-    steps += [{"b": 1, "a": 1, "d": 1}]
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    theirs = [own for _, _, own in run(model, cache("bshd", paged), steps)]
+    theirs = [own for _, _, own in run(model, cache("bshd", paged), DECODING)]
     params = cache("bshd", paged)
-    ours = [own for _, _, own in run(model, params, steps[:1])]
-    with torch._dynamo.config.patch(error_on_recompile=False):
-        state = iter(run_on(model, params, steps[1:], compiled))
-        ours += [own for _, _, own in state]
+    ours = [own for _, _, own in run(model, params, DECODING[:1])]
+    ours += [own for _, _, own in run(model, params, DECODING[1:], compiled, width=2)]
     assert counter.frame_count == 1
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
 
 
-def run_on(
-    model: Stack, params: nc.InferenceParams, steps: list[dict[str, int]], forward: Callable[..., Tensor]
-) -> Iterator[tuple[str, slice, Tensor]]:
-    """As ``run``, of sequences that are in the cache already."""
-    for step in steps:
-        before = {name: params.sequences.get(name, 0) for name in step}
-        params.pre_step(step)
-        rows = [tokens_of(name)[before[name] : before[name] + new] for name, new in step.items()]
-        x = in_format(rows, model.layers[0].attn_input_format, 2, fill=3.0)
-        out = forward(x, inference_params=params)
-        for (name, new), own in zip(step.items(), of_sequences(out, list(step.values()), "bshd")):
-            yield name, slice(before[name], before[name] + new), own.clone()
+@torch.no_grad()
+def test_compiled_code_does_not_make_the_memory() -> None:
+    model, params = Stack("bshd"), cache("bshd", False)
+    params.pre_step({"a": 1})
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"call allocate_memory\(1\) first"):
+        compiled(torch.randn(1, 1, H, device=DEVICE), inference_params=params)
+    assert not params.has_layer(1)
+
+
+@pytest.mark.gpu
+@BOTH
+@torch.no_grad()
+def test_a_decode_step_in_a_cuda_graph(paged: bool) -> None:
+    """Captured once, replayed for every later token: equal to eager decoding, with sequences coming and going."""
+    model = Stack("bshd", torch.bfloat16)
+    params = cache("bshd", paged)
+    theirs = [own for _, _, own in run(model.to(DEVICE), cache("bshd", paged), DECODING, bf16(model))]
+    ours = [own for _, _, own in run(model, params, DECODING[:1], bf16(model))]
+    static = torch.zeros(3, 2, H, device=DEVICE)
+    stream = torch.cuda.Stream()
+    sequences, lengths = params.sequences, params._lengths.clone()
+    with torch.cuda.stream(stream):  # warm up, into slots that the steps below write again
+        bf16(model)(static, inference_params=params)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = bf16(model)(static, inference_params=params)
+    assert params.sequences is sequences and torch.equal(params._lengths, lengths)
+
+    def replay(x: Tensor, inference_params: nc.InferenceParams) -> Tensor:
+        static.copy_(x)
+        graph.replay()
+        return out
+
+    # the warm-up has written the prompts' slots: begin anew
+    params.reset()
+    ours = [own for _, _, own in run(model, params, DECODING[:1], bf16(model))]
+    ours += [own for _, _, own in run(model, params, DECODING[1:], replay, width=2)]
+    for a, b in zip(ours, theirs, strict=True):
+        assert_close(a, b, "bf16_output")
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_compiled_decoding_with_cuda_graphs() -> None:
+    """``mode="reduce-overhead"``: the cache is written where it is, not copied in and out."""
+    model = Stack("bshd", torch.bfloat16)
+    theirs = [own for _, _, own in run(model, cache("bshd", True), DECODING, bf16(model))]
+    params = cache("bshd", True)
+    ours = [own for _, _, own in run(model, params, DECODING[:1], bf16(model))]
+    keys = params.cache_manager.caches[1][0].data_ptr()
+    compiled = torch.compile(bf16(model), fullgraph=True, mode="reduce-overhead")
+    ours += [own for _, _, own in run(model, params, DECODING[1:], compiled, width=2)]
+    assert params.cache_manager.caches[1][0].data_ptr() == keys
+    for a, b in zip(ours, theirs, strict=True):
+        assert_close(a, b, "fp8_flips")
+
+
+def bf16(model: Stack) -> Callable[..., Tensor]:
+    def forward(x: Tensor, **options: Any) -> Tensor:
+        return model(x.bfloat16(), **options)
+
+    return forward
+
+
+# -- what the cache does with its memory ----------------------------------------------------------------------------
+
+
+@BOTH
+@torch.no_grad()
+def test_a_sequence_that_went_wrong_spoils_no_other(paged: bool) -> None:
+    model = Stack("bshd")
+    params = cache("bshd", paged)
+    params.pre_step({"bad": 8, "worse": 2})
+    model(torch.full((2, 8, H), float("nan"), device=DEVICE), inference_params=params)
+    expected = whole(model)
+    for name, places, own in run(model, params, [{"worse": 1, "b": 3, "c": 1}, {"b": 1, "c": 1}]):
+        if name == "worse":
+            assert own.isnan().all()
+        else:
+            assert_close(own, expected[name][places], "fp32_layer")
+
+
+def test_pages_are_taken_and_given_back() -> None:
+    params = cache("bshd", True, num_heads_kv=GROUPS, head_dim_k=8, dtype=torch.float32, total_num_pages=5)
+    params.allocate_memory(1)
+    key = torch.randn(2, 7, GROUPS, 8, device=DEVICE)
+    assert params.pre_step({"a": 7, "b": 2}) == {"a": 7, "b": 2}  # 3 pages and 1
+    keys, _, table = params.step(1, key, -key, "bshd")
+    assert keys.shape == (6, 3, GROUPS, 8) and table is not None and table.shape == (2, LONGEST // 3)
+    whole_keys, whole_values = params.convert_paged_to_nonpaged(1)
+    assert whole_keys.shape == (2, LONGEST, GROUPS, 8)
+    assert torch.equal(whole_keys[0, :7], key[0]) and torch.equal(whole_values[1, :2], -key[1, :2])
+    with pytest.raises(RuntimeError, match="the step needs 2 pages more, 1 of 5 are free"):
+        params.pre_step({"a": 3, "b": 2})
+    assert params.get_seqlens_pre_step().tolist() == [0, 0] and params.sequences == {"a": 7, "b": 2}
+    params.pre_step({"b": 2, "c": 9})  # a's pages
+    assert params.get_seqlens_pre_step().tolist() == [2, 0]
+    assert params.cu_seqlens_q.tolist() == [0, 2, 11] and params.cu_seqlens_kv.tolist() == [0, 4, 13]
+
+
+def test_sizes_come_from_the_first_key() -> None:
+    params = cache("bshd", False)
+    with pytest.raises(ValueError, match="num_heads_kv=None"):
+        params.allocate_memory(1)
+    key, value = torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 6)
+    params.allocate_memory(1, key, value)
+    assert [part.shape[1:] for part in params.cache_manager.caches[1]] == [(2, 8), (2, 6)]
+
+
+class Counting(KVCacheManager):
+    steps = 0
+
+    def step(self, *arguments: Any) -> Any:
+        self.steps += 1
+        return super().step(*arguments)
+
+
+@torch.no_grad()
+def test_a_custom_manager_keeps_the_tokens() -> None:
+    model, manager = Stack("bshd"), Counting(4, LONGEST, device=torch.device(DEVICE))
+    expected = whole(model)
+    params = cache("bshd", False, custom_cache_manager=manager)
+    for name, places, own in run(model, params, SCENARIO[:2]):
+        assert_close(own, expected[name][places], "fp32_layer")
+    assert manager.steps == 4
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size is 0"),
+        ({"is_paged": True}, "is_paged=True needs page_size"),
+        ({"qkv_format": "thd"}, "'thd' needs max_ctx_len"),
+        ({"qkv_format": "hbsd"}, "hbsd"),
+    ],
+)
+def test_wrong_sizes_are_told(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        nc.InferenceParams(**{"max_batch_size": 2, "max_sequence_length": 8, "device": DEVICE, **options})
+
+
+def test_wrong_steps_are_told() -> None:
+    params = nc.InferenceParams(2, 8, 2, 8, torch.float32, device=DEVICE)
+    with pytest.raises(RuntimeError, match="full: 3 sequences of at most max_batch_size=2"):
+        params.pre_step(dict.fromkeys("abc", 1))
+    params.pre_step({"a": 8})
+    with pytest.raises(RuntimeError, match=r"longer than max_sequence_length=8: \{'a': 9\}"):
+        params.pre_step({"a": 1})
+    for step in ({}, {"a": -1}):
+        with pytest.raises(ValueError, match="give the new tokens"):
+            params.pre_step(step)
+    key = torch.zeros(1, 8, 2, 8, device=DEVICE)
+    with pytest.raises(KeyError, match="no memory for layer 1"):
+        params.step(1, key, key, "bshd")
+    with pytest.raises(KeyError, match="no memory for layer 1"):
+        params.convert_paged_to_nonpaged(1)
+    params.allocate_memory(1)
+    with pytest.raises(ValueError, match="the step has 1 sequences, call pre_step"):
+        params.step(1, key.expand(2, -1, -1, -1), key, "bshd")
+    with pytest.raises(ValueError, match="need max_ctx_len"):
+        params.token_of(3)
+
+
+def test_wrong_calls_with_a_cache_are_told() -> None:
+    model, params = Stack("bshd"), cache("bshd", False)
+    params.pre_step({"a": 2})
+    x = torch.randn(1, 2, H, device=DEVICE)
+    with pytest.raises(ValueError, match="with gradients enabled; run under torch.no_grad"):
+        model(x, inference_params=params)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="attn_mask_type is 'causal' with inference_params"):
+            model(x, inference_params=params, self_attn_mask_type="causal")
+        with pytest.raises(ValueError, match="needs self attention and a layer_number"):
+            nc.TransformerLayer(H, 48, HEADS, device=DEVICE)(x, inference_params=params)
+        attention = nc.DotProductAttention(
+            2, 4, qkv_format="bshd", attn_mask_type="padding_causal", layer_number=1
+        )
+        with pytest.raises(ValueError, match="qkv_layer or kv_layer with inference_params"):
+            attention(qkv_layer=torch.randn(1, 2, 3, 2, 4), inference_params=params)

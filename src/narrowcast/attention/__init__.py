@@ -1,4 +1,4 @@
-"""Attention: formats, masks, the choice of a backend from static facts, and rotary embeddings.
+"""Attention: formats, masks, the choice of a backend from static facts, rotary embeddings, KV caches.
 
 What modules add to it, parameters and options, is in ``nn``.
 """
@@ -15,7 +15,9 @@ from .arguments import (
 )
 from .attend import Lengths, attend
 from .backends import Switches
+from .cached import check_cached, extended, in_format
 from .formats import FORMATS, check_tensors, checked_format, sequence_length
+from .kv_cache import InferenceParams, KVCacheManager
 from .masks import MASK_TYPES, MaskRule, mask_rule, standard_slopes
 from .rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 from .scores import Scores
@@ -25,6 +27,8 @@ __all__ = [
     "FORMATS",
     "MASK_TYPES",
     "SOFTMAX_TYPES",
+    "InferenceParams",
+    "KVCacheManager",
     "Lengths",
     "MaskRule",
     "Masks",
@@ -33,10 +37,13 @@ __all__ = [
     "Switches",
     "apply_rotary_pos_emb",
     "attend",
+    "check_cached",
     "check_lengths",
     "check_not_there",
     "check_tensors",
     "checked_format",
+    "extended",
+    "in_format",
     "mask_rule",
     "masks_of",
     "one_of",

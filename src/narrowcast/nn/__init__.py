@@ -6,8 +6,10 @@ from .grouped_linear import GroupedLinear
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
+from .multihead_attention import MultiheadAttention
 from .norm import LayerNorm, RMSNorm
 from .padding import Fp8Padding, Fp8Unpadding
+from .transformer_layer import TransformerLayer
 
 __all__ = [
     "DotProductAttention",
@@ -18,6 +20,8 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "RMSNorm",
+    "TransformerLayer",
     "quantize_weight",
 ]

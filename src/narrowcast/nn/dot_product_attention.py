@@ -18,10 +18,13 @@ from ..attention import (
     Scores,
     Switches,
     attend,
+    check_cached,
     check_lengths,
     check_not_there,
     check_tensors,
     checked_format,
+    extended,
+    in_format,
     mask_rule,
     masks_of,
     one_of,
@@ -29,6 +32,7 @@ from ..attention import (
     standard_slopes,
 )
 from ..layers import parameter_device, positive
+from ..layers.extra_state import EXTRA_STATE
 from ..state import checkpoint
 
 
@@ -130,6 +134,16 @@ class DotProductAttention(nn.Module):
             f"attn_mask_type={self.attn_mask_type!r}, softmax_type={self.softmax_type!r}"
         )
 
+    def reset_parameters(self) -> None:
+        """Begin the offset of a learnable softmax at 0, where it is."""
+        if self.softmax_offset is not None:
+            nn.init.zeros_(self.softmax_offset)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Without what Transformer Engine keeps of FP8 attention's quantizers."""
+        own = {key: tensor for key, tensor in state_dict.items() if key != prefix + EXTRA_STATE}
+        super()._load_from_state_dict(own, prefix, *args)
+
     def set_context_parallel_group(
         self,
         cp_group: Any = None,
@@ -201,6 +215,8 @@ class DotProductAttention(nn.Module):
                 it; PyTorch derives its backward. Not with a bias or dropout.
             qkv_layer: queries, keys and values in one tensor, with a dim of size 3 at ``qkv_interleave_dim`` -3 or -2.
             kv_layer: keys and values in one, with a dim of size 2, beside ``query_layer``.
+            inference_params: a KV cache, which the new keys and values go to; the queries see all that it has of their
+                sequence. Needs a padding type, whose diagonal is then bottom right, and no gradients.
             fast_zero_fill: taken, and asks for nothing here.
 
         Returns:
@@ -212,7 +228,6 @@ class DotProductAttention(nn.Module):
             dtype. NotImplementedError: what is not there.
         """
         check_not_there(
-            inference_params=inference_params,
             fp8_output=fp8_output,
             bf16_backward=bf16_backward,
             num_splits=None if num_splits == 1 else num_splits,
@@ -222,7 +237,14 @@ class DotProductAttention(nn.Module):
         fmt = self.qkv_format if qkv_format is None else checked_format(qkv_format)
         q, k, v = separate(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         check_tensors(q, k, v, fmt, self.num_attention_heads, self.num_gqa_groups, self.kv_channels)
-        rule = self._rule_of(attn_mask_type, window_size, bottom_right_diagonal)
+        cached = inference_params is not None
+        rule = self._rule_of(attn_mask_type, window_size, True if cached else bottom_right_diagonal)
+        outer, tokens = fmt, q.shape[0]
+        if cached:
+            number = check_cached(rule, self.layer_number, qkv_layer is not None or kv_layer is not None)
+            q, k, v = extended(inference_params, number, q, k, v, fmt)
+            fmt, attention_mask = "bshd", None
+            cu_seqlens_q, cu_seqlens_kv = inference_params.cu_seqlens_q, inference_params.cu_seqlens_kv
         cu_seqlens = (cu_seqlens_q, cu_seqlens_kv)
         padded = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
         check_lengths(q, fmt, rule, cu_seqlens, padded, pad_between_seqs)
@@ -243,8 +265,10 @@ class DotProductAttention(nn.Module):
                     "score_mod goes with neither bias, alibi nor dropout; do what they do in score_mod"
                 )
             scores.score_mod, scores.tensors = score_mod, score_mod_tensors or {}
-        tokens = Lengths(masks, cu_seqlens, padded, (max_seqlen_q, max_seqlen_kv))
-        out, largest = self._core(q, k, v, fmt, scores, tokens, checkpoint_core_attention)
+        lengths = Lengths(masks, cu_seqlens, padded, (max_seqlen_q, max_seqlen_kv))
+        out, largest = self._core(q, k, v, fmt, scores, lengths, checkpoint_core_attention)
+        if cached:
+            out = in_format(inference_params, out, outer, tokens)
         return (out, largest) if self.return_max_logit else out
 
     def _core(

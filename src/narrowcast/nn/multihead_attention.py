@@ -125,15 +125,15 @@ class MultiheadAttention(nn.Module):
         self.fuse_qkv_params, self.rotary_pos_interleaved = fuse_qkv_params, rotary_pos_interleaved
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.qk_norm_before_rope = qk_norm_before_rope
-        shared = dict(
+        shared: dict[str, Any] = dict(
             tp_group=tp_group, tp_size=tp_size, sequence_parallel=sequence_parallel,
             get_rng_state_tracker=get_rng_state_tracker,
         )  # fmt: skip
-        projection = dict(
+        projection: dict[str, Any] = dict(
             shared, bias=bias, params_dtype=kind, device=place, recipe=recipe,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )  # fmt: skip
-        norm = dict(
+        norm: dict[str, Any] = dict(
             eps=layernorm_epsilon, normalization=normalization, zero_centered_gamma=zero_centered_gamma
         )
         column, row = ("column", "row") if set_parallel_mode else (None, None)
@@ -310,7 +310,7 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Query, key and value, each (*lead, heads, d), and the norm's output where that is returned."""
         normalized = None
-        projection = self.layernorm_qkv if self.input_layernorm else self.qkv
+        projection: Any = self.layernorm_qkv if self.input_layernorm else self.qkv
         mixed = projection(hidden_states, is_first_microbatch=first)
         if self.return_layernorm_output:
             mixed, normalized = mixed
@@ -335,7 +335,7 @@ class MultiheadAttention(nn.Module):
             key, value = parts.chunk(2, -1)
         else:
             key, value = self._heads(mixed).chunk(2, -2)
-        projection = self.layernorm_query if self.input_layernorm else self.query_layer
+        projection: Any = self.layernorm_query if self.input_layernorm else self.query_layer
         query = projection(hidden_states, is_first_microbatch=first)
         if self.return_layernorm_output:
             query, normalized = query
@@ -357,7 +357,7 @@ class MultiheadAttention(nn.Module):
         if inference_params is not None:
             start = inference_params.get_seqlens_pre_step()
             cu_seqlens_q = cu_seqlens_kv = inference_params.cu_seqlens_q
-        how = dict(
+        how: dict[str, Any] = dict(
             tensor_format=self.qkv_format, start_positions=start, interleaved=self.rotary_pos_interleaved
         )
         thd = self.qkv_format == "thd"

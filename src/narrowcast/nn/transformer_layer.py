@@ -153,14 +153,14 @@ class TransformerLayer(nn.Module):
             parameter_dtype(params_dtype, dtype),
             f"{name}." if name else "",
         )
-        shared = dict(
+        shared: dict[str, Any] = dict(
             init_method=init_method, output_layer_init_method=output_layer_init_method, normalization=normalization,
             tp_group=tp_group, tp_size=tp_size, set_parallel_mode=set_parallel_mode, params_dtype=kind, device=place,
             sequence_parallel=sequence_parallel, get_rng_state_tracker=get_rng_state_tracker, bias=bias, recipe=recipe,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, zero_centered_gamma=zero_centered_gamma,
             return_bias=not parallel_attention_mlp, return_layernorm_output=apply_residual_connection_post_layernorm,
         )  # fmt: skip
-        attention = dict(
+        attention: dict[str, Any] = dict(
             shared, num_gqa_groups=num_gqa_groups, layer_number=layer_number, qkv_format=attn_input_format,
             fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved, softmax_type=softmax_type,
             rotary_pos_interleaved=rotary_pos_interleaved, qk_norm_type=qk_norm_type, qk_norm_eps=qk_norm_eps,
@@ -177,7 +177,7 @@ class TransformerLayer(nn.Module):
                 *sizes, attn_mask_type=enc_dec_attn_mask_type, window_size=enc_dec_window_size,
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal, **attention,
             )  # fmt: skip
-        mlp = dict(
+        mlp: dict[str, Any] = dict(
             shared, activation=activation, activation_params=activation_params, name=f"{prefix}layernorm_mlp"
         )
         self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, layernorm_epsilon, **mlp)
@@ -268,7 +268,7 @@ class TransformerLayer(nn.Module):
                 f"hidden_states has shape {tuple(hidden_states.shape)}; a rank's share of the sequence is "
                 f"seq_length / tp_size = {self.local_length} rows"
             )
-        both = dict(
+        both: dict[str, Any] = dict(
             is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
             core_attention_bias_type=core_attention_bias_type, core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
