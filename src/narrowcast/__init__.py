@@ -13,6 +13,7 @@ from ._version import __version__
 from .attention import InferenceParams, RotaryPositionEmbedding, apply_rotary_pos_emb
 from .convert import convert, revert
 from .formats import DType
+from .inspect import bisect, watch
 from .layers import get_recipes, reduce_delayed_scaling, set_recipe
 from .losses import linear_cross_entropy, parallel_cross_entropy
 from .moe import (
@@ -139,6 +140,7 @@ __all__ = [
     "__version__",
     "apply_rotary_pos_emb",
     "autocast",
+    "bisect",
     "checkpoint",
     "convert",
     "custom_recipes",
@@ -177,4 +179,5 @@ __all__ = [
     "revert",
     "set_recipe",
     "state",
+    "watch",
 ]

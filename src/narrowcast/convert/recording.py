@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._table import aligned
 from ..functional import GemmCall, element_of, gemm_call
 from ..functional.gemm import gemm_directions
 from ..tensors import QuantizedTensor
-from .table import aligned
 
 _ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2}
 _NATIVE = {f"aten::_scaled_{kind}mm{version}" for kind in ("", "grouped_") for version in ("", "_v2")}

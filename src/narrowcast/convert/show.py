@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING, Any
 
-from .table import aligned
+from .._table import aligned
 
 if TYPE_CHECKING:
     from .receipt import GemmRecord, Receipt

@@ -32,6 +32,7 @@ from .norm import (
     norm_backward_quantize,
     norm_quantize,
 )
+from .observe import OBSERVED, observe
 from .quantize import (
     dequantize,
     draw_seed,
@@ -45,6 +46,7 @@ from .swizzle import swizzle_scales, unswizzle_scales
 from .transpose import transpose_codes
 
 __all__ = [
+    "OBSERVED",
     "BufferTable",
     "GemmCall",
     "GemmOperand",
@@ -82,6 +84,7 @@ __all__ = [
     "norm_backward_quantize",
     "norm_quantize",
     "note_kept",
+    "observe",
     "operand_of",
     "pad_rows",
     "quantize",

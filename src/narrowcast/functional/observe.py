@@ -1,0 +1,81 @@
+"""``narrowcast::observe``: what quantizing did to a tensor, for whoever watches a training."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..formats import ELEMENT_FORMATS, DType
+from ._library import QUANTIZER, define
+from .numerics import numerics_for
+from .quantizer_value import QuantizerValue
+
+OBSERVED = ("elements", "nonzero", "amax", "squares", "squared_error", "underflows", "saturations")
+"""What a row of statistics holds, fp32 each."""
+
+
+def _largest_code(element: DType) -> int:
+    """The code of the largest finite value: below it are the numbers, above it what the format keeps for itself."""
+    fmt = ELEMENT_FORMATS[element]
+    exponent = math.floor(math.log2(fmt.max))
+    mantissa = round((fmt.max / 2**exponent - 1) * 2**fmt.mantissa_bits)
+    return (exponent + fmt.bias) << fmt.mantissa_bits | mantissa
+
+
+def _all_largest(data: Tensor, element: DType) -> Tensor:
+    """``data`` with the largest code everywhere, packed as its codes are: from the low bits on."""
+    bits, code = ELEMENT_FORMATS[element].bits, _largest_code(element)
+    if bits == 8:
+        return torch.full_like(data, code)
+    period = math.lcm(bits, 8)
+    word = sum(code << (bits * index) for index in range(period // bits))
+    pattern = torch.tensor(list(word.to_bytes(period // 8, "little")), dtype=data.dtype, device=data.device)
+    return pattern.repeat(data.numel() // pattern.numel()).view(data.shape)
+
+
+def _decoded(quantizer: QuantizerValue, buffers: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    values = quantizer._decode(numerics_for(buffers[0]), buffers, False, torch.float32)
+    matrix = values.reshape(-1, values.shape[-1])
+    return matrix[: math.prod(shape[:-1]), : shape[-1]].reshape(shape)
+
+
+def _observe(
+    x: Tensor, quantizer: QuantizerValue, scale: Tensor | None, into: Tensor, through: Tensor
+) -> Tensor:
+    if x.numel():
+        numerics = numerics_for(x)
+        if scale is not None and quantizer._is_delayed():
+            buffers = quantizer._encode_scaled(numerics, x, scale, None)
+        else:  # of stochastic rounding one sample; the generators stay where they are
+            buffers = quantizer._encode(numerics, x, torch.zeros(1, dtype=torch.int64, device=x.device))
+        shape = tuple(x.shape)
+        largest = _all_largest(buffers[0], quantizer.dtype)  # type: ignore[attr-defined]
+        ceiling = _decoded(quantizer, [largest, *buffers[1:]], shape)
+        read, exact = _decoded(quantizer, buffers, shape), x.float()
+        size, error = exact.abs(), exact - read
+        beyond = 1 + 2.0 ** -(ELEMENT_FORMATS[quantizer.dtype].mantissa_bits + 2)  # type: ignore[attr-defined]
+        counts = [size != 0, (read == 0) & (size != 0), size > ceiling.abs() * beyond]
+        nonzero, underflows, saturations = (which.sum().float() for which in counts)
+        elements = torch.full_like(nonzero, x.numel())
+        sums = [size.max(), exact.square().sum(), error.square().sum()]
+        into.copy_(torch.stack([elements, nonzero, *sums, underflows, saturations]))
+    return through.clone()
+
+
+observe = define(
+    f"observe(Tensor x, {QUANTIZER} quantizer, Tensor? scale, Tensor into, Tensor through) -> Tensor",
+    _observe,
+    lambda x, quantizer, scale, into, through: torch.empty_like(through),
+)
+"""A copy of ``through``; ``into``, fp32 (7,), gets :data:`OBSERVED`: what quantizing ``x`` row-wise does to it.
+
+An element underflows where it is not 0 and its code is; it saturates where it is larger than the largest code of its
+block by more than rounding to that code loses.
+The write is not declared, as in :mod:`.quantize`; who reads the copy
+instead of ``through`` keeps the operator in a graph.
+
+Args:
+    x: (*lead, K), fp32, bf16 or fp16. quantizer: of one format, row-wise alone. scale: state of delayed scaling.
+"""

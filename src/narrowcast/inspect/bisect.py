@@ -1,0 +1,161 @@
+"""``bisect``: which layer's precision costs the gradients the most.
+
+The model runs once with every layer in high precision, and then once for each layer with that one alone under its
+recipe. So the errors of single layers are told apart, which those of all together are not: every layer's error reaches
+the gradients of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._table import aligned
+from ..layers import DelayedLayer, RecipeOwner
+from ..layers.set_recipe import matching_names
+from ..recipe import Recipe
+from ..state import THREAD
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """What one layer's precision does. ``gradient``: ||g - g_high|| / ||g_high|| over all parameters. ``loss``: the
+    difference of the losses."""
+
+    layer: str
+    gradient: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """Layers by the error of the gradients, largest first; ``together``: that of all under their recipes at once."""
+
+    layers: tuple[LayerError, ...]
+    together: LayerError
+
+    @property
+    def worst(self) -> str:
+        """Name of the layer whose precision costs the most."""
+        return self.layers[0].layer
+
+    def __str__(self) -> str:
+        rows = [("layer", "gradient error", "loss difference")]
+        for one in (*self.layers, self.together):
+            rows.append((one.layer or "(the model)", f"{one.gradient:.3%}", f"{one.loss:+.3g}"))
+        return "\n".join(aligned(rows, frozenset((1, 2))))
+
+
+def bisect(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    recipe: Recipe | None = None,
+    only: str | None = None,
+) -> Bisection:
+    """Rank the layers of a model by what their precision costs the gradients, against all of it in high precision.
+
+    It takes a forward and a backward per layer, and leaves the model as it was: gradients, recipes, the state of
+    delayed scaling, random numbers. Every run draws the same ones.
+
+    Args:
+        model: whose layers own their recipes (``convert``, ``set_recipe``); not compiled.
+        batch: a mapping of keyword arguments, a tuple of positional ones, or the one argument.
+        loss: of what the model returns; default its ``loss`` attribute, as models of Transformers have it.
+        recipe: for every layer, instead of its own.
+        only: pattern of the layers to try; default all.
+    Raises:
+        ValueError: no layer has a recipe, no parameter has a gradient, or a pattern that matches nothing.
+        TypeError: the model returns no loss. RuntimeError: it is called inside of an autocast.
+    """
+    if THREAD.state.depth:
+        raise RuntimeError(
+            "bisect was called inside of autocast, which overrides all recipes; call it outside"
+        )
+    owners = {name: layer for name, layer in model.named_modules() if isinstance(layer, RecipeOwner)}
+    own = {name: recipe or layer.recipe for name, layer in owners.items()}
+    tried = [name for name in owners if own[name] is not None]
+    if not tried:
+        raise ValueError(
+            "no layer of the model has a recipe; call narrowcast.convert or set_recipe, or pass recipe="
+        )
+    if only is not None:
+        tried = matching_names(only, tried, model, "layer with a recipe")
+    with _left_as_it_was(model, owners):
+        high, high_loss = _gradients(model, batch, loss, owners, {})
+        norm = torch.stack([one.double().square().sum() for one in high]).sum().sqrt().item()
+        if not norm:
+            raise ValueError(
+                "the gradients in high precision are all 0; give a batch and a loss that reach the model"
+            )
+
+        def error(name: str, recipes: Mapping[str, Recipe | None]) -> LayerError:
+            grads, value = _gradients(model, batch, loss, owners, recipes)
+            squares = [(one.double() - other.double()).square().sum() for one, other in zip(grads, high)]
+            return LayerError(name, torch.stack(squares).sum().sqrt().item() / norm, value - high_loss)
+
+        errors = [error(name, {name: own[name]}) for name in tried]
+        together = error("all together", own)
+    return Bisection(tuple(sorted(errors, key=lambda one: -one.gradient)), together)
+
+
+def _gradients(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any], Tensor] | None,
+    owners: Mapping[str, RecipeOwner],
+    recipes: Mapping[str, Recipe | None],
+) -> tuple[Sequence[Tensor], float]:
+    """(gradients of the parameters, loss) with each layer under the recipe that is given for it."""
+    for name, layer in owners.items():
+        layer.recipe = recipes.get(name)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError("no parameter of the model requires a gradient")
+    devices = [parameter.device for parameter in parameters if parameter.is_cuda]
+    with torch.random.fork_rng(devices=list(dict.fromkeys(devices))), torch.enable_grad():
+        torch.manual_seed(0)
+        if isinstance(batch, Mapping):
+            out = model(**batch)
+        else:
+            out = model(*batch) if isinstance(batch, tuple) else model(batch)
+        value = getattr(out, "loss", None) if loss is None else loss(out)
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"the model returned a {type(out).__name__} without a loss; pass loss=, a function of it"
+            )
+        grads = torch.autograd.grad(value, parameters, allow_unused=True)
+    used = [torch.zeros(1) if grad is None else grad for grad in grads]
+    return [grad.to(parameters[0].device) for grad in used], value.item()
+
+
+_REMEMBERED = ("_recipe", "_last_recipe", "_renewed_by_root")
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module, owners: Mapping[str, RecipeOwner]) -> Iterator[None]:
+    """Put recipes, the state of delayed scaling and all other buffers back, whatever happens."""
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    attributes = {name: {key: getattr(layer, key) for key in _REMEMBERED} for name, layer in owners.items()}
+    states = {
+        name: (dict(layer._buffers), dict(layer._delayed))
+        for name, layer in owners.items()
+        if isinstance(layer, DelayedLayer)
+    }
+    try:
+        yield
+    finally:
+        for name, layer in owners.items():
+            layer.__dict__.update(attributes[name])
+        for name, (buffers, delayed) in states.items():
+            layer: Any = owners[name]
+            layer._buffers.update(buffers)
+            layer._delayed = delayed
+        for buffer, value in values:
+            buffer.copy_(value)

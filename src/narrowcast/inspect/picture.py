@@ -1,0 +1,51 @@
+"""The picture of a watch: layers down, steps across, one panel per operand and statistic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .watch import Record
+
+_KINDS = ("input", "weight", "grad_output")
+# title, value of a record, colour map, limits: from bad to good, so that what stands out is what should be looked at
+_STATISTICS: tuple[tuple[str, Any, str, tuple[float, float]], ...] = (
+    ("SQNR, dB", lambda one: one.sqnr, "RdYlBu", (10.0, 40.0)),
+    ("underflow", lambda one: one.underflow, "Reds", (0.0, 0.1)),
+)
+
+
+def draw(records: Sequence[Record], path: str | Path) -> None:
+    """Write the picture in the format that the name ends in."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys((one.layer, _stage(one)) for one in records))
+    steps = sorted({one.step for one in records})
+    height = 1.6 + 0.42 * max(len(names), 4)
+    figure = Figure(figsize=(12, height), dpi=120, layout="constrained")
+    panels = figure.subplots(len(_STATISTICS), len(_KINDS), sharex=True, sharey=True, squeeze=False)
+    for row, (title, value, colours, limits) in zip(panels, _STATISTICS):
+        for axes, kind in zip(row, _KINDS):
+            table = [[math.nan] * len(steps) for _ in names]
+            for one in records:
+                if one.operand.endswith(kind):
+                    table[names.index((one.layer, _stage(one)))][steps.index(one.step)] = value(one)
+            axes.imshow(table, aspect="auto", cmap=colours, vmin=limits[0], vmax=limits[1])
+            axes.set_title(kind, fontsize=10, loc="left")
+            axes.set_yticks(
+                range(len(names)), [f"{layer} {stage}".strip() for layer, stage in names], fontsize=7
+            )
+            shown = range(0, len(steps), max(1, len(steps) // 6))
+            axes.set_xticks(list(shown), [str(steps[index]) for index in shown], fontsize=8)
+        figure.colorbar(row[0].images[0], ax=list(row), label=title, extend="both" if limits[0] else "max")
+    figure.supxlabel("step", fontsize=9)
+    figure.savefig(path)
+
+
+def _stage(one: Record) -> str:
+    """ "fc1" or "fc2" of a block of two, else nothing."""
+    first = one.operand.split("_")[0]
+    return first if first.startswith("fc") else ""

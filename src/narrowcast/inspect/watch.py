@@ -1,0 +1,286 @@
+"""``watch``: per layer and operand, how much quantizing loses, sampled every so many steps.
+
+Two hooks stand on every watched layer. In a step that is not sampled they do nothing, and a compiled graph holds
+nothing of them; in a sampled one the input, and the gradient of the output, pass through an operator that copies them
+and writes a row of statistics. Compiled code therefore exists twice, chosen by a guard on one flag; neither changes a
+number of the training.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._table import aligned
+from ..functional import OBSERVED, observe
+from ..layers import LinearLayer
+from ..layers.set_recipe import matching_names
+from ..nn.norm_linear import NormLinearLayer
+from ..quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
+from ..recipe import linear_plan
+from ..tensors import QuantizedTensor
+
+# buffers of a watched layer, one per hook: as parts of one they would not be what compiled code writes to
+_INPUT, _GRADIENT = "_watched_input", "_watched_gradient"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One operand of one layer in one step.
+
+    ``amax``: the largest magnitude. ``underflow``: share of the non-zero elements that quantizing makes 0.
+    ``saturation``: share of all that are larger than their block's largest code. ``sqnr``: signal to quantization
+    noise, in dB; inf where nothing is lost.
+    """
+
+    step: int
+    layer: str
+    operand: str
+    amax: float
+    underflow: float
+    saturation: float
+    sqnr: float
+
+
+class _Observed(torch.autograd.Function):
+    """A tensor passed on, while what is ``seen`` of it is observed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, seen: Tensor, quantizer: Quantizer, scale: Tensor | None, into: Tensor
+    ) -> Tensor:
+        return observe(seen, quantizer, scale, into, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, None, None, None, None
+
+
+class _ObservedGradient(torch.autograd.Function):
+    """A tensor whose gradient is observed on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, scale: Tensor | None, into: Tensor) -> Tensor:
+        ctx.quantizer = quantizer
+        ctx.save_for_backward(into, scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        into, scale = ctx.saved_tensors
+        return observe(grad, ctx.quantizer, scale, into, grad), None, None, None
+
+
+class _Hooks:
+    """What stands on the layers. ``sampling`` is what compiled code guards on."""
+
+    def __init__(self) -> None:
+        self.sampling = False
+
+    def before(self, layer: Any, inputs: tuple[Any, ...]) -> Any:
+        """Observe what the first GEMM reads."""
+        if not self.sampling:
+            return None
+        stage = layer._stages[-1]  # they stand in the order of a backward
+        plan = linear_plan(layer._recipe_in_force(), stage.name, True, True)
+        quantizer = _rowwise(plan.input.quantizer) if plan.quantized else None
+        x = inputs[0]
+        if quantizer is None or isinstance(x, QuantizedTensor):
+            return None
+        seen = layer._normalize(x.detach()) if isinstance(layer, NormLinearLayer) else x.detach()
+        into = getattr(layer, _INPUT)
+        return _Observed.apply(x, seen, quantizer, getattr(layer, f"{stage.prefix}scale_fwd"), into), *inputs[
+            1:
+        ]
+
+    def after(self, layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        """Have the gradient of the output observed, which the last GEMMs' backward reads."""
+        out = output[0] if isinstance(output, tuple) else output
+        if not self.sampling or not out.requires_grad or isinstance(out, QuantizedTensor):
+            return None
+        stage = layer._stages[0]
+        plan = linear_plan(layer._recipe_in_force(), stage.name, True, True)
+        quantizer = _rowwise(plan.grad_output.quantizer) if plan.quantized else None
+        if quantizer is None:
+            return None
+        into = getattr(layer, _GRADIENT)
+        out = _ObservedGradient.apply(out, quantizer, getattr(layer, f"{stage.prefix}scale_bwd"), into)
+        return (out, *output[1:]) if isinstance(output, tuple) else out
+
+
+def _rowwise(quantizer: Any) -> Quantizer | None:
+    """What quantizes row-wise, and only so; None for high precision."""
+    if isinstance(quantizer, HybridQuantizer):
+        quantizer = quantizer.rowwise_quantizer
+    if isinstance(quantizer, IdentityQuantizer):
+        return None
+    return quantizer.with_usage(rowwise=True, columnwise=False)
+
+
+class Watch:
+    """The records of a watched model; see :func:`watch`."""
+
+    def __init__(self, layers: dict[str, Any], every: int, skipped: tuple[str, ...]) -> None:
+        self.every, self.skipped = every, skipped
+        self.records: list[Record] = []
+        self._layers, self._step, self._hooks = layers, 0, _Hooks()
+        self._handles: list[Any] = []
+        for layer in layers.values():
+            device = next(layer.parameters()).device
+            for name in (_INPUT, _GRADIENT):
+                layer.register_buffer(
+                    name, torch.full((len(OBSERVED),), math.nan, device=device), persistent=False
+                )
+            self._handles.append(layer.register_forward_pre_hook(self._hooks.before))
+            self._handles.append(layer.register_forward_hook(self._hooks.after))
+        self._hooks.sampling = True
+        torch.compiler.reset()  # graphs are not guarded on hooks: those of before would go on without them
+
+    @torch.no_grad()
+    def step(self) -> list[Record]:
+        """Count a step; the records of it where it was sampled. Call it once after every optimizer step, or before.
+
+        Raises:
+            RuntimeError: it was to be sampled, and no watched layer ran its hooks.
+        """
+        new: list[Record] = []
+        if self._hooks.sampling:
+            for name, layer in self._layers.items():
+                new += self._records_of(name, layer)
+            if not any("weight" not in one.operand for one in new):
+                raise RuntimeError(
+                    "no watched layer was seen in a step that was to be sampled; run the model, under a recipe, "
+                    "between watch and step()"
+                )
+            self.records += new
+        self._step += 1
+        self._hooks.sampling = self._step % self.every == 0
+        return new
+
+    def _records_of(self, name: str, layer: Any) -> list[Record]:
+        first, last = layer._stages[-1], layer._stages[0]
+        operands = {}
+        for operand, buffer in ((f"{first.prefix}input", _INPUT), (f"{last.prefix}grad_output", _GRADIENT)):
+            row = getattr(layer, buffer)
+            operands[operand] = row.tolist()
+            row.fill_(math.nan)
+        for stage in layer._stages[::-1]:
+            plan = linear_plan(layer._last_recipe, stage.name, True, True)
+            quantizer, weight = _rowwise(plan.weight.quantizer), layer._whole(stage.weight)
+            if plan.quantized and quantizer is not None and not isinstance(weight, QuantizedTensor):
+                into = torch.empty_like(getattr(layer, _INPUT))
+                scale = getattr(layer, f"{stage.prefix}scale_fwd")
+                weight = weight.to_local() if hasattr(weight, "to_local") else weight
+                observe(weight.detach(), quantizer, scale, into, into)
+                operands[stage.weight] = into.tolist()
+        return [self._record(name, operand, row) for operand, row in operands.items() if row[0] == row[0]]
+
+    def _record(self, layer: str, operand: str, row: list[float]) -> Record:
+        elements, nonzero, amax, squares, error, underflows, saturations = row
+        sqnr = (
+            10 * math.log10(squares / error)
+            if squares > 0 and error > 0
+            else math.inf
+            if not error
+            else math.nan
+        )
+        return Record(
+            self._step,
+            layer,
+            operand,
+            amax,
+            underflows / max(nonzero, 1),
+            saturations / max(elements, 1),
+            sqnr,
+        )
+
+    def latest(self) -> list[Record]:
+        """The records of the last sampled step."""
+        return [one for one in self.records if one.step == self.records[-1].step]
+
+    def __str__(self) -> str:
+        rows = [tuple(field.name for field in fields(Record))]
+        for one in self.latest():
+            shares = (f"{one.amax:.4g}", f"{one.underflow:.3%}", f"{one.saturation:.3%}", f"{one.sqnr:.1f}")
+            rows.append((str(one.step), one.layer, one.operand, *shares))
+        return (
+            "\n".join(aligned(rows, frozenset((0, 3, 4, 5, 6))))
+            if self.records
+            else "nothing was sampled yet"
+        )
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write all records, one a line under the names of :class:`Record`."""
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([field.name for field in fields(Record)])
+            writer.writerows(tuple(vars(one).values()) for one in self.records)
+
+    def to_tensorboard(self, writer: Any) -> None:
+        """Add all records as scalars, ``quantization/<statistic>/<layer>.<operand>``.
+
+        Args:
+            writer: a ``SummaryWriter``, or whatever has its ``add_scalar(tag, value, step)``.
+        """
+        for one in self.records:
+            for statistic in ("amax", "underflow", "saturation", "sqnr"):
+                tag = f"quantization/{statistic}/{one.layer}.{one.operand}"
+                writer.add_scalar(tag, getattr(one, statistic), one.step)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw SQNR and underflow over the steps, a line per layer and operand, and write the picture.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed. ValueError: nothing was sampled yet.
+        """
+        if not self.records:
+            raise ValueError("nothing was sampled yet; call step() once per step")
+        from .picture import draw
+
+        draw(self.records, path)
+
+    def close(self) -> None:
+        """Take the hooks and buffers off the model; the records stay."""
+        for handle in self._handles:
+            handle.remove()
+        for layer in self._layers.values():
+            for name in (_INPUT, _GRADIENT):
+                layer._buffers.pop(name, None)
+                layer._non_persistent_buffers_set.discard(name)
+        self._layers, self._handles = {}, []
+
+
+def watch(model: nn.Module, *, every: int = 100, only: str | None = None) -> Watch:
+    """Sample what quantizing does to the operands of a model's layers: amax, underflow, saturation and SQNR.
+
+    The first step is sampled, then one of every ``every``. Call ``step()`` once per step. Seen are the input of a
+    layer's first GEMM, every weight, and the gradient of its output; what lies between the two GEMMs of a
+    ``LayerNormMLP`` is not. Numbers do not change. A sampled step takes a few fp32 copies of its largest operand. What
+    ``torch.compile`` has compiled so far is compiled again.
+
+    Args:
+        every: steps from one sample to the next. only: pattern of layer names.
+    Raises:
+        ValueError: ``every`` < 1, a pattern that matches nothing, no layer to watch, or one that is watched already.
+    """
+    if every < 1:
+        raise ValueError(f"every is {every}; use a positive number of steps")
+    found = {name: module for name, module in model.named_modules() if isinstance(module, LinearLayer)}
+    if only is not None:
+        found = {
+            name: found[name] for name in matching_names(only, list(found), model, "layer of narrowcast")
+        }
+    skipped = tuple(name for name, module in found.items() if module._groups > 1)
+    layers = {name: module for name, module in found.items() if name not in skipped}
+    if not layers:
+        raise ValueError("the model has no layer of narrowcast to watch; call narrowcast.convert first")
+    for name, layer in layers.items():
+        if _INPUT in layer._buffers:
+            raise ValueError(f"{name!r} is watched already; close() the other watch")
+    return Watch(layers, every, skipped)

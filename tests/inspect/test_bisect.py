@@ -1,0 +1,92 @@
+"""Ranking layers: the planted bad one comes first, and the model is left as it was."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from recipes import DEVICE, QUANTIZED
+from torch import Tensor, nn
+
+import narrowcast as nc
+
+PLANTED = 2
+
+
+def stack(recipe: Any) -> Any:
+    """Five layers, of which one has a weight with an outlier that takes the range of its scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)), nn.Dropout(0.1)).to(DEVICE)
+    with torch.no_grad():
+        model[PLANTED].weight[3, 5] = 3e4
+        model[PLANTED - 1].weight[5].zero_()  # which meets no input
+        model[PLANTED - 1].bias[5] = 0
+    nc.convert(model, recipe)
+    return model
+
+
+def loss(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_the_planted_layer_is_named_first(name: str) -> None:
+    model, batch = (
+        stack(QUANTIZED[name]),
+        torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE),
+    )
+    loss(model(batch)).backward()  # delayed scaling has a history, parameters have gradients
+    state = copy.deepcopy(model.state_dict())
+    grads = [parameter.grad.clone() for parameter in model.parameters()]
+    random = torch.get_rng_state()
+    result = nc.bisect(model, batch, loss=loss)
+    assert result.worst == str(PLANTED)
+    assert result.layers[0].gradient > 3 * result.layers[1].gradient
+    assert len(result.layers) == 5 and result.together.gradient > 0.5 * result.layers[0].gradient
+    after = model.state_dict()
+    assert list(after) == list(state) and all(torch.equal(after[key], state[key]) for key in state)
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), grads))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert nc.get_recipes(model) == {str(index): QUANTIZED[name] for index in range(5)}
+    lines = str(result).splitlines()
+    assert lines[2].startswith("2 ") and lines[-1].startswith("all together")
+
+
+def test_batches_of_every_kind_and_recipes_that_are_given() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nc.Linear(32, 32, device="cpu"), nc.Linear(32, 32, device="cpu")
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            return SimpleNamespace(loss=(self.second(self.first(x)) - y).square().mean())
+
+    torch.manual_seed(0)
+    model, x, y = Model(), torch.randn(16, 32), torch.randn(16, 32)
+    recipe = QUANTIZED["mxfp8"]
+    by_name = nc.bisect(model, {"x": x, "y": y}, recipe=recipe)
+    assert nc.bisect(model, (x, y), recipe=recipe) == by_name
+    assert {one.layer for one in by_name.layers} == {"first", "second"}
+    assert [one.layer for one in nc.bisect(model, (x, y), recipe=recipe, only="second").layers] == ["second"]
+    assert model.first.recipe is None
+
+
+def test_what_cannot_be_ranked_is_said() -> None:
+    model = nn.Sequential(nc.Linear(32, 32, device="cpu"))
+    x = torch.randn(16, 32)
+    with pytest.raises(ValueError, match="no layer of the model has a recipe"):
+        nc.bisect(model, x, loss=loss)
+    nc.set_recipe(model, QUANTIZED["current"])
+    with pytest.raises(TypeError, match="without a loss"):
+        nc.bisect(model, x)
+    with pytest.raises(ValueError, match="all 0"):
+        nc.bisect(model, x, loss=lambda out: (out * 0).sum())
+    with nc.autocast(recipe=QUANTIZED["current"]), pytest.raises(RuntimeError, match="inside of autocast"):
+        nc.bisect(model, x, loss=loss)
+    assert model[0].recipe is QUANTIZED["current"]
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="requires a gradient"):
+        nc.bisect(model, x, loss=loss)

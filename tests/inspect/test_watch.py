@@ -1,0 +1,161 @@
+"""Statistics of quantization, sampled: right, and without a trace in the training's numbers."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipes import DEVICE, MORE_FORMATS, QUANTIZED
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.functional import OBSERVED, observe
+from narrowcast.inspect import Record
+
+RECIPES = {**QUANTIZED, **MORE_FORMATS}
+
+
+def stack(recipe: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nc.LayerNormLinear(64, 96, device=DEVICE),
+        nc.Linear(96, 64, device=DEVICE),
+        nc.LayerNormMLP(64, 128, device=DEVICE),
+    )
+    nc.set_recipe(model, recipe)
+    return model
+
+
+def step(run: Any, model: Any, seed: int) -> list[Tensor]:
+    """Output and gradients of one step."""
+    torch.manual_seed(seed)
+    out = run(torch.randn(32, 64).to(DEVICE))
+    out.square().mean().backward()
+    result = [out.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+    model.zero_grad()
+    return result
+
+
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in RECIPES), ("delayed", True)])
+def test_numbers_do_not_change(name: str, compiled: bool) -> None:
+    plain, model = stack(RECIPES[name]), stack(RECIPES[name])
+    watch = nc.watch(model, every=2)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    for count in range(3):
+        ours, theirs = step(run, model, count), step(plain, plain, count)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+        assert bool(watch.step()) == (count % 2 == 0)
+    seen = {(one.layer, one.operand) for one in watch.latest()}
+    assert seen == {
+        *(("0", operand) for operand in ("input", "weight", "grad_output")),
+        *(("1", operand) for operand in ("input", "weight", "grad_output")),
+        *(("2", operand) for operand in ("fc1_input", "fc1_weight", "fc2_weight", "fc2_grad_output")),
+    }
+    assert {one.step for one in watch.records} == {0, 2}
+    for one in watch.latest():
+        assert one.amax > 0 and 0 <= one.underflow < 0.5 and 0 <= one.saturation < 0.05 and 8 < one.sqnr < 60
+    assert set(model.state_dict()) == set(plain.state_dict())
+    watch.close()
+    assert set(dict(model.named_buffers())) == set(dict(plain.named_buffers()))
+    assert torch.equal(step(model, model, 9)[0], step(plain, plain, 9)[0])
+
+
+def observed(x: Tensor, quantizer: Any, scale: Tensor | None = None) -> dict[str, float]:
+    into = torch.full((len(OBSERVED),), math.nan)
+    through = torch.randn(3)
+    assert torch.equal(observe(x, quantizer, scale, into, through), through)
+    return dict(zip(OBSERVED, into.tolist()))
+
+
+def test_statistics_are_those_of_their_definitions() -> None:
+    quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3, columnwise=False)
+    x = torch.zeros(4, 32)
+    x[0, :4] = torch.tensor([448.0, -1.0, 2.0**-12, 0.0])  # amax is the largest code, so the scale is 1
+    row = observed(x, quantizer)
+    assert (row["elements"], row["nonzero"], row["amax"]) == (128, 3, 448)
+    assert (row["underflows"], row["saturations"]) == (1, 0)  # 2**-12 is below half of the least code, 2**-9
+    assert row["squared_error"] == pytest.approx(2.0**-24) and row["squares"] == 448.0**2 + 1
+    x = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+    row = observed(x, quantizer)
+    error = (x - quantizer.quantize(x).dequantize()).square().sum()
+    assert row["squared_error"] == pytest.approx(error.item(), rel=1e-5)
+
+
+def test_saturation_is_seen_where_a_scale_is_too_large() -> None:
+    recipe = nc.recipe.DelayedScaling(initial_scale="one")
+    model = nn.Sequential(nc.Linear(32, 32, device="cpu", bias=False))
+    nc.set_recipe(model, recipe)
+    watch = nc.watch(model)
+    x = torch.ones(16, 32)
+    x[:, :4] = 1000.0  # the scale is still 1: 448 is the most
+    model(x).sum().backward()
+    (one,) = (one for one in watch.step() if one.operand == "input")
+    assert one.saturation == 4 / 32 and one.amax == 1000
+
+
+def test_every_format_knows_its_largest_code() -> None:
+    for name in ("mxfp8", "block", "nvfp4", "mxfp6", "mxfp4"):
+        quantizer = nc.recipe.linear_plan(RECIPES[name], "", True, True).input.quantizer
+        quantizer = quantizer.with_usage(rowwise=True, columnwise=False)
+        x = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+        row = observed(x, quantizer)
+        assert row["saturations"] <= 0.01 * x.numel(), name
+        assert 0 < row["squared_error"] < 0.05 * row["squares"], name
+
+
+def test_records_go_to_files(tmp_path: Path) -> None:
+    model = stack(QUANTIZED["current"])
+    watch = nc.watch(model, every=1)
+    assert str(watch) == "nothing was sampled yet"
+    with pytest.raises(ValueError, match="nothing was sampled"):
+        watch.plot(tmp_path / "early.png")
+    for count in range(2):
+        step(model, model, count)
+        watch.step()
+    watch.to_csv(tmp_path / "records.csv")
+    rows = list(csv.DictReader((tmp_path / "records.csv").open()))
+    assert len(rows) == len(watch.records) == 20
+    read = [
+        Record(int(row.pop("step")), row.pop("layer"), row.pop("operand"), *map(float, row.values()))
+        for row in rows
+    ]
+    assert read == watch.records
+    scalars: dict[tuple[str, int], float] = {}
+
+    class Writer:
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            scalars[tag, step] = value
+
+    watch.to_tensorboard(Writer())
+    assert scalars["quantization/sqnr/1.weight", 1] == next(
+        one.sqnr for one in watch.latest() if (one.layer, one.operand) == ("1", "weight")
+    )
+    watch.plot(tmp_path / "watch.png")
+    assert (tmp_path / "watch.png").read_bytes().startswith(b"\x89PNG")
+    assert "fc2_grad_output" in str(watch)
+
+
+def test_what_cannot_be_watched_is_said() -> None:
+    with pytest.raises(ValueError, match="no layer of narrowcast"):
+        nc.watch(nn.Linear(4, 4))
+    model = stack(QUANTIZED["current"])
+    with pytest.raises(ValueError, match="every is 0"):
+        nc.watch(model, every=0)
+    with pytest.raises(ValueError, match="matches"):
+        nc.watch(model, only="nothing.*")
+    watch = nc.watch(model, only="1")
+    with pytest.raises(ValueError, match="watched already"):
+        nc.watch(model)
+    with pytest.raises(RuntimeError, match="no watched layer was seen"):
+        watch.step()
+    watch.close()
+    nc.watch(model).close()
+    grouped = nn.Sequential(nc.GroupedLinear(2, 32, 32, device="cpu"), nc.Linear(32, 32, device="cpu"))
+    watch = nc.watch(grouped)
+    assert watch.skipped == ("0",)
+    copy.deepcopy(grouped)
