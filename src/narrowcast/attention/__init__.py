@@ -13,9 +13,9 @@ from .arguments import (
     one_of,
     separate,
 )
-from .attend import Lengths, attend
 from .backends import Switches
 from .cached import check_cached, extended, in_format
+from .core import Lengths, attend
 from .formats import FORMATS, check_tensors, checked_format, sequence_length
 from .kv_cache import InferenceParams, KVCacheManager
 from .masks import MASK_TYPES, MaskRule, mask_rule, standard_slopes

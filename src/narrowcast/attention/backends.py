@@ -1,7 +1,7 @@
 """Which backend computes a call: decided by static facts alone, so that a compiled graph holds one of them.
 
-No value of a tensor is read, no memory layout inspected. Every backend says what it cannot do; the first one in the
-order of ``ORDER`` that can do everything is taken, and where none is left all of their reasons are told.
+No value of a tensor is read, no memory layout inspected. Every backend says what it cannot do; the first one that can
+do everything is taken, and where none is left all of their reasons are told.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class Facts:
     Args:
         cuda: tensors are on a GPU. dtype: of the tensors. dims: head dims of keys and values.
         packed: the format is thd. gaps: and there is padding between its sequences.
-        mask: "none", "causal" (PyTorch's flag says it) or "pairs". window: from the diagonal, if there is one.
+        mask: "none", "causal" (PyTorch's flag says it), "pairs" (a rule of pairs) or "tensor" (a tensor of pairs).
+        from_the_end: what it counts, if anything, it counts from the last query and key of each sequence.
         bias: dtype of a bias; None without. alibi, sink, score_mod, dropout, max_logit: whether there is one.
-        grad: whether a gradient is wanted.
+        grad: whether a gradient is wanted. score_grad: also of tensors that ``score_mod`` reads.
     """
 
     cuda: bool
@@ -54,7 +55,7 @@ class Facts:
     packed: bool
     gaps: bool
     mask: str
-    window: bool
+    from_the_end: bool
     bias: torch.dtype | None
     alibi: bool
     sink: bool
@@ -62,13 +63,18 @@ class Facts:
     dropout: bool
     max_logit: bool
     grad: bool
+    score_grad: bool
 
 
 def sdpa_kernels(facts: Facts, switches: Switches) -> list[SDPBackend]:
     """What PyTorch's own choice may be among; it looks at shapes and devices itself."""
     kernels = []
     exact = switches.nondeterministic or not (facts.cuda and facts.grad)
-    if switches.flash and exact and not (facts.cuda and (facts.mask == "pairs" or facts.bias is not None)):
+    if (
+        switches.flash
+        and exact
+        and not (facts.cuda and (facts.mask in ("pairs", "tensor") or facts.bias is not None))
+    ):
         kernels.append(SDPBackend.FLASH_ATTENTION)
     if switches.fused and exact and facts.cuda:
         kernels += [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -94,11 +100,65 @@ def _refused_by_sdpa(facts: Facts, switches: Switches) -> list[str]:
     return reasons
 
 
+def _refused_by_flash_varlen(facts: Facts, switches: Switches) -> list[str]:
+    reasons = [] if switches.flash else ["NARROWCAST_FLASH_ATTN is 0"]
+    if not switches.nondeterministic and facts.grad:
+        reasons.append(
+            "the last bits of its gradients change, and NARROWCAST_ALLOW_NONDETERMINISTIC_ALGO is 0"
+        )
+    if not facts.packed:
+        reasons.append("it takes qkv_format='thd' only")
+    if not facts.cuda or facts.dtype == torch.float32:
+        reasons.append("it takes fp16 and bf16 on a GPU only")
+    if facts.dims[0] != facts.dims[1] or facts.dims[0] % 8 or facts.dims[0] > 256:
+        reasons.append("it takes equal head dims up to 256, multiples of 8")
+    if facts.gaps:
+        reasons.append("it takes no padding between sequences")
+    if not facts.from_the_end:
+        reasons.append(
+            "it counts from the last query and key of a sequence, and queries and keys do not share one cu_seqlens"
+        )
+    if facts.alibi or facts.score_mod or facts.sink or facts.dropout or facts.max_logit:
+        reasons.append("it has neither ALiBi, score_mod, sinks, dropout nor the largest logit")
+    return reasons
+
+
+def _refused_by_flex(facts: Facts, switches: Switches) -> list[str]:
+    reasons = [] if switches.fused else ["NARROWCAST_FUSED_ATTN is 0"]
+    if not facts.cuda:
+        reasons.append("it has no backward on a CPU")
+    if min(facts.dims) < 16:
+        reasons.append("it takes head dims from 16 on")
+    if facts.bias is not None:
+        reasons.append("it takes biases as a score_mod only")
+    if facts.dropout:
+        reasons.append("it has no dropout")
+    if facts.score_grad and not switches.nondeterministic:
+        reasons.append(
+            "it sums gradients of score_mod_tensors in any order, and "
+            "NARROWCAST_ALLOW_NONDETERMINISTIC_ALGO is 0"
+        )
+    return reasons
+
+
 def _refused_by_unfused(facts: Facts, switches: Switches) -> list[str]:
     return [] if switches.unfused else ["NARROWCAST_UNFUSED_ATTN is 0"]
 
 
-_REFUSALS = {"sdpa": _refused_by_sdpa, "unfused": _refused_by_unfused}
+_REFUSALS = {
+    "flash_varlen": _refused_by_flash_varlen,
+    "flex": _refused_by_flex,
+    "sdpa": _refused_by_sdpa,
+    "unfused": _refused_by_unfused,
+}
+
+
+def _order(facts: Facts, switches: Switches) -> tuple[str, ...]:
+    """PyTorch's kernels first, but where they would need a tensor of all pairs that a rule says, or keep all scores."""
+    in_memory = facts.cuda and sdpa_kernels(facts, switches) in ([], [SDPBackend.MATH])
+    if facts.mask == "pairs" or in_memory:
+        return ("flash_varlen", "flex", "sdpa", "unfused")
+    return ("sdpa", "flash_varlen", "flex", "unfused")
 
 
 def choose_backend(facts: Facts, switches: Switches) -> str:
@@ -108,8 +168,8 @@ def choose_backend(facts: Facts, switches: Switches) -> str:
         ValueError: none can; the message has the reasons of each.
     """
     refused = []
-    for name, refusals in _REFUSALS.items():
-        reasons = refusals(facts, switches)
+    for name in _order(facts, switches):
+        reasons = _REFUSALS[name](facts, switches)
         if not reasons:
             return name
         refused.append(f"{name}: {'; '.join(reasons)}")

@@ -96,7 +96,8 @@ class DotProductAttention(nn.Module):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self.kv_channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        of_keys, of_values = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        self.kv_channels = (of_keys, of_values)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         positive(num_attention_heads=num_attention_heads, num_gqa_groups=groups, tp_size=tp_size)
         positive(key_channels=self.kv_channels[0], value_channels=self.kv_channels[1])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import sdpa, unfused
+from . import flex, sdpa, unfused, varlen
 from .backends import Facts, Switches, choose_backend, sdpa_kernels
 from .formats import flattened, heads_first, sequence_length
 from .masks import Geometry, MaskRule, Tokens, geometry, packed, padded_rows, rows
@@ -71,16 +71,19 @@ def attend(
     """
     sizes = sequence_length(q, qkv_format), sequence_length(k, qkv_format)
     thd, rule = qkv_format == "thd", scores.rule
-    everything = not (thd or rule.padding or rule.arbitrary or rule.bounded or scores.slopes is not None)
+    everything = not (thd or rule.padding or rule.arbitrary or scores.slopes is not None) and (
+        not rule.bounded or (rule.window == (-1, 0) and rule.bottom_right and sizes[0] == 1)
+    )
     flag = sdpa.says_causal(rule, *sizes) and not thd and scores.bias is None
+    one_side = lengths.cu_seqlens[0] is lengths.cu_seqlens[1]
     facts = Facts(
         cuda=q.is_cuda,
         dtype=q.dtype,
         dims=(q.shape[-1], v.shape[-1]),
         packed=thd,
         gaps=lengths.cu_seqlens_padded[0] is not None,
-        mask="none" if everything else "causal" if flag else "pairs",
-        window=rule.bounded,
+        mask="none" if everything else "causal" if flag else "tensor" if rule.arbitrary else "pairs",
+        from_the_end=rule.bottom_right or not rule.bounded or one_side,
         bias=None if scores.bias is None else scores.bias.dtype,
         alibi=scores.slopes is not None,
         sink=scores.sink is not None,
@@ -88,13 +91,20 @@ def attend(
         dropout=scores.dropout > 0,
         max_logit=max_logit,
         grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        score_grad=any(x.requires_grad for x in scores.tensors.values()),
     )
     backend = choose_backend(facts, switches)
+    if backend == "flash_varlen":
+        cu_q, cu_kv = lengths.cu_seqlens
+        assert cu_q is not None and cu_kv is not None
+        return varlen.attend(q, k, v, scores.scale, rule, (cu_q, cu_kv), lengths.longest).flatten(1), None
     if not everything and not (backend == "sdpa" and flag):
         scores = replace(scores, places=places_of(sizes, qkv_format, rule, lengths, q.device))
     q, k, v = (heads_first(x, qkv_format) for x in (q, k, v))
     largest = None
-    if backend == "sdpa":
+    if backend == "flex":
+        out, largest = flex.attend(q, k, v, scores, max_logit)
+    elif backend == "sdpa":
         kernels = None if switches == Switches() else sdpa_kernels(facts, switches)
         out = sdpa.attend(q, k, v, scores, kernels)
     else:
