@@ -1,6 +1,6 @@
 """narrowcast: low-precision training for PyTorch that compiles."""
 
-from . import custom_recipes, dynamo, nn, ops, recipe, state
+from . import custom_recipes, dynamo, nn, ops, optimizers, recipe, state
 from ._device import (
     get_device_compute_capability,
     is_bf16_available,
@@ -169,6 +169,7 @@ __all__ = [
     "moe_unpermute",
     "nn",
     "ops",
+    "optimizers",
     "parallel_cross_entropy",
     "prepare_for_saving",
     "quantized_model_init",

@@ -1,0 +1,407 @@
+"""Adam and AdamW for quantized parameters, and with state of fewer bits than fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
+
+from ..tensors import DequantizingTensor
+from .stored import decode, encode, join, split
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MASTER = "master_param"
+_STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+_ELEMENTS_AT_ONCE = 2**26  # of a step's fp32 copies: four of them are 1 GiB
+_CORRECTED = 1e9  # a step count at which Adam's bias corrections are 1
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam or AdamW with master weights for quantized and bf16 parameters, and moments of few bits.
+
+    ``torch.optim.AdamW(fused=True)`` is the optimizer for fp32 parameters, and works on all others, too; this one is
+    for parameters that are too coarse for a step's change: those of ``nc.quantized_model_init``, or pure bf16. The step
+    is PyTorch's fused one, on fp32 values; what is stored otherwise is decoded before it and encoded after it. In
+    compiled code it is spelled out, for the compiler to fuse with decoding and encoding; use ``capturable`` there.
+
+    The master weight of a quantized parameter begins as the unrounded value that it was made from, where
+    ``quantized_model_init(preserve_high_precision_init_val=True)`` kept that and the parameter still is its
+    quantization; else as the dequantized value. After every step the parameter is quantized anew from its master.
+
+    Args:
+        params: parameters or groups of them. lr: a float or, for ``capturable``, a tensor. betas, eps, weight_decay: as
+            in PyTorch. amsgrad: must be False.
+        bias_correction: divide the moments by what they lack in the first steps.
+        adam_w_mode: decay weights apart from the gradient (AdamW), not through it.
+        capturable: ``lr`` and the step count are tensors on the device, and no step waits for it: for CUDA graphs and
+            ``torch.compile``.
+        master_weights: keep a copy of every parameter that is not fp32, of ``master_weight_dtype``, and step that.
+        master_weight_dtype: float32, or float16 with a scale per tensor.
+        exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, float16 with a scale, or uint8: E4M3 codes with a scale.
+        use_decoupled_grad: read ``param.decoupled_grad`` in place of ``param.grad``.
+        store_param_remainders: of bf16 parameters keep in place of a master weight the 16 bits that they lack.
+        set_grad_none: whether ``zero_grad()`` drops gradients; None means that it does.
+    Raises:
+        ValueError: a dtype that is not listed; a negative rate, eps or decay, or betas outside of [0, 1).
+        RuntimeError: ``amsgrad``; remainders without fp32 master weights; when state is made, remainders of a parameter
+            that is not bf16, or a quantized parameter without master weights.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("FusedAdam has no amsgrad; use torch.optim.AdamW(amsgrad=True)")
+        _check_numbers(lr, betas, eps, weight_decay)
+        for name, dtype, allowed in (
+            ("master_weight_dtype", master_weight_dtype, (torch.float32, torch.float16)),
+            ("exp_avg_dtype", exp_avg_dtype, _STATE_DTYPES),
+            ("exp_avg_sq_dtype", exp_avg_sq_dtype, _STATE_DTYPES),
+        ):
+            if dtype not in allowed:
+                raise ValueError(f"{name} is {dtype}; use one of {', '.join(map(str, allowed))}")
+        if store_param_remainders and not (master_weights and master_weight_dtype == torch.float32):
+            raise RuntimeError(
+                "store_param_remainders keeps the rest of fp32 master weights: it needs master_weights=True and "
+                f"master_weight_dtype=torch.float32, got {master_weights} and {master_weight_dtype}"
+            )
+        self.adam_w_mode, self.capturable = adam_w_mode, capturable
+        self.master_weights, self.store_param_remainders = master_weights, store_param_remainders
+        self.use_decoupled_grad = use_decoupled_grad
+        self.set_grad_none = set_grad_none is not False
+        self.dtypes = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            _MASTER: master_weight_dtype,
+        }
+        # Of each parameter and name the scale of what is stored there; not state, for state dicts hold values.
+        self._scales: dict[Tensor, dict[str, Tensor]] = {}
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"bias_correction": bias_correction, "capturable": capturable, "step": 0}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; with ``capturable`` its rate and step count move to the device of its parameters."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if self.capturable:
+            device = group["params"][0].device
+            for name in ("lr", "step"):
+                group[name] = torch.as_tensor(group[name], dtype=torch.float32).to(device, copy=True)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients, or zero them, as ``set_grad_none`` says unless told here; decoupled ones are dropped."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+        if self.use_decoupled_grad:
+            for p in self._parameters():
+                p.decoupled_grad = None
+
+    @torch.no_grad()
+    def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
+        """Make the state of a parameter: moments of zeros and, where it has one, the master weight.
+
+        Raises:
+            RuntimeError: as the class.
+        """
+        quantized = isinstance(param, DequantizingTensor)
+        if quantized and not self.master_weights:
+            raise RuntimeError(
+                f"a parameter is a {type(param).__name__}, which is too coarse for a step; use master_weights=True"
+            )
+        if store_param_remainders and not quantized and param.dtype != torch.bfloat16:
+            raise RuntimeError(
+                f"store_param_remainders needs parameters in torch.bfloat16, got {param.dtype}; put the others into an "
+                "optimizer of their own"
+            )
+        for name in _MOMENTS:
+            self.set_scaled_state(param, name, torch.zeros_like(param, dtype=torch.float32))
+        if store_param_remainders and not quantized:
+            self.state[param][_MASTER] = torch.zeros_like(param, dtype=torch.int16)
+        elif self.master_weights and (quantized or param.dtype != torch.float32):
+            self.set_scaled_state(param, _MASTER, _initial_master(param))
+
+    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
+        """State of a parameter as fp32 values; what is stored where it is fp32.
+
+        Args:
+            state_name: "exp_avg", "exp_avg_sq" or "master_param". skip_unscale: return what is stored as it is.
+        Raises:
+            KeyError: it has no such state.
+        """
+        stored = self.state[param][state_name]
+        if skip_unscale:
+            return stored
+        if stored.dtype == torch.int16:
+            return join(param.detach(), stored)
+        scale = self._scales.get(param, {}).get(state_name)
+        return decode(stored, scale, state_name == "exp_avg_sq")
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Store fp32 values as state of a parameter, in the dtype of that state.
+
+        The low bits of a parameter's master weight are stored so as well; the parameter then takes the others.
+        """
+        state = self.state[param]
+        if state_name in state and state[state_name].dtype == torch.int16:
+            high, low = split(unscaled_state)
+            param.copy_(high)
+            state[state_name].copy_(low)
+            return
+        dtype = self.dtypes[state_name]
+        stored, scale = encode(unscaled_state, dtype, state_name == "exp_avg_sq")
+        scales = self._scales.setdefault(param, {})
+        for kept, key, made in ((state, state_name, stored), (scales, state_name, scale)):
+            if made is None or made is kept.get(key):
+                continue
+            if key in kept:  # a CUDA graph reads it there
+                kept[key].copy_(made)
+            else:
+                kept[key] = made
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: GradScaler | None = None) -> Any:  # type: ignore[override]
+        """One step; returns what ``closure`` returned.
+
+        Args:
+            grad_scaler: divides gradients by its scale within the step, and a step with gradients that are not finite
+                changes nothing; without ``capturable`` that waits for the device. Eager code only.
+                ``grad_scaler.step(optimizer)`` works, too.
+        Raises:
+            RuntimeError: a sparse gradient, or what making state raises.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if grad_scaler is not None and torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "compiled code takes no grad_scaler; call grad_scaler.step outside of it"
+            )
+        scale, found_inf = (None, None) if grad_scaler is None else _amp_state(self, grad_scaler)
+        if found_inf is not None and not self.capturable:
+            if found_inf.item():
+                return loss
+            found_inf = None
+        for group in self.param_groups:
+            # Also of a group without gradients: its count is that of the optimizer's steps.
+            group["step"] += 1 if found_inf is None else 1 - found_inf.to(group["step"].device)
+            pairs = []
+            for p in group["params"]:
+                grad = self._gradient(p)
+                if grad is not None:
+                    pairs.append((p, grad))
+                    if not self.state[p]:
+                        self.initialize_state(p, self.store_param_remainders)
+            for chunk in _chunks(pairs):
+                self._step_chunk(group, chunk, scale, found_inf)
+        return loss
+
+    def _gradient(self, p: Tensor) -> Tensor | None:
+        grad = getattr(p, "decoupled_grad", None) if self.use_decoupled_grad else p.grad
+        if grad is not None and grad.is_sparse:
+            raise RuntimeError("FusedAdam has no sparse gradients; use torch.optim.SparseAdam")
+        return grad
+
+    def _step_chunk(
+        self,
+        group: dict[str, Any],
+        chunk: list[tuple[Tensor, Tensor]],
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Adam on fp32 values of some parameters of one device, written back where they are stored otherwise."""
+        params = [p for p, _ in chunk]
+        device = params[0].device
+        moments = {name: [self.get_unscaled_state(p, name) for p in params] for name in _MOMENTS}
+        weights = [
+            self.get_unscaled_state(p, _MASTER) if _MASTER in self.state[p] else p.detach().float()
+            for p in params
+        ]
+        count = torch.as_tensor(group["step"], dtype=torch.float32, device=device)
+        if not group["bias_correction"]:
+            count = torch.full_like(count, _CORRECTED)
+        grads = [grad.float() for _, grad in chunk]
+        if torch.compiler.is_compiling():
+            _spelled_out(weights, grads, moments, count, group, self.adam_w_mode)
+        else:
+            _fused(weights, grads, moments, count, group, self.adam_w_mode, scale, found_inf)
+        for i, p in enumerate(params):
+            for name in _MOMENTS:
+                self.set_scaled_state(p, name, moments[name][i])
+            if _MASTER in self.state[p]:
+                self.set_scaled_state(p, _MASTER, weights[i])
+                if self.state[p][_MASTER].dtype == torch.int16:
+                    continue  # which has set the parameter
+            if p.dtype != torch.float32 or isinstance(p, DequantizingTensor):
+                p.copy_(weights[i])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As PyTorch's, with every state in fp32: a checkpoint does not depend on how state is stored."""
+        made = super().state_dict()
+        state = {
+            index: {name: self.get_unscaled_state(p, name).clone() for name in self.state[p]}
+            for index, p in enumerate(self._parameters())
+            if self.state.get(p)
+        }
+        groups = [
+            {
+                name: v.item() if name in ("lr", "step") and isinstance(v, Tensor) else v
+                for name, v in g.items()
+            }
+            for g in made["param_groups"]
+        ]
+        return {**made, "state": state, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As PyTorch's; every state is stored in the dtype that this optimizer was made for."""
+        tensors = [(group["lr"], group["step"]) for group in self.param_groups]
+        super().load_state_dict(
+            {**state_dict, "state": {}}
+        )  # which would cast state to the parameters' dtype
+        self._scales.clear()
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, p in zip(indices, self._parameters(), strict=True):
+            given = state_dict["state"].get(index)
+            if not given:
+                continue
+            self.initialize_state(p, self.store_param_remainders)
+            for name in self.state[p]:
+                if name in given:
+                    self.set_scaled_state(p, name, given[name].detach().to(p.device, torch.float32))
+        for group, kept in zip(self.param_groups, tensors):
+            group["capturable"] = self.capturable
+            for name, tensor in (
+                zip(("lr", "step"), kept) if self.capturable else ()
+            ):  # a CUDA graph reads these
+                group[name] = tensor.fill_(group[name])
+
+    def _parameters(self) -> Iterator[Any]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+
+def _fused(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    moments: dict[str, list[Tensor]],
+    count: Tensor,
+    group: dict[str, Any],
+    decoupled: bool,
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Adam of fp32 tensors, in place, by the operators behind ``torch.optim``."""
+    update: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    update(
+        weights,
+        grads,
+        *(moments[name] for name in _MOMENTS),
+        [],
+        [count] * len(weights),
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None if scale is None else scale.to(count.device),
+        found_inf=None if found_inf is None else found_inf.to(count.device),
+    )
+
+
+def _spelled_out(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    moments: dict[str, list[Tensor]],
+    count: Tensor,
+    group: dict[str, Any],
+    decoupled: bool,
+) -> None:
+    """What :func:`_fused` computes, for the compiler, which has no shapes for those operators."""
+    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+    first, second = (moments[name] for name in _MOMENTS)
+    if decay and decoupled:
+        torch._foreach_mul_(weights, 1 - lr * decay)
+    elif decay:
+        grads = list(torch._foreach_add(grads, weights, alpha=decay))
+    torch._foreach_lerp_(first, grads, 1 - beta1)
+    torch._foreach_mul_(second, beta2)
+    torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+    denominators = torch._foreach_sqrt(second)
+    torch._foreach_div_(denominators, (1 - beta2**count).sqrt())
+    torch._foreach_add_(denominators, group["eps"])
+    changes = torch._foreach_div(first, denominators)
+    torch._foreach_mul_(changes, lr / (1 - beta1**count))
+    torch._foreach_sub_(weights, changes)
+
+
+def _initial_master(param: Tensor) -> Tensor:
+    """What the master weight of a parameter begins as, fp32."""
+    if not isinstance(param, DequantizingTensor):
+        return param.detach().float()
+    rounded = param._plain(torch.float32)
+    kept = param.get_high_precision_init_val()
+    if kept is None:
+        return rounded
+    again = param._quantized(kept.to(param.device))._plain(torch.float32)
+    # A parameter that was loaded or changed since is not the quantization of what was kept.
+    return kept.to(param.device, torch.float32, copy=True) if torch.equal(again, rounded) else rounded
+
+
+def _chunks(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Runs of parameters of one device, and of so few elements that fp32 copies of them are little."""
+    chunk: list[tuple[Tensor, Tensor]] = []
+    elements = 0
+    for p, grad in pairs:
+        full = elements + p.numel() > _ELEMENTS_AT_ONCE
+        if chunk and (full or p.device != chunk[0][0].device):
+            yield chunk
+            chunk, elements = [], 0
+        chunk.append((p, grad))
+        elements += p.numel()
+    if chunk:
+        yield chunk
+
+
+def _amp_state(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> tuple[Tensor | None, Tensor | None]:
+    """(scale that gradients still have, whether one of them is not finite) of a scaler."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    unscaled = state["stage"] is OptState.UNSCALED
+    found = state["found_inf_per_device"] if unscaled else scaler._check_inf_per_device(optimizer)
+    flags = [flag.float() for flag in found.values()]
+    if not flags:
+        return None, None
+    total = torch.stack([flag.to(flags[0].device).reshape(()) for flag in flags]).amax()
+    return (None if unscaled else scaler._get_scale_async()), total
+
+
+def _check_numbers(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    numbers = (("lr", lr), ("eps", eps), ("weight_decay", weight_decay))
+    for name, value in numbers:
+        if not isinstance(value, Tensor) and value < 0:
+            raise ValueError(f"{name} is {value}; use a number that is not negative")
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas is {betas}; use numbers from 0 to below 1")

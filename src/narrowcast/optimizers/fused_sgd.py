@@ -1,0 +1,68 @@
+"""SGD under Transformer Engine's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class FusedSGD(torch.optim.SGD):
+    """``torch.optim.SGD`` with Transformer Engine's options; use that one where these are not needed.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov: as in PyTorch; ``lr`` must be given.
+        wd_after_momentum: decay the weights by ``lr * weight_decay`` of themselves, past the momentum.
+        materialize_master_grads: no effect; it spoke to Apex's AMP, and gradients are of their parameter's dtype here.
+        set_grad_none: whether ``zero_grad()`` drops gradients; None means that it does.
+    Raises:
+        ValueError: no or a negative ``lr``, a negative momentum or decay, nesterov without momentum or with dampening.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor | None = None,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        if lr is None:
+            raise ValueError("FusedSGD needs a learning rate; pass lr=")
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
+        self.wd_after_momentum = wd_after_momentum
+        self.set_grad_none = set_grad_none is not False
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients, or zero them, as ``set_grad_none`` says unless told here."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step; returns what ``closure`` returned."""
+        if not self.wd_after_momentum:
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        decays = [group["weight_decay"] for group in self.param_groups]
+        try:
+            for group, decay in zip(self.param_groups, decays):
+                # Past the momentum the decay is a multiplication of the weights, and a step of SGD without it.
+                with_gradient = [p for p in group["params"] if p.grad is not None]
+                if decay and with_gradient:
+                    torch._foreach_mul_(with_gradient, 1.0 - group["lr"] * decay)
+                group["weight_decay"] = 0.0
+            super().step()
+        finally:
+            for group, decay in zip(self.param_groups, decays):
+                group["weight_decay"] = decay
+        return loss

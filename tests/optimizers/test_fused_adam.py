@@ -1,0 +1,352 @@
+"""FusedAdam against torch.optim on fp32 master weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from recipes import RECIPES
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.testing import assert_close
+
+FusedAdam = nc.optimizers.FusedAdam
+SHAPES = ((32, 48), (48,), (3, 5, 2))
+QUANTIZED = ("current", "mxfp8", "block", "nvfp4")
+
+
+def parameters(dtype: torch.dtype, device: Any) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in SHAPES]
+
+
+def give_gradients(params: list[Any], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+
+
+def masters_of(params: list[Any]) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().float().clone()) for p in params]
+
+
+def lend_gradients(masters: list[nn.Parameter], params: list[Any]) -> None:
+    for master, p in zip(masters, params):
+        master.grad = p.grad.float()
+
+
+@pytest.mark.parametrize("adam_w", [True, False], ids=["adamw", "adam"])
+def test_on_fp32_it_is_torchs(adam_w: bool, device: torch.device) -> None:
+    ours, theirs = parameters(torch.float32, device), parameters(torch.float32, device)
+    options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    optimizer = FusedAdam(ours, adam_w_mode=adam_w, **options)
+    reference = (torch.optim.AdamW if adam_w else torch.optim.Adam)(theirs, fused=True, **options)
+    for step in range(4):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        optimizer.step()
+        reference.step()
+    for a, b in zip(ours, theirs):
+        assert torch.equal(a, b)
+        assert torch.equal(optimizer.state[a]["exp_avg_sq"], reference.state[b]["exp_avg_sq"])
+    assert all("master_param" not in optimizer.state[p] for p in ours)
+
+
+@pytest.mark.parametrize("how", ["copy", "remainders"])
+def test_bf16_parameters_have_fp32_masters(how: str, device: torch.device) -> None:
+    params = parameters(torch.bfloat16, device)
+    masters = masters_of(params)
+    optimizer = FusedAdam(params, lr=1e-4, master_weights=True, store_param_remainders=how == "remainders")
+    reference = torch.optim.AdamW(masters, lr=1e-4, weight_decay=0.0, fused=True)
+    before = [p.detach().clone() for p in params]
+    for step in range(4):
+        give_gradients(params, step % 2)
+        lend_gradients(masters, params)
+        optimizer.step()
+        reference.step()
+    for p, master, first in zip(params, masters, before):
+        assert torch.equal(optimizer.get_unscaled_state(p, "master_param"), master), "changes are kept"
+        assert_close(p.detach().float(), master.detach(), "bf16_output")
+        expected = torch.int16 if how == "remainders" else torch.float32
+        assert optimizer.state[p]["master_param"].dtype == expected
+        assert not torch.equal(p, first)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_parameters_step_through_unrounded_masters(name: str, device: torch.device) -> None:
+    value = torch.randn(64, 64)
+    with nc.quantized_model_init(recipe=RECIPES[name], preserve_high_precision_init_val=True):
+        layer = nc.Linear(64, 64, bias=False, device=device, init_method=lambda w: w.copy_(value))
+    weight: Any = layer.weight
+    assert isinstance(weight, nc.QuantizedTensor)
+    optimizer = FusedAdam([weight], lr=1e-3, master_weights=True)
+    master = nn.Parameter(value.to(device).clone())
+    reference = torch.optim.AdamW([master], lr=1e-3, weight_decay=0.0, fused=True)
+    pointers = [b.data_ptr() for b in weight.get_data_tensors() if b is not None]
+    for step in range(3):
+        give_gradients([weight], step)
+        lend_gradients([master], [weight])
+        optimizer.step()
+        reference.step()
+    assert torch.equal(optimizer.state[weight]["master_param"], master), "the rounding is not in it"
+    expected = weight._quantizer.quantize(master.detach()).dequantize()
+    assert torch.equal(weight.detach().dequantize(), expected)
+    assert pointers == [b.data_ptr() for b in weight.get_data_tensors() if b is not None]
+
+
+def test_a_loaded_parameter_does_not_fall_back_to_its_first_value() -> None:
+    with nc.quantized_model_init(recipe=RECIPES["current"], preserve_high_precision_init_val=True):
+        layer, other = (nc.Linear(32, 32, bias=False, device="cpu") for _ in range(2))
+    layer.load_state_dict(other.state_dict())
+    weight: Any = layer.weight
+    optimizer = FusedAdam([weight], lr=0.0, master_weights=True)
+    give_gradients([weight], 0)
+    optimizer.step()
+    assert torch.equal(optimizer.state[weight]["master_param"], other.weight.detach().dequantize().float())
+
+
+def test_a_grouped_weight() -> None:
+    with nc.quantized_model_init(recipe=RECIPES["current"], preserve_high_precision_init_val=True):
+        layer = nc.GroupedLinear(2, 32, 32, bias=False, device="cpu", single_grouped_weight=True)
+    weight: Any = layer.weight
+    value = weight.get_high_precision_init_val()
+    optimizer = FusedAdam([weight], lr=1e-3, master_weights=True)
+    weight.grad = torch.ones(weight.shape)
+    optimizer.step()
+    assert_close(optimizer.state[weight]["master_param"], value.view(weight.shape) - 1e-3, "fp32_sum_order")
+
+
+LOW_BIT = {
+    "bf16": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+    "fp16": {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
+    "fp8": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
+    "mixed": {"exp_avg_dtype": torch.uint8, "master_weights": True, "master_weight_dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("name", LOW_BIT)
+def test_state_in_few_bits_trains(name: str) -> None:
+    """The same problem, nearly the same loss."""
+
+    def losses(make: Any, dtype: torch.dtype) -> list[float]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(dtype)
+        optimizer, x = make(model.parameters()), torch.randn(128, 16)
+        y = torch.randn(128, 4)
+        seen = []
+        for _ in range(60):
+            loss = (model(x.to(dtype)).float() - y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+        return seen
+
+    dtype = torch.bfloat16 if name == "mixed" else torch.float32
+    ours = losses(lambda p: FusedAdam(p, lr=1e-2, **LOW_BIT[name]), dtype)
+    theirs = losses(lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0), torch.float32)
+    assert abs(ours[-1] - theirs[-1]) < 0.08 * theirs[0]
+    assert ours[-1] < 0.7 * ours[0]
+
+
+@pytest.mark.parametrize("name", [*LOW_BIT, "remainders"])
+def test_state_dicts_are_fp32_and_restore_the_dtypes(name: str) -> None:
+    options = {**LOW_BIT, "remainders": {"master_weights": True, "store_param_remainders": True}}[name]
+    params = parameters(torch.bfloat16, "cpu")
+    optimizer = FusedAdam(params, lr=1e-2, **options)
+    for step in range(2):
+        give_gradients(params, step)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    assert all(t.dtype == torch.float32 for state in saved["state"].values() for t in state.values())
+    again = [nn.Parameter(p.detach().clone()) for p in params]
+    restored = FusedAdam(again, lr=1.0, **options)
+    restored.load_state_dict(copy.deepcopy(saved))
+    assert restored.param_groups[0]["step"] == 2 and restored.param_groups[0]["lr"] == 1e-2
+    for p, q in zip(params, again):
+        for key, tensor in optimizer.state[p].items():
+            assert restored.state[q][key].dtype == tensor.dtype
+    for both in ((params, optimizer), (again, restored)):
+        give_gradients(both[0], 7)
+        both[1].step()
+    for p, q in zip(params, again):
+        assert_close(q.detach(), p.detach(), "bf16_output")
+    elsewhere = FusedAdam(parameters(torch.bfloat16, "cpu"), master_weights=True)
+    elsewhere.load_state_dict(saved)  # stored in another way
+    assert {t.dtype for s in elsewhere.state.values() for t in s.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name, adam_w", [("fp32", False), ("fp8", True), ("remainders", True)])
+def test_capturable_compiles(name: str, adam_w: bool) -> None:
+    options = {**LOW_BIT, "fp32": {}, "remainders": {"store_param_remainders": True}}[name]
+    options = {"master_weights": True, "capturable": True, "weight_decay": 0.1, **options}
+    params, twins = (parameters(torch.bfloat16, "cpu") for _ in range(2))
+    ours, eager = (FusedAdam(p, lr=1e-2, adam_w_mode=adam_w, **options) for p in (params, twins))
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(ours.step, fullgraph=True, backend="aot_eager")
+    give_gradients(params, 9)
+    give_gradients(twins, 9)
+    ours.step()
+    eager.step()
+    for index in range(3):
+        give_gradients(params, index)
+        give_gradients(twins, index)
+        for optimizer in (ours, eager):
+            optimizer.param_groups[0]["lr"].fill_(1e-2 / (index + 1))
+        step()
+        eager.step()
+    for p, q in zip(params, twins):
+        masters = [o.get_unscaled_state(x, "master_param") for o, x in ((ours, p), (eager, q))]
+        assert_close(*masters, "fp32_sum_order" if name in ("fp32", "remainders") else "bf16_output")
+    assert ours.param_groups[0]["step"] == 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_step_of_quantized_parameters_compiles() -> None:
+    with nc.quantized_model_init(recipe=RECIPES["mxfp8"]):
+        weights: list[Any] = [nc.Linear(32, 32, bias=False, device="cpu").weight for _ in range(2)]
+    optimizer = FusedAdam(weights, lr=0.1, master_weights=True, capturable=True)
+    step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    for index in range(3):
+        give_gradients(weights, index)
+        (step if index else optimizer.step)()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for weight in weights:
+        expected = weight._quantizer.quantize(optimizer.state[weight]["master_param"])
+        assert torch.equal(weight.detach().dequantize(), expected.dequantize())
+
+
+def test_schedulers_write_the_rate_in_place() -> None:
+    params = parameters(torch.float32, "cpu")
+    optimizer = FusedAdam(params, lr=0.5, capturable=True)
+    rate = optimizer.param_groups[0]["lr"]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    give_gradients(params, 0)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] is rate and rate.item() == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("how", ["by the scaler", "by the optimizer", "unscaled"])
+def test_gradient_scaler(how: str, capturable: bool) -> None:
+    params, twins = parameters(torch.float32, "cpu"), parameters(torch.float32, "cpu")
+    optimizer = FusedAdam(params, lr=0.1, capturable=capturable)
+    reference = torch.optim.AdamW(twins, lr=0.1, weight_decay=0.0, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    for index in range(3):
+        give_gradients(twins, index)
+        for p, q in zip(params, twins):
+            p.grad = 8 * q.grad
+        if index == 1:
+            params[0].grad[0, 0] = float("inf")
+        else:
+            reference.step()
+        if how == "unscaled":
+            scaler.unscale_(optimizer)
+        if how == "by the scaler":
+            scaler.step(optimizer)
+        else:
+            optimizer.step(grad_scaler=scaler)
+        scaler._per_optimizer_states.clear()
+    for p, q in zip(params, twins):
+        assert_close(p.detach(), q.detach(), "fp32_sum_order")
+    assert int(optimizer.param_groups[0]["step"]) == 2
+
+
+def test_decoupled_gradients_closures_and_idle_groups() -> None:
+    params = parameters(torch.float32, "cpu")
+    optimizer = FusedAdam(
+        [{"params": params[:1]}, {"params": params[1:], "lr": 0.0}], lr=0.1, use_decoupled_grad=True
+    )
+    before = params[0].detach().clone()
+    give_gradients(params, 0)
+    assert optimizer.step(lambda: 5) == 5
+    assert torch.equal(params[0], before), "grad is not read"
+    params[0].decoupled_grad = torch.ones(SHAPES[0], dtype=torch.bfloat16)
+    optimizer.step()
+    assert not torch.equal(params[0], before)
+    assert [group["step"] for group in optimizer.param_groups] == [2, 2]
+    optimizer.zero_grad()
+    assert params[0].decoupled_grad is None and params[0].grad is None
+    given = FusedAdam(params, set_grad_none=False)
+    give_gradients(params, 0)
+    given.zero_grad()
+    assert params[0].grad is not None and not params[0].grad.any()
+
+
+def test_without_bias_correction() -> None:
+    p = nn.Parameter(torch.ones(4))
+    optimizer = FusedAdam([p], lr=1.0, betas=(0.5, 0.5), eps=0.0, bias_correction=False)
+    p.grad = torch.full((4,), 2.0)
+    optimizer.step()  # m = 1, v = 2
+    assert_close(p.detach(), torch.full((4,), 1 - 2**-0.5), "fp32_sum_order")
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"amsgrad": True}, RuntimeError, "amsgrad"),
+        ({"exp_avg_dtype": torch.int8}, ValueError, "exp_avg_dtype is torch.int8"),
+        ({"master_weight_dtype": torch.bfloat16}, ValueError, "master_weight_dtype is torch.bfloat16"),
+        ({"store_param_remainders": True}, RuntimeError, "needs master_weights=True"),
+        ({"lr": -1.0}, ValueError, "lr is -1.0"),
+        ({"betas": (0.9, 1.0)}, ValueError, "betas"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        FusedAdam(parameters(torch.float32, "cpu"), **options)
+
+
+def test_bad_parameters_and_gradients() -> None:
+    (p, *_) = params = parameters(torch.float32, "cpu")
+    give_gradients(params, 0)
+    with pytest.raises(RuntimeError, match=r"needs parameters in torch.bfloat16, got torch.float32"):
+        FusedAdam([p], master_weights=True, store_param_remainders=True).step()
+    p.grad = p.grad.to_sparse()
+    with pytest.raises(RuntimeError, match="SparseAdam"):
+        FusedAdam([p]).step()
+    with nc.quantized_model_init(recipe=RECIPES["current"]):
+        layer = nc.Linear(32, 32, device="cpu")
+    give_gradients([layer.weight], 0)
+    with pytest.raises(
+        RuntimeError, match="Float8Tensor, which is too coarse for a step; use master_weights=True"
+    ):
+        FusedAdam([layer.weight]).step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_captured_step(quantized: bool) -> None:
+    def make() -> list[Any]:
+        torch.manual_seed(2)
+        if not quantized:
+            return parameters(torch.bfloat16, "cuda")
+        with nc.quantized_model_init(recipe=RECIPES["current"]):
+            return [nc.Linear(64, 64, bias=False, device="cuda").weight]
+
+    params, twins = make(), make()
+    ours, eager = (FusedAdam(p, lr=1e-2, master_weights=True, capturable=True) for p in (params, twins))
+    give_gradients(params, 0)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ours.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.step()
+    for _ in range(3):
+        graph.replay()
+    for _ in range(4):  # a captured step is not run
+        give_gradients(twins, 0)
+        eager.step()
+    for p, q in zip(params, twins):
+        assert torch.equal(ours.state[p]["master_param"], eager.state[q]["master_param"])
+        assert torch.equal(p.detach().float(), q.detach().float())
