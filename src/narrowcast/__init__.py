@@ -1,6 +1,6 @@
 """narrowcast: low-precision training for PyTorch that compiles."""
 
-from . import custom_recipes, dynamo, nn, ops, optimizers, recipe, state
+from . import custom_recipes, distributed, dynamo, nn, ops, optimizers, recipe, state
 from ._device import (
     get_device_compute_capability,
     is_bf16_available,
@@ -144,6 +144,7 @@ __all__ = [
     "checkpoint",
     "convert",
     "custom_recipes",
+    "distributed",
     "dynamo",
     "export",
     "fp8_autocast",

@@ -19,6 +19,8 @@ def test_spread_copies_tokens() -> None:
     x = torch.randn(3, 8)
     x[1] = float("nan")
     assert_bitwise(moe.spread(x, POSITIONS, 3), torch.stack([x[0], x[2], x[2], x[0], torch.zeros(8)]))
+    column = torch.randn(2, 3)[:1].t()  # three rows of one element, two elements apart
+    assert_bitwise(moe.spread(column, POSITIONS, 3)[:4], column[[0, 2, 2, 0]])
 
 
 def test_collect_adds_in_the_order_of_columns() -> None:

@@ -33,7 +33,7 @@ def moe_permute(
         routing_map: with "mask" int32 or bool (T, E), not zero where a token goes to an expert; with "index" int32
             (T, topk), the experts of each token, -1 for none.
         num_out_tokens: rows of the result; copies beyond are dropped, missing ones are zero. Must be positive with
-            "mask"; with "index" 0 or less means ``T * topk``.
+            "mask", unless there are no tokens; with "index" 0 or less means ``T * topk``.
         max_token_num: taken for compatibility; nothing is allocated ahead here.
         map_type: "mask" or "index".
 
@@ -49,7 +49,7 @@ def moe_permute(
     _check(inp, "moe_permute")
     _check_map(routing_map, map_type, inp.shape[0])
     if map_type == "mask":
-        _check_rows(num_out_tokens)
+        _check_rows(num_out_tokens, inp.shape[0])
         row_map, rows = row_map_of_mask(routing_map), num_out_tokens
     else:
         row_map = row_map_of_indices(routing_map)
@@ -79,7 +79,7 @@ def moe_permute_with_probs(
     _check(inp, "moe_permute_with_probs")
     _check_map(routing_map, "mask", inp.shape[0])
     _check_probs(probs, routing_map)
-    _check_rows(num_out_tokens)
+    _check_rows(num_out_tokens, inp.shape[0])
     row_map = kept(row_map_of_mask(routing_map), num_out_tokens)
     positions = positions_of(row_map, num_out_tokens)
     return Permute.apply(inp, row_map, positions), PermuteProbs.apply(probs, row_map, positions), row_map
@@ -123,7 +123,7 @@ def moe_permute_and_pad_with_probs(
     if align_size <= 0:
         raise ValueError(f"align_size is {align_size}; use 1 or more")
     if num_out_tokens is not None:
-        _check_rows(num_out_tokens)
+        _check_rows(num_out_tokens, inp.shape[0])
     _check_tokens(tokens_per_expert, routing_map.shape[1])
     rows, padded, tokens = _extent(tokens_per_expert, align_size, num_out_tokens, inp.device)
     target = (tokens + (align_size - 1)) // align_size * align_size
@@ -250,8 +250,8 @@ def _check_map(routing_map: Tensor, map_type: str, tokens: int) -> None:
         raise ValueError(f"routing_map has shape {tuple(routing_map.shape)}; pass ({tokens}, {wanted})")
 
 
-def _check_rows(num_out_tokens: int) -> None:
-    if num_out_tokens <= 0:
+def _check_rows(num_out_tokens: int, tokens: int) -> None:
+    if num_out_tokens <= 0 and not (num_out_tokens == 0 and tokens == 0):
         raise ValueError(
             f"num_out_tokens is {num_out_tokens}; give the rows of the result, such as tokens times topk"
         )

@@ -22,7 +22,9 @@ def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:
     """
     if x.numel() == 0:
         return x.new_zeros((positions.shape[0], x.shape[1]))
-    raw = x.contiguous().view(torch.uint8)
+    raw = (
+        x.reshape(-1).view(torch.uint8).view(x.shape[0], -1)
+    )  # a column counts as contiguous whatever its stride
     keep = (positions >= 0).to(torch.uint8).neg().unsqueeze(1)
     return raw[positions.clamp(min=0) // columns].bitwise_and_(keep).view(x.dtype)
 

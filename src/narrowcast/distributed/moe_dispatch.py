@@ -1,0 +1,164 @@
+"""``MoEDispatch``: experts on other ranks than their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..formats import DType
+from ..moe import moe_permute, moe_unpermute
+from ..quantizers import MXFP8Quantizer, Quantizer
+from .moe_exchange import Exchange, Route, by_expert, exact_counts, group_of, inverse, wire_of
+
+DEFAULT = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
+
+
+class MoEDispatch(nn.Module):
+    """Sends tokens to the ranks that hold their experts, and brings the experts' results back.
+
+    Rank ``r`` of ``n`` holds experts ``r * E / n`` to ``(r + 1) * E / n``, usually in one ``GroupedLinear`` of
+    ``E / n`` groups, whose weights are its own. On the way to the experts rows are quantized: codes and scales travel,
+    and are dequantized where they arrive. Each layer of the model may use the same object; it has no state.
+
+    Args:
+        num_experts: E, over all ranks.
+        group: a process group or its name; None: the default one; without ``torch.distributed`` one rank.
+        quantizer: of the rows on their way to the experts, one with scales per block of a row; default MXFP8 E4M3. None
+            sends them as they are.
+        combine_quantizer: of the results on their way back; default None.
+        grad_quantizer: of the gradients, both ways; default None.
+        align_size: what the rows of each expert are padded to where they arrive.
+        capacity: None: exactly the rows there are; how many is read from the device, once per forward. A number: every
+            rank sends every rank so many rows, filled up with zeros, and nothing is read from the device, which a CUDA
+            graph needs. Rows that do not fit are dropped: their results are zero. With ``topk`` experts per token
+            ``T * min(topk, E / n)`` drops none.
+
+    Raises:
+        ValueError: experts that do not divide among the ranks, or sizes that are not positive. TypeError: a quantizer
+        whose rows share scales, or no process group.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: Any = None,
+        *,
+        quantizer: Quantizer | None = DEFAULT,
+        combine_quantizer: Quantizer | None = None,
+        grad_quantizer: Quantizer | None = None,
+        align_size: int = 1,
+        capacity: int | None = None,
+    ) -> None:
+        super().__init__()
+        name, ranks = group_of(group)
+        if num_experts <= 0 or num_experts % ranks:
+            raise ValueError(f"num_experts is {num_experts}; use a multiple of the {ranks} ranks")
+        if align_size <= 0 or (capacity is not None and capacity <= 0):
+            raise ValueError(f"align_size is {align_size} and capacity {capacity}; use positive numbers")
+        self.num_experts, self.align_size, self.capacity = num_experts, align_size, capacity
+        self.num_local_experts = num_experts // ranks
+        self.there = wire_of(name, ranks, quantizer, "quantizer")
+        self.home = wire_of(name, ranks, combine_quantizer, "combine_quantizer")
+        self.back = wire_of(name, ranks, grad_quantizer, "grad_quantizer")
+
+    def extra_repr(self) -> str:
+        """Sizes, as printed by the module."""
+        return f"num_experts={self.num_experts}, ranks={self.there.ranks}, capacity={self.capacity}"
+
+    def dispatch(self, rows: Tensor, tokens_per_expert: Tensor) -> tuple[Tensor, Tensor, Route]:
+        """Send rows to their experts.
+
+        Args:
+            rows: (R, K), bf16, fp16 or fp32, those of expert 0, then of expert 1, as ``moe_permute`` gives them.
+                Differentiable. With a quantizer, K as its format needs it.
+            tokens_per_expert: integers (E,) on the device of ``rows``, whose sum is R; with ``capacity`` at most R.
+
+        Returns:
+            The rows of the experts here, those of the first one first and within it those of rank 0 first; how many
+            each has, int64 (E / n,) on the device, as ``GroupedLinear`` takes it; and the route, for :meth:`combine`.
+
+        Raises (before anything is sent):
+            ValueError: no matrix, or counts of another shape or kind.
+        """
+        if rows.dim() != 2:
+            raise ValueError(f"rows has shape {tuple(rows.shape)}; pass (R, K), as moe_permute returns them")
+        if tokens_per_expert.shape != (self.num_experts,) or tokens_per_expert.is_floating_point():
+            raise ValueError(
+                f"tokens_per_expert is {tokens_per_expert.dtype} of shape {tuple(tokens_per_expert.shape)}; pass "
+                f"integers ({self.num_experts},)"
+            )
+        counts = tokens_per_expert.to(torch.int64).view(self.there.ranks, self.num_local_experts)
+        plan = self._exact if self.capacity is None else self._fixed
+        route, splits = plan(counts, rows.shape[0])
+        return Exchange.apply(rows, route, self.there, self.back), splits, route
+
+    def combine(self, rows: Tensor, route: Route) -> Tensor:
+        """Bring the experts' results back.
+
+        Args:
+            rows: (R', N), in the order in which :meth:`dispatch` gave them. Differentiable.
+            route: what it returned.
+
+        Returns:
+            (R, N), in the order in which :meth:`dispatch` took them; zero for rows that were dropped.
+        """
+        return Exchange.apply(rows, route.reversed(), self.home, self.back)
+
+    def forward(
+        self,
+        x: Tensor,
+        probs: Tensor,
+        routing_map: Tensor,
+        num_out_tokens: int,
+        experts: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """A whole mixture: permute, dispatch, experts, combine, add up.
+
+        Args:
+            x: (T, K). probs, routing_map: (T, E), as ``fused_topk_with_score_function`` returns them.
+            num_out_tokens: copies of tokens, ``T * topk``.
+            experts: called with rows and how many each expert here has; returns (rows, N).
+
+        Returns:
+            (T, N).
+        """
+        rows, row_map = moe_permute(x, routing_map, num_out_tokens)
+        arrived, splits, route = self.dispatch(rows, routing_map.sum(0))
+        return moe_unpermute(self.combine(experts(arrived, splits), route), row_map, probs)
+
+    def _exact(self, counts: Tensor, rows: int) -> tuple[Route, Tensor]:
+        """Rows as many as there are; the one place that reads from the device."""
+        came = exact_counts(counts, self.there)
+        sizes = (came.sum(0) + (self.align_size - 1)) // self.align_size * self.align_size
+        known = torch.cat([counts.sum(1), came.sum(1), sizes.sum().view(1)]).tolist()
+        for size in known:
+            torch._check(size >= 0)
+        ranks = self.there.ranks
+        sent, received = known[:ranks], known[ranks : 2 * ranks]
+        if not torch.compiler.is_compiling() and sum(sent) != rows:
+            raise ValueError(f"tokens_per_expert counts {sum(sent)} rows; there are {rows}")
+        starts = (came.reshape(-1).cumsum(0) - came.reshape(-1)).view(came.shape)
+        source, splits = by_expert(came, starts, known[-1], self.align_size)
+        return Route(None, None, source, inverse(source, sum(received)), sent, received), splits
+
+    def _fixed(self, counts: Tensor, rows: int) -> tuple[Route, Tensor]:
+        """As many rows for every rank, whatever the counts; nothing is read from the device."""
+        assert self.capacity is not None
+        ranks, capacity = self.there.ranks, self.capacity
+        begins = counts.sum(1).cumsum(0) - counts.sum(1)
+        fitting = counts.cumsum(1).clamp(max=capacity)
+        slot = torch.arange(capacity, device=counts.device)
+        before = (
+            torch.where(slot < fitting[:, -1:], begins.unsqueeze(1) + slot, -1).reshape(-1).to(torch.int32)
+        )
+        counts = torch.diff(fitting, prepend=fitting.new_zeros(ranks, 1))
+        came = exact_counts(counts, self.there)
+        starts = came.cumsum(1) - came + capacity * torch.arange(ranks, device=came.device).unsqueeze(1)
+        most = ranks * capacity + self.num_local_experts * (self.align_size - 1)
+        source, splits = by_expert(came, starts, most, self.align_size)
+        sizes = [capacity] * ranks
+        back = inverse(before, rows), inverse(source, ranks * capacity)
+        return Route(before, back[0], source, back[1], sizes, sizes), splits

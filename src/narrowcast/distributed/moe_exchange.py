@@ -1,0 +1,169 @@
+"""The exchange of rows between ranks: what goes over the wire, and the autograd function that goes back over it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..functional import dequantize, moe_spread, quantize
+from ..moe.rows import positions_of
+from ..quantizers import Quantizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """How rows travel.
+
+    Args:
+        group: name of the process group; "" for one rank that talks to nobody.
+        ranks: in it.
+        quantizer: row-wise, with scales for every row; None sends rows as they are.
+        transposed: whether its scales have a column per row.
+    """
+
+    group: str
+    ranks: int
+    quantizer: Quantizer | None = None
+    transposed: bool = False
+
+
+class Route(NamedTuple):
+    """Where rows go before and after they travel, and back; each None where they stay, else int32, -1 for zeros."""
+
+    before: Tensor | None
+    before_back: Tensor | None
+    after: Tensor | None
+    after_back: Tensor | None
+    sent: list[int]
+    """Rows to each rank."""
+    received: list[int]
+    """Rows from each rank."""
+
+    def reversed(self) -> Route:
+        """The way back."""
+        return Route(self.after_back, self.after, self.before_back, self.before, self.received, self.sent)
+
+
+def wire_of(group: str, ranks: int, quantizer: Quantizer | None, name: str) -> Wire:
+    """The wire of a quantizer.
+
+    Raises:
+        TypeError: no quantizer, or one whose rows share scales or draws random numbers.
+    """
+    if quantizer is None:
+        return Wire(group, ranks)
+    if not isinstance(quantizer, Quantizer):
+        raise TypeError(f"{name} is {quantizer!r}; pass a quantizer such as nc.MXFP8Quantizer, or None")
+    quantizer = quantizer.with_usage(rowwise=True, columnwise=False)
+    layout = quantizer._format_layout()
+    scales = [buffer for buffer in layout.buffers if buffer.of_direction(False)][1:]
+    if layout.scale_group[0] != 1 or len(scales) != 1 or quantizer._is_stochastic():
+        raise TypeError(
+            f"{name} is {quantizer!r}, whose rows do not travel alone; use one with scales per block of a row, such as "
+            "nc.MXFP8Quantizer or nc.Float8BlockQuantizer(..., block_scaling_dim=1)"
+        )
+    return Wire(group, ranks, quantizer, scales[0].shape[0].size == "K")
+
+
+def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wire: Wire) -> Tensor:
+    """Rows for each rank against rows from each rank; they travel as bytes. ``x`` itself where there is one rank."""
+    if wire.ranks == 1:
+        return x
+    # by way of a vector: a column counts as contiguous whatever its last stride
+    raw = x.reshape(-1).view(torch.uint8).view(x.shape[0], x.shape[1] * x.element_size())
+    out = torch.ops._c10d_functional.all_to_all_single.default(raw, list(received), list(sent), wire.group)
+    return torch.ops._c10d_functional.wait_tensor.default(out).view(x.dtype)
+
+
+def travel(x: Tensor, route: Route, wire: Wire) -> Tensor:
+    """The rows (R, K) at the other end, in the dtype of ``x``; quantized on the way where the wire says so."""
+    if wire.quantizer is None:
+        return _moved(x, route, wire)
+    data, scales = quantize(x, wire.quantizer)
+    scales = scales[:, : x.shape[0]].t().contiguous() if wire.transposed else scales[: x.shape[0]]
+    data, scales = _moved(data, route, wire), _moved(scales, route, wire)
+    if wire.transposed:
+        scales = F.pad(scales.t(), (0, -data.shape[0] % 4)).contiguous()
+    else:
+        scales = F.pad(scales, (0, 0, 0, -data.shape[0] % 128))
+    return dequantize([data, scales], wire.quantizer, False, x.dtype, [data.shape[0], x.shape[1]])
+
+
+def _moved(x: Tensor, route: Route, wire: Wire) -> Tensor:
+    if route.before is not None:
+        x = moe_spread(x, route.before, 1)
+    x = all_to_all(x, route.received, route.sent, wire)
+    return x if route.after is None else moe_spread(x, route.after, 1)
+
+
+class Exchange(torch.autograd.Function):
+    """Rows travel along a route, and their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, route: Route, there: Wire, back: Wire) -> Tensor:
+        ctx.save_for_backward(*route[:4])
+        ctx.sent, ctx.received, ctx.wire = route.sent, route.received, back
+        y = travel(x, route, there)
+        return y.view_as(y)  # PyTorch 2.11 loses the gradient of a result that went through a no-op
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        route = Route(*ctx.saved_tensors, ctx.sent, ctx.received).reversed()
+        return travel(grad, route, ctx.wire), None, None, None
+
+
+def exact_counts(counts: Tensor, wire: Wire) -> Tensor:
+    """Rows that come from every rank for each expert here, from those that go from here to each expert of each rank."""
+    ones = [1] * wire.ranks
+    return all_to_all(counts.contiguous(), ones, ones, wire)
+
+
+def by_expert(received: Tensor, starts: Tensor, rows: int, align_size: int) -> tuple[Tensor, Tensor]:
+    """The order by expert of rows that came by rank.
+
+    Args:
+        received: int64 (ranks, experts), rows of each rank for each expert here.
+        starts: int64 (ranks, experts), where they begin among what came.
+        rows: of the result. align_size: what the rows of each expert are padded to.
+
+    Returns:
+        For every row of the result the row that it is, int32 (rows,), -1 for padding; the padded rows of each expert.
+    """
+    sizes = (received.sum(0) + (align_size - 1)) // align_size * align_size
+    begins = sizes.cumsum(0) - sizes  # of each expert
+    places = (begins + received.cumsum(0) - received).t().reshape(-1)  # of each expert's rows of each rank
+    row = torch.arange(rows, device=received.device)
+    chunk = torch.searchsorted(places, row, right=True) - 1
+    within = row - places[chunk]
+    source = starts.t().reshape(-1)[chunk] + within
+    return torch.where(within < received.t().reshape(-1)[chunk], source, -1).to(torch.int32), sizes
+
+
+def inverse(source: Tensor, rows: int) -> Tensor:
+    """For every one of ``rows`` rows, which entry of ``source`` names it; -1 for none."""
+    return positions_of(source.unsqueeze(1), rows)
+
+
+def group_of(group: Any) -> tuple[str, int]:
+    """Name and size of a process group; of the default one for None, and ("", 1) where nothing is initialised.
+
+    Raises:
+        TypeError: no process group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return "", 1
+    if group is None:
+        group = dist.distributed_c10d._get_default_group()
+    if isinstance(group, str):
+        return group, dist.distributed_c10d._get_group_size_by_name(group)  # type: ignore[arg-type]
+    if not hasattr(group, "group_name"):
+        raise TypeError(f"group is a {type(group).__name__}; pass a torch.distributed process group, or None")
+    return group.group_name, group.size()

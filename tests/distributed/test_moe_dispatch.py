@@ -1,0 +1,204 @@
+"""Two ranks with half of the experts each, against one process with all of them, and compiled against eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from reference.checks import assert_bitwise
+from torch import Tensor
+
+import narrowcast as nc
+from narrowcast.testing import assert_close
+
+WORLD, SECONDS = 2, 240
+EXPERTS, TOPK, WIDTH = 4, 2, 128
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+
+MX = nc.MXFP8Quantizer(nc.DType.kFloat8E4M3)
+BLOCK = nc.Float8BlockQuantizer(nc.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "exact": {"quantizer": None},
+    "exact mxfp8": {"quantizer": MX, "align_size": 16},
+    "exact block": {"quantizer": BLOCK},
+    "fixed": {"quantizer": None, "capacity": 24},
+    "fixed mxfp8": {"quantizer": MX, "capacity": 30, "align_size": 16},
+}
+EVERYWHERE = {"quantizer": MX, "combine_quantizer": MX, "grad_quantizer": MX}
+# tokens of each rank, and the experts that nobody goes to
+LOADS: dict[str, tuple[tuple[int, int], tuple[int, ...]]] = {
+    "even": ((12, 12), ()),
+    "uneven": ((12, 7), (1,)),
+    "no tokens": ((12, 0), ()),
+    "idle": ((9, 9), (2, 3)),
+    "busy": ((12, 12), (0, 1)),
+}
+EAGER, COMPILED = ("even", "uneven", "no tokens", "idle"), ("even", "busy")
+Results = dict[str, Tensor]
+
+
+def draw(load: str) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Tokens, logits and gradients of the results, by rank."""
+    tokens, idle = LOADS[load]
+    generator = torch.Generator().manual_seed(len(load))
+    everything = [torch.randn(sum(tokens), n, generator=generator) for n in (WIDTH, EXPERTS, WIDTH)]
+    for expert in idle:
+        everything[1][:, expert] = -100.0
+    x, logits, grad = (tensor.split(tokens) for tensor in everything)
+    return list(x), list(logits), list(grad)
+
+
+def experts_of(first: int, count: int) -> nc.GroupedLinear:
+    layer = nc.GroupedLinear(
+        count, WIDTH, WIDTH, bias=False, device="cpu", recipe=nc.recipe.Float8BlockScaling()
+    )
+    weights = torch.randn(EXPERTS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)) / 8
+    with torch.no_grad():
+        for number in range(count):
+            getattr(layer, f"weight{number}").copy_(weights[first + number])
+    return layer
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Any) -> Tensor:
+        return x if quantizer is None or not len(x) else quantizer.quantize(x).dequantize()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def results_of(y: Tensor, x: Tensor, logits: Tensor, experts: nc.GroupedLinear, grad: Tensor) -> Results:
+    dx, dlogits, *dweights = torch.autograd.grad(y, (x, logits, *experts.parameters()), grad)
+    return {"y": y.detach(), "dx": dx, "dlogits": dlogits, "dweights": torch.stack(dweights)}
+
+
+def share(rank: int, load: str, forward: Any) -> Results:
+    x, logits, grad = (parts[rank] for parts in draw(load))
+    x, logits = x.requires_grad_(True), logits.requires_grad_(True)
+    experts = experts_of(rank * EXPERTS // WORLD, EXPERTS // WORLD)
+    probs, routing = nc.fused_topk_with_score_function(logits, TOPK)
+    y = forward(x, probs, routing, len(x) * TOPK, experts)
+    return results_of(y, x, logits, experts, grad)
+
+
+def whole(load: str, quantizer: Any) -> Results:
+    x, logits, grad = (torch.cat(parts) for parts in draw(load))
+    x, logits = x.requires_grad_(True), logits.requires_grad_(True)
+    experts = experts_of(0, EXPERTS)
+    probs, routing = nc.fused_topk_with_score_function(logits, TOPK)
+    rows, row_map = nc.moe_permute(x, routing, len(x) * TOPK)
+    y = nc.moe_unpermute(experts(StraightThrough.apply(rows, quantizer), routing.sum(0)), row_map, probs)
+    return results_of(y, x, logits, experts, grad)
+
+
+def compiled(rank: int, options: dict[str, Any]) -> tuple[list[Results], int]:
+    """Several routings through one graph, and how many graphs there were."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    layer = nc.distributed.MoEDispatch(EXPERTS, **options)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = [share(rank, load, forward) for load in COMPILED]
+    return results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    try:
+        results: dict[Any, Any] = {}
+        for name, options in OPTIONS.items():
+            layer = nc.distributed.MoEDispatch(EXPERTS, **options)
+            for load in EAGER:
+                results[name, load] = share(rank, load, layer)
+        for name in ("exact mxfp8", "fixed mxfp8"):
+            layer = nc.distributed.MoEDispatch(EXPERTS, **OPTIONS[name])
+            eager = [share(rank, load, layer) for load in COMPILED]
+            results["compiled", name] = (eager, *compiled(rank, OPTIONS[name]))
+        layer = nc.distributed.MoEDispatch(EXPERTS, group=dist.new_group([0, 1]), **EVERYWHERE)
+        results["everywhere"] = share(rank, "even", layer)
+        layer = nc.distributed.MoEDispatch(EXPERTS, quantizer=None, capacity=10)
+        results["dropped"] = share(rank, "even", layer)
+        torch.save(results, f"{folder}/rank{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    return run_ranks(work, tmp_path_factory.mktemp("ranks"), WORLD, SECONDS)
+
+
+def joined(parts: list[Results]) -> Results:
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+@pytest.mark.parametrize("load", EAGER)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_is_one_process(ranks: list[Any], name: str, load: str) -> None:
+    """The experts get the same rows in the same order, each quantized by itself: the same bits."""
+    ours, theirs = joined([rank[name, load] for rank in ranks]), whole(load, OPTIONS[name]["quantizer"])
+    for key in theirs:
+        if "align_size" in OPTIONS[name]:  # a CPU's GEMM of another number of rows may add in another order
+            assert_close(ours[key], theirs[key], "fp32_sum_order")
+        else:
+            assert_bitwise(ours[key], theirs[key], key)
+
+
+@pytest.mark.parametrize("name", ["exact mxfp8", "fixed mxfp8"])
+def test_compiled(ranks: list[Any], name: str) -> None:
+    for rank in ranks:
+        eager, in_graph, graphs = rank["compiled", name]
+        assert graphs == 1
+        for ours, theirs in zip(in_graph, eager, strict=True):
+            for key in theirs:
+                assert_bitwise(ours[key], theirs[key], key)
+
+
+def test_quantized_in_every_direction(ranks: list[Any]) -> None:
+    ours, theirs = joined([rank["everywhere"] for rank in ranks]), whole("even", MX)
+    assert not torch.equal(ours["y"], theirs["y"]) and not torch.equal(ours["dx"], theirs["dx"])
+    for key in theirs:
+        assert_close(ours[key], theirs[key], "fp8_layer")
+
+
+def test_rows_that_do_not_fit_are_dropped(ranks: list[Any]) -> None:
+    ours, theirs = joined([rank["dropped"] for rank in ranks]), whole("even", None)
+    kept = (ours["y"] == theirs["y"]).all(1)
+    assert ours["y"].isfinite().all() and ours["dx"].isfinite().all() and ours["dweights"].isfinite().all()
+    assert 0 < int(kept.sum()) < len(kept)
+
+
+def test_one_process_needs_no_group() -> None:
+    layer = nc.distributed.MoEDispatch(EXPERTS)
+    assert layer.num_local_experts == EXPERTS and "capacity=None" in repr(layer)
+    x, logits, _ = (parts[0] for parts in draw("even"))
+    probs, routing = nc.fused_topk_with_score_function(logits, TOPK)
+    rows, row_map = nc.moe_permute(x, routing, len(x) * TOPK)
+    experts = experts_of(0, EXPERTS)
+    expected = experts(MX.quantize(rows).dequantize(), routing.sum(0))
+    ours = layer(x, probs, routing, len(x) * TOPK, experts)
+    assert_bitwise(ours.detach(), nc.moe_unpermute(expected, row_map, probs).detach())
+
+
+def test_bad_arguments() -> None:
+    layer, rows = nc.distributed.MoEDispatch(EXPERTS), torch.randn(6, WIDTH)
+    with pytest.raises(ValueError, match="there are 6"):
+        layer.dispatch(rows, torch.tensor([1, 2, 1, 1]))
+    with pytest.raises(ValueError, match="pass integers"):
+        layer.dispatch(rows, torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match="pass \\(R, K\\)"):
+        layer.dispatch(rows[0], torch.tensor([1, 2, 1, 2]))
+    with pytest.raises(ValueError, match="num_experts is 0"):
+        nc.distributed.MoEDispatch(0)
+    with pytest.raises(ValueError, match="capacity -1"):
+        nc.distributed.MoEDispatch(4, capacity=-1)
+    shared = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
+    for given, message in ((shared, "do not travel alone"), ("mxfp8", "pass a quantizer")):
+        with pytest.raises(TypeError, match=message):
+            nc.distributed.MoEDispatch(4, quantizer=given)
