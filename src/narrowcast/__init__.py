@@ -56,11 +56,14 @@ from .recipe import DelayedScalingRequest, QuantizerRequest
 from .roles import QuantizerRole
 from .serving import export, load_quantized
 from .state import (
+    CudaRNGStatesTracker,
     autocast,
     checkpoint,
     fp8_autocast,
     fp8_model_init,
     get_default_recipe,
+    in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled,
     quantized_model_init,
 )
 from .tensors import (
@@ -90,6 +93,7 @@ from .tensors import (
 )
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "DType",
     "DelayedScalingRequest",
     "DotProductAttention",
@@ -155,7 +159,9 @@ __all__ = [
     "get_default_recipe",
     "get_device_compute_capability",
     "get_recipes",
+    "in_fp8_activation_recompute_phase",
     "is_bf16_available",
+    "is_fp8_activation_recompute_enabled",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",

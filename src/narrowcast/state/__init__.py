@@ -12,6 +12,8 @@ from .autocast import (
     get_default_recipe,
     get_fp8_group,
     get_fp8_recipe,
+    in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled,
     is_fp8_calibration,
     is_fp8_enabled,
     quantized_model_init,
@@ -29,11 +31,13 @@ from .delayed_scaling import (
     renew,
     renew_and_read,
 )
+from .random_states import CudaRNGStatesTracker, register_random_states
 from .recipe_state import RecipeState
 
 __all__ = [
     "THREAD",
     "AutocastState",
+    "CudaRNGStatesTracker",
     "DelayedSlots",
     "DelayedState",
     "RecipeState",
@@ -48,11 +52,14 @@ __all__ = [
     "get_default_recipe",
     "get_fp8_group",
     "get_fp8_recipe",
+    "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled",
     "is_fp8_calibration",
     "is_fp8_enabled",
     "quantized_model_init",
     "reduce_amax",
     "register_delayed",
+    "register_random_states",
     "renew",
     "renew_and_read",
     "set_autocast_state",

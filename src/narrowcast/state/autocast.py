@@ -308,6 +308,17 @@ class ReadScales:
         return scales if self.around is None else self.around.keep(scales)
 
 
+def is_fp8_activation_recompute_enabled() -> bool:
+    """Whether the code that runs now is inside of :func:`checkpoint`, under a recipe of an autocast."""
+    return THREAD.state.read is not None and is_fp8_enabled()
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """Whether it is so, and this is the recomputation."""
+    read = THREAD.state.read
+    return read is not None and read.again and is_fp8_enabled()
+
+
 class _under:
     """Enter a state that :meth:`AutocastState.get` gave, for a checkpointed function: its first run, or another."""
 
