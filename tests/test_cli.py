@@ -92,6 +92,9 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
         (["--accumulate", "3"], ["--accumulate is 3", "divide --batch-size 2"]),
         (["--keep-bf16", "lm_head"], ["--keep-bf16", "'lm_head' matches no"]),
         (["--recipe-table", "empty.txt"], ["--recipe-table empty.txt", "no JSON"]),
+        (["--graphs"], ["--graphs", "--device is cpu", "leave --graphs out"]),
+        (["--seeds", "0"], ["--seeds is 0", "at least 1"]),
+        (["--recipe", "bf16,fp7"], ["'fp7'"]),
         (["--batch-size", str(10**12)], ["scores of a batch", "GiB", "lower --batch-size or --seq-len"]),
         (["--batch-size", str(10**30)], ["--batch-size is 1000", "below 2^63"]),
         (["--eval-batches", str(10**12)], ["held-out batches", "lower --eval-batches or --batch-size"]),
@@ -124,6 +127,8 @@ def test_bad_settings(
         (["demo", "--data", "absent"], ["absent", "--data"]),
         (["demo", "--steps", "-1"], ["--steps is -1"]),
         (["demo", "--write-docs", "page.html"], ["page.html", "--write-docs", ".md"]),
+        (["compare"], ["--help"]),
+        (["compare", "absent"], ["no finished run in absent", "result.json"]),
         (["doctor", "--now"], ["--now", "--help"]),
     ],
     ids=" ".join,
@@ -155,6 +160,30 @@ def test_a_preset_gives_what_no_option_does(text_file: Path, capsys: pytest.Capt
     assert "Float8CurrentScaling" in settings["recipe_table"]
     assert result["mfu"] is None
     assert result["peak_memory"] > 2**27
+
+
+def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--recipe", "bf16,current", "--seeds", "2", "--out", "c"]
+    assert train(text_file, *words) == 0
+    printed = capsys.readouterr().out
+    assert "FP8 current" in printed and "0.5%" in printed and "mean of up to 2 seeds" in printed
+    runs = {"bf16-0", "bf16-1", "current-0", "current-1"}
+    files = {"loss.png", "losses.csv", "summary.csv", "results.json"}
+    assert {path.name for path in Path("c").iterdir()} == runs | files
+    assert len(Path("c/losses.csv").read_text().splitlines()) == 1 + 4 * 3
+    # One that was cut short goes on, the others are left alone; a further recipe joins them.
+    Path("c/current-1/result.json").unlink()
+    before = tree(Path("c/bf16-0"))
+    assert train(text_file, "--recipe", "current,mxfp8", "--seeds", "2", "--out", "c", "--resume") == 0
+    assert "note: c/current-0 is finished" in capsys.readouterr().err
+    assert tree(Path("c/bf16-0")) == before
+    summary = Path("c/summary.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in summary[1:]] == ["bf16"] * 2 + ["current"] * 2 + ["mxfp8"] * 2
+    assert main(["compare", "c/bf16-0", "c/mxfp8-1", "--out", "d"]) == 0
+    assert len(Path("d/summary.csv").read_text().splitlines()) == 3
+    capsys.readouterr()
+    assert train(text_file, "--recipe", "nvfp4,block", "--out", "e") == 0
+    assert "note: not compared: no bf16 run among them" in capsys.readouterr().err
 
 
 def test_presets_are_shown(capsys: pytest.CaptureFixture) -> None:
@@ -238,7 +267,7 @@ def test_no_room_for_the_result_is_one_line(
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("narrowcast.train.commands.write_json", full)
+    monkeypatch.setattr("narrowcast.train.session.write_json", full)
     assert train(text_file, "--out", "run") == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert line == (
@@ -292,7 +321,7 @@ def test_an_interrupt_is_one_line(
     def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("narrowcast.train.commands.Run", interrupt)
+    monkeypatch.setattr("narrowcast.train.session.Run", interrupt)
     assert train(text_file, "--out", "run") == 130
     printed = capsys.readouterr()
     assert printed.err.strip().splitlines() == [

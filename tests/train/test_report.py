@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,7 +16,7 @@ from narrowcast.train.document import compose
 from narrowcast.train.history import History, RunResult
 from narrowcast.train.pace import Pace
 from narrowcast.train.picture import draw, spread
-from narrowcast.train.report import Row, compare, markdown_table, rows_to_json, terminal_table
+from narrowcast.train.report import Row, cells, compare, markdown_table, rows_to_json, terminal_table
 
 FACTS = {
     "cpu": "Some CPU",
@@ -47,6 +48,28 @@ def test_gaps_are_relative_to_bf16(rows: list[Row]) -> None:
 def test_the_baseline_is_needed() -> None:
     with pytest.raises(ValueError, match="no bf16 run"):
         compare([result("current", 2.0)])
+
+
+def test_seeds_are_one_row() -> None:
+    """A gap compares equal seeds; one inside what seeds do to bf16 is none."""
+    runs = [
+        ("bf16", 0, 2.0),
+        ("bf16", 1, 2.04),
+        ("current", 0, 2.02),
+        ("current", 1, 2.05),
+        ("nvfp4", 1, 2.2),
+    ]
+    several = compare([replace(result(name, loss), seed=seed) for name, seed, loss in runs], strict=True)
+    assert [row.seeds for row in several] == [[0, 1], [0, 1], [1]]
+    assert several[1].spread == (2.02, 2.05)
+    assert several[1].gap_percent == pytest.approx(50 * (2.02 / 2.0 + 2.05 / 2.04 - 2))
+    assert several[1].gaps[-1][2:] == pytest.approx((100 * (2.05 / 2.04 - 1), 1.0))
+    assert several[2].gap_percent == pytest.approx(100 * (2.2 / 2.04 - 1))
+    assert [row.tolerance_percent for row in several] == [None, 0.5, 1.5]
+    assert [row.within for row in several] == [True, True, False]
+    assert several[1].gap_percent > 0.5, "met by the spread of bf16's seeds"
+    assert cells(several[1])[1:4] == ["2.0350 (2.0200 to 2.0500)", "+0.75%", "0.5%, within bf16's seeds"]
+    assert draw(several, subtitle="seeds").startswith(b"\x89PNG")
 
 
 def test_terminal_table(rows: list[Row]) -> None:

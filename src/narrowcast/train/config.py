@@ -79,6 +79,7 @@ class TrainConfig:
         emulate: run a recipe without native kernels on an accelerator.
         device: `cpu` or `cuda`; see `resolve_device`.
         compile: run the model through `torch.compile(fullgraph=True)`.
+        graphs: replay CUDA graphs of the compiled step.
         steps: optimizer steps of the whole run; the learning rate's decay ends there.
         batch_size: sequences of a step.
         accumulate: parts that the batch of a step is run in, one after the other; divides `batch_size`.
@@ -104,6 +105,7 @@ class TrainConfig:
     emulate: bool = False
     device: str = "cpu"
     compile: bool = False
+    graphs: bool = False
     steps: int = 300
     batch_size: int = 8
     accumulate: int = 1
@@ -201,6 +203,20 @@ def resolve_device(word: str) -> str:
             f"--device cuda was asked for, but {build}; use --device cpu or install a CUDA build of torch"
         )
     return word
+
+
+def require_graphs(config: TrainConfig) -> None:
+    """Check that CUDA graphs can be replayed.
+
+    Raises:
+        SettingsError: the device is the CPU, or the step is not compiled.
+    """
+    if config.device == "cpu":
+        raise SettingsError("--graphs replays CUDA graphs, and --device is cpu; leave --graphs out")
+    if not config.compile:
+        raise SettingsError(
+            "--graphs replays what the compiler made, and --compile is not given; add --compile"
+        )
 
 
 def require_compiler(device: str) -> None:

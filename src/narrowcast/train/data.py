@@ -41,6 +41,14 @@ class Corpus:
     digest: str
     remark: str = ""
 
+    def repeated(self, drawn: int) -> str:
+        """Return a line for people where a run draws more than the text holds; empty otherwise."""
+        held = len(self.train)
+        if drawn <= held:
+            return ""
+        times = f"each {drawn / held:.1f} times on average"
+        return f"text: {held:,} bytes to train on, and the run draws {drawn:,}: {times}"
+
 
 def load_corpus(path: Path | None, *, seq_len: int) -> Corpus:
     """Read a text file, or every text file below a folder; None reads the Python standard library's sources.

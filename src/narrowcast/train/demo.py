@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from . import machine
 from .atomic import write_bytes, write_json
 from .config import ModelConfig, TrainConfig, compared_fields
@@ -68,7 +70,10 @@ def run_demo(
         progress: is told what happens.
         recipes: canonical recipe names; the baseline must be among them.
     """
-    results = [Run(replace(config, recipe=name), corpus, progress, folder=None).train() for name in recipes]
+    results = []
+    for name in recipes:
+        torch.compiler.reset()  # graphs of the recipes before would count towards the compiler's limit
+        results.append(Run(replace(config, recipe=name), corpus, progress, folder=None).train())
     return Demo(compare(results), config, corpus, results[0].parameters)
 
 

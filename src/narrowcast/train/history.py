@@ -36,6 +36,9 @@ class RunResult:
         parameters: number of model parameters.
         pace: of this process; its speed is 0 if unknown.
         seconds: wall time of this process, everything included.
+        seed: of the run.
+        variant: layers whose recipe is another one, for people; empty where all have the run's.
+        mode: eager, compiled or graphs.
     """
 
     recipe: str
@@ -44,6 +47,9 @@ class RunResult:
     parameters: int
     pace: Pace
     seconds: float
+    seed: int = 0
+    variant: str = ""
+    mode: str = "eager"
 
     @property
     def held_out_loss(self) -> float:

@@ -87,6 +87,7 @@ class Run:
             parameters=sum(p.numel() for p in self.trainer.model.parameters()),
             pace=measure(self.config, watch.tokens_per_second),
             seconds=time.perf_counter() - began,
+            seed=self.config.seed,
         )
 
     def _do_steps(self, watch: Stopwatch) -> None:

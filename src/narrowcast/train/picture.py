@@ -1,6 +1,7 @@
 """The picture of a comparison: held-out loss per recipe, and beside it the gap to bfloat16."""
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
@@ -17,23 +18,26 @@ COLORS = {
     "block": "#CC79A7",
     "nvfp4": "#D55E00",
 }
-GAP_LIMIT = 4.0  # percent; the gaps of the first noisy evaluations may leave the panel
+LIMIT_OF_TOLERANCE = 4 / 3  # the gaps of the first noisy evaluations may leave the panel
+DASHES = ("-", "--", ":", "-.")  # of one recipe with other layers apart
 
 
-def draw(rows: Sequence[Row], *, subtitle: str) -> bytes:
-    """Draw a comparison.
+TITLE = "A Transformer learns real text in every recipe"
+
+
+def draw(rows: Sequence[Row], *, subtitle: str, title: str = TITLE) -> bytes:
+    """Draw a comparison; where a recipe has several seeds, their mean, and how far they lie apart.
 
     Args:
         rows: the comparison; the baseline among them.
         subtitle: what was trained, where.
+        title: what the picture shows.
 
     Returns:
         a PNG image.
     """
     figure = Figure(figsize=(12, 5.2), dpi=150, layout="constrained")
-    figure.suptitle(
-        "A Transformer learns real text in every recipe", x=0.01, ha="left", size=15, weight="bold"
-    )
+    figure.suptitle(title, x=0.01, ha="left", size=15, weight="bold")
     losses, gaps = figure.subplots(1, 2, width_ratios=[1, 1.25])
     _draw_losses(losses, rows)
     _draw_gaps(gaps, rows)
@@ -45,56 +49,80 @@ def draw(rows: Sequence[Row], *, subtitle: str) -> bytes:
 
 def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
     _style(axes, "Held-out loss, nats per byte")
-    for row in rows:
+    for row, dashes in zip(rows, _dashes(rows)):
         steps, losses = zip(*row.held_out)
         wide = row.recipe == BASELINE
         label = f"{row.title}  {row.held_out_loss:.3f}"
         axes.plot(
             steps,
             losses,
+            dashes,
             color=COLORS[row.recipe],
             label=label,
             linewidth=4.5 if wide else 1.6,
             alpha=0.25 if wide else 0.95,
         )
+        if len(row.seeds) > 1:
+            axes.fill_between(steps, *zip(*row.losses), color=COLORS[row.recipe], alpha=0.12, linewidth=0)
     legend = axes.legend(title="recipe and final loss", frameon=False, loc="upper right", alignment="left")
     legend.get_title().set_color("0.35")
 
 
 def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
-    _style(axes, "Gap to bf16 at the same step, percent")
-    baseline = dict(next(row for row in rows if row.recipe == BASELINE).held_out)
-    last_step = max(baseline)
-    for percent, grey in ((3, "0.96"), (1, "0.91")):
+    baseline = next(row for row in rows if row.tolerance_percent is None)
+    several = len(baseline.seeds) > 1
+    _style(axes, "Gap to bf16 at the same step" + (" and seed" if several else "") + ", percent")
+    last_step = baseline.held_out[-1][0]
+    tolerances = sorted({row.tolerance_percent for row in rows if row.tolerance_percent}, reverse=True)
+    limit = LIMIT_OF_TOLERANCE * max(tolerances, default=3.0)
+    for percent, grey in zip(tolerances, ("0.96", "0.91")):
         axes.fill_between([0, last_step], -percent, percent, color=grey, zorder=0)
-        axes.text(0.01 * last_step, 0.06 - percent, f"within {percent}%", color="0.45", size=8)
+        axes.text(0.01 * last_step, 0.015 * limit - percent, f"within {percent:g}%", color="0.45", size=8)
     axes.plot([0, last_step], [0, 0], color=COLORS[BASELINE], alpha=0.25, linewidth=4.5)
     ends = []
-    for row in rows:
-        if row.recipe == BASELINE:
+    for row, dashes in zip(rows, _dashes(rows)):
+        steps, percents, lowest, highest = zip(*row.gaps)
+        color = COLORS[row.recipe]
+        if row is baseline:
+            axes.fill_between(steps, lowest, highest, color=color, alpha=0.14, linewidth=0)
             continue
-        points = [
-            (step, 100 * (loss / baseline[step] - 1)) for step, loss in row.held_out if step in baseline
-        ]
-        steps, percents = zip(*points)
-        axes.plot(steps, percents, color=COLORS[row.recipe], linewidth=1.6, marker="o", markersize=2.5)
+        axes.plot(steps, percents, dashes, color=color, linewidth=1.6, marker="o", markersize=2.5)
+        if len(row.seeds) > 1:  # bands of several recipes would hide each other
+            beside = last_step * (1.015 + 0.012 * len(ends))
+            axes.plot(
+                [beside] * 2, [lowest[-1], highest[-1]], color=color, linewidth=2.5, solid_capstyle="butt"
+            )
         ends.append((percents[-1], row))
-    axes.set_ylim(-GAP_LIMIT, GAP_LIMIT)
-    axes.set_xlim(0, last_step * 1.34)
+    labels = 1.03
+    if several:
+        labels = 1.03 + 0.012 * len(ends)
+        told = "grey: bf16's seeds around their mean; bars: lowest to highest seed at the end"
+        axes.text(0.01 * last_step, 0.92 * limit, told, size=8, color="0.35")
+    axes.set_ylim(-limit, limit)
+    axes.set_xlim(0, last_step * (1.31 + labels - 1))
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= last_step])
     axes.spines["bottom"].set_bounds(0, last_step)
-    heights = spread([min(max(end, -GAP_LIMIT), GAP_LIMIT) for end, _ in ends], apart=0.42)
+    heights = spread([min(max(end, -limit), limit) for end, _ in ends], apart=0.105 * limit)
     for height, (end, row) in zip(heights, ends):
         axes.annotate(
             signed_percent(row.title, end),
             xy=(last_step, end),
-            xytext=(last_step * 1.03, height),
+            xytext=(last_step * labels, height),
             color=COLORS[row.recipe],
             size=9,
             va="center",
             annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": COLORS[row.recipe], "linewidth": 0.6, "shrinkA": 0},
         )
+
+
+def _dashes(rows: Sequence[Row]) -> list[str]:
+    seen: Counter[str] = Counter()
+    dashes = []
+    for row in rows:
+        dashes.append(DASHES[seen[row.recipe] % len(DASHES)])
+        seen[row.recipe] += 1
+    return dashes
 
 
 def signed_percent(title: str, percent: float) -> str:

@@ -28,12 +28,14 @@ class RecipeChoice:
         recipe: the library's recipe; None trains in plain bfloat16.
         native: tells whether the default accelerator has kernels for it, and why not.
         tolerance: largest gap of the held-out loss to bfloat16's that the demo accepts, in percent.
+        strict: the same of longer runs over several seeds, in which less is left to chance.
     """
 
     title: str
     recipe: type[LowPrecisionRecipe] | None = None
     native: Callable[..., bool | tuple[bool, str]] | None = None
     tolerance: float | None = None
+    strict: float | None = None
 
     def availability(self) -> tuple[bool, str]:
         """Return whether the default accelerator has kernels for the recipe, and why not."""
@@ -43,13 +45,13 @@ class RecipeChoice:
 
 CHOICES: dict[str, RecipeChoice] = {
     "bf16": RecipeChoice("bf16"),
-    "delayed": RecipeChoice("FP8 delayed", nc.recipe.DelayedScaling, nc.is_fp8_available, 1.0),
-    "current": RecipeChoice("FP8 current", nc.recipe.Float8CurrentScaling, nc.is_fp8_available, 1.0),
-    "mxfp8": RecipeChoice("MXFP8", nc.recipe.MXFP8BlockScaling, nc.is_mxfp8_available, 1.0),
+    "delayed": RecipeChoice("FP8 delayed", nc.recipe.DelayedScaling, nc.is_fp8_available, 1.0, 0.5),
+    "current": RecipeChoice("FP8 current", nc.recipe.Float8CurrentScaling, nc.is_fp8_available, 1.0, 0.5),
+    "mxfp8": RecipeChoice("MXFP8", nc.recipe.MXFP8BlockScaling, nc.is_mxfp8_available, 1.0, 0.5),
     "block": RecipeChoice(
-        "FP8 128-block", nc.recipe.Float8BlockScaling, nc.is_fp8_block_scaling_available, 1.0
+        "FP8 128-block", nc.recipe.Float8BlockScaling, nc.is_fp8_block_scaling_available, 1.0, 0.5
     ),
-    "nvfp4": RecipeChoice("NVFP4", nc.recipe.NVFP4BlockScaling, nc.is_nvfp4_available, 3.0),
+    "nvfp4": RecipeChoice("NVFP4", nc.recipe.NVFP4BlockScaling, nc.is_nvfp4_available, 3.0, 1.5),
 }
 ALIASES = {"none": "bf16"}
 HEAD = "head"  # the model's name of its output layer

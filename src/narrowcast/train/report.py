@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 
 from rich.table import Table
 
@@ -14,7 +15,7 @@ BASELINE = "bf16"
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe next to the baseline.
+    """One recipe next to the baseline: the means of its runs, which differ in their seed.
 
     Args:
         recipe: canonical recipe name.
@@ -23,8 +24,13 @@ class Row:
         gap_percent: how far above the baseline's last held-out loss it lies; negative if below.
         tolerance_percent: largest gap that counts as equal quality; None for the baseline.
         tokens_per_second: training speed.
-        seconds: wall time of the run.
+        seconds: wall time of a run.
         held_out: pairs of step and held-out loss.
+        seeds: of the runs.
+        spread: lowest and highest last held-out loss.
+        losses: per step of `held_out` lowest and highest.
+        gaps: per step the gap in percent, its lowest and its highest. Of the baseline: its seeds around their mean.
+        in_baseline: whether the loss is none that lies above all of the baseline's; False where that is one run.
     """
 
     recipe: str
@@ -35,38 +41,85 @@ class Row:
     tokens_per_second: float
     seconds: float
     held_out: list[tuple[int, float]]
+    seeds: list[int]
+    spread: tuple[float, float]
+    losses: list[tuple[float, float]]
+    gaps: list[tuple[int, float, float, float]]
+    in_baseline: bool
 
     @property
     def within(self) -> bool:
-        """Whether the gap is within the tolerance."""
-        return self.tolerance_percent is None or self.gap_percent <= self.tolerance_percent
+        """Whether the gap is within the tolerance, or no larger than what seeds do to the baseline."""
+        return (
+            self.tolerance_percent is None or self.gap_percent <= self.tolerance_percent or self.in_baseline
+        )
 
 
-def compare(results: Sequence[RunResult]) -> list[Row]:
-    """Set runs side by side.
+def compare(results: Sequence[RunResult], *, strict: bool = False) -> list[Row]:
+    """Set runs side by side, those of one recipe as one row.
+
+    A gap compares runs of one seed, which saw the same batches from the same weights; where the baseline has none of a
+    recipe's seeds, the means.
 
     Args:
-        results: runs on the same text, seed and schedule; the baseline among them.
+        results: runs on the same text and schedule, those of a recipe together; the baseline among them.
+        strict: take the tolerances for comparisons over several seeds.
 
     Raises:
         ValueError: the baseline is missing.
     """
-    baseline = next((r.held_out_loss for r in results if r.recipe == BASELINE), None)
-    if baseline is None:
+    groups: dict[tuple[str, str], list[RunResult]] = {}
+    for result in results:
+        groups.setdefault((result.recipe, result.variant), []).append(result)
+    if (BASELINE, "") not in groups:
         raise ValueError(f"no {BASELINE} run to compare with among {[r.recipe for r in results]}")
-    return [
-        Row(
-            recipe=result.recipe,
-            title=CHOICES[result.recipe].title,
-            held_out_loss=result.held_out_loss,
-            gap_percent=100 * (result.held_out_loss / baseline - 1),
-            tolerance_percent=CHOICES[result.recipe].tolerance,
-            tokens_per_second=result.pace.tokens_per_second,
-            seconds=result.seconds,
-            held_out=result.history.held_out,
-        )
-        for result in results
-    ]
+    baseline = groups[BASELINE, ""]
+    return [_row(runs, baseline, strict) for runs in groups.values()]
+
+
+def _row(runs: list[RunResult], baseline: list[RunResult], strict: bool) -> Row:
+    first = runs[0]
+    choice = CHOICES[first.recipe]
+    tolerance = choice.strict if strict else choice.tolerance
+    ends = [run.held_out_loss for run in runs]
+    curves = [dict(run.history.held_out) for run in runs]
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    at = {step: [curve[step] for curve in curves] for step in steps}
+    gaps = _gaps(runs, baseline)
+    return Row(
+        recipe=first.recipe,
+        title=choice.title + (f" ({first.variant})" if first.variant else ""),
+        held_out_loss=fmean(ends),
+        gap_percent=0.0 if runs is baseline else gaps[-1][1],
+        tolerance_percent=None if runs is baseline else tolerance,
+        tokens_per_second=fmean(run.pace.tokens_per_second for run in runs),
+        seconds=fmean(run.seconds for run in runs),
+        held_out=[(step, fmean(losses)) for step, losses in at.items()],
+        seeds=[run.seed for run in runs],
+        spread=(min(ends), max(ends)),
+        losses=[(min(losses), max(losses)) for losses in at.values()],
+        gaps=gaps,
+        in_baseline=len(baseline) > 1 and fmean(ends) <= max(run.held_out_loss for run in baseline),
+    )
+
+
+def _gaps(runs: list[RunResult], baseline: list[RunResult]) -> list[tuple[int, float, float, float]]:
+    """Return per step the mean, lowest and highest gap in percent."""
+    theirs = {run.seed: dict(run.history.held_out) for run in baseline}
+    shared = [run for run in runs if run.seed in theirs]
+    paired = bool(shared) and runs is not baseline
+    gaps = []
+    for step in dict(baseline[0].history.held_out):
+        mean = fmean(curve[step] for curve in theirs.values() if step in curve)
+        percents = [
+            100
+            * (dict(run.history.held_out)[step] / (theirs[run.seed].get(step, mean) if paired else mean) - 1)
+            for run in (shared if paired else runs)
+            if step in dict(run.history.held_out)
+        ]
+        if percents:
+            gaps.append((step, fmean(percents), min(percents), max(percents)))
+    return gaps
 
 
 def rows_to_json(rows: Sequence[Row]) -> list[dict]:
@@ -80,9 +133,15 @@ def cells(row: Row) -> list[str]:
         gap, allowed = "-", "-"
     else:
         gap = f"{row.gap_percent:+.2f}%"
-        allowed = f"{row.tolerance_percent:g}%, {'met' if row.within else 'missed'}"
+        verdict = "met" if row.within else "missed"
+        if row.within and row.gap_percent > row.tolerance_percent:
+            verdict = "within bf16's seeds"
+        allowed = f"{row.tolerance_percent:g}%, {verdict}"
+    loss = f"{row.held_out_loss:.4f}"
+    if len(row.seeds) > 1:
+        loss += f" ({row.spread[0]:.4f} to {row.spread[1]:.4f})"
     speed = f"{row.tokens_per_second:,.0f}"
-    return [row.title, f"{row.held_out_loss:.4f}", gap, allowed, speed, format_duration(row.seconds)]
+    return [row.title, loss, gap, allowed, speed, format_duration(row.seconds)]
 
 
 HEADINGS = ["recipe", "held-out loss", "gap to bf16", "allowed", "tokens/s", "time"]
@@ -90,7 +149,11 @@ HEADINGS = ["recipe", "held-out loss", "gap to bf16", "allowed", "tokens/s", "ti
 
 def terminal_table(rows: Sequence[Row]) -> Table:
     """Return the rows as a table for rich."""
-    table = Table(title="held-out loss in nats per byte", title_justify="left")
+    seeds = max(len(row.seeds) for row in rows)
+    title = "held-out loss in nats per byte" + (
+        f", mean of up to {seeds} seeds, lowest to highest" if seeds > 1 else ""
+    )
+    table = Table(title=title, title_justify="left")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in ("recipe", "allowed") else "right")
     for row in rows:

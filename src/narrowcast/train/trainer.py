@@ -1,5 +1,8 @@
 """One model with its optimizer and recipe: a training step and an evaluation."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -41,7 +44,10 @@ class Trainer:
         self.model = Decoder(config.model, config.seq_len, recompute=config.recompute).to(config.device)
         set_recipes(self.model, recipes)
         self.optimizer = _make_optimizer(self.model, config)
-        self.loss = torch.compile(next_token_loss, fullgraph=True) if config.compile else next_token_loss
+        if config.graphs:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        self.loss = _compiled_loss(config) if config.compile else next_token_loss
         batches = held_out_batches(
             corpus,
             batch_size=config.part_size,
@@ -69,18 +75,25 @@ class Trainer:
         tokens, targets = (whole.split(config.part_size) for whole in self._to_device(batch))
         losses = []
         for part in zip(tokens, targets):
+            if config.graphs:
+                torch.compiler.cudagraph_mark_step_begin()
             loss = self._forward(*part) / config.accumulate  # the parts are equal: their mean is the batch's
             loss.backward()
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        # Gradients that autograd has not allocated yet would be taken out of a replayed graph's memory.
+        self.optimizer.zero_grad(set_to_none=not config.graphs)
         return torch.stack(losses).sum()
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return the mean loss over the held-out batches, in nats per token."""
-        losses = [self._forward(tokens, targets) for tokens, targets in self.held_out]
+        losses = []
+        for batch in self.held_out:
+            if self.config.graphs:
+                torch.compiler.cudagraph_mark_step_begin()
+            losses.append(self._forward(*batch).clone())  # a replayed graph writes over its result
         return torch.stack(losses).mean().item()
 
     def _forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -89,6 +102,15 @@ class Trainer:
 
     def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return batch[0].to(self.config.device), batch[1].to(self.config.device)
+
+
+def _compiled_loss(config: TrainConfig) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
+    options: dict[str, Any] = {}
+    if config.device == "cuda":
+        # Library kernels are started by Inductor's own launcher, which costs the host less.
+        options["static_launch_user_defined_triton_kernels"] = True
+        options["triton.cudagraphs"] = config.graphs
+    return torch.compile(next_token_loss, fullgraph=True, options=options)
 
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

@@ -1,0 +1,187 @@
+"""Finished runs, read from their folders and set side by side: a table, a picture, CSV files."""
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .atomic import write_bytes, write_json
+from .config import TrainConfig, compared_fields, setting_of
+from .errors import SettingsError
+from .history import History, RunResult
+from .machine import one_line
+from .pace import Pace
+from .picture import draw
+from .recipes import CHOICES
+from .report import BASELINE, Row, compare, rows_to_json
+from .session import RESULT
+
+TITLE = "One Transformer on one text, in each recipe"
+# What runs may differ in and still be compared; all of it is told.
+FREE = {
+    "recipe",
+    "seed",
+    "recipe_table",
+    "keep_bf16",
+    "emulate",
+    "compile",
+    "graphs",
+    "recompute",
+    "save_every",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side.
+
+    Args:
+        rows: one per recipe, over its seeds.
+        results: the runs.
+        shared: what one run's `result.json` says, of which the settings outside of `FREE` hold for all; `machine`
+            names the machines of all.
+    """
+
+    rows: list[Row]
+    results: list[RunResult]
+    shared: dict
+
+
+def compare_runs(folders: Sequence[Path]) -> Comparison:
+    """Read finished runs and compare them.
+
+    Args:
+        folders: of runs, or folders that hold some, at any depth.
+
+    Raises:
+        SettingsError: there is no finished run or none in bf16, one appears twice, or they differ in more than `FREE`.
+    """
+    paths = sorted({path for folder in folders for path in folder.rglob(RESULT)})
+    if not paths:
+        names = ", ".join(map(str, folders))
+        raise SettingsError(
+            f"no finished run in {names}; give folders that hold a {RESULT} of narrowcast train"
+        )
+    contents = [_read(path) for path in paths]
+    for path, content in zip(paths, contents):
+        _require_comparable(paths[0], contents[0], path, content)
+    results = [_result(content) for content in contents]
+    seen: dict[tuple[str, str, int], Path] = {}
+    for path, result in zip(paths, results):
+        key = (result.recipe, result.variant, result.seed)
+        if key in seen:
+            raise SettingsError(f"{seen[key]} and {path} are the same recipe and seed; leave one of them out")
+        seen[key] = path
+    if not any(result.recipe == BASELINE for result in results):
+        raise SettingsError(
+            f"no {BASELINE} run among them to compare with; train one with --recipe {BASELINE}"
+        )
+    order = list(CHOICES)
+    results.sort(key=lambda result: (order.index(result.recipe), result.variant, result.seed))
+    machines = sorted({one_line(content["machine"]) for content in contents})
+    shared = {**contents[0], "machine": "; ".join(machines)}
+    return Comparison(compare(results, strict=True), results, shared)
+
+
+def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> None:
+    """Write `loss.png`, `summary.csv`, `losses.csv` and `results.json`.
+
+    Args:
+        comparison: what to write.
+        folder: exists.
+        command: the command line, for readers.
+    """
+    shared = comparison.shared
+    settings = {name: value for name, value in shared["settings"].items() if name not in FREE}
+    subtitle = (
+        f"{shared['parameters']:,} parameters, {settings['steps']} steps of {settings['batch_size']} sequences of "
+        f"{settings['seq_len']}, {shared['data']['source']}. {shared['machine']}"
+    )
+    write_bytes(folder / "loss.png", draw(comparison.rows, subtitle=subtitle, title=TITLE))
+    write_bytes(folder / "losses.csv", _losses(comparison.results))
+    write_bytes(folder / "summary.csv", _summary(comparison))
+    content = {
+        "command": command,
+        "machine": shared["machine"],
+        "data": shared["data"],
+        "parameters": shared["parameters"],
+        "settings": settings,
+        "recipes": rows_to_json(comparison.rows),
+    }
+    write_json(folder / "results.json", content)
+
+
+def _losses(results: Sequence[RunResult]) -> bytes:
+    lines = [
+        (result.recipe, result.variant, result.seed, step, f"{loss:.6f}")
+        for result in results
+        for step, loss in result.history.held_out
+    ]
+    return _csv(("recipe", "layers apart", "seed", "step", "held-out loss"), lines)
+
+
+def _summary(comparison: Comparison) -> bytes:
+    head = ("recipe", "layers apart", "seed", "mode", "steps", "held-out loss")
+    head += ("tokens/s", "MFU of bf16 peak", "GiB", "seconds")
+    lines = []
+    for result in comparison.results:
+        pace, mfu = result.pace, result.pace.mfu
+        speed = f"{pace.tokens_per_second:.0f}", "" if mfu is None else f"{mfu:.4f}"
+        cost = f"{pace.memory / 2**30:.2f}", f"{result.seconds:.0f}"
+        loss = f"{result.held_out_loss:.6f}"
+        run = result.recipe, result.variant, result.seed, result.mode, result.steps
+        lines.append((*run, loss, *speed, *cost))
+    return _csv(head, lines)
+
+
+def _csv(head: Sequence[str], lines: Sequence[Sequence[object]]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([head, *lines])
+    return text.getvalue().encode()
+
+
+def _read(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text())
+        content["settings"] = {**dict(compared_fields(TrainConfig())), **content["settings"]}
+        one_line(content["machine"])
+        _result(content)
+        return content
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SettingsError(f"{path} is no result of narrowcast train ({error}); leave it out") from error
+
+
+def _result(content: dict) -> RunResult:
+    settings = content["settings"]
+    pace = Pace(content["tokens_per_second"], content.get("mfu"), content.get("peak_memory", 0))
+    apart = [f"bf16: {settings['keep_bf16']}"] if settings["keep_bf16"] else []
+    if table := settings["recipe_table"]:
+        apart.append(f"table {hashlib.sha256(table.encode()).hexdigest()[:6]}")
+    return RunResult(
+        recipe=settings["recipe"],
+        history=History.from_json(content["history"]),
+        steps=settings["steps"],
+        parameters=content["parameters"],
+        pace=pace,
+        seconds=content["seconds"],
+        seed=settings["seed"],
+        variant=", ".join(apart),
+        mode="graphs" if settings["graphs"] else "compiled" if settings["compile"] else "eager",
+    )
+
+
+def _require_comparable(first: Path, one: dict, path: Path, other: dict) -> None:
+    for name in one["settings"].keys() | other["settings"].keys():
+        ours, theirs = one["settings"].get(name), other["settings"].get(name)
+        if name not in FREE and ours != theirs:
+            raise SettingsError(
+                f"{first} was trained with {setting_of(name, ours)} and {path} with {setting_of(name, theirs)}; "
+                "compare runs of the same settings"
+            )
+    if one["data"]["digest"] != other["data"]["digest"]:
+        raise SettingsError(
+            f"{first} and {path} were trained on different texts; compare runs of the same --data"
+        )

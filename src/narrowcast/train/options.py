@@ -1,0 +1,125 @@
+"""The options of the commands: what they are called, and what `--help` says of them."""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from .presets import PRESETS
+from .recipes import CHOICES
+
+SHAPES = ", ".join(
+    f"{name}: {c.model.layers} layers of {c.model.dim}/{c.model.hidden}" for name, c in PRESETS.items()
+)
+OF_PRESET = "preset's"
+SCHEDULE, MODEL, SPEED = "Batch and schedule", "Shape of the model", "Memory and speed"
+
+
+def _option(
+    text: str, *names: str, panel: str | None = None, default: bool | str = True
+) -> typer.models.OptionInfo:
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=default)
+
+
+def _of_preset(text: str, panel: str, *names: str) -> typer.models.OptionInfo:
+    return _option(text, *names, panel=panel, default=OF_PRESET)
+
+
+# Typer reads annotations at run time and, in its older releases, not the `X | None` of newer Pythons.
+SomePath = Optional[Path]  # noqa: UP045
+SomeInt = Optional[int]  # noqa: UP045
+SomeFloat = Optional[float]  # noqa: UP045
+SomeBool = Optional[bool]  # noqa: UP045
+
+Data = Annotated[
+    SomePath,
+    _option("Text file, or folder of text files; left out: the Python standard library's sources."),
+]
+RunFolder = Annotated[
+    SomePath,
+    _option(
+        "Folder of the run: checkpoints and result.json; left out: the next runs/train-NNN, "
+        "with --resume the last one.",
+        default=False,
+    ),
+]
+Document = Annotated[
+    SomePath, _option("Also write the result as a Markdown page, with its picture in assets/ beside it.")
+]
+Device = Annotated[str, _option("auto, cpu or cuda.")]
+Preset = Annotated[str, _option(f"Shape, batch and schedule. {SHAPES}. All of it: narrowcast presets.")]
+Recipe = Annotated[
+    str,
+    _option(f"none (the same as bf16), {', '.join(CHOICES)}; or several, separated by commas, to compare."),
+]
+RecipeTable = Annotated[
+    SomePath,
+    _option(
+        "JSON file from patterns of layer names to recipes, laid over --recipe, as nc.recipe.recipes_to_json "
+        "writes it.",
+        default=False,
+    ),
+]
+KeepBf16 = Annotated[
+    str,
+    _option(
+        "Patterns of layers that stay in bfloat16, such as 'blocks.0,blocks.11' or 'blocks.*.attention'."
+    ),
+]
+Resume = Annotated[
+    bool,
+    _option(
+        "Continue the run in --out; repeat its other options. More or fewer --steps move the schedule's end.",
+        "--resume",
+    ),
+]
+Seed = Annotated[int, _option("Decides weights, batches and stochastic rounding.")]
+Seeds = Annotated[int, _option("Runs to compare per recipe: seeds --seed, --seed + 1 and so on.")]
+
+Compile = Annotated[
+    bool, _option("Use torch.compile(fullgraph=True).", "--compile/--no-compile", panel=SPEED)
+]
+Graphs = Annotated[
+    bool,
+    _option("Replay CUDA graphs of the compiled step; with --compile.", "--graphs/--no-graphs", panel=SPEED),
+]
+Emulate = Annotated[
+    bool,
+    _option(
+        "On a GPU: run recipes it has no kernels for, by exact dequantization.",
+        "--emulate/--no-emulate",
+        panel=SPEED,
+    ),
+]
+Recompute = Annotated[
+    bool,
+    _option(
+        "Activation checkpointing: keep only the input of each block, run it again in the backward.",
+        "--recompute/--no-recompute",
+        panel=SPEED,
+    ),
+]
+Accumulate = Annotated[
+    int, _option("Parts that a step's batch is run in: less memory, the same step.", panel=SPEED)
+]
+
+Steps = Annotated[SomeInt, _of_preset("Optimizer steps; the cosine ends there.", SCHEDULE)]
+BatchSize = Annotated[SomeInt, _of_preset("Sequences per step.", SCHEDULE)]
+SeqLen = Annotated[SomeInt, _of_preset("Tokens per sequence.", SCHEDULE)]
+LearningRate = Annotated[SomeFloat, _of_preset("Peak learning rate.", SCHEDULE)]
+Warmup = Annotated[SomeInt, _of_preset("Steps of linear warmup, before the cosine.", SCHEDULE)]
+WeightDecay = Annotated[SomeFloat, _of_preset("AdamW's, on matrices only.", SCHEDULE)]
+Clip = Annotated[SomeFloat, _of_preset("Largest gradient norm.", SCHEDULE)]
+EvalEvery = Annotated[SomeInt, _of_preset("Steps between evaluations.", SCHEDULE)]
+EvalBatches = Annotated[SomeInt, _of_preset("Batches per evaluation.", SCHEDULE)]
+SaveEvery = Annotated[SomeInt, _of_preset("Steps between checkpoints.", SCHEDULE)]
+
+Dim = Annotated[SomeInt, _of_preset("Width of the model.", MODEL)]
+Layers = Annotated[SomeInt, _of_preset("Blocks.", MODEL)]
+Heads = Annotated[SomeInt, _of_preset("Query heads.", MODEL)]
+KvHeads = Annotated[SomeInt, _of_preset("Key and value heads.", MODEL)]
+Hidden = Annotated[SomeInt, _of_preset("Width of the feed-forward layer.", MODEL)]
+TieEmbeddings = Annotated[
+    SomeBool,
+    _of_preset("Share the embedding with the head.", MODEL, "--tie-embeddings/--no-tie-embeddings"),
+]

@@ -1,0 +1,93 @@
+"""Runs in their folders: one, or a series of them that goes on where it was left."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from . import checkpoint
+from .atomic import write_json, writing_into
+from .config import TrainConfig, compared_fields
+from .data import Corpus
+from .history import RunResult
+from .loop import Run
+from .machine import describe
+from .progress import Progress
+
+RESULT = "result.json"
+CHECKPOINTS = "checkpoints"
+
+
+def run_in(
+    folder: Path, config: TrainConfig, corpus: Corpus, progress: Progress, *, resume: bool, told: bool
+) -> RunResult:
+    """Train a run, with its checkpoints and its result in a folder.
+
+    Args:
+        folder: of the run, held by this process.
+        config: its settings.
+        corpus: its text.
+        progress: is told what happens.
+        resume: continue from the newest checkpoint.
+        told: whether to tell the folder's name.
+
+    Raises:
+        SettingsError, TrainingError: as `Run`.
+    """
+    run = Run(config, corpus, progress, folder / CHECKPOINTS, resume=resume)
+    if told:
+        progress.note(f"the run is in {folder}")
+    for remark in filter(None, (corpus.remark, corpus.repeated(config.steps * config.tokens_per_step))):
+        progress.note(remark)
+    result = run.train()
+    report = folder / RESULT
+    if run.first_step < config.steps or not report.exists():  # resuming a finished run measures no speed
+        with writing_into(folder):
+            write_json(report, _summary(config, corpus, result))
+    return result
+
+
+def series(
+    folder: Path, configs: Sequence[TrainConfig], corpus: Corpus, progress: Progress, *, resume: bool
+) -> None:
+    """Train runs one after the other, each in its own folder below one; finished ones are left as they are.
+
+    Args:
+        folder: holds the runs.
+        configs: their settings; they differ in recipe and seed.
+        corpus: their text.
+        progress: is told what happens.
+        resume: continue each run from its newest checkpoint, if it has one.
+
+    Raises:
+        SettingsError, TrainingError: as `Run`.
+    """
+    for config in configs:
+        own = folder / f"{config.recipe}-{config.seed}"
+        saved = resume and bool(checkpoint.steps_in(own / CHECKPOINTS))
+        if saved and _is_finished(own / RESULT, config):
+            progress.note(f"{own} is finished")
+            continue
+        # Each run compiles anew, as it would alone: graphs of the runs before would count towards the compiler's limit.
+        torch.compiler.reset()
+        run_in(own, config, corpus, progress, resume=saved, told=False)
+
+
+def _is_finished(path: Path, config: TrainConfig) -> bool:
+    return path.exists() and json.loads(path.read_text())["settings"] == dict(compared_fields(config))
+
+
+def _summary(config: TrainConfig, corpus: Corpus, result: RunResult) -> dict[str, object]:
+    return {
+        "machine": describe(config.device),
+        "data": {"source": corpus.source, "digest": corpus.digest},
+        "settings": dict(compared_fields(config)),
+        "parameters": result.parameters,
+        "held_out_loss": result.held_out_loss,
+        "tokens_per_second": result.pace.tokens_per_second,
+        "mfu": result.pace.mfu,
+        "peak_memory": result.pace.memory,
+        "seconds": result.seconds,
+        "history": result.history.to_json(),
+    }

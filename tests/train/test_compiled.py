@@ -1,0 +1,59 @@
+"""The compiled step, with every option, is the eager one; replayed CUDA graphs are the compiled one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowcast.train import trainer
+from narrowcast.train.config import ModelConfig, TrainConfig, require_graphs
+from narrowcast.train.data import Corpus
+from narrowcast.train.errors import SettingsError
+from narrowcast.train.loop import Run
+from narrowcast.train.model import next_token_loss
+from narrowcast.train.progress import Progress
+
+EVERYTHING = {"recompute": True, "accumulate": 2, "keep_bf16": "blocks.0.attention"}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_every_option_is_in_one_graph_with_the_same_bits(
+    recipe: str, config: TrainConfig, corpus: Corpus, progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config, recipe=recipe, steps=4, **EVERYTHING)
+    eager = Run(config, corpus, progress, folder=None).train().history
+    monkeypatch.setattr(
+        trainer,
+        "_compiled_loss",
+        lambda config: torch.compile(next_token_loss, fullgraph=True, backend="aot_eager"),
+    )
+    torch.compiler.reset()
+    compiled = Run(replace(config, compile=True), corpus, progress, folder=None).train().history
+    assert compiled == eager
+
+
+def test_graphs_need_a_gpu_and_the_compiler(config: TrainConfig) -> None:
+    with pytest.raises(
+        SettingsError, match=r"--graphs replays CUDA graphs, and --device is cpu; leave --graphs out"
+    ):
+        require_graphs(replace(config, graphs=True, compile=True))
+    with pytest.raises(SettingsError, match=r"--compile is not given; add --compile"):
+        require_graphs(replace(config, graphs=True, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "every option"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
+def test_replayed_graphs_are_the_compiled_step(
+    recipe: str, options: dict, config: TrainConfig, corpus: Corpus, progress: Progress
+) -> None:
+    shape = ModelConfig(dim=128, layers=2, heads=4, kv_heads=2, hidden=256)
+    config = replace(config, recipe=recipe, device="cuda", compile=True, steps=12, model=shape, **options)
+    histories = []
+    for graphs in (False, True):
+        torch.compiler.reset()
+        histories.append(Run(replace(config, graphs=graphs), corpus, progress, folder=None).train().history)
+    assert histories[0] == histories[1]
