@@ -13,6 +13,8 @@ from covering import covering
 from torch import Tensor
 
 import narrowcast as nc
+from narrowcast.attention import sdpa
+from narrowcast.testing import assert_close
 
 HEADS, DIM = 4, 8
 LENGTHS = {"same": (7, 7), "fewer queries": (5, 7), "fewer keys": (7, 4)}
@@ -352,3 +354,29 @@ def test_checkpointing_changes_nothing() -> None:
     plain = case.run()
     torch.manual_seed(5)
     assert_equal(case.run(checkpoint_core_attention=True), plain, 0.0)
+
+
+@pytest.mark.parametrize("mask_type", ["no_mask", "padding_causal_bottom_right"])
+def test_one_query_of_grouped_heads_repeats_no_key(mask_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoding step: the kernel is called with the keys as they are."""
+    seen: list[tuple[int, ...]] = []
+    run = sdpa.scaled_dot_product_attention
+
+    def spy(q: Tensor, k: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        seen.append((*q.shape[:3], *k.shape[:3]))
+        return run(q, k, *arguments, **options)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", spy)
+    attention = nc.DotProductAttention(6, 4, 2, qkv_format="bshd", attn_mask_type=mask_type)
+    q, k, v = torch.randn(3, 1, 6, 4), torch.randn(3, 5, 2, 4), torch.randn(3, 5, 2, 4)
+    cu = (torch.tensor([0, 1, 1, 2]), torch.tensor([0, 5, 8, 10]))
+    given = (
+        {} if mask_type == "no_mask" else dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), (c.int() for c in cu)))
+    )
+    out = attention(q, k, v, **given)
+    assert seen == [(3, 2, 3, 3, 2, 5)]
+    for row, (queries, keys) in enumerate(((1, 5), (0, 3), (1, 2)) if given else ((1, 5),) * 3):
+        for head in range(6):
+            weights = (k[row, :keys, head // 3] @ q[row, 0, head] / 2).softmax(0)
+            expected = weights @ v[row, :keys, head // 3] * queries
+            assert_close(out[row, 0, 4 * head : 4 * head + 4], expected, "fp32_layer")

@@ -118,6 +118,30 @@ def in_groups(forward: Callable[..., Any], x: Tensor, **arguments: Any) -> Any:
     return forward(x, torch.tensor([rows // 2, 0, rows // 4], device=DEVICE), **arguments)
 
 
+class Block(nc.TransformerLayer):
+    """A Transformer layer on one sequence (tokens, features), as the cells call a module."""
+
+    def __init__(self, **options: Any) -> None:
+        sizes = {"num_gqa_groups": 2, "fuse_qkv_params": True, "qk_norm_type": "RMSNorm"}
+        super().__init__(K, N, 4, hidden_dropout=0.0, attention_dropout=0.0, **sizes, **options)
+
+    def forward(self, x: Tensor, **arguments: Any) -> Tensor:
+        return super().forward(x[:, None], **arguments)[:, 0]
+
+
+BLOCK_OPTIONS = (
+    "plain",
+    "no_grad",
+    "microbatches",
+    "quantized_parameters",
+    "dynamic_tokens",
+    "torch_checkpoint",
+    "autocast_inside_torch_checkpoint",
+    "retain_graph",
+    "frozen_weight",
+)
+
+
 MODULES: dict[str, ModuleCase] = {
     "Linear": ModuleCase(functools.partial(nc.Linear, K, N), LINEAR_OPTIONS),
     "LayerNormLinear": ModuleCase(functools.partial(nc.LayerNormLinear, K, N), NORM_OPTIONS),
@@ -134,6 +158,7 @@ MODULES: dict[str, ModuleCase] = {
         GROUPED_OPTIONS,
         in_groups,
     ),
+    "TransformerLayer": ModuleCase(Block, BLOCK_OPTIONS),
 }
 
 

@@ -376,7 +376,7 @@ def test_quantized_parameters_and_meta() -> None:
         ({"attn_input_format": "bhsd"}, "bhsd"),
         ({"qk_norm_type": "Batch"}, "qk_norm_type is 'Batch'"),
         ({"layer_number": 0}, "layer_number is 0"),
-        ({"tp_size": 3}, "multiples of tp_size=3"),
+        ({"tp_size": 3, "set_parallel_mode": True}, "multiples of tp_size=3"),
     ],
 )
 def test_wrong_options_are_told(options: dict[str, Any], match: str) -> None:

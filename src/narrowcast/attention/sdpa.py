@@ -46,6 +46,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, kernels: list[SDPBac
         mask = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     causal = scores.places is None and scores.rule.window == (-1, 0)
     gqa = q.shape[1] != k.shape[1]
+    folds = gqa and not causal and q.shape[2] == 1 and (mask is None or mask.shape[1] == 1)
+    if folds:  # a decoding step: the queries of a group are rows, so that no key or value is repeated
+        q, gqa = q.squeeze(2).unflatten(1, (k.shape[1], -1)), False
     if gqa and mask is not None and q.is_cuda:  # no kernel of PyTorch takes a mask and groups of heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         gqa = False
@@ -53,4 +56,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, kernels: list[SDPBac
         out = scaled_dot_product_attention(
             q, k, v, mask, scores.dropout, causal, scale=scores.scale, enable_gqa=gqa
         )
+    if folds:
+        out = out.flatten(1, 2)[:, :, None]
     return out if empty is None else out.masked_fill(empty, 0.0)

@@ -115,6 +115,9 @@ class MultiheadAttention(nn.Module):
         check_neutral("MultiheadAttention", options, AttentionOptions)
         _check_kind(attention_type, qkv_format, layer_number, fuse_wgrad_accumulation, fuse_qkv_params)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        tp_group, tp_size, sequence_parallel = ranks_of(
+            tp_group, tp_size, set_parallel_mode, sequence_parallel
+        )
         channels = _head_channels(hidden_size, num_attention_heads, groups, kv_channels, tp_size)
         place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
         self.hidden_size, self.kv_channels = hidden_size, channels
@@ -386,6 +389,19 @@ def _check_kind(
             "fuse_wgrad_accumulation=True needs fuse_qkv_params=True: no parameter has the main_grad of the whole QKV "
             "weight"
         )
+
+
+def ranks_of(
+    tp_group: Any, tp_size: int, set_parallel_mode: bool, sequence_parallel: bool
+) -> tuple[Any, int, bool]:
+    """Group and number of the ranks among which heads and weights are split, and whether the sequence is, too.
+
+    Those of the group, where it is known; one without ``set_parallel_mode``.
+    """
+    if not set_parallel_mode:
+        return None, 1, False
+    size = tp_size if tp_group is None else tp_group.size()
+    return tp_group, size, sequence_parallel and size > 1
 
 
 def _head_channels(hidden_size: int, heads: int, groups: int, kv_channels: int | None, tp_size: int) -> int:

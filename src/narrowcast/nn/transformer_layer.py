@@ -15,7 +15,7 @@ from ..layers.neutral import TransformerOptions, check_neutral
 from ..layers.parameters import parameter_dtype
 from ..recipe import Recipe
 from .layernorm_mlp import LayerNormMLP
-from .multihead_attention import MultiheadAttention, RotaryEmbedding
+from .multihead_attention import MultiheadAttention, RotaryEmbedding, ranks_of
 from .norm import LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
@@ -147,12 +147,11 @@ class TransformerLayer(nn.Module):
         )
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         self._check_kind(drop_path_rate, apply_residual_connection_post_layernorm)
+        ranks = ranks_of(tp_group, tp_size, set_parallel_mode, sequence_parallel)
+        tp_group, tp_size, sequence_parallel = ranks
         self.local_length = seq_length // tp_size if sequence_parallel and seq_length else None
-        place, kind, prefix = (
-            parameter_device(device),
-            parameter_dtype(params_dtype, dtype),
-            f"{name}." if name else "",
-        )
+        place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
+        prefix = f"{name}." if name else ""
         shared: dict[str, Any] = dict(
             init_method=init_method, output_layer_init_method=output_layer_init_method, normalization=normalization,
             tp_group=tp_group, tp_size=tp_size, set_parallel_mode=set_parallel_mode, params_dtype=kind, device=place,
@@ -164,24 +163,40 @@ class TransformerLayer(nn.Module):
             shared, num_gqa_groups=num_gqa_groups, layer_number=layer_number, qkv_format=attn_input_format,
             fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved, softmax_type=softmax_type,
             rotary_pos_interleaved=rotary_pos_interleaved, qk_norm_type=qk_norm_type, qk_norm_eps=qk_norm_eps,
-            qk_norm_before_rope=qk_norm_before_rope, name=f"{prefix}self_attention",
+            qk_norm_before_rope=qk_norm_before_rope, prefix=prefix,
         )  # fmt: skip
-        sizes = (hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon)
-        self.self_attention = MultiheadAttention(
-            *sizes, input_layernorm=not output_layernorm, attn_mask_type=self_attn_mask_type, window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal, **attention,
+        self._add_attention(
+            (hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon), attention,
+            (self_attn_mask_type, window_size, bottom_right_diagonal),
+            (enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal),
         )  # fmt: skip
-        if layer_type == "decoder":
-            attention.update(input_layernorm=True, attention_type="cross", name=f"{prefix}inter_attention")
-            self.inter_attention = MultiheadAttention(
-                *sizes, attn_mask_type=enc_dec_attn_mask_type, window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal, **attention,
-            )  # fmt: skip
-        mlp: dict[str, Any] = dict(
-            shared, activation=activation, activation_params=activation_params, name=f"{prefix}layernorm_mlp"
+        shared.update(
+            activation=activation, activation_params=activation_params, name=prefix + "layernorm_mlp"
         )
-        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, layernorm_epsilon, **mlp)
+        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, layernorm_epsilon, **shared)
         self._add_output(hidden_size, layernorm_epsilon, drop_path_rate, shared)
+
+    def _add_attention(
+        self, sizes: tuple[Any, ...], options: dict[str, Any], own: tuple[Any, ...], cross: tuple[Any, ...]
+    ) -> None:
+        """Self attention, and in a decoder that to the encoder; ``own`` and ``cross`` are their masks."""
+        names, prefix = ("attn_mask_type", "window_size", "bottom_right_diagonal"), options.pop("prefix")
+        self.self_attention = MultiheadAttention(
+            *sizes,
+            input_layernorm=not self.output_layernorm,
+            name=f"{prefix}self_attention",
+            **dict(zip(names, own)),
+            **options,
+        )
+        if self.layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                *sizes,
+                input_layernorm=True,
+                attention_type="cross",
+                name=f"{prefix}inter_attention",
+                **dict(zip(names, cross)),
+                **options,
+            )
 
     def _add_output(self, size: int, eps: float, drop_path_rate: float, shared: dict[str, Any]) -> None:
         """What follows the parts: stochastic depth, and the norm of the output."""
