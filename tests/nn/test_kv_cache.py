@@ -212,9 +212,12 @@ def test_compiled_decoding_with_cuda_graphs() -> None:
     params = cache("bshd", True)
     ours = [own for _, _, own in run(model, params, DECODING[:1], bf16(model))]
     keys = params.cache_manager.caches[1][0].data_ptr()
+    counters = torch._dynamo.utils.counters["inductor"]
+    skipped = counters["cudagraph_skips"]
     compiled = torch.compile(bf16(model), fullgraph=True, mode="reduce-overhead")
     ours += [own for _, _, own in run(model, params, DECODING[1:], compiled, width=2)]
     assert params.cache_manager.caches[1][0].data_ptr() == keys
+    assert counters["cudagraph_skips"] == skipped
     for a, b in zip(ours, theirs, strict=True):
         assert_close(a, b, "fp8_flips")
 

@@ -23,12 +23,14 @@ class Lengths:
     Args:
         masks: (b, 1, 1, s) bools, True where there is no token. cu_seqlens: (b + 1) int32 sums of lengths.
         cu_seqlens_padded: (b + 1) int32, where each packed sequence begins. longest: upper bounds of the lengths.
+        cached: the keys come from a KV cache. Queries are few, so a tensor of pairs is small and needs no preparation.
     """
 
     masks: Pair = (None, None)
     cu_seqlens: Pair = (None, None)
     cu_seqlens_padded: Pair = (None, None)
     longest: tuple[int | None, int | None] = (None, None)
+    cached: bool = False
 
 
 def places_of(
@@ -74,6 +76,7 @@ def attend(
     everything = not (thd or rule.padding or rule.arbitrary or scores.slopes is not None) and (
         not rule.bounded or (rule.window == (-1, 0) and rule.bottom_right and sizes[0] == 1)
     )
+    as_tensor = rule.arbitrary or lengths.cached
     flag = sdpa.says_causal(rule, *sizes) and not thd and scores.bias is None
     one_side = lengths.cu_seqlens[0] is lengths.cu_seqlens[1]
     facts = Facts(
@@ -82,7 +85,7 @@ def attend(
         dims=(q.shape[-1], v.shape[-1]),
         packed=thd,
         gaps=lengths.cu_seqlens_padded[0] is not None,
-        mask="none" if everything else "causal" if flag else "tensor" if rule.arbitrary else "pairs",
+        mask="none" if everything else "causal" if flag else "tensor" if as_tensor else "pairs",
         from_the_end=rule.bottom_right or not rule.bounded or one_side,
         bias=None if scores.bias is None else scores.bias.dtype,
         alibi=scores.slopes is not None,

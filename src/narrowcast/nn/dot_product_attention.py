@@ -266,7 +266,7 @@ class DotProductAttention(nn.Module):
                     "score_mod goes with neither bias, alibi nor dropout; do what they do in score_mod"
                 )
             scores.score_mod, scores.tensors = score_mod, score_mod_tensors or {}
-        lengths = Lengths(masks, cu_seqlens, padded, (max_seqlen_q, max_seqlen_kv))
+        lengths = Lengths(masks, cu_seqlens, padded, (max_seqlen_q, max_seqlen_kv), cached)
         out, largest = self._core(q, k, v, fmt, scores, lengths, checkpoint_core_attention)
         if cached:
             out = in_format(inference_params, out, outer, tokens)
