@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from narrowcast import functional, reference
+from narrowcast.testing import assert_close
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SHAPE = (512, 1024)
@@ -154,6 +155,18 @@ def test_transpose_expression_equals_the_reference() -> None:
     bench = benchmark("bench_transpose")
     (data,) = bench.random_codes((7, 12))
     assert differing_bytes(bench.expression(data), reference.float8.transpose(data)) == 0
+
+
+def test_moe_expressions_equal_the_reference() -> None:
+    bench = benchmark("bench_moe")
+    arguments, expected = bench.routed((24, 32)), bench.kernel_table(bench.REFERENCE)
+    for name, (run, _) in bench.expression_table().items():
+        outputs = zip(run(*arguments), expected[name][0](*arguments), strict=True)
+        for index, (actual, wanted) in enumerate(outputs):
+            # the sum over a row is in another order than the reference's
+            assert_close(actual, wanted, "fp32_sum_order" if index else "exact")
+    by_mask = expected["collect, mask"][0](*arguments)[0]
+    assert differing_bytes(by_mask, expected["collect"][0](*arguments)[0]) == 0
 
 
 def test_delayed_scaling_contenders_equal_the_reference() -> None:

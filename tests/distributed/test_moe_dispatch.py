@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,6 +185,83 @@ def test_one_process_needs_no_group() -> None:
     expected = experts(MX.quantize(rows).dequantize(), routing.sum(0))
     ours = layer(x, probs, routing, len(x) * TOPK, experts)
     assert_bitwise(ours.detach(), nc.moe_unpermute(expected, row_map, probs).detach())
+
+
+def step_on_gpu(layer: nc.distributed.MoEDispatch, rank: int, recipe: nc.recipe.Recipe) -> Any:
+    """A function that trains nothing but computes everything, from what is in ``x`` and ``logits``."""
+    experts = experts_of(rank * layer.num_local_experts, layer.num_local_experts)
+    nc.set_recipe(experts.to(device="cuda", dtype=torch.bfloat16), recipe)
+    x, logits, grad = (parts[rank].cuda() for parts in draw("even"))
+    x, grad = x.bfloat16().requires_grad_(True), grad.bfloat16()
+    logits.requires_grad_(True)
+
+    def step() -> Results:
+        probs, routing = nc.fused_topk_with_score_function(logits, TOPK)
+        y = layer(x, probs, routing, len(x) * TOPK, experts)
+        return results_of(y, x, logits, experts, grad)
+
+    return step
+
+
+def without_the_host(step: Any) -> tuple[Results, Results, Results]:
+    """The results of a first call, of one that may not wait for the device, and of a replayed graph."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        first = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        third = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    return first, second, third
+
+
+RECIPES_ON_GPU = [nc.recipe.Float8CurrentScaling(), nc.recipe.Float8BlockScaling()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES_ON_GPU, ids=repr)
+def test_fixed_capacity_needs_no_host(recipe: nc.recipe.Recipe) -> None:
+    layer = nc.distributed.MoEDispatch(EXPERTS, capacity=24, align_size=16)
+    first, *others = without_the_host(step_on_gpu(layer, 0, recipe))
+    exact = nc.distributed.MoEDispatch(EXPERTS, align_size=16)
+    for results in (*others, step_on_gpu(exact, 0, recipe)()):
+        for key in first:
+            assert_bitwise(results[key], first[key], key)
+
+
+def work_on_gpus(rank: int, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    try:
+        results = {}
+        for name, capacity in (("exact", None), ("fixed", 24)):
+            layer = nc.distributed.MoEDispatch(EXPERTS, capacity=capacity, align_size=16)
+            step = step_on_gpu(layer, rank, RECIPES_ON_GPU[0])
+            runs = (step(),) if capacity is None else without_the_host(step)
+            results[name] = [{key: value.cpu() for key, value in run.items()} for run in runs]
+        torch.save(results, f"{folder}/rank{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_two_gpus(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < WORLD:
+        pytest.skip(f"needs {WORLD} GPUs")
+    for rank in run_ranks(work_on_gpus, tmp_path, WORLD, SECONDS):
+        (exact,) = rank["exact"]
+        for fixed in rank["fixed"]:
+            for key in exact:
+                assert_bitwise(fixed[key], exact[key], key)
 
 
 def test_bad_arguments() -> None:

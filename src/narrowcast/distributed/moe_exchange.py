@@ -116,7 +116,8 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        route = Route(*ctx.saved_tensors, ctx.sent, ctx.received).reversed()
+        before, before_back, after, after_back = ctx.saved_tensors
+        route = Route(before, before_back, after, after_back, ctx.sent, ctx.received).reversed()
         return travel(grad, route, ctx.wire), None, None, None
 
 
