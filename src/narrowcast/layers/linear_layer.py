@@ -67,7 +67,7 @@ class LinearLayer(DelayedLayer):
         parts: names of the parameters that together are a weight or bias, by its name; none for one that is whole.
     """
 
-    # the weights are kept as one quantized copy, row-wise; see :mod:`..convert.stored`
+    # the weights are kept (:mod:`..convert.stored`) or gathered (:mod:`..distributed`) as one quantized copy, row-wise
     _stored_rowwise: bool = False
 
     def __init__(
@@ -245,7 +245,11 @@ class LinearLayer(DelayedLayer):
             wgrad = self._wgrad(stage.weight, is_first_microbatch)
         needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
         transpose = (
-            self._stored_rowwise and workspace is not None and plan.needs_input and not plan.backward_override
+            self._stored_rowwise
+            and workspace is not None
+            and not workspace.columnwise
+            and plan.needs_input
+            and not plan.backward_override
         )
         return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias, transpose)
 

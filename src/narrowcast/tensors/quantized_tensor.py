@@ -271,3 +271,13 @@ def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tenso
         check_not_sharded(tensor)
     values = func(tensor._plain(), size, **kwargs)
     return read_only(values) if func.is_view else values
+
+
+@_handles(aten.as_strided.default)
+def _as_strided(
+    func: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> Tensor:
+    """FSDP2 makes a parameter of what it has gathered by a view of all of it."""
+    if tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset:
+        return tensor._like(lambda buffer: buffer)
+    return read_only(func(tensor._plain(), size, stride, storage_offset))

@@ -309,11 +309,18 @@ class BasicLinear(LinearLayer, BasicOperation):
         scales, workspace = scales or DelayedScales(), None
         if plan.quantized and isinstance(self.weight, QuantizedTensor):
             workspace = self._workspace(self._stages[0], plan.kept_weight, scales, self.weight, None)
-            if not workspace.columnwise:
+            if not workspace.columnwise and not self._stored_rowwise:
                 check_differentiable(workspace, plan, "weight", self.name or type(self).__name__)
+        transpose = (
+            self._stored_rowwise
+            and workspace is not None
+            and not workspace.columnwise
+            and plan.needs_input
+            and not plan.backward_override
+        )
         accumulates = self.fuse_wgrad_accumulation and plan.needs_weight
         wgrad = self._wgrad("weight", None) if accumulates else LinearWgrad()
-        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, False)
+        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, False, transpose)
 
 
 def initialize(tracker: Callable[[], Any] | None, in_features: int, weight: Tensor) -> None:

@@ -1,0 +1,333 @@
+"""``shard``: FSDP2 that gathers the weights of low-precision layers quantized, one byte per element."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..formats import ELEMENT_FORMATS, FLT_MAX
+from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage
+from ..layers.parameters import weight_quantizer
+from ..quantizers import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer
+from ..recipe import WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
+from ..reference.scaling import reciprocal, scale_from_amax
+from ..state import checked_recipe, renew
+from ..tensors import QuantizedTensor
+from .shard_receipt import ShardedParameter, ShardReceipt
+from .sharded_weight import ShardedWeight, WeightGather, like, local
+
+_TILE = 128
+_PER_TENSOR = (Float8CurrentScalingQuantizer, DelayedFloat8Quantizer)
+
+
+def shard(
+    model: nn.Module,
+    mesh: Any = None,
+    *,
+    blocks: Iterable[nn.Module] = (),
+    recipe: Recipe | None = None,
+    quantized_gather: bool = True,
+    **options: Any,
+) -> ShardReceipt:
+    """Apply ``torch.distributed.fsdp.fully_shard`` to blocks and model, in place, and have weights gathered quantized.
+
+    Shards stay in high precision: they are what the optimizer updates and what checkpoints hold. Every gather moves the
+    codes, one byte per element, and the scales of blocks; the layers multiply with what arrived and quantize no weight.
+    The bits are those of quantizing the gathered weight. Per-tensor scales take one all-reduce for all weights, in the
+    forward of ``model``; none in later forwards of a step under ``model.set_requires_gradient_sync(False)``.
+
+    A weight is gathered quantized where its recipe has one scale for the tensor (``Float8CurrentScaling``,
+    ``DelayedScaling``) or 128 x 128 tiles (``Float8BlockScaling``), and rows that divide into equal shards, of whole
+    tiles. All others are gathered as FSDP2 does, and their layers quantize them; the receipt says why.
+
+    Args:
+        model: every rank the same, with recipes; on the meta device, too. It must be what is called.
+        mesh: one dim of ranks that share parameters, or two, of which the first holds replicas; default: all ranks.
+        blocks: modules of the model that are gathered each by itself, inner ones first; compile them before or after.
+        recipe: of layers that have none of their own, as they run in an ``autocast``.
+        quantized_gather: False gathers every weight in high precision.
+        **options: of ``fully_shard``, for blocks and model alike.
+    Returns:
+        What is gathered how, by parameter.
+    Raises:
+        ValueError: a layer with ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, whose gradients go past FSDP2's
+        reduction; a ``reshard_after_forward`` of ranks; a block that is no part of the model. TypeError: no recipe.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    recipe, blocks = checked_recipe(recipe, "shard"), list(blocks)
+    modules = set(model.modules())
+    for block in blocks:
+        if block not in modules:
+            raise ValueError(f"blocks holds a {type(block).__name__} that is no part of the model")
+    _check_layers(model)
+    reshard = options.get("reshard_after_forward")
+    if quantized_gather and type(reshard) is int:
+        raise ValueError(
+            f"reshard_after_forward={reshard}: FSDP2 cannot reshard to fewer ranks what it gathered quantized; use "
+            "True, False or quantized_gather=False"
+        )
+    if mesh is None:
+        kind = next((p.device.type for p in model.parameters() if not p.is_meta), None)
+        accelerator = torch.accelerator.current_accelerator() if kind is None else None
+        kind = kind or (accelerator.type if accelerator is not None else "cpu")
+        mesh = init_device_mesh(kind, (torch.distributed.get_world_size(),))
+    over = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 and mesh.mesh_dim_names else mesh
+    policy = options.get("mp_policy")
+    dtype = None if policy is None else policy.param_dtype
+    chosen = _Chosen(model, over.size(), recipe, quantized_gather, dtype, options)
+    chosen.wrap()
+    for block in (*blocks, model):
+        fully_shard(block, mesh=mesh, **options)
+    if chosen.scaled:
+        scales = _Scales(model, chosen.scaled, over, dtype)
+        model.register_forward_pre_hook(scales.renew, prepend=True)
+        model.register_forward_hook(scales.record)
+    return ShardReceipt(tuple(chosen.rows), over.size())
+
+
+def _check_layers(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearLayer):
+            for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
+                if getattr(layer, option):
+                    raise ValueError(
+                        f"{name or type(layer).__name__} has {option}=True, which goes past FSDP2's reduction of "
+                        f"gradients; make it without"
+                    )
+
+
+class _Scaled:
+    """A weight with one scale, and where that comes from: the amax of the weight, or the state of its layer."""
+
+    def __init__(
+        self, layer: LinearLayer, stage: Stage, recipe: Recipe, delayed: bool, gather: WeightGather
+    ) -> None:
+        self.layer, self.stage, self.recipe, self.delayed, self.gather = layer, stage, recipe, delayed, gather
+
+    @property
+    def parameter(self) -> Any:
+        return self.layer._parameters[self.stage.weight]
+
+    def state(self, name: str) -> Tensor:
+        """The layer's slot of a state of delayed scaling, (1,)."""
+        full = f"{self.stage.prefix}{name}_fwd"
+        if getattr(self.layer, full) is None:
+            self.layer._keep_state_of(self.recipe)
+        return getattr(self.layer, full)[WEIGHT_SLOT : WEIGHT_SLOT + 1]
+
+
+class _Chosen:
+    """The weights of a model, and which of them are gathered quantized."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: int,
+        recipe: Recipe | None,
+        wanted: bool,
+        dtype: torch.dtype | None,
+        options: dict[str, Any],
+    ) -> None:
+        self.model, self.ranks, self.recipe, self.wanted, self.dtype = model, ranks, recipe, wanted, dtype
+        self.ignored = {id(parameter) for parameter in options.get("ignored_params") or ()}
+        self.placement = options.get("shard_placement_fn")
+        self.uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+        self.rows: list[ShardedParameter] = []
+        self.scaled: list[_Scaled] = []
+
+    def wrap(self) -> None:
+        """Put shards that are gathered quantized in the place of the weights that can be."""
+        stages = {
+            (id(layer), name): (layer, stage)
+            for layer in self.model.modules()
+            if isinstance(layer, LinearLayer)
+            for stage in layer._stages
+            for name in layer._parts.get(stage.weight, [stage.weight])
+        }
+        for module_name, module in list(self.model.named_modules()):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None:
+                    continue
+                full = f"{module_name}.{name}" if module_name else name
+                found, gather = stages.get((id(module), name)), None
+                reason = (
+                    "no weight of a low-precision GEMM" if found is None else self._why_not(*found, parameter)
+                )
+                if found is not None and not reason:
+                    gather = self._wrap(*found, parameter)
+                kind = self.dtype if self.dtype and parameter.is_floating_point() else parameter.dtype
+                plain, shape = parameter.numel() * kind.itemsize, tuple(parameter.shape)
+                moved = plain if gather is None else gather.bytes(shape)
+                self.rows.append(ShardedParameter(full, shape, reason, moved, plain))
+
+    def _why_not(self, layer: LinearLayer, stage: Stage, parameter: Any) -> str:
+        """What stands in the way of gathering a weight quantized, "" for nothing."""
+        recipe = layer.recipe or self.recipe
+        if not self.wanted:
+            return "quantized_gather=False"
+        if isinstance(layer, GroupedLinearLayer):
+            return "a grouped layer quantizes its weights together"
+        if stage.weight in layer._parts:
+            return "a part of a weight"
+        if recipe is None:
+            return "its layer has no recipe"
+        if isinstance(parameter, QuantizedTensor):
+            return "stored quantized"
+        if hasattr(parameter, "_local_tensor"):
+            return "a DTensor already"
+        if self.uses[id(parameter)] > 1:
+            return "tied to another parameter"
+        if id(parameter) in self.ignored:
+            return "in ignored_params"
+        if getattr(getattr(layer, "parallel", None), "mode", None) is not None:
+            return "its layer is split over tensor-parallel ranks"
+        plan = linear_plan(recipe, stage.name, True, True)
+        if plan.backward_override is not None:
+            return "its backward reads the weight in high precision"
+        if plan.eager_only:
+            return "its quantizer is no value"
+        return self._why_not_in_shards(plan, parameter)
+
+    def _why_not_in_shards(self, plan: LinearPlan, parameter: Tensor) -> str:
+        native = plan.weight.quantizer._format_layout().native
+        if native == "tensor" and type(plan.weight.quantizer) not in _PER_TENSOR:
+            return "its quantizer has numerics of its own"
+        if native not in ("tensor", "128x128"):
+            return "its format quantizes rows and columns differently: two copies, as many bytes as in bf16"
+        if self.placement is not None:
+            placement = self.placement(parameter)
+            if placement is not None and getattr(placement, "dim", None) != 0:
+                return "not sharded by rows"
+        rows = parameter.shape[0]
+        unit = self.ranks * (_TILE if native == "128x128" else 1)
+        if rows % unit:
+            whole = " of whole 128-row tiles" if native == "128x128" else ""
+            return f"its {rows} rows are not {self.ranks} equal shards{whole}"
+        return ""
+
+    def _wrap(self, layer: LinearLayer, stage: Stage, parameter: Any) -> WeightGather:
+        recipe: Any = layer.recipe or self.recipe
+        plan = linear_plan(recipe, stage.name, True, True)
+        described: Any = weight_quantizer(recipe, stage.name).with_usage(rowwise=True, columnwise=False)
+        per_tensor = described._format_layout().native == "tensor"
+        encoder = DelayedFloat8Quantizer(described.dtype, 0, columnwise=False) if per_tensor else described
+        gather = WeightGather(encoder, described, per_tensor)
+        if per_tensor:
+            self.scaled.append(_Scaled(layer, stage, recipe, plan.weight.delayed, gather))
+        made = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        setattr(layer, stage.weight, made)
+        layer._stored_rowwise = True  # the backward transposes what was gathered
+        layer.register_state_dict_post_hook(_SavePlain(stage.weight))
+        layer.register_load_state_dict_pre_hook(_Rewrap(stage.weight, gather))
+        return gather
+
+
+class _Scales:
+    """One scale per weight, the same on every rank: set in front of every forward of the model."""
+
+    def __init__(
+        self, model: nn.Module, weights: list[_Scaled], mesh: Any, dtype: torch.dtype | None
+    ) -> None:
+        self.model, self.weights, self.mesh, self.dtype = model, weights, mesh, dtype
+        self.amax: Tensor | None = None
+        self.known = False  # the amax is that of the weights as they are; the same on all ranks
+
+    def renew(self, model: nn.Module, args: Any) -> None:
+        """Forward pre-hook, in front of FSDP2's own."""
+        if torch._C._current_graph_task_id() != -1:  # a recomputation sees the scales of its forward
+            return
+        if not self.known:
+            self._reduce()
+        # in later forwards of a step the weights are what they were: FSDP2 has no gradients for them before the last
+        self.known = torch.is_grad_enabled() and not _synchronizes(model)
+        with torch.no_grad():
+            if model.training and any(weight.delayed for weight in self.weights):
+                renew([layer for layer in model.modules() if isinstance(layer, DelayedLayer)])
+            self._set()
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        shards = [local(weight.parameter)._values for weight in self.weights]
+        largest = torch.stack([norm.float() for norm in torch._foreach_norm(shards, math.inf)])
+        largest = largest.to(self.mesh.device_type)
+        if self.mesh.size() > 1:
+            torch.distributed.all_reduce(
+                largest, op=torch.distributed.ReduceOp.MAX, group=self.mesh.get_group()
+            )
+        self.amax = largest if self.dtype is None else largest.to(self.dtype).float()
+
+    def _set(self) -> None:
+        assert self.amax is not None
+        by_rule: dict[tuple[Any, ...], list[int]] = {}
+        for index, weight in enumerate(self.weights):
+            quantizer: Any = weight.gather.quantizer
+            rule = (quantizer.dtype, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
+            by_rule.setdefault(() if weight.delayed else rule, []).append(index)
+        for rule, indices in by_rule.items():
+            if rule:
+                element, power_2, epsilon = rule
+                amax = self.amax if len(by_rule) == 1 else self.amax[indices]
+                largest = ELEMENT_FORMATS[element].max
+                scales = scale_from_amax(amax, largest, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX)
+            else:  # copies: a layer may renew its state before its backward gathers again
+                scales = torch.cat([self.weights[index].state("scale") for index in indices])
+            for index, scale, scale_inv in zip(indices, scales.split(1), reciprocal(scales).split(1)):
+                self.weights[index].gather.scale, self.weights[index].gather.scale_inv = scale, scale_inv
+
+    def record(self, model: nn.Module, args: Any, out: Any) -> None:
+        """Forward hook: what delayed scaling collects of a weight, once all layers have renewed their state."""
+        if not (model.training and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
+            return
+        assert self.amax is not None
+        found = [(w.state("amax"), own) for w, own in zip(self.weights, self.amax.split(1)) if w.delayed]
+        if found:
+            torch._foreach_maximum_([amax for amax, _ in found], [own for _, own in found])
+
+
+def _synchronizes(model: nn.Module) -> bool:
+    """Whether the backward of this forward reduces gradients over ranks."""
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # PyTorch before 2.12 has one
+            groups = [state._fsdp_param_group] if groups is None else groups
+            if any(group is not None and group.reduce_grads for group in groups):
+                return True
+    return False
+
+
+class _SavePlain:
+    """State-dict hook: a checkpoint holds ordinary tensors, which share memory with the parameter."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        value = state_dict.get(prefix + self.name)
+        if isinstance(local(value), ShardedWeight):
+            state_dict[prefix + self.name] = like(value, local(value)._values.detach())
+
+
+class _Rewrap:
+    """State-dict hook: what takes the place of a parameter (``assign=True``) is gathered like it."""
+
+    def __init__(self, name: str, gather: WeightGather) -> None:
+        self.name, self.gather = name, gather
+
+    def __call__(self, layer: nn.Module, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        value: Any = state_dict.get(prefix + self.name)
+        assigned = metadata.get("assign_to_params_buffers", False)
+        if not assigned or value is None or isinstance(local(value), ShardedWeight):
+            return
+        if hasattr(value, "_local_tensor"):
+            state_dict[prefix + self.name] = like(
+                value, ShardedWeight(value._local_tensor.detach(), self.gather)
+            )

@@ -1,0 +1,274 @@
+"""``narrowcast.distributed.shard``: the bits of FSDP2 that gathers in high precision, and fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from recipes import QUANTIZED
+
+import narrowcast as nc
+from narrowcast.distributed import shard
+from narrowcast.distributed.sharded_weight import ShardedWeight, local
+
+from .blocks import Model, make_model, train
+from .ranks_checks import of_all, run_checks
+from .test_data_parallel import Recomputed, compiled, fsdp2, recomputed
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+
+SIZES = {"block": (256, 512, 1)}
+
+
+def make(recipe: str) -> Model:
+    return make_model(recipe, *SIZES.get(recipe, (64, 96, 2)))
+
+
+def values(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        key: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+        for key, value in model.state_dict().items()
+    }
+
+
+def against_plain(
+    recipe: str, mesh: Any, before: Any = None, after: Any = None, microbatches: int = 1, **options: Any
+) -> dict[str, Any]:
+    """Training with quantized gathers and without; what the layers saw as their weights."""
+    width = SIZES.get(recipe, (64,))[0]
+    plain = fsdp2(make(recipe), mesh, **options)
+    expected = train(plain, width=width, microbatches=microbatches)
+    model: Any = make(recipe)
+    if before is not None:
+        model = before(model)
+    receipt = shard(model, mesh, blocks=model.blocks, **options)
+    if after is not None:
+        model = after(model)
+    seen: set[str] = set()
+    if before is None and after is None:
+        for layer in model.modules():
+            if isinstance(layer, nc.Linear):
+                layer.register_forward_pre_hook(lambda layer, args: seen.add(type(layer.weight).__name__))
+    synchronize = model.set_requires_gradient_sync if microbatches > 1 else None
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reductions:
+        losses = train(model, width=width, microbatches=microbatches, before=synchronize)
+    equal = all(
+        torch.equal(a, b) for a, b in zip(values(model).values(), values(plain).values(), strict=True)
+    )
+    return {
+        "losses": losses,
+        "expected": expected,
+        "equal": equal,
+        "seen": seen,
+        "reductions": reductions.call_count,
+        "share": receipt.gathered_bytes / receipt.plain_bytes,
+    }
+
+
+def kept(mesh: Any) -> dict[str, Any]:
+    """What becomes of a sharded weight that is made from meta, saved, loaded and moved."""
+    with torch.device("meta"):
+        model = Model(device="meta")
+    nc.set_recipe(model, QUANTIZED["current"])
+    shard(model, mesh, blocks=model.blocks)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    weight = lambda: local(model.head.weight)  # noqa: E731
+    found = {"made": type(weight()).__name__}
+    saved = copy.deepcopy(model.state_dict())
+    found["saved"] = {type(local(value)).__name__ for value in saved.values()}
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    losses = train(model, 2)
+    found["trained"] = type(weight()).__name__
+    for assign in (False, True):
+        model.load_state_dict(saved, assign=assign)
+        found[f"loaded-{assign}"] = type(weight()).__name__
+        found[f"same-{assign}"] = train(model, 2) == losses
+    model.to(torch.bfloat16)
+    found["cast"] = (type(weight()).__name__, weight().dtype)
+    return found
+
+
+def operations(mesh: Any) -> tuple[Any, Any]:
+    """Operations with quantized gathers: their losses, and those without."""
+    losses = []
+    for quantized in (True, False):
+        torch.manual_seed(0)
+        model = nc.ops.Sequential(
+            nc.ops.LayerNorm(64, device="cpu"),
+            nc.ops.Linear(64, 96, device="cpu"),
+            nc.ops.GELU(),
+            nc.ops.Linear(96, 64, device="cpu"),
+        )
+        nc.set_recipe(model, QUANTIZED["current"])
+        receipt = shard(model, mesh, quantized_gather=quantized)
+        assert sum(one.quantized for one in receipt.parameters) == 2 * quantized
+        losses.append(train(model))
+    return losses[0], losses[1]
+
+
+def checks_of_two(folder: str) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    mesh = init_device_mesh("cpu", (2,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, dict[str, Any]] = {
+        "current": {},
+        "delayed": {},
+        "block": {},
+        "current mixed_precision": {"mp_policy": policy},
+        "delayed mixed_precision": {"mp_policy": policy},
+        "block recomputed": {"before": lambda m: recomputed(m, Recomputed)},
+        "delayed recomputed": {"before": lambda m: recomputed(m, Recomputed)},
+        "current compiled": {"before": compiled},
+        "delayed accumulated": {"microbatches": 2},
+        "current kept": {"reshard_after_forward": False},
+    }
+    checks: dict[str, Any] = {
+        name: lambda name=name, given=given: against_plain(name.split()[0], mesh, **given)
+        for name, given in options.items()
+    }
+    checks["subclass"] = lambda: kept(mesh)
+    checks["operations"] = lambda: operations(mesh)
+    return checks
+
+
+def checks_of_four(folder: str) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return {recipe: lambda recipe=recipe: against_plain(recipe, mesh) for recipe in ("delayed", "block")}
+
+
+NAMES = [
+    "current",
+    "delayed",
+    "block",
+    "current mixed_precision",
+    "delayed mixed_precision",
+    "block recomputed",
+    "delayed recomputed",
+    "current compiled",
+    "delayed accumulated",
+    "current kept",
+]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_checks(checks_of_two, tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bits_of_quantizing_what_was_gathered(name: str, two: list[dict[str, Any]]) -> None:
+    for result in of_all(two, name):
+        assert result["losses"] == result["expected"] and result["equal"]
+        assert result["share"] < (0.52 if "mixed" in name else 0.27)
+        if result["seen"]:
+            assert result["seen"] == {"Float8BlockwiseQTensor" if "block" in name else "Float8Tensor"}
+        assert result["reductions"] == (0 if "block" in name else 3)  # one a step, whatever the microbatches
+
+
+def test_a_shard_stays_what_it_is(two: list[dict[str, Any]]) -> None:
+    for found in of_all(two, "subclass"):
+        assert found["saved"] == {"Tensor"}
+        for when in ("made", "trained", "loaded-False", "loaded-True"):
+            assert found[when] == ShardedWeight.__name__, when
+        assert found["same-False"] and found["same-True"]
+        assert found["cast"] == (ShardedWeight.__name__, torch.bfloat16)
+
+
+def test_operations(two: list[dict[str, Any]]) -> None:
+    for quantized, plain in of_all(two, "operations"):
+        assert quantized == plain
+
+
+def test_hybrid_sharding(tmp_path: Path) -> None:
+    results = run_checks(checks_of_four, tmp_path, 4)
+    for name in ("delayed", "block"):
+        for result in of_all(results, name):
+            assert result["losses"] == result["expected"] and result["equal"]
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one() -> Iterator[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_one_rank(recipe: str, one: Any) -> None:
+    result = against_plain(recipe, one)
+    assert result["losses"] == result["expected"] and result["equal"]
+    assert result["reductions"] == 0
+
+
+def test_what_is_gathered_in_high_precision_and_why(one: Any) -> None:
+    model = torch.nn.Sequential(
+        nc.Linear(32, 48, device="cpu", recipe=QUANTIZED["mxfp8"]),
+        nc.Linear(48, 48, device="cpu"),
+        nc.Linear(48, 100, device="cpu", recipe=QUANTIZED["block"]),
+        nc.GroupedLinear(2, 100, 32, device="cpu", recipe=QUANTIZED["current"]),
+        nc.Linear(
+            32, 32, device="cpu", recipe=nc.recipe.Float8CurrentScaling(backward_override="high_precision")
+        ),
+        nc.Linear(32, 32, device="cpu", recipe=QUANTIZED["current"]),
+    )
+    receipt = shard(model, one, blocks=model)
+    reasons = {one.name: one.reason for one in receipt.parameters}
+    assert "rows and columns differently" in reasons["0.weight"]
+    assert reasons["1.weight"] == "its layer has no recipe"
+    assert reasons["2.weight"] == "its 100 rows are not 1 equal shards of whole 128-row tiles"
+    assert "grouped" in reasons["3.weight0"]
+    assert "high precision" in reasons["4.weight"]
+    assert reasons["5.weight"] == "" and reasons["5.bias"]
+    assert "5.weight" in str(receipt) and "over 1 ranks" in str(receipt)
+    assert receipt.plain_bytes - receipt.gathered_bytes == 3 * 32 * 32
+
+
+def test_a_recipe_that_comes_with_an_autocast(one: Any) -> None:
+    recipe = QUANTIZED["current"]
+    losses = []
+    for quantized in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(nc.Linear(32, 32, device="cpu"))
+        receipt = shard(model, one, recipe=recipe, quantized_gather=quantized)
+        assert receipt.parameters[0].quantized == quantized
+        with nc.autocast(recipe=recipe):
+            loss = model(torch.ones(16, 32)).square().mean()
+        loss.backward()
+        losses.append(loss)
+    assert losses[0] == losses[1]
+
+
+def test_what_cannot_be(one: Any) -> None:
+    fused = nc.Linear(32, 32, device="cpu", recipe=QUANTIZED["current"], fuse_wgrad_accumulation=True)
+    with pytest.raises(ValueError, match="Linear has fuse_wgrad_accumulation=True"):
+        shard(fused, one)
+    layer = nc.Linear(32, 32, device="cpu", recipe=QUANTIZED["current"])
+    with pytest.raises(ValueError, match="reshard_after_forward=2"):
+        shard(layer, one, reshard_after_forward=2)
+    with pytest.raises(ValueError, match="no part of the model"):
+        shard(layer, one, blocks=[fused])
+    with pytest.raises(TypeError, match="shard: recipe is a str"):
+        shard(layer, one, recipe="current")  # type: ignore[arg-type]
+    model = torch.nn.Sequential(layer)
+    shard(model, one, blocks=model)
+    with pytest.raises(RuntimeError, match="call the model that narrowcast"):
+        layer(torch.ones(16, 32))
