@@ -316,6 +316,24 @@ class Layout:
         """Attributes that make up the operand of one direction, data first."""
         return tuple(buffer.attribute for buffer in self.buffers if buffer.of_direction(columnwise))
 
+    @property
+    def joins(self) -> tuple[str, str]:
+        """How this format's buffers of tensors with some of the rows each make up those of the whole, by direction.
+
+        A letter for each buffer: "r", rows go below rows; "c", beside each other; "s", all are the same, as long as the
+        amax of the whole is behind them. Empty where they do not make it up.
+        """
+        if any("K" in [e.size for e in b.shape] and len(b.shape) == 1 for b in self.buffers):
+            return "", ""  # an amax of every column
+        sides = [[b for b in self.buffers if b.of_direction(columnwise)] for columnwise in (False, True)]
+        return _joined(sides[0]), _joined(sides[1])
+
+    @property
+    def joins_aligned(self) -> bool:
+        """Whether rows make up the whole only in multiples of 128: blocks, their padding and packed codes end there."""
+        extents = [extent for buffer in self.buffers for extent in buffer.shape if extent.size == "M"]
+        return any(extent.group > 1 or extent.multiple > 1 for extent in extents)
+
     def describe(
         self, shape: tuple[int, ...], rowwise: bool, columnwise: bool
     ) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -330,6 +348,16 @@ class Layout:
             for buffer in self.buffers
             if buffer.of_usage(rowwise, columnwise)
         }
+
+
+def _joined(buffers: list[Buffer]) -> str:
+    letters = ""
+    for buffer in buffers:
+        of_rows = [dim for dim, extent in enumerate(buffer.shape) if extent.size in ("lead", "M")]
+        if not buffer.shape:
+            return ""
+        letters += "s" if not of_rows else "rc"[of_rows[0]]
+    return letters
 
 
 _LEAD, _M, _K, _ONE = Extent("lead"), Extent("M"), Extent("K"), Extent("1")

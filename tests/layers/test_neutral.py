@@ -50,28 +50,19 @@ def test_values_that_ask_for_nothing_are_taken(name: str) -> None:
 
 
 REFUSED = {
-    "tp_group": object(),
-    "tp_size": 2,
-    "parallel_mode": "rows",
-    "sequence_parallel": True,
-    "get_rng_state_tracker": lambda: None,
-    "rng_tracker_name": "model-parallel-rng",
     "ub_overlap_ag": True,
     "ub_overlap_rs": True,
     "ub_overlap_rs_dgrad": True,
     "ub_bulk_dgrad": True,
     "ub_bulk_wgrad": True,
     "symmetric_ar_type": "one_shot",
-    "set_parallel_mode": "yes",
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_values_that_ask_for_more_name_the_option(name: str) -> None:
     sizes, options = LAYERS[name]
-    has = {"tp_size", "parallel_mode", "get_rng_state_tracker", "rng_tracker_name"}
-    own = has if name == "GroupedLinear" else set()
-    for option in (options.keys() & REFUSED.keys()) - own:
+    for option in options.keys() & REFUSED.keys():
         with pytest.raises(NotImplementedError, match=rf"^{name}\({option}=.*leave {option} out, or pass "):
             getattr(nc, name)(*sizes, device="cpu", **{option: REFUSED[option]})
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import OperandBuffers, Quantizer
 from ..recipe import LinearPlan
+from .tensor_parallel import TensorParallel
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ class LinearFwdArgs:
     ``plan``: owned by the recipe. ``dtype``: of the activations. ``scales``: owned by the layer. ``workspace``: the
     weight where it is quantized already. ``wgrad``: owned by the parameter. ``needs_bias``: its gradient is wanted.
     ``transpose_weight``: the workspace is row-wise alone, in a format that quantizes the same in both directions; the
-    backward makes the other direction of it.
+    backward makes the other direction of it. ``parallel``: how the layer is split over processes; None where it is not.
     """
 
     plan: LinearPlan
@@ -58,6 +59,7 @@ class LinearFwdArgs:
     wgrad: LinearWgrad
     needs_bias: bool
     transpose_weight: bool = False
+    parallel: TensorParallel | None = None
 
 
 @dataclass(slots=True)
@@ -65,7 +67,8 @@ class LinearBwdArgs:
     """What the backward reads besides the gradient and what was saved; never changed, so that it may run again.
 
     ``saved_input``, ``saved_weight``: how many of the saved tensors belong to each, and the quantizer that reads them;
-    None for a tensor in high precision. ``shape``: (N, K) of the weight. ``transpose_weight``: as of the forward.
+    None for a tensor in high precision. ``shape``: (N, K) of the weight. ``transpose_weight``, ``parallel``: as of the
+    forward; an input that was gathered is saved as the share that came.
     """
 
     plan: LinearPlan
@@ -79,6 +82,7 @@ class LinearBwdArgs:
     saved_input: tuple[int, Quantizer | None]
     saved_weight: tuple[int, Quantizer | None]
     transpose_weight: bool = False
+    parallel: TensorParallel | None = None
 
     @property
     def backward_override(self) -> str | None:

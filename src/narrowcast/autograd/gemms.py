@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, cdiv
 from ..functional import dequantize, draw_seed, gemm, quantize, quantize_dbias, transpose_codes
+from ..functional.collectives import arrived, group_size
 from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import IdentityQuantizer, OperandBuffers, Quantizer, buffers_of
 from ..tensors import (
@@ -28,6 +29,7 @@ from ..tensors import (
     TensorOrQuantized,
 )
 from .arguments import LinearBwdArgs, LinearFwdArgs
+from .tensor_parallel import TensorParallel
 from .weight_gradient import weight_gradient
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -159,6 +161,8 @@ def linear_forward(
         weight: (N, K), plain or quantized. inp: (*lead, K), plain or quantized. bias: (N,) or None.
     """
     plan, scales, rows, out_features = args.plan, args.scales, rows_of(inp), weight.shape[0]
+    if args.parallel is not None:
+        return _split_forward(weight, inp, bias, args, args.parallel)
     if not plan.quantized:
         return _forward_in_high_precision(weight, inp, bias, args)
     if isinstance(inp, QuantizedTensorStorage):
@@ -187,6 +191,75 @@ def linear_forward(
         saved_input = saved_operand(x, inp, plan.needs_weight, plan.backward_override)
     saved_weight = saved_operand(w, weight, plan.needs_input, plan.backward_override)
     return out.view(*inp.shape[:-1], out_features), saved_input, saved_weight
+
+
+def _split_forward(
+    weight: TensorOrQuantized,
+    inp: TensorOrQuantized,
+    bias: Tensor | None,
+    args: LinearFwdArgs,
+    parallel: TensorParallel,
+) -> tuple[Tensor, SavedOperand, SavedOperand]:
+    """:func:`linear_forward` of a layer that is split over processes; what was gathered is saved as it came.
+
+    Raises:
+        TypeError: a quantized input that would have to be gathered.
+    """
+    plan, alone = args.plan, replace(args, parallel=None)
+    if not parallel.gathers_input:
+        out, saved_input, saved_weight = linear_forward(weight, inp, bias, alone)
+        return parallel.reduced_output(out), saved_input, saved_weight
+    if isinstance(inp, QuantizedTensorStorage):
+        raise TypeError(
+            "the input of a sequence-parallel 'column' layer is quantized; pass it in high precision, it is gathered "
+            "as the layer quantizes it"
+        )
+    rows = rows_of(inp)
+    if not plan.quantized:
+        out, saved_input, saved_weight = linear_forward(weight, parallel.whole_input(inp), bias, alone)
+        return out, SavedOperand([inp] if plan.needs_weight else [], None), saved_weight
+    share, operand, scales = None, plan.input, args.scales
+    if parallel.joins(operand, rows):
+        flat = inp.reshape(rows, inp.shape[-1])
+        share = parallel.share(flat, operand, operand.seed(flat), scales.scale_fwd, scales.amax_fwd)
+    x, saved_input, rows = split_operand(args, parallel, share, inp, rows)
+    w = weight_operand(weight, args)  # type: ignore[arg-type]
+    out = fprop(args, x, w, bias, rows, weight.shape[0])
+    saved_weight = saved_operand(w, weight, plan.needs_input, plan.backward_override)
+    return out.view(-1, *inp.shape[1:-1], weight.shape[0]), saved_input, saved_weight
+
+
+def split_operand(
+    args: LinearFwdArgs,
+    parallel: TensorParallel,
+    share: OperandBuffers | None,
+    inp: Tensor | None,
+    rows: int,
+) -> tuple[OperandBuffers, SavedOperand, int]:
+    """(the input as fprop reads it, what the backward reads of this process's, how many rows fprop reads).
+
+    Args:
+        share: this process's rows, quantized; None where only rows in high precision make up the whole.
+        inp: this process's rows (*lead, K) in high precision; None where nothing reads those. rows: how many.
+    """
+    plan, scales = args.plan, args.scales
+    if not parallel.gathers_input:
+        saved = saved_operand(share, inp, plan.needs_weight, plan.backward_override)  # type: ignore[arg-type]
+        return share, saved, rows  # type: ignore[return-value]
+    all_rows = rows * group_size(parallel.group)
+    original = plan.save_original_input and not plan.backward_override
+    if share is None:
+        rows = parallel.whole_input(inp).reshape(-1, inp.shape[-1])  # type: ignore[arg-type,union-attr]
+        whole = plan.input.quantize(rows, scales.scale_fwd, scales.amax_fwd)
+        if plan.backward_override == "dequantized" and plan.needs_weight:
+            flat = inp.reshape(-1, inp.shape[-1])  # type: ignore[union-attr]
+            share = parallel.share(flat, plan.input, plan.input.seed(flat), scales.scale_fwd, None)
+        original = share is None
+    else:
+        whole = parallel.whole_operand(share._replace(columnwise=[]), plan.input)
+    if original or share is None:
+        return whole, SavedOperand([inp] if plan.needs_weight else [], None), all_rows  # type: ignore[list-item]
+    return whole, saved_operand(share, inp, plan.needs_weight, plan.backward_override), all_rows
 
 
 def _forward_in_high_precision(
@@ -223,6 +296,7 @@ def linear_bwd_args(
         (len(saved_input.tensors), saved_input.quantizer),
         (len(saved_weight.tensors), saved_weight.quantizer),
         args.transpose_weight,
+        args.parallel,
     )
 
 
@@ -249,6 +323,11 @@ def linear_backward(
         inp, weight: what was saved of them. scale_bwd: the scales that the forward copied.
     """
     plan, lead, rows = args.plan, grad_output.shape[:-1], rows_of(grad_output)
+    if args.parallel is not None:
+        if args.parallel.gathers_grad_output:
+            return _gradients_of_share(args, grad_output, inp, weight, scale_bwd, args.parallel)
+        if args.parallel.gathers_input:
+            lead = torch.Size((-1, *lead[1:]))
     if isinstance(grad_output, QuantizedTensorStorage):  # whoever quantized it summed it for the bias, too
         gradients = quantized_gradients(args, buffers_of(grad_output), None, inp, weight, rows)
     elif plan.backward_override is not None or not (plan.needs_input or plan.needs_weight):
@@ -268,6 +347,36 @@ def linear_backward(
     return wgrad, None if dgrad is None else dgrad.view(*lead, args.shape[1]), grad_bias
 
 
+def _gradients_of_share(
+    args: LinearBwdArgs,
+    grad_output: TensorOrQuantized,
+    inp: list[Tensor],
+    weight: list[Tensor],
+    scale_bwd: Tensor | None,
+    parallel: TensorParallel,
+) -> Gradients:
+    """:func:`linear_backward` where processes share the rows of the output, and so of its gradient.
+
+    Raises:
+        TypeError: a quantized gradient.
+    """
+    if isinstance(grad_output, QuantizedTensorStorage):
+        raise TypeError(
+            "the gradient of the output of a sequence-parallel 'row' layer is quantized; pass it in high precision, it "
+            "is gathered as the layer quantizes it"
+        )
+    plan, rows = args.plan, rows_of(grad_output)
+    quantized = plan.backward_override is None and (plan.needs_input or plan.needs_weight)
+    if not (quantized and parallel.joins(plan.grad_output, rows)):
+        whole = replace(args, parallel=replace(parallel, sequence_parallel=False))
+        return linear_backward(whole, parallel.whole_grad_output(grad_output), inp, weight, scale_bwd)
+    operand, dy = plan.grad_output, grad_output.reshape(rows, grad_output.shape[-1])
+    share = parallel.share(dy, operand, operand.seed(dy), scale_bwd, args.amax_bwd)
+    grad, rows = parallel.whole_operand(share, operand), rows * group_size(parallel.group)
+    wgrad, dgrad, _ = quantized_gradients(args, grad, None, inp, weight, rows)
+    return wgrad, None if dgrad is None else dgrad.view(-1, *grad_output.shape[1:-1], args.shape[1]), None
+
+
 def quantized_gradients(
     args: LinearBwdArgs,
     grad: OperandBuffers,
@@ -280,7 +389,12 @@ def quantized_gradients(
 
     ``grad_bias`` comes back, or goes with the weight gradient where ``args.wgrad`` sends that.
     """
-    plan, dgrad = args.plan, None
+    plan, dgrad, parallel = args.plan, None, args.parallel
+    joins = plan.input.joins[1] if args.saved_input[1] is not None else "r"
+    gathers = parallel is not None and parallel.gathers_input and plan.needs_weight
+    if gathers:  # meanwhile, the GEMM of dgrad runs
+        seen = (grad.rowwise or grad.columnwise)[0]
+        inp = parallel.start_joining([after(seen, buffer) for buffer in inp], joins)  # type: ignore[union-attr]
     if plan.needs_input:
         weight = transposed(weight) if args.transpose_weight else weight
         dgrad = gemm(
@@ -296,8 +410,12 @@ def quantized_gradients(
             plan.fast_dgrad,
             plan.emulate,
         )
+        if parallel is not None and parallel.mode == "column":  # meanwhile, that of wgrad
+            dgrad = parallel.start_grad_input(dgrad)
     if not plan.needs_weight:
-        return None, dgrad, grad_bias
+        return None, _arrived(dgrad, parallel), grad_bias
+    if gathers:
+        inp = parallel.joined(inp, joins)  # type: ignore[union-attr]
     input_quantizer = args.saved_input[1]
     if input_quantizer is None:
         # column-wise only: the other way than in the forward, so that the compiler finds nothing to merge it with
@@ -314,27 +432,41 @@ def quantized_gradients(
         plan.emulate,
     )
     wgrad, grad_bias = weight_gradient(args, deferred)
-    return wgrad, dgrad, grad_bias
+    return wgrad, dgrad if parallel is None else _arrived(dgrad, parallel), grad_bias
+
+
+def _arrived(dgrad: Tensor | None, parallel: TensorParallel | None) -> Tensor | None:
+    """A gradient of the input that was begun to be reduced, where it was."""
+    if dgrad is None or parallel is None or parallel.mode != "column":
+        return dgrad
+    return arrived(dgrad)
 
 
 def _gradients_in_high_precision(
     args: LinearBwdArgs, dy: Tensor, inp: list[Tensor], weight: list[Tensor]
 ) -> Gradients:
     """Backward on the original or the dequantized operands; the gradient itself is not quantized."""
-    plan, wgrad, dgrad = args.plan, None, None
+    plan, wgrad, dgrad, parallel = args.plan, None, None, args.parallel
+    rows, gathers = dy.shape[0], parallel is not None and parallel.gathers_input and plan.needs_weight
+    if gathers:
+        rows = rows // group_size(parallel.group)  # type: ignore[union-attr]
+        share = in_high_precision(SavedOperand(inp, args.saved_input[1]), args.dtype, (rows, args.shape[1]))
+        inp = parallel.start_joining([after(dy, share)], "r")  # type: ignore[union-attr]
     if plan.needs_input:
         dgrad = dy.to(args.dtype) @ in_high_precision(
             SavedOperand(weight, args.saved_weight[1]), args.dtype, args.shape
         )
+        if parallel is not None and parallel.mode == "column":
+            dgrad = parallel.start_grad_input(dgrad)
     grad_bias = dy.sum(dim=0, dtype=torch.float32).to(args.bias_dtype) if args.needs_bias else None
     if plan.needs_weight:
-        x = in_high_precision(
-            SavedOperand(inp, args.saved_input[1]), args.dtype, (dy.shape[0], args.shape[1])
-        )
+        quantizer = None if gathers else args.saved_input[1]
+        inp = parallel.joined(inp, "r") if gathers else inp  # type: ignore[union-attr]
+        x = in_high_precision(SavedOperand(inp, quantizer), args.dtype, (dy.shape[0], args.shape[1]))
         dy, overwrite = dy.to(args.dtype), args.wgrad.overwrite
         deferred = DeferredWgrad([dy], _PLAIN, [x], _PLAIN, grad_bias, overwrite, False, plan.emulate)
         wgrad, grad_bias = weight_gradient(args, deferred)
-    return wgrad, dgrad, grad_bias
+    return wgrad, _arrived(dgrad, parallel), grad_bias
 
 
 def in_high_precision(saved: SavedOperand, dtype: torch.dtype, shape: Any) -> Tensor:

@@ -14,7 +14,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .arguments import LinearBwdArgs, LinearFwdArgs
-from .gemms import SavedOperand, fprop, linear_backward, linear_bwd_args, saved_operand, weight_operand
+from .gemms import (
+    SavedOperand,
+    fprop,
+    linear_backward,
+    linear_bwd_args,
+    saved_operand,
+    split_operand,
+    weight_operand,
+)
 from .linear import saved_tensors
 from .norm import NormSettings, norm_gradients, normalized_operand
 
@@ -43,17 +51,21 @@ def _forward(
         x, norm_weight, norm_bias, args.norm, linear, args.return_layernorm_output
     )
     w = weight_operand(weight, linear)
-    out = fprop(linear, normalized.operand, w, bias, x.shape[0], weight.shape[0])
+    operand, rows, lead, override = normalized.operand, x.shape[0], inp.shape[:-1], plan.backward_override
+    if linear.parallel is None:
+        saved_input = saved_operand(operand, normalized.output, plan.needs_weight, override)  # type: ignore[arg-type]
+    else:
+        operand, saved_input, rows = split_operand(linear, linear.parallel, operand, normalized.output, rows)
+        lead = torch.Size((-1, *lead[1:])) if linear.parallel.gathers_input else lead
+    out = fprop(linear, operand, w, bias, rows, weight.shape[0])  # type: ignore[arg-type]
     output = None
     if args.return_layernorm_output and normalized.output is not None:
         output = normalized.output.view(inp.shape)
     of_norm: list[Tensor | None] = [None, None, None, None]
     if plan.needs_input:
         of_norm = [inp, norm_weight, normalized.mean, normalized.rstd]
-    override = plan.backward_override
-    saved_input = saved_operand(normalized.operand, normalized.output, plan.needs_weight, override)
     saved_weight = saved_operand(w, weight, plan.needs_input, override)
-    return out.view(*inp.shape[:-1], weight.shape[0]), output, of_norm, saved_input, saved_weight
+    return out.view(*lead, weight.shape[0]), output, of_norm, saved_input, saved_weight
 
 
 class LayerNormLinearFunction(torch.autograd.Function):

@@ -33,6 +33,7 @@ from .gemms import (
     linear_bwd_args,
     quantized_gradients,
     saved_operand,
+    split_operand,
     weight_operand,
     with_saved,
 )
@@ -144,7 +145,10 @@ def _forward(
         x, tensors.norm_weight, tensors.norm_bias, args.norm, fc1, args.return_layernorm_output
     )
     w1 = weight_operand(tensors.fc1_weight, fc1)
-    hidden = fprop(fc1, normalized.operand, w1, tensors.fc1_bias, x.shape[0], features)
+    operand, rows, kept = normalized.operand, x.shape[0], None
+    if fc1.parallel is not None:
+        operand, kept, rows = split_operand(fc1, fc1.parallel, operand, normalized.output, rows)
+    hidden = fprop(fc1, operand, w1, tensors.fc1_bias, rows, features)  # type: ignore[arg-type]
     activated, activation = _activated_operand(hidden, args)
     w2 = weight_operand(tensors.fc2_weight, fc2)
     saved = _Saved(
@@ -152,16 +156,16 @@ def _forward(
         if fc1.plan.needs_input
         else [None, None, None, None],
         hidden if fc2.plan.needs_input else None,
-        saved_operand(
-            normalized.operand, normalized.output, fc1.plan.needs_weight, fc1.plan.backward_override
-        ),
+        kept or saved_operand(operand, normalized.output, fc1.plan.needs_weight, fc1.plan.backward_override),  # type: ignore[arg-type]
         saved_operand(w1, tensors.fc1_weight, fc1.plan.needs_input, fc1.plan.backward_override),
         saved_operand(activated, activation, fc2.plan.needs_weight, fc2.plan.backward_override),
         saved_operand(w2, tensors.fc2_weight, fc2.plan.needs_input, fc2.plan.backward_override),
     )
     if not with_fc2:
         return None, None, saved
-    out = fprop(fc2, activated, w2, tensors.fc2_bias, x.shape[0], inp.shape[-1])
+    out = fprop(fc2, activated, w2, tensors.fc2_bias, rows, inp.shape[-1])
+    if fc2.parallel is not None:
+        out = fc2.parallel.reduced_output(out)
     output = normalized.output if args.return_layernorm_output else None
     return out.view(inp.shape), None if output is None else output.view(inp.shape), saved
 

@@ -24,9 +24,12 @@ class NormSettings:
 
 
 class Normalized(NamedTuple):
-    """A norm as a GEMM reads it, its statistics, and its output in high precision where that is returned or saved."""
+    """A norm as a GEMM reads it, its statistics, and its output in high precision where that is returned or saved.
 
-    operand: OperandBuffers
+    ``operand``: None where the GEMM reads the rows of several processes, and these are gathered in high precision.
+    """
+
+    operand: OperandBuffers | None
     output: Tensor | None
     mean: Tensor
     rstd: Tensor
@@ -43,6 +46,20 @@ def normalized_operand(
     """Norm of ``x`` (M, K) as the input of a GEMM: in one step, unless the output itself is wanted."""
     plan, scale, amax = args.plan, args.scales.scale_fwd, args.scales.amax_fwd
     how = (settings.eps, settings.normalization, settings.zero_centered_gamma)
+    if args.parallel is not None and args.parallel.gathers_input:
+        parallel, joins = args.parallel, args.parallel.joins(plan.input, x.shape[0])
+        if (
+            keep_output
+            or not joins
+            or plan.input.shared is not None
+            or plan.backward_override == "high_precision"
+        ):
+            output, mean, rstd, _ = norm(x, None, weight, bias, *how)
+            share = (
+                parallel.share(output, plan.input, plan.input.seed(output), scale, amax) if joins else None
+            )
+            return Normalized(share, output, mean, rstd)
+        scale = parallel.shared_scale(plan.input, scale)
     if keep_output or (plan.needs_weight and plan.backward_override == "high_precision"):
         output, mean, rstd, _ = norm(x, None, weight, bias, *how)
         return Normalized(plan.input.quantize(output, scale, amax), output, mean, rstd)

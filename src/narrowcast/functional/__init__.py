@@ -34,6 +34,7 @@ from .norm import (
 )
 from .observe import OBSERVED, observe
 from .quantize import (
+    amax_to_share,
     dequantize,
     draw_seed,
     quantize,
@@ -56,6 +57,7 @@ __all__ = [
     "act_backward",
     "act_backward_quantize",
     "act_quantize",
+    "amax_to_share",
     "calibrate_",
     "cross_entropy_gradient",
     "cross_entropy_statistics",

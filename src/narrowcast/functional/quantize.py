@@ -100,6 +100,18 @@ quantize = define(
 """Quantize ``x`` (*lead, K), fp32, bf16 or fp16: the quantizer's buffers in the order of its description."""
 
 
+amax_to_share = define(
+    f"amax_to_share(Tensor x, {QUANTIZER} quantizer, Tensor? seed) -> Tensor",
+    lambda x, quantizer, seed: quantizer._amax_to_share(numerics_for(x), x, seed),
+    lambda x, quantizer, seed: x.new_empty(2, dtype=torch.float32),
+    inlined=always,
+)
+"""Amaxes of ``x``, row-wise and column-wise, fp32 (2,).
+
+Reduced over the processes that hold parts of a tensor, they are the ``scale`` that :data:`quantize` takes for a
+quantizer ``with_amax_reduction``."""
+
+
 def _quantize_dbias(
     x: Tensor,
     quantizer: QuantizerValue,

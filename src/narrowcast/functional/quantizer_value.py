@@ -93,6 +93,10 @@ class QuantizerValue(_opaque.OpaqueBase):
         """Quantize with a scale from state, max-accumulating into ``amax``; only delayed scaling does."""
         raise NotImplementedError(f"{type(self).__qualname__} takes no scale from outside")
 
+    def _amax_to_share(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> Tensor:
+        """Amaxes, row-wise and column-wise, fp32 (2,): ``_encode_scaled`` takes the largest of all processes."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not reduce amax over a process group")
+
     def _decode(
         self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
     ) -> Tensor:

@@ -401,6 +401,7 @@ def quantize_current(
     epsilon: float,
     rowwise: bool,
     columnwise: bool,
+    amax: Tensor | None = None,
 ) -> list[Tensor]:
     """Encode with the scale of the tensor's own amax: an amax pass and a cast pass, no host synchronisation.
 
@@ -411,6 +412,7 @@ def quantize_current(
         epsilon: lower bound of the amax.
         rowwise: return the data in the logical orientation.
         columnwise: return the transposed data.
+        amax: fp32 (1,), to take the scale of instead of the tensor's own.
 
     Returns:
         ``[data (*lead, K) uint8]``, ``[transpose (K, *lead) uint8]``, ``scale_inv`` fp32 (1,).
@@ -424,13 +426,21 @@ def quantize_current(
     source = source_of(x, 1)
     # All of the matrix must be seen before any of it can be encoded: computing it once and reading it back moves less
     # than computing it twice.
-    if source.is_activation:
+    if source.is_activation and amax is None:
         source = source.materialized_with_amax()
-    partial = source.amax_partials
+    partial = source.amax_partials if amax is None else amax
     if partial is None:
         source = source.materialized()
         partial = _amax_partials(source.operands[0])
     return _run_cast(source, partial, fmt, rowwise, columnwise, None, True, power_2, float(epsilon))
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor, fp32 (1,); NaN ignored, 0 of an empty one, as ``reference.scaling.amax``."""
+    source = source_of(x, 1).materialized()
+    if not x.numel():
+        return x.new_zeros(1, dtype=torch.float32)
+    return _amax_partials(source.operands[0]).amax().reshape(1)
 
 
 def _amax_partials(x: Tensor) -> Tensor:

@@ -36,8 +36,10 @@ from .parameters import (
     mark_added_to_main_grad,
     mark_after_accumulation,
     quantize_parameter,
+    random_numbers_of,
     remedy,
 )
+from .tensor_parallel import TensorParallelLayer, mark_partition
 
 
 class Stage(NamedTuple):
@@ -54,7 +56,7 @@ class Stage(NamedTuple):
     init_method: Callable[[Tensor], Any] | None = None
 
 
-class LinearLayer(DelayedLayer):
+class LinearLayer(TensorParallelLayer, DelayedLayer):
     """Base of the layers with linear layers inside.
 
     Args:
@@ -69,6 +71,7 @@ class LinearLayer(DelayedLayer):
 
     # the weights are kept (:mod:`..convert.stored`) or gathered (:mod:`..distributed`) as one quantized copy, row-wise
     _stored_rowwise: bool = False
+    return_bias: bool = False
 
     def __init__(
         self,
@@ -146,10 +149,11 @@ class LinearLayer(DelayedLayer):
         if self._init_recipe is not None or len(parts) > 1:
             rows = sum(part.shape[0] for part in parts)
             value = torch.empty(rows, value.shape[1], dtype=value.dtype, device=value.device)
-        if stage.init_method is None:
-            value.normal_(0.0, INIT_STD)
-        else:
-            stage.init_method(value)
+        with random_numbers_of(self.get_rng_state_tracker, self.rng_tracker_name):
+            if stage.init_method is None:
+                value.normal_(0.0, INIT_STD)
+            else:
+                stage.init_method(value)
         if self._init_recipe is not None and not value.is_meta:
             parameter = quantize_parameter(
                 value, self._init_recipe, self._init_preserve, stage.name, self._init_columnwise
@@ -177,8 +181,24 @@ class LinearLayer(DelayedLayer):
                 continue
             if self.fuse_wgrad_accumulation and self._is_weight(name):
                 mark_after_accumulation(parameter)
-            if self.delay_wgrad_compute and self._belongs_to_gemm(name):
+            if self.tp_size > 1:
+                self._mark_parameter(name, parameter)
+            if self.delay_wgrad_compute and self._belongs_to_gemm(name) and name != self._bias_behind:
                 parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def _mark_parameter(self, name: str, parameter: Tensor) -> None:
+        """Say how a parameter is split, and of a whole one whether its gradient is that of a share of the rows."""
+        for stage in self._stages:
+            parallel = self._parallel.get(stage.prefix)
+            if parallel is not None and name in self._parts.get(stage.weight, [stage.weight]):
+                mark_partition(parameter, 1 if parallel.mode == "row" else 0)
+            if parallel is not None and name in self._parts.get(stage.bias, [stage.bias]):
+                if parallel.mode == "column":
+                    mark_partition(parameter, 0)
+                else:
+                    parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        if name.startswith("layer_norm_"):
+            parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def _is_weight(self, name: str) -> bool:
         return any(name in self._parts.get(stage.weight, [stage.weight]) for stage in self._stages)
@@ -251,7 +271,8 @@ class LinearLayer(DelayedLayer):
             and plan.needs_input
             and not plan.backward_override
         )
-        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias, transpose)
+        parallel = self._split_over(stage.prefix) if self._parallel else None
+        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias, transpose, parallel)
 
     def _workspace(
         self,
@@ -338,7 +359,7 @@ class LinearLayer(DelayedLayer):
         if calibrating is not None:
             self._calibrate(stage, calibrating, inp, weight)
         if (
-            self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+            self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self._parallel
         ):  # the gradient does not go autograd's way
             plan = self._plan(None, stage, inp.requires_grad, weight)
             args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)
@@ -354,6 +375,10 @@ class LinearLayer(DelayedLayer):
             amax = getattr(self, f"{stage.prefix}amax_fwd")
             calibrate_(_plain(inp).detach(), amax, INPUT_SLOT)
             calibrate_(_plain(weight).detach(), amax, WEIGHT_SLOT)
+
+    def _with_bias_behind(self, out: Tensor, bias: Tensor | None) -> Tensor:
+        """The summed output of a row-parallel stage and its bias, unless that is returned beside it."""
+        return out if bias is None or self.return_bias else out + bias.to(out.dtype)
 
     # -- where weight gradients go -----------------------------------------------------------------------------------
 

@@ -13,13 +13,10 @@ from typing import Any, Literal, TypedDict, get_args, get_type_hints
 class NormOptions(TypedDict, total=False):
     """What norms take besides their own options."""
 
-    sequence_parallel: Literal[False, None]
 
-
-class GroupedOptions(NormOptions, total=False):
+class OverlapOptions(TypedDict, total=False):
     """What layers with GEMMs take besides their own options."""
 
-    tp_group: Literal[None]
     symmetric_ar_type: Literal[None]
     ub_overlap_ag: Literal[False]
     ub_overlap_rs: Literal[False]
@@ -29,19 +26,16 @@ class GroupedOptions(NormOptions, total=False):
     ub_name: Any
 
 
-class LinearOptions(GroupedOptions, total=False):
-    """What ungrouped ones take besides: one rank alone is column and row parallel at once."""
+class GroupedOptions(OverlapOptions, total=False):
+    """What grouped layers take besides."""
 
-    get_rng_state_tracker: Literal[None]
-    rng_tracker_name: Literal[None]
-    tp_size: Literal[1]
-    parallel_mode: Literal[None, "column", "row"]
+    tp_group: Literal[None]
+    sequence_parallel: Literal[False, None]
 
 
-class MLPOptions(LinearOptions, total=False):
-    """What feed-forward blocks take besides: also sizes that Transformer Engine warms its kernels up with."""
+class MLPOptions(OverlapOptions, total=False):
+    """What feed-forward blocks take besides: sizes that Transformer Engine warms its kernels up with."""
 
-    set_parallel_mode: Literal[False, True]
     seq_length: Any
     micro_batch_size: Any
 

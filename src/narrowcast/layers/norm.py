@@ -61,6 +61,7 @@ class NormParameters(nn.Module):
         *,
         zero_centered_gamma: bool = False,
         hidden_size: int | None = None,
+        sequence_parallel: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         params_dtype: torch.dtype | None = None,
@@ -84,6 +85,9 @@ class NormParameters(nn.Module):
         weight, bias = norm_parameters(shape[0], self.settings, kind, place)
         self.register_parameter("weight", weight)
         self.register_parameter("bias", bias)
+        if sequence_parallel is not None:
+            for parameter in self.parameters():
+                parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
         self.reset_parameters()
 
     def _take_over(self, name: str) -> None:

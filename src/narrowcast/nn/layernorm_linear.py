@@ -11,11 +11,12 @@ from torch import Tensor
 from .._tracing import in_eager
 from ..autograd import LayerNormLinearFunction, LayerNormLinearFwdArgs
 from ..layers import Stage, checked_input, parameter_device, positive
-from ..layers.neutral import LinearOptions, check_neutral
+from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.norm import norm_settings
 from ..layers.parameters import parameter_dtype
+from ..layers.tensor_parallel import TensorParallelOptions, checked_size, shared
 from ..recipe import Recipe
-from .norm_linear import NormLinearLayer, no_gathered_output
+from .norm_linear import NormLinearLayer, check_column, check_gathered_output
 from .parameters_split import ParametersSplit, parts_of
 
 if TYPE_CHECKING:
@@ -36,16 +37,18 @@ class LayerNormLinear(NormLinearLayer):
         normalization: "LayerNorm" or "RMSNorm".
         return_bias: return the bias beside the output instead of adding it.
         return_layernorm_output: return the norm's output, too; a gradient that arrives there counts.
-        return_layernorm_output_gathered: must be False; it is for sequence parallel layers.
+        return_layernorm_output_gathered: return the rows of all processes of it; with ``sequence_parallel`` only.
         zero_centered_gamma: ``layer_norm_weight`` holds gamma - 1.
         params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
         device: where the parameters live; default: the accelerator, or the CPU without one.
         init_method: fills the weight in place; default: normal with standard deviation 0.023.
         name: name in the quantizer roles of a custom recipe.
         fuse_wgrad_accumulation, delay_wgrad_compute, parameters_split: as in :class:`Linear`.
+        parallel_mode: None, or "column": every process holds rows of the weight. tp_group, tp_size, sequence_parallel,
+            get_rng_state_tracker, rng_tracker_name: as in :class:`Linear`. The parameters of a norm whose input is a
+            share of the rows have ``sequence_parallel`` set: their gradients are those of the process's rows.
         **options: the other options of Transformer Engine's class, at the values that ask for nothing
-            (``tp_group=None, tp_size=1, sequence_parallel=False, ub_*=False`` and so on); others raise
-            NotImplementedError.
+            (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
     Raises:
         ValueError: a size that is not positive, an unknown normalization, ``return_layernorm_output_gathered``. In
         forward, before any kernel, ValueError: the input's last dim is not ``in_features``. TypeError: its dtype is not
@@ -74,14 +77,26 @@ class LayerNormLinear(NormLinearLayer):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         parameters_split: ParametersSplit | None = None,
-        **options: Unpack[LinearOptions],
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        parallel_mode: str | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        **options: Unpack[OverlapOptions],
     ) -> None:
-        check_neutral("LayerNormLinear", options, LinearOptions)
+        check_neutral("LayerNormLinear", options, OverlapOptions)
         positive(in_features=in_features, out_features=out_features)
-        no_gathered_output(return_layernorm_output_gathered)
+        size = checked_size(tp_group, tp_size)
+        check_column(parallel_mode, size)
+        check_gathered_output(
+            return_layernorm_output_gathered, sequence_parallel and parallel_mode == "column"
+        )
         settings = norm_settings(normalization, eps, zero_centered_gamma)
         place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
         rows, parts = parts_of(parameters_split, out_features, place, fuse_wgrad_accumulation)
+        if parallel_mode == "column":
+            rows = [shared("out_features", own, size) for own in rows]
         stage = Stage("", name or "", "weight", "bias", init_method)
         super().__init__(
             in_features,
@@ -91,13 +106,25 @@ class LayerNormLinear(NormLinearLayer):
             kind,
             place,
             return_bias,
-            return_layernorm_output,
+            return_layernorm_output or return_layernorm_output_gathered,
+            TensorParallelOptions(
+                {"": parallel_mode},
+                tp_group,
+                size,
+                sequence_parallel,
+                get_rng_state_tracker,
+                rng_tracker_name,
+            ),
             recipe=recipe,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
             parts=parts,
         )
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = in_features, sum(rows)
+        self.parallel_mode, self.return_layernorm_output_gathered = (
+            parallel_mode,
+            return_layernorm_output_gathered,
+        )
         self._add_linear(stage, rows, in_features, bias, dtype=kind, device=place)
         self.reset_parameters()
         self._prepare_for_recipe()

@@ -14,10 +14,11 @@ from ..layers import Stage, checked_input, parameter_device, positive
 from ..layers.neutral import MLPOptions, check_neutral
 from ..layers.norm import norm_settings
 from ..layers.parameters import parameter_dtype
+from ..layers.tensor_parallel import TensorParallelOptions, checked_size, shared
 from ..recipe import LinearPlan, Recipe, linear_plan
 from ..reference.activation import ACTIVATIONS, checked
 from ..state import checkpoint
-from .norm_linear import NormLinearLayer, no_gathered_output
+from .norm_linear import NormLinearLayer, check_gathered_output
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,7 +54,7 @@ class LayerNormMLP(NormLinearLayer):
             "situ_glu".
         return_bias: return fc2's bias beside the output instead of adding it.
         return_layernorm_output: return the norm's output, too; a gradient that arrives there counts.
-        return_layernorm_output_gathered: must be False; it is for sequence parallel layers.
+        return_layernorm_output_gathered: return the rows of all processes of it; with ``sequence_parallel`` only.
         zero_centered_gamma: ``layer_norm_weight`` holds gamma - 1.
         checkpoint: save nothing but input and parameters, and compute the rest again in the backward.
         params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
@@ -62,9 +63,11 @@ class LayerNormMLP(NormLinearLayer):
             deviation 0.023.
         name: the layers' names in the quantizer roles of a custom recipe are ``<name>.fc1`` and ``<name>.fc2``.
         fuse_wgrad_accumulation, delay_wgrad_compute: as in :class:`Linear`, for both weights.
+        set_parallel_mode: split the block: fc1 as a "column" layer and fc2 as a "row" layer. tp_group, tp_size,
+            sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in :class:`Linear`. Each process's rows of a
+            gated fc1 are its share of the gates, and behind them its share of the rest.
         **options: the other options of Transformer Engine's class, at the values that ask for nothing
-            (``tp_group=None, tp_size=1, sequence_parallel=False, ub_*=False`` and so on); others raise
-            NotImplementedError.
+            (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
     Raises:
         ValueError: a size that is not positive, an unknown normalization, activation or activation parameter,
         ``return_layernorm_output_gathered``. In forward, before any kernel, ValueError: the input's last dim is not
@@ -101,11 +104,19 @@ class LayerNormMLP(NormLinearLayer):
         name: str | None = None,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        set_parallel_mode: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
         **options: Unpack[MLPOptions],
     ) -> None:
         check_neutral("LayerNormMLP", options, MLPOptions)
         positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        no_gathered_output(return_layernorm_output_gathered)
+        size = checked_size(tp_group, tp_size) if set_parallel_mode else 1
+        check_gathered_output(return_layernorm_output_gathered, sequence_parallel and set_parallel_mode)
+        ffn_hidden_size = shared("ffn_hidden_size", ffn_hidden_size, size)
         settings = norm_settings(normalization, eps, zero_centered_gamma)
         self_activation = activation_settings(activation, activation_params)
         place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
@@ -120,13 +131,23 @@ class LayerNormMLP(NormLinearLayer):
             kind,
             place,
             return_bias,
-            return_layernorm_output,
+            return_layernorm_output or return_layernorm_output_gathered,
+            TensorParallelOptions(
+                {"fc1_": "column", "fc2_": "row"} if set_parallel_mode else {},
+                tp_group,
+                tp_size,
+                sequence_parallel,
+                get_rng_state_tracker,
+                rng_tracker_name,
+            ),
             recipe=recipe,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
         )
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.activation, self.checkpoint = self_activation, checkpoint
+        self.set_parallel_mode, self._bias_behind = set_parallel_mode, "fc2_bias" if size > 1 else ""
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         fc1_rows = ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
         self._add_linear(fc1, [fc1_rows], hidden_size, bias, dtype=kind, device=place)
         self._add_linear(fc2, [hidden_size], ffn_hidden_size, bias, dtype=kind, device=place)
@@ -162,10 +183,12 @@ class LayerNormMLP(NormLinearLayer):
                 )
             else:
                 out, normalized = self._in_high_precision(inp, is_first_microbatch)
+            if self._bias_behind:
+                out = self._with_bias_behind(out, self.fc2_bias)
             return self._returned(out, self.fc2_bias, normalized)
         fc2, fc1 = self._stages
         fc1_weight, fc1_bias, fc2_weight = self.fc1_weight, self.fc1_bias, self.fc2_weight
-        fc2_bias = None if self.return_bias else self.fc2_bias
+        fc2_bias = None if self.return_bias or self._bias_behind else self.fc2_bias
         of_norm = self._norm_has_backward(inp)
         of_fc1 = of_norm or fc1_weight.requires_grad or (fc1_bias is not None and fc1_bias.requires_grad)
         plans = (
@@ -197,6 +220,8 @@ class LayerNormMLP(NormLinearLayer):
         else:
             result = LayerNormMLPFunction.apply(*operands)
         result = (result, None) if isinstance(result, Tensor) else result
+        if self._bias_behind:
+            result = (self._with_bias_behind(result[0], self.fc2_bias), result[1])
         return self._returned(result[0], self.fc2_bias, result[1])
 
     def _in_high_precision(
@@ -205,7 +230,7 @@ class LayerNormMLP(NormLinearLayer):
         fc2, fc1 = self._stages
         normalized = self._normalize(inp)
         hidden = self._linear_in_high_precision(fc1, normalized, self.fc1_weight, self.fc1_bias, first)
-        bias = None if self.return_bias else self.fc2_bias
+        bias = None if self.return_bias or self._bias_behind else self.fc2_bias
         out = self._linear_in_high_precision(
             fc2, activate(hidden, self.activation), self.fc2_weight, bias, first
         )

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from .._tracing import in_eager
 from ..autograd import LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device, positive
-from ..layers.neutral import LinearOptions, check_neutral
+from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.parameters import parameter_dtype
+from ..layers.tensor_parallel import TensorParallelOptions, checked_mode, checked_size, shared
 from ..recipe import Recipe
 from .parameters_split import ParametersSplit, parts_of
 
@@ -45,12 +46,22 @@ class Linear(LinearLayer, nn.Linear):
             longer adjacent, and in compiled code, every forward concatenates them.
         save_original_input: keep the unquantized input for the backward and quantize it again there, for when others
             keep it alive anyway.
+        parallel_mode: "column": every process holds rows of the weight and makes columns of the output; "row": every
+            process holds columns of the weight, gets columns of the input, and the outputs are summed, the bias behind
+            that. The layer's ``in_features`` and ``out_features`` are those of its process.
+        tp_group: the processes that share the layer; ``tp_size``: how many, where the group comes later, by
+            :meth:`set_tensor_parallel_group`. One process alone communicates nothing.
+        sequence_parallel: outside of the layer every process holds a share of the rows: "column" gathers its input,
+            "row" scatters its output, along the first dim. The gradient of a row-parallel bias is then that of the
+            process's rows, and the bias has ``sequence_parallel`` set.
+        get_rng_state_tracker: returns an object whose ``fork()``, or ``fork(rng_tracker_name)``, is entered while the
+            weight is initialised, as processes should draw different numbers for different parts.
         **options: the other options of Transformer Engine's class, at the values that ask for nothing
-            (``tp_group=None, tp_size=1, sequence_parallel=False, ub_*=False`` and so on); others raise
-            NotImplementedError.
+            (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
     Raises (in forward, before any kernel):
         ValueError: the input's last dim is not ``in_features``. TypeError: its dtype is not the parameters', outside
-        ``torch.autocast``. RuntimeError: it lives on another device, or a quantized weight does not fit the recipe.
+        ``torch.autocast``. RuntimeError: it lives on another device, a quantized weight does not fit the recipe, or
+        ``tp_size`` came without a group.
     """
 
     def __init__(
@@ -70,12 +81,23 @@ class Linear(LinearLayer, nn.Linear):
         delay_wgrad_compute: bool = False,
         parameters_split: ParametersSplit | None = None,
         save_original_input: bool = False,
-        **options: Unpack[LinearOptions],
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        parallel_mode: str | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        **options: Unpack[OverlapOptions],
     ) -> None:
-        check_neutral("Linear", options, LinearOptions)
+        check_neutral("Linear", options, OverlapOptions)
         positive(in_features=in_features, out_features=out_features)
         place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
         rows, parts = parts_of(parameters_split, out_features, place, fuse_wgrad_accumulation)
+        mode, size = checked_mode(parallel_mode), checked_size(tp_group, tp_size)
+        if mode == "column":
+            rows = [shared("out_features", own, size) for own in rows]
+        elif mode == "row":
+            in_features = shared("in_features", in_features, size)
         stage = Stage("", name or "", "weight", "bias", init_method)
         super().__init__(
             name,
@@ -86,7 +108,13 @@ class Linear(LinearLayer, nn.Linear):
             delay_wgrad_compute=delay_wgrad_compute,
             parts=parts,
         )
-        self.in_features, self.out_features = in_features, out_features
+        self._init_tensor_parallel(
+            TensorParallelOptions(
+                {"": mode}, tp_group, size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+            )
+        )
+        self.parallel_mode, self._bias_behind = mode, "bias" if mode == "row" and size > 1 else ""
+        self.in_features, self.out_features = in_features, sum(rows)
         self.return_bias = return_bias
         self.save_original_input = save_original_input
         self._add_linear(stage, rows, in_features, bias, dtype=kind, device=place)
@@ -133,7 +161,7 @@ class Linear(LinearLayer, nn.Linear):
         """
         weight, learned_bias = self._whole("weight"), self._whole("bias")
         inp = checked_input(inp, self.in_features, "in_features", weight, quantized_as_it_is=True)
-        bias = None if self.return_bias else learned_bias
+        bias = None if self.return_bias or self._bias_behind else learned_bias
         stage, recipe = self._stages[0], self._recipe_in_force()
         if recipe is None:
             if fp8_output or fp8_grad:
@@ -142,6 +170,8 @@ class Linear(LinearLayer, nn.Linear):
                     f"{option}=True needs a recipe; give the layer one or enter autocast(recipe=...)"
                 )
             out = self._linear_in_high_precision(stage, inp, weight, bias, is_first_microbatch)
+            if self._bias_behind:
+                out = self._with_bias_behind(out, learned_bias)
         else:
             hands_over = fp8_output or fp8_grad
             plan = self._plan(recipe, stage, inp.requires_grad, weight, self.save_original_input, hands_over)
@@ -154,6 +184,8 @@ class Linear(LinearLayer, nn.Linear):
                 out = in_eager(LinearFunction.apply, weight, inp, bias, args)
             else:
                 out = LinearFunction.apply(weight, inp, bias, args)
+            if self._bias_behind:
+                out = self._with_bias_behind(out, learned_bias)
             if fp8_output:
                 out = quantize_output(out, plan.output, args.scales)
         return (out, learned_bias) if self.return_bias else out

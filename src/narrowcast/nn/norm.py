@@ -24,12 +24,13 @@ class LayerNorm(_Norm, nn.LayerNorm):
         zero_centered_gamma: the weight holds gamma - 1.
         device: where the parameters live; default: the accelerator, or the CPU without one.
         dtype, params_dtype: of the parameters; default: torch's default dtype.
-        hidden_size: the older name of ``normalized_shape``. sequence_parallel: False or None.
+        hidden_size: the older name of ``normalized_shape``.
+        sequence_parallel: the input is a share of the rows; set on the parameters, as gradients are those of the rows
+            of one process until they are summed. None sets nothing.
     Raises:
-        ValueError: no size, two, or more than one dim, or in forward an input of another last dim. NotImplementedError:
-        ``sequence_parallel=True``. RuntimeError: in forward, an input on another device. TypeError: in forward, one
-        that is not fp32, bf16 or fp16, or not of the parameters' dtype where that is not fp32, outside
-        ``torch.autocast``.
+        ValueError: no size, two, or more than one dim, or in forward an input of another last dim. RuntimeError: in
+        forward, an input on another device. TypeError: in forward, one that is not fp32, bf16 or fp16, or not of the
+        parameters' dtype where that is not fp32, outside ``torch.autocast``.
     """
 
     _normalization = "LayerNorm"

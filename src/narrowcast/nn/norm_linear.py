@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd import NormSettings, normalize
+from ..autograd.tensor_parallel import gathered
 from ..layers import LinearLayer, Stage
 from ..layers.norm import norm_parameters, reset_norm_parameters
+from ..layers.tensor_parallel import TensorParallelOptions, checked_mode
 
 
 class NormLinearLayer(LinearLayer):
@@ -21,6 +23,7 @@ class NormLinearLayer(LinearLayer):
 
     layer_norm_weight: nn.Parameter
     layer_norm_bias: nn.Parameter | None
+    return_layernorm_output_gathered: bool = False
 
     def __init__(
         self,
@@ -32,9 +35,11 @@ class NormLinearLayer(LinearLayer):
         place: torch.device,
         return_bias: bool,
         return_layernorm_output: bool,
+        parallel: TensorParallelOptions,
         **options: Any,
     ) -> None:
         super().__init__(name, stages, place, **options)
+        self._init_tensor_parallel(parallel)
         self.norm = settings
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         weight, bias = norm_parameters(features, settings, dtype, place)
@@ -62,20 +67,34 @@ class NormLinearLayer(LinearLayer):
 
     def _returned(self, out: Tensor, bias: Tensor | None, normalized: Tensor | None) -> Any:
         """The output alone, or a tuple with the bias and the norm's output as they were asked for."""
+        if self.return_layernorm_output_gathered and self._shares_rows:
+            normalized = gathered(normalized, self._split_over(self._stages[-1].prefix))  # type: ignore[arg-type]
         extra = ((bias,) if self.return_bias else ()) + (
             (normalized,) if self.return_layernorm_output else ()
         )
         return (out, *extra) if extra else out
 
 
-def no_gathered_output(asked: bool) -> None:
+def check_gathered_output(asked: bool, sequence_parallel: bool) -> None:
     """Check ``return_layernorm_output_gathered``.
 
     Raises:
-        ValueError: it is set; the layer is not sequence parallel.
+        ValueError: it is set, and the layer is not sequence parallel.
     """
-    if asked:
+    if asked and not sequence_parallel:
         raise ValueError(
             "return_layernorm_output_gathered=True needs sequence_parallel and parallel_mode='column'; this layer is "
             "not sequence parallel, use return_layernorm_output=True"
+        )
+
+
+def check_column(parallel_mode: str | None, size: int) -> None:
+    """Check how a layer that begins with a norm is to be split.
+
+    Raises:
+        ValueError: another mode, or rows of the input that the norm would not see whole.
+    """
+    if checked_mode(parallel_mode) == "row" and size > 1:
+        raise ValueError(
+            "parallel_mode='row' splits the columns that the norm needs whole; use 'column', or LayerNorm and Linear"
         )

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..functional import amax_to_share, quantize
+from ..functional.collectives import largest_of
 from .quantizer import Quantizer
 from .value import _rebuild_quantizer
 
@@ -47,6 +49,15 @@ class AmaxReducing(Quantizer):
                 "with_amax_reduction=False"
             )
 
+    def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
+        if not isinstance(group, str) and not hasattr(group, "group_name"):
+            raise TypeError(
+                f"amax_reduction_group is a {type(group).__name__}; pass a torch.distributed process group or its name"
+            )
+        name, seed = group if isinstance(group, str) else group.group_name, self._seed(tensor)
+        reduced = largest_of(amax_to_share(tensor, self, seed), name)
+        return quantize(tensor, self, None, reduced, seed)
+
     def _storage_scalars(self, dtype: torch.dtype) -> dict[str, Any]:
         own = self._without_reduction()
         own._seal()  # a tensor is read by it
@@ -58,20 +69,3 @@ class AmaxReducing(Quantizer):
             kept = {name: value for name, value in vars(self).items() if name != "amax_reduction_group"}
             return _rebuild_quantizer(type(self), tuple({**kept, "with_amax_reduction": False}.items()))
         return self.replace(with_amax_reduction=False) if self.with_amax_reduction else self
-
-
-def largest_of_ranks(amax: Tensor, group: Any) -> Tensor:
-    """The largest of every rank's ``amax``, fp32, element by element; traceable.
-
-    Args:
-        group: a process group, or its name.
-    Raises:
-        TypeError: neither of the two.
-    """
-    if not isinstance(group, str) and not hasattr(group, "group_name"):
-        raise TypeError(
-            f"amax_reduction_group is a {type(group).__name__}; pass a torch.distributed process group or its name"
-        )
-    name = group if isinstance(group, str) else group.group_name
-    reduced = torch.ops._c10d_functional.all_reduce.default(amax, "max", name)
-    return torch.ops._c10d_functional.wait_tensor.default(reduced)

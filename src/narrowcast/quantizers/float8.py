@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..formats import ELEMENT_FORMATS, FLT_MAX, DType
+from ..formats import ELEMENT_FORMATS, DType
 from ..functional import calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
-from .amax_reduction import AmaxReducing, largest_of_ranks
+from .amax_reduction import AmaxReducing
 from .arguments import fp8_dtype_of, warn_ignored
 from .quantizer import Quantizer
 
@@ -97,24 +96,19 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
     def _encode_scaled(
         self, numerics: ModuleType, x: Tensor, scale: Tensor, amax: Tensor | None
     ) -> list[Tensor]:
-        return numerics.float8.quantize(
+        # what was found outside is the amax of all ranks
+        return numerics.float8.quantize_current(
             x,
-            scale,
             ELEMENT_FORMATS[self.dtype],
-            rowwise=self.rowwise_usage,
-            columnwise=self.columnwise_usage,
-        )
-
-    def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
-        amax = largest_of_ranks(reference.scaling.amax(tensor), group)
-        scale = reference.scaling.scale_from_amax(
-            amax,
-            ELEMENT_FORMATS[self.dtype].max,
             power_2=self.force_pow_2_scales,
             epsilon=self.amax_epsilon,
-            overflow=FLT_MAX,
+            rowwise=self.rowwise_usage,
+            columnwise=self.columnwise_usage,
+            amax=scale[:1],
         )
-        return quantize(tensor, self, None, scale)
+
+    def _amax_to_share(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> Tensor:
+        return numerics.float8.amax(x).expand(2).contiguous()
 
 
 def _slot_of(state: Tensor, slot: int) -> Tensor:

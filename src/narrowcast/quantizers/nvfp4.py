@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .. import kernels, reference
 from ..formats import NVFP4, NVFP4_ROW_SCALED, RHT_SIGN_MASK, DType, Layout, round_to_float32
-from ..functional import GemmOperand, quantize
+from ..functional import GemmOperand
 from ..tensors import NVFP4Tensor, NVFP4TensorStorage
-from .amax_reduction import AmaxReducing, largest_of_ranks
+from .amax_reduction import AmaxReducing
 from .arguments import element_dtype_of
 from .quantizer import Quantizer
 
@@ -174,11 +174,10 @@ class NVFP4Quantizer(AmaxReducing):
             **self._options(amax),
         )
 
-    def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
-        own = self._without_reduction()._buffers_of(tensor)
-        amaxes = own[-2:] if self.rowwise_usage and self.columnwise_usage else own[-1:]  # they come last
-        reduced = largest_of_ranks(torch.cat(amaxes), group)
-        return quantize(tensor, self, None, reduced, self._seed(tensor))
+    def _amax_to_share(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> Tensor:
+        own = self._without_reduction()._encode(numerics, x, seed)
+        first, last = own[-2:] if self.rowwise_usage and self.columnwise_usage else own[-1:] * 2
+        return torch.cat([first, last])  # they come last
 
     def _decode_options(self, buffers: list[Tensor], columnwise: bool) -> dict[str, Any]:
         padded = 2 * buffers[0].shape[-1]

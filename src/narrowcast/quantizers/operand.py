@@ -16,6 +16,7 @@ from torch import Tensor
 from ..functional import draw_seed, quantize
 from ..tensors import QuantizedTensor, QuantizedTensorStorage, storage_of
 from ..tensors.storage import resolve_storage_class
+from .amax_reduction import AmaxReducing
 from .quantizer import Quantizer
 
 
@@ -33,7 +34,10 @@ class Operand:
 
     ``value``: the quantizer's value as text. ``storage_name``: identifier of its storage class. ``rowwise``,
     ``columnwise``: which of its buffers make up that direction, all False for a direction that it does not produce.
-    ``stochastic``: it wants a fresh seed. ``delayed``: it wants scale and amax from state.
+    ``stochastic``: it wants a fresh seed. ``delayed``: it wants scale and amax from state. ``shared``: the same for
+    rows that several processes share, whose amax is reduced over them; None where none is. ``joins``: how the buffers
+    of such rows make up those of the whole, row-wise and column-wise; "" where they do not; ``joins_aligned``: only
+    shares of 128 rows, or a multiple of that, do (see :class:`..formats.Layout`).
     """
 
     quantizer: Quantizer
@@ -43,6 +47,9 @@ class Operand:
     columnwise: tuple[bool, ...]
     stochastic: bool
     delayed: bool
+    shared: Quantizer | None = None
+    joins: tuple[str, str] = ("", "")
+    joins_aligned: bool = False
 
     @staticmethod
     def of(quantizer: Quantizer, rowwise: bool = True, columnwise: bool = True) -> Operand:
@@ -60,6 +67,7 @@ class Operand:
         quantizer = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         storage = resolve_storage_class(quantizer._storage_name)
         names = storage.buffer_attributes(rowwise, columnwise)
+        shared, joins, aligned = _joining(quantizer)
         return Operand(
             quantizer,
             quantizer._value_text(),
@@ -68,6 +76,9 @@ class Operand:
             tuple(columnwise and name in storage._COLUMNWISE_BUFFERS for name in names),
             quantizer._is_stochastic(),
             quantizer._is_delayed(),
+            shared,
+            joins,
+            aligned,
         )
 
     def split(self, buffers: list[Tensor]) -> OperandBuffers:
@@ -92,6 +103,22 @@ class Operand:
         # by name: the compiler can make instances of a class it finds in a global, not of one it read off a quantizer
         storage = resolve_storage_class(self.storage_name)
         return storage.from_buffers(buffers, any(self.rowwise), any(self.columnwise), self.quantizer, dtype)
+
+
+def _joining(quantizer: Quantizer) -> tuple[Quantizer | None, tuple[str, str], bool]:
+    """``shared``, ``joins`` and ``joins_aligned`` of an operand."""
+    shared: Quantizer | None = None
+    try:
+        layout = quantizer._format_layout()
+    except NotImplementedError:
+        return None, ("", ""), False
+    joins = layout.joins
+    if "s" in joins[0] + joins[1] and not quantizer._is_delayed():
+        if not isinstance(quantizer, AmaxReducing):
+            return None, ("", ""), False
+        shared = quantizer.replace(with_amax_reduction=True)
+        shared._seal()
+    return shared, ("", "") if quantizer.optimize_for_gemm else joins, layout.joins_aligned
 
 
 def buffers_of(storage: QuantizedTensorStorage) -> OperandBuffers:

@@ -57,7 +57,14 @@ def quantize(
 
 
 def quantize_current(
-    x: Tensor, fmt: ElementFormat, *, power_2: bool, epsilon: float, rowwise: bool, columnwise: bool
+    x: Tensor,
+    fmt: ElementFormat,
+    *,
+    power_2: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Tensor | None = None,
 ) -> list[Tensor]:
     """Quantize a tensor with the scale of its own amax.
 
@@ -68,6 +75,7 @@ def quantize_current(
         epsilon: lower bound for the amax.
         rowwise: produce the codes in the order of ``x``.
         columnwise: produce the transposed codes.
+        amax: fp32 [1], to take the scale of instead of the tensor's own.
 
     Raises:
         TypeError: ``x`` has another dtype.
@@ -76,10 +84,14 @@ def quantize_current(
     Numerics:
         Buffers as in ``quantize``; the scale is ``scale_from_amax`` with fp32's maximum on overflow.
     """
-    scale = scaling.scale_from_amax(
-        scaling.amax(x), fmt.max, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX
-    )
+    largest = scaling.amax(x) if amax is None else amax
+    scale = scaling.scale_from_amax(largest, fmt.max, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX)
     return quantize(x, scale, fmt, rowwise=rowwise, columnwise=columnwise)
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor: ``scaling.amax``."""
+    return scaling.amax(x)
 
 
 def transpose(data: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
-from ...autograd.gemms import SavedOperand, linear_backward, linear_bwd_args, linear_forward
+from ...autograd.gemms import SavedOperand, linear_backward, linear_bwd_args, linear_forward, rows_of
+from ...autograd.tensor_parallel import local_features, tensor_parallel
 from ...dynamo import TensorProto
 from ...functional import calibrate_
+from ...functional.collectives import group_size
 from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
 from ...layers.parameters import check_differentiable, random_numbers_of
 from ...quantizers import Operand, Quantizer
@@ -21,19 +23,15 @@ from ...recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Mode, Recipe, linear_
 from ...roles import QuantizerRole
 from ...state import THREAD
 from ...tensors import QuantizedTensor, QuantizedTensorStorage, TensorOrQuantized
-from ..collectives import group_size
 from ..context import OperationContext
 from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave
-from ..tensor_parallel import local_features, tensor_parallel
 from .inputs import plain
 from .linear_functional import (
     functional_backward,
     functional_backward_fake,
     functional_forward,
     functional_forward_fake,
-    split_backward,
-    split_forward,
 )
 
 
@@ -162,14 +160,8 @@ class BasicLinear(LinearLayer, BasicOperation):
         return plan.grad_output if plan.backward_override is None else None
 
     def _plan_of(self, recipe: Recipe | None, requires_grad: bool, input_requires_grad: bool) -> LinearPlan:
-        # what was gathered is not kept; but a delayed scale may have moved when it is quantized again
-        again = (
-            self.parallel.mode is not None
-            and self.parallel.gathers_input
-            and not (recipe is not None and recipe.delayed())
-        )
         needs_weight = requires_grad and self.weight.requires_grad
-        return linear_plan(recipe, self.name, requires_grad and input_requires_grad, needs_weight, again)
+        return linear_plan(recipe, self.name, requires_grad and input_requires_grad, needs_weight)
 
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         recipe = self._recipe_in_force()
@@ -234,10 +226,7 @@ class BasicLinear(LinearLayer, BasicOperation):
                 calibrate_(plain(input_), scales.amax_fwd, INPUT_SLOT)
                 calibrate_(plain(weight), scales.amax_fwd, WEIGHT_SLOT)
         args = self._arguments(plan, self.activation_dtype(input_), scales)
-        if self.parallel.mode is None:
-            out, saved_input, saved_weight = linear_forward(weight, input_, bias, args)
-        else:
-            out, saved_input, saved_weight = split_forward(input_, weight, bias, args, self.parallel)
+        out, saved_input, saved_weight = linear_forward(weight, input_, bias, args)
         if not (plan.needs_input or plan.needs_weight):
             return out, ()
         # what is in front of the None belongs to the input
@@ -258,7 +247,13 @@ class BasicLinear(LinearLayer, BasicOperation):
             count += 1
         inp: Any = tensors_to_save[:count]
         rest: Any = tensors_to_save[count + 1 :]
-        plain = plan.save_original_input and plan.backward_override is None
+        # what was gathered is saved as it came, unless it was gathered as the bytes it is quantized to
+        gathered = self.parallel.mode is not None and self.parallel.gathers_input
+        plain = (
+            gathered
+            and plan.backward_override is None
+            and not self.parallel.joins(plan.input, rows_of(input_))
+        )
         saved_input = SavedOperand(inp, None if plain else _saved_quantizer(plan, plan.input, input_))
         saved_weight = SavedOperand(rest, _saved_quantizer(plan, plan.weight, weight))
         ctx.save_for_backward(*tensors_to_save)
@@ -286,10 +281,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         count = args.saved_input[0]
         inp, rest = list(saved[:count]), list(saved[count + 1 :])
         scale = None if ctx.scales is None else ctx.scales.scale_bwd
-        if self.parallel.mode is None:
-            grad_weight, grad_input, _ = linear_backward(args, grad_output, inp, rest, scale)
-        else:
-            grad_weight, grad_input = split_backward(args, grad_output, inp, rest, scale, self.parallel)
+        grad_weight, grad_input, _ = linear_backward(args, grad_output, inp, rest, scale)
         return None if grad_input is None else grad_input.to(ctx.input_dtype), grad_weight
 
     def output_proto(self, input_: TensorOrQuantized) -> TensorProto:
@@ -320,7 +312,8 @@ class BasicLinear(LinearLayer, BasicOperation):
         )
         accumulates = self.fuse_wgrad_accumulation and plan.needs_weight
         wgrad = self._wgrad("weight", None) if accumulates else LinearWgrad()
-        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, False, transpose)
+        parallel = None if self.parallel.mode is None else self.parallel
+        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, False, transpose, parallel)
 
 
 def initialize(tracker: Callable[[], Any] | None, in_features: int, weight: Tensor) -> None:

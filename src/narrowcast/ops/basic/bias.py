@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ...functional import quantize_dbias
+from ...functional.collectives import group_name, group_size
 from ...layers import parameter_device
-from ..collectives import group_name, group_size
 from ..handover import matrix_of
 from ..op import BasicOperation
 

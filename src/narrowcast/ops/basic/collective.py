@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..collectives import gather_rows, group_name, scatter_rows, sum_over
+from ...functional.collectives import gather_rows, group_name, scatter_rows, sum_over
 from ..context import OperationContext
 from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...autograd.tensor_parallel import TensorParallel
 from ...dynamo import TensorProto
 from ...quantizers import Quantizer
 from ...tensors import Float8TensorStorage, QuantizedTensorStorage
-from ..tensor_parallel import TensorParallel
 
 OVERRIDES = (None, "high_precision", "dequantized")
 _QUANTIZED_FROM = (torch.float32, torch.bfloat16, torch.float16)

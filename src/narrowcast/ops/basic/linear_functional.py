@@ -14,72 +14,16 @@ from torch import Tensor
 
 from ..._environment import read_flag
 from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
-from ...autograd.gemms import (
-    SavedOperand,
-    after,
-    linear_backward,
-    linear_forward,
-    rows_of,
-    with_columnwise,
-)
+from ...autograd.gemms import SavedOperand, linear_backward, linear_forward, rows_of, with_columnwise
+from ...autograd.tensor_parallel import TensorParallel, tensor_parallel
 from ...dynamo import TensorProto
+from ...functional.collectives import group_size
 from ...quantizers import Operand, Quantizer, buffers_of
 from ...recipe import LinearPlan, Recipe, linear_plan
 from ...state import THREAD
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ...tensors.storage import resolve_storage_class
-from ..collectives import group_size
-from ..tensor_parallel import TensorParallel, tensor_parallel
 from .linear_checks import Saved, check_backward, check_forward, check_out, kept_directions
-
-# -- the GEMMs of a layer that is split over processes -----------------------------------------------------------------
-
-
-def split_forward(
-    inp: TensorOrQuantized,
-    weight: TensorOrQuantized,
-    bias: Tensor | None,
-    args: LinearFwdArgs,
-    parallel: TensorParallel,
-) -> tuple[Tensor, SavedOperand, SavedOperand]:
-    """(output of this process, input to save, weight to save); an input that was gathered is saved as it came.
-
-    Raises:
-        TypeError: a quantized input that would have to be gathered.
-    """
-    if not parallel.gathers_input:
-        out, saved_input, saved_weight = linear_forward(weight, inp, bias, args)
-        return parallel.reduced_output(out) if parallel.mode else out, saved_input, saved_weight
-    if isinstance(inp, QuantizedTensorStorage):
-        raise TypeError(
-            "the input of a sequence-parallel 'column' layer is quantized; pass it in high precision, it is gathered "
-            "before it is quantized"
-        )
-    out, saved_input, saved_weight = linear_forward(weight, parallel.whole_input(inp), bias, args)
-    if saved_input.tensors and saved_input.quantizer is None:
-        saved_input = SavedOperand([inp], None)
-    return out, saved_input, saved_weight
-
-
-def split_backward(
-    args: LinearBwdArgs,
-    grad_output: TensorOrQuantized,
-    inp: list[Tensor],
-    weight: list[Tensor],
-    scale_bwd: Tensor | None,
-    parallel: TensorParallel,
-) -> tuple[Tensor | None, Tensor | None]:
-    """(gradient of the weight, gradient of this process's input) from what :func:`split_forward` saved."""
-    if parallel.mode:
-        if isinstance(grad_output, Tensor):
-            grad_output = parallel.whole_grad_output(grad_output)
-        if parallel.gathers_input and inp and args.saved_input[1] is None:
-            inp = [parallel.whole_input(after(grad_output, inp[0]))]
-    grad_weight, grad_input, _ = linear_backward(args, grad_output, inp, weight, scale_bwd)
-    if parallel.mode and grad_input is not None:
-        grad_input = parallel.reduced_grad_input(grad_input)
-    return grad_weight, grad_input
-
 
 # -- as functions of tensors and quantizers ----------------------------------------------------------------------------
 
@@ -146,9 +90,10 @@ def functional_forward(
             if not isinstance(x, QuantizedTensorStorage):
                 kept = Operand.of(input_quantizer, True, keep_x.columnwise and not again)  # type: ignore[arg-type]
                 plan = replace(plan, input=kept, save_original_input=again)
-        args = LinearFwdArgs(plan, kind, DelayedScales(), workspace, LinearWgrad(), False)
+        split = parallel if parallel.mode else None
+        args = LinearFwdArgs(plan, kind, DelayedScales(), workspace, LinearWgrad(), False, parallel=split)
         fused_bias = bias.to(kind) if bias is not None and alpha == 1.0 else None
-        y, x_saved, w_saved = split_forward(x, w, fused_bias, args, parallel)
+        y, x_saved, w_saved = linear_forward(w, x, fused_bias, args)
         if alpha != 1.0:
             y = y * alpha if bias is None else y * alpha + bias.to(kind)
         y = _written(y, out, beta, accumulate_into_out, output_quantizer)
@@ -277,8 +222,9 @@ def functional_backward(
         saved_w = _saved_columnwise(w, weight_quantizer, with_quantized_compute)
         counts = (len(saved_x.tensors), saved_x.quantizer), (len(saved_w.tensors), saved_w.quantizer)
         wgrad = LinearWgrad(main_grad=into)
-        args = LinearBwdArgs(plan, kind, None, wgrad, False, None, kind, shapes[1], *counts)
-        dw, dx = split_backward(args, dy, saved_x.tensors, saved_w.tensors, None, parallel)
+        split = parallel if parallel.mode else None
+        args = LinearBwdArgs(plan, kind, None, wgrad, False, None, kind, shapes[1], *counts, parallel=split)
+        dw, dx, _ = linear_backward(args, dy, saved_x.tensors, saved_w.tensors, None)
         if dx is not None:
             dx = _scaled(dx, grad_input_alpha)
             dx = _written(dx, grad_input, grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)

@@ -1,4 +1,4 @@
-"""Collectives along the first dim, for ops that are split over processes; they trace, and never change their input.
+"""Collectives of layers that are split over processes; they trace, and never change their input.
 
 A group is carried by its name: a process group neither copies nor pickles, and must not be part of a compiled graph.
 """
@@ -44,12 +44,7 @@ def group_size(name: str | None) -> int:
 
 def gather_rows(x: Tensor, group: str | None) -> Tensor:
     """Concatenation of every process's ``x`` along the first dim, in order of rank; a view of ``x`` for one process."""
-    size = group_size(group)
-    if size == 1:
-        return x.view_as(x)
-    return _wait(
-        torch.ops._c10d_functional.all_gather_into_tensor.default(x.contiguous(), size, _registered(group))
-    )
+    return x.view_as(x) if group_size(group) == 1 else arrived(start_gather(x, group))
 
 
 def scatter_rows(x: Tensor, group: str | None) -> Tensor:
@@ -58,22 +53,53 @@ def scatter_rows(x: Tensor, group: str | None) -> Tensor:
     Raises:
         ValueError: the first dim is not a multiple of the number of processes.
     """
-    size = group_size(group)
-    if size == 1:
-        return x.view_as(x)
-    check_scatters(x.shape, size)
-    return _wait(
-        torch.ops._c10d_functional.reduce_scatter_tensor.default(
-            x.contiguous(), "sum", size, _registered(group)
-        )
-    )
+    return x.view_as(x) if group_size(group) == 1 else arrived(start_scatter(x, group))
 
 
 def sum_over(x: Tensor, group: str | None) -> Tensor:
     """Sum of every process's ``x``; a view of ``x`` for one process."""
-    if group_size(group) == 1:
-        return x.view_as(x)
-    return _wait(torch.ops._c10d_functional.all_reduce.default(x.contiguous(), "sum", _registered(group)))
+    return x.view_as(x) if group_size(group) == 1 else arrived(start_sum(x, group))
+
+
+def largest_of(x: Tensor, group: str | None) -> Tensor:
+    """The largest of every process's ``x``, element by element."""
+    return arrived(_reduce(x.contiguous(), "max", _registered(group)))
+
+
+def smallest_of(x: Tensor, group: str | None) -> Tensor:
+    """The smallest of every process's ``x``, element by element."""
+    return arrived(_reduce(x.contiguous(), "min", _registered(group)))
+
+
+# -- begun, and waited for where the result is read: what stands between the two runs meanwhile ------------------------
+
+
+def start_gather(x: Tensor, group: str | None) -> Tensor:
+    """:func:`gather_rows` of several processes, not to be read before :func:`arrived`."""
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    return gather(x.contiguous(), group_size(group), _registered(group))
+
+
+def start_scatter(x: Tensor, group: str | None) -> Tensor:
+    """:func:`scatter_rows` of several processes, not to be read before :func:`arrived`.
+
+    Raises:
+        ValueError: the first dim is not a multiple of the number of processes.
+    """
+    size = group_size(group)
+    check_scatters(x.shape, size)
+    scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+    return scatter(x.contiguous(), "sum", size, _registered(group))
+
+
+def start_sum(x: Tensor, group: str | None) -> Tensor:
+    """:func:`sum_over` of several processes, not to be read before :func:`arrived`."""
+    return _reduce(x.contiguous(), "sum", _registered(group))
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """What was begun, once it is there."""
+    return torch.ops._c10d_functional.wait_tensor.default(tensor)
 
 
 def check_scatters(shape: tuple[int, ...], size: int) -> None:
@@ -92,5 +118,5 @@ def _registered(group: str | None) -> str:
     return dist.distributed_c10d._get_default_group().group_name if group is None else group
 
 
-def _wait(tensor: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor.default(tensor)
+def _reduce(x: Tensor, how: str, name: str) -> Tensor:
+    return torch.ops._c10d_functional.all_reduce.default(x, how, name)

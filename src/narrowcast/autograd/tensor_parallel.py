@@ -3,6 +3,10 @@
 mode      weight of this process    input                                     output
 column    (N / p, K)                whole; with sequence_parallel its rows    its columns
 row       (N, K / p)                its columns                               whole; with sequence_parallel its rows
+
+Rows are gathered as the bytes they are quantized to, where those of the shares make up those of the whole, and in high
+precision where they do not. Per-tensor scales are agreed on first: the amax of the shares is reduced, or the scale of
+delayed scaling, whose smallest is that of the largest amax.
 """
 
 from __future__ import annotations
@@ -10,9 +14,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .collectives import check_scatters, gather_rows, group_name, group_size, scatter_rows, sum_over
+from ..functional import amax_to_share, quantize
+from ..functional.collectives import (
+    arrived,
+    check_scatters,
+    gather_rows,
+    group_name,
+    group_size,
+    largest_of,
+    scatter_rows,
+    smallest_of,
+    start_gather,
+    start_scatter,
+    start_sum,
+    sum_over,
+)
+from ..quantizers import Operand, OperandBuffers
+
+_ALIGNMENT = 128  # rows: blocks, their padding and packed codes end there in every format
 
 MODES = (None, "column", "row")
 
@@ -54,6 +77,56 @@ class TensorParallel:
         """The gradient of the input from what every process computed of it."""
         return self._reduced(grad) if self.mode == "column" else grad
 
+    def start_grad_input(self, grad: Tensor) -> Tensor:
+        """:meth:`reduced_grad_input` of a matrix, to be read after :func:`..functional.collectives.arrived`."""
+        return start_scatter(grad, self.group) if self.sequence_parallel else start_sum(grad, self.group)
+
+    # -- rows that are gathered as bytes -----------------------------------------------------------------------------
+
+    def joins(self, operand: Operand, rows: int) -> bool:
+        """Whether shares of so many rows, quantized, make up the whole."""
+        return operand.joins != ("", "") and not (operand.joins_aligned and rows % _ALIGNMENT)
+
+    def share(
+        self, x: Tensor, operand: Operand, seed: Tensor | None, scale: Tensor | None, amax: Tensor | None
+    ) -> OperandBuffers:
+        """This process's rows (M, K), quantized with the scale of all processes' rows; the others' arguments too."""
+        if operand.shared is not None:
+            largest = largest_of(amax_to_share(x, operand.quantizer, seed), self.group)
+            return operand.split(quantize(x, operand.shared, None, largest, seed))
+        return operand.split(quantize(x, operand.quantizer, seed, self.shared_scale(operand, scale), amax))
+
+    def shared_scale(self, operand: Operand, scale: Tensor | None) -> Tensor | None:
+        """State of delayed scaling to quantize a share with: as if it had the amax of all processes' rows."""
+        return smallest_of(scale, self.group) if operand.delayed and scale is not None else scale
+
+    def start_joining(self, buffers: list[Tensor], joins: str) -> list[Tensor]:
+        """Begin to gather the buffers of one direction of a share."""
+        return [
+            buffer if join == "s" else start_gather(buffer, self.group)
+            for buffer, join in zip(buffers, joins)
+        ]
+
+    def joined(self, begun: list[Tensor], joins: str) -> list[Tensor]:
+        """The buffers of the whole from what :meth:`start_joining` began."""
+        size = group_size(self.group)
+        return [
+            buffer if join == "s" else arrived(buffer) if join == "r" else _beside(arrived(buffer), size)
+            for buffer, join in zip(begun, joins)
+        ]
+
+    def whole_operand(self, share: OperandBuffers, operand: Operand) -> OperandBuffers:
+        """Both directions of the whole, each where the share has it."""
+        rowwise, columnwise = (
+            self.start_joining(side, joins)
+            for side, joins in zip((share.rowwise, share.columnwise), operand.joins)
+        )
+        return OperandBuffers(
+            self.joined(rowwise, operand.joins[0]), self.joined(columnwise, operand.joins[1]), share.quantizer
+        )
+
+    # -- shapes ------------------------------------------------------------------------------------------------------
+
     def output_shape(self, input_shape: tuple[int, ...], features: int, size: int) -> tuple[int, ...]:
         """Shape of this process's output for ``features`` columns in its weight's rows, among ``size`` processes.
 
@@ -81,6 +154,14 @@ class TensorParallel:
 
     def _reduced(self, tensor: Tensor) -> Tensor:
         return scatter_rows(tensor, self.group) if self.sequence_parallel else sum_over(tensor, self.group)
+
+
+def _beside(gathered: Tensor, size: int) -> Tensor:
+    """Matrices that lie below each other, beside each other."""
+    wide = gathered.shape[-1] % 8 == 0 and gathered.dtype == torch.uint8 and not torch.compiler.is_compiling()
+    words = gathered.view(torch.int64) if wide else gathered
+    matrices = words.unflatten(0, (size, words.shape[0] // size))
+    return matrices.transpose(0, 1).flatten(1).contiguous().view(gathered.dtype)
 
 
 def tensor_parallel(mode: str | None, process_group: Any, sequence_parallel: bool) -> TensorParallel:
@@ -117,3 +198,20 @@ def local_features(parallel: TensorParallel, in_features: int, out_features: int
     if parallel.mode == "column":
         return in_features, out_features // size
     return in_features // size, out_features
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str | None) -> Tensor:
+        ctx.group = group
+        return gather_rows(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return scatter_rows(grad_output, ctx.group), None
+
+
+def gathered(x: Tensor, parallel: TensorParallel) -> Tensor:
+    """``x`` with the rows of all processes, differentiable: every process gets its rows of the summed gradients."""
+    return _GatherRows.apply(x, parallel.group)

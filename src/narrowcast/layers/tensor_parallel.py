@@ -1,0 +1,150 @@
+"""How the modules are split over processes: their options, and what their parameters say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..autograd.tensor_parallel import MODES, TensorParallel
+from ..functional.collectives import group_name, group_size
+
+NO_GROUP = ""
+"""In place of a group's name, where ``set_tensor_parallel_group`` is still to come."""
+
+
+class TensorParallelOptions(NamedTuple):
+    """What a constructor was given. ``modes``: how each stage is to be split, by its prefix."""
+
+    modes: dict[str, str | None]
+    tp_group: Any
+    tp_size: int
+    sequence_parallel: bool
+    tracker: Callable[[], Any] | None
+    tracker_name: str | None
+
+
+class TensorParallelLayer:
+    """What layers share that may be split over processes; a layer that is not has the values of the class.
+
+    ``tp_size``: how many processes share the layer. ``sequence_parallel``: outside of it, each holds a share of the
+    rows. ``parallel_mode``: None, "column" or "row", as it was asked for.
+    """
+
+    tp_size: int = 1
+    sequence_parallel: bool = False
+    parallel_mode: str | None = None
+    get_rng_state_tracker: Callable[[], Any] | None = None
+    rng_tracker_name: str | None = None
+    # prefix of a stage -> how it is split; without those that are not
+    _parallel: Mapping[str, TensorParallel] = MappingProxyType({})
+    # a bias of this name is added to the sum over the processes, not to this process's part of it
+    _bias_behind: str = ""
+
+    def _init_tensor_parallel(self, options: TensorParallelOptions) -> None:
+        """
+        Raises:
+            ValueError: a ``tp_size`` that is not positive or not that of the group, or a ``tracker_name`` without
+            ``tracker``. TypeError, RuntimeError: no process group, or one without a name.
+        """
+        modes, tp_group, tp_size, sequence_parallel, tracker, tracker_name = options
+        size = checked_size(tp_group, tp_size)
+        if tracker_name is not None and tracker is None:
+            raise ValueError(
+                f"rng_tracker_name is {tracker_name!r} without get_rng_state_tracker; give both or neither"
+            )
+        if tracker is not None:
+            self.get_rng_state_tracker, self.rng_tracker_name = tracker, tracker_name
+        if size == 1:
+            return
+        self.tp_size, self.sequence_parallel = size, bool(sequence_parallel)
+        name = NO_GROUP if tp_group is None else group_name(tp_group)
+        self._parallel = {
+            prefix: TensorParallel(mode, name, bool(sequence_parallel))
+            for prefix, mode in modes.items()
+            if mode
+        }
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Say which processes share the layer; for a layer that was made with ``tp_size`` alone.
+
+        Args:
+            tp_group: a process group of ``tp_size`` processes, or its name; None for a layer that is not split.
+        Raises:
+            ValueError: a group of another size. TypeError: no process group. RuntimeError: one without a name.
+        """
+        if tp_group is None and self.tp_size == 1:
+            return
+        if tp_group is None or group_size(group_name(tp_group)) != self.tp_size:
+            found = "None" if tp_group is None else f"of {group_size(group_name(tp_group))} processes"
+            raise ValueError(
+                f"tp_group is {found}, and the layer was made for tp_size={self.tp_size}; give that many"
+            )
+        self._parallel = {
+            prefix: TensorParallel(parallel.mode, group_name(tp_group), parallel.sequence_parallel)
+            for prefix, parallel in self._parallel.items()
+        }
+
+    def _split_over(self, prefix: str) -> TensorParallel | None:
+        """How a stage is split.
+
+        Raises:
+            RuntimeError: it is, and the group was not given yet.
+        """
+        parallel = self._parallel.get(prefix)
+        if parallel is not None and parallel.group == NO_GROUP:
+            raise RuntimeError(
+                f"{type(self).__name__} was made with tp_size={self.tp_size} and no tp_group; call "
+                "set_tensor_parallel_group(group) before the first forward"
+            )
+        return parallel
+
+    @property
+    def _shares_rows(self) -> bool:
+        return self.sequence_parallel and self.tp_size > 1
+
+
+def checked_size(tp_group: Any, tp_size: int) -> int:
+    """How many processes share a layer, from its two options.
+
+    Raises:
+        ValueError: a size that is not positive, or not that of the group. TypeError, RuntimeError: no process group, or
+        one without a name.
+    """
+    if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
+        raise ValueError(f"tp_size is {tp_size!r}; use a positive number of processes")
+    if tp_group is None:
+        return tp_size
+    size = group_size(group_name(tp_group))
+    if tp_size not in (1, size):
+        raise ValueError(f"tp_size is {tp_size}, and tp_group has {size} processes; leave tp_size out")
+    return size
+
+
+def checked_mode(parallel_mode: str | None) -> str | None:
+    """
+    Raises:
+        ValueError: another mode than None, "column" and "row".
+    """
+    if parallel_mode not in MODES:
+        raise ValueError(f"parallel_mode is {parallel_mode!r}; use None, 'column' or 'row'")
+    return parallel_mode
+
+
+def shared(label: str, features: int, size: int) -> int:
+    """What each of ``size`` processes holds of so many features.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    if features % size:
+        raise ValueError(f"{label}={features} does not divide among tp_size={size} processes")
+    return features // size
+
+
+def mark_partition(parameter: Tensor, dim: int, split: bool = True) -> None:
+    """Say of a parameter that processes hold parts of it along ``dim``: the attributes that Megatron-LM reads."""
+    parameter.tensor_model_parallel = split  # type: ignore[attr-defined]
+    parameter.partition_dim, parameter.partition_stride = dim, 1  # type: ignore[attr-defined]
