@@ -1,0 +1,271 @@
+"""The linear layers of one 8B-shape block, shared by the GPUs of a host: tensor and sequence parallel, compiled.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_tensor_parallel.py
+
+LayerNormLinear (column), a stand-in for attention, Linear (row), LayerNormMLP: hidden 4096, ffn 14336, RMSNorm, SwiGLU,
+no biases, ``--tokens`` rows of all GPUs together. ``torch bf16`` is the same block of plain PyTorch with functional
+collectives; it saves what it gathered. Before anything is timed, every contender's output and gradients are compared
+with those of the whole block on one GPU. Every rank times the same fixed number of steps: no collective waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import Row, parser, report, runs_on_gpu
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.functional.collectives import gather_rows, scatter_rows
+from narrowcast.testing import relative_error
+
+HIDDEN, QKV, FFN, EPS = 4096, 6144, 14336, 1e-5
+RECIPES: dict[str, nc.recipe.Recipe | None] = {
+    "narrowcast bf16": None,
+    "current": nc.recipe.Float8CurrentScaling(),
+    "delayed": nc.recipe.DelayedScaling(),
+    "block": nc.recipe.Float8BlockScaling(),
+}
+STEPS = 8  # of a contender before the next one's turn
+LARGEST_ERROR = {"torch bf16": 2e-2, "narrowcast bf16": 2e-2}  # of the others 0.15
+
+
+class Block(nn.Module):
+    """The three layers of ours; whole without a group."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        split: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "bias": False}
+        if group is not None:
+            split |= {"tp_group": group, "sequence_parallel": True}
+        norm = {"normalization": "RMSNorm", "eps": EPS}
+        self.qkv = nc.LayerNormLinear(HIDDEN, QKV, parallel_mode="column", **norm, **split)
+        self.projection = nc.Linear(HIDDEN, HIDDEN, parallel_mode="row", **split)
+        self.mlp = nc.LayerNormMLP(HIDDEN, FFN, activation="swiglu", set_parallel_mode=True, **norm, **split)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.projection(attention(self.qkv(x)))
+        return y + self.mlp(y)
+
+
+def attention(qkv: Tensor) -> Tensor:
+    """In place of attention: something of its output's shape that reads all of its input."""
+    rest = qkv[..., qkv.shape[-1] * HIDDEN // QKV :]
+    return qkv[..., : qkv.shape[-1] * HIDDEN // QKV] + rest.repeat_interleave(2, -1)
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return gather_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return scatter_rows(grad, ctx.group), None
+
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return scatter_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return gather_rows(grad, ctx.group), None
+
+
+def plain(block: Block, group: str) -> Callable[[Tensor], Tensor]:
+    """The block in plain PyTorch, on the parameters of ours."""
+    qkv, projection, mlp = block.qkv, block.projection, block.mlp
+
+    def forward(x: Tensor) -> Tensor:
+        normalized = F.rms_norm(x, (HIDDEN,), qkv.layer_norm_weight, EPS)
+        heads = attention(F.linear(Gather.apply(normalized, group), qkv.weight))
+        y = x + Scatter.apply(F.linear(heads, projection.weight), group)
+        normalized = F.rms_norm(y, (HIDDEN,), mlp.layer_norm_weight, EPS)
+        gate, up = F.linear(Gather.apply(normalized, group), mlp.fc1_weight).chunk(2, -1)
+        return y + Scatter.apply(F.linear(F.silu(gate) * up, mlp.fc2_weight), group)
+
+    return forward
+
+
+# -- parts of the whole ------------------------------------------------------------------------------------------------
+
+DIMS = {"qkv.weight": 0, "projection.weight": 1, "mlp.fc1_weight": 0, "mlp.fc2_weight": 1}
+
+
+def part_of(name: str, value: Tensor, rank: int, size: int) -> Tensor:
+    """A process's part of a parameter or its gradient; of qkv and fc1, of each of their sections."""
+    if name not in DIMS:
+        return value
+    sections = {"qkv.weight": [HIDDEN, QKV - HIDDEN], "mlp.fc1_weight": [FFN, FFN]}.get(
+        name, [value.shape[DIMS[name]]]
+    )
+    parts = [section.chunk(size, DIMS[name])[rank] for section in value.split(sections, DIMS[name])]
+    return torch.cat(parts, DIMS[name])
+
+
+def check(
+    name: str, step: Callable[[], Tensor], block: Block, whole: dict[str, Tensor], x: Tensor
+) -> dict[str, float]:
+    """Relative errors of the output and of all gradients against the whole block's.
+
+    Raises:
+        AssertionError: one is too large.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = {"y": (step(), whole["y"].chunk(size)[rank]), "dx": (x.grad, whole["dx"].chunk(size)[rank])}
+    for key, parameter in block.named_parameters():
+        grad = parameter.grad
+        if key not in DIMS:
+            dist.all_reduce(grad)
+        found[key] = (grad, part_of(key, whole[key], rank, size))
+    errors = {key: relative_error(ours, theirs) for key, (ours, theirs) in found.items()}
+    worst = max(errors.values())
+    assert worst <= LARGEST_ERROR.get(name, 0.15), f"{name}: {errors}"
+    return {"largest error": worst}
+
+
+def whole_block(
+    x: Tensor, dy: Tensor, recipe: nc.recipe.Recipe | None, state: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Output and gradients of the block on one GPU; of the second step, when delayed scaling has scales."""
+    block, x = Block(), x.clone().requires_grad_(True)
+    block.load_state_dict(state, strict=False)
+    for _ in range(2):
+        block.zero_grad()
+        x.grad = None
+        with nc.autocast(recipe=recipe) if recipe else nullcontext():
+            y = block(x)
+        y.backward(dy)
+    grads = {key: parameter.grad for key, parameter in block.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **grads}  # type: ignore[dict-item]
+
+
+# -- timing ------------------------------------------------------------------------------------------------------------
+
+
+def times_of(steps: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds per step, contender after contender, ``repeats`` times around."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            step()
+            torch.cuda.synchronize()
+            dist.barrier()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(STEPS):
+                step()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(begin.elapsed_time(end) / STEPS)
+    return times
+
+
+def measure(chosen: Namespace) -> list[Row]:
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    torch.manual_seed(0)  # the same on all ranks
+    whole = Block()
+    state = {key: value.clone() for key, value in whole.state_dict().items()}
+    del whole
+    x_whole = torch.randn(chosen.tokens, 1, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    dy_whole = torch.randn_like(x_whole) * 1e-2
+    steps: dict[str, Callable[[], Any]] = {}
+    rows: dict[str, Row] = {}
+    for name in ("torch bf16", *RECIPES):
+        if chosen.only not in name:
+            continue
+        recipe = RECIPES.get(name)
+        block = Block(group)
+        with torch.no_grad():
+            for key, parameter in block.named_parameters():
+                parameter.copy_(part_of(key, state[key], rank, size))
+        x = x_whole.chunk(size)[rank].clone().requires_grad_(True)
+        dy = dy_whole.chunk(size)[rank].contiguous()
+        model: Any = plain(block, group.group_name) if name == "torch bf16" else block
+        if recipe is not None:
+            nc.set_recipe(block, recipe)
+        run = torch.compile(model, fullgraph=True)
+
+        def step(run: Any = run, block: Block = block, x: Tensor = x, dy: Tensor = dy) -> Tensor:
+            block.zero_grad(set_to_none=True)
+            x.grad = None
+            y = run(x)
+            y.backward(dy)
+            return y.detach()
+
+        step()  # the first of two: delayed scaling learns its scales
+        rows[name] = {"contender": name}
+        if not chosen.skip_gate:
+            expected = whole_block(x_whole, dy_whole, recipe, state)
+            rows[name] |= {
+                key: round(value, 5) for key, value in check(name, step, block, expected, x).items()
+            }
+            same = [
+                torch.equal(a, b)
+                for a, b in zip(first_products(block, x), first_of_whole(state, recipe, x_whole))
+            ]
+            rows[name]["column output is the whole's"] = str(all(same))
+            del expected
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        rows[name]["peak_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
+        steps[name] = step
+    times = times_of(steps, chosen.repeats)
+    base = statistics.median(times.get("torch bf16", next(iter(times.values()))))
+    for name, values in times.items():
+        median = statistics.median(values)
+        rows[name] |= {"ms_p50": round(median, 3), "ms_min": round(min(values), 3)}
+        rows[name]["times torch bf16"] = round(base / median, 3)
+        rows[name]["tokens/s/GPU"] = round(chosen.tokens / size / median * 1e3)
+    return list(rows.values())
+
+
+@torch.no_grad()
+def first_products(block: Block, x: Tensor) -> list[Tensor]:
+    """The output of the first column-parallel layer, eager."""
+    return [block.qkv(x)]
+
+
+@torch.no_grad()
+def first_of_whole(state: dict[str, Tensor], recipe: nc.recipe.Recipe | None, x: Tensor) -> list[Tensor]:
+    """This rank's columns of what one GPU makes of the same layer."""
+    whole = Block()
+    whole.load_state_dict(state, strict=False)
+    with nc.autocast(recipe=recipe) if recipe else nullcontext():
+        y = whole.qkv(x)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return [torch.cat([part.chunk(size, -1)[rank] for part in y.split([HIDDEN, QKV - HIDDEN], -1)], -1)]
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--tokens", type=int, default=8192, help="rows of all GPUs together (default 8192)")
+    chosen = options.parse_args()
+    if not runs_on_gpu(chosen):
+        return
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl")
+    try:
+        rows = measure(chosen)
+        if dist.get_rank() == 0:
+            report("tensor_parallel", rows, chosen)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
