@@ -189,7 +189,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     def _mark_parameter(self, name: str, parameter: Tensor) -> None:
         """Say how a parameter is split, and of a whole one whether its gradient is that of a share of the rows."""
         for stage in self._stages:
-            parallel = self._parallel.get(stage.prefix)
+            parallel = None if self._parallel is None else self._parallel.get(stage.prefix)
             if parallel is not None and name in self._parts.get(stage.weight, [stage.weight]):
                 mark_partition(parameter, 1 if parallel.mode == "row" else 0)
             if parallel is not None and name in self._parts.get(stage.bias, [stage.bias]):
@@ -271,7 +271,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             and plan.needs_input
             and not plan.backward_override
         )
-        parallel = self._split_over(stage.prefix) if self._parallel else None
+        parallel = None if self._parallel is None else self._split_over(stage.prefix)
         return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias, transpose, parallel)
 
     def _workspace(
@@ -359,7 +359,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if calibrating is not None:
             self._calibrate(stage, calibrating, inp, weight)
         if (
-            self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self._parallel
+            self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self._parallel is not None
         ):  # the gradient does not go autograd's way
             plan = self._plan(None, stage, inp.requires_grad, weight)
             args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)

@@ -36,6 +36,7 @@ class GroupedOptions(OverlapOptions, total=False):
 class MLPOptions(OverlapOptions, total=False):
     """What feed-forward blocks take besides: sizes that Transformer Engine warms its kernels up with."""
 
+    parallel_mode: Literal[None, "column", "row"]
     seq_length: Any
     micro_batch_size: Any
 

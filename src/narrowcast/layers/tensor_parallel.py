@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -38,8 +37,8 @@ class TensorParallelLayer:
     parallel_mode: str | None = None
     get_rng_state_tracker: Callable[[], Any] | None = None
     rng_tracker_name: str | None = None
-    # prefix of a stage -> how it is split; without those that are not
-    _parallel: Mapping[str, TensorParallel] = MappingProxyType({})
+    # prefix of a stage -> how it is split; None where none is
+    _parallel: dict[str, TensorParallel] | None = None
     # a bias of this name is added to the sum over the processes, not to this process's part of it
     _bias_behind: str = ""
 
@@ -61,11 +60,12 @@ class TensorParallelLayer:
             return
         self.tp_size, self.sequence_parallel = size, bool(sequence_parallel)
         name = NO_GROUP if tp_group is None else group_name(tp_group)
-        self._parallel = {
+        split = {
             prefix: TensorParallel(mode, name, bool(sequence_parallel))
             for prefix, mode in modes.items()
             if mode
         }
+        self._parallel = split or None
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Say which processes share the layer; for a layer that was made with ``tp_size`` alone.
@@ -82,10 +82,11 @@ class TensorParallelLayer:
             raise ValueError(
                 f"tp_group is {found}, and the layer was made for tp_size={self.tp_size}; give that many"
             )
-        self._parallel = {
-            prefix: TensorParallel(parallel.mode, group_name(tp_group), parallel.sequence_parallel)
-            for prefix, parallel in self._parallel.items()
-        }
+        if self._parallel is not None:
+            self._parallel = {
+                prefix: TensorParallel(parallel.mode, group_name(tp_group), parallel.sequence_parallel)
+                for prefix, parallel in self._parallel.items()
+            }
 
     def _split_over(self, prefix: str) -> TensorParallel | None:
         """How a stage is split.
@@ -93,7 +94,7 @@ class TensorParallelLayer:
         Raises:
             RuntimeError: it is, and the group was not given yet.
         """
-        parallel = self._parallel.get(prefix)
+        parallel = None if self._parallel is None else self._parallel.get(prefix)
         if parallel is not None and parallel.group == NO_GROUP:
             raise RuntimeError(
                 f"{type(self).__name__} was made with tp_size={self.tp_size} and no tp_group; call "
