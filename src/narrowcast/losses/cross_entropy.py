@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..functional import cross_entropy_gradient, cross_entropy_statistics
-from ..ops.collectives import gather_rows, group_name, group_size
+from ..functional.collectives import gather_rows, group_name, group_size
 from .token_loss import Smoothing, check_target, mean_loss, token_gradient, token_loss
 
 
