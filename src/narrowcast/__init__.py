@@ -10,7 +10,12 @@ from ._device import (
     is_nvfp4_available,
 )
 from ._version import __version__
-from .attention import InferenceParams, RotaryPositionEmbedding, apply_rotary_pos_emb
+from .attention import (
+    InferenceParams,
+    RotaryPositionEmbedding,
+    apply_fused_qkv_rotary_pos_emb,
+    apply_rotary_pos_emb,
+)
 from .convert import convert, revert
 from .formats import DType
 from .inspect import bisect, watch
@@ -142,6 +147,7 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "__version__",
+    "apply_fused_qkv_rotary_pos_emb",
     "apply_rotary_pos_emb",
     "autocast",
     "bisect",

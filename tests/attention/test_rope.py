@@ -107,3 +107,79 @@ def test_what_does_not_fit_is_refused() -> None:
         apply(t, freqs, cp_size=2, cp_rank=2)
     with pytest.raises(ValueError, match="even number"):
         nc.RotaryPositionEmbedding(7)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_is_unfused(fmt: str, started: bool, interleaved: bool, dtype: torch.dtype) -> None:
+    h, d = 3, 10
+    shape = {"bshd": (2, 6, h, d), "sbhd": (6, 2, h, d), "thd": (6, h, d)}[fmt]
+    t = torch.randn(shape).to(dtype).requires_grad_(True)
+    freqs = nc.RotaryPositionEmbedding(d, 0.8, interleaved=interleaved).to("cpu")(9)
+    options = {
+        "start_positions": torch.tensor([3, 1], dtype=torch.int32) if started else None,
+        "cu_seqlens": torch.tensor([0, 4, 6], dtype=torch.int32) if fmt == "thd" else None,
+        "interleaved": interleaved,
+    }
+    results = []
+    for fused in (False, True):
+        out = nc.apply_rotary_pos_emb(t, freqs, fmt, fused=fused, **options)
+        results.append((out, *torch.autograd.grad(out, t, torch.arange(t.numel()).reshape(shape).to(dtype))))
+    for unfused, fused in zip(*results):
+        assert torch.equal(unfused, fused)
+
+
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+def test_a_packed_tensor_is_its_parts(fmt: str) -> None:
+    g, d, dim_v, heads = 2, 8, 6, 3
+    lead = {"bshd": (2, 6), "sbhd": (6, 2), "thd": (6,)}[fmt]
+    qkv = torch.randn(*lead, g, heads * d + d + dim_v, requires_grad=True)
+    freqs = [nc.RotaryPositionEmbedding(d, share).to("cpu")(9) for share in (1.0, 0.5)]
+    options = {"cu_seqlens": torch.tensor([0, 4, 6], dtype=torch.int32)} if fmt == "thd" else {}
+    options["start_positions"] = torch.tensor([3, 1], dtype=torch.int32)
+    widths = [heads * d, d, dim_v]
+    ours = nc.apply_fused_qkv_rotary_pos_emb(qkv, *freqs, widths, fmt, **options)
+    q, k, v = qkv.split(widths, -1)
+    q = q.unflatten(-1, (heads, d)).flatten(-3, -2)
+    expected = [nc.apply_rotary_pos_emb(x, f, fmt, **options) for x, f in zip((q, k), freqs)] + [v]
+    for a, b in zip(ours, expected):
+        assert torch.equal(a, b)
+    weights = [torch.randn_like(x) for x in ours]
+    assert torch.equal(
+        *(
+            torch.autograd.grad(sum((a * w).sum() for a, w in zip(x, weights)), qkv)[0]
+            for x in (ours, expected)
+        )
+    )
+
+
+def test_fused_compiles() -> None:
+    qkv, freqs = torch.randn(2, 6, 2, 24), nc.RotaryPositionEmbedding(8).to("cpu")(6)
+
+    def both(qkv: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = nc.apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [8, 8, 8], "bshd")
+        return nc.apply_rotary_pos_emb(q, freqs, "bshd", fused=True), k, v
+
+    compiled, results = torch.compile(both, fullgraph=True, backend="aot_eager"), []
+    for run in (both, compiled):
+        x = qkv.clone().requires_grad_(True)
+        out = run(x)
+        sum(part.square().sum() * (i + 1) for i, part in enumerate(out)).backward()
+        results.append([*out, x.grad])
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+
+
+def test_packed_tensors_that_do_not_fit_are_refused() -> None:
+    qkv, freqs = torch.randn(6, 2, 2, 24), nc.RotaryPositionEmbedding(8).to("cpu")(6)
+    apply = nc.apply_fused_qkv_rotary_pos_emb
+    with pytest.raises(ValueError, match="qkv_split_arg_list"):
+        apply(qkv, freqs, freqs, [8, 8, 4])
+    with pytest.raises(ValueError, match="multiple"):
+        apply(qkv, freqs, freqs, [12, 8, 4])
+    with pytest.raises(ValueError, match="contiguous"):
+        apply(qkv.transpose(0, 1), freqs, freqs, [8, 8, 8])
+    with pytest.raises(ValueError, match="tensor_format"):
+        apply(qkv, freqs, freqs, [8, 8, 8], "hbsd")

@@ -222,6 +222,38 @@ def scaled_act_backward_cases(x: Tensor) -> Iterator[Arguments]:
         yield grad, x, scale.bfloat16(), "situ_glu", [3.0, 2.0]
 
 
+def rotary_tables(x: Tensor, dim: int) -> list[Tensor]:
+    angles = torch.rand(max(x.numel(), 1), dim // 2 * 2, device=x.device)
+    return [angles.cos(), angles.sin()]
+
+
+def one_head(x: Tensor) -> Tensor:
+    return x.flatten(0, -2)[None, :, None]
+
+
+@family("rotate")
+def rotate_cases(x: Tensor) -> Iterator[Arguments]:
+    rows = one_head(x)
+    positions = torch.zeros(1, rows.shape[1], dtype=torch.int64, device=x.device)
+    if x.shape[-1] > 1:
+        yield rows, *rotary_tables(x, x.shape[-1]), None, False, False, False
+        yield rows, *rotary_tables(x, x.shape[-1] - 1), positions, False, True, True
+
+
+@family("rotate_qkv")
+def rotate_qkv_cases(x: Tensor) -> Iterator[Arguments]:
+    if x.shape[-1] > 1:
+        widths = [2 * x.shape[-1], x.shape[-1], x.shape[-1]]
+        yield torch.cat([one_head(x)] * 4, -1), rotary_tables(x, x.shape[-1]) * 2, None, False, False, widths
+
+
+@family("rotate_qkv_backward")
+def rotate_qkv_backward_cases(x: Tensor) -> Iterator[Arguments]:
+    k = one_head(x)
+    if x.shape[-1] > 1:
+        yield [torch.cat((k, k), 2), k, k + 1], rotary_tables(x, x.shape[-1]) * 2, None, False, True
+
+
 def norm_family(name: str, tail: Tail) -> None:
     @family(name)
     def cases(x: Tensor) -> Iterator[Arguments]:

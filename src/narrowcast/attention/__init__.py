@@ -19,7 +19,7 @@ from .core import Lengths, attend
 from .formats import FORMATS, check_tensors, checked_format, sequence_length
 from .kv_cache import InferenceParams, KVCacheManager
 from .masks import MASK_TYPES, MaskRule, mask_rule, standard_slopes
-from .rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from .rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from .scores import Scores
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "RotaryPositionEmbedding",
     "Scores",
     "Switches",
+    "apply_fused_qkv_rotary_pos_emb",
     "apply_rotary_pos_emb",
     "attend",
     "check_cached",

@@ -7,12 +7,14 @@ becomes x cos - y sin and its second y cos + x sin. A pair is channels i and i +
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from .. import functional
 from .._device import default_device
 from .formats import FORMATS
 from .masks import packed
@@ -98,7 +100,7 @@ def apply_rotary_pos_emb(
         tensor_format: "sbhd", "bshd" or "thd".
         start_positions: (b) ints, the position of each sequence's first token; default 0.
         interleaved: which channels are a pair, as for ``freqs``.
-        fused: one kernel; equal to the other way.
+        fused: one kernel, forward and backward; equal to the other way to the bit.
         cu_seqlens: (b + 1) int32, for "thd": sums of the sequences' lengths, of all ranks together.
         cp_size, cp_rank: with context parallelism, ``t`` holds chunks ``cp_rank`` and ``2 cp_size - 1 - cp_rank`` of
             the ``2 cp_size`` chunks of each sequence.
@@ -109,13 +111,120 @@ def apply_rotary_pos_emb(
 
     Raises:
         ValueError: an unknown format, "thd" without ``cu_seqlens``, more positions than angles, shapes that do not fit,
-        or a ``cp_rank`` outside of ``cp_size``. NotImplementedError: ``fused``.
+        or a ``cp_rank`` outside of ``cp_size``.
     """
-    if fused:
-        raise NotImplementedError("fused=True is not there yet; leave it out")
     check_rotary(t, freqs, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
-    positions = token_positions(t, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
-    return rotate(t, angles_of(t, freqs, positions, tensor_format), interleaved)
+    positions = _within(
+        freqs, token_positions(t, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
+    )
+    if not fused:
+        return rotate(t, angles_of(t, freqs, positions, tensor_format), interleaved)
+    rows, first = (t[None] if tensor_format == "thd" else t), tensor_format == "sbhd"
+    turned = _Rotate.apply(rows, *_tables(freqs), positions, first, interleaved)
+    return turned[0] if tensor_format == "thd" else turned
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    qkv_split_arg_list: Sequence[int],
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values out of one tensor, queries and keys turned on the way, in one kernel.
+
+    Args:
+        qkv: (s, b, g, w), (b, s, g, w) or (tokens, g, w), contiguous: of each group its queries, its key and its value.
+        q_freqs, k_freqs: angles, as of ``apply_rotary_pos_emb``.
+        qkv_split_arg_list: widths of queries, key and value in w; the second is the head dim of the first two.
+        tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank: as of ``apply_rotary_pos_emb``.
+
+    Returns:
+        Queries (..., g w_q / w_k, w_k), keys (..., g, w_k) and values (..., g, w_v) in the format.
+
+    Raises:
+        ValueError: as ``apply_rotary_pos_emb``, widths that do not sum up to w or of which the second does not divide
+        the first, or a tensor that is not contiguous.
+    """
+    widths = list(qkv_split_arg_list)
+    if len(widths) != 3 or min(widths) <= 0 or sum(widths) != qkv.shape[-1] or widths[0] % widths[1]:
+        raise ValueError(
+            f"qkv_split_arg_list is {widths}; it must be the widths of queries, key and value in the last dim of qkv, "
+            f"{qkv.shape[-1]}, the first a multiple of the second"
+        )
+    if not qkv.is_contiguous():
+        raise ValueError(
+            f"qkv has shape {tuple(qkv.shape)} and strides {qkv.stride()}; call contiguous() first"
+        )
+    where = (tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
+    for freqs in (q_freqs, k_freqs):
+        check_rotary(qkv[..., : widths[1]], freqs, *where)
+    positions = token_positions(qkv, *where)
+    positions = _within(k_freqs, _within(q_freqs, positions))
+    rows, first = (qkv[None] if tensor_format == "thd" else qkv), tensor_format == "sbhd"
+    tables = (*_tables(q_freqs), *_tables(k_freqs))
+    q, k, v = _RotateQKV.apply(rows, *tables, positions, first, interleaved, widths)
+    return (q[0], k[0], v[0]) if tensor_format == "thd" else (q, k, v)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        first: bool,
+        interleaved: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.how = (first, interleaved)
+        return functional.rotate(x, cos, sin, positions, first, interleaved, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        cos, sin, positions = ctx.saved_tensors
+        return functional.rotate(grad, cos, sin, positions, *ctx.how, True), None, None, None, None, None
+
+
+class _RotateQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_cos: Tensor,
+        q_sin: Tensor,
+        k_cos: Tensor,
+        k_sin: Tensor,
+        positions: Tensor | None,
+        first: bool,
+        interleaved: bool,
+        widths: list[int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(q_cos, q_sin, k_cos, k_sin, positions)
+        ctx.how = (first, interleaved)
+        tables = [q_cos, q_sin, k_cos, k_sin]
+        return functional.rotate_qkv(qkv, tables, positions, first, interleaved, widths)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        *tables, positions = ctx.saved_tensors
+        dqkv = functional.rotate_qkv_backward(list(grads), tables, positions, *ctx.how)
+        return dqkv, None, None, None, None, None, None, None, None
+
+
+def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, (positions, channels) in fp32."""
+    angles = freqs.detach().float()[:, 0, 0]
+    return angles.cos(), angles.sin()
 
 
 def check_rotary(
@@ -183,17 +292,24 @@ def token_positions(
     return position if start is None else position + start
 
 
-def angles_of(t: Tensor, freqs: Tensor, positions: Tensor | None, tensor_format: str) -> Tensor:
-    """The angles of each token, which broadcast to its heads: of sbhd (s, b or 1, 1, d'), and so on."""
-    freqs = freqs.detach().float()
+def _within(freqs: Tensor, positions: Tensor | None) -> Tensor | None:
+    """Positions that have angles; where there is none, an error, or on a GPU and in graphs the last one."""
     if positions is None:
-        return freqs[: t.shape[0]] if tensor_format == "sbhd" else freqs[: t.shape[1]].transpose(0, 1)
+        return None
     last = freqs.shape[0] - 1
     if not (positions.is_cuda or torch.compiler.is_compiling()) and positions.numel():
         highest = int(positions.max())
         if highest > last:
             raise ValueError(f"a token has position {highest} and freqs angles for {last + 1}")
-    angles = freqs[:, 0][positions.clamp(max=last)]  # (b or 1, s, 1, d')
+    return positions.clamp(0, last)
+
+
+def angles_of(t: Tensor, freqs: Tensor, positions: Tensor | None, tensor_format: str) -> Tensor:
+    """The angles of each token, which broadcast to its heads: of sbhd (s, b or 1, 1, d'), and so on."""
+    freqs = freqs.detach().float()
+    if positions is None:
+        return freqs[: t.shape[0]] if tensor_format == "sbhd" else freqs[: t.shape[1]].transpose(0, 1)
+    angles = freqs[:, 0][positions]  # (b or 1, s, 1, d')
     if tensor_format == "thd":
         return angles[0]
     return angles.transpose(0, 1) if tensor_format == "sbhd" else angles

@@ -42,6 +42,7 @@ from .quantize import (
     quantize_into,
 )
 from .quantizer_value import BufferTable, GemmOperand, NativeOperand, QuantizerValue
+from .rope import rotate, rotate_qkv, rotate_qkv_backward
 from .scaled_activation import scaled_act, scaled_act_backward
 from .swizzle import swizzle_scales, unswizzle_scales
 from .transpose import transpose_codes
@@ -95,6 +96,9 @@ __all__ = [
     "read_scales",
     "renew_delayed_scaling",
     "renewed_scales",
+    "rotate",
+    "rotate_qkv",
+    "rotate_qkv_backward",
     "scaled_act",
     "scaled_act_backward",
     "swizzle_scales",

@@ -31,6 +31,7 @@ MODULES = (
     "norm",
     "nvfp4",
     "reduction",
+    "rope",
     "scaled_activation",
     "sources",
     "swizzle",

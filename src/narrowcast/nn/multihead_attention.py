@@ -361,7 +361,10 @@ class MultiheadAttention(nn.Module):
             start = inference_params.get_seqlens_pre_step()
             cu_seqlens_q = cu_seqlens_kv = inference_params.cu_seqlens_q
         how: dict[str, Any] = dict(
-            tensor_format=self.qkv_format, start_positions=start, interleaved=self.rotary_pos_interleaved
+            tensor_format=self.qkv_format,
+            start_positions=start,
+            interleaved=self.rotary_pos_interleaved,
+            fused=True,
         )
         thd = self.qkv_format == "thd"
         return (
