@@ -78,3 +78,4 @@ def test_a_gpu_with_kernels_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     able = replace(CHOICES["block"], native=lambda return_reason: (True, ""))
     monkeypatch.setitem(recipes.CHOICES, "block", able)
     assert not build_recipe("block", device="cuda", emulate=False).emulate
+    assert not build_recipe("block", device="cuda", emulate=True).emulate

@@ -106,7 +106,7 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     for height, (end, row) in zip(heights, ends):
         axes.annotate(
             signed_percent(row.title, end),
-            xy=(last_step, end),
+            xy=(last_step, min(max(end, -limit), limit)),
             xytext=(last_step * labels, height),
             color=COLORS[row.recipe],
             size=9,

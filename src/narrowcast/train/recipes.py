@@ -84,8 +84,10 @@ def build_recipe(name: str, *, device: str, emulate: bool) -> LowPrecisionRecipe
     choice = CHOICES[name]
     if choice.recipe is None:
         return None
-    # Left out rather than False: the library's own default listens to its environment variable.
-    recipe = choice.recipe(emulate=True) if emulate else choice.recipe()
+    # Left out rather than False: the library's own default listens to its environment variable. Native kernels are used
+    # where they are: --emulate is for the recipes without.
+    emulated = emulate and not choice.availability()[0]
+    recipe = choice.recipe(emulate=True) if emulated else choice.recipe()
     _require_kernels(recipe, choice, f"recipe {name!r}", device, "add --emulate")
     return recipe
 
