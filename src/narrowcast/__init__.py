@@ -45,6 +45,7 @@ from .nn import (
     RMSNorm,
     TransformerLayer,
 )
+from .offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -134,6 +135,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "ManualOffloadSynchronizer",
     "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
@@ -162,6 +164,7 @@ __all__ = [
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
+    "get_cpu_offload_context",
     "get_default_recipe",
     "get_device_compute_capability",
     "get_recipes",
@@ -174,6 +177,7 @@ __all__ = [
     "is_nvfp4_available",
     "linear_cross_entropy",
     "load_quantized",
+    "mark_not_offload",
     "moe_permute",
     "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",

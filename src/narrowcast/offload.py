@@ -1,0 +1,371 @@
+"""Activations that wait for their backward in the memory of the host.
+
+What autograd saves passes through ``torch.autograd.graph.saved_tensors_hooks``. Layers save the buffers of what they
+quantized, so codes and scales are what moves, not bf16. A storage moves once, however many saved tensors look at it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+LEAST_ELEMENTS = 256 * 1024
+
+# Storage -> itself. The references keep addresses from being given out again.
+_NOT_OFFLOADED: dict[int, StorageWeakRef] = {}
+
+
+def mark_not_offload(*tensors: Tensor | None) -> None:
+    """Have tensors, and all that shares their storage, stay where they are when autograd saves them.
+
+    Args:
+        tensors: plain or quantized; None is passed over. Parameters stay anyway, but for the codes of quantized ones.
+    """
+    for key in [key for key, kept in _NOT_OFFLOADED.items() if kept.expired()]:
+        _NOT_OFFLOADED.pop(key, None)
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if is_traceable_wrapper_subclass(tensor):
+            mark_not_offload(*(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]))
+            continue
+        kept = StorageWeakRef(tensor.untyped_storage())
+        _NOT_OFFLOADED[kept.cdata] = kept
+
+
+def _stays(tensor: Tensor) -> bool:
+    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or tensor.is_meta:
+        return True
+    return tensor.numel() < LEAST_ELEMENTS or tensor.untyped_storage()._cdata in _NOT_OFFLOADED
+
+
+class _Moved:
+    """One storage that a layer saved: on the device, in the memory of the host, or both."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device = tensor.device
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self.on_device: Tensor | None = whole.set_(tensor.untyped_storage())  # type: ignore[call-overload]
+        self.on_host: Tensor | None = None
+        self.saved: list[tuple[Tensor, int]] = []  # until it is copied, with versions
+
+    def to_host(self) -> None:
+        """Copy it to the host, on the current stream.
+
+        Raises:
+            RuntimeError: it was written to since it was saved, so this is not what the backward is to see.
+        """
+        assert self.on_device is not None
+        if any(tensor._version != version for tensor, version in self.saved):
+            raise RuntimeError(
+                "a tensor that autograd saved was modified in place before its layer ended, and would be offloaded as "
+                "it is now; do not modify it, or give it to mark_not_offload"
+            )
+        self.saved = []
+        pinned = self.device.type == "cuda"
+        host = torch.empty(self.on_device.shape, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self.on_host = host.copy_(self.on_device, non_blocking=pinned)
+
+    def to_device(self) -> None:
+        """Copy it back, on the current stream, to memory that is there."""
+        assert self.on_device is not None and self.on_host is not None
+        self.on_device.copy_(self.on_host, non_blocking=self.device.type == "cuda")
+
+
+class _Handle:
+    """What autograd keeps in place of a tensor: which storage, and where in it."""
+
+    def __init__(self, layer: _Layer, moved: _Moved, tensor: Tensor) -> None:
+        self.layer, self.moved, self.dtype = layer, moved, tensor.dtype
+        self.place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+    def tensor(self) -> Tensor:
+        """The tensor again, on its device; may be called more than once."""
+        storage = self.layer.loaded(self.moved).untyped_storage()
+        return torch.empty(0, dtype=self.dtype, device=self.moved.device).set_(storage, *self.place)  # type: ignore[call-overload]
+
+
+class _Layer:
+    """What one layer of one forward has saved.
+
+    Copies run on a side stream. The device's memory is let go only once the stream that computes was told to wait for
+    the copy, so it is used again in the order of that stream, however far ahead the CPU is.
+    """
+
+    def __init__(self, stream: Callable[[torch.device], Any]) -> None:
+        self.stream = stream
+        # Handles hold what moved, and autograd holds handles: what it lets go of is free at once.
+        self.moved: weakref.WeakSet[_Moved] = weakref.WeakSet()
+        self.leaving: dict[int, _Moved] = {}  # by storage, which they keep until they have left
+        self.copied: Any = None
+        self.reloaded: Any = None
+
+    def pack(self, tensor: Tensor) -> Any:
+        if is_traceable_wrapper_subclass(tensor):
+            if isinstance(tensor, nn.Parameter):
+                return tensor
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: self.pack(getattr(tensor, name)) for name in names}
+            return type(tensor), inner, context, tensor.shape, tensor.stride()
+        if _stays(tensor):
+            return tensor
+        key = tensor.untyped_storage()._cdata
+        if key not in self.leaving:
+            self.leaving[key] = _Moved(tensor)
+            self.moved.add(self.leaving[key])
+        moved = self.leaving[key]
+        moved.saved.append((tensor, tensor._version))
+        return _Handle(self, moved, tensor)
+
+    def start_offload(self) -> None:
+        """Copy what was saved to the host, beside what the device goes on with."""
+        self.copied = self._beside(list(self.leaving.values()), _Moved.to_host)
+
+    def release(self) -> None:
+        """Let go of the device's memory of what was copied."""
+        _wait(self.copied)
+        for moved in self.leaving.values():
+            if moved.on_host is not None:
+                moved.on_device = None
+        self.leaving, self.copied = {}, None
+
+    def start_reload(self) -> None:
+        """Copy back what is not on the device, beside what the device goes on with."""
+        absent = [moved for moved in self.moved if moved.on_device is None]
+        for moved in absent:  # memory of the stream that computes: it uses it, and gets it back
+            assert moved.on_host is not None
+            moved.on_device = torch.empty(moved.on_host.shape, dtype=torch.uint8, device=moved.device)
+        if absent:
+            self.reloaded = self._beside(absent, _Moved.to_device)
+
+    def loaded(self, moved: _Moved) -> Tensor:
+        """A storage on the device, copied now if nobody has begun to."""
+        if moved.on_device is None:
+            self.start_reload()
+        _wait(self.reloaded)
+        assert moved.on_device is not None
+        return moved.on_device
+
+    def end_backward(self) -> None:
+        """Of what a retained graph still holds keep only the host's copy."""
+        if self.reloaded is not None or not self.leaving:
+            _wait(self.reloaded)
+            for moved in self.moved:
+                if moved.on_host is not None:
+                    moved.on_device = None
+            self.reloaded = None
+
+    def _beside(self, moved: list[_Moved], copy: Callable[[_Moved], None]) -> Any:
+        """Copies on the side stream, after what was computed so far; the event of their end, None on a CPU."""
+        side = self.stream(moved[0].device) if moved else None
+        if side is None:
+            for one in moved:
+                copy(one)
+            return None
+        side.wait_stream(torch.cuda.current_stream(side.device))
+        with torch.cuda.stream(side):
+            for one in moved:
+                copy(one)
+            return side.record_event()
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, tuple):
+        cls, inner, context, shape, stride = packed
+        tensors = {name: _unpack(part) for name, part in inner.items()}
+        return cls.__tensor_unflatten__(tensors, context, shape, stride)
+    return packed.tensor() if isinstance(packed, _Handle) else packed
+
+
+def _wait(event: Any) -> None:
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+class _Forward:
+    """The layers of one forward, in order."""
+
+    def __init__(self) -> None:
+        self.layers: list[_Layer | None] = []
+
+    def begin_backward(self, index: int) -> None:
+        """The gradient of a layer's output is there: its tensors are needed now, those of the one before soon."""
+        for step, act in ((1, _Layer.end_backward), (0, _Layer.start_reload), (-1, _Layer.start_reload)):
+            at = index + step
+            layer = self.layers[at] if 0 <= at < len(self.layers) else None
+            if layer is not None:
+                act(layer)
+
+
+class _Offload:
+    """Context and synchronisation of :func:`get_cpu_offload_context`."""
+
+    def __init__(self, offloaded: int, model_layers: int, manual: bool, stream: Any) -> None:
+        self.offloaded, self.model_layers, self.manual = offloaded, model_layers, manual
+        self.given = stream
+        self.side: dict[torch.device, Any] = {}
+        self.forward = _Forward()
+        self.hooks: Any = None
+        self.synchronised = True
+
+    def stream(self, device: torch.device) -> Any:
+        """The stream of the copies; None where they need none."""
+        if device.type != "cuda":
+            return None
+        if device not in self.side:
+            self.side[device] = self.given or torch.cuda.Stream(device)
+        return self.side[device]
+
+    def __enter__(self) -> _Offload:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "offloading activations to the CPU cannot be compiled; compile the layers inside"
+            )
+        if not self.synchronised:
+            raise RuntimeError(
+                "the offload context was entered again before the sync function; call it with each layer's output"
+            )
+        if len(self.forward.layers) == self.model_layers:
+            self.forward = _Forward()
+        index = len(self.forward.layers)
+        layer = _Layer(self.stream) if index < self.offloaded else None
+        self.forward.layers.append(layer)
+        self.synchronised = False
+        if layer is not None:
+            self.hooks = torch.autograd.graph.saved_tensors_hooks(layer.pack, _unpack)
+            self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.hooks is not None:
+            self.hooks.__exit__(*exception)
+            self.hooks = None
+        if exception and exception[0] is not None:  # the layer failed: the next forward begins anew
+            self.synchronised, self.forward = True, _Forward()
+
+    def synchronise(self, output: Any) -> Any:
+        """Called with the output of each layer, which it returns: the layer's tensors leave, and come back in time."""
+        index = len(self.forward.layers) - 1
+        self.synchronised = True
+        if self.manual:
+            return output
+        layers = self.forward.layers
+        if layers[index] is not None:
+            layers[index].start_offload()
+        if index and layers[index - 1] is not None:
+            layers[index - 1].release()
+        begin = functools.partial(_begin_backward, self.forward, index)
+        for tensor in torch.utils._pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(begin)
+        return output
+
+
+def _begin_backward(forward: _Forward, index: int, grad: Tensor) -> None:
+    forward.begin_backward(index)
+
+
+class ManualOffloadSynchronizer:
+    """Says when layers move, by their index in the last forward; what was not reloaded is when it is needed."""
+
+    def __init__(self, offload: _Offload | None) -> None:
+        self._offload = offload
+
+    def start_offload_layer(self, layer_id: int) -> None:
+        """Begin to copy what a layer saved to the host."""
+        self._call(layer_id, _Layer.start_offload)
+
+    def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
+        """Let go of the device's memory of it, once it is copied."""
+        self._call(layer_id, _Layer.release)
+
+    def start_reload_layer(self, layer_id: int) -> None:
+        """Begin to copy it back."""
+        self._call(layer_id, _Layer.start_reload)
+
+    def _call(self, layer_id: int, act: Callable[[_Layer], None]) -> None:
+        layers = [] if self._offload is None else self._offload.forward.layers
+        if self._offload is None:
+            return
+        if not 0 <= layer_id < len(layers):
+            raise ValueError(f"layer_id is {layer_id}; the last forward had layers 0 to {len(layers) - 1}")
+        layer = layers[layer_id]
+        assert layer is not None
+        act(layer)
+
+
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: torch.cuda.Stream | None = None,
+) -> tuple[Any, ...]:
+    """A context for the forward of each layer, and a function for its output; what autograd saved waits on the host.
+
+    Tensors that are saved inside the context move to pinned memory while the next layer computes, and back while the
+    layer after theirs runs its backward: two layers' activations are on the device, in place of ``num_layers``. What
+    moves is what is saved, so of quantized operands codes and scales. Parameters, tensors of fewer than 2**18 elements
+    and what was given to :func:`mark_not_offload` stay. Results are the same bits. Eager code; layers inside may be
+    compiled. Tensors of a CPU are copied, too, which is for tests.
+
+    Args:
+        enabled: False returns objects that do nothing.
+        num_layers: the first so many layers are offloaded; the last one never is, as its backward comes at once.
+        model_layers: how many layers a forward has.
+        offload_activations: must be True for there to be something to offload.
+        offload_weights: has no effect, and is deprecated. double_buffering, retain_pinned_cpu_buffers: have no effect:
+            PyTorch keeps pinned memory for the next use.
+        manual_synchronization: nothing moves but where the controller says so.
+        offload_stream: the stream of the copies, for manual synchronisation.
+
+    Returns:
+        (context, sync_function), with manual synchronisation (context, sync_function, ManualOffloadSynchronizer).
+        ``output = sync_function(output)`` follows each ``with context: output = layer(x)``.
+
+    Raises:
+        ValueError: nothing to offload, ``num_layers`` above ``model_layers - 1`` or below 1, or a stream without manual
+            synchronisation. RuntimeError: entering again before the sync function; under ``torch.compile``.
+    """
+    if not enabled:
+        idle = (contextlib.nullcontext(), _identity)
+        return (*idle, ManualOffloadSynchronizer(None)) if manual_synchronization else idle
+    if offload_weights:
+        warnings.warn(
+            "offload_weights has no effect; weights stay on the device", DeprecationWarning, stacklevel=2
+        )
+    if not offload_activations:
+        raise ValueError(
+            "there is nothing to offload: offload_activations is False; pass enabled=False instead"
+        )
+    if not manual_synchronization and not 1 <= num_layers <= model_layers - 1:
+        raise ValueError(
+            f"num_layers is {num_layers} of model_layers={model_layers}; use 1 to {model_layers - 1}, the last layer's "
+            "backward comes at once"
+        )
+    if offload_stream is not None and not manual_synchronization:
+        raise ValueError("offload_stream is for manual_synchronization=True; leave it out")
+    offloaded = model_layers if manual_synchronization else num_layers
+    made = _Offload(offloaded, model_layers, manual_synchronization, offload_stream)
+    return (
+        (made, made.synchronise, ManualOffloadSynchronizer(made))
+        if manual_synchronization
+        else (made, made.synchronise)
+    )
+
+
+def _identity(output: Any) -> Any:
+    return output
