@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import plain_transformer as plain
 import pytest
 import torch
 from modules import assert_same, randomized, step
-from recipes import DEVICE, QUANTIZED
+from recipes import DEVICE, EMULATE, QUANTIZED
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -286,6 +287,53 @@ def test_hidden_dropout() -> None:
     out = layer(x)
     assert set(out.unique().tolist()) == {0.0, 4.0} and 0.2 < (out != 0).float().mean() < 0.3
     assert torch.equal(layer.eval()(x), torch.ones_like(x))
+
+
+# -- compiled -------------------------------------------------------------------------------------------------------
+
+COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "decoder": ({"layer_type": "decoder", "apply_residual_connection_post_layernorm": True, "num_gqa_groups": 2}, {}),
+    "packed": ({"attn_input_format": "thd", "self_attn_mask_type": "padding_causal", "qk_norm_type": "LayerNorm"}, {}),
+    "dropout": (
+        # a dropout whose scale is a power of two: PyTorch rounds others differently in eager and compiled backwards
+        {"hidden_dropout": 0.5, "attention_dropout": 0.2, "drop_path_rate": 0.2, "parallel_attention_mlp": True}, {},
+    ),
+    "core_again": ({"output_layernorm": True}, {"checkpoint_core_attention": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_eager(name: str) -> None:
+    """One graph, forward and backward; the matrix of all recipes is in test_compile_matrix.py."""
+    options, inputs = COMPILED[name]
+    fmt, x = options.get("attn_input_format", "sbhd"), rows(16, 2).detach().bfloat16()
+    inputs = dict(inputs)
+    if fmt == "thd":
+        inputs |= {
+            "cu_seqlens_q": lengths(16),
+            "cu_seqlens_kv": lengths(16),
+            "max_seqlen_q": 16,
+            "max_seqlen_kv": 16,
+        }
+        inputs["rotary_pos_emb"] = angles(H // HEADS, {})
+    if options.get("layer_type") == "decoder":
+        inputs["encoder_output"] = rows(8, 3).detach().bfloat16().transpose(0, 1)
+    layer = make_layer(params_dtype=torch.bfloat16, **options)
+    x = in_format(x, fmt).contiguous().requires_grad_(True)
+    forward = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
+    recipe = nc.recipe.MXFP8BlockScaling(emulate=EMULATE)
+    compiled = step(forward._orig_mod, x, recipe, forward, **inputs)
+    assert_same(compiled, step(layer, x, recipe, **inputs))
+
+
+def test_torch_autocast() -> None:
+    layer = make_layer(qk_norm_type="RMSNorm", init_method=None, output_layer_init_method=None)
+    x = in_format(rows(LENGTH, 2), "sbhd")
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == torch.float32  # the residual's
+    assert_close(out, layer(x), "bf16_output")
+    out.sum().backward()
 
 
 # -- recipes --------------------------------------------------------------------------------------------------------
