@@ -157,12 +157,11 @@ class _Layer:
 
     def end_backward(self) -> None:
         """Of what a retained graph still holds keep only the host's copy."""
-        if self.reloaded is not None or not self.leaving:
-            _wait(self.reloaded)
-            for moved in self.moved:
-                if moved.on_host is not None:
-                    moved.on_device = None
-            self.reloaded = None
+        _wait(self.reloaded)
+        self.reloaded = None
+        for moved in self.moved:
+            if moved.on_host is not None:
+                moved.on_device = None
 
     def _beside(self, moved: list[_Moved], copy: Callable[[_Moved], None]) -> Any:
         """Copies on the side stream, after what was computed so far; the event of their end, None on a CPU."""
