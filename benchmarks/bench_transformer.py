@@ -1,0 +1,272 @@
+"""``TransformerLayer``: a block of the 8B shape, training steps of four, decoding of 1B parameters with a KV cache.
+
+The bf16 peer of the block is plain PyTorch (RMSNorm, linear layers, scaled_dot_product_attention, SwiGLU), compiled as
+ours are. Decoding compares our layers in bf16 with the same whose weights were made FP8 once; a step
+gives one token and is a CUDA graph. ``--only`` chooses contenders: "block", "steps" or "decode" in their names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness import Row, parser, report, runs_on_gpu
+from torch import Tensor, nn
+
+import narrowcast as nc
+
+BF16 = torch.bfloat16
+WIDE = (4096, 14336, 32, 8)  # hidden, ffn, heads, groups
+ONE_B = (2048, 8192, 32, 8)
+LAYERS, BATCH, LENGTH, VOCABULARY = 4, 4, 2048, 32000
+RECIPES: dict[str, nc.recipe.Recipe | None] = {
+    "torch bf16": None,
+    "narrowcast bf16": None,
+    "delayed": nc.recipe.DelayedScaling(),
+    "current": nc.recipe.Float8CurrentScaling(),
+    "block-scaled": nc.recipe.Float8BlockScaling(),
+}
+
+
+class PlainBlock(nn.Module):
+    """The block in plain PyTorch."""
+
+    def __init__(self, hidden: int, ffn: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.heads, self.groups, self.width = heads, groups, hidden // heads
+        like: Any = {"bias": False, "dtype": BF16, "device": "cuda"}
+        self.norm1 = nn.RMSNorm(hidden, eps=1e-5, dtype=BF16, device="cuda")
+        self.norm2 = nn.RMSNorm(hidden, eps=1e-5, dtype=BF16, device="cuda")
+        self.qkv = nn.Linear(hidden, (heads + 2 * groups) * self.width, **like)
+        self.proj = nn.Linear(hidden, hidden, **like)
+        self.fc1, self.fc2 = nn.Linear(hidden, 2 * ffn, **like), nn.Linear(ffn, hidden, **like)
+
+    def forward(self, x: Tensor, rotary_pos_emb: Tensor) -> Tensor:
+        sizes = [self.heads, self.groups, self.groups]
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (sum(sizes), self.width)).split(sizes, 2)
+        angles = rotary_pos_emb[: x.shape[1], 0].unsqueeze(0)
+        cosine, sine = angles.cos(), angles.sin()
+        q, k = _rotated(q, cosine, sine), _rotated(k, cosine, sine)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.proj(out.transpose(1, 2).flatten(2))
+        gate, up = self.fc1(self.norm2(x)).chunk(2, -1)
+        return x + self.fc2(F.silu(gate) * up)
+
+
+def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, -1)
+    return (x.float() * cosine + torch.cat([-second, first], -1) * sine).to(x.dtype)
+
+
+def layer(sizes: tuple[int, int, int, int], number: int = 1) -> nc.TransformerLayer:
+    hidden, ffn, heads, groups = sizes
+    return nc.TransformerLayer(
+        hidden,
+        ffn,
+        heads,
+        num_gqa_groups=groups,
+        normalization="RMSNorm",
+        activation="swiglu",
+        bias=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fuse_qkv_params=True,
+        qkv_weight_interleaved=False,
+        attn_input_format="bshd",
+        layer_number=number,
+        params_dtype=BF16,
+        device="cuda",
+    )
+
+
+def blocks(name: str, count: int) -> nn.ModuleList:
+    torch.manual_seed(0)
+    if name == "torch bf16":
+        made = nn.ModuleList(PlainBlock(*WIDE) for _ in range(count))
+    else:
+        made = nn.ModuleList(layer(WIDE, number) for number in range(1, count + 1))
+        nc.set_recipe(made, RECIPES[name])
+    for parameter in made.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+    return made
+
+
+def angles(sizes: tuple[int, int, int, int], length: int) -> Tensor:
+    rope = nc.RotaryPositionEmbedding(sizes[0] // sizes[2], rotary_base=500_000.0).to("cuda")
+    return rope(length).to("cuda")
+
+
+def timed(step: Callable[[], Any], repeats: int, each: int = 5) -> float:
+    """Median seconds of a step, host included."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(each):
+            step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) / each)
+    return sorted(times)[len(times) // 2]
+
+
+def fresh() -> None:
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def block(name: str, repeats: int) -> Row:
+    """Forward and backward of one block, 4 x 2048 tokens, compiled; memory above the parameters and their gradients."""
+    fresh()
+    (own,), positions = blocks(name, 1), angles(WIDE, LENGTH)
+    run = torch.compile(own, fullgraph=True)
+    x = torch.randn(BATCH, LENGTH, WIDE[0], dtype=BF16, device="cuda", requires_grad=True)
+    dy = torch.randn_like(x)
+
+    def step() -> None:
+        x.grad = None
+        own.zero_grad(set_to_none=True)
+        run(x, rotary_pos_emb=positions).backward(dy)
+
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    return {"contender": f"block, {name}", "ms": timed(step, repeats) * 1e3, "peak_gib": peak / 2**30}
+
+
+class Model(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDE[0], dtype=BF16, device="cuda")
+        self.blocks = blocks(name, LAYERS)
+        self.norm = nn.RMSNorm(WIDE[0], eps=1e-5, dtype=BF16, device="cuda")
+        self.head = nn.Linear(WIDE[0], VOCABULARY, bias=False, dtype=BF16, device="cuda")
+
+    def forward(self, words: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for own in self.blocks:
+            x = own(x, rotary_pos_emb=positions)
+        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
+
+
+def steps(name: str, repeats: int) -> Row:
+    """Training steps of four blocks with embedding, head in bf16, and AdamW, compiled whole."""
+    fresh()
+    model, positions = Model(name), angles(WIDE, LENGTH)
+    if name not in ("torch bf16", "narrowcast bf16"):
+        nc.set_recipe(
+            model, {"blocks": RECIPES[name]}
+        )  # the model is what is called: it renews delayed scaling
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    run = torch.compile(model, fullgraph=True)
+    words = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), device="cuda")
+    inputs, targets = words[:, :-1].contiguous(), words[:, 1:].contiguous()
+
+    def step() -> Tensor:
+        loss = run(inputs, targets, positions)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    losses = [step().item() for _ in range(6)]
+    seconds = timed(step, repeats)
+    row: Row = {
+        "contender": f"steps, {name}",
+        "ms": seconds * 1e3,
+        "tokens_per_second": BATCH * LENGTH / seconds,
+    }
+    return row | {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "loss_after_6": losses[-1]}
+
+
+@torch.inference_mode()
+def decode(name: str, batch: int, repeats: int) -> Row:
+    """One token of each of ``batch`` sequences a step, 16 layers of 2048/8192, behind 512 cached tokens."""
+    fresh()
+    prompt, longest = 512, 1024
+    torch.manual_seed(0)
+    recipe = RECIPES[name]
+    with nc.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+        layers = nn.ModuleList(layer(ONE_B, number) for number in range(1, 17)).eval()
+    nc.set_recipe(layers, recipe)
+    positions = angles(ONE_B, longest + 1)
+    params = nc.InferenceParams(batch, longest, device="cuda")
+
+    def forward(x: Tensor) -> Tensor:
+        for own in layers:
+            x = own(
+                x, rotary_pos_emb=positions, inference_params=params, self_attn_mask_type="padding_causal"
+            )
+        return x
+
+    params.pre_step(OrderedDict((index, prompt) for index in range(batch)))
+    forward(torch.randn(batch, prompt, ONE_B[0], dtype=BF16, device="cuda"))
+    token = torch.randn(batch, 1, ONE_B[0], dtype=BF16, device="cuda")
+    run = torch.compile(forward, fullgraph=True, mode="reduce-overhead")
+
+    def step() -> Tensor:
+        params.pre_step(OrderedDict((index, 1) for index in range(batch)))
+        torch.compiler.cudagraph_mark_step_begin()
+        return run(token)
+
+    for _ in range(4):
+        step()
+    seconds = timed(step, min(repeats, 12), each=10)
+    weights = sum(parameter.numel() for parameter in layers.parameters())
+    row: Row = {
+        "contender": f"decode {batch}, {name}",
+        "ms": seconds * 1e3,
+        "tokens_per_second": batch / seconds,
+    }
+    return row | {"parameters": weights, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    cases: dict[str, tuple[str, Callable[[], Row]]] = {}
+    for name in RECIPES:
+        cases[f"block, {name}"] = "block, torch bf16", lambda name=name: block(name, options.repeats)
+        cases[f"steps, {name}"] = "steps, torch bf16", lambda name=name: steps(name, options.repeats)
+    for batch in (1, 64):
+        for name in ("narrowcast bf16", "current", "block-scaled"):
+            base = f"decode {batch}, narrowcast bf16"
+            cases[f"decode {batch}, {name}"] = (
+                base,
+                lambda name=name, batch=batch: decode(name, batch, options.repeats),
+            )
+    rows = []
+    for name, (_, run) in cases.items():
+        if not options.only or options.only in name:
+            try:
+                rows.append(run())
+            except Exception as error:  # the others are measured all the same, and the row says what happened
+                rows.append({"contender": name, "error": f"{type(error).__name__}: {str(error)[:200]}"})
+            print(rows[-1], flush=True)
+    times = {str(row["contender"]): float(str(row["ms"])) for row in rows if "ms" in row}
+    for row in rows:
+        base = times.get(cases[str(row["contender"])][0])
+        if base and "ms" in row:
+            row["share_of_bf16"] = float(str(row["ms"])) / base
+    return rows
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    if runs_on_gpu(options):
+        report("transformer", measure(options), options)
+
+
+if __name__ == "__main__":
+    main()
