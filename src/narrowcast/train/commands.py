@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,6 +24,7 @@ from .progress import format_duration, make_progress
 from .recipes import read_recipe_table, recipe_name
 from .report import terminal_table
 from .session import run_in, series
+from .tokens import load_tokens
 
 app = typer.Typer(
     name="narrowcast",
@@ -52,11 +53,13 @@ def train(
     context: typer.Context,
     preset: o.Preset = "tiny",
     data: o.Data = None,
+    tokenizer: o.TokenizerFile = None,
     recipe: o.Recipe = "bf16",
     recipe_table: o.RecipeTable = None,
     keep_bf16: o.KeepBf16 = "",
     out: o.RunFolder = None,
     resume: o.Resume = False,
+    tensorboard: o.TensorBoard = False,
     device: o.Device = "auto",
     seed: o.Seed = TrainConfig.seed,
     seeds: o.Seeds = 1,
@@ -82,10 +85,11 @@ def train(
     hidden: o.Hidden = None,
     tie_embeddings: o.TieEmbeddings = None,
 ) -> None:
-    """Train a small Llama-style model on bytes of text; with several recipes or seeds, compare them."""
+    """Train a small Llama-style model on text; with several recipes or seeds, compare them."""
     given = dict(context.params)
     start = find_preset(preset)
-    model = override(start.model, **_taken(given, start.model))
+    tokens = load_tokens(tokenizer)
+    model = override(start.model, **_taken(given, start.model), vocabulary=tokens.vocabulary)
     recipes = [recipe_name(word.strip()) for word in recipe.split(",")]
     config = override(
         start,
@@ -101,21 +105,23 @@ def train(
         require_graphs(config)
     if compile:
         require_compiler(config.device)
-    corpus = load_corpus(data, seq_len=config.seq_len)
+    corpus = load_corpus(data, seq_len=config.seq_len, tokens=tokens)
     progress = make_progress(Console(stderr=True))
+    kept: dict[str, Any] = {"tokenizer": tokens.content, "tensorboard": tensorboard}
     if len(recipes) == seeds == 1:
         with run_folder(out, resume=resume) as folder:
-            result = run_in(folder, config, corpus, progress, resume=resume, told=out is None)
+            result = run_in(folder, config, corpus, progress, resume=resume, told=out is None, **kept)
         pace = f", {format_pace(result.pace, ', ')}" if result.pace.tokens_per_second else ""
         typer.echo(
-            f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per byte after {result.steps} steps "
-            f"({result.parameters:,} parameters{pace}, {format_duration(result.seconds)}); run in {folder}"
+            f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per {corpus.unit} after "
+            f"{result.steps} steps ({result.parameters:,} parameters{pace}, {format_duration(result.seconds)}); "
+            f"run in {folder}"
         )
         return
     check_recipes(config, recipes)
     configs = [replace(config, recipe=name, seed=seed + i) for name in recipes for i in range(_count(seeds))]
     with run_folder(out, resume=resume) as folder:
-        series(folder, configs, corpus, progress, resume=resume)
+        series(folder, configs, corpus, progress, resume=resume, **kept)
         try:
             _compare([folder], folder, context.obj)
         except SettingsError as error:  # the runs are there, and perhaps more are to come
@@ -150,7 +156,7 @@ def _compare(runs: list[Path], out: Path, command: str) -> None:
     comparison = compare_runs(runs)
     with writing_into(out):
         write_comparison(comparison, out, command=command)
-    Console().print(terminal_table(comparison.rows))
+    Console().print(terminal_table(comparison.rows, unit=comparison.unit))
     typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / 'summary.csv'}, {out / 'losses.csv'}")
 
 

@@ -49,6 +49,11 @@ class Comparison:
     results: list[RunResult]
     shared: dict
 
+    @property
+    def unit(self) -> str:
+        """What a token is called."""
+        return self.shared["data"].get("unit", "byte")
+
 
 def compare_runs(folders: Sequence[Path]) -> Comparison:
     """Read finished runs and compare them.
@@ -100,7 +105,9 @@ def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> N
         f"{shared['parameters']:,} parameters, {settings['steps']} steps of {settings['batch_size']} sequences of "
         f"{settings['seq_len']}, {shared['data']['source']}. {shared['machine']}"
     )
-    write_bytes(folder / "loss.png", draw(comparison.rows, subtitle=subtitle, title=TITLE))
+    write_bytes(
+        folder / "loss.png", draw(comparison.rows, subtitle=subtitle, title=TITLE, unit=comparison.unit)
+    )
     write_bytes(folder / "losses.csv", _losses(comparison.results))
     write_bytes(folder / "summary.csv", _summary(comparison))
     content = {

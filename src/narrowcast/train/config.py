@@ -173,6 +173,8 @@ def option_of(name: str) -> str:
 
 def setting_of(name: str, value: object) -> str:
     """Return how the command line spells a value, such as `--dim 256` or `--no-compile`."""
+    if name == "vocabulary":  # no option of its own
+        return f"a --tokenizer of {value} tokens" if value != VOCABULARY else "no --tokenizer"
     if isinstance(value, bool):
         return option_of(name) if value else option_of(f"no_{name}")
     return f"{option_of(name)} {value}"

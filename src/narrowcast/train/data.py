@@ -1,4 +1,4 @@
-"""Bytes of real text in a training and a held-out part, and batches that depend on (seed, step) alone."""
+"""Tokens of real text in a training and a held-out part, and batches that depend on (seed, step) alone."""
 
 import hashlib
 import os
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import SettingsError
+from .tokens import Bytes, Tokens
 
 SIZE_CAP = 16 * 2**20  # bytes read at most: enough text, and it loads in well under a second
 SNIFFED = 8192  # a file with a NUL byte in its first bytes is taken for binary
@@ -23,15 +24,16 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as bytes.
+    """A text as tokens.
 
     Args:
-        train: uint8, (n,).
-        held_out: uint8, (m,); shares no byte position of the text with `train`.
+        train: uint8 or int32, (n,).
+        held_out: as `train`, (m,); shares no position of the text with it.
         source: where it was read from, for people.
         files: number of files read.
-        digest: SHA-256 of the text, first 16 hex digits; tells a resumed run whether the text is the same.
+        digest: SHA-256 of the text and its tokenizer, first 16 hex digits; tells whether they are the same.
         remark: what was read of `--data` and what was left out, in one line; empty where all of it was read.
+        unit: what a token is called.
     """
 
     train: Tensor
@@ -40,6 +42,7 @@ class Corpus:
     files: int
     digest: str
     remark: str = ""
+    unit: str = "byte"
 
     def repeated(self, drawn: int) -> str:
         """Return a line for people where a run draws more than the text holds; empty otherwise."""
@@ -47,16 +50,17 @@ class Corpus:
         if drawn <= held:
             return ""
         times = f"each {drawn / held:.1f} times on average"
-        return f"text: {held:,} bytes to train on, and the run draws {drawn:,}: {times}"
+        return f"text: {held:,} {self.unit}s to train on, and the run draws {drawn:,}: {times}"
 
 
-def load_corpus(path: Path | None, *, seq_len: int) -> Corpus:
+def load_corpus(path: Path | None, *, seq_len: int, tokens: Tokens | None = None) -> Corpus:
     """Read a text file, or every text file below a folder; None reads the Python standard library's sources.
 
     Args:
         path: file or folder. Below a folder, hidden entries and binary files are left out, and the files are
             read in sorted order up to `SIZE_CAP` bytes.
-        seq_len: bytes of a training sequence; both parts must hold one and its next byte.
+        seq_len: tokens of a training sequence; both parts must hold one and its next token.
+        tokens: what a token is; None for bytes.
 
     Raises:
         SettingsError: the path does not exist or cannot be read, or holds too little text.
@@ -66,7 +70,7 @@ def load_corpus(path: Path | None, *, seq_len: int) -> Corpus:
     if not root.exists():
         raise SettingsError(f"no file or folder at {source}; give --data an existing text file or folder")
     if path is None:
-        return split(_Reader(".py", LEFT_OUT).read(root), seq_len=seq_len, source=source)
+        return split(_Reader(".py", LEFT_OUT).read(root), seq_len=seq_len, source=source, tokens=tokens)
     if root.is_file():
         texts, size = _read_file(root), root.stat().st_size
         remark = f"text: the first {SIZE_CAP:,} of {size:,} bytes of {source}" if size > SIZE_CAP else ""
@@ -76,34 +80,35 @@ def load_corpus(path: Path | None, *, seq_len: int) -> Corpus:
         remark = (
             f"text: {len(texts):,} files, {sum(map(len, texts)):,} bytes of {source}; {reader.left_out()}"
         )
-    return replace(split(texts, seq_len=seq_len, source=source), remark=remark)
+    return replace(split(texts, seq_len=seq_len, source=source, tokens=tokens), remark=remark)
 
 
-def split(texts: list[bytes], *, seq_len: int, source: str) -> Corpus:
+def split(texts: list[bytes], *, seq_len: int, source: str, tokens: Tokens | None = None) -> Corpus:
     """Join texts and hold out every tenth block of the result.
 
     Args:
         texts: file contents in order.
-        seq_len: bytes of a training sequence.
+        seq_len: tokens of a training sequence.
         source: name for people.
+        tokens: what a token is; None for bytes.
 
     Raises:
-        SettingsError: the held-out part would be shorter than one sequence and its next byte.
+        SettingsError: the held-out part would be shorter than one sequence and its next token.
     """
-    joined = b"\n".join(texts)
-    block = min(LARGEST_BLOCK, max(seq_len + 1, len(joined) // BLOCKS))
-    if len(joined) < HELD_OUT_EVERY * block:
+    tokens = tokens or Bytes()
+    data = tokens.encode(texts)
+    block = min(LARGEST_BLOCK, max(seq_len + 1, len(data) // BLOCKS))
+    if len(data) < HELD_OUT_EVERY * block:
         raise SettingsError(
-            f"{source} holds {len(joined)} bytes of text, and --seq-len {seq_len} needs at least "
+            f"{source} holds {len(data)} {tokens.unit}s of text, and --seq-len {seq_len} needs at least "
             f"{HELD_OUT_EVERY * (seq_len + 1)}; give --data more text or lower --seq-len"
         )
-    data = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
     blocks = data.split(block)
     # The last block may be short, so the held-out ones are the ends of whole groups of ten.
     train = [b for i, b in enumerate(blocks) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
     held_out = blocks[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-    digest = hashlib.sha256(joined).hexdigest()[:16]
-    return Corpus(torch.cat(train), torch.cat(held_out), source, len(texts), digest)
+    digest = hashlib.sha256(b"\n".join(texts) + tokens.digest.encode()).hexdigest()[:16]
+    return Corpus(torch.cat(train), torch.cat(held_out), source, len(texts), digest, unit=tokens.unit)
 
 
 def train_batch(
@@ -114,13 +119,13 @@ def train_batch(
     Args:
         corpus: the text.
         batch_size: sequences.
-        seq_len: bytes per sequence.
+        seq_len: tokens per sequence.
         seed: the run's seed.
         step: index of the step. The batch is a function of the seed and the step alone, so that a run may
             stop and go on anywhere without keeping a reader's position.
 
     Returns:
-        inputs and targets, each int64 (batch_size, seq_len) on the CPU; targets are the inputs' next bytes.
+        inputs and targets, each int64 (batch_size, seq_len) on the CPU; targets are the inputs' next tokens.
     """
     mixed = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little", signed=True))
@@ -136,7 +141,7 @@ def held_out_batches(
     Args:
         corpus: the text.
         batch_size: sequences per batch.
-        seq_len: bytes per sequence.
+        seq_len: tokens per sequence.
         count: batches.
 
     Returns:

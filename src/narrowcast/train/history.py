@@ -7,7 +7,7 @@ from .pace import Pace
 
 @dataclass
 class History:
-    """Losses of a run, in nats per byte.
+    """Losses of a run, in nats per token.
 
     Args:
         train: one loss per step done, of that step's batch before its update.
@@ -53,5 +53,5 @@ class RunResult:
 
     @property
     def held_out_loss(self) -> float:
-        """The last held-out loss, in nats per byte."""
+        """The last held-out loss, in nats per token."""
         return self.history.held_out[-1][1]

@@ -66,6 +66,13 @@ KeepBf16 = Annotated[
         "Patterns of layers that stay in bfloat16, such as 'blocks.0,blocks.11' or 'blocks.*.attention'."
     ),
 ]
+TokenizerFile = Annotated[
+    SomePath,
+    _option("A tokenizer.json of the package tokenizers; left out: tokens are bytes.", default=False),
+]
+TensorBoard = Annotated[
+    bool, _option("Also write TensorBoard's files into the run's folder.", "--tensorboard/--no-tensorboard")
+]
 Resume = Annotated[
     bool,
     _option(

@@ -25,13 +25,14 @@ DASHES = ("-", "--", ":", "-.")  # of one recipe with other layers apart
 TITLE = "A Transformer learns real text in every recipe"
 
 
-def draw(rows: Sequence[Row], *, subtitle: str, title: str = TITLE) -> bytes:
+def draw(rows: Sequence[Row], *, subtitle: str, title: str = TITLE, unit: str = "byte") -> bytes:
     """Draw a comparison; where a recipe has several seeds, their mean, and how far they lie apart.
 
     Args:
         rows: the comparison; the baseline among them.
         subtitle: what was trained, where.
         title: what the picture shows.
+        unit: what a token is called.
 
     Returns:
         a PNG image.
@@ -39,7 +40,7 @@ def draw(rows: Sequence[Row], *, subtitle: str, title: str = TITLE) -> bytes:
     figure = Figure(figsize=(12, 5.2), dpi=150, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", size=15, weight="bold")
     losses, gaps = figure.subplots(1, 2, width_ratios=[1, 1.25])
-    _draw_losses(losses, rows)
+    _draw_losses(losses, rows, unit)
     _draw_gaps(gaps, rows)
     figure.supxlabel(subtitle, x=0.01, ha="left", size=8.5, color="0.35")
     image = io.BytesIO()
@@ -47,8 +48,8 @@ def draw(rows: Sequence[Row], *, subtitle: str, title: str = TITLE) -> bytes:
     return image.getvalue()
 
 
-def _draw_losses(axes: Axes, rows: Sequence[Row]) -> None:
-    _style(axes, "Held-out loss, nats per byte")
+def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
+    _style(axes, f"Held-out loss, nats per {unit}")
     for row, dashes in zip(rows, _dashes(rows)):
         steps, losses = zip(*row.held_out)
         wide = row.recipe == BASELINE

@@ -147,10 +147,10 @@ def cells(row: Row) -> list[str]:
 HEADINGS = ["recipe", "held-out loss", "gap to bf16", "allowed", "tokens/s", "time"]
 
 
-def terminal_table(rows: Sequence[Row]) -> Table:
-    """Return the rows as a table for rich."""
+def terminal_table(rows: Sequence[Row], unit: str = "byte") -> Table:
+    """Return the rows as a table for rich; a loss is per `unit`."""
     seeds = max(len(row.seeds) for row in rows)
-    title = "held-out loss in nats per byte" + (
+    title = f"held-out loss in nats per {unit}" + (
         f", mean of up to {seeds} seeds, lowest to highest" if seeds > 1 else ""
     )
     table = Table(title=title, title_justify="left")

@@ -7,20 +7,31 @@ from pathlib import Path
 import torch
 
 from . import checkpoint
-from .atomic import write_json, writing_into
+from .atomic import write_bytes, write_json, writing_into
+from .board import Board
 from .config import TrainConfig, compared_fields
 from .data import Corpus
 from .history import RunResult
 from .loop import Run
 from .machine import describe
 from .progress import Progress
+from .tokens import TOKENIZER
 
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
+BOARD = "tensorboard"
 
 
 def run_in(
-    folder: Path, config: TrainConfig, corpus: Corpus, progress: Progress, *, resume: bool, told: bool
+    folder: Path,
+    config: TrainConfig,
+    corpus: Corpus,
+    progress: Progress,
+    *,
+    resume: bool,
+    told: bool,
+    tokenizer: str = "",
+    tensorboard: bool = False,
 ) -> RunResult:
     """Train a run, with its checkpoints and its result in a folder.
 
@@ -31,11 +42,18 @@ def run_in(
         progress: is told what happens.
         resume: continue from the newest checkpoint.
         told: whether to tell the folder's name.
+        tokenizer: JSON of the text's tokenizer, which `generate` needs again; empty for bytes.
+        tensorboard: also write TensorBoard's files into the folder.
 
     Raises:
         SettingsError, TrainingError: as `Run`.
     """
+    if tensorboard:
+        progress = Board(progress, folder / BOARD, config)
     run = Run(config, corpus, progress, folder / CHECKPOINTS, resume=resume)
+    if tokenizer:
+        with writing_into(folder):
+            write_bytes(folder / TOKENIZER, tokenizer.encode())
     if told:
         progress.note(f"the run is in {folder}")
     for remark in filter(None, (corpus.remark, corpus.repeated(config.steps * config.tokens_per_step))):
@@ -49,7 +67,14 @@ def run_in(
 
 
 def series(
-    folder: Path, configs: Sequence[TrainConfig], corpus: Corpus, progress: Progress, *, resume: bool
+    folder: Path,
+    configs: Sequence[TrainConfig],
+    corpus: Corpus,
+    progress: Progress,
+    *,
+    resume: bool,
+    tokenizer: str = "",
+    tensorboard: bool = False,
 ) -> None:
     """Train runs one after the other, each in its own folder below one; finished ones are left as they are.
 
@@ -59,6 +84,7 @@ def series(
         corpus: their text.
         progress: is told what happens.
         resume: continue each run from its newest checkpoint, if it has one.
+        tokenizer, tensorboard: as `run_in` takes them.
 
     Raises:
         SettingsError, TrainingError: as `Run`.
@@ -71,7 +97,16 @@ def series(
             continue
         # Each run compiles anew, as it would alone: graphs of the runs before would count towards the compiler's limit.
         torch.compiler.reset()
-        run_in(own, config, corpus, progress, resume=saved, told=False)
+        run_in(
+            own,
+            config,
+            corpus,
+            progress,
+            resume=saved,
+            told=False,
+            tokenizer=tokenizer,
+            tensorboard=tensorboard,
+        )
 
 
 def _is_finished(path: Path, config: TrainConfig) -> bool:
@@ -81,7 +116,7 @@ def _is_finished(path: Path, config: TrainConfig) -> bool:
 def _summary(config: TrainConfig, corpus: Corpus, result: RunResult) -> dict[str, object]:
     return {
         "machine": describe(config.device),
-        "data": {"source": corpus.source, "digest": corpus.digest},
+        "data": {"source": corpus.source, "digest": corpus.digest, "unit": corpus.unit},
         "settings": dict(compared_fields(config)),
         "parameters": result.parameters,
         "held_out_loss": result.held_out_loss,
