@@ -170,6 +170,12 @@ def test_moe_expressions_equal_the_reference() -> None:
     assert differing_bytes(by_mask, expected["collect"][0](*arguments)[0]) == 0
 
 
+def test_rotary_expression_equals_the_reference() -> None:
+    bench = benchmark("bench_rope")
+    x, cos, sin = bench.random_queries((7, 256))
+    assert torch.equal(bench.expression(x, cos, sin), reference.rope.rotate(x, cos, sin, None, False, False))
+
+
 def test_delayed_scaling_contenders_equal_the_reference() -> None:
     benchmark("bench_delayed_scaling").check("cpu")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from covering import covering
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import narrowcast as nc
 from narrowcast.attention import sdpa
@@ -380,3 +381,31 @@ def test_one_query_of_grouped_heads_repeats_no_key(mask_type: str, monkeypatch: 
             weights = (k[row, :keys, head // 3] @ q[row, 0, head] / 2).softmax(0)
             expected = weights @ v[row, :keys, head // 3] * queries
             assert_close(out[row, 0, 4 * head : 4 * head + 4], expected, "fp32_layer")
+
+
+@pytest.mark.parametrize("qkv_format, mask", [("bshd", "causal"), ("thd", "padding_causal")])
+def test_one_graph_for_all_lengths(qkv_format: str, mask: str) -> None:
+    module = nc.DotProductAttention(HEADS, DIM, qkv_format=qkv_format, attn_mask_type=mask)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, graphs = torch.compile(module, fullgraph=True, backend=counter, dynamic=True), []
+    for n in (6, 9, 13):
+        q, k, v = (leaf(*((2, n) if qkv_format == "bshd" else (2 * n,)), HEADS, DIM) for _ in range(3))
+        cu = cumulative([n, n - 1])
+        given = {} if qkv_format == "bshd" else {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+        out = compiled(q, k, v, **given)
+        out.sum().backward()
+        assert_equal([out], [module(q, k, v, **given)], 1e-6)
+        graphs.append(counter.frame_count)
+    assert graphs == graphs[:1] * 3
+
+
+def test_a_tracker_stays_out_of_graphs() -> None:
+    tracker = nc.CudaRNGStatesTracker("cpu")
+    tracker.add("model-parallel-rng", 3)
+    case = Case("bshd", "causal", "same", attention_dropout=0.5, get_rng_state_tracker=lambda: tracker)
+    with pytest.raises(RuntimeError, match=r"CudaRNGStatesTracker\.fork"):
+        case.run(torch.compile(case.module, fullgraph=True, backend="aot_eager"))
+    states = tracker.get_states()
+    eager = case.run()
+    tracker.set_states(states)
+    assert_equal(case.run(torch.compile(case.module, backend="aot_eager")), eager, 0.0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_attend import Case, assert_equal, soft_cap
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from narrowcast.attention import core, flex
 
@@ -56,7 +57,7 @@ def test_compiled_is_eager(flex_on_a_cpu: None) -> None:
 def test_what_eager_code_calls_is_compiled_once(flex_on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("thd", "padding_causal", "same", softmax="learnable")
     eager = case.run()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(flex, "attend", torch.compile(flex._attend, fullgraph=True, backend=counter))
     for _ in range(3):
         assert_equal(case.run(), eager, 1e-6)
