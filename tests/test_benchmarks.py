@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import narrowcast as nc
 from narrowcast import functional, reference
 from narrowcast.testing import assert_close
 
@@ -310,22 +309,3 @@ def test_plot_knows_the_targets() -> None:
     assert plot.target("transpose", "transpose fp8") == 0.0
     assert plot.split_peer("torchao: fp8 current") == ("torchao", "fp8 current")
     assert plot.split_peer("fp8 current") == ("", "fp8 current")
-
-
-def test_the_plain_transformer_layer_is_ours() -> None:
-    bench = benchmark("bench_transformer_layer")
-    shape = Namespace(hidden=32, ffn=48, heads=4, groups=2, device="cpu")
-    plain, layer = bench.Plain(32, 48, 4, 2, dtype=torch.bfloat16), bench.layer(shape)
-    attention, mlp = layer.self_attention, layer.layernorm_mlp
-    pairs = (
-        (attention.layernorm_qkv.weight, plain.qkv.weight),
-        (attention.proj.weight, plain.proj.weight),
-        (mlp.fc1_weight, plain.fc1.weight),
-        (mlp.fc2_weight, plain.fc2.weight),
-    )
-    with torch.no_grad():
-        for ours, theirs in pairs:
-            ours.copy_(theirs)
-    angles = nc.RotaryPositionEmbedding(8).cpu()(16)
-    x = torch.randn(2, 16, 32, dtype=torch.bfloat16)
-    assert_close(layer(x, rotary_pos_emb=angles), plain(x, angles), "bf16_output")
