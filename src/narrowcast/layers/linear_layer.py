@@ -126,7 +126,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     def _whole(self, name: str) -> Any:
         """A weight or bias: the parameter, or what its parts are together; None without."""
         if name not in self._parts:
-            return getattr(self, name)
+            return self._part(name) if self._placed else getattr(self, name)
         parts = self._parts_of(name)
         return concatenate(parts) if parts else None
 
@@ -181,7 +181,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
                 continue
             if self.fuse_wgrad_accumulation and self._is_weight(name):
                 mark_after_accumulation(parameter)
-            if self.tp_size > 1:
+            if self.tp_size > 1 and not self._placed:
                 self._mark_parameter(name, parameter)
             if self.delay_wgrad_compute and self._belongs_to_gemm(name) and name != self._bias_behind:
                 parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
@@ -295,7 +295,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
                     f"the recipe in force wants {wanted.__name__}; use the recipe of quantized_model_init"
                 )
             return buffers_of(weight)
-        made_from = [part.detach() for part in self._parts_of(stage.weight)]
+        made_from = [weight] if self._placed else self._parts_of(stage.weight)
+        made_from = [part.detach() for part in made_from]
         kept = None if is_first_microbatch else self._kept_weight(stage.weight, operand, made_from)
         if kept is not None:
             return kept

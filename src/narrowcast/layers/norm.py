@@ -53,6 +53,8 @@ class NormParameters(nn.Module):
     """
 
     _normalization: ClassVar[str]
+    # the parameters are DTensors, used on a share of the rows
+    _placed: bool = False
 
     def __init__(
         self,

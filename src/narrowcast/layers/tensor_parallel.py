@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..autograd.tensor_parallel import MODES, TensorParallel
@@ -39,6 +40,8 @@ class TensorParallelLayer:
     rng_tracker_name: str | None = None
     # prefix of a stage -> how it is split; None where none is
     _parallel: dict[str, TensorParallel] | None = None
+    # the parameters are DTensors of a tensor-parallel mesh, and the layer computes on its part of each
+    _placed: bool = False
     # a bias of this name is added to the sum over the processes, not to this process's part of it
     _bias_behind: str = ""
 
@@ -102,9 +105,33 @@ class TensorParallelLayer:
             )
         return parallel
 
+    def _part(self, name: str) -> Any:
+        """A parameter as the layer computes with it: of a DTensor this process's part.
+
+        The gradient of a whole one that was used on a share of the rows is, as a DTensor, a sum still to be made.
+        """
+        parameter: Any = getattr(self, name)
+        if not self._placed or parameter is None:
+            return parameter
+        return local_part(parameter, self.sequence_parallel and self._of_rows(name))
+
+    def _of_rows(self, name: str) -> bool:
+        return name.startswith("layer_norm_") or name == self._bias_behind
+
     @property
     def _shares_rows(self) -> bool:
         return self.sequence_parallel and self.tp_size > 1
+
+
+def local_part(parameter: Any, to_be_summed: bool) -> Any:
+    """This process's part of a DTensor, differentiable.
+
+    Args:
+        to_be_summed: the gradient of it is that of a share of the rows.
+    """
+    if not to_be_summed:
+        return parameter.to_local()
+    return parameter.to_local(grad_placements=[torch.distributed.tensor.Partial()])  # type: ignore[attr-defined]
 
 
 def checked_size(tp_group: Any, tp_size: int) -> int:

@@ -159,6 +159,8 @@ class LayerNormLinear(NormLinearLayer):
         linear = self._fwd_args(stage, plan, inp.dtype, weight, bias, first)
         args = LayerNormLinearFwdArgs(self.norm, linear, self.return_layernorm_output)
         norm_weight, norm_bias = self.layer_norm_weight, self.layer_norm_bias
+        if self._placed:
+            norm_weight, norm_bias = self._norm_parameters()
         operands = (inp, norm_weight, norm_bias, weight, bias, args)
         if plan.eager_only:
             result = in_eager(LayerNormLinearFunction.apply, *operands)

@@ -6,13 +6,17 @@ from torch import Tensor, nn
 
 from ..autograd import normalize
 from ..layers.norm import NormParameters
+from ..layers.tensor_parallel import local_part
 
 
 class _Norm(NormParameters):
     def forward(self, inp: Tensor) -> Tensor:
         """Normalize ``inp`` (*lead, K) over its last dim; same shape and dtype."""
         self.check_input(inp)
-        return normalize(inp, self.weight, self.bias, self.settings)  # type: ignore[arg-type]
+        weight, bias = self.weight, self.bias
+        if self._placed:
+            weight, bias = (None if own is None else local_part(own, True) for own in (weight, bias))
+        return normalize(inp, weight, bias, self.settings)  # type: ignore[arg-type]
 
 
 class LayerNorm(_Norm, nn.LayerNorm):

@@ -55,7 +55,11 @@ class NormLinearLayer(LinearLayer):
         self._reset_state()
 
     def _normalize(self, inp: Tensor) -> Tensor:
-        return normalize(inp, self.layer_norm_weight, self.layer_norm_bias, self.norm)
+        return normalize(inp, *self._norm_parameters(), self.norm)
+
+    def _norm_parameters(self) -> tuple[Any, Any]:
+        """Weight and bias as the norm computes with them."""
+        return self._part("layer_norm_weight"), self._part("layer_norm_bias")
 
     def _norm_has_backward(self, inp: Tensor) -> bool:
         bias = self.layer_norm_bias

@@ -1,0 +1,203 @@
+"""``ParallelStyle``s for ``parallelize_module``: PyTorch's own by name, whose layers compute on plain local tensors.
+
+Parameters become DTensors, so that checkpoints, clipping, optimizers and FSDP2 know them; the layer takes its part of
+each and runs as one that was made with ``tp_group``. Modules that are none of this library's go to PyTorch's style.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import style
+
+from ..layers import LinearLayer
+from ..layers.norm import NormParameters
+from ..layers.tensor_parallel import TensorParallelOptions, shared
+from ..nn import LayerNormLinear, Linear
+from ..tensors import QuantizedTensor
+
+_COLUMNS = Shard(-1)
+
+
+class ColwiseParallel(style.ColwiseParallel):
+    """Column parallel ``Linear`` or ``LayerNormLinear``; arguments are those of PyTorch's class.
+
+    Args:
+        input_layouts: Replicate (default), or Shard of a dim that is not the last: then the layer gathers the rows of
+            all ranks itself, as the bytes they are quantized to.
+        output_layouts: Shard(-1) by default. use_local_output: return a plain tensor, else a DTensor.
+    Raises (where it is applied):
+        ValueError: features that do not divide among the ranks, another layout of the input, or a layer that is split
+        already, has ``parameters_split``, ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, quantized parameters or
+        several outputs. NotImplementedError: another layer of this library.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, LinearLayer):
+            return super()._apply(module, device_mesh)
+        (layout,) = self.input_layouts
+        rows = _rows_dim(layout, "input_layouts")
+        _place(module, device_mesh, "column", rows is not None, getattr(self, "src_data_rank", 0))
+        wanted = self.input_layouts
+        return _hooked(
+            module, device_mesh, wanted, wanted, (_COLUMNS,), self.output_layouts, rows, self.use_local_output
+        )
+
+
+class RowwiseParallel(style.RowwiseParallel):
+    """Row parallel ``Linear``; arguments are those of PyTorch's class.
+
+    Args:
+        input_layouts: Shard(-1) by default.
+        output_layouts: Replicate (default): the outputs are summed; Shard of a dim that is not the last: summed, and
+            its rows scattered. use_local_output: return a plain tensor, else a DTensor.
+    Raises (where it is applied):
+        As :class:`ColwiseParallel`; ValueError is for the layout of the output here.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, LinearLayer):
+            return super()._apply(module, device_mesh)
+        (layout,) = self.output_layouts
+        rows, given = _rows_dim(layout, "output_layouts"), self.output_layouts
+        _place(module, device_mesh, "row", rows is not None, getattr(self, "src_data_rank", 0))
+        return _hooked(
+            module, device_mesh, self.input_layouts, (_COLUMNS,), given, given, rows, self.use_local_output
+        )
+
+
+class SequenceParallel(style.SequenceParallel):
+    """``LayerNorm`` or ``RMSNorm`` on a share of the rows; arguments are those of PyTorch's class.
+
+    The gradients of its parameters are DTensors that are sums over the ranks still to be made, which FSDP2 and
+    optimizers make.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, NormParameters):
+            return super()._apply(module, device_mesh)
+        module._placed = True
+        _distribute(module, device_mesh, {}, 0)
+        rows = self.sequence_sharding
+        return _hooked(module, device_mesh, rows, rows, rows, rows, None, self.use_local_output)
+
+
+def _rows_dim(layout: Placement, name: str) -> int | None:
+    """The dim that ranks share the rows of; None where each has all of them.
+
+    Raises:
+        ValueError: another layout.
+    """
+    if layout.is_replicate():
+        return None
+    if not isinstance(layout, Shard) or layout.dim < 0:
+        raise ValueError(
+            f"{name} is {layout}; use Replicate(), or Shard(dim) of a dim counted from the front"
+        )
+    return layout.dim
+
+
+def _place(layer: LinearLayer, mesh: DeviceMesh, mode: str, shares_rows: bool, source: int | None) -> None:
+    """Make the parameters DTensors, and the layer one that is split over the mesh.
+
+    Raises:
+        ValueError, NotImplementedError: as :class:`ColwiseParallel`.
+    """
+    if not isinstance(layer, (Linear, LayerNormLinear)) or (
+        mode == "row" and isinstance(layer, LayerNormLinear)
+    ):
+        raise NotImplementedError(
+            f"a {type(layer).__name__} cannot be made {mode} parallel; make it with tp_group=mesh.get_group(), and "
+            "parallel_mode or set_parallel_mode"
+        )
+    weight: Any = layer._parameters.get("weight")
+    obstacles = {
+        f"tp_size={layer.tp_size}": layer.tp_size > 1,
+        "parameters_split": bool(layer._parts),
+        "fuse_wgrad_accumulation": layer.fuse_wgrad_accumulation,
+        "delay_wgrad_compute": layer.delay_wgrad_compute,
+        "quantized parameters": isinstance(weight, QuantizedTensor),
+        "several outputs": layer.return_bias or getattr(layer, "return_layernorm_output", False),
+        "a mesh of several dims": mesh.ndim != 1,
+    }
+    for what, there in obstacles.items():
+        if there:
+            raise ValueError(
+                f"{type(layer).__name__} with {what} cannot be parallelized; use tp_group= for such"
+            )
+    size, column = mesh.size(), mode == "column"
+    if column:
+        layer.out_features = shared("out_features", layer.out_features, size)
+    else:
+        layer.in_features = shared("in_features", layer.in_features, size)
+    layer._placed, layer.parallel_mode = True, mode
+    layer._bias_behind = "" if column or size == 1 else "bias"
+    layer._init_tensor_parallel(
+        TensorParallelOptions({"": mode}, mesh.get_group(), size, shares_rows, None, None)
+    )
+    _distribute(
+        layer, mesh, {"weight": Shard(0), "bias": Shard(0)} if column else {"weight": Shard(1)}, source
+    )
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, split: dict[str, Shard], source: int | None) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        placed = distribute_tensor(parameter.data, mesh, [split.get(name, Replicate())], src_data_rank=source)
+        module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
+
+
+def _hooked(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    given: tuple[Placement, ...],
+    read: tuple[Placement, ...],
+    made: tuple[Placement, ...],
+    wanted: tuple[Placement, ...],
+    rows: int | None,
+    local: bool,
+) -> nn.Module:
+    """A layer between what comes, plain or DTensor, and what it computes on.
+
+    Args:
+        given: layout of plain inputs. read: of those that the layer computes on. made: of its output. wanted: of what
+            is returned. rows: the dim of the rows, which the layer has first. local: return a plain tensor.
+    """
+    module.register_forward_pre_hook(functools.partial(_local_input, mesh, given, read, rows))
+    module.register_forward_hook(functools.partial(_placed_output, mesh, made, wanted, rows, local))
+    return module
+
+
+def _local_input(
+    mesh: Any, given: Any, read: Any, rows: int | None, module: Any, args: tuple[Any, ...]
+) -> Any:
+    inp, *rest = args
+    if not isinstance(inp, DTensor) and given != read:
+        inp = DTensor.from_local(inp, mesh, given, run_check=False)
+    if isinstance(inp, DTensor):
+        inp = inp.redistribute(placements=_counted(read, inp.ndim)).to_local()
+    return (_rows_first(inp, rows), *rest)
+
+
+def _placed_output(
+    mesh: Any, made: Any, wanted: Any, rows: int | None, local: bool, module: Any, args: Any, out: Tensor
+) -> Tensor:
+    out = _rows_first(out, rows)
+    made, wanted = _counted(made, out.dim()), _counted(wanted, out.dim())
+    if local and made == wanted:
+        return out
+    placed = DTensor.from_local(out, mesh, made, run_check=False).redistribute(placements=wanted)
+    return placed.to_local() if local else placed
+
+
+def _rows_first(x: Tensor, rows: int | None) -> Tensor:
+    """Rows to the front, and back again."""
+    return x.transpose(0, rows) if rows else x
+
+
+def _counted(placements: tuple[Placement, ...], dims: int) -> tuple[Placement, ...]:
+    """With dims counted from the front."""
+    return tuple(Shard(one.dim % dims) if isinstance(one, Shard) else one for one in placements)
