@@ -18,6 +18,7 @@ from .attention import (
 )
 from .convert import convert, revert
 from .formats import DType
+from .graphs import make_graphed_callables
 from .inspect import bisect, watch
 from .layers import get_recipes, reduce_delayed_scaling, set_recipe
 from .losses import linear_cross_entropy, parallel_cross_entropy
@@ -177,6 +178,7 @@ __all__ = [
     "is_nvfp4_available",
     "linear_cross_entropy",
     "load_quantized",
+    "make_graphed_callables",
     "mark_not_offload",
     "moe_permute",
     "moe_permute_and_pad_with_probs",

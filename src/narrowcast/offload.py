@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 LEAST_ELEMENTS = 256 * 1024
@@ -257,13 +258,12 @@ class _Offload:
         self.synchronised = True
         if self.manual:
             return output
-        layers = self.forward.layers
-        if layers[index] is not None:
-            layers[index].start_offload()
-        if index and layers[index - 1] is not None:
-            layers[index - 1].release()
+        for at, act in ((index, _Layer.start_offload), (index - 1, _Layer.release)):
+            layer = self.forward.layers[at] if at >= 0 else None
+            if layer is not None:
+                act(layer)
         begin = functools.partial(_begin_backward, self.forward, index)
-        for tensor in torch.utils._pytree.tree_leaves(output):
+        for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(begin)
         return output

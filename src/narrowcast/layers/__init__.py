@@ -3,7 +3,14 @@
 from .delayed import DelayedLayer
 from .grouped_layer import GroupedLinearLayer
 from .linear_layer import LinearLayer, Stage
-from .parameters import checked_input, main_grad_of, parameter_device, positive, quantize_parameter
+from .parameters import (
+    checked_input,
+    main_grad_of,
+    mark_added_to_main_grad,
+    parameter_device,
+    positive,
+    quantize_parameter,
+)
 from .quantized_weight import quantize_weight
 from .recipe_owner import RecipeOwner
 from .set_recipe import get_recipes, reduce_delayed_scaling, set_recipe
@@ -17,6 +24,7 @@ __all__ = [
     "checked_input",
     "get_recipes",
     "main_grad_of",
+    "mark_added_to_main_grad",
     "parameter_device",
     "positive",
     "quantize_parameter",

@@ -334,6 +334,30 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         self._fp8_workspaces[name] = (operand.value, buffers)
         return buffers
 
+    @torch.no_grad()
+    def refresh_kept_weights(self) -> list[OperandBuffers]:
+        """Quantize the weights again that are kept, into the buffers that they are in, which a CUDA graph reads.
+
+        Returns:
+            these buffers; whoever replays the graph must hold them.
+        """
+        recipe, refreshed = self._recipe_in_force(), []
+        for stage in self._stages:
+            kept, weight = self._fp8_workspaces[stage.weight], self._whole(stage.weight)
+            if recipe is None or kept is None or isinstance(weight, QuantizedTensor):
+                continue
+            plan = linear_plan(recipe, stage.name, True, True)
+            scale = amax = None
+            if plan.forward_state is not None:
+                slots = self._slots(stage.prefix, "fwd", "forward", plan.forward_state)
+                scale, amax = slots.scale, slots.amax if self.training else None
+            made = plan.kept_weight.quantize(weight.detach(), scale, amax)
+            old, new = ((*buffers.rowwise, *buffers.columnwise) for buffers in (kept[1], made))
+            for buffer, values in zip(old, new, strict=True):
+                buffer.copy_(values)
+            refreshed.append(kept[1])
+        return refreshed
+
     def _drop_workspaces(self) -> None:
         self._fp8_workspaces.update(dict.fromkeys(self._fp8_workspaces))
 

@@ -238,9 +238,11 @@ class FusedAdam(torch.optim.Optimizer):
             self.get_unscaled_state(p, _MASTER) if _MASTER in self.state[p] else p.detach().float()
             for p in params
         ]
-        count = torch.as_tensor(group["step"], dtype=torch.float32, device=device)
-        if not group["bias_correction"]:
-            count = torch.full_like(count, _CORRECTED)
+        count = group["step"] if group["bias_correction"] else _CORRECTED
+        if isinstance(count, Tensor):
+            count = count.to(device)
+        else:  # filled there, not copied: that would wait
+            count = torch.full((), count, dtype=torch.float32, device=device)
         grads = [grad.float() for _, grad in chunk]
         if torch.compiler.is_compiling():
             _spelled_out(weights, grads, moments, count, group, self.adam_w_mode)
