@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import narrowcast as nc
+from narrowcast.attention import standard_slopes
 
 ROWS = torch.randn(2, 4, 2, 8)
 CU = torch.tensor([0, 2, 4], dtype=torch.int32)
@@ -115,3 +116,23 @@ def test_no_backend_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NARROWCAST_FLASH_ATTN")
     other = nc.DotProductAttention(2, 8, qkv_format="bshd")
     torch.testing.assert_close(plain(ROWS, ROWS, ROWS), other(ROWS, ROWS, ROWS))
+
+
+def test_the_choice_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("NARROWCAST_DEBUG", "1")
+    monkeypatch.setenv("NARROWCAST_DEBUG_LEVEL", "2")
+    module = nc.DotProductAttention(2, 8, qkv_format="bshd", softmax_type="off-by-one")
+    with caplog.at_level("INFO", logger="narrowcast.attention"):
+        module(ROWS, ROWS, ROWS)
+    assert "attention by unfused; refused" in caplog.text and "its softmax is 'vanilla'" in caplog.text
+    monkeypatch.setenv("NARROWCAST_DEBUG_LEVEL", "all")
+    with pytest.raises(ValueError, match="DEBUG_LEVEL"):
+        nc.DotProductAttention(2, 8)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8, 12])
+def test_slopes_of_the_paper(heads: int) -> None:
+    slopes = standard_slopes(heads, torch.device("cpu"))
+    expected = {1: [2**-8], 2: [2**-4, 2**-8], 8: [2.0**-i for i in range(1, 9)]}
+    expected[12] = expected[8] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
+    torch.testing.assert_close(slopes, torch.tensor(expected[heads]))

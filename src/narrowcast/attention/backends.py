@@ -6,12 +6,16 @@ do everything is taken, and where none is left all of their reasons are told.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend
 
-from .._environment import read_flag
+from .._environment import read_flag, read_text
+
+_LOG = logging.getLogger("narrowcast.attention")
 
 
 @dataclass(frozen=True)
@@ -22,22 +26,30 @@ class Switches:
         flash: FLASH_ATTN, flash kernels. fused: FUSED_ATTN, others that keep no scores in memory: cuDNN's, the
             memory-efficient ones, FlexAttention. unfused: UNFUSED_ATTN, those that do.
         nondeterministic: ALLOW_NONDETERMINISTIC_ALGO, gradients whose last bits change from run to run.
+        debug: 0; with DEBUG=1, DEBUG_LEVEL: 1 logs the choices of eager code, 2 also why others were refused.
     """
 
     flash: bool = True
     fused: bool = True
     unfused: bool = True
     nondeterministic: bool = True
+    debug: int = field(default=0, compare=False)
 
     @classmethod
     def from_environment(cls) -> Switches:
-        """As the variables are set now; all are on by default."""
+        """As the variables are set now; all backends are on by default, and nothing is logged.
+
+        Raises:
+            ValueError: a DEBUG_LEVEL that is no number.
+        """
         names = ("FLASH_ATTN", "FUSED_ATTN", "UNFUSED_ATTN", "ALLOW_NONDETERMINISTIC_ALGO")
-        return cls(*(read_flag(name, True) for name in names))
+        level = read_text("DEBUG_LEVEL", "1")
+        if not level.isdigit():
+            raise ValueError(f"environment variable NARROWCAST_DEBUG_LEVEL is {level!r}; use 0, 1 or 2")
+        return cls(*(read_flag(name, True) for name in names), int(level) if read_flag("DEBUG") else 0)
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """What a call asks for.
 
     Args:
@@ -171,6 +183,9 @@ def choose_backend(facts: Facts, switches: Switches) -> str:
     for name in _order(facts, switches):
         reasons = _REFUSALS[name](facts, switches)
         if not reasons:
+            if switches.debug and not torch.compiler.is_compiling():
+                why = f"; refused {'. '.join(refused)}" if refused and switches.debug > 1 else ""
+                _LOG.info("attention by %s%s (%s)", name, why, facts)
             return name
         refused.append(f"{name}: {'; '.join(reasons)}")
     raise ValueError(f"no attention backend is left for this call ({'. '.join(refused)})")

@@ -190,15 +190,17 @@ def hidden_pairs(places: Geometry, rule: MaskRule, masked_out: Tensor | None) ->
     return hidden
 
 
-def standard_slopes(heads: int) -> list[float]:
-    """One slope per head, as ALiBi's paper gives them (Press, Smith, Lewis: Train Short, Test Long, 2022).
+def standard_slopes(heads: int, device: torch.device) -> Tensor:
+    """(heads) in fp32, as ALiBi's paper gives them (Press, Smith, Lewis: Train Short, Test Long, 2022).
 
     2^(-8/n), 2^(-16/n) and so on for n heads, a power of two; of other numbers, those of the power below, then every
     second one of the power above.
     """
     below = 2 ** math.floor(math.log2(heads))
-    slopes = [2.0 ** (-8.0 * (i + 1) / below) for i in range(below)]
-    return slopes + [2.0 ** (-4.0 * (i + 1) / below) for i in range(0, 2 * (heads - below), 2)]
+    # computed where they are read: a list would be copied to the GPU at every call, which also no CUDA graph may
+    first = torch.arange(1, below + 1, device=device) * (-8.0 / below)
+    others = (2 * torch.arange(heads - below, device=device) + 1) * (-4.0 / below)
+    return torch.exp2(torch.cat((first, others)))
 
 
 def alibi_bias(places: Geometry, slopes: Tensor) -> Tensor:

@@ -314,7 +314,7 @@ class DotProductAttention(nn.Module):
             return bias if kind != "pre_scale_bias" or bias is None else bias * self.softmax_scale, None
         heads = self.num_attention_heads
         if slopes is None:
-            return None, torch.tensor(standard_slopes(heads), dtype=torch.float32, device=device)
+            return None, standard_slopes(heads, device)
         if slopes.shape[-1] != heads or slopes.dim() > 2 or slopes.dtype != torch.float32:
             raise ValueError(
                 f"alibi_slopes has shape {tuple(slopes.shape)} in {slopes.dtype}; give ({heads},) or (batch, {heads}) "
