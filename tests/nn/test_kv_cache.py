@@ -119,7 +119,7 @@ BOTH = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
 @torch.inference_mode()
 def test_a_cache_equals_recomputation(fmt: str, paged: bool) -> None:
-    model = Stack(fmt)
+    model = Stack(fmt, fuse_qkv_params=paged)
     expected, params = whole(model), cache(fmt, paged)
     for _ in range(2):  # and once more after a reset
         for name, places, own in run(model, params, SCENARIO):

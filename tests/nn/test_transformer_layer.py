@@ -98,6 +98,15 @@ LAYER_OPTIONS: dict[str, dict[str, Any]] = {
         "attn_input_format": "bshd", "apply_residual_connection_post_layernorm": True,
     },
     "packed": {"attn_input_format": "thd", "self_attn_mask_type": "padding_causal", "rope": True},
+    "packed_fused_rope": {
+        "attn_input_format": "thd", "self_attn_mask_type": "padding_causal", "rope": True, "fuse_qkv_params": True,
+        "num_gqa_groups": 2, "rotary_pos_interleaved": True,
+    },
+    "fused_rope_norm": {"fuse_qkv_params": True, "num_gqa_groups": 2, "rope": True, "qk_norm_type": "RMSNorm"},
+    "fused_norm_rope": {
+        "fuse_qkv_params": True, "attn_input_format": "bshd", "rope": True, "qk_norm_type": "RMSNorm",
+        "qk_norm_before_rope": True,
+    },
     "qk_norm_rms": {"qk_norm_type": "RMSNorm", "rope": True, "qk_norm_before_rope": True},
     "qk_norm_layer": {"qk_norm_type": "LayerNorm", "rope": True, "rotary_pos_interleaved": True},
     "qk_norm_l2": {"qk_norm_type": "L2Normalization", "qk_norm_eps": 1e-3},
@@ -139,6 +148,7 @@ ATTENTION_OPTIONS: dict[str, dict[str, Any]] = {
         "input_layernorm": True, "kv_channels": 6,
     },
     "rotary_pair": {"rope": True},
+    "rotary_pair_fused": {"rope": True, "fuse_qkv_params": True, "qkv_format": "bshd"},
 }  # fmt: skip
 
 
@@ -173,6 +183,20 @@ def test_attention_returns_bias_and_norm() -> None:
         "fp32_layer",
     )
     assert isinstance(make_attention(return_layernorm_output=True)(x), Tensor)  # there is no norm
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_rotary_positions_where_packed_sequences_have_gaps(fused: bool) -> None:
+    module = make_attention(qkv_format="thd", attn_mask_type="padding_causal", fuse_qkv_params=fused)
+    x, turns = rows(LENGTH, 2).detach(), angles(module.kv_channels, {})
+    cu, begins = lengths(LENGTH), lengths(LENGTH + 3)
+    dense = module(in_format(x, "thd"), rotary_pos_emb=turns, cu_seqlens_q=cu, cu_seqlens_kv=cu)
+    gaps = torch.cat([x, torch.ones(BATCH, 3, H, device=DEVICE)], 1)
+    out = module(
+        in_format(gaps, "thd"), rotary_pos_emb=turns, cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=begins,
+        cu_seqlens_kv_padded=begins,
+    )  # fmt: skip
+    assert_close(out.unflatten(0, (BATCH, -1))[:, :LENGTH].flatten(0, 1), dense, "fp32_layer")
 
 
 # -- names ----------------------------------------------------------------------------------------------------------

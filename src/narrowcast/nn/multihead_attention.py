@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import InferenceParams, apply_rotary_pos_emb, checked_format
+from ..attention import (
+    InferenceParams,
+    apply_fused_qkv_rotary_pos_emb,
+    apply_rotary_pos_emb,
+    checked_format,
+)
 from ..layers import parameter_device, positive
 from ..layers.neutral import AttentionOptions, check_neutral
 from ..layers.parameters import parameter_dtype
@@ -22,6 +27,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
+
+
+class _Rotation(NamedTuple):
+    """Angles of queries and keys, sums of their lengths where tokens are packed, and what both share."""
+
+    angles: tuple[Tensor, Tensor]
+    cu_seqlens: tuple[Tensor | None, Tensor | None]
+    how: dict[str, Any]
 
 
 class MultiheadAttention(nn.Module):
@@ -243,16 +256,22 @@ class MultiheadAttention(nn.Module):
         """
         self._check_input(hidden_states, encoder_output, inference_params)
         first = is_first_microbatch
+        rotation = None
+        if rotary_pos_emb is not None:
+            of_query = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+            of_key = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
+            rotation = self._rotation(rotary_pos_emb, inference_params, of_query, of_key)
+        packed = rotation is not None and self._rotates_packed(rotation)
         if self.attention_type == "self":
-            query, key, value, normalized = self._self_operands(hidden_states, first)
+            query, key, value, normalized = self._self_operands(
+                hidden_states, first, rotation if packed else None
+            )
         else:
             query, key, value, normalized = self._cross_operands(hidden_states, encoder_output, first)
         if self.q_norm is not None and self.qk_norm_before_rope:
             query, key = self.q_norm(query), self.k_norm(key)  # type: ignore[misc]
-        if rotary_pos_emb is not None:
-            query, key = self._rotated(
-                query, key, rotary_pos_emb, inference_params, cu_seqlens_q, cu_seqlens_kv
-            )
+        if rotation is not None and not packed:
+            query, key = self._rotated(query, key, rotation)
         if self.q_norm is not None and not self.qk_norm_before_rope:
             query, key = self.q_norm(query), self.k_norm(key)  # type: ignore[misc]
         context = self.core_attention(
@@ -309,18 +328,29 @@ class MultiheadAttention(nn.Module):
         return x.unflatten(-1, (-1, self.kv_channels))
 
     def _self_operands(
-        self, hidden_states: Tensor, first: bool | None
+        self, hidden_states: Tensor, first: bool | None, rotation: _Rotation | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Query, key and value, each (*lead, heads, d), and the norm's output where that is returned."""
+        """Query, key and value, each (*lead, heads, d), and the norm's output where that is returned.
+
+        Args:
+            rotation: of queries and keys that are turned while they are taken apart.
+        """
         normalized = None
         projection: Any = self.layernorm_qkv if self.input_layernorm else self.qkv
         mixed = projection(hidden_states, is_first_microbatch=first)
         if self.return_layernorm_output:
             mixed, normalized = mixed
         heads, groups = self.num_attention_heads, self.num_gqa_groups
+        per_group, size = heads // groups, self.kv_channels
+        if rotation is not None:
+            of_both, (cu_seqlens, _) = rotation.angles, rotation.cu_seqlens
+            parts, widths = mixed.unflatten(-1, (groups, -1)), (per_group * size, size, size)
+            turned = apply_fused_qkv_rotary_pos_emb(
+                parts, *of_both, widths, cu_seqlens=cu_seqlens, **rotation.how
+            )
+            return (*turned, normalized)
         if self.qkv_weight_interleaved:
-            per_group = heads // groups
-            parts = mixed.unflatten(-1, (groups, per_group + 2, self.kv_channels))
+            parts = mixed.unflatten(-1, (groups, per_group + 2, size))
             query, key, value = parts.split((per_group, 1, 1), -2)
             return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2), normalized
         parts = self._heads(mixed)
@@ -344,33 +374,38 @@ class MultiheadAttention(nn.Module):
             query, normalized = query
         return self._heads(query), key, value, normalized
 
-    def _rotated(
+    def _rotation(
         self,
-        query: Tensor,
-        key: Tensor,
         rotary_pos_emb: RotaryEmbedding,
         inference_params: InferenceParams | None,
         cu_seqlens_q: Tensor | None,
         cu_seqlens_kv: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Queries and keys at their positions: behind those that are in the cache, where there is one."""
-        pair = isinstance(rotary_pos_emb, tuple)
-        of_query, of_key = rotary_pos_emb if pair else (rotary_pos_emb, rotary_pos_emb)
+    ) -> _Rotation:
+        """What turns queries and keys: behind those that are in the cache, where there is one."""
+        angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         start = None
         if inference_params is not None:
             start = inference_params.get_seqlens_pre_step()
             cu_seqlens_q = cu_seqlens_kv = inference_params.cu_seqlens_q
+        if self.qkv_format != "thd":
+            cu_seqlens_q = cu_seqlens_kv = None
         how: dict[str, Any] = dict(
-            tensor_format=self.qkv_format,
-            start_positions=start,
-            interleaved=self.rotary_pos_interleaved,
-            fused=True,
+            tensor_format=self.qkv_format, start_positions=start, interleaved=self.rotary_pos_interleaved
         )
-        thd = self.qkv_format == "thd"
-        return (
-            apply_rotary_pos_emb(query, of_query, cu_seqlens=cu_seqlens_q if thd else None, **how),
-            apply_rotary_pos_emb(key, of_key, cu_seqlens=cu_seqlens_kv if thd else None, **how),
+        return _Rotation(angles, (cu_seqlens_q, cu_seqlens_kv), how)
+
+    def _rotates_packed(self, rotation: _Rotation) -> bool:
+        """Whether queries and keys are turned where the projection has left them."""
+        between = self.q_norm is not None and self.qk_norm_before_rope
+        one_side = rotation.cu_seqlens[0] is rotation.cu_seqlens[1]
+        return self.attention_type == "self" and self.qkv_weight_interleaved and one_side and not between
+
+    def _rotated(self, query: Tensor, key: Tensor, rotation: _Rotation) -> tuple[Tensor, Tensor]:
+        of_query, of_key = (
+            apply_rotary_pos_emb(part, angles, cu_seqlens=cu_seqlens, fused=True, **rotation.how)
+            for part, angles, cu_seqlens in zip((query, key), rotation.angles, rotation.cu_seqlens)
         )
+        return of_query, of_key
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Give the projections the process group of their tensor parallelism, where it was not known before."""
