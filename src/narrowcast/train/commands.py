@@ -1,4 +1,4 @@
-"""The commands `train`, `compare`, `demo`, `presets` and `doctor`."""
+"""The commands `train`, `compare`, `generate`, `demo`, `presets` and `doctor`."""
 
 from dataclasses import asdict, replace
 from json import dumps
@@ -18,6 +18,7 @@ from .demo import CONFIG, check_recipes, run_demo, write_results
 from .doctor import examine
 from .errors import SettingsError
 from .folder import run_folder
+from .generate import Answer, Choice, load_trained
 from .pace import format_pace
 from .presets import find_preset, presets_table
 from .progress import format_duration, make_progress
@@ -102,7 +103,7 @@ def train(
         },
     )
     if graphs:
-        require_graphs(config)
+        require_graphs(config.device, compiled=compile)
     if compile:
         require_compiler(config.device)
     corpus = load_corpus(data, seq_len=config.seq_len, tokens=tokens)
@@ -158,6 +159,46 @@ def _compare(runs: list[Path], out: Path, command: str) -> None:
         write_comparison(comparison, out, command=command)
     Console().print(terminal_table(comparison.rows, unit=comparison.unit))
     typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / 'summary.csv'}, {out / 'losses.csv'}")
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(help="Folder of a run of train, or of one of its checkpoints.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.", show_default="a line's end")] = "\n",
+    tokens: Annotated[int, typer.Option(help="Tokens to make.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(help="Below 1 likelier tokens, above 1 rarer ones; 0 takes the likeliest.")
+    ] = Choice.temperature,
+    top_k: Annotated[
+        int, typer.Option(help="Draw from so many of the likeliest tokens; 0 draws from all.")
+    ] = Choice.top_k,
+    samples: Annotated[int, typer.Option(help="Continuations that are made together.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
+    recipe: Annotated[
+        o.SomeWord, typer.Option(help="Recipe in place of the run's, such as bf16.", show_default="the run's")
+    ] = None,
+    device: o.Device = "auto",
+    compile: o.Compile = False,
+    graphs: o.Graphs = False,
+    emulate: o.Emulate = False,
+) -> None:
+    """Continue a text with a trained model, token by token, keeping keys and values in a cache."""
+    choice = Choice(temperature, top_k)
+    place = resolve_device(device)
+    if graphs:
+        require_graphs(place, compiled=compile)
+    if compile:
+        require_compiler(place)
+    name = None if recipe is None else recipe_name(recipe)
+    trained = load_trained(run, device=place, recipe=name, emulate=emulate)
+    answer = Answer(trained, prompt, tokens, samples=samples)
+    progress = make_progress(Console(stderr=True))
+    if answer.remark:
+        progress.note(answer.remark)
+    for text in answer.texts(choice, seed=seed, compile=compile, graphs=graphs):
+        typer.echo(text, nl=False)
+    typer.echo()
+    progress.note(answer.pace)
 
 
 @app.command()

@@ -207,15 +207,15 @@ def resolve_device(word: str) -> str:
     return word
 
 
-def require_graphs(config: TrainConfig) -> None:
+def require_graphs(device: str, *, compiled: bool) -> None:
     """Check that CUDA graphs can be replayed.
 
     Raises:
         SettingsError: the device is the CPU, or the step is not compiled.
     """
-    if config.device == "cpu":
+    if device == "cpu":
         raise SettingsError("--graphs replays CUDA graphs, and --device is cpu; leave --graphs out")
-    if not config.compile:
+    if not compiled:
         raise SettingsError(
             "--graphs replays what the compiler made, and --compile is not given; add --compile"
         )

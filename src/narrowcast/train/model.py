@@ -1,5 +1,9 @@
 """A small Llama-style decoder whose every linear layer is narrowcast's."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -10,6 +14,19 @@ from .config import ModelConfig
 
 INIT_STD = 0.02
 ROPE_THETA = 10_000.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What is kept from one step of generating to the next.
+
+    Args:
+        cache: keys and values of earlier tokens.
+        first: quantize the weights, and keep what comes of it for the steps after; False in those.
+    """
+
+    cache: nc.InferenceParams
+    first: bool
 
 
 def rope_tables(seq_len: int, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -32,7 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: (batch, heads, seq_len, head_dim).
-        cos: (seq_len, head_dim / 2), float32.
+        cos: (seq_len, head_dim / 2), float32; or (batch, 1, seq_len, head_dim / 2), of positions that differ.
         sin: like `cos`.
 
     Numerics: float32, rounded once to the dtype of `x`.
@@ -45,7 +62,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention; the query, key and value projections are one linear layer."""
 
-    def __init__(self, config: ModelConfig, name: str) -> None:
+    def __init__(self, config: ModelConfig, name: str, number: int) -> None:
         super().__init__()
         self.head_dim = config.dim // config.heads
         self.splits = [config.heads, config.kv_heads, config.kv_heads]
@@ -54,16 +71,27 @@ class Attention(nn.Module):
             config.dim, sum(self.splits) * self.head_dim, bias=False, device="cpu", name=f"{name}.qkv"
         )
         self.proj = nc.Linear(config.dim, config.dim, bias=False, device="cpu", name=f"{name}.proj")
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads = (
-            self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        )  # (batch, heads, seq, head_dim)
-        q, k, v = heads.split(self.splits, dim=1)
-        out = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.grouped
+        self.cached = nc.DotProductAttention(
+            config.heads,
+            self.head_dim,
+            num_gqa_groups=config.kv_heads,
+            qkv_format="bshd",
+            attn_mask_type="padding_causal",
+            layer_number=number,
         )
-        return self.proj(out.transpose(1, 2).flatten(-2))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, generation: Generation | None = None) -> Tensor:
+        first = None if generation is None else generation.first
+        heads = self.qkv(x, is_first_microbatch=first).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = heads.split(self.splits, dim=1)  # (batch, heads, seq, head_dim)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if generation is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+            out = out.transpose(1, 2).flatten(-2)
+        else:
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            out = self.cached(q, k, v, inference_params=generation.cache)
+        return self.proj(out, is_first_microbatch=first)
 
 
 class FeedForward(nn.Module):
@@ -76,24 +104,26 @@ class FeedForward(nn.Module):
         )
         self.down = nc.Linear(config.hidden, config.dim, bias=False, device="cpu", name=f"{name}.down")
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+    def forward(self, x: Tensor, first: bool | None = None) -> Tensor:
+        gate, up = self.gate_up(x, is_first_microbatch=first).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up, is_first_microbatch=first)
 
 
 class Block(nn.Module):
     """Pre-norm residual block: attention, then feed-forward."""
 
-    def __init__(self, config: ModelConfig, name: str) -> None:
+    def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
+        name = f"blocks.{number}"
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.attention = Attention(config, f"{name}.attention")
+        self.attention = Attention(config, f"{name}.attention", number + 1)
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.feed_forward = FeedForward(config, f"{name}.feed_forward")
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, generation: Generation | None = None) -> Tensor:
+        first = None if generation is None else generation.first
+        x = x + self.attention(self.attention_norm(x), cos, sin, generation)
+        return x + self.feed_forward(self.feed_forward_norm(x), first)
 
 
 class Decoder(nn.Module):
@@ -112,7 +142,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.recompute = recompute
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
-        self.blocks = nn.ModuleList(Block(config, f"blocks.{i}") for i in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.head = nc.Linear(config.dim, config.vocabulary, bias=False, device="cpu", name="head")
         cos, sin = rope_tables(seq_len, config.dim // config.heads)
@@ -131,23 +161,28 @@ class Decoder(nn.Module):
                 writes_residual = name.endswith(("proj.weight", "down.weight"))
                 nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, generation: Generation | None = None) -> Tensor:
         """Score the next token at every position.
 
         Args:
             tokens: int64 (batch, length), length at most `seq_len`.
+            generation: what earlier tokens left, which these follow.
 
         Returns:
             (batch, length, vocabulary) in the dtype of the linear layers.
         """
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        if generation is not None:
+            before = generation.cache.get_seqlens_pre_step()
+            positions = before[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+            cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         x = self.embedding(tokens)
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
                 x = nc.checkpoint(block, x, cos, sin)
             else:
-                x = block(x, cos, sin)
-        return self.head(self.norm(x))
+                x = block(x, cos, sin, generation)
+        return self.head(self.norm(x), is_first_microbatch=None if generation is None else generation.first)
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ def _of_preset(text: str, panel: str, *names: str) -> typer.models.OptionInfo:
 
 # Typer reads annotations at run time and, in its older releases, not the `X | None` of newer Pythons.
 SomePath = Optional[Path]  # noqa: UP045
+SomeWord = Optional[str]  # noqa: UP045
 SomeInt = Optional[int]  # noqa: UP045
 SomeFloat = Optional[float]  # noqa: UP045
 SomeBool = Optional[bool]  # noqa: UP045

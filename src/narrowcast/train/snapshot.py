@@ -50,7 +50,7 @@ def restore(files: TensorFiles, model: nn.Module, optimizer: Optimizer) -> None:
     generator = training.pop(CPU_GENERATOR)
     generators = {name: training.pop(name) for name in [*training] if name.startswith(CUDA_GENERATOR)}
     _restore_optimizer(training, model, optimizer)
-    _restore_model(files[MODEL], model)
+    restore_model(files[MODEL], model)
     torch.set_rng_state(generator)
     for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
         if (state := generators.get(f"{CUDA_GENERATOR}.{index}")) is not None:
@@ -72,7 +72,12 @@ def _restore_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: 
         raise DamagedCheckpoint(f"tensors left over: {', '.join(sorted(left))}")
 
 
-def _restore_model(tensors: dict[str, Tensor], model: nn.Module) -> None:
+def restore_model(tensors: dict[str, Tensor], model: nn.Module) -> None:
+    """Put the `model` group of a checkpoint into a freshly built model.
+
+    Raises:
+        DamagedCheckpoint: tensors are missing, left over or of another shape.
+    """
     try:
         result = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:

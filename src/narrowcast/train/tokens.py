@@ -85,7 +85,8 @@ class FileTokenizer:
 
     def encode(self, texts: Sequence[bytes]) -> Tensor:
         """Return the tokens of the texts, with a line's end between them, as one int32 tensor."""
-        decoded = [text.decode(errors="replace") + "\n" for text in texts]
+        ends = ["\n"] * (len(texts) - 1) + [""]
+        decoded = [text.decode(errors="replace") + end for text, end in zip(texts, ends)]
         encoded = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return torch.tensor([token for part in encoded for token in part.ids], dtype=torch.int32)
 

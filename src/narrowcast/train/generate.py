@@ -1,0 +1,250 @@
+"""Text from a trained checkpoint: one token after the other, with the keys and values of earlier ones kept."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import narrowcast as nc
+
+from . import checkpoint
+from .config import ModelConfig, TrainConfig
+from .errors import SettingsError
+from .model import Decoder, Generation, rope_tables
+from .recipes import HEAD, build_recipe, recipe_table, set_recipes
+from .session import CHECKPOINTS
+from .snapshot import MODEL, restore_model
+from .tokens import TOKENIZER, Tokens, load_tokens
+
+WARM_UP = 4  # tokens that the speed leaves out: the prompt's, and those at which the compiler works
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the next token is chosen.
+
+    Args:
+        temperature: what scores are divided by; 0 takes the likeliest token.
+        top_k: only so many of the likeliest tokens are drawn from; 0 draws from all.
+
+    Raises:
+        SettingsError: a value is negative or no number.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 50
+
+    def __post_init__(self) -> None:
+        for name, value in (("--temperature", self.temperature), ("--top-k", self.top_k)):
+            if not value >= 0:
+                raise SettingsError(f"{name} is {value}; it must be 0 or more")
+
+    def draw(self, scores: Tensor, generator: torch.Generator) -> Tensor:
+        """Return a token per row: scores (batch, vocabulary) to int64 (batch, 1)."""
+        if self.temperature == 0:
+            return scores.argmax(-1, keepdim=True)
+        scores = scores.float() / self.temperature
+        if self.top_k:
+            least = scores.topk(min(self.top_k, scores.shape[-1])).values[:, -1:]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        return torch.multinomial(scores.softmax(-1), 1, generator=generator)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model, ready to generate.
+
+    Args:
+        model: in bfloat16, in evaluation.
+        config: settings of its run.
+        tokens: what its tokens are.
+        step: of its checkpoint.
+    """
+
+    model: Decoder
+    config: TrainConfig
+    tokens: Tokens
+    step: int
+
+
+def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate: bool = False) -> Trained:
+    """Load the newest checkpoint of a run.
+
+    Args:
+        path: folder of the run, or of one checkpoint.
+        device: `cpu` or `cuda`.
+        recipe: name of a recipe in place of the run's; None for the run's, tables and patterns included.
+        emulate: as `recipes.build_recipe` takes it.
+
+    Raises:
+        SettingsError: there is no checkpoint, it is damaged, or the device has no kernels for the recipe.
+    """
+    if (path / checkpoint.DESCRIPTION).exists():
+        try:
+            found, run = checkpoint.load(path), path.parent.parent
+        except checkpoint.DamagedCheckpoint as error:
+            raise SettingsError(f"{path} cannot be read: {error}; give another checkpoint") from error
+    else:
+        try:
+            found, run = checkpoint.load_newest(path / CHECKPOINTS)[0], path
+        except SettingsError as error:
+            raise SettingsError(
+                f"{path} holds no checkpoint that can be read; give the folder of a run"
+            ) from error
+    settings = found.meta["settings"]
+    model_settings = {
+        field.name: settings[field.name] for field in fields(ModelConfig) if field.name in settings
+    }
+    own = {field.name: settings[field.name] for field in fields(TrainConfig) if field.name in settings}
+    config = TrainConfig(**{**own, "device": device, "model": ModelConfig(**model_settings)})
+    tokenizer = run / TOKENIZER
+    tokens = load_tokens(tokenizer if tokenizer.exists() else None)
+    if tokens.vocabulary != config.model.vocabulary:
+        raise SettingsError(
+            f"{path} was trained on {config.model.vocabulary} tokens, and {tokenizer} is not there; put its "
+            "tokenizer.json back"
+        )
+    model = Decoder(config.model, config.seq_len)
+    table = recipe_table(
+        config.recipe,
+        table=config.recipe_table,
+        keep_bf16=config.keep_bf16,
+        device="cpu" if recipe else device,
+        emulate=emulate or config.emulate,
+    )
+    set_recipes(model, table)  # first: delayed scaling's state is loaded with the weights
+    restore_model(found.tensors[MODEL], model)
+    if recipe is not None:
+        set_recipes(model, {"": build_recipe(recipe, device=device, emulate=emulate), HEAD: None})
+    model.to(device=device, dtype=torch.bfloat16).eval()
+    return Trained(model, replace(config, compile=False), tokens, found.step)
+
+
+@torch.no_grad()
+def generate(
+    trained: Trained,
+    prompt: Tensor,
+    count: int,
+    *,
+    samples: int,
+    choice: Choice,
+    seed: int,
+    compile: bool = False,
+    graphs: bool = False,
+) -> Iterator[Tensor]:
+    """Continue a prompt.
+
+    Args:
+        trained: the model.
+        prompt: int64 (length,) on the CPU, not empty.
+        count: tokens to make.
+        samples: continuations that are made together.
+        choice: how tokens are chosen.
+        seed: of the drawing.
+        compile: decode with `torch.compile(fullgraph=True)`; the prompt runs uncompiled.
+        graphs: replay CUDA graphs of it.
+
+    Yields:
+        int64 (samples,) on the device, `count` times.
+    """
+    model, device = trained.model, trained.config.device
+    angles = rope_tables(len(prompt) + count, trained.config.model.dim // trained.config.model.heads)
+    model.cos, model.sin = (part.to(device) for part in angles)
+    cache = nc.InferenceParams(samples, len(prompt) + count, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    decode = _compiled(model, graphs, device) if compile else model
+    new, run = prompt.to(device).expand(samples, -1), model
+    for made in range(count):
+        cache.pre_step(dict.fromkeys(range(samples), new.shape[1]))
+        if graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        scores = run(new, Generation(cache, first=made == 0))
+        new = choice.draw(scores[:, -1], generator)
+        yield new[:, 0]
+        run = decode
+
+
+def _compiled(model: Decoder, graphs: bool, device: str) -> Callable[..., Tensor]:
+    options: dict[str, Any] = {"triton.cudagraphs": graphs} if device == "cuda" else {}
+    return torch.compile(model, fullgraph=True, options=options)
+
+
+class Answer:
+    """Continuations of a prompt, as text.
+
+    Args:
+        trained: the model.
+        prompt: text to continue; at least a token.
+        count: tokens to make.
+        samples: continuations that are made together.
+
+    Raises:
+        SettingsError: a number is not positive, or the prompt is empty.
+    """
+
+    def __init__(self, trained: Trained, prompt: str, count: int, *, samples: int) -> None:
+        for option, value in (("--tokens", count), ("--samples", samples)):
+            if value < 1:
+                raise SettingsError(f"{option} is {value}; it must be at least 1")
+        self._trained, self._prompt, self._count, self._samples = trained, prompt, count, samples
+        self._start = trained.tokens.encode([prompt.encode()]).long()
+        if not len(self._start):
+            raise SettingsError("--prompt is empty; give it some text to continue")
+        self.pace = ""
+
+    @property
+    def remark(self) -> str:
+        """A line for people where more positions are needed than the model has seen."""
+        positions, seen = len(self._start) + self._count, self._trained.config.seq_len
+        told = f"{positions} positions, and the model was trained on {seen}: it has not seen the later ones"
+        return told if positions > seen else ""
+
+    def texts(self, choice: Choice, *, seed: int, compile: bool, graphs: bool) -> Iterator[str]:
+        """Yield the text piece by piece as it is made; of several samples each as a whole, at the end.
+
+        `pace` tells the speed afterwards, without the prompt and the first token behind it.
+        """
+        trained, alone = self._trained, self._samples == 1
+        steps = generate(
+            trained,
+            self._start,
+            self._count,
+            samples=self._samples,
+            choice=choice,
+            seed=seed,
+            compile=compile,
+            graphs=graphs,
+        )
+        if alone:
+            yield self._prompt
+        made: list[Tensor] = []
+        row: list[int] = []
+        shown, began = "", 0.0
+        for new in steps:
+            made.append(new)
+            if alone:
+                row.append(int(new))
+                # A last character that is not whole yet waits for its rest.
+                text = trained.tokens.decode(row).rstrip("\N{REPLACEMENT CHARACTER}")
+                if text.startswith(shown):
+                    yield text[len(shown) :]
+                    shown = text
+            if len(made) <= WARM_UP:
+                _wait(trained.config.device)
+                began = time.perf_counter()
+        rows = torch.stack(made, 1).tolist()
+        seconds, timed = time.perf_counter() - began, len(made) - WARM_UP
+        speed = f", {timed * self._samples / seconds:,.0f} tok/s" if timed > 0 else ""
+        self.pace = f"step {trained.step}, {len(made)} tokens, samples: {self._samples}{speed}"
+        if not alone:
+            for number, row in enumerate(rows, 1):
+                yield f"{'' if number == 1 else chr(10)}--- {number}\n{self._prompt}{trained.tokens.decode(row)}"
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
