@@ -13,7 +13,7 @@ from harness import HIDDEN, Shape, compiled, gate, measure, parser, report, runs
 from torch import Tensor
 
 from narrowcast import functional, reference
-from narrowcast.moe.rows import positions_of, row_map_of_indices, row_map_of_mask
+from narrowcast.moe.rows import row_map_of_indices, row_map_of_mask
 
 EXPERTS, TOPK = 8, 2
 BYTES = {"spread": 6.0, "collect": 6.0, "collect, mask": 6.0, "collect backward": 10.0}
@@ -29,7 +29,7 @@ def routed(shape: tuple[int, int], device: str = "cpu") -> Arguments:
     by_index, by_mask = row_map_of_indices(indices), row_map_of_mask(mask)
     x = torch.randn(tokens, width, dtype=torch.bfloat16, device=device)
     rows = torch.randn(tokens * TOPK, width, dtype=torch.bfloat16, device=device)
-    positions = positions_of(by_index, tokens * TOPK)
+    positions = functional.moe_positions(by_index, tokens * TOPK)
     return x, rows, by_index, by_mask, positions, scores.gather(1, indices.long()), scores
 
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 import narrowcast as nc
 from narrowcast import functional
 from narrowcast.functional.wgrad_store import WeightGradStore
-from narrowcast.moe.rows import kept, positions_of, row_map_of_mask
+from narrowcast.moe.rows import kept, row_map_of_mask
 from narrowcast.quantizers import DelayedFloat8Quantizer
 from narrowcast.tensors import grouped_layout
 from narrowcast.testing import aliased
@@ -130,11 +130,17 @@ def row_map_of(tokens: int, device: torch.device) -> Tensor:
     return row_map_of_mask(mask).to(device)
 
 
+@family("moe_positions")
+def moe_positions_cases(x: Tensor) -> Iterator[Arguments]:
+    rows = x.flatten(0, -2).shape[0]
+    yield row_map_of(rows, x.device), rows
+
+
 @family("moe_spread")
 def moe_spread_cases(x: Tensor) -> Iterator[Arguments]:
     matrix = x.flatten(0, -2)
     row_map = row_map_of(matrix.shape[0], x.device)
-    yield matrix, positions_of(row_map, 2 * matrix.shape[0]), 3
+    yield matrix, functional.moe_positions(row_map, 2 * matrix.shape[0]), 3
 
 
 @family("moe_collect")
@@ -150,7 +156,7 @@ def moe_collect_backward_cases(x: Tensor) -> Iterator[Arguments]:
     rows = x.flatten(0, -2)
     row_map = kept(row_map_of(rows.shape[0], x.device), rows.shape[0])
     weights = torch.rand(row_map.shape, device=x.device)
-    yield torch.ones_like(rows), rows, positions_of(row_map, rows.shape[0]), weights
+    yield torch.ones_like(rows), rows, functional.moe_positions(row_map, rows.shape[0]), weights
 
 
 def group_rows(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

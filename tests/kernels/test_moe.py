@@ -7,7 +7,7 @@ import torch
 from reference.checks import assert_bitwise, assert_fresh
 
 from narrowcast import kernels
-from narrowcast.moe.rows import kept, positions_of, row_map_of_mask
+from narrowcast.moe.rows import kept, row_map_of_mask
 from narrowcast.reference import moe as reference
 
 SHAPES = [(5, 3, 8), (11, 4, 70), (2, 2, 1100), (7, 9, 33), (1, 1, 1), (4, 3, 0), (0, 3, 16)]
@@ -22,7 +22,7 @@ def draw(tokens: int, experts: int, columns: int, dtype: torch.dtype) -> tuple[t
     for value, place in ((float("nan"), 0), (float("inf"), 3), (-0.0, 5)):
         x.view(-1)[place : place + 1] = value
     weights = torch.rand(tokens, experts, generator=generator) - 0.3
-    return x, grad, row_map, weights, positions_of(row_map, x.shape[0])
+    return x, grad, row_map, weights, reference.positions(row_map, x.shape[0])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -31,6 +31,8 @@ def test_equals_the_reference(shape: tuple[int, int, int], dtype: torch.dtype, d
     given = draw(*shape, dtype)
     x, grad, row_map, weights, positions = given
     dx, dgrad, drow_map, dweights, dpositions = (tensor.to(device) for tensor in given)
+    for rows in (0, x.shape[0] // 2, x.shape[0]):
+        assert_bitwise(kernels.moe.positions(drow_map, rows), reference.positions(row_map, rows), "positions")
     spread = kernels.moe.spread(dgrad, dpositions, shape[1])
     assert_fresh([spread], [dgrad])
     assert_bitwise(spread, reference.spread(grad, positions, shape[1]))

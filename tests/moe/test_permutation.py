@@ -159,6 +159,37 @@ def test_compiled(dynamic: bool) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.inductor
+def test_inductor_orders_what_it_fuses() -> None:
+    """Several routings in one graph, with a number of rows that the graph does not know."""
+    torch._dynamo.reset()
+
+    def layer(logits: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        probs, mask = nc.fused_topk_with_score_function(
+            logits, 2, False, 2, 1, 1.5, "sigmoid", torch.zeros(8)
+        )
+        packed = nc.fused_topk_with_score_function(logits, 2, routing_map_format="bitmap_u8")[1]
+        place = torch.empty(x.shape[0], 2, dtype=torch.int32)
+        indices = nc.fused_topk_with_score_function(logits, 2, topk_indices=place)[1]
+        rows, row_probs, row_map, offsets, _ = nc.moe_permute_and_pad_with_probs(
+            x, probs, mask, mask.sum(0), 16
+        )
+        y = nc.moe_unpermute(rows * row_probs.unsqueeze(1), row_map, probs, pad_offsets=offsets)
+        rows, row_map = nc.moe_permute(x, indices, map_type="index")
+        rows = nc.moe_sort_chunks_by_index(rows, mask.sum(0), torch.arange(7, -1, -1))
+        return y + nc.moe_unpermute(rows, row_map, map_type="index"), packed
+
+    results = []
+    for run in (layer, torch.compile(layer, fullgraph=True)):
+        generator = torch.Generator().manual_seed(0)
+        logits, x = (torch.randn(24, n, generator=generator).requires_grad_(True) for n in (8, 32))
+        y, packed = run(logits, x)
+        results.append([y, packed, *torch.autograd.grad(y.square().sum(), (logits, x))])
+    assert torch.equal(results[0][1], results[1][1])
+    for ours, theirs in zip(*results, strict=True):
+        assert_close(ours, theirs, "fp32_sum_order")
+
+
 QUANTIZERS: dict[str, Any] = {
     "tensor": nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3),
     "mxfp8": nc.MXFP8Quantizer(nc.DType.kFloat8E4M3),

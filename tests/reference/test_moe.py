@@ -23,6 +23,11 @@ def test_spread_copies_tokens() -> None:
     assert_bitwise(moe.spread(column, POSITIONS, 3)[:4], column[[0, 2, 2, 0]])
 
 
+def test_positions_are_the_inverse() -> None:
+    assert_bitwise(moe.positions(ROW_MAP, 5), POSITIONS)
+    assert_bitwise(moe.positions(ROW_MAP, 2), POSITIONS[:2])
+
+
 def test_collect_adds_in_the_order_of_columns() -> None:
     rows = torch.tensor([[1e8], [2.0], [5.0], [1.0], [float("nan")]])
     expected = torch.tensor([[1e8 + 1.0], [0.0], [7.0]])

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import DType
+from ..functional import moe_positions
 from ..moe import moe_permute, moe_unpermute
 from ..quantizers import MXFP8Quantizer, Quantizer
-from .moe_exchange import Exchange, Route, by_expert, exact_counts, group_of, inverse, wire_of
+from .moe_exchange import Exchange, Route, by_expert, exact_counts, group_of, wire_of
 
 DEFAULT = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
 
@@ -142,7 +143,7 @@ class MoEDispatch(nn.Module):
             raise ValueError(f"tokens_per_expert counts {sum(sent)} rows; there are {rows}")
         starts = (came.reshape(-1).cumsum(0) - came.reshape(-1)).view(came.shape)
         source, splits = by_expert(came, starts, known[-1], self.align_size)
-        return Route(None, None, source, inverse(source, sum(received)), sent, received), splits
+        return Route(None, None, source, moe_positions(source, sum(received)), sent, received), splits
 
     def _fixed(self, counts: Tensor, rows: int) -> tuple[Route, Tensor]:
         """As many rows for every rank, whatever the counts; nothing is read from the device."""
@@ -160,5 +161,5 @@ class MoEDispatch(nn.Module):
         most = ranks * capacity + self.num_local_experts * (self.align_size - 1)
         source, splits = by_expert(came, starts, most, self.align_size)
         sizes = [capacity] * ranks
-        back = inverse(before, rows), inverse(source, ranks * capacity)
+        back = moe_positions(before, rows), moe_positions(source, ranks * capacity)
         return Route(before, back[0], source, back[1], sizes, sizes), splits

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..functional import dequantize, moe_spread, quantize
-from ..moe.rows import positions_of
 from ..quantizers import Quantizer
 
 
@@ -77,7 +76,7 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wire: Wi
     if wire.ranks == 1:
         return x
     # by way of a vector: a column counts as contiguous whatever its last stride
-    raw = x.reshape(-1).view(torch.uint8).view(x.shape[0], x.shape[1] * x.element_size())
+    raw = x.contiguous().reshape(-1).view(torch.uint8).view(x.shape[0], x.shape[1] * x.element_size())
     out = torch.ops._c10d_functional.all_to_all_single.default(raw, list(received), list(sent), wire.group)
     return torch.ops._c10d_functional.wait_tensor.default(out).view(x.dtype)
 
@@ -146,11 +145,6 @@ def by_expert(received: Tensor, starts: Tensor, rows: int, align_size: int) -> t
     within = row - places[chunk]
     source = starts.t().reshape(-1)[chunk] + within
     return torch.where(within < received.t().reshape(-1)[chunk], source, -1).to(torch.int32), sizes
-
-
-def inverse(source: Tensor, rows: int) -> Tensor:
-    """For every one of ``rows`` rows, which entry of ``source`` names it; -1 for none."""
-    return positions_of(source.unsqueeze(1), rows)
 
 
 def group_of(group: Any) -> tuple[str, int]:

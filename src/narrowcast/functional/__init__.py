@@ -25,7 +25,7 @@ from .grouped_quantize import (
     operand_of,
 )
 from .kept_weights import is_current, kept_weight, note_kept
-from .moe import moe_collect, moe_collect_backward, moe_spread
+from .moe import moe_collect, moe_collect_backward, moe_positions, moe_spread
 from .norm import (
     norm,
     norm_backward,
@@ -81,6 +81,7 @@ __all__ = [
     "linear_cross_entropy_statistics",
     "moe_collect",
     "moe_collect_backward",
+    "moe_positions",
     "moe_spread",
     "norm",
     "norm_backward",

@@ -1,4 +1,4 @@
-"""``narrowcast::moe_spread``, ``moe_collect`` and ``moe_collect_backward``: tokens to their experts, and back.
+"""``narrowcast::moe_spread``, ``moe_collect`` and their kin: tokens to their experts, and back.
 
 They know no autograd; ``narrowcast.moe`` makes each the other's backward.
 """
@@ -15,6 +15,12 @@ moe_spread = define(
     "moe_spread(Tensor x, Tensor positions, SymInt columns) -> Tensor",
     lambda x, positions, columns: numerics_for(x).moe.spread(x, positions, columns),
     lambda x, positions, columns: x.new_empty((positions.shape[0], x.shape[1])),
+    inlined=always,
+)
+moe_positions = define(
+    "moe_positions(Tensor row_map, SymInt rows) -> Tensor",
+    lambda row_map, rows: numerics_for(row_map).moe.positions(row_map, rows),
+    lambda row_map, rows: row_map.new_empty((rows,)),
     inlined=always,
 )
 moe_collect = define(

@@ -15,6 +15,7 @@ from .reduction import fold_lanes
 ROWS = 16
 BYTES = 2048  # of a row, per program
 COLUMNS = 1024
+ENTRIES = 1024
 LANES = 256
 GRADIENT_ROWS = 4
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -31,6 +32,13 @@ def _spread_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     values = tl.load(x_ptr + token * K + column, mask=(position >= 0) & (column < K), other=0)
     tl.store(out_ptr + row[:, None] * K + column, values, mask=(row < rows)[:, None] & (column < K))
+
+
+@triton.jit(do_not_specialize=["entries", "rows"])
+def _positions_kernel(row_map_ptr, out_ptr, entries, rows, BLOCK: tl.constexpr):
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_map_ptr + entry, mask=entry < entries, other=-1)
+    tl.store(out_ptr + row, entry, mask=(row >= 0) & (row < rows))
 
 
 @triton.jit(do_not_specialize=["columns"])
@@ -101,6 +109,7 @@ def _collect_backward_kernel(
 
 
 _spread = Launcher(_spread_kernel, num_warps=4)
+_positions = Launcher(_positions_kernel, num_warps=4)
 _collect = Launcher(_collect_kernel, num_warps=4)
 _collect_backward = Launcher(_collect_backward_kernel, num_warps=4)
 
@@ -135,6 +144,31 @@ def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:
             (x.view(raw), positions, out.view(raw), rows, columns, K),
             (ROWS, width),
         )
+    return out
+
+
+def positions(row_map: Tensor, rows: int) -> Tensor:
+    """The inverse of a row map: where in the map each row is named.
+
+    Args:
+        row_map: int32, any shape; numbers of rows, each at most once, -1 for none.
+        rows: of the result; what the map names beyond is left out.
+
+    Returns:
+        int32 (rows,), -1 for rows that the map does not name.
+
+    Raises:
+        ValueError: a tensor the kernel cannot reach.
+
+    Numerics:
+        Equal to ``reference.moe.positions``.
+    """
+    check_device(row_map)
+    row_map = row_map.contiguous()
+    out = torch.full((rows,), -1, dtype=torch.int32, device=row_map.device)
+    entries = row_map.numel()
+    if entries and rows:
+        _positions((cdiv(entries, ENTRIES), 1, 1), (row_map, out, entries, rows), (ENTRIES,))
     return out
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..formats import round_up
+from ..functional import moe_positions
 from .quantized import check_movable, is_quantized
-from .rows import Permute, PermuteProbs, Unpermute, kept, positions_of, row_map_of_indices, row_map_of_mask
+from .rows import Permute, PermuteProbs, Unpermute, kept, row_map_of_indices, row_map_of_mask
 
 MAP_TYPES = ("mask", "index")
 
@@ -55,7 +56,7 @@ def moe_permute(
         row_map = row_map_of_indices(routing_map)
         rows = num_out_tokens if num_out_tokens > 0 else routing_map.numel()
     row_map = kept(row_map, rows)
-    return Permute.apply(inp, row_map, positions_of(row_map, rows)), row_map
+    return Permute.apply(inp, row_map, moe_positions(row_map, rows)), row_map
 
 
 def moe_permute_with_probs(
@@ -81,7 +82,7 @@ def moe_permute_with_probs(
     _check_probs(probs, routing_map)
     _check_rows(num_out_tokens, inp.shape[0])
     row_map = kept(row_map_of_mask(routing_map), num_out_tokens)
-    positions = positions_of(row_map, num_out_tokens)
+    positions = moe_positions(row_map, num_out_tokens)
     return Permute.apply(inp, row_map, positions), PermuteProbs.apply(probs, row_map, positions), row_map
 
 
@@ -135,7 +136,7 @@ def moe_permute_and_pad_with_probs(
         moved = _padded(row_map, offsets)
     moved = kept(moved, rows)
     row_map = torch.where(moved < 0, -1, row_map)
-    positions = positions_of(moved, rows)
+    positions = moe_positions(moved, rows)
     out, out_probs = Permute.apply(inp, moved, positions), PermuteProbs.apply(probs, moved, positions)
     return out, out_probs, row_map, offsets, target
 

@@ -87,14 +87,14 @@ def fused_topk_with_score_function(
         scores = values.softmax(-1) if use_pre_softmax else values
     biased = scores.detach() if expert_bias is None else scores.detach() + expert_bias.detach().float()
     chosen = _choose(biased, topk, num_groups, group_topk)
-    weights = scores.gather(-1, chosen)
+    weights = _gather(scores, chosen)
     if score_function != "softmax":
         weights = weights / (weights.sum(-1, keepdim=True) + EPSILON) if topk > 1 else weights
     elif not use_pre_softmax:
         weights = weights.softmax(-1)
     if scaling_factor is not None:
         weights = weights * scaling_factor
-    probs = torch.zeros_like(values).scatter(-1, chosen, weights).to(logits.dtype)
+    probs = _scatter(weights, chosen, experts).to(logits.dtype)
     if qb_histogram is not None:
         assert qb_bin_bounds is not None
         _count_margins(qb_histogram, qb_bin_bounds, scores.detach(), biased, topk)
@@ -174,14 +174,44 @@ def _choose(scores: Tensor, topk: int, num_groups: int | None, group_topk: int |
     if num_groups is not None and group_topk is not None:
         groups = scores.unflatten(-1, (num_groups, -1))
         best = groups.topk(topk // group_topk, dim=-1)[0].sum(-1).topk(group_topk, dim=-1)[1]
-        open_ = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=scores.device).scatter(-1, best, True)
-        scores = groups.masked_fill(~open_.unsqueeze(-1), float("-inf")).flatten(-2)
+        closed = ~_mask(best, num_groups)
+        scores = groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
     return scores.topk(topk, dim=-1)[1]
 
 
+# Compiled code compares with the number of each expert, all of which Inductor fuses, in place of reading and writing by
+# index: Inductor (PyTorch 2.13) fuses what reads a scattered tensor with kernels that run before the scattering.
+
+
+def _is_chosen(chosen: Tensor, experts: int) -> Tensor:
+    return chosen.unsqueeze(-1) == torch.arange(experts, device=chosen.device)
+
+
+def _gather(scores: Tensor, chosen: Tensor) -> Tensor:
+    """The scores (*lead, topk) of the chosen."""
+    if not torch.compiler.is_compiling():
+        return scores.gather(-1, chosen)
+    return torch.where(_is_chosen(chosen, scores.shape[-1]), scores.unsqueeze(-2), 0).sum(-1)
+
+
+def _scatter(weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
+    """The weights (*lead, E), zero where not chosen."""
+    if not torch.compiler.is_compiling():
+        zeros = torch.zeros((*chosen.shape[:-1], experts), dtype=weights.dtype, device=weights.device)
+        return zeros.scatter(-1, chosen, weights)
+    return torch.where(_is_chosen(chosen, experts), weights.unsqueeze(-1), 0).sum(-2)
+
+
+def _mask(chosen: Tensor, experts: int) -> Tensor:
+    """Which (*lead, E) are chosen."""
+    if not torch.compiler.is_compiling():
+        zeros = torch.zeros((*chosen.shape[:-1], experts), dtype=torch.bool, device=chosen.device)
+        return zeros.scatter(-1, chosen, True)
+    return _is_chosen(chosen, experts).any(-2)
+
+
 def _routing_map(chosen: Tensor, experts: int, routing_map_format: str) -> Tensor:
-    lead = chosen.shape[:-1]
-    mask = torch.zeros((*lead, experts), dtype=torch.bool, device=chosen.device).scatter(-1, chosen, True)
+    mask = _mask(chosen, experts)
     if routing_map_format == "bytemap":
         return mask
     bits = F.pad(mask.to(torch.uint8), (0, -experts % 8)).unflatten(-1, (-1, 8))

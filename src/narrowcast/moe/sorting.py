@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..functional import moe_positions
 from .quantized import check_movable, is_quantized
 from .rows import Reorder
 
@@ -81,5 +82,5 @@ def _order(
     source = starts[order][known] + row - (ends - moved)[known]
     # sizes of more rows than there are must not make a kernel read elsewhere
     source = torch.where(place < sizes.shape[0], source, row).clamp(max=inp.shape[0] - 1)
-    target = torch.full_like(row, -1).scatter_(0, source, row)
-    return source.int(), target.int()
+    source = source.int()
+    return source, moe_positions(source, inp.shape[0])

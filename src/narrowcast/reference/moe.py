@@ -22,11 +22,30 @@ def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:
     """
     if x.numel() == 0:
         return x.new_zeros((positions.shape[0], x.shape[1]))
-    raw = (
-        x.reshape(-1).view(torch.uint8).view(x.shape[0], -1)
-    )  # a column counts as contiguous whatever its stride
+    # by way of a vector: a column counts as contiguous whatever its stride
+    raw = x.contiguous().reshape(-1).view(torch.uint8).view(x.shape[0], -1)
     keep = (positions >= 0).to(torch.uint8).neg().unsqueeze(1)
     return raw[positions.clamp(min=0) // columns].bitwise_and_(keep).view(x.dtype)
+
+
+def positions(row_map: Tensor, rows: int) -> Tensor:
+    """The inverse of a row map: where in the map each row is named.
+
+    Args:
+        row_map: int32, any shape; numbers of rows, each at most once, -1 for none.
+        rows: of the result; what the map names beyond is left out.
+
+    Raises:
+        Nothing of its own.
+
+    Numerics:
+        int32 (rows,), -1 for rows that the map does not name.
+    """
+    flat = row_map.reshape(-1)
+    target = torch.where((flat < 0) | (flat >= rows), rows, flat).long()
+    count = torch.arange(flat.shape[0], dtype=torch.int32, device=flat.device)
+    inverse = torch.full((rows + 1,), -1, dtype=torch.int32, device=flat.device)
+    return inverse.scatter_(0, target, count)[:rows].clone()
 
 
 def collect(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
