@@ -102,7 +102,8 @@ def randomized(module: nn.Module) -> nn.Module:
     return module
 
 
-GEMM, QUANTIZE = torch.ops.narrowcast.gemm.default, torch.ops.narrowcast.quantize.default
+GEMM = torch.ops.narrowcast.gemm.default
+QUANTIZE = (torch.ops.narrowcast.quantize.default, torch.ops.narrowcast.quantize_keeping_amax.default)
 
 
 class Operators(TorchDispatchMode):
@@ -115,7 +116,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is GEMM:
             self.seen[args[0]] += 1
-        elif func is QUANTIZE:
+        elif func in QUANTIZE:
             usages = args[1].get_usages()
             self.seen["+".join(name for name, on in usages.items() if on)] += 1
         return func(*args, **(kwargs or {}))

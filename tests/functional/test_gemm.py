@@ -184,7 +184,7 @@ def test_the_native_path_adds_bias_as_the_decoded_one(
     )
     bias = torch.randn(23, device=device).to(bias_dtype)
     a, b = (t._quantizer._native_operand(t.rowwise_operand(), False) for t in (x, w))
-    out = gemm_module._multiply_native(a, b, bias, dtype, 33, 23, False)
+    out = gemm_module.multiply_native(a, b, bias, dtype, 33, 23, False)
     exact = x.dequantize(dtype=torch.float32).double() @ w.dequantize(dtype=torch.float32).double().t()
     assert out.dtype == dtype
     native_fp8 = name != "identity" and device.type == "cuda"
@@ -425,7 +425,7 @@ def test_padding_copies_only_the_operand_that_needs_it(
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     operand, one = gemm_module.NativeOperand, torch.ones(())
-    out = gemm_module._multiply_native(
+    out = gemm_module.multiply_native(
         operand(a, one, "tensor"), operand(b, one, "tensor"), None, torch.float32, m, right_rows, True
     )
     assert torch.allclose(out, a.float() @ b.float().t(), rtol=1e-5, atol=1e-5)

@@ -61,6 +61,12 @@ def quantize_cases(x: Tensor) -> Iterator[Arguments]:
         yield x, *tail
 
 
+@family("quantize_keeping_amax")
+def quantize_keeping_amax_cases(x: Tensor) -> Iterator[Arguments]:
+    for usage in USAGES.values():
+        yield x, VARIANTS["current"].with_usage(*usage)
+
+
 @family("quantize_into")
 def quantize_into_cases(x: Tensor) -> Iterator[Arguments]:
     flag = torch.zeros(1, device=x.device)
@@ -330,6 +336,18 @@ def grouped_calibrate_cases(x: Tensor) -> Iterator[Arguments]:
     yield [rows, 2 * rows, rows], None, torch.full((9,), 9.0, device=x.device), 1
 
 
+@family("grouped_amax")
+def grouped_amax_cases(x: Tensor) -> Iterator[Arguments]:
+    rows = x.flatten(0, -2)
+    yield ([rows, 2 * rows],)
+    yield ([torch.stack([rows, rows])],)
+
+
+@family("splits_on_device")
+def splits_on_device_cases(x: Tensor) -> Iterator[Arguments]:
+    yield x, [3, 0, 20]
+
+
 @family("renew_delayed_scaling")
 def renew_delayed_scaling_cases(x: Tensor) -> Iterator[Arguments]:
     for algorithm in ("max", "most_recent"):
@@ -425,7 +443,7 @@ def grouped_column_sum_cases(x: Tensor) -> Iterator[Arguments]:
 def grouped_gemm_cases(x: Tensor) -> Iterator[Arguments]:
     for rows, splits in group_rows(x):
         weights = x.new_ones(3, 24, rows.shape[1])
-        tail = (rows.shape[0], 24, rows.shape[1], False, False, x.is_cuda)
+        tail = (rows.shape[0], 24, rows.shape[1], None, False, x.is_cuda)
         for quantizer in ONE_OF_EACH.values():
             layout_ = grouped_layout(quantizer._storage_name)
             made = [

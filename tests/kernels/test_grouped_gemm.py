@@ -210,11 +210,11 @@ def test_native_equals_decoded(
             bias if biases else None,
             torch.float32,
             module._Sizes(*sizes),
-            covered=False,
+            None,
             fast_accumulation=False,
         )
         decoded = functional.grouped_gemm(
             kind, operands[0], quantizers[left], layout, torch.bfloat16, operands[1], quantizers[right], layout,
-            torch.bfloat16, group_sizes, biases, torch.float32, *sizes, False, False, True,
+            torch.bfloat16, group_sizes, biases, torch.float32, *sizes, None, False, True,
         )  # fmt: skip
         assert_near(native, decoded)

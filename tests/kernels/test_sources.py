@@ -149,6 +149,19 @@ def test_activations(
     _check(direction(name, (33, 36), kind, torch.bfloat16, **given.get(name, {})), quantize, device)
 
 
+@pytest.mark.parametrize("kind", ["normal", "special"])
+@pytest.mark.parametrize("quantize", ["current", "block 1-D", "block 2-D"])
+def test_gradients_of_gated_activations_are_not_written(
+    quantize: str, kind: str, device: torch.device
+) -> None:
+    """Where tiles fit their halves; such a gradient would be the largest tensor of a backward."""
+    build = _activation_backward("swiglu", (12, 256), kind, torch.bfloat16)
+    _check(build, quantize, device)
+    source = build(kernels, device)
+    source.compute = lambda _: pytest.fail("the gradient was written")
+    QUANTIZERS[quantize](kernels, source, True, True)
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize(
     ("quantize", "directions"),

@@ -347,13 +347,14 @@ def test_recomputation_saves_the_seven_operands(name: str) -> None:
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_saves_little_without_recomputation(name: str) -> None:
-    """Input, fc1's output and the norm's weight in high precision, the rest in a byte per element or less."""
+    """Besides parameters: input and fc1's output in high precision, the rest in a byte per element or less."""
     mlp, x = make_mlp(128, 256), make_input(128, 128)
-    saved = saved_by(mlp, x, RECIPES[name])
+    parameters = {parameter.data_ptr() for parameter in mlp.parameters()}
+    saved = [t for t in saved_by(mlp, x, RECIPES[name]) if t.data_ptr() not in parameters]
     wide = sum(t.numel() for t in saved if t.dtype == torch.bfloat16)
-    assert wide == x.numel() + 128 * 2 * 256 + 128
+    assert wide == x.numel() + 128 * 2 * 256
     payload = sum(t.numel() * t.element_size() for t in saved) - 2 * wide
-    assert payload <= 1.1 * (x.numel() + 128 * 256 + mlp.fc1_weight.numel() + mlp.fc2_weight.numel())
+    assert payload <= 1.1 * (x.numel() + 128 * 256)
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])

@@ -140,22 +140,54 @@ def test_backward_twice_without_retain_graph_is_pytorchs_error() -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_saves_one_byte_per_element_and_nothing_in_high_precision(name: str) -> None:
+def test_saves_half_of_what_bf16_saves(name: str) -> None:
+    """Besides parameters, which both save: of the weight nothing else is kept."""
     module, x = (
-        layer(256, 128, params_dtype=torch.bfloat16),
+        layer(256, 1024, params_dtype=torch.bfloat16),
         torch.randn(128, 256).bfloat16().requires_grad_(True),
     )
-    saved: list[Tensor] = []
 
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
+    def saved_bytes(**kwargs: Any) -> int:
+        saved: list[Tensor] = []
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), nc.autocast(recipe=QUANTIZED[name]):
-        module(x)
-    payload = sum(t.numel() * t.element_size() for t in saved)
-    assert payload <= 0.55 * 2 * (x.numel() + module.weight.numel())
-    assert all(t.dtype != torch.bfloat16 for t in saved)
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), nc.autocast(**kwargs):
+            module(x)
+        parameters = {parameter.data_ptr() for parameter in module.parameters()}
+        return sum(t.numel() * t.element_size() for t in saved if t.data_ptr() not in parameters)
+
+    assert saved_bytes(recipe=QUANTIZED[name]) <= 0.55 * saved_bytes(enabled=False)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_weight_quantized_again_has_the_same_codes(name: str) -> None:
+    """Gradients are those of a weight that is kept in both directions, as for several microbatches."""
+    gradients = []
+    for first in (None, True):
+        module, x = layer(256, 128, params_dtype=torch.bfloat16), torch.randn(128, 256).bfloat16()
+        with torch.no_grad():
+            module.weight.copy_(torch.randn(128, 256, generator=torch.Generator().manual_seed(1)))
+        x = torch.randn(128, 256, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        with nc.autocast(recipe=QUANTIZED[name]):
+            y = module(x, is_first_microbatch=first)
+        torch.manual_seed(3)  # rounding of the gradient
+        y.backward(torch.randn(128, 128, generator=torch.Generator().manual_seed(4)).bfloat16())
+        gradients.append((x.grad, module.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))  # type: ignore[arg-type]
+
+
+def test_a_weight_changed_before_the_backward_is_told() -> None:
+    """As by ``torch.nn.Linear``: the backward reads the weight itself."""
+    module, x = layer(), torch.randn(16, 48, requires_grad=True)
+    with nc.autocast(recipe=QUANTIZED["current"]):
+        y = module(x)
+    with torch.no_grad():
+        module.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_saved_buffers_die_with_the_backward() -> None:

@@ -21,7 +21,7 @@ from reference.checks import normal
 
 import narrowcast as nc
 from narrowcast.tensors import Float8TensorStorage, QuantizedTensor, QuantizedTensorStorage
-from narrowcast.tensors.storage import _STORAGE_REGISTRY, resolve_storage_class, storage_identifier
+from narrowcast.tensors.storage import STORAGE_CLASSES, resolve_storage_class, storage_identifier
 
 BF16 = torch.bfloat16
 WITH_DELAYED = {**VARIANTS, "delayed": delayed()}
@@ -147,7 +147,7 @@ def test_equal_class_names_in_two_modules_do_not_collide() -> None:
             assert type(cls.__tensor_unflatten__(inner, context, None, None)) is cls
     finally:
         for cls in made:
-            del _STORAGE_REGISTRY[storage_identifier(cls)]
+            del STORAGE_CLASSES[storage_identifier(cls)]
 
 
 @pytest.mark.parametrize("cls", CONCRETE)
@@ -232,7 +232,7 @@ def test_a_class_may_declare_its_buffers_in_the_other_spelling() -> None:
         storage = Codes(quantizer=ONE_OF_EACH["current"], codes=torch.ones(2))
         assert storage.__tensor_flatten__()[0] == ["_codes"] == Codes.buffer_attributes(True, False)
     finally:
-        del _STORAGE_REGISTRY[storage_identifier(Codes)]
+        del STORAGE_CLASSES[storage_identifier(Codes)]
 
 
 @each_quantizer

@@ -17,7 +17,7 @@ from .tensor_parallel import TensorParallel
 class DelayedScales:
     """State of delayed scaling, owned by the layer; None for other recipes, and amax where nothing is collected.
 
-    ``scale_bwd`` is a copy, so that the backward reads what its forward would have read.
+    The scales are copies where a backward will come, so that it reads what its forward read.
     """
 
     scale_fwd: Tensor | None = None
@@ -67,8 +67,8 @@ class LinearBwdArgs:
     """What the backward reads besides the gradient and what was saved; never changed, so that it may run again.
 
     ``saved_input``, ``saved_weight``: how many of the saved tensors belong to each, and the quantizer that reads them;
-    None for a tensor in high precision. ``shape``: (N, K) of the weight. ``transpose_weight``, ``parallel``: as of the
-    forward; an input that was gathered is saved as the share that came.
+    None for a tensor in high precision, with what it takes to quantize it again. ``shape``: (N, K) of the weight.
+    ``transpose_weight``, ``parallel``: as of the forward; an input that was gathered is saved as the share that came.
     """
 
     plan: LinearPlan

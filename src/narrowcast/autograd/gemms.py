@@ -19,7 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, cdiv
-from ..functional import dequantize, draw_seed, gemm, quantize, quantize_dbias, transpose_codes
+from ..functional import (
+    dequantize,
+    draw_seed,
+    gemm,
+    quantize,
+    quantize_dbias,
+    quantize_keeping_amax,
+    transpose_codes,
+)
 from ..functional.collectives import arrived, group_size
 from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import IdentityQuantizer, OperandBuffers, Quantizer, buffers_of
@@ -82,22 +90,42 @@ def transposed(rowwise: list[Tensor]) -> list[Tensor]:
     return [transpose_codes(codes), scale]
 
 
-def weight_operand(weight: Tensor | None, args: LinearFwdArgs) -> OperandBuffers:
-    """The weight (N, K) as the GEMMs read it: what is quantized already where that has the directions, or made now.
+def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, SavedOperand]:
+    """The weight (N, K) as fprop reads it, and what to save of it for dgrad.
+
+    What is quantized already serves where it has the directions. Else the weight is quantized for fprop alone: saved is
+    the parameter itself, which is there anyway, with the scale or the maxima that give the same codes once more.
 
     Args:
         weight: None where what is quantized already is all there is.
     """
     plan, scales, workspace = args.plan, args.scales, args.workspace
+    override = plan.backward_override
     if workspace is not None:
-        if args.transpose_weight:
-            return workspace
-        dgrad = plan.needs_input and plan.backward_override is None
-        if weight is None or (workspace.rowwise and (workspace.columnwise or not dgrad)):
-            return workspace
-    operand: Any = plan.weight
-    seed = draw_seed(weight) if operand.stochastic else None  # type: ignore[arg-type]
-    return operand.split(quantize(weight, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
+        dgrad = plan.needs_input and override is None
+        served = weight is None or (workspace.rowwise and (workspace.columnwise or not dgrad))
+        if args.transpose_weight or served:
+            return workspace, saved_operand(workspace, weight, plan.needs_input, override)
+    operand, again = plan.weight, plan.weight_again
+    if again is not None and again.current:
+        *buffers, parts = quantize_keeping_amax(weight, operand.quantizer)
+        return operand.split(buffers), SavedOperand([weight, parts], None)
+    seed = draw_seed(weight) if operand.stochastic else None
+    w = operand.split(quantize(weight, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
+    if again is None:
+        return w, saved_operand(w, weight, plan.needs_input, override)
+    return w, SavedOperand([weight, scales.scale_fwd] if again.delayed else [weight], None)  # type: ignore[list-item]
+
+
+def weight_of_dgrad(args: LinearBwdArgs, saved: list[Tensor]) -> tuple[list[Tensor], Quantizer]:
+    """The column-wise weight and what reads it, from what :func:`weight_operand` saved."""
+    quantizer, again = args.saved_weight[1], args.plan.weight_again
+    if quantizer is not None:
+        return transposed(saved) if args.transpose_weight else saved, quantizer
+    assert again is not None  # else it would be saved quantized
+    weight, *state = saved
+    scale, amax = (state[0], None) if again.delayed else (None, state[0] if state else None)
+    return quantize(weight, again.quantizer, None, scale, amax), again.quantizer
 
 
 def fprop(
@@ -172,14 +200,7 @@ def linear_forward(
         operand, flat = plan.input, inp.reshape(rows, inp.shape[-1])
         seed = draw_seed(flat) if operand.stochastic else None
         x = operand.split(quantize(flat, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
-    if (
-        args.workspace is None
-    ):  # as weight_operand(), in line: the way to the kernel is short for the host's sake
-        operand, scale, amax = plan.weight, scales.scale_fwd, scales.amax_fwd
-        seed = draw_seed(weight) if operand.stochastic else None  # type: ignore[arg-type]
-        w = operand.split(quantize(weight, operand.quantizer, seed, scale, amax))
-    else:
-        w = weight_operand(weight, args)  # type: ignore[arg-type]
+    w, saved_weight = weight_operand(weight, args)
     out = fprop(args, x, w, bias, rows, out_features)
     if (
         plan.save_original_input
@@ -189,7 +210,6 @@ def linear_forward(
         saved_input = SavedOperand([inp] if plan.needs_weight else [], None)
     else:
         saved_input = saved_operand(x, inp, plan.needs_weight, plan.backward_override)
-    saved_weight = saved_operand(w, weight, plan.needs_input, plan.backward_override)
     return out.view(*inp.shape[:-1], out_features), saved_input, saved_weight
 
 
@@ -223,9 +243,8 @@ def _split_forward(
         flat = inp.reshape(rows, inp.shape[-1])
         share = parallel.share(flat, operand, operand.seed(flat), scales.scale_fwd, scales.amax_fwd)
     x, saved_input, rows = split_operand(args, parallel, share, inp, rows)
-    w = weight_operand(weight, args)  # type: ignore[arg-type]
+    w, saved_weight = weight_operand(weight, args)
     out = fprop(args, x, w, bias, rows, weight.shape[0])
-    saved_weight = saved_operand(w, weight, plan.needs_input, plan.backward_override)
     return out.view(-1, *inp.shape[1:-1], weight.shape[0]), saved_input, saved_weight
 
 
@@ -342,7 +361,9 @@ def linear_backward(
             grad_bias = sums.to(args.bias_dtype)
         else:
             buffers = quantize(dy, operand.quantizer, seed, scale_bwd, args.amax_bwd)
-        gradients = quantized_gradients(args, operand.split(buffers), grad_bias, inp, weight, rows)
+        quantized = operand.split(buffers)
+        del buffers
+        gradients = quantized_gradients(args, quantized, grad_bias, inp, weight, rows)
     wgrad, dgrad, grad_bias = gradients
     return wgrad, None if dgrad is None else dgrad.view(*lead, args.shape[1]), grad_bias
 
@@ -385,7 +406,7 @@ def quantized_gradients(
     weight: list[Tensor],
     rows: int,
 ) -> Gradients:
-    """Gradients from the quantized gradient of the output, dgrad (rows, K).
+    """Gradients from the quantized gradient of the output, whose row-wise buffers are let go of; dgrad (rows, K).
 
     ``grad_bias`` comes back, or goes with the weight gradient where ``args.wgrad`` sends that.
     """
@@ -396,13 +417,13 @@ def quantized_gradients(
         seen = (grad.rowwise or grad.columnwise)[0]
         inp = parallel.start_joining([after(seen, buffer) for buffer in inp], joins)  # type: ignore[union-attr]
     if plan.needs_input:
-        weight = transposed(weight) if args.transpose_weight else weight
+        columns, quantizer = weight_of_dgrad(args, weight)
         dgrad = gemm(
             "dgrad",
             grad.rowwise,
             grad.quantizer,
-            weight,
-            args.saved_weight[1],
+            columns,
+            quantizer,
             None,
             args.dtype,
             rows,
@@ -410,8 +431,10 @@ def quantized_gradients(
             plan.fast_dgrad,
             plan.emulate,
         )
+        del columns
         if parallel is not None and parallel.mode == "column":  # meanwhile, that of wgrad
             dgrad = parallel.start_grad_input(dgrad)
+    grad.rowwise.clear()  # the memory is free for the weight gradient
     if not plan.needs_weight:
         return None, _arrived(dgrad, parallel), grad_bias
     if gathers:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..functional import (
+    grouped_amax,
     grouped_column_sum,
     grouped_dequantize,
     grouped_gemm,
@@ -40,9 +41,9 @@ class Groups:
     """What a grouped linear layer reads besides what a linear layer reads.
 
     ``count`` (G), ``out_features``, ``in_features``: of every weight. ``split_weights``, ``split_biases``: they are one
-    tensor per group, else one for all. ``covered``: the splits are known to sum to the rows. ``main_grads``,
-    ``dummies``: of each weight, what ``LinearWgrad`` has of one. ``out`` (T, N), ``dgrad_out`` (T, K): memory of the
-    caller that results are written to.
+    tensor per group, else one for all. ``sizes``: the splits where the host knows them, else None. ``covered``: they
+    are known to sum to the rows. ``main_grads``, ``dummies``: of each weight, what ``LinearWgrad`` has of one. ``out``
+    (T, N), ``dgrad_out`` (T, K): memory of the caller that results are written to.
     """
 
     count: int
@@ -50,6 +51,7 @@ class Groups:
     in_features: int
     split_weights: bool
     split_biases: bool
+    sizes: list[int] | None
     covered: bool
     main_grads: list[Tensor | None]
     dummies: list[str]
@@ -152,20 +154,45 @@ def _forward_quantized(
 ) -> _Forward:
     plan, scales, override = args.plan, args.scales, args.plan.backward_override
     inp = quantize_rows(x, splits, plan.input, scales.scale_fwd, scales.amax_fwd)
-    weight = args.workspace
-    if weight is None:
-        weight = quantize_weights(weights, plan.weight, scales.scale_fwd, scales.amax_fwd)
+    weight, saved_weight = _weight_operands(weights, args)
     left = inp.rowwise, inp.quantizer, grouped_layout(plan.input.storage_name), args.dtype
     right = weight.rowwise, weight.quantizer, grouped_layout(plan.weight.storage_name), weights[0].dtype
     sizes = x.shape[0], groups.out_features, groups.in_features
-    how = groups.covered, plan.fast_fprop, plan.emulate
+    how = groups.sizes, plan.fast_fprop, plan.emulate
     out = grouped_gemm("fprop", *left, *right, splits, biases, args.dtype, *sizes, *how)
     if override == "high_precision":
         return out, [x] if plan.needs_weight else [], weights if plan.needs_input else []
     saved_input = saved_operand(inp, None, plan.needs_weight, override).tensors
     if plan.save_original_input and plan.needs_weight and override is None:
         saved_input = [x]
-    return out, saved_input, saved_operand(weight, None, plan.needs_input, override).tensors
+    return out, saved_input, saved_weight
+
+
+def _weight_operands(weights: list[Tensor], args: LinearFwdArgs) -> tuple[OperandBuffers, list[Tensor]]:
+    """The weights as fprop reads them, and what to save of them for dgrad: as ``gemms.weight_operand``."""
+    plan, weight, scale, amax = args.plan, args.workspace, args.scales.scale_fwd, args.scales.amax_fwd
+    again = plan.weight_again if weight is None else None
+    if weight is None:
+        if again is not None and again.current:
+            scale, amax = None, grouped_amax(weights)
+        weight = quantize_weights(weights, plan.weight, scale, amax)
+    if again is None:
+        return weight, saved_operand(weight, None, plan.needs_input, plan.backward_override).tensors
+    state = scale if again.delayed else amax if again.current else None
+    return weight, weights if state is None else [*weights, state]
+
+
+def _columnwise_weights(args: LinearBwdArgs, saved: list[Tensor]) -> tuple[list[Tensor], Quantizer]:
+    """The column-wise weights and what reads them, from what :func:`_weight_operands` saved."""
+    quantizer, again = args.saved_weight[1], args.plan.weight_again
+    if quantizer is not None:
+        return saved, quantizer
+    assert again is not None  # else they would be saved quantized
+    if not (again.delayed or again.current):
+        return quantize_weights(saved, again).columnwise, again.quantizer
+    *weights, state = saved
+    scale, amax = (state, None) if again.delayed else (None, state)
+    return quantize_weights(weights, again, scale, amax).columnwise, again.quantizer
 
 
 def _delivered(result: Tensor, buffer: Tensor | None) -> Tensor:
@@ -191,8 +218,12 @@ def grouped_bwd_args(
         None,
     )
     if plan.quantized and plan.backward_override != "high_precision":
-        quantizer = plan.weight.quantizer if args.workspace is None else args.workspace.quantizer
-        weight = (_count(plan.weight) * plan.needs_input, quantizer)
+        again = plan.weight_again
+        if args.workspace is None and again is not None:
+            weight = (weight[0] + (again.delayed or again.current), None)
+        else:
+            quantizer = plan.weight.quantizer if args.workspace is None else args.workspace.quantizer
+            weight = (_count(plan.weight) * plan.needs_input, quantizer)
         if not (plan.save_original_input and plan.backward_override is None):
             inp = (_count(plan.input) * plan.needs_weight, plan.input.quantizer)
     return LinearBwdArgs(
@@ -269,9 +300,11 @@ def _quantized_gradients(
     if plan.needs_input:
         left = grad.rowwise, grad.quantizer, grouped_layout(plan.grad_output.storage_name), dy.dtype
         layout = grouped_layout(plan.weight.storage_name)
-        right = weight, args.saved_weight[1], layout, args.weight_dtype
-        how = groups.covered, plan.fast_dgrad, plan.emulate
+        right = *_columnwise_weights(args, weight), layout, args.weight_dtype
+        how = groups.sizes, plan.fast_dgrad, plan.emulate
         dgrad = grouped_gemm("dgrad", *left, *right, splits, [], args.dtype, dy.shape[0], *args.shape, *how)
+        del left, right
+    grad.rowwise.clear()  # the memory is free for the weight gradients
     if not plan.needs_weight:
         return dgrad, [None] * len(groups.main_grads), grad_bias
     input_quantizer = args.saved_input[1]
@@ -288,6 +321,7 @@ def _quantized_gradients(
         args.wgrad.overwrite,
         plan.fast_wgrad,
         plan.emulate,
+        groups.sizes,
     )
     return dgrad, *_weight_gradients(args, groups, deferred)
 
@@ -359,7 +393,7 @@ def compute_grouped_wgrad(deferred: DeferredWgrad, shape: tuple[int, int], dtype
     inp_layout = grouped_layout(deferred.inp_quantizer._storage_name)  # type: ignore[attr-defined]
     left = deferred.grad, deferred.grad_quantizer, grad_layout, like.dtype
     right = inp, deferred.inp_quantizer, inp_layout, like.dtype
-    how = False, deferred.fast_accumulation, deferred.emulate
+    how = deferred.sizes, deferred.fast_accumulation, deferred.emulate
     return grouped_gemm("wgrad", *left, *right, splits, [], dtype, like.shape[0], *shape, *how)
 
 
@@ -420,8 +454,9 @@ class _GroupedLinearFunction(torch.autograd.Function):
         args: LinearBwdArgs = ctx.backward_objects
         splits, scale_bwd, *saved = saved_tensors(ctx)
         lead, features = grad_output.shape[:-1], args.shape[1]
-        if args.saved_input == (1, None):
-            saved[0] = saved[0].reshape(-1, features)
+        count, quantizer = args.saved_input  # not compared as a whole: a graph cannot compare quantizers
+        if count and quantizer is None:
+            saved = [saved[0].reshape(-1, features), *saved[1:]]
         dy = grad_output.reshape(-1, args.shape[0])
         dgrad, grads = grouped_backward(args, ctx.groups, dy, splits, saved, scale_bwd)
         return (None if dgrad is None else dgrad.view(*lead, features), None, None, None, *grads)

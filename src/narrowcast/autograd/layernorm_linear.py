@@ -50,7 +50,7 @@ def _forward(
     normalized = normalized_operand(
         x, norm_weight, norm_bias, args.norm, linear, args.return_layernorm_output
     )
-    w = weight_operand(weight, linear)
+    w, saved_weight = weight_operand(weight, linear)
     operand, rows, lead, override = normalized.operand, x.shape[0], inp.shape[:-1], plan.backward_override
     if linear.parallel is None:
         saved_input = saved_operand(operand, normalized.output, plan.needs_weight, override)  # type: ignore[arg-type]
@@ -64,7 +64,6 @@ def _forward(
     of_norm: list[Tensor | None] = [None, None, None, None]
     if plan.needs_input:
         of_norm = [inp, norm_weight, normalized.mean, normalized.rstd]
-    saved_weight = saved_operand(w, weight, plan.needs_input, override)
     return out.view(*lead, weight.shape[0]), output, of_norm, saved_input, saved_weight
 
 

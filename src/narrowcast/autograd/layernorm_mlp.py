@@ -144,22 +144,22 @@ def _forward(
     normalized = normalized_operand(
         x, tensors.norm_weight, tensors.norm_bias, args.norm, fc1, args.return_layernorm_output
     )
-    w1 = weight_operand(tensors.fc1_weight, fc1)
+    w1, saved_w1 = weight_operand(tensors.fc1_weight, fc1)
     operand, rows, kept = normalized.operand, x.shape[0], None
     if fc1.parallel is not None:
         operand, kept, rows = split_operand(fc1, fc1.parallel, operand, normalized.output, rows)
     hidden = fprop(fc1, operand, w1, tensors.fc1_bias, rows, features)  # type: ignore[arg-type]
     activated, activation = _activated_operand(hidden, args)
-    w2 = weight_operand(tensors.fc2_weight, fc2)
+    w2, saved_w2 = weight_operand(tensors.fc2_weight, fc2)
     saved = _Saved(
         [inp, tensors.norm_weight, normalized.mean, normalized.rstd]
         if fc1.plan.needs_input
         else [None, None, None, None],
         hidden if fc2.plan.needs_input else None,
         kept or saved_operand(operand, normalized.output, fc1.plan.needs_weight, fc1.plan.backward_override),  # type: ignore[arg-type]
-        saved_operand(w1, tensors.fc1_weight, fc1.plan.needs_input, fc1.plan.backward_override),
+        saved_w1,
         saved_operand(activated, activation, fc2.plan.needs_weight, fc2.plan.backward_override),
-        saved_operand(w2, tensors.fc2_weight, fc2.plan.needs_input, fc2.plan.backward_override),
+        saved_w2,
     )
     if not with_fc2:
         return None, None, saved
@@ -205,9 +205,10 @@ def _backward(
     saved, w1 = _parted(saved, fc1.saved_weight[0])
     saved, x1 = _parted(saved, fc1.saved_input[0])
     inp, norm_weight, mean, rstd, fc1_out = saved
-    del saved
-    dw1, grad, db1 = _fc1_backward(args, fc1_out, x1, w1, d_act, scales[0])
-    del w1, x1, d_act, fc1_out
+    large = [fc1_out, d_act]  # what the callee takes out it can let go of, too
+    del saved, fc1_out, d_act
+    dw1, grad, db1 = _fc1_backward(args, large, x1, w1, scales[0])
+    del w1, x1
     if grad is None:
         return None, None, None, dw1, db1, dw2, db2
     if grad_normalized is not None:
@@ -223,13 +224,17 @@ def _parted(tensors: list[Any], count: int) -> tuple[list[Any], list[Any]]:
 
 def _fc1_backward(
     args: LayerNormMLPBwdArgs,
-    fc1_out: Tensor,
+    large: list[Tensor],
     inp: list[Tensor],
     weight: list[Tensor],
-    d_act: Tensor,
     scale_bwd: Tensor | None,
 ) -> Gradients:
-    """(wgrad, dgrad, grad_bias) of fc1 from the gradient of the activation."""
+    """(wgrad, dgrad, grad_bias) of fc1.
+
+    Args:
+        large: fc1's output and the gradient of the activation; empty afterwards.
+    """
+    d_act, fc1_out = large.pop(), large.pop()
     fc1, plan, settings = args.fc1, args.fc1.plan, args.activation
     name, parameters = settings.activation, list(settings.parameters)
     if plan.backward_override is not None or not (plan.needs_input or plan.needs_weight):
@@ -251,7 +256,9 @@ def _fc1_backward(
     if fc1.needs_bias:
         *buffers, sums = buffers
         grad_bias = sums.to(fc1.bias_dtype)
-    return quantized_gradients(fc1, operand.split(buffers), grad_bias, inp, weight, rows)
+    grad = operand.split(buffers)
+    del buffers
+    return quantized_gradients(fc1, grad, grad_bias, inp, weight, rows)
 
 
 # -- recomputation -----------------------------------------------------------------------------------------------------

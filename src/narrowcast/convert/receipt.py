@@ -298,7 +298,9 @@ def _expected_bytes(one: Decision, weight: Weight) -> tuple[int, float, float]:
     if plan.backward_override == "high_precision":
         return 0, plain, plain
     columnwise = plan.backward_override is None
-    held = 0 if one.stored else _bytes(plan.weight, (weight.rows, weight.columns), dtype, columnwise)
+    held = 0
+    if not one.stored and plan.weight_again is None:
+        held = _bytes(plan.weight, (weight.rows, weight.columns), dtype, columnwise)
     saved = _bytes(plan.input, (_TOKENS, weight.columns), dtype, columnwise)
     return held * weight.groups, saved / _TOKENS * weight.per_token if trains else 0.0, plain
 

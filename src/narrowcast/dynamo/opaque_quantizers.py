@@ -27,6 +27,7 @@ _MEMBERS = (
     "_buffer_table",
     "_check_shape",
     "_describe_buffers",
+    "_is_current",
     "_is_delayed",
     "_is_stochastic",
     "_minimum_rank",

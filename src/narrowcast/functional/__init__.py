@@ -18,11 +18,13 @@ from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
 from .grouped_gemm import grouped_dequantize, grouped_gemm, grouped_mm
 from .grouped_quantize import (
+    grouped_amax,
     grouped_calibrate_,
     grouped_column_sum,
     grouped_quantize,
     grouped_quantize_weights,
     operand_of,
+    splits_on_device,
 )
 from .kept_weights import is_current, kept_weight, note_kept
 from .moe import moe_collect, moe_collect_backward, moe_positions, moe_spread
@@ -40,6 +42,7 @@ from .quantize import (
     quantize,
     quantize_dbias,
     quantize_into,
+    quantize_keeping_amax,
 )
 from .quantizer_value import BufferTable, GemmOperand, NativeOperand, QuantizerValue
 from .rope import rotate, rotate_qkv, rotate_qkv_backward
@@ -68,6 +71,7 @@ __all__ = [
     "gemm",
     "gemm_accumulate_",
     "gemm_call",
+    "grouped_amax",
     "grouped_calibrate_",
     "grouped_column_sum",
     "grouped_dequantize",
@@ -94,6 +98,7 @@ __all__ = [
     "quantize",
     "quantize_dbias",
     "quantize_into",
+    "quantize_keeping_amax",
     "read_scales",
     "renew_delayed_scaling",
     "renewed_scales",
@@ -102,6 +107,7 @@ __all__ = [
     "rotate_qkv_backward",
     "scaled_act",
     "scaled_act_backward",
+    "splits_on_device",
     "swizzle_scales",
     "take_amaxes",
     "transpose_codes",

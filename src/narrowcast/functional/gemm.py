@@ -58,7 +58,7 @@ def _gemm(
     fast_accumulation: bool,
     emulate: bool,
 ) -> Tensor:
-    left_columnwise, right_columnwise = gemm_directions(kind)
+    left_columnwise, right_columnwise = COLUMNWISE.get(kind) or gemm_directions(kind)
     if emulate or not left[0].is_cuda:
         numerics = numerics_for(left[0])
         compute = torch.bfloat16 if left[0].is_cuda else torch.float32
@@ -74,7 +74,7 @@ def _gemm(
     b = right_quantizer._native_operand(right, right_columnwise)
     if a is None or b is None or not _multiplies_natively(a, b):
         raise RuntimeError(no_native_gemm("GEMM", left_quantizer, right_quantizer))
-    return _multiply_native(a, b, bias, dtype, rows, columns, fast_accumulation)
+    return multiply_native(a, b, bias, dtype, rows, columns, fast_accumulation)
 
 
 def _is_library_gemm(*arguments: Any) -> bool:
@@ -239,7 +239,7 @@ def _multiply_decoded(
     return out.to(dtype)
 
 
-def _multiply_native(
+def multiply_native(
     a: NativeOperand,
     b: NativeOperand,
     bias: Tensor | None,
@@ -247,8 +247,12 @@ def _multiply_native(
     rows: int,
     columns: int,
     fast_accumulation: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``a @ b.T`` on the tensor cores, zero-padding what the library GEMM needs aligned; rows may be strided."""
+    """``a @ b.T`` on the tensor cores, zero-padding what the library GEMM needs aligned; rows may be strided.
+
+    ``out``: contiguous memory (rows, columns) of ``dtype`` for an aligned product of FP8 operands; None for new memory.
+    """
     if rows == 0 or columns == 0 or a.data.shape[1] == 0:
         out = a.data.new_zeros((rows, columns), dtype=dtype)
         return out if bias is None else out + bias.to(dtype)
@@ -256,16 +260,21 @@ def _multiply_native(
         return _multiply_plain(a.data, b.data.to(a.data.dtype), bias, dtype)
     if a.scaling == "tensor":
         fused = bias is not None and dtype != torch.float32  # the library adds no bias to fp32
-        product = _multiply_per_tensor(a, b, bias if fused else None, dtype, fast_accumulation)
+        product = _multiply_per_tensor(a, b, bias if fused else None, dtype, fast_accumulation, out)
     else:
         # Rounded before the bias: a product kept in fp32 for one rounding would take 1.7 times as long.
-        fused, product = False, _multiply_in_blocks(a, b, dtype)
+        fused, product = False, _multiply_in_blocks(a, b, dtype, out)
     out = product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
     return out if bias is None or fused else out.add_(bias.to(dtype))
 
 
 def _multiply_per_tensor(
-    a: NativeOperand, b: NativeOperand, bias: Tensor | None, dtype: torch.dtype, fast_accumulation: bool
+    a: NativeOperand,
+    b: NativeOperand,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast_accumulation: bool,
+    out: Tensor | None,
 ) -> Tensor:
     # the library takes any number of rows on the left: a ragged batch is not copied
     left, right = _pad_to(a.data, 1, 16), _pad_to(b.data, 16, 16)
@@ -278,11 +287,18 @@ def _multiply_per_tensor(
         bias=None if bias is None else _pad_bias(bias.to(dtype), right.shape[0]),
         out_dtype=dtype,
         use_fast_accum=fast_accumulation,
+        **({} if out is None else {"out": out}),
     )
 
 
-def _multiply_in_blocks(a: NativeOperand, b: NativeOperand, dtype: torch.dtype) -> Tensor:
+def _multiply_in_blocks(a: NativeOperand, b: NativeOperand, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     left, right = _pad_to(a.data, 16, 128), _pad_to(b.data, 128, 128)
+    if out is not None:  # what F.scaled_mm calls, which takes no memory to write to
+        recipes = [_SCALING[a.scaling].value], [_SCALING[b.scaling].value]
+        return torch.ops.aten._scaled_mm_v2.out(
+            left, right.t(), [_pad_scale(a, left)], recipes[0], [], [_pad_scale(b, right)], recipes[1], [],
+            None, dtype, out=out,
+        )  # fmt: skip
     return F.scaled_mm(
         left,
         right.t(),

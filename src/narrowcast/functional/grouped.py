@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..formats import round_up
 from ._library import _LIBRARY, define
+from .grouped_quantize import splits_on_device
 from .numerics import numerics_for
 
 
@@ -65,7 +66,7 @@ def pad_rows(x: Tensor, splits: Tensor | Sequence[int], alignment: int) -> tuple
     Args:
         x: (T, K), dtype of 1, 2 or 4 bytes; the groups one after the other. Differentiable.
         splits: rows of each group, non-negative, G of them: a list, or an int32 or int64 tensor on the device of
-            ``x``, which is not read by the host. In a CUDA graph use a tensor: a list is copied to the device.
+            ``x``, which is not read by the host.
         alignment: rows that every padded group is a multiple of.
 
     Returns:
@@ -130,4 +131,4 @@ def _check_sum(splits: Sequence[int], rows: int) -> None:
 
 
 def _on_device(splits: Sequence[int], x: Tensor) -> Tensor:
-    return torch.tensor(splits, dtype=torch.int64).to(x.device, non_blocking=True)
+    return splits_on_device(x.detach(), list(splits))

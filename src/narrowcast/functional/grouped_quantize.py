@@ -284,12 +284,39 @@ Args:
 """
 
 
+grouped_amax = define(
+    "grouped_amax(Tensor[] weights) -> Tensor",
+    lambda weights: numerics_for(weights[0]).grouped_quantize.amaxes(
+        stack(weights).contiguous(), None, _stacked_shape(weights)[0]
+    ),
+    lambda weights: weights[0].new_empty((_stacked_shape(weights)[0],), dtype=torch.float32),
+)
+"""max|w| of G weights, or of one (G, N, K): fp32 (G,). Passed as ``amax`` without ``scale`` it spares a pass."""
+
+
 grouped_column_sum = define(
     "grouped_column_sum(Tensor x, Tensor splits) -> Tensor",
     lambda x, splits: numerics_for(x).grouped_quantize.column_sum(x, splits),
     lambda x, splits: x.new_empty((splits.shape[0], x.shape[1]), dtype=torch.float32),
 )
 """Sums over the rows of every group of ``x`` (T, K): fp32 (G, K)."""
+
+
+def _splits_on_device(like: Tensor, sizes: list[int]) -> Tensor:
+    if not like.is_cuda or not sizes:
+        return torch.tensor(sizes, dtype=torch.int64, device=like.device)
+    # as arguments of a kernel: a copy from the host could not be captured in a CUDA graph
+    splits = torch.zeros(len(sizes), dtype=torch.int64, device=like.device)
+    torch._foreach_add_(splits.unbind(0), sizes)
+    return splits
+
+
+splits_on_device = define(
+    "splits_on_device(Tensor like, SymInt[] sizes) -> Tensor",
+    _splits_on_device,
+    lambda like, sizes: like.new_empty((len(sizes),), dtype=torch.int64),
+)
+"""The rows of each group, int64 (G,) on the device of ``like``; nothing is copied there from the host."""
 
 
 def stack(tensors: list[Tensor]) -> Tensor:

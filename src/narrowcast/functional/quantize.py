@@ -3,7 +3,7 @@
 Every quantizing operator ends in ``seed``, ``scale`` and ``amax``. ``seed``: int64[1], for stochastic rounding.
 ``scale`` and ``amax``: fp32 (n,), the state of delayed scaling of one layer and direction; a delayed quantizer reads
 its slot of ``scale`` and raises its slot of ``amax`` to max|x|, the others read neither. Without ``amax`` nothing is
-collected.
+collected. Only current scaling takes ``amax`` without ``scale``, for what it would find out itself.
 
 The schemas do not declare that write. Declared, it would make the compiler hand a backward a clone of the buffer, in
 which what the backward collects is lost, and an operator that mutates cannot return a list. It need not be declared:
@@ -50,6 +50,8 @@ def encode(
     """
     if scale is not None and quantizer._is_delayed():
         return quantizer._encode_scaled(numerics, x, scale, amax)
+    if scale is None and amax is not None and quantizer._needs_amax:
+        return quantizer._encode_again(numerics, x, amax)
     return quantizer._encode(numerics, x, seed)
 
 
@@ -84,6 +86,8 @@ def _quantize(
     numerics = numerics_for(x)  # from here on as encode(), in line: this operator runs the most
     if scale is not None and quantizer._is_delayed():
         return quantizer._encode_scaled(numerics, x, scale, amax)
+    if scale is None and amax is not None and quantizer._needs_amax:
+        return quantizer._encode_again(numerics, x, amax)
     return quantizer._encode(numerics, x, seed)
 
 
@@ -110,6 +114,27 @@ amax_to_share = define(
 
 Reduced over the processes that hold parts of a tensor, they are the ``scale`` that :data:`quantize` takes for a
 quantizer ``with_amax_reduction``."""
+
+
+def _quantize_keeping_amax(x: Tensor, quantizer: QuantizerValue) -> list[Tensor]:
+    return quantizer._encode_keeping_amax(numerics_for(x), x)
+
+
+def _quantize_keeping_amax_fake(x: Tensor, quantizer: QuantizerValue) -> list[Tensor]:
+    parts = numerics_for(x).float8.parts_of(x.numel())
+    return [*describe(x, tuple(x.shape), x.dtype, quantizer), x.new_empty((parts,), dtype=torch.float32)]
+
+
+quantize_keeping_amax = define(
+    f"quantize_keeping_amax(Tensor x, {QUANTIZER} quantizer) -> Tensor[]",
+    _quantize_keeping_amax,
+    _quantize_keeping_amax_fake,
+    inlined=always,
+)
+"""As :data:`quantize` with current scaling; last comes what it found out about ``x`` before it encoded, fp32.
+
+Passed as ``amax`` without ``scale``, that spares :data:`quantize` the pass over the same ``x`` that finds it out.
+"""
 
 
 def _quantize_dbias(

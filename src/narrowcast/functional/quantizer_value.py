@@ -67,6 +67,10 @@ class QuantizerValue(_opaque.OpaqueBase):
             f"narrowcast.dynamo.register_value_opaque_quantizer({cls.__qualname__}) after defining it"
         )
 
+    def _is_current(self) -> bool:
+        """Whether the scale is taken from the tensor in a pass of its own, which an earlier one can spare it."""
+        return self._needs_amax and not self._is_delayed()
+
     def _is_delayed(self) -> bool:
         """Whether it quantizes with a scale from state, by ``_encode_scaled``, and not at all without one."""
         return False
@@ -108,6 +112,14 @@ class QuantizerValue(_opaque.OpaqueBase):
     ) -> GemmOperand:
         """Decode the buffers of one direction for an emulated GEMM in ``dtype`` (fp32 or bf16)."""
         raise NotImplementedError(f"{type(self).__qualname__} cannot feed a GEMM")
+
+    def _encode_again(self, numerics: ModuleType, x: Tensor, parts: Tensor) -> list[Tensor]:
+        """As ``_encode``, given the last that ``_encode_keeping_amax`` returned; only of what needs an amax."""
+        raise NotImplementedError(f"{type(self).__qualname__} needs no amax")
+
+    def _encode_keeping_amax(self, numerics: ModuleType, x: Tensor) -> list[Tensor]:
+        """As ``_encode``, and last what it found out about ``x`` before; only of what needs an amax."""
+        raise NotImplementedError(f"{type(self).__qualname__} needs no amax")
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
         """Operand for the hardware GEMM, or None when this format has none on any supported GPU."""

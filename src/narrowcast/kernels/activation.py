@@ -267,6 +267,7 @@ def _backward_kernel(
     P2,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
+    STORE: tl.constexpr,
     AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
     EMULATE: tl.constexpr,
@@ -285,15 +286,17 @@ def _backward_kernel(
         b = to_float32(tl.load(x_ptr + gate + F + index, mask=inside, other=0.0), EMULATE)
         da, db = activate_gated_backward(g, a, b, KIND, P0, P1, P2, EMULATE)
         da, db = round_to_dtype(da, DTYPE, EMULATE), round_to_dtype(db, DTYPE, EMULATE)
-        tl.store(dx_ptr + gate + index, da, mask=inside)
-        tl.store(dx_ptr + gate + F + index, db, mask=inside)
+        if STORE:
+            tl.store(dx_ptr + gate + index, da, mask=inside)
+            tl.store(dx_ptr + gate + F + index, db, mask=inside)
         if AMAX:
             larger = tl.maximum(magnitude(da, EMULATE), magnitude(db, EMULATE))
             _raise_amax(amax_ptr, larger, inside)
     else:
         a = to_float32(tl.load(x_ptr + output + index, mask=inside, other=0.0), EMULATE)
         da = round_to_dtype(activate_backward(g, a, KIND, EMULATE), DTYPE, EMULATE)
-        tl.store(dx_ptr + output + index, da, mask=inside)
+        if STORE:
+            tl.store(dx_ptr + output + index, da, mask=inside)
         if AMAX:
             _raise_amax(amax_ptr, magnitude(da, EMULATE), inside)
 
@@ -441,6 +444,24 @@ def backward(grad: Tensor, x: Tensor, activation: str, amax: Tensor | None = Non
         _backward(
             grid,
             (x, grad, dx, x if amax is None else amax, F, chunks, *numbers(activation, params)),
-            (activation, kind.gated, amax is not None, block, INTERPRETING),
+            (activation, kind.gated, True, amax is not None, block, INTERPRETING),
         )
     return dx
+
+
+def backward_amax(grad: Tensor, x: Tensor, activation: str, parameters: tuple[float, float, float]) -> Tensor:
+    """Slots of ``amax_slots`` raised to what ``backward`` would raise them to; the gradient itself is not written.
+
+    Args:
+        grad, x: contiguous. parameters: as ``numbers`` gives them.
+    """
+    slots = amax_slots(x)
+    if x.numel():
+        gated = KINDS[activation].gated
+        grid, F, chunks, block = _chunks(x, gated)
+        _backward(
+            grid,
+            (x, grad, x, slots, F, chunks, *parameters),
+            (activation, gated, False, True, block, INTERPRETING),
+        )
+    return slots

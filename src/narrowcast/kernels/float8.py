@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..formats import FLT_MAX, ElementFormat, cdiv
 from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, scaled_float32
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import INTERPRETING, Launcher, check_device, check_input
 from .scaling import scale_from_amax
 from .sources import Source, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .tiles import (
@@ -412,7 +412,7 @@ def quantize_current(
         epsilon: lower bound of the amax.
         rowwise: return the data in the logical orientation.
         columnwise: return the transposed data.
-        amax: fp32 (1,), to take the scale of instead of the tensor's own.
+        amax: fp32, one or more, to take the scale of the largest of them instead of the tensor's own.
 
     Returns:
         ``[data (*lead, K) uint8]``, ``[transpose (K, *lead) uint8]``, ``scale_inv`` fp32 (1,).
@@ -424,14 +424,16 @@ def quantize_current(
         ``scale = scale_from_amax(max|x|)``; equal to ``reference.float8.quantize_current``.
     """
     source = source_of(x, 1)
-    # All of the matrix must be seen before any of it can be encoded: computing it once and reading it back moves less
-    # than computing it twice.
-    if source.is_activation and amax is None:
+    # All of the matrix must be seen before any of it can be encoded. An activation is written and read back; the
+    # gradient of a gated one, twice as wide, is computed twice: that moves less, and takes no memory.
+    if pairs_tiles(source.constants, source.shape[-1], PAIRED_COLUMNS):
+        source = source if amax is not None else source.with_amax()
+    elif source.is_activation and amax is None:
         source = source.materialized_with_amax()
     partial = source.amax_partials if amax is None else amax
     if partial is None:
         source = source.materialized()
-        partial = _amax_partials(source.operands[0])
+        partial = amax_parts(source.operands[0])
     return _run_cast(source, partial, fmt, rowwise, columnwise, None, True, power_2, float(epsilon))
 
 
@@ -440,13 +442,26 @@ def amax(x: Tensor) -> Tensor:
     source = source_of(x, 1).materialized()
     if not x.numel():
         return x.new_zeros(1, dtype=torch.float32)
-    return _amax_partials(source.operands[0]).amax().reshape(1)
+    return amax_parts(source.operands[0]).amax().reshape(1)
 
 
-def _amax_partials(x: Tensor) -> Tensor:
-    """Maxima of parts of a contiguous tensor; none for an empty one."""
-    n = x.numel()
-    programs = min(cdiv(n, AMAX_BLOCK), AMAX_PROGRAMS)
+def parts_of(count: int) -> int:
+    """Length of :func:`amax_parts` of so many elements."""
+    return min(cdiv(count, AMAX_BLOCK), AMAX_PROGRAMS)
+
+
+def amax_parts(x: Tensor) -> Tensor:
+    """Maxima of parts of a tensor, fp32; none for an empty one.
+
+    Args:
+        x: bf16, fp16 or fp32, any strides.
+
+    Raises:
+        ValueError: a tensor the kernels cannot reach, or another dtype.
+    """
+    check_input(x, 0)
+    x, n = x.contiguous(), x.numel()
+    programs = parts_of(n)
     partials = x.new_empty(programs, dtype=torch.float32)
     if n:
         _amax((programs, 1, 1), (x, partials, n), (AMAX_BLOCK, INTERPRETING))

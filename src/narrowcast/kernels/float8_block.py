@@ -216,6 +216,8 @@ def _quantize_kernel(
     # The statistics of a norm come from a pass over all rows; the last ones are still in L2: start there.
     REVERSE: tl.constexpr = SOURCE == "norm" or SOURCE == "norm_backward"
     tile_m, tile_k = tile_position(band_bits, REVERSE)
+    if SOURCE == "gated_half_backward":  # tiles that read the same operands run side by side
+        tile_k = tile_k // 2 + tile_k % 2 * (K // (2 * _BLOCK))
     m0 = tile_m * _BLOCK
     k0 = tile_k * _BLOCK
     if m0 >= M:
@@ -285,7 +287,7 @@ def quantize(
     """
     if block_dim not in (1, 2):
         raise ValueError(f"block_dim is {block_dim}; use 1 (blocks of 128) or 2 (tiles of 128 x 128)")
-    source = source_of(x, 2).within_registers()
+    source = source_of(x, 2).in_halves(FLOAT8_BLOCK).within_registers()
     like = source.operands[0]
     M, K = source.matrix
     row_shape, column_shape = _scale_shapes(M, K, block_dim)

@@ -321,7 +321,12 @@ def _check(x: Tensor, splits: Tensor | None, alignment: int) -> None:
         raise ValueError(f"alignment is {alignment}; use a power of two, 4 or more")
 
 
-def _amaxes(x: Tensor, splits: Tensor | None, groups: int) -> Tensor:
+def amaxes(x: Tensor, splits: Tensor | None, groups: int) -> Tensor:
+    """max|x| of every group: fp32 (G,).
+
+    Args:
+        x: contiguous. splits, groups: as of :func:`quantize_current`.
+    """
     amax = torch.zeros(groups, dtype=torch.float32, device=x.device)
     K = x.shape[-1]
     T = x.numel() // K if K else 0
@@ -425,6 +430,7 @@ def quantize_current(
     rowwise: bool,
     columnwise: bool,
     alignment: int,
+    amax: Tensor | None = None,
 ) -> list[Tensor]:
     """Quantize every group with the scale of its own amax: an amax pass and a cast pass, no host synchronisation.
 
@@ -433,6 +439,7 @@ def quantize_current(
         groups: G.
         power_2: round the scales down to powers of two.
         epsilon: lower bound of an amax.
+        amax: :func:`amaxes`, where that is known: then there is no amax pass.
 
     Returns:
         As :func:`quantize`.
@@ -445,7 +452,7 @@ def quantize_current(
     """
     _check(x, splits, alignment)
     x = x.contiguous()
-    amax = _amaxes(x, splits, groups)
+    amax = amaxes(x, splits, groups) if amax is None else amax
     return _run_cast(x, splits, amax, fmt, rowwise, columnwise, alignment, None, True, power_2, epsilon)
 
 

@@ -73,7 +73,7 @@ class Source:
     @property
     def is_activation(self) -> bool:
         """Whether an activation or its gradient is computed on the way in, which takes many registers."""
-        return self.constants[0] in ("activation", "activation_backward", "gated", "gated_backward")
+        return self.constants[0] in _ACTIVATIONS
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An output beside the operands."""
@@ -87,6 +87,12 @@ class Source:
         self.column_sums.partials = self.empty((cdiv(M, reduction.PARTIAL_ROWS), K), torch.float32)
         return self.column_sums.partials
 
+    def in_halves(self, tile_columns: int) -> Source:
+        """The source, knowing it where each tile lies in one half of a gated activation's gradient."""
+        if not pairs_tiles(self.constants, self.shape[-1], tile_columns):
+            return self
+        return replace(self, constants=("gated_half_backward", *self.constants[1:]))
+
     def within_registers(self) -> Source:
         """The source itself, or its matrix where computing a tile with scales of its own takes too many registers.
 
@@ -97,6 +103,13 @@ class Source:
     def materialized(self) -> Source:
         """The source of the matrix written to memory."""
         return self if self.is_tensor else replace(tensor(self.compute(None)), column_sums=self.column_sums)
+
+    def with_amax(self) -> Source:
+        """The source with ``amax_partials``, for which a gated activation's gradient is computed, but not written."""
+        kind, name, *numbers = self.constants
+        assert kind == "gated_backward"
+        x, grad = self.operands
+        return replace(self, amax_partials=activations.backward_amax(grad, x, name, tuple(numbers)))  # type: ignore[arg-type]
 
     def materialized_with_amax(self) -> Source:
         """The source of the matrix written to memory, with ``amax_partials`` from the same pass.
@@ -124,6 +137,7 @@ class ColumnSums:
         self.partials: Tensor | None = None
 
 
+_ACTIVATIONS = ("activation", "activation_backward", "gated", "gated_backward", "gated_half_backward")
 _TENSOR = ("tensor", "", 0.0, 0.0, 0.0)
 
 
@@ -380,6 +394,18 @@ def load_source(
         b = to_float32(tl.load(gate + F, mask=inside, other=0.0), EMULATE)
         gradient = operands[1] + m * F + (row[:, None] * F + source)
         g = to_float32(tl.load(gradient, mask=inside, other=0.0), EMULATE)
+        da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2, EMULATE)
+        return round_to_dtype(tl.where(second, db, da), DTYPE, EMULATE)
+    elif SOURCE == "gated_half_backward":
+        # Tiles that lie in one half: no element asks which.
+        F = K // 2
+        second = k >= F
+        first = k - tl.where(second, F, 0)
+        gate = operands[0] + (m * K + first) + offsets
+        a = to_float32(_load(gate, inside, EVEN), EMULATE)
+        b = to_float32(_load(gate + F, inside, EVEN), EMULATE)
+        gradient = operands[1] + (m * F + first) + (row[:, None] * F + across)
+        g = to_float32(_load(gradient, inside, EVEN), EMULATE)
         da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2, EMULATE)
         return round_to_dtype(tl.where(second, db, da), DTYPE, EMULATE)
     elif SOURCE == "norm":

@@ -212,12 +212,8 @@ class DelayedLayer(RecipeOwner):
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 
-    def _scales(self, prefix: str, plan: LinearPlan, copy_forward: bool = False) -> DelayedScales:
-        """State for one forward of a stage; nothing for a plan that scales nothing with delay.
-
-        Args:
-            copy_forward: the backward reads the forward's scales, too.
-        """
+    def _scales(self, prefix: str, plan: LinearPlan) -> DelayedScales:
+        """State for one forward of a stage; nothing for a plan that scales nothing with delay."""
         forward, backward = plan.forward_state, plan.backward_state
         if forward is None and backward is None:
             return DelayedScales()
@@ -239,10 +235,7 @@ class DelayedLayer(RecipeOwner):
             return scales
         if not (renews or torch.is_grad_enabled()):
             return scales
-        if renews or torch.compiler.is_compiling() or copy_forward or bwd is None:
-            scales.scale_fwd, scales.scale_bwd = _copies(fwd, bwd, renews)
-        else:
-            scales.scale_bwd = read_scales([bwd.scale])[0]
+        scales.scale_fwd, scales.scale_bwd = _copies(fwd, bwd, renews)
         return scales
 
     # -- moving, saving, loading -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ..autograd.grouped_linear import (
     compute_grouped_wgrad,
     quantize_weights,
 )
-from ..functional import grouped_calibrate_
+from ..functional import grouped_calibrate_, splits_on_device
 from ..quantizers import Operand, OperandBuffers
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
@@ -201,6 +201,7 @@ class GroupedLinearLayer(LinearLayer):
         scales: DelayedScales,
         dtype: torch.dtype,
         needs_bias: bool,
+        sizes: list[int] | None,
         covered: bool,
         is_first_microbatch: bool | None = None,
         out: Tensor | None = None,
@@ -219,7 +220,7 @@ class GroupedLinearLayer(LinearLayer):
             wgrad.ticket = wgrad.store.ticket
         split = not self.single_grouped_weight, not self.single_grouped_bias
         shape = self.num_gemms, self.out_features, self.in_features
-        groups = Groups(*shape, *split, covered, main_grads, dummies, out, dgrad_out)
+        groups = Groups(*shape, *split, sizes, covered, main_grads, dummies, out, dgrad_out)
         return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias), groups
 
     def _grouped_workspace(
@@ -333,8 +334,8 @@ class GroupedLinearLayer(LinearLayer):
 
     def _checked_splits(
         self, splits: Sequence[int] | Tensor, x: Tensor, label: str = "m_splits"
-    ) -> tuple[Tensor, bool]:
-        """The splits on the device of ``x``, and whether they are known to sum to its rows."""
+    ) -> tuple[Tensor, list[int] | None, bool]:
+        """The splits on the device of ``x`` and, where the host knows them, on it; whether they sum to its rows."""
         known: list[int] | None = None
         if not isinstance(splits, Tensor):
             if not hasattr(splits, "__len__") or not all(
@@ -364,9 +365,9 @@ class GroupedLinearLayer(LinearLayer):
                     f"{label} is {known}; use non-negative numbers whose sum is at most the {x.shape[0]} rows"
                 )
             covered = total == x.shape[0]
-        if not isinstance(splits, Tensor):
-            splits = torch.tensor(known, dtype=torch.int64)
-        return splits.to(x.device, non_blocking=True), covered
+        if known is not None:
+            return splits_on_device(x.detach(), known), known, covered
+        return splits.to(x.device, non_blocking=True), None, False  # type: ignore[union-attr]
 
     # -- state dict --------------------------------------------------------------------------------------------------
 

@@ -247,14 +247,13 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         weight: Tensor,
         bias: Tensor | None,
         is_first_microbatch: bool | None,
-        copy_scales: bool = False,
     ) -> LinearFwdArgs:
         """What the boundary reads of a stage besides its operands.
 
         Args:
-            weight: whole. copy_scales: the backward reads the forward's scales, too.
+            weight: whole.
         """
-        scales = self._scales(stage.prefix, plan, copy_scales)
+        scales = self._scales(stage.prefix, plan)
         workspace = None
         if plan.quantized and (is_first_microbatch is not None or isinstance(weight, QuantizedTensor)):
             workspace = self._workspace(stage, plan.kept_weight, scales, weight, is_first_microbatch)

@@ -214,7 +214,7 @@ def check_differentiable(workspace: OperandBuffers, plan: LinearPlan, name: str,
     Raises:
         RuntimeError: it has not, since it was made for inference.
     """
-    if not workspace.columnwise and any(plan.weight.columnwise):
+    if not workspace.columnwise and plan.needs_input and plan.backward_override is None:
         raise RuntimeError(
             f"parameter {name!r} of {owner} has no column-wise data for the gradient of the input: it was made under "
             "torch.no_grad(); make the layer with gradients enabled, or run it under torch.no_grad()"

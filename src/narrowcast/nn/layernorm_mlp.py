@@ -208,8 +208,8 @@ class LayerNormMLP(NormLinearLayer):
         args = LayerNormMLPFwdArgs(
             self.norm,
             self.activation,
-            self._fwd_args(fc1, plans[0], dtype, fc1_weight, fc1_bias, first, recomputes),
-            self._fwd_args(fc2, plans[1], dtype, fc2_weight, fc2_bias, first, recomputes),
+            self._fwd_args(fc1, plans[0], dtype, fc1_weight, fc1_bias, first),
+            self._fwd_args(fc2, plans[1], dtype, fc2_weight, fc2_bias, first),
             self.return_layernorm_output,
             forward_plans,
         )

@@ -93,6 +93,21 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
             columnwise=self.columnwise_usage,
         )
 
+    def _encode_again(self, numerics: ModuleType, x: Tensor, parts: Tensor) -> list[Tensor]:
+        return numerics.float8.quantize_current(
+            x,
+            ELEMENT_FORMATS[self.dtype],
+            power_2=self.force_pow_2_scales,
+            epsilon=self.amax_epsilon,
+            rowwise=self.rowwise_usage,
+            columnwise=self.columnwise_usage,
+            amax=parts,
+        )
+
+    def _encode_keeping_amax(self, numerics: ModuleType, x: Tensor) -> list[Tensor]:
+        parts = numerics.float8.amax_parts(x)
+        return [*self._encode_again(numerics, x, parts), parts]
+
     def _encode_scaled(
         self, numerics: ModuleType, x: Tensor, scale: Tensor, amax: Tensor | None
     ) -> list[Tensor]:

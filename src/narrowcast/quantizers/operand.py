@@ -34,10 +34,11 @@ class Operand:
 
     ``value``: the quantizer's value as text. ``storage_name``: identifier of its storage class. ``rowwise``,
     ``columnwise``: which of its buffers make up that direction, all False for a direction that it does not produce.
-    ``stochastic``: it wants a fresh seed. ``delayed``: it wants scale and amax from state. ``shared``: the same for
-    rows that several processes share, whose amax is reduced over them; None where none is. ``joins``: how the buffers
-    of such rows make up those of the whole, row-wise and column-wise; "" where they do not; ``joins_aligned``: only
-    shares of 128 rows, or a multiple of that, do (see :class:`..formats.Layout`).
+    ``stochastic``: it wants a fresh seed. ``delayed``: it wants scale and amax from state. ``current``: it takes its
+    scale from the tensor, in a pass of its own. ``shared``: the same for rows that several processes share, whose amax
+    is reduced over them; None where none is. ``joins``: how the buffers of such rows make up those of the whole,
+    row-wise and column-wise; "" where they do not; ``joins_aligned``: only shares of 128 rows, or a multiple of that,
+    do (see :class:`..formats.Layout`).
     """
 
     quantizer: Quantizer
@@ -47,6 +48,7 @@ class Operand:
     columnwise: tuple[bool, ...]
     stochastic: bool
     delayed: bool
+    current: bool
     shared: Quantizer | None = None
     joins: tuple[str, str] = ("", "")
     joins_aligned: bool = False
@@ -76,6 +78,7 @@ class Operand:
             tuple(columnwise and name in storage._COLUMNWISE_BUFFERS for name in names),
             quantizer._is_stochastic(),
             quantizer._is_delayed(),
+            quantizer._is_current(),
             shared,
             joins,
             aligned,
@@ -90,7 +93,8 @@ class Operand:
         """Quantize ``x`` (*lead, K), fp32, bf16 or fp16, in traced or eager code, without gradient.
 
         Args:
-            scale, amax: state of delayed scaling, fp32 (n,); unused by the others. A None ``amax`` collects nothing.
+            scale, amax: state of delayed scaling, fp32 (n,). A None ``amax`` collects nothing. Current scaling takes
+                ``amax`` without ``scale``, from an earlier pass over ``x``; the others use neither.
         """
         return self.split(quantize(x, self.quantizer, self.seed(x), scale, amax))
 

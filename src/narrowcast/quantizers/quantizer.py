@@ -29,7 +29,7 @@ from ..functional import (
     quantize_into,
 )
 from ..tensors import QuantizedTensor, QuantizedTensorStorage
-from ..tensors.storage import flatten_context, resolve_storage_class, storage_identifier
+from ..tensors.storage import STORAGE_CLASSES, flatten_context, resolve_storage_class, storage_identifier
 from .arguments import field_value
 from .value import CLASSES, SPELLINGS, _rebuild_quantizer, class_identifier
 
@@ -247,7 +247,7 @@ class Quantizer(Sealable, QuantizerValue):
         if not self._storage_name:
             raise self._undescribed()
         # by name: the compiler reads the attributes of a class it finds in a global, not of one it read off a quantizer
-        return resolve_storage_class(self._storage_name)._LAYOUT
+        return (STORAGE_CLASSES.get(self._storage_name) or resolve_storage_class(self._storage_name))._LAYOUT
 
     def _undescribed(self) -> NotImplementedError:
         return NotImplementedError(

@@ -29,8 +29,10 @@ class LinearPlan:
 
     ``quantized`` False: everything in high precision, and the operands do not matter. ``input``, ``weight``,
     ``grad_output``: how the operands of the three GEMMs are quantized, in the directions that will be read.
-    ``kept_weight``: in both directions, for a weight that serves several microbatches. ``original_input``: column-wise
-    alone, for a backward that quantizes the input again (``save_original_input``). ``output``, ``grad_input``: what the
+    ``weight_again``: column-wise alone, for a backward that quantizes the weight again, which then is all that is saved
+    of it; None where that would not give the same codes. ``kept_weight``: in both directions, for a weight that serves
+    several microbatches. ``original_input``: column-wise alone, for a backward that quantizes the input again
+    (``save_original_input``). ``output``, ``grad_input``: what the
     layer hands to its neighbours. ``forward_state``, ``backward_state``: the delayed scaling that renews the state of
     each direction; None where the layer keeps none. ``eager_only``: why it cannot be part of a graph, "" where it can.
     """
@@ -38,6 +40,7 @@ class LinearPlan:
     quantized: bool
     input: Operand
     weight: Operand
+    weight_again: Operand | None
     grad_output: Operand
     kept_weight: Operand
     original_input: Operand
@@ -131,10 +134,12 @@ def _build(
             )
         save_original_input = False
     wgrad, dgrad = needs_weight and override is None, needs_input and override is None
+    again = dgrad and not weight._is_stochastic()
     return LinearPlan(
         quantized=True,
         input=Operand.of(inp, True, wgrad and not save_original_input),
-        weight=Operand.of(weight, True, dgrad),
+        weight=Operand.of(weight, True, dgrad and not again),
+        weight_again=Operand.of(weight, False, True) if again else None,
         grad_output=Operand.of(grad, needs_input or not needs_weight, needs_weight),
         kept_weight=Operand.of(weight),
         original_input=Operand.of(inp, False, True),
@@ -170,6 +175,7 @@ def _in_high_precision(needs_input: bool, needs_weight: bool) -> LinearPlan:
         quantized=False,
         input=_IDENTITY,
         weight=_IDENTITY,
+        weight_again=None,
         grad_output=_IDENTITY,
         kept_weight=_IDENTITY,
         original_input=_IDENTITY,

@@ -56,6 +56,20 @@ def quantize(
     return [*out, scale_inv]
 
 
+def amax_parts(x: Tensor) -> Tensor:
+    """What ``quantize_current`` finds out about ``x`` before it encodes: fp32 (1,), its amax.
+
+    Args:
+        x: as of ``quantize_current``.
+    """
+    return scaling.amax(x)
+
+
+def parts_of(count: int) -> int:
+    """Length of ``amax_parts`` of so many elements."""
+    return 1
+
+
 def quantize_current(
     x: Tensor,
     fmt: ElementFormat,
@@ -75,7 +89,7 @@ def quantize_current(
         epsilon: lower bound for the amax.
         rowwise: produce the codes in the order of ``x``.
         columnwise: produce the transposed codes.
-        amax: fp32 [1], to take the scale of instead of the tensor's own.
+        amax: fp32, one or more, to take the scale of the largest of them instead of the tensor's own.
 
     Raises:
         TypeError: ``x`` has another dtype.
@@ -84,7 +98,7 @@ def quantize_current(
     Numerics:
         Buffers as in ``quantize``; the scale is ``scale_from_amax`` with fp32's maximum on overflow.
     """
-    largest = scaling.amax(x) if amax is None else amax
+    largest = scaling.amax(x) if amax is None else amax.amax().reshape(1)
     scale = scaling.scale_from_amax(largest, fmt.max, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX)
     return quantize(x, scale, fmt, rowwise=rowwise, columnwise=columnwise)
 

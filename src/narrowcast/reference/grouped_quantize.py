@@ -78,6 +78,7 @@ def quantize_current(
     rowwise: bool,
     columnwise: bool,
     alignment: int,
+    amax: Tensor | None = None,
 ) -> list[Tensor]:
     """Quantize every group with the scale of its own amax.
 
@@ -86,6 +87,7 @@ def quantize_current(
         groups: G.
         power_2: round the scales down to powers of two.
         epsilon: lower bound of an amax.
+        amax: ``amaxes(x, splits, groups)``, where that is known.
 
     Raises:
         TypeError: ``x`` has another dtype.
@@ -93,16 +95,25 @@ def quantize_current(
     Numerics:
         Buffers as in ``quantize``; the scale of a group is ``scale_from_amax`` with fp32's maximum on overflow.
     """
+    amax = amaxes(x, splits, groups) if amax is None else amax
+    scale = scaling.scale_from_amax(amax, fmt.max, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX)
+    return quantize(x, splits, scale, fmt, rowwise=rowwise, columnwise=columnwise, alignment=alignment)
+
+
+def amaxes(x: Tensor, splits: Tensor | None, groups: int) -> Tensor:
+    """max|x| of every group: fp32 (G,).
+
+    Args:
+        x, splits, groups: as of ``quantize_current``.
+    """
+    if not groups:
+        return x.new_zeros(0, dtype=torch.float32)
     if splits is None:
         parts = list(x.unbind(0))
     else:
-        sizes, starts, _ = extents(splits, x.shape[0], alignment)
+        sizes, starts, _ = extents(splits, x.shape[0], 1)
         parts = [x[start : start + size] for start, size in zip(starts, sizes)]
-    amax = (
-        torch.cat([scaling.amax(part) for part in parts]) if groups else x.new_zeros(0, dtype=torch.float32)
-    )
-    scale = scaling.scale_from_amax(amax, fmt.max, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX)
-    return quantize(x, splits, scale, fmt, rowwise=rowwise, columnwise=columnwise, alignment=alignment)
+    return torch.cat([scaling.amax(part) for part in parts])
 
 
 def column_sum(x: Tensor, splits: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..formats import Layout
 from ..functional import QuantizerValue, dequantize
 
-_STORAGE_REGISTRY: dict[str, type[QuantizedTensorStorage]] = {}
+STORAGE_CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
 
 
 def storage_identifier(cls: type) -> str:
@@ -30,10 +30,10 @@ def resolve_storage_class(identifier: str) -> type[QuantizedTensorStorage]:
     Raises:
         KeyError: there is no such class; the message lists the known identifiers.
     """
-    if identifier not in _STORAGE_REGISTRY:
-        known = ", ".join(sorted(_STORAGE_REGISTRY))
+    if identifier not in STORAGE_CLASSES:
+        known = ", ".join(sorted(STORAGE_CLASSES))
         raise KeyError(f"unknown quantized storage class {identifier!r}; known: {known}")
-    return _STORAGE_REGISTRY[identifier]
+    return STORAGE_CLASSES[identifier]
 
 
 class QuantizedTensorStorage:
@@ -81,7 +81,7 @@ class QuantizedTensorStorage:
             for rowwise in (False, True)
             for columnwise in (False, True)
         }
-        _STORAGE_REGISTRY[storage_identifier(cls)] = cls
+        STORAGE_CLASSES[storage_identifier(cls)] = cls
         cls._BARE_NAME = storage_identifier(cls._bare_class())
 
     def __init__(

@@ -140,8 +140,9 @@ def test_saves_the_payload_and_nothing_in_high_precision(name: str, bits: int) -
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), nc.autocast(recipe=QUANTIZED[name]):
         op(x)
-    payload = (x.numel() + op.weight.numel()) * bits // 8
-    assert payload <= sum(t.numel() * t.element_size() for t in saved) < 1.2 * payload
+    payload = x.numel() * bits // 8
+    held = [t for t in saved if t.data_ptr() != op.weight.data_ptr()]  # the parameter is there anyway
+    assert payload <= sum(t.numel() * t.element_size() for t in held) < 1.2 * payload
 
 
 # -- what is not computed -----------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ def test_frozen_weight_costs_neither_wgrad_nor_columnwise_input(name: str) -> No
     op.weight.requires_grad_(False)
     with Operators() as operators:
         results = step(op, x, RECIPES[name])
-    assert operators.seen == {"fprop": 1, "dgrad": 1, "rowwise": 2, "rowwise+columnwise": 1}
+    assert operators.seen == {"fprop": 1, "dgrad": 1, "rowwise": 3, "columnwise": 1}
     module = twin(op)
     module.weight.requires_grad_(False)
     assert_same(results, step(module, x, RECIPES[name]))

@@ -255,7 +255,8 @@ class BasicLinear(LinearLayer, BasicOperation):
             and not self.parallel.joins(plan.input, rows_of(input_))
         )
         saved_input = SavedOperand(inp, None if plain else _saved_quantizer(plan, plan.input, input_))
-        saved_weight = SavedOperand(rest, _saved_quantizer(plan, plan.weight, weight))
+        again = plan.weight_again is not None and not isinstance(weight, QuantizedTensorStorage)
+        saved_weight = SavedOperand(rest, None if again else _saved_quantizer(plan, plan.weight, weight))
         ctx.save_for_backward(*tensors_to_save)
         ctx.input_dtype = input_.dtype
         ctx.backward_args = linear_bwd_args(
