@@ -1,6 +1,6 @@
 """narrowcast: low-precision training for PyTorch that compiles."""
 
-from . import custom_recipes, distributed, dynamo, nn, ops, optimizers, recipe, state
+from . import custom_recipes, distributed, dynamo, nn, ops, optimizers, policy, recipe, state
 from ._device import (
     get_device_compute_capability,
     is_bf16_available,
@@ -190,6 +190,7 @@ __all__ = [
     "ops",
     "optimizers",
     "parallel_cross_entropy",
+    "policy",
     "prepare_for_saving",
     "quantized_model_init",
     "recipe",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ..layers import DelayedLayer, RecipeOwner
+from ..layers.policies import Policy, policy_named
 from ..layers.set_recipe import matching_names, recipe_table, renew_from, renew_layers
 from ..nn import Linear
 from ..recipe import Recipe
@@ -29,6 +30,8 @@ def convert(
     weights: Literal["plain", "stored"] = "plain",
     norms: bool = False,
     dry_run: bool = False,
+    policy: str | None = None,
+    rows: int | None = None,
 ) -> Receipt:
     """Have the linear layers of a model run in the precision of a recipe: in place, exactly undone by :func:`revert`.
 
@@ -47,12 +50,14 @@ def convert(
             recipes that quantize a weight and its transpose alike, per-tensor FP8 and 128 x 128 tiles.
         norms: convert ``nn.LayerNorm`` and ``nn.RMSNorm``, too, to narrowcast's, which are not quantized: their numbers
             are the same eager and compiled, and on every device.
+        policy, rows: as of :func:`narrowcast.set_recipe`; the receipt tells what was chosen, and the times.
         dry_run: change nothing, and return the receipt of what would be done.
     Returns:
         the receipt: every module with the weight of a GEMM, what was decided and why; print it.
     Raises (with nothing changed):
         TypeError: ``model`` is no module, ``recipe`` no recipe. ValueError: a pattern that matches no such module, a
-        recipe that cannot be resolved for a layer, or "stored" weights of which none is frozen or with another recipe.
+        recipe that cannot be resolved for a layer, a policy that is unknown or without ``rows``, or "stored" weights of
+        which none is frozen or with another recipe. RuntimeError: a policy without a GPU.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
@@ -69,6 +74,9 @@ def convert(
     chosen = set(names if only is None else _matching_any(only, names, model))
     skipped = set(_matching_any(skip, names, model)) if skip is not None else set()
     decisions = [_decide(one, recipes, chosen, skipped) for one in found]
+    if policy is not None:
+        choose = policy_named(policy, rows)
+        decisions = [_by_policy(one, choose, rows) for one in decisions]  # type: ignore[arg-type]
     if weights == "stored":
         decisions = _with_stored_weights(model, decisions)
     chosen_norms = [_decide_norm(one, chosen, skipped) for one in found_norms]
@@ -125,6 +133,18 @@ def _decide(one: Found, recipes: dict[str, Recipe | None], chosen: set[str], ski
     if recipe is None:
         return Decision(one, "kept", "no recipe is given for it", None)
     return Decision(one, "converted", one.note, recipe)
+
+
+def _by_policy(one: Decision, choose: Policy, rows: int) -> Decision:
+    """The decision, or that the module stays as it is since it is faster so; what was not measured is converted."""
+    weights = one.found.weights
+    if one.decision != "converted" or one.recipe is None or any(weight.groups > 1 for weight in weights):
+        return one
+    shapes = [(rows, weight.rows, weight.columns) for weight in weights]
+    recipe, reason = choose(one.recipe, shapes, weights[0].tensor.dtype)
+    if recipe is None:
+        return Decision(one.found, "kept", reason, None)
+    return replace(one, reason="; ".join(filter(None, (one.reason, reason))))
 
 
 def _decide_norm(one: FoundNorm, chosen: set[str], skipped: set[str]) -> FoundNorm:

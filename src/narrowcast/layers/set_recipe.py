@@ -13,10 +13,17 @@ from .._tracing import traced_local
 from ..recipe import Recipe, recipes_from_json
 from ..state import checked_recipe, reduce_amax, renew
 from .delayed import DelayedLayer
+from .policies import choose, policy_named
 from .recipe_owner import RecipeOwner
 
 
-def set_recipe(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | None] | str | None) -> nn.Module:
+def set_recipe(
+    model: nn.Module,
+    recipe: Recipe | Mapping[str, Recipe | None] | str | None,
+    *,
+    policy: str | None = None,
+    rows: int | None = None,
+) -> nn.Module:
     """Give every low-precision layer of a model its own recipe; no ``autocast`` is needed then.
 
     ``model`` renews the scales of its delayed layers at the start of each of its training forwards, so it should be
@@ -28,16 +35,23 @@ def set_recipe(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | None] | 
             overrides an earlier: ``{"": R, "layers.*.mlp": R1, "lm_head": None}``. A pattern stands for the modules it
             names and all within them; ``*`` is one part of a name, ``**`` any number, "" the model itself. Or such a
             table as JSON (:func:`narrowcast.recipe.recipes_to_json`).
+        policy: "auto" leaves those layers in high precision that are faster so on this GPU at their sizes, as timed
+            once, "auto-graphs" as CUDA graphs replay them (:mod:`narrowcast.policy`); None asks for no timing.
+        rows: that a layer sees per call, batch x tokens; for a policy.
     Returns:
         ``model``.
     Raises:
-        TypeError: no recipe. ValueError: a pattern that no low-precision layer matches, or a model without any.
+        TypeError: no recipe. ValueError: a pattern that no low-precision layer matches, a model without any, an unknown
+        policy, or one without ``rows``. RuntimeError: a policy without a GPU.
     """
     table = recipe_table(recipe, "set_recipe")
     owners = {name: module for name, module in model.named_modules() if isinstance(module, RecipeOwner)}
     chosen: dict[str, Recipe | None] = {}
     for pattern, value in table.items():
         chosen.update(dict.fromkeys(matching_names(pattern, owners, model, "low-precision layer"), value))
+    if policy is not None:
+        policy_named(policy, rows)
+        chosen = {name: choose(owners[name], value, policy, rows) for name, value in chosen.items()}  # type: ignore[arg-type]
     for name, value in chosen.items():
         owners[name].recipe = value
     renew_from(model)

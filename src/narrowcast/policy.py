@@ -1,0 +1,161 @@
+"""``policy="auto"``: per distinct size the faster of bf16 and the recipe, as this GPU ran a layer of that size once.
+
+What was timed is kept in a file per GPU, so that it is timed once; :func:`timings` shows it, :func:`forget` drops it.
+``"auto"`` times steps issued one after the other, forward and backward, the host's time included. ``"auto-graphs"``
+times replays of a CUDA graph: for steps that are captured or run under ``mode="reduce-overhead"``.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ._environment import read_text
+from .layers import set_recipe
+from .layers.policies import POLICIES, Shapes
+from .nn import Linear
+from .recipe import Recipe, recipes_to_json
+
+STEPS, ROUNDS = 10, 7
+
+
+class Timing(NamedTuple):
+    """What was measured of a linear layer, forward and backward, in high precision and under the recipe."""
+
+    rows: int
+    out_features: int
+    in_features: int
+    dtype: str
+    recipe: str
+    replayed: bool
+    plain_ms: float
+    recipe_ms: float
+
+
+def timings() -> list[Timing]:
+    """All that was measured on this GPU.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    return [Timing(*json.loads(key), *times) for key, times in _read(_file()).items()]
+
+
+def forget() -> None:
+    """Drop what was measured on this GPU, such as after an upgrade of its driver.
+
+    Raises:
+        RuntimeError: there is no GPU.
+    """
+    _file().unlink(missing_ok=True)
+
+
+def _auto(replayed: bool, recipe: Recipe, shapes: Shapes, dtype: torch.dtype) -> tuple[Recipe | None, str]:
+    """The faster of the two for all linear layers of a module together."""
+    times = [_timed(rows, n, k, dtype, recipe, replayed) for rows, n, k in shapes]
+    plain, own = (sum(pair) for pair in zip(*times))
+    sizes = ", ".join(f"{rows}x{k}->{n}" for rows, n, k in shapes)
+    told = f"{sizes} takes {own:.3f} ms, in high precision {plain:.3f}"
+    return (recipe, f"auto: {told}") if own < plain else (None, f"auto: high precision is faster: {told}")
+
+
+POLICIES["auto"] = partial(_auto, False)
+POLICIES["auto-graphs"] = partial(_auto, True)
+
+
+def _timed(
+    rows: int, out_features: int, in_features: int, dtype: torch.dtype, recipe: Recipe, replayed: bool
+) -> tuple[float, float]:
+    """(ms in high precision, ms under the recipe), from the file or measured now."""
+    file = _file()
+    name = repr(recipe) if recipe.custom() else recipes_to_json({"": recipe})
+    key = json.dumps([rows, out_features, in_features, str(dtype), name, replayed])
+    known = _read(file)
+    if key not in known:
+        measured = measure(rows, out_features, in_features, dtype, recipe, replayed)
+        known = {**_read(file), key: list(measured)}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(known, indent=1))
+        part.replace(file)
+    plain, own = known[key]
+    return plain, own
+
+
+def _file() -> Path:
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "policy='auto' times layers on a GPU, and torch sees none; leave policy out, or give recipes by pattern"
+        )
+    folder = read_text("CACHE", "") or str(Path.home() / ".cache" / "narrowcast")
+    gpu = torch.cuda.get_device_name().replace(" ", "-").replace("/", "-")
+    return Path(folder) / "policy" / f"{gpu}-torch-{torch.__version__}.json"
+
+
+def _read(file: Path) -> dict[str, list[float]]:
+    """What the file holds; nothing where it is not there or was cut off."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def measure(
+    rows: int, out_features: int, in_features: int, dtype: torch.dtype, recipe: Recipe, replayed: bool
+) -> tuple[float, float]:
+    """Milliseconds of a forward and backward of a linear layer: in high precision, and under the recipe.
+
+    Both take turns, and of each the median counts.
+
+    Args:
+        replayed: as replays of a CUDA graph.
+    """
+    place: dict[str, Any] = {"device": "cuda", "dtype": dtype}
+    x = torch.randn(rows, in_features, **place).requires_grad_()
+    grad = torch.randn(rows, out_features, **place)
+    plain = nn.Linear(in_features, out_features, bias=False, **place)
+    own = set_recipe(Linear(in_features, out_features, bias=False, **place), recipe)
+    with torch.cuda.device(x.device), torch.enable_grad():
+        steps = [_step(layer, x, grad, replayed) for layer in (plain, own)]
+        for step in steps:
+            _milliseconds(step)
+        times = [[_milliseconds(step) for step in steps] for _ in range(ROUNDS)]
+    first, second = (statistics.median(column) for column in zip(*times))
+    return first, second
+
+
+def _step(layer: nn.Module, x: Tensor, grad: Tensor, replayed: bool) -> Callable[[], Any]:
+    weight = next(layer.parameters())
+
+    def step() -> Any:
+        return torch.autograd.grad(layer(x), (x, weight), grad)
+
+    if not replayed:
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _milliseconds(step: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / STEPS * 1e3
