@@ -434,7 +434,8 @@ def quantized_gradients(
         del columns
         if parallel is not None and parallel.mode == "column":  # meanwhile, that of wgrad
             dgrad = parallel.start_grad_input(dgrad)
-    grad.rowwise.clear()  # the memory is free for the weight gradient
+    if not torch.compiler.is_compiling():  # the memory is free for the weight gradient
+        grad.rowwise.clear()
     if not plan.needs_weight:
         return None, _arrived(dgrad, parallel), grad_bias
     if gathers:

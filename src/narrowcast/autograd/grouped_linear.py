@@ -304,7 +304,8 @@ def _quantized_gradients(
         how = groups.sizes, plan.fast_dgrad, plan.emulate
         dgrad = grouped_gemm("dgrad", *left, *right, splits, [], args.dtype, dy.shape[0], *args.shape, *how)
         del left, right
-    grad.rowwise.clear()  # the memory is free for the weight gradients
+    if not torch.compiler.is_compiling():  # the memory is free for the weight gradients
+        grad.rowwise.clear()
     if not plan.needs_weight:
         return dgrad, [None] * len(groups.main_grads), grad_bias
     input_quantizer = args.saved_input[1]
