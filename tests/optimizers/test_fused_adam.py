@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from recipes import RECIPES
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import narrowcast as nc
 from narrowcast.testing import assert_close
@@ -319,6 +325,27 @@ def test_bad_parameters_and_gradients() -> None:
         RuntimeError, match="Float8Tensor, which is too coarse for a step; use master_weights=True"
     ):
         FusedAdam([layer.weight]).step()
+
+
+def test_sharded_parameters(tmp_path: Path) -> None:
+    """FSDP2's: state is sharded alike, and travels by name."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        layer: Any = nc.Linear(32, 32, device="cpu", recipe=RECIPES["current"])
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = FusedAdam(layer.parameters(), lr=0.1, exp_avg_dtype=torch.uint8)
+        layer(torch.randn(32, 32)).sum().backward()
+        optimizer.step()
+        saved = get_optimizer_state_dict(layer, optimizer)
+        assert set(saved["state"]) == {"weight", "bias"}
+        set_optimizer_state_dict(layer, optimizer, saved)
+        state = optimizer.state[layer.weight]
+        assert {name: (type(t), t.dtype) for name, t in state.items()} == {
+            "exp_avg": (DTensor, torch.uint8),
+            "exp_avg_sq": (DTensor, torch.float32),
+        }
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.gpu

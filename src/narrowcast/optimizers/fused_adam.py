@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from ..tensors import DequantizingTensor
+from .adam_step import CORRECTED, AdamOptions, AdamTensors, fused, spelled_out
 from .stored import decode, encode, join, split
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master_param"
 _STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 _ELEMENTS_AT_ONCE = 2**26  # of a step's fp32 copies: four of them are 1 GiB
-_CORRECTED = 1e9  # a step count at which Adam's bias corrections are 1
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -238,16 +238,18 @@ class FusedAdam(torch.optim.Optimizer):
             self.get_unscaled_state(p, _MASTER) if _MASTER in self.state[p] else p.detach().float()
             for p in params
         ]
-        count = group["step"] if group["bias_correction"] else _CORRECTED
+        count = group["step"] if group["bias_correction"] else CORRECTED
         if isinstance(count, Tensor):
             count = count.to(device)
         else:  # filled there, not copied: that would wait
             count = torch.full((), count, dtype=torch.float32, device=device)
         grads = [grad.float() for _, grad in chunk]
+        tensors = AdamTensors(weights, grads, moments["exp_avg"], moments["exp_avg_sq"])
+        options = AdamOptions(*(group[name] for name in AdamOptions._fields[:4]), self.adam_w_mode)
         if torch.compiler.is_compiling():
-            _spelled_out(weights, grads, moments, count, group, self.adam_w_mode)
+            spelled_out(tensors, count, options)
         else:
-            _fused(weights, grads, moments, count, group, self.adam_w_mode, scale, found_inf)
+            fused(tensors, count, options, scale, found_inf)
         for i, p in enumerate(params):
             for name in _MOMENTS:
                 self.set_scaled_state(p, name, moments[name][i])
@@ -302,62 +304,6 @@ class FusedAdam(torch.optim.Optimizer):
     def _parameters(self) -> Iterator[Any]:
         for group in self.param_groups:
             yield from group["params"]
-
-
-def _fused(
-    weights: list[Tensor],
-    grads: list[Tensor],
-    moments: dict[str, list[Tensor]],
-    count: Tensor,
-    group: dict[str, Any],
-    decoupled: bool,
-    scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """Adam of fp32 tensors, in place, by the operators behind ``torch.optim``."""
-    update: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    update(
-        weights,
-        grads,
-        *(moments[name] for name in _MOMENTS),
-        [],
-        [count] * len(weights),
-        lr=group["lr"],
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None if scale is None else scale.to(count.device),
-        found_inf=None if found_inf is None else found_inf.to(count.device),
-    )
-
-
-def _spelled_out(
-    weights: list[Tensor],
-    grads: list[Tensor],
-    moments: dict[str, list[Tensor]],
-    count: Tensor,
-    group: dict[str, Any],
-    decoupled: bool,
-) -> None:
-    """What :func:`_fused` computes, for the compiler, which has no shapes for those operators."""
-    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-    first, second = (moments[name] for name in _MOMENTS)
-    if decay and decoupled:
-        torch._foreach_mul_(weights, 1 - lr * decay)
-    elif decay:
-        grads = list(torch._foreach_add(grads, weights, alpha=decay))
-    torch._foreach_lerp_(first, grads, 1 - beta1)
-    torch._foreach_mul_(second, beta2)
-    torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-    denominators = torch._foreach_sqrt(second)
-    torch._foreach_div_(denominators, (1 - beta2**count).sqrt())
-    torch._foreach_add_(denominators, group["eps"])
-    changes = torch._foreach_div(first, denominators)
-    torch._foreach_mul_(changes, lr / (1 - beta1**count))
-    torch._foreach_sub_(weights, changes)
 
 
 def _initial_master(param: Tensor) -> Tensor:

@@ -1,0 +1,179 @@
+"""Functions over lists of tensors, under Transformer Engine's names, on PyTorch's ``_foreach`` and fused operators.
+
+All take a chunk size, which has no effect, a flag of one element on the device, and lists of tensors of one device.
+What is not finite sets the flag to 1. An optimizer's step changes nothing where the flag is set; nothing waits for the
+device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adam_step import CORRECTED, AdamOptions, AdamTensors, fused
+from .stored import join, split
+
+Lists = Sequence[list[Tensor]]
+
+
+class MultiTensorApply:
+    """Calls a function of this module with a chunk size, the flag and the lists."""
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Lists, *args: Any
+    ) -> Any:
+        """Return ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``."""
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)
+"""The one that everybody uses."""
+
+
+@torch.no_grad()
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor
+) -> None:
+    """Write ``scale`` times the first list to the second, in fp32 and in its dtype."""
+    given, out = tensor_lists
+    _flag(noop_flag, torch._foreach_norm(given, math.inf))
+    torch._foreach_copy_(out, torch._foreach_mul([x.float() for x in given], scale))
+
+
+multi_tensor_scale_tensor = multi_tensor_scale
+"""The same; there the scale is a tensor of one element."""
+
+
+@torch.no_grad()
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(norm of all elements, norms of the tensors), fp32 (1,) and (n,); the second is empty unless asked for."""
+    norms = torch.stack(list(torch._foreach_norm([x.float() for x in tensor_lists[0]], 2)))
+    total = torch.linalg.vector_norm(norms).view(1)
+    _flag(noop_flag, [total])
+    return total, norms if per_tensor else norms.new_empty(0)
+
+
+@torch.no_grad()
+def multi_tensor_unscale_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """:func:`multi_tensor_l2norm` of the tensors times ``inv_scale``."""
+    total, norms = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
+    return total * inv_scale.float(), norms * inv_scale.float()
+
+
+@torch.no_grad()
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int | Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor | None = None,
+) -> None:
+    """A step of Adam.
+
+    Args:
+        tensor_lists: gradients, parameters, first and second moments, and maybe fp32 master weights, which are stepped
+            in place of the parameters and copied to them. step: this one is counted.
+        mode: 0 for Adam, 1 for AdamW. bias_correction: 0 leaves it out. inv_scale: what gradients are multiplied with.
+    """
+    grads, params, first, second, *masters = tensor_lists
+    weights = masters[0] if masters else [p.float() for p in params]
+    tensors = AdamTensors(
+        weights, [g.float() for g in grads], [m.float() for m in first], [v.float() for v in second]
+    )
+    device = params[0].device
+    number = step if bias_correction else CORRECTED
+    count = (
+        number.to(device, torch.float32)
+        if isinstance(number, Tensor)
+        else torch.full((), number, device=device)
+    )
+    options = AdamOptions(lr, (beta1, beta2), epsilon, weight_decay, mode == 1)
+    scale = None if inv_scale is None else 1.0 / inv_scale.float()
+    fused(tensors, count.float(), options, scale, noop_flag.float())
+    for kept, made in ((params, weights), (first, tensors.exp_avg), (second, tensors.exp_avg_sq)):
+        pairs = [(old, new) for old, new in zip(kept, made) if old is not new]
+        if pairs:
+            torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
+
+
+multi_tensor_adam_capturable = multi_tensor_adam_capturable_master = multi_tensor_adam
+"""The same; there rate and step are tensors, so that a CUDA graph may hold the step, and ``inv_scale`` is given."""
+
+
+@torch.no_grad()
+def multi_tensor_adam_param_remainder(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *options: Any
+) -> None:
+    """:func:`multi_tensor_adam` of bf16 parameters whose fifth list is the int16 rest of their fp32 master weights."""
+    *lists, remainders = tensor_lists
+    masters = [join(high, low) for high, low in zip(lists[1], remainders)]
+    multi_tensor_adam(chunk_size, noop_flag, [*lists, masters], *options)
+    halves = [split(master) for master in masters]
+    torch._foreach_copy_(lists[1], [high for high, _ in halves])
+    torch._foreach_copy_(remainders, [low for _, low in halves])
+
+
+@torch.no_grad()
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    weight_decay: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float = 1.0,
+) -> None:
+    """A step of SGD.
+
+    Args:
+        tensor_lists: gradients, parameters, momenta, and maybe copies of the parameters in another dtype, written, too.
+        scale: what gradients are multiplied with. The others as in ``torch.optim.SGD``; the first run sets momenta.
+    """
+    grads, params, momenta, *copies = tensor_lists
+    live = 1.0 - noop_flag.float().clamp(max=1.0).view(())
+    scaled = list(torch._foreach_mul([g.float() for g in grads], scale))
+    if weight_decay and not wd_after_momentum:
+        torch._foreach_add_(scaled, [p.float() for p in params], alpha=weight_decay)
+    changes = scaled
+    if momentum:
+        old = [buffer.float() for buffer in momenta]
+        new = scaled if first_run else torch._foreach_mul(old, momentum)
+        if not first_run:
+            torch._foreach_add_(new, scaled, alpha=1.0 - dampening)
+        changes = torch._foreach_add(scaled, new, alpha=momentum) if nesterov else [n.clone() for n in new]
+        # 0 times what is not finite would be NaN
+        torch._foreach_copy_(momenta, [torch.where(live > 0, n, o) for n, o in zip(new, old)])
+    if weight_decay and wd_after_momentum:
+        torch._foreach_add_(changes, [p.float() for p in params], alpha=weight_decay)
+    for index, (p, change) in enumerate(zip(params, changes)):
+        p.copy_(torch.where(live > 0, p.float() - lr * change, p.float()))
+        for copy in copies:
+            copy[index].copy_(p)
+
+
+def _flag(noop_flag: Tensor, magnitudes: Sequence[Tensor]) -> None:
+    """Set the flag where one of these is not finite."""
+    finite = torch.stack([m.float().reshape(()) for m in magnitudes]).isfinite().all()
+    noop_flag.copy_(torch.where(finite, noop_flag, torch.ones_like(noop_flag)))
