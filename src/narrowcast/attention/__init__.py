@@ -15,6 +15,7 @@ from .arguments import (
 )
 from .backends import Switches
 from .cached import check_cached, extended, in_format
+from .context_parallel import context_parallel
 from .core import Lengths, attend
 from .formats import FORMATS, check_tensors, checked_format, sequence_length
 from .kv_cache import InferenceParams, KVCacheManager
@@ -43,6 +44,7 @@ __all__ = [
     "check_not_there",
     "check_tensors",
     "checked_format",
+    "context_parallel",
     "extended",
     "in_format",
     "mask_rule",

@@ -42,11 +42,16 @@ class Switches:
         Raises:
             ValueError: a DEBUG_LEVEL that is no number.
         """
-        names = ("FLASH_ATTN", "FUSED_ATTN", "UNFUSED_ATTN", "ALLOW_NONDETERMINISTIC_ALGO")
         level = read_text("DEBUG_LEVEL", "1")
         if not level.isdigit():
             raise ValueError(f"environment variable NARROWCAST_DEBUG_LEVEL is {level!r}; use 0, 1 or 2")
-        return cls(*(read_flag(name, True) for name in names), int(level) if read_flag("DEBUG") else 0)
+        return cls(
+            flash=read_flag("FLASH_ATTN", True),
+            fused=read_flag("FUSED_ATTN", True),
+            unfused=read_flag("UNFUSED_ATTN", True),
+            nondeterministic=read_flag("ALLOW_NONDETERMINISTIC_ALGO", True),
+            debug=int(level) if read_flag("DEBUG") else 0,
+        )
 
 
 class Facts(NamedTuple):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import flex, sdpa, unfused, varlen
 from .backends import Facts, Switches, choose_backend, sdpa_kernels
+from .context_parallel import ContextParallel, check_context_parallel, gathered, shared_places
 from .formats import flattened, heads_first, sequence_length
 from .masks import Geometry, MaskRule, Tokens, geometry, packed, padded_rows, rows
 from .scores import Scores
@@ -58,12 +59,14 @@ def attend(
     lengths: Lengths,
     switches: Switches,
     max_logit: bool = False,
+    ranks: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention in a format.
 
     Args:
         q, k, v: in ``qkv_format``, checked. scores: without ``places``.
         switches: which kernels may be used. max_logit: return the largest logit of each head, too.
+        ranks: which share the sequences; None for this one alone.
 
     Returns:
         The output with heads and head dim in one, and the largest logits (h).
@@ -72,12 +75,15 @@ def attend(
         ValueError: no backend can do it.
     """
     sizes = sequence_length(q, qkv_format), sequence_length(k, qkv_format)
+    if ranks is not None:
+        check_context_parallel(sizes[0], qkv_format, scores.rule, scores, lengths.cached, max_logit)
+        k, v = gathered(k, qkv_format, ranks), gathered(v, qkv_format, ranks)
     thd, rule = qkv_format == "thd", scores.rule
     everything = not (thd or rule.padding or rule.arbitrary or scores.slopes is not None) and (
-        not rule.bounded or (rule.window == (-1, 0) and rule.bottom_right and sizes[0] == 1)
+        not rule.bounded or (rule.window == (-1, 0) and rule.bottom_right and sizes[0] == 1 and ranks is None)
     )
     as_tensor = rule.arbitrary or lengths.cached
-    flag = sdpa.says_causal(rule, *sizes) and not thd and scores.bias is None
+    flag = sdpa.says_causal(rule, *sizes) and not thd and scores.bias is None and ranks is None
     one_side = lengths.cu_seqlens[0] is lengths.cu_seqlens[1]
     facts = Facts(
         cuda=q.is_cuda,
@@ -102,7 +108,11 @@ def attend(
         assert cu_q is not None and cu_kv is not None
         return varlen.attend(q, k, v, scores.scale, rule, (cu_q, cu_kv), lengths.longest).flatten(1), None
     if not everything and not (backend == "sdpa" and flag):
-        scores = replace(scores, places=places_of(sizes, qkv_format, rule, lengths, q.device))
+        if ranks is None:
+            places = places_of(sizes, qkv_format, rule, lengths, q.device)
+        else:
+            places = shared_places(sizes, rule, ranks, q.device)
+        scores = replace(scores, places=places)
     q, k, v = (heads_first(x, qkv_format) for x in (q, k, v))
     largest = None
     if backend == "flex":

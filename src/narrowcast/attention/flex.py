@@ -75,8 +75,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, max_logit: bool) ->
 
 
 def _position(tokens: Tokens, index: Tensor) -> Tensor:
-    """Of a token in its sequence: in rows, its index."""
-    return index if tokens.sequence is None else tokens.position[0, index]
+    """Of a token in its sequence: in whole rows, its index."""
+    return tokens.position[0, index] if tokens.moved else index
 
 
 def _distance(places: Geometry, b: Tensor, q: Tensor, kv: Tensor) -> Tensor:

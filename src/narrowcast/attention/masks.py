@@ -85,12 +85,14 @@ class Tokens:
         sequence: (1, s) ints, each token's sequence; None where every row is one.
         valid: (b or 1, s) bools, whether there is a token; None where there is one everywhere.
         length: (b) ints, tokens of each sequence; None where they are all ``s``.
+        moved: whether the position of a token may be another than its index in the tensor.
     """
 
     position: Tensor
     sequence: Tensor | None = None
     valid: Tensor | None = None
     length: Tensor | None = None
+    moved: bool = False
 
 
 @dataclass
@@ -140,7 +142,7 @@ def packed(total: int, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> 
     index = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(begins[1:].contiguous(), index, right=True).clamp(max=lengths.shape[0] - 1)
     position = index - begins[sequence]
-    return Tokens(position[None], sequence[None], (position < lengths[sequence])[None], lengths)
+    return Tokens(position[None], sequence[None], (position < lengths[sequence])[None], lengths, True)
 
 
 def geometry(q: Tokens, kv: Tokens, rule: MaskRule, length_q: int, length_kv: int) -> Geometry:

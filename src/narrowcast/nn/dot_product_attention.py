@@ -23,6 +23,7 @@ from ..attention import (
     check_not_there,
     check_tensors,
     checked_format,
+    context_parallel,
     extended,
     in_format,
     mask_rule,
@@ -53,7 +54,7 @@ class DotProductAttention(nn.Module):
         sequence_parallel, tp_group, attention_type, layer_number: taken, and ask for nothing here.
         tp_size: ranks among which the heads are split. get_rng_state_tracker: returns the object whose ``fork()``
             dropout runs in, unless ``sequence_parallel``.
-        cp_group, cp_global_ranks, cp_stream: must be None.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: as of ``set_context_parallel_group``.
         softmax_scale: default 1/sqrt(head dim of the keys).
         softmax_type: "vanilla"; "off-by-one" adds 1 to the denominator; "learnable" adds exp(softmax_offset) of each
             head, a parameter (1, h, 1, 1) in fp32 that begins at 0.
@@ -65,7 +66,8 @@ class DotProductAttention(nn.Module):
 
     Raises:
         ValueError: a size that is not positive, heads that groups or ranks do not divide, an unknown name, a window
-        that is none. NotImplementedError: context parallelism.
+        that is none. NotImplementedError: context parallelism by
+        another exchange than "all_gather".
     """
 
     softmax_offset: Tensor | None
@@ -152,16 +154,17 @@ class DotProductAttention(nn.Module):
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Split sequences over ranks, which this version does not: None takes such a wish back.
+        """Share every sequence with the other ranks of a group: each has two of 2·n chunks, rank r the chunks r and
+        2n - 1 - r; keys and values are gathered. For sbhd and bshd without padding, arbitrary masks and biases.
+
+        Args:
+            cp_group: the group; None takes it back. cp_global_ranks, cp_stream: taken, and ask for nothing here.
+            cp_comm_type: "all_gather".
 
         Raises:
-            NotImplementedError: a group.
+            NotImplementedError: another exchange. TypeError: no group.
         """
-        if cp_group is not None:
-            raise NotImplementedError(
-                f"context parallelism (cp_group={cp_group!r}, cp_comm_type={cp_comm_type!r}) is not there: no exchange "
-                "of keys and values between ranks is written yet; pass cp_group=None and split batch or heads instead"
-            )
+        self._ranks = context_parallel(cp_group, cp_comm_type)
 
     def forward(
         self,
@@ -281,7 +284,7 @@ class DotProductAttention(nn.Module):
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
             with contextlib.nullcontext() if tracker is None else tracker().fork():
-                return attend(q, k, v, fmt, scores, tokens, switches, max_logit)
+                return attend(q, k, v, fmt, scores, tokens, switches, max_logit, self._ranks)
 
         if again and torch.is_grad_enabled():
             return checkpoint(run, q, k, v, get_rng_state_tracker=tracker)
