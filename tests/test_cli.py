@@ -93,6 +93,7 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
         (["--keep-bf16", "lm_head"], ["--keep-bf16", "'lm_head' matches no"]),
         (["--recipe-table", "empty.txt"], ["--recipe-table empty.txt", "no JSON"]),
         (["--graphs"], ["--graphs", "--device is cpu", "leave --graphs out"]),
+        (["--by-block"], ["--by-block", "add --compile"]),
         (["--seeds", "0"], ["--seeds is 0", "at least 1"]),
         (["--recipe", "bf16,fp7"], ["'fp7'"]),
         (["--batch-size", str(10**12)], ["scores of a batch", "GiB", "lower --batch-size or --seq-len"]),

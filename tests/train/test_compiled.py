@@ -6,32 +6,43 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from narrowcast.train import trainer
 from narrowcast.train.config import ModelConfig, TrainConfig, require_graphs
 from narrowcast.train.data import Corpus
 from narrowcast.train.errors import SettingsError
 from narrowcast.train.loop import Run
-from narrowcast.train.model import next_token_loss
 from narrowcast.train.progress import Progress
 
 EVERYTHING = {"recompute": True, "accumulate": 2, "keep_bf16": "blocks.0.attention"}
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("by_block", [False, True])
 def test_every_option_is_in_one_graph_with_the_same_bits(
-    recipe: str, config: TrainConfig, corpus: Corpus, progress: Progress, monkeypatch: pytest.MonkeyPatch
+    by_block: bool,
+    config: TrainConfig,
+    corpus: Corpus,
+    progress: Progress,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = replace(config, recipe=recipe, steps=4, **EVERYTHING)
+    config = replace(config, recipe="delayed", steps=3, **EVERYTHING)
+    if by_block:
+        config = replace(config, keep_bf16="blocks.*.attention", model=replace(config.model, layers=2))
     eager = Run(config, corpus, progress, folder=None).train().history
-    monkeypatch.setattr(
-        trainer,
-        "_compiled_loss",
-        lambda config: torch.compile(next_token_loss, fullgraph=True, backend="aot_eager"),
-    )
+    monkeypatch.setattr(trainer, "BACKEND", "aot_eager")
     torch.compiler.reset()
-    compiled = Run(replace(config, compile=True), corpus, progress, folder=None).train().history
-    assert compiled == eager
+    counters.clear()
+    compiled = replace(config, compile=True, by_block=by_block)
+    assert Run(compiled, corpus, progress, folder=None).train().history == eager
+    assert counters["stats"]["unique_graphs"] == 2, (
+        "one that trains and one that evaluates, whatever the depth"
+    )
+
+
+def test_graphs_replay_the_whole_step() -> None:
+    with pytest.raises(SettingsError, match=r"--by-block compiles parts; leave one of them out"):
+        require_graphs("cuda", compiled=True, by_block=True)
 
 
 def test_graphs_need_a_gpu_and_the_compiler() -> None:

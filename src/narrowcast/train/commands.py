@@ -65,6 +65,7 @@ def train(
     seed: o.Seed = TrainConfig.seed,
     seeds: o.Seeds = 1,
     compile: o.Compile = False,
+    by_block: o.ByBlock = False,
     graphs: o.Graphs = False,
     emulate: o.Emulate = False,
     recompute: o.Recompute = False,
@@ -103,9 +104,11 @@ def train(
         },
     )
     if graphs:
-        require_graphs(config.device, compiled=compile)
+        require_graphs(config.device, compiled=compile, by_block=by_block)
     if compile:
         require_compiler(config.device)
+    elif by_block:
+        raise SettingsError("--by-block says how to compile, and --compile is not given; add --compile")
     corpus = load_corpus(data, seq_len=config.seq_len, tokens=tokens)
     progress = make_progress(Console(stderr=True))
     kept: dict[str, Any] = {"tokenizer": tokens.content, "tensorboard": tensorboard}

@@ -29,6 +29,7 @@ FREE = {
     "emulate",
     "compile",
     "graphs",
+    "by_block",
     "recompute",
     "save_every",
 }

@@ -79,6 +79,7 @@ class TrainConfig:
         emulate: run a recipe without native kernels on an accelerator.
         device: `cpu` or `cuda`; see `resolve_device`.
         compile: run the model through `torch.compile(fullgraph=True)`.
+        by_block: compile one block, which serves as all of them, and not the whole model.
         graphs: replay CUDA graphs of the compiled step.
         steps: optimizer steps of the whole run; the learning rate's decay ends there.
         batch_size: sequences of a step.
@@ -105,6 +106,7 @@ class TrainConfig:
     emulate: bool = False
     device: str = "cpu"
     compile: bool = False
+    by_block: bool = False
     graphs: bool = False
     steps: int = 300
     batch_size: int = 8
@@ -207,17 +209,21 @@ def resolve_device(word: str) -> str:
     return word
 
 
-def require_graphs(device: str, *, compiled: bool) -> None:
+def require_graphs(device: str, *, compiled: bool, by_block: bool = False) -> None:
     """Check that CUDA graphs can be replayed.
 
     Raises:
-        SettingsError: the device is the CPU, or the step is not compiled.
+        SettingsError: the device is the CPU, or the step is not compiled as a whole.
     """
     if device == "cpu":
         raise SettingsError("--graphs replays CUDA graphs, and --device is cpu; leave --graphs out")
     if not compiled:
         raise SettingsError(
             "--graphs replays what the compiler made, and --compile is not given; add --compile"
+        )
+    if by_block:
+        raise SettingsError(
+            "--graphs replays the whole step, and --by-block compiles parts; leave one of them out"
         )
 
 

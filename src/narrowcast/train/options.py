@@ -87,6 +87,14 @@ Seeds = Annotated[int, _option("Runs to compare per recipe: seeds --seed, --seed
 Compile = Annotated[
     bool, _option("Use torch.compile(fullgraph=True).", "--compile/--no-compile", panel=SPEED)
 ]
+ByBlock = Annotated[
+    bool,
+    _option(
+        "With --compile: compile one block that serves as all, which takes a fraction of the time.",
+        "--by-block/--no-by-block",
+        panel=SPEED,
+    ),
+]
 Graphs = Annotated[
     bool,
     _option("Replay CUDA graphs of the compiled step; with --compile.", "--graphs/--no-graphs", panel=SPEED),

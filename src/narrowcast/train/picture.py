@@ -64,7 +64,8 @@ def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
             alpha=0.25 if wide else 0.95,
         )
         if len(row.seeds) > 1:
-            axes.fill_between(steps, *zip(*row.losses), color=COLORS[row.recipe], alpha=0.12, linewidth=0)
+            lowest, highest = zip(*row.losses)
+            axes.fill_between(steps, lowest, highest, color=COLORS[row.recipe], alpha=0.12, linewidth=0)
     legend = axes.legend(title="recipe and final loss", frameon=False, loc="upper right", alignment="left")
     legend.get_title().set_color("0.35")
 

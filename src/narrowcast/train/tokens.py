@@ -68,7 +68,7 @@ class FileTokenizer:
 
     def __init__(self, content: str, where: str) -> None:
         try:
-            from tokenizers import Tokenizer
+            from tokenizers import Tokenizer  # type: ignore[import-not-found]
         except ModuleNotFoundError as error:
             raise SettingsError(
                 "--tokenizer needs the package tokenizers; run: pip install 'narrowcast[tokenizer]'"

@@ -14,6 +14,7 @@ from .recipes import recipe_table, set_recipes
 from .schedule import learning_rate
 
 BETAS = (0.9, 0.95)
+BACKEND = "inductor"
 
 
 class Trainer:
@@ -47,7 +48,7 @@ class Trainer:
         if config.graphs:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-        self.loss = _compiled_loss(config) if config.compile else next_token_loss
+        self.loss = _compiled(self.model, config) if config.compile else next_token_loss
         batches = held_out_batches(
             corpus,
             batch_size=config.part_size,
@@ -104,13 +105,19 @@ class Trainer:
         return batch[0].to(self.config.device), batch[1].to(self.config.device)
 
 
-def _compiled_loss(config: TrainConfig) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
+def _compiled(model: Decoder, config: TrainConfig) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
+    """Compile the blocks of the model or the whole, and return the loss that uses what was compiled."""
     options: dict[str, Any] = {}
     if config.device == "cuda":
         # Library kernels are started by Inductor's own launcher, which costs the host less.
         options["static_launch_user_defined_triton_kernels"] = True
         options["triton.cudagraphs"] = config.graphs
-    return torch.compile(next_token_loss, fullgraph=True, options=options)
+    given: dict[str, Any] = {"fullgraph": True, "backend": BACKEND, "options": options or None}
+    if not config.by_block:
+        return torch.compile(next_token_loss, **given)
+    for block in model.blocks:
+        block.compile(**given)
+    return next_token_loss
 
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
