@@ -206,6 +206,7 @@ def step_on_gpu(layer: nc.distributed.MoEDispatch, rank: int, recipe: nc.recipe.
 def without_the_host(step: Any) -> tuple[Results, Results, Results]:
     """The results of a first call, of one that may not wait for the device, and of a replayed graph."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         first = step()
     torch.cuda.synchronize()
@@ -232,9 +233,12 @@ def test_fixed_capacity_needs_no_host(recipe: nc.recipe.Recipe) -> None:
     layer = nc.distributed.MoEDispatch(EXPERTS, capacity=24, align_size=16)
     first, *others = without_the_host(step_on_gpu(layer, 0, recipe))
     exact = nc.distributed.MoEDispatch(EXPERTS, align_size=16)
-    for results in (*others, step_on_gpu(exact, 0, recipe)()):
+    for results in others:
         for key in first:
             assert_bitwise(results[key], first[key], key)
+    results = step_on_gpu(exact, 0, recipe)()
+    for key in first:
+        assert_close(results[key], first[key], "fp8_flips")
 
 
 def work_on_gpus(rank: int, folder: str) -> None:
@@ -261,7 +265,7 @@ def test_two_gpus(tmp_path: Path) -> None:
         (exact,) = rank["exact"]
         for fixed in rank["fixed"]:
             for key in exact:
-                assert_bitwise(fixed[key], exact[key], key)
+                assert_close(fixed[key], exact[key], "fp8_flips")
 
 
 def test_bad_arguments() -> None:

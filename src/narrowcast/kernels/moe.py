@@ -136,15 +136,15 @@ def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:
         raise ValueError(f"cannot move rows of {x.dtype}; use a dtype of 1, 2 or 4 bytes")
     x, positions = x.contiguous(), positions.contiguous()
     rows, K, raw = positions.shape[0], x.shape[1], _RAW[x.element_size()]
-    out = torch.empty((rows, K), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, K), dtype=raw, device=x.device)
     if out.numel():
         width = BYTES // x.element_size()
         _spread(
             (cdiv(rows, ROWS), cdiv(K, width), 1),
-            (x.view(raw), positions, out.view(raw), rows, columns, K),
+            (x.view(raw), positions, out, rows, columns, K),
             (ROWS, width),
         )
-    return out
+    return out.view(x.dtype)
 
 
 def positions(row_map: Tensor, rows: int) -> Tensor:
