@@ -34,7 +34,7 @@ def fused_topk_with_score_function(
     """Choose ``topk`` experts per token, and their weights.
 
     With "softmax" the weights are the softmax of the chosen logits, or, with ``use_pre_softmax``, the chosen values of
-    the softmax of all. With "sigmoid" and "sqrtsoftplus" (``sqrt(softplus(x))``, DeepSeek-V3 and V4) they are the
+    the softmax of all. With "sigmoid" and "sqrtsoftplus" (``sqrt(softplus(x))``) they are the
     chosen scores divided by their sum, unless ``topk`` is 1.
 
     Args:
