@@ -17,6 +17,7 @@ from .launch import INTERPRETING, Launcher, check_device
 
 STATISTICS_BLOCK = 8192
 GRADIENT_BLOCK = 4096
+LEAST_BLOCK = 512  # a pair of elements for each thread, as the widening takes them
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
     logits = _with_dense_rows(logits)
     out = torch.empty((3, T), dtype=torch.float32, device=logits.device)
     if T:
-        block = min(STATISTICS_BLOCK, max(16, triton.next_power_of_2(V)))
+        block = min(STATISTICS_BLOCK, max(LEAST_BLOCK, triton.next_power_of_2(V)))
         _statistics(
             (T, 1, 1), (logits, target.contiguous(), out, T, V, logits.stride(0)), (block, INTERPRETING)
         )
@@ -124,7 +125,7 @@ def gradient(
     logits = _with_dense_rows(logits)
     dx = logits if in_place else torch.empty((T, V), dtype=logits.dtype, device=logits.device)
     if T and V:
-        block = min(GRADIENT_BLOCK, max(16, triton.next_power_of_2(V)))
+        block = min(GRADIENT_BLOCK, max(LEAST_BLOCK, triton.next_power_of_2(V)))
         chunks = cdiv(V, block)
         tensors = (logits, target.contiguous(), lse.contiguous(), grad.contiguous(), dx)
         numbers = (V, logits.stride(0), dx.stride(0), chunks, on_target, everywhere)

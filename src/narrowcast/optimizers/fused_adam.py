@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
+from torch.torch_version import TorchVersion
 
-from ..tensors import DequantizingTensor
+from ..tensors import DequantizingTensor, QuantizedTensor
 from .adam_step import CORRECTED, AdamOptions, AdamTensors, fused, spelled_out
 from .stored import decode, encode, join, split
 
@@ -245,7 +246,8 @@ class FusedAdam(torch.optim.Optimizer):
             count = torch.full((), count, dtype=torch.float32, device=device)
         grads = [grad.float() for _, grad in chunk]
         tensors = AdamTensors(weights, grads, moments["exp_avg"], moments["exp_avg_sq"])
-        options = AdamOptions(*(group[name] for name in AdamOptions._fields[:4]), self.adam_w_mode)
+        numbers = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+        options = AdamOptions(*numbers, self.adam_w_mode)
         if torch.compiler.is_compiling():
             spelled_out(tensors, count, options)
         else:
@@ -258,7 +260,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if self.state[p][_MASTER].dtype == torch.int16:
                     continue  # which has set the parameter
             if p.dtype != torch.float32 or isinstance(p, DequantizingTensor):
-                p.copy_(weights[i])
+                p.copy_(_for_parameter(p, weights[i]))
 
     def state_dict(self) -> dict[str, Any]:
         """As PyTorch's, with every state in fp32: a checkpoint does not depend on how state is stored."""
@@ -304,6 +306,20 @@ class FusedAdam(torch.optim.Optimizer):
     def _parameters(self) -> Iterator[Any]:
         for group in self.param_groups:
             yield from group["params"]
+
+
+_GRAPHS_REFUSE_QUANTIZING_IN_PLACE = TorchVersion(torch.__version__) < "2.13"
+
+
+def _for_parameter(p: Tensor, weight: Tensor) -> Tensor:
+    """What to write to a parameter: its master weight, quantized before where a graph cannot do so in place."""
+    if (
+        isinstance(p, QuantizedTensor)
+        and _GRAPHS_REFUSE_QUANTIZING_IN_PLACE
+        and torch.compiler.is_compiling()
+    ):
+        return p._quantizer.quantize(weight, dtype=p.dtype)  # type: ignore[attr-defined]
+    return weight
 
 
 def _initial_master(param: Tensor) -> Tensor:
