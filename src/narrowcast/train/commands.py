@@ -1,4 +1,4 @@
-"""The commands `train`, `compare`, `generate`, `demo`, `presets` and `doctor`."""
+"""The commands `train`, `bench`, `compare`, `generate`, `demo`, `presets` and `doctor`."""
 
 from dataclasses import asdict, replace
 from json import dumps
@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from .._version import __version__
+from ..bench.command import bench
 from . import options as o
 from .atomic import writing_into
 from .comparison import compare_runs, write_comparison
@@ -235,6 +236,9 @@ def demo(
             write_results(finished, out, command=context.obj, document=write_docs)
     Console().print(terminal_table(finished.rows))
     typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / 'results.json'}")
+
+
+app.command()(bench)
 
 
 @app.command()

@@ -1,0 +1,206 @@
+"""What is run: linear layers, a feed-forward block, grouped layers, and training steps of Llama-like models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BF16 = torch.bfloat16
+VOCABULARY = 32000
+Step = Callable[[], Any]
+
+
+class Work(NamedTuple):
+    """A piece of work. ``sizes``: of a layer (rows, in, out, groups), or of a model, as its builder reads them."""
+
+    name: str
+    kind: str
+    sizes: tuple[int, ...]
+
+    @property
+    def is_model(self) -> bool:
+        """Whether a step of it trains a whole model."""
+        return self.kind == "model"
+
+
+LAYERS = (
+    Work("Linear 8192x4096->14336", "linear", (8192, 4096, 14336)),
+    Work("Linear 8192x4096->4096", "linear", (8192, 4096, 4096)),
+    Work("Linear 128x256->256", "linear", (128, 256, 256)),
+    Work("feed-forward 8192x4096/14336", "feed-forward", (8192, 4096, 14336)),
+    Work("grouped 8x(4096->14336), 16384 rows", "grouped", (16384, 4096, 14336, 8)),
+    Work("grouped 32x(2048->1408), 16384 rows", "grouped", (16384, 2048, 1408, 32)),
+)
+# layers, width, hidden, heads, heads of keys, batch, tokens
+MODELS = (
+    Work("small: 12 layers of 1024", "model", (12, 1024, 2816, 16, 8, 8, 1024)),
+    Work("4 layers of the 8B shape", "model", (4, 4096, 14336, 32, 8, 4, 2048)),
+    Work("1B: 16 layers of 2048", "model", (16, 2048, 8192, 32, 8, 4, 2048)),
+)
+TINY = (
+    Work("Linear 32x64->64", "linear", (32, 64, 64)),
+    Work("feed-forward 32x64/64", "feed-forward", (32, 64, 64)),
+    Work("grouped 2x(64->64), 32 rows", "grouped", (32, 64, 64, 2)),
+    Work("model: 1 layer of 64", "model", (1, 64, 64, 2, 1, 1, 32)),
+)
+SUITES = {"layers": LAYERS, "models": MODELS, "all": LAYERS + MODELS, "tiny": TINY}
+
+
+def works(suite: str, only: str = "") -> list[Work]:
+    """The works of a suite whose name contains ``only``.
+
+    Raises:
+        ValueError: an unknown suite, or nothing of that name.
+    """
+    if suite not in SUITES:
+        raise ValueError(f"suite is {suite!r}; use one of {', '.join(SUITES)}")
+    found = [work for work in SUITES[suite] if only in work.name]
+    if not found:
+        raise ValueError(f"no work of suite {suite!r} has {only!r} in its name")
+    return found
+
+
+def build(work: Work, layers: Any, device: str) -> nn.Module:
+    """The module of a work.
+
+    Args:
+        layers: what has ``Linear``, ``LayerNormMLP`` and so on, this package or Transformer Engine's; None for plain
+            PyTorch.
+    """
+    if work.kind == "model":
+        return _Model(work.sizes, layers, device)
+    _, width, features, *groups = work.sizes
+    place: dict[str, Any] = {"device": device, "bias": False}
+    if layers is None:
+        if work.kind == "linear":
+            return nn.Linear(width, features, dtype=BF16, **place)
+        return (
+            _Experts(groups[0], width, features, device) if groups else _FeedForward(width, features, device)
+        )
+    if work.kind == "linear":
+        return layers.Linear(width, features, params_dtype=BF16, **place)
+    if groups:
+        return layers.GroupedLinear(groups[0], width, features, params_dtype=BF16, **place)
+    options = {"normalization": "RMSNorm", "activation": "swiglu", "params_dtype": BF16}
+    return layers.LayerNormMLP(width, features, **options, **place)
+
+
+def step_of(work: Work, module: nn.Module, run: Callable[..., Tensor], device: str) -> Step:
+    """A training step: of a layer forward and backward, of a model with the optimizer.
+
+    Args:
+        run: the module or what was compiled of it.
+    """
+    generator = torch.Generator(device).manual_seed(1)
+    if work.is_model:
+        *_, batch, length = work.sizes
+        tokens = torch.randint(0, VOCABULARY, (batch, length + 1), device=device, generator=generator)
+        given, wanted = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=device == "cuda")
+
+        def train() -> None:
+            run(given, wanted).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return train
+    rows, width, features, *groups = work.sizes
+    x = torch.randn(rows, width, device=device, generator=generator).to(BF16).requires_grad_()
+    out = width if work.kind == "feed-forward" else features
+    grad = torch.randn(rows, out, device=device, generator=generator).to(BF16)
+    splits = [[rows // groups[0]] * groups[0]] if groups else []
+
+    def forward_and_backward() -> None:
+        x.grad = None
+        module.zero_grad(set_to_none=True)
+        run(x, *splits).backward(grad)
+
+    return forward_and_backward
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, width: int, hidden: int, device: str) -> None:
+        super().__init__()
+        place: dict[str, Any] = {"device": device, "dtype": BF16}
+        self.norm = nn.RMSNorm(width, **place)
+        self.up = nn.Linear(width, 2 * hidden, bias=False, **place)
+        self.down = nn.Linear(hidden, width, bias=False, **place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, linear = self.up(self.norm(x)).chunk(2, -1)
+        return self.down(F.silu(gate) * linear)
+
+
+class _Experts(nn.Module):
+    def __init__(self, groups: int, width: int, features: int, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(groups, features, width, device=device).mul_(0.02).to(BF16))
+
+    def forward(self, x: Tensor, splits: list[int]) -> Tensor:
+        if not x.is_cuda:
+            return torch.cat([F.linear(part, own) for part, own in zip(x.split(splits), self.weight)])
+        ends = torch.arange(1, len(splits) + 1, device=x.device, dtype=torch.int32) * splits[0]
+        return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)
+
+
+class _Attention(nn.Module):
+    def __init__(self, sizes: tuple[int, ...], layers: Any, device: str) -> None:
+        super().__init__()
+        _, width, _, self.heads, self.key_heads, *_ = sizes
+        self.size = width // self.heads
+        features = (self.heads + 2 * self.key_heads) * self.size
+        if layers is None:
+            place: dict[str, Any] = {"device": device, "dtype": BF16}
+            norm, qkv = nn.RMSNorm(width, **place), nn.Linear(width, features, bias=False, **place)
+            self.qkv: nn.Module = nn.Sequential(norm, qkv)
+            self.out = nn.Linear(width, width, bias=False, **place)
+        else:
+            place = {"device": device, "params_dtype": BF16, "bias": False}
+            self.qkv = layers.LayerNormLinear(width, features, normalization="RMSNorm", **place)
+            self.out = layers.Linear(width, width, **place)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        counts = (self.heads, self.key_heads, self.key_heads)
+        parts = self.qkv(x).split([count * self.size for count in counts], -1)
+        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
+        q, k = _turned(q, cosine, sine), _turned(k, cosine, sine)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+
+
+class _Model(nn.Module):
+    """A Llama-like language model with its loss; embedding and head in bf16."""
+
+    def __init__(self, sizes: tuple[int, ...], layers: Any, device: str) -> None:
+        super().__init__()
+        count, width, hidden, heads, *_, length = sizes
+        place: dict[str, Any] = {"device": device, "dtype": BF16}
+        block = Work("", "feed-forward", (0, width, hidden))
+        self.embedding = nn.Embedding(VOCABULARY, width, **place)
+        self.attention = nn.ModuleList(_Attention(sizes, layers, device) for _ in range(count))
+        self.feed_forward = nn.ModuleList(build(block, layers, device) for _ in range(count))
+        self.norm, self.head = nn.RMSNorm(width, **place), nn.Linear(width, VOCABULARY, bias=False, **place)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+        half = torch.arange(0, width // heads, 2, device=device) / (width // heads)
+        angles = torch.outer(torch.arange(length, device=device).float(), 10000.0**-half)
+        self.register_buffer("cosine", angles.cos().to(BF16), persistent=False)
+        self.register_buffer("sine", angles.sin().to(BF16), persistent=False)
+
+    def forward(self, tokens: Tensor, wanted: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for attention, feed_forward in zip(self.attention, self.feed_forward):
+            x = x + attention(x, self.cosine, self.sine)
+            x = x + feed_forward(x)
+        logits = self.head(self.norm(x)).flatten(0, 1).float()
+        return F.cross_entropy(logits, wanted.flatten())

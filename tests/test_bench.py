@@ -1,0 +1,71 @@
+"""The command `bench`: every contender gets a row, what fails says why, and the files hold what the table shows."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from narrowcast import cli
+from narrowcast.bench import measure as run
+from narrowcast.bench import works
+from narrowcast.bench.measure import Contender, Result, contenders
+from narrowcast.bench.works import build, step_of
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step counts, and nothing is compiled."""
+    module = __import__("importlib").import_module("narrowcast.bench.measure")
+    monkeypatch.setattr(module, "_milliseconds", lambda step, device: step() or 2.0)
+    monkeypatch.setitem(module.MODES, "compiled", lambda module: module)
+
+
+def test_a_run_on_a_cpu(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["bench", "tiny", "--device", "cpu", "--recipes", "current,block", "--out", str(tmp_path)]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "cpu, emulated" in shown and "Linear 32x64->64" in shown
+    rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    own = [row for row in rows if row["contender"] in ("bf16", "current", "block")]
+    assert len(own) == 4 * 5 and all(row["ms"] == "2.0" and row["share"] == "1.0" for row in own)
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["some"], "suite is 'some'; use one of layers, models, all, tiny"),
+        (["tiny", "--only", "Conv"], "no work of suite 'tiny' has 'Conv' in its name"),
+        (["tiny", "--recipes", "fp7"], "recipe is 'fp7'; use one of delayed"),
+        (["tiny", "--modes", "fast"], "mode is 'fast'; use one of eager, compiled, graphs"),
+        (["tiny", "--device", "tpu"], "--device is 'tpu'"),
+    ],
+)
+def test_errors(words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["bench", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_fails_is_a_row(quick: None) -> None:
+    def fails(module: nn.Module) -> Any:
+        raise RuntimeError("no such kernel\nand more")
+
+    (work, *_) = works("tiny")
+    result = run(work, Contender("broken", "eager", None, fails), "cpu", 1.0)
+    assert result == Result(work.name, "broken", "eager", None, None, None, "RuntimeError: no such kernel")
+
+
+def test_contenders_do_the_same_work() -> None:
+    """Plain PyTorch and our layers take the same steps: gradients in the same shapes."""
+    for work in works("tiny"):
+        sizes = []
+        for contender in contenders(["block"], ["eager"], emulate=True):
+            if contender.name in ("bf16", "block"):
+                module = contender.prepare(build(work, contender.layers, "cpu"))
+                step_of(work, module, module, "cpu")()
+                sizes.append(sum(p.numel() for p in module.parameters()))
+        assert sizes[0] == sizes[1], work.name
