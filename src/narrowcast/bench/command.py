@@ -49,14 +49,23 @@ def bench(
             if contender.name == "bf16":
                 baseline, result = result.ms, result._replace(share=None if result.ms is None else 1.0)
             results.append(result)
+            console.print(
+                f"{result.work}: {result.contender}, {result.mode}: {_told(result)}", highlight=False
+            )
+            if out is not None:  # after each, so that an interrupted run leaves what it has
+                out.mkdir(parents=True, exist_ok=True)
+                write_csv(results, out / "bench.csv", machine)
     title = "narrowcast bench · " + " · ".join(machine.values())
     console.print(table(results, title))
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_csv(results, out / "bench.csv", machine)
         (out / "bench.png").write_bytes(picture(results, title))
         typer.echo(f"wrote {out / 'bench.csv'} and {out / 'bench.png'}")
     return 0
+
+
+def _told(result: Result) -> str:
+    memory = "" if result.memory is None else f", {result.memory:,.0f} MiB"
+    return result.note if result.ms is None else f"{result.ms:.3f} ms{memory}"
 
 
 def _words(text: str) -> list[str]:
