@@ -93,7 +93,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
             *of_norm, args.linear.scales.scale_bwd, *saved_input.tensors, *saved_weight.tensors
         )
         ctx.backward_objects, ctx.norm = linear, args.norm
-        out = out.view_as(out)
+        out = out.view_as(out) if torch.compiler.is_compiling() else out.detach()
         return out if normalized is None else (out, normalized.view_as(normalized))
 
     @staticmethod

@@ -334,7 +334,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
             linear_bwd_args(fc2, tensors.fc2_weight, tensors.fc2_bias, saved.fc2_input, saved.fc2_weight),
             recompute,
         )
-        out = out.view_as(out)
+        out = out.view_as(out) if torch.compiler.is_compiling() else out.detach()
         return out if normalized is None else (out, normalized.view_as(normalized))
 
     @staticmethod
