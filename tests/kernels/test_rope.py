@@ -12,6 +12,7 @@ from narrowcast.reference import rope as reference
 from .checks import DTYPES
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("sequence_first", [False, True])
