@@ -80,6 +80,23 @@ def test_a_series_goes_on(runs: Path, config: TrainConfig, corpus: Corpus, progr
     assert json.loads((runs / "bf16-0" / "result.json").read_text())["settings"]["steps"] == 4
 
 
+def test_runs_without_checkpoints(
+    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
+) -> None:
+    """Finished ones are left alone all the same; an earlier result is not overwritten unasked."""
+    light = replace(config, steps=2, save_every=0)
+    series(tmp_path, [light], corpus, progress, resume=False)
+    report = tmp_path / "bf16-0" / "result.json"
+    assert not list(tmp_path.rglob("step-*"))
+    before = report.stat().st_mtime_ns
+    series(tmp_path, [light], corpus, progress, resume=True)
+    assert report.stat().st_mtime_ns == before
+    with pytest.raises(SettingsError, match=r"result\.json is of an earlier run; give --out another folder"):
+        series(tmp_path, [light], corpus, progress, resume=False)
+    series(tmp_path, [replace(light, steps=3)], corpus, progress, resume=True)
+    assert json.loads(report.read_text())["settings"]["steps"] == 3
+
+
 def test_a_text_that_is_drawn_more_than_once_is_told(
     config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ from narrowcast.train.errors import SettingsError
         ({"clip": -1.0}, r"--clip is -1.0"),
         ({"warmup": -1}, r"--warmup is -1"),
         ({"seed": -1}, r"--seed is -1"),
-        ({"save_every": 0}, r"--save-every is 0"),
+        ({"save_every": -1}, r"--save-every is -1; .*0 or more"),
         ({"recipe": "fp7"}, r"unknown recipe 'fp7'; --recipe takes one of none, bf16, delayed"),
     ],
 )

@@ -93,7 +93,7 @@ class TrainConfig:
         seed: seeds the weights, the batches and stochastic rounding.
         eval_every: steps between evaluations on held-out text.
         eval_batches: batches of an evaluation.
-        save_every: steps between checkpoints. Does not affect the numbers.
+        save_every: steps between checkpoints, and one at the end; 0 for none. Does not affect the numbers.
         model: shape of the model.
 
     Raises:
@@ -125,15 +125,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", recipe_name(self.recipe))
-        for name in (
-            "steps",
-            "batch_size",
-            "accumulate",
-            "seq_len",
-            "eval_every",
-            "eval_batches",
-            "save_every",
-        ):
+        for name in ("steps", "batch_size", "accumulate", "seq_len", "eval_every", "eval_batches"):
             _require_count(self, name)
         _require(
             self.batch_size % self.accumulate == 0,
@@ -144,7 +136,7 @@ class TrainConfig:
         # `not x > 0` also refuses NaN.
         for name in ("lr", "clip"):
             _require(getattr(self, name) > 0, option_of(name), getattr(self, name), "it must be above 0")
-        for name in ("warmup", "weight_decay", "seed"):
+        for name in ("warmup", "weight_decay", "seed", "save_every"):
             _require(getattr(self, name) >= 0, option_of(name), getattr(self, name), "it must be 0 or more")
         _require(self.seed < 2**64, "--seed", self.seed, "it must be below 2^64")
 

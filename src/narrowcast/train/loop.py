@@ -51,6 +51,7 @@ class Run:
         self.config = config
         self.progress = progress
         self.folder = folder
+        self._keeps = folder is not None and config.save_every > 0
         self.meta = describe_run(config, corpus)
         self.history = History()
         self.saved_step: int | None = None
@@ -100,7 +101,7 @@ class Run:
             self._pending.append(self.trainer.step(index))
             done = index + 1
             evaluates = done % config.eval_every == 0 or done == config.steps
-            saves = self.folder is not None and (done % config.save_every == 0 or done == config.steps)
+            saves = self._keeps and (done % config.save_every == 0 or done == config.steps)
             if evaluates or saves or done % FETCH_EVERY[config.device] == 0 or index == self.first_step:
                 fetched = self._fetch_losses()
                 watch.stop(fetched * config.tokens_per_step)

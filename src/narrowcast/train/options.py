@@ -128,7 +128,9 @@ WeightDecay = Annotated[SomeFloat, _of_preset("AdamW's, on matrices only.", SCHE
 Clip = Annotated[SomeFloat, _of_preset("Largest gradient norm.", SCHEDULE)]
 EvalEvery = Annotated[SomeInt, _of_preset("Steps between evaluations.", SCHEDULE)]
 EvalBatches = Annotated[SomeInt, _of_preset("Batches per evaluation.", SCHEDULE)]
-SaveEvery = Annotated[SomeInt, _of_preset("Steps between checkpoints.", SCHEDULE)]
+SaveEvery = Annotated[
+    SomeInt, _of_preset("Steps between checkpoints, and one at the end; 0 for none.", SCHEDULE)
+]
 
 Dim = Annotated[SomeInt, _of_preset("Width of the model.", MODEL)]
 Layers = Annotated[SomeInt, _of_preset("Blocks.", MODEL)]

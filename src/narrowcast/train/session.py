@@ -1,5 +1,6 @@
 """Runs in their folders: one, or a series of them that goes on where it was left."""
 
+import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from .atomic import write_bytes, write_json, writing_into
 from .board import Board
 from .config import TrainConfig, compared_fields
 from .data import Corpus
+from .errors import SettingsError
 from .history import RunResult
 from .loop import Run
 from .machine import describe
@@ -48,11 +50,16 @@ def run_in(
     Raises:
         SettingsError, TrainingError: as `Run`.
     """
+    if not resume and (folder / RESULT).exists():
+        raise SettingsError(
+            f"{folder / RESULT} is of an earlier run; give --out another folder, or add --resume"
+        )
     if tensorboard:
         progress = Board(progress, folder / BOARD, config)
     run = Run(config, corpus, progress, folder / CHECKPOINTS, resume=resume)
-    if tokenizer:
-        with writing_into(folder):
+    with writing_into(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if tokenizer:
             write_bytes(folder / TOKENIZER, tokenizer.encode())
     if told:
         progress.note(f"the run is in {folder}")
@@ -92,11 +99,14 @@ def series(
     for config in configs:
         own = folder / f"{config.recipe}-{config.seed}"
         saved = resume and bool(checkpoint.steps_in(own / CHECKPOINTS))
-        if saved and _is_finished(own / RESULT, config):
+        if resume and _is_finished(own / RESULT, config):
             progress.note(f"{own} is finished")
             continue
+        if resume and not saved:  # of a run without checkpoints that was to be shorter
+            (own / RESULT).unlink(missing_ok=True)
         # Each run compiles anew, as it would alone: graphs of the runs before would count towards the compiler's limit.
         torch.compiler.reset()
+        gc.collect()  # what is left of the model before goes before the next one comes
         run_in(
             own,
             config,
