@@ -2,14 +2,15 @@
 
 `layer` rows time a step of ``GroupedLinear`` with a device tensor of splits, eager and compiled, in turns with a bf16
 ``grouped_mm`` under autograd, compiled; `share` is the time over that one's. Every recipe's weight gradient is first
-compared with bf16's. `gemm` rows time one grouped GEMM on operands quantized before: the library's and the Triton
-kernel on the same bytes, and bf16 ``grouped_mm``. Splits are equal, or skewed: half of the groups have a tenth of the
+compared with bf16's. `gemm` rows time one grouped GEMM on operands quantized before: the library's, the Triton kernel and
+the loop of the library's ordinary GEMM on the same bytes, and bf16 ``grouped_mm``. Splits are equal, or skewed: half of the groups have a tenth of the
 rows.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import statistics
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from narrowcast.tensors import grouped_layout
 from narrowcast.testing import assert_close
 
 grouped_gemm = importlib.import_module("narrowcast.functional.grouped_gemm")
+grouped_loop = importlib.import_module("narrowcast.functional.grouped_loop")
 
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
 RECIPES: dict[str, nc.recipe.Recipe | None] = {
@@ -171,6 +173,7 @@ class Operands(NamedTuple):
 
     tensors: tuple[Tensor, Tensor, Tensor]
     splits: Tensor
+    sizes: list[int]
     quantized: dict[str, tuple[list[Tensor], list[Tensor], list[Tensor]]]
 
 
@@ -188,7 +191,7 @@ def operands(case: Case, skewed: bool) -> tuple[Tensor, Operands]:
             functional.grouped_quantize_weights([w], of_w, layout),
             functional.grouped_quantize(dy, splits, of_dy, layout),
         )
-    return x, Operands((x, w, dy), splits, quantized)
+    return x, Operands((x, w, dy), splits, splits.tolist(), quantized)
 
 
 def layout_of(scaling: str) -> str:
@@ -196,14 +199,15 @@ def layout_of(scaling: str) -> str:
 
 
 @contextmanager
-def library(used: bool) -> Iterator[None]:
-    """Per-tensor E4M3 through the library, or through the Triton kernel."""
-    before = grouped_gemm.LIBRARY_PER_TENSOR
-    grouped_gemm.LIBRARY_PER_TENSOR = used
+def multiplied_by(way: str) -> Iterator[None]:
+    """Groups are multiplied by the "library" at once, by "Triton", or one by one in a "loop", whatever their sizes."""
+    before = grouped_gemm.LIBRARY_PER_TENSOR, grouped_loop.PRODUCTS
+    grouped_gemm.LIBRARY_PER_TENSOR = way == "library"
+    grouped_loop.PRODUCTS = dict.fromkeys(grouped_loop.PRODUCTS, 0.0 if way == "loop" else math.inf)
     try:
         yield
     finally:
-        grouped_gemm.LIBRARY_PER_TENSOR = before
+        grouped_gemm.LIBRARY_PER_TENSOR, grouped_loop.PRODUCTS = before
 
 
 def gemms(case: Case, kind: str) -> dict[str, Step]:
@@ -212,14 +216,14 @@ def gemms(case: Case, kind: str) -> dict[str, Step]:
 
     def bf16(_: Tensor, given: Operands) -> Tensor:
         b = given.tensors[right]
-        return functional.grouped_mm(kind, given.tensors[left], [b], given.splits, [], True)
+        return functional.grouped_mm(kind, given.tensors[left], [b], given.splits, [], True, torch.bfloat16)
 
-    def quantized(scaling: str, fast: bool, used: bool) -> Step:
+    def quantized(scaling: str, fast: bool, way: str) -> Step:
         layout, quantizers = layout_of(scaling), QUANTIZERS[scaling]
 
         def run(_: Tensor, given: Operands) -> Tensor:
             made = given.quantized[scaling]
-            with library(used):
+            with multiplied_by(way):
                 return functional.grouped_gemm(
                     kind,
                     functional.operand_of(made[left], layout, left_columnwise),
@@ -236,7 +240,7 @@ def gemms(case: Case, kind: str) -> dict[str, Step]:
                     case.tokens,
                     case.out_features,
                     case.in_features,
-                    True,
+                    given.sizes if way == "loop" else None,
                     fast,
                     False,
                 )
@@ -244,15 +248,15 @@ def gemms(case: Case, kind: str) -> dict[str, Step]:
         return run
 
     table: dict[str, Step] = {"bf16 grouped_mm": bf16}
+    scalings = ["per-tensor e4m3", *(["per-tensor e5m2 gradient"] if kind != "fprop" else [])]
     for fast in (False, True):
-        word = ", fast" if fast else ""
-        table[f"per-tensor e4m3{word}, library"] = quantized("per-tensor e4m3", fast, True)
-        table[f"per-tensor e4m3{word}, Triton"] = quantized("per-tensor e4m3", fast, False)
-        if kind != "fprop":
-            table[f"per-tensor e5m2 gradient{word}, Triton"] = quantized(
-                "per-tensor e5m2 gradient", fast, False
-            )
-    table["128-block, Triton"] = quantized("128-block", False, False)
+        for scaling in scalings:
+            name = f"{scaling}, fast" if fast else scaling
+            for way in ("library", "Triton", "loop"):
+                if way != "library" or (scaling == "per-tensor e4m3" and not fast):  # it takes no other here
+                    table[f"{name}, {way}"] = quantized(scaling, fast, way)
+    for way in ("Triton", "loop"):
+        table[f"128-block, {way}"] = quantized("128-block", False, way)
     return table
 
 

@@ -114,7 +114,8 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
     w = operand.split(quantize(weight, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
     if again is None:
         return w, saved_operand(w, weight, plan.needs_input, override)
-    return w, SavedOperand([weight, scales.scale_fwd] if again.delayed else [weight], None)  # type: ignore[list-item]
+    saved: Any = [weight, scales.scale_fwd] if again.delayed else [weight]
+    return w, SavedOperand(saved, None)
 
 
 def weight_of_dgrad(args: LinearBwdArgs, saved: list[Tensor]) -> tuple[list[Tensor], Quantizer]:

@@ -98,7 +98,8 @@ def multiply_in_loop(
         # with block scales the library wants whole 16 rows: what is more goes into memory of its own first
         direct = not a.block_scaled or place.shape[0] % ROW_MULTIPLE == 0
         into = place if direct else None
-        product = multiply_native(left, right, own, dtype, *place.shape, fast_accumulation, into)
+        rows, columns = place.shape
+        product = multiply_native(left, right, own, dtype, rows, columns, fast_accumulation, into)
         if not direct:
             place.copy_(product)
         start, padded = start + size, padded + round_up(size, alignment)
