@@ -2,9 +2,9 @@
 
 `layer` rows time a step of ``GroupedLinear`` with a device tensor of splits, eager and compiled, in turns with a bf16
 ``grouped_mm`` under autograd, compiled; `share` is the time over that one's. Every recipe's weight gradient is first
-compared with bf16's. `gemm` rows time one grouped GEMM on operands quantized before: the library's, the Triton kernel and
-the loop of the library's ordinary GEMM on the same bytes, and bf16 ``grouped_mm``. Splits are equal, or skewed: half of the groups have a tenth of the
-rows.
+compared with bf16's. `gemm` rows time one grouped GEMM on operands quantized before: the library's, the Triton kernel
+and the loop of the library's GEMM on the same bytes, and bf16 ``grouped_mm``. Splits are equal, or skewed: half
+of the groups have a tenth of the rows.
 """
 
 from __future__ import annotations
