@@ -20,7 +20,8 @@ def group_name(process_group: Any) -> str | None:
     """
     if process_group is None or isinstance(process_group, str):
         return process_group
-    if not hasattr(process_group, "group_name"):
+    # before torch 2.13 a trace cannot ask a group what it has
+    if not torch.compiler.is_compiling() and not hasattr(process_group, "group_name"):
         raise TypeError(
             f"process_group is a {type(process_group).__name__}; pass a torch.distributed process group, or None for "
             "the default one"
