@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -84,6 +87,33 @@ def many_steps(mesh: Any) -> tuple[Any, Any]:
     return tuple(losses)
 
 
+def unequal(mesh: Any) -> dict[str, Any]:
+    """Ranks that run other layers, and another number of microbatches, and collect garbage at other times."""
+    torch.manual_seed(0)
+    rank, recipe = dist.get_rank(), nc.recipe.DelayedScaling(amax_history_len=4)
+    model = nn.ModuleList(nc.Linear(32, 32, device="cpu") for _ in range(3))
+    model.append(nc.GroupedLinear(2, 32, 32, device="cpu"))
+    calls = []
+    for step in range(6):
+        for microbatch in range(1 + 2 * rank):
+            x = torch.randn(
+                8, 32, generator=torch.Generator().manual_seed(step + 10 * microbatch + 100 * rank)
+            )
+            with nc.autocast(recipe=recipe):
+                # the second layer runs everywhere, the third on one rank, the grouped one on the other, and late
+                y = model[0](x)
+                y = model[2](y) if rank else y
+                y = model[3](y, [8 * (step % 2), 8 * (1 - step % 2)]) if step > 2 and not rank else y
+            y.square().mean().backward()
+            if (step + rank) % 3 == 0:
+                copy.deepcopy(model)
+                gc.collect()
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reductions:
+            nc.reduce_delayed_scaling(model)
+        calls.append(reductions.call_count)
+    return {"calls": calls, "state": dict(model[0].named_buffers())}
+
+
 def mixed_precision(recipe: str, mesh: Any) -> tuple[Any, Any]:
     """bf16 compute beside fp32 parameters: the first loss is that of a bf16 model."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -157,6 +187,7 @@ def checks_of_two(folder: str) -> dict[str, Any]:
             checks[f"meta-{name}-{first}"] = lambda name=name, first=first: from_meta(name, first, mesh)
     checks["compiled_before-current"] = lambda: compare("current", lambda m: fsdp2(compiled(m), mesh))
     checks["compiled_after-delayed"] = lambda: compare("delayed", lambda m: compiled(fsdp2(m, mesh)))
+    checks["unequal"] = lambda: unequal(mesh)
     checks["200 steps"] = lambda: many_steps(mesh)
     return checks
 
@@ -205,6 +236,14 @@ def test_made_from_meta(name: str, delayed_first: bool, two: list[dict[str, Any]
             module.reset_delayed_scaling()
     own = torch.cat([value.reshape(-1) for key, value in whole.state_dict().items() if "scale_fwd" in key])
     assert torch.equal(own, first["scales"])
+
+
+def test_ranks_that_do_different_work_never_wait(two: list[dict[str, Any]]) -> None:
+    first, second = of_all(two, "unequal")
+    assert first["calls"] == second["calls"] == [2, 1, 1, 1, 1, 1]  # sizes are compared once
+    for name in ("amax_fwd", "amax_bwd"):
+        assert torch.equal(first["state"][name], second["state"][name])
+    assert first["state"]["amax_fwd"][0] > 0
 
 
 def test_hybrid_sharding(tmp_path: Path) -> None:

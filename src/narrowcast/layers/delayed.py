@@ -206,6 +206,17 @@ class DelayedLayer(RecipeOwner):
                     slots.append(self._slots(prefix, direction, mode, delayed))
         return slots
 
+    def amax_to_reduce(self) -> list[tuple[int, Tensor | None]]:
+        """Size and amax of each state that the layer may have, by stage and direction; None where nothing is reduced."""
+        slots: list[tuple[int, Tensor | None]] = []
+        for prefix in self._stage_names:
+            states = self._delayed.get(prefix, (None, None))
+            for delayed, (direction, _, kinds) in zip(states, _DIRECTIONS):
+                amax = getattr(self, _buffer_names(prefix, direction)[2])
+                takes_part = delayed is not None and delayed.reduce_amax
+                slots.append((len(kinds) * self._groups, amax if takes_part else None))
+        return slots
+
     def _slots(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> DelayedSlots:
         scale, history, amax = _buffer_names(prefix, direction)
         return DelayedSlots(delayed, mode, getattr(self, scale), getattr(self, history), getattr(self, amax))

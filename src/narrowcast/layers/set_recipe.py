@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,6 +16,10 @@ from ..state import checked_recipe, reduce_amax, renew
 from .delayed import DelayedLayer
 from .policies import choose, policy_named
 from .recipe_owner import RecipeOwner
+
+# Model -> (name of a group -> scales that its ranks have agreed on). Not on the model: a copy of it, or one that is
+# loaded, has agreed with nobody.
+_AGREED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
 
 def set_recipe(
@@ -148,12 +153,21 @@ def _refuse_in_checkpoint(context: Any) -> None:
 def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
     """MAX over ranks of the amax that the delayed layers of a model have collected; call it once per step.
 
-    One all-reduce in the order of ``named_modules``, whichever layers ran. Call it between the backward and the next
-    forward, for example in a step pre-hook of the optimizer. Recipes with ``reduce_amax=False`` take no part.
+    One all-reduce whose layout follows from ``model.modules()`` alone: it does not matter which layers ran on a rank,
+    how often, or which have no state yet. The first call for a group compares sizes besides. Call it between the
+    backward and the next forward, for example in a step pre-hook of the optimizer. Recipes with ``reduce_amax=False``
+    take no part.
 
     Args:
         group: process group of the ranks that hold equal models; None is the default group.
     Raises:
-        RuntimeError: the ranks' models keep states of different sizes.
+        RuntimeError: the ranks' models have layers of different sizes; on all of them.
     """
-    reduce_amax([layer for layer in model.modules() if isinstance(layer, DelayedLayer)], group)
+    slots = [
+        slot
+        for layer in model.modules()
+        if isinstance(layer, DelayedLayer)
+        for slot in layer.amax_to_reduce()
+    ]
+    agreed, name = _AGREED.setdefault(model, {}), getattr(group, "group_name", "")
+    agreed[name] = reduce_amax(slots, group, agreed.get(name, -1))

@@ -130,34 +130,44 @@ def _renew_with_callables(group: Sequence[DelayedSlots]) -> None:
         slots.amax_history.copy_(torch.where(used, history, slots.amax_history))
 
 
-def reduce_amax(owners: Iterable[DelayedState], group: Any = None) -> None:
-    """MAX over the ranks of ``group`` of what the step has collected, in one all-reduce.
+def reduce_amax(slots: Sequence[tuple[int, Tensor | None]], group: Any = None, checked: int = -1) -> int:
+    """MAX over the ranks of ``group`` of what the step has collected, in one all-reduce of a fixed layout.
 
-    Every rank calls it once per step with equally built models; which layers ran does not matter.
-
+    Args:
+        slots: size and amax of every state that the model may keep, in an order that follows from its modules alone;
+            None for one that this rank does not keep, or keeps for itself.
+        checked: what an earlier call for this group returned. Where that still holds the sizes are not compared again.
+    Returns:
+        the number of scales that ranks have agreed on; -1 where there is nobody to agree with.
     Raises:
-        RuntimeError: the ranks' models keep states of different sizes.
+        RuntimeError: the ranks' models keep states of different sizes; on all of them.
     """
-    amaxes = [s.amax for owner in owners for s in owner.delayed_slots() if s.recipe.reduce_amax]
     distributed = torch.distributed
     if not (
         distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1
     ):
-        return
-    # the number of slots travels first: ranks that differ find out together, where the reduction itself would hang
-    device = amaxes[0].device if amaxes else torch.device("cpu")
+        return -1
+    device = next((amax.device for _, amax in slots if amax is not None), torch.device("cpu"))
     if "nccl" in distributed.get_backend(group):
         device = torch.device("cuda", torch.cuda.current_device())
-    count = sum(amax.numel() for amax in amaxes)
-    extent = torch.tensor([count, -count], dtype=torch.float64, device=device)
-    distributed.all_reduce(extent, op=distributed.ReduceOp.MAX, group=group)
-    most, fewest = (int(value) for value in extent.tolist())
-    if most != -fewest:
-        raise RuntimeError(
-            f"this rank's model keeps {count} delayed scales, others keep between {-fewest} and {most}; pass the group "
-            "of the ranks that hold the same layers"
-        )
+    count = sum(size for size, _ in slots)
+    if count != checked:
+        # the number travels first: ranks that differ find out together, where the reduction itself would hang
+        extent = torch.tensor([count, -count], dtype=torch.float64, device=device)
+        distributed.all_reduce(extent, op=distributed.ReduceOp.MAX, group=group)
+        most, fewest = (int(value) for value in extent.tolist())
+        if most != -fewest:
+            raise RuntimeError(
+                f"this rank's model keeps {count} delayed scales, others keep between {-fewest} and {most}; pass the "
+                "group of the ranks that hold the same layers"
+            )
     if count:
-        collected = torch.cat([amax.to(device) for amax in amaxes])
+        collected = torch.cat(
+            [torch.zeros(size, device=device) if amax is None else amax.to(device) for size, amax in slots]
+        )
         distributed.all_reduce(collected, op=distributed.ReduceOp.MAX, group=group)
-        torch._foreach_copy_(amaxes, list(collected.split([amax.numel() for amax in amaxes])))
+        reduced = zip(slots, collected.split([size for size, _ in slots]))
+        kept = [(amax, own) for (_, amax), own in reduced if amax is not None]
+        if kept:
+            torch._foreach_copy_([amax for amax, _ in kept], [own for _, own in kept])
+    return count
