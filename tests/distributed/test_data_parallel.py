@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -192,16 +191,6 @@ def checks_of_two(folder: str) -> dict[str, Any]:
     return checks
 
 
-def checks_of_four(folder: str) -> dict[str, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return {
-        f"hsdp-{recipe}": lambda recipe=recipe: compare(recipe, lambda m: fsdp2(m, mesh))
-        for recipe in ("delayed", "block")
-    }
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_checks(checks_of_two, tmp_path_factory.mktemp("two"), 2)
@@ -244,10 +233,3 @@ def test_ranks_that_do_different_work_never_wait(two: list[dict[str, Any]]) -> N
     for name in ("amax_fwd", "amax_bwd"):
         assert torch.equal(first["state"][name], second["state"][name])
     assert first["state"]["amax_fwd"][0] > 0
-
-
-def test_hybrid_sharding(tmp_path: Path) -> None:
-    results = run_checks(checks_of_four, tmp_path, 4)
-    for name in ("hsdp-delayed", "hsdp-block"):
-        for losses, expected in of_all(results, name):
-            assert losses == pytest.approx(expected, rel=1e-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -97,6 +96,28 @@ def kept(mesh: Any) -> dict[str, Any]:
     return found
 
 
+def stored(recipe: str, mesh: Any, own: bool) -> dict[str, Any]:
+    """Training with weights that are stored quantized, sharded by ``shard`` or by PyTorch alone, and in one process."""
+    shape = (256, 512, 1) if recipe == "block" else (64, 96, 2)
+    plain, model = (make_model(recipe, *shape, quantized=True) for _ in range(2))
+    expected = train(plain, width=shape[0])
+    if own:
+        receipt = shard(model, mesh, blocks=model.blocks)
+        assert receipt.gathered_bytes < 0.27 * receipt.plain_bytes
+    else:
+        fsdp2(model, mesh)
+    seen = [
+        type(local(parameter)).__name__ for name, parameter in model.named_parameters() if "weight" in name
+    ]
+    losses = train(model, width=shape[0])
+    equal = all(
+        torch.equal(a, b) for a, b in zip(values(model).values(), values(plain).values(), strict=True)
+    )
+    saved = {type(local(value)).__name__ for value in model.state_dict().values()}
+    model.load_state_dict(model.state_dict())
+    return {"losses": losses, "expected": expected, "equal": equal, "seen": seen, "saved": saved}
+
+
 def operations(mesh: Any) -> tuple[Any, Any]:
     """Operations with quantized gathers: their losses, and those without."""
     losses = []
@@ -138,15 +159,10 @@ def checks_of_two(folder: str) -> dict[str, Any]:
         for name, given in options.items()
     }
     checks["subclass"] = lambda: kept(mesh)
+    for recipe, own in (("current", True), ("current", False), ("block", True)):
+        checks[f"stored {recipe} {own}"] = lambda recipe=recipe, own=own: stored(recipe, mesh, own)
     checks["operations"] = lambda: operations(mesh)
     return checks
-
-
-def checks_of_four(folder: str) -> dict[str, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return {recipe: lambda recipe=recipe: against_plain(recipe, mesh) for recipe in ("delayed", "block")}
 
 
 NAMES = [
@@ -187,16 +203,18 @@ def test_a_shard_stays_what_it_is(two: list[dict[str, Any]]) -> None:
         assert found["cast"] == (ShardedWeight.__name__, torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["current True", "current False", "block True"])
+def test_weights_that_are_stored_quantized_stay_so(name: str, two: list[dict[str, Any]]) -> None:
+    """Also what the optimizer writes: one scale for all shards, as in one process."""
+    for result in of_all(two, f"stored {name}"):
+        assert result["losses"] == result["expected"] and result["equal"]
+        kind = "Float8BlockwiseQTensor" if "block" in name else "Float8Tensor"
+        assert set(result["seen"]) == {"Tensor", kind} and result["saved"] == {"Tensor"}
+
+
 def test_operations(two: list[dict[str, Any]]) -> None:
     for quantized, plain in of_all(two, "operations"):
         assert quantized == plain
-
-
-def test_hybrid_sharding(tmp_path: Path) -> None:
-    results = run_checks(checks_of_four, tmp_path, 4)
-    for name in ("delayed", "block"):
-        for result in of_all(results, name):
-            assert result["losses"] == result["expected"] and result["equal"]
 
 
 # -- one process -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .checkpoint import load_checkpoint, save_checkpoint
 from .moe_dispatch import MoEDispatch
 from .shard import shard
 from .shard_receipt import ShardedParameter, ShardReceipt
@@ -18,6 +19,8 @@ __all__ = [
     "SequenceParallel",
     "ShardReceipt",
     "ShardedParameter",
+    "load_checkpoint",
+    "save_checkpoint",
     "shard",
 ]
 

@@ -170,6 +170,8 @@ class _Chosen:
     def _why_not(self, layer: LinearLayer, stage: Stage, parameter: Any) -> str:
         """What stands in the way of gathering a weight quantized, "" for nothing."""
         recipe = layer.recipe or self.recipe
+        if isinstance(parameter, QuantizedTensor):  # FSDP2 shards and gathers its codes, or refuses it
+            return ""
         if not self.wanted:
             return "quantized_gather=False"
         if isinstance(layer, GroupedLinearLayer):
@@ -178,8 +180,6 @@ class _Chosen:
             return "a part of a weight"
         if recipe is None:
             return "its layer has no recipe"
-        if isinstance(parameter, QuantizedTensor):
-            return "stored quantized"
         if hasattr(parameter, "_local_tensor"):
             return "a DTensor already"
         if self.uses[id(parameter)] > 1:
@@ -213,6 +213,10 @@ class _Chosen:
         return ""
 
     def _wrap(self, layer: LinearLayer, stage: Stage, parameter: Any) -> WeightGather:
+        if isinstance(parameter, QuantizedTensor):
+            stored: Any = parameter._quantizer
+            stored = stored.with_usage(rowwise=True, columnwise=False)
+            return WeightGather(stored, stored, stored._format_layout().native == "tensor")
         recipe: Any = layer.recipe or self.recipe
         plan = linear_plan(recipe, stage.name, True, True)
         described: Any = weight_quantizer(recipe, stage.name).with_usage(rowwise=True, columnwise=False)

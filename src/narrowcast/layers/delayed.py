@@ -207,7 +207,7 @@ class DelayedLayer(RecipeOwner):
         return slots
 
     def amax_to_reduce(self) -> list[tuple[int, Tensor | None]]:
-        """Size and amax of each state that the layer may have, by stage and direction; None where nothing is reduced."""
+        """Size and amax of each state that the layer may have, by stage and direction; None where it reduces none."""
         slots: list[tuple[int, Tensor | None]] = []
         for prefix in self._stage_names:
             states = self._delayed.get(prefix, (None, None))

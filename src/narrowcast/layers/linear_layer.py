@@ -480,6 +480,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         for name, parameter in self._parameters.items():
             if isinstance(parameter, QuantizedTensor):
                 destination[prefix + name] = parameter.detach().dequantize()
+            elif isinstance(getattr(parameter, "_local_tensor", None), QuantizedTensor):
+                destination[prefix + name] = _dequantized_shard(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_fp8_workspaces": dict.fromkeys(self._fp8_workspaces)}
@@ -494,6 +496,17 @@ def _accumulate_rows(parameters: list[Tensor], grad: Tensor) -> None:
     for parameter, own in zip(parameters, grad.split([parameter.shape[0] for parameter in parameters])):
         if parameter.requires_grad:
             accumulate(parameter, own)
+
+
+def _dequantized_shard(parameter: Any) -> Tensor:
+    return torch.distributed.tensor.DTensor.from_local(  # type: ignore[attr-defined]  # there, as the parameter is
+        parameter._local_tensor.detach().dequantize(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _plain(tensor: Tensor) -> Tensor:

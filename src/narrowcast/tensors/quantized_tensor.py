@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..functional import QuantizerValue
-from .dequantizing import DequantizingTensor, Handler, check_not_sharded, read_only
+from .dequantizing import DequantizingTensor, Handler, check_not_sharded, read_only, sharding_caller
 from .storage import QuantizedTensorStorage, flatten_context, resolve_storage_class
 
 aten = torch.ops.aten
@@ -107,6 +107,81 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
             setattr(self, attribute, getattr(source, attribute))
         self._quantizer, self._dtype = source._quantizer, source._dtype
 
+    _shards: Any = None
+    """Of a shard that has one scale with all others: group of their ranks, over which writes reduce the amax."""
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
+        """Overwrite the buffers with the quantization of ``tensor``; of a shard every rank must."""
+        if self._shards is None:
+            return QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)  # type: ignore[return-value]
+        reducing = self._quantizer.replace(with_amax_reduction=True)  # type: ignore[attr-defined]
+        reducing.update_quantized(tensor, self, noop_flag=noop_flag, amax_reduction_group=self._shards)
+        self._mark_written()
+        return self
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """What ``fully_shard`` gathers of these rows: their codes, and the scales of blocks."""
+        module._stored_rowwise = True  # the backward transposes what was gathered
+        codes, scale = self.rowwise_operand()
+        if self._tile() == 0:
+            if mesh.size() > 1:
+                self._shards = mesh.get_group()
+            return (codes,), scale
+        # only the first of several is handed over where there is nobody to gather from
+        return (codes, scale), scale if mesh.size() == 1 else None
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Tensor | None,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """The whole tensor; with ``out`` in the one of the first time, whose codes are there."""
+        codes = all_gather_outputs[0]
+        if out is None:
+            scale = all_gather_outputs[1] if metadata is None else metadata.clone()
+            return self._quantizer._assemble([codes, scale], tuple(codes.shape), param_dtype), ()  # type: ignore[attr-defined]
+        if metadata is not None:
+            *_, kept = getattr(out, "_local_tensor", out).rowwise_operand()
+            with torch.autograd._unsafe_preserve_version_counter(kept):
+                kept.copy_(metadata)
+        return None
+
+    def _tile(self) -> int:
+        """Rows that share a scale; 0 for all of them."""
+        return self._quantizer._format_layout().scale_group[0]  # type: ignore[attr-defined]
+
+    def _rows(self, first: int, count: int) -> QuantizedTensor:
+        """Some rows as a tensor that shares the row-wise buffers, as FSDP2 shards."""
+        codes, scale = (buffer.detach() for buffer in self.rowwise_operand())
+        tile = self._tile()
+        if tile:
+            scale = scale[first // tile : (first + count) // tile]
+        quantizer: Any = self._quantizer.with_usage(rowwise=True, columnwise=False)  # type: ignore[attr-defined]
+        made = quantizer._assemble([codes[first : first + count], scale], (count, self.shape[1]), self.dtype)
+        made._shards = self._shards
+        return made
+
+    def _check_shards(self, rows: int) -> None:
+        """
+        Raises:
+            RuntimeError: shards of so many rows are not to be had, as FSDP asks for.
+        """
+        tile, reason = self._tile(), ""
+        if self._quantizer._format_layout().native not in ("tensor", "128x128") or self.dim() != 2:
+            reason = "its rows and columns are quantized differently"
+        elif rows % max(tile, 1) or self.shape[0] % rows:
+            reason = f"its {self.shape[0]} rows are not equal shards" + (
+                f" of whole {tile}-row tiles" * (tile > 1)
+            )
+        if reason or sharding_caller() == "FSDP1":
+            check_not_sharded(self, reason)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         """Write through the dequantized value: a view of it would take the write and lose it.
 
@@ -141,7 +216,10 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
             for attribute, argument in self._FLATTEN_TENSOR_BUFFERS
         }
         described: dict[str, Any] = {"quantizer": self._quantizer, "fake_dtype": self._dtype, **buffers}
-        return type(self)(shape=tuple(self.shape), **described)
+        made = type(self)(shape=tuple(self.shape), **described)
+        if self._shards is not None:
+            made._shards = self._shards
+        return made
 
     @classmethod
     def make_like(
@@ -253,8 +331,26 @@ def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
 
 @_handles(aten.new_zeros.default)
 def _new_zeros(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tensor:
-    check_not_sharded(tensor)
+    if sharding_caller():
+        tensor._check_shards(size[0])
+        quantizer: Any = tensor._quantizer.with_usage(rowwise=True, columnwise=False)  # type: ignore[attr-defined]
+        return quantizer.make_empty(tuple(size), dtype=tensor.dtype, device=tensor.device)
     return torch.zeros(size, **{"dtype": tensor.dtype, "device": tensor.device, **kwargs})
+
+
+@_handles(aten.split.Tensor)
+def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
+    if dim == 0 and sharding_caller():
+        tensor._check_shards(size)
+        return [tensor._rows(first, size) for first in range(0, tensor.shape[0], size)]
+    return [read_only(part) for part in func(tensor._plain(), size, dim)]
+
+
+@_handles(aten.slice.Tensor)
+def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, *bounds: Any) -> Tensor:
+    if dim == 0 and sharding_caller():
+        return tensor._rows(0, tensor.shape[0])  # all of it: shards are equal
+    return read_only(func(tensor._plain(), dim, *bounds))
 
 
 @_handles(aten.empty_like.default)
@@ -267,8 +363,9 @@ def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
 def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tensor:
     if tuple(size) == tuple(tensor.shape):
         return tensor._like(lambda buffer: buffer)
-    if len(size) == 1:
-        check_not_sharded(tensor)
+    if len(size) == 1 and sharding_caller():
+        tensor._check_shards(tensor.shape[0])
+        return type(tensor).make_like(tensor, shape=(tensor.numel(),))  # not read by FSDP2
     values = func(tensor._plain(), size, **kwargs)
     return read_only(values) if func.is_view else values
 

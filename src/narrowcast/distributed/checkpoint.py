@@ -1,0 +1,183 @@
+"""Checkpoints of sharded models, in the format of PyTorch: a save leaves the old one whole until the new one is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layers import DelayedLayer
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    extra: dict[str, Any] | None = None,
+    group: Any = None,
+    asynchronous: bool = False,
+) -> Future[None]:
+    """Save model, optimizer and delayed scaling with ``torch.distributed.checkpoint``; every rank calls it.
+
+    Weights are ordinary tensors in high precision, sharded as the parameters are, so that any number of ranks can load
+    them, one process without process groups included. Files are written beside ``path``, and take its place once all
+    ranks are done: one that dies leaves the old checkpoint as it was.
+
+    Args:
+        path: a folder on a file system that all ranks see.
+        extra: what else to keep, such as the number of steps, the same on every rank: numbers, strings and tensors.
+        group: a process group for the save; with ``asynchronous`` one of its own, "gloo", which training does not use.
+        asynchronous: return once all values are copied to the CPU.
+    Returns:
+        whose ``result()`` waits until ``path`` holds the new checkpoint.
+    Raises:
+        ValueError: ``asynchronous`` without ``group`` where there are several ranks. What the save raises, such as
+        ``CheckpointException``, on ranks that live; from ``result()`` where it is asynchronous.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    several = _ranks(group) > 1
+    if asynchronous and several and group is None:
+        raise ValueError(
+            "asynchronous=True needs group=torch.distributed.new_group(backend='gloo'), made once: its collectives "
+            "would meet those of the training"
+        )
+    target, state = Path(path), _state(model, optimizer, extra)
+    writing = target.with_name(target.name + ".writing")
+    if _is_first(group):
+        shutil.rmtree(writing, ignore_errors=True)  # of a save that died
+    if several:
+        torch.distributed.barrier(group)
+    options: dict[str, Any] = {"checkpoint_id": writing, "process_group": group}
+    done: Future[None] = Future()
+
+    def finish(saved: Any = None) -> None:
+        try:
+            if saved is not None:
+                saved.result()
+            if _is_first(group):
+                _replace(target, writing)
+            if several:
+                torch.distributed.barrier(group)
+        except BaseException as error:  # CheckpointException is no Exception
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    if asynchronous and torch.distributed.is_initialized():
+        dcp.async_save(state, **options).add_done_callback(finish)  # type: ignore[union-attr]
+    else:
+        dcp.save(state, **options, no_dist=not torch.distributed.is_initialized())
+        finish()
+        done.result()
+    return done
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, group: Any = None
+) -> dict[str, Any]:
+    """Load what :func:`save_checkpoint` saved, by however many ranks; every rank calls it.
+
+    Delayed scaling in the checkpoint gives its layers their state, also where they learn of it from an ``autocast``
+    only. One without, such as of a bf16 run, leaves it to start anew, with a warning.
+
+    Args:
+        model: as saved, sharded in any way or not at all. optimizer: None leaves its state unread.
+    Returns:
+        ``extra``.
+    Raises:
+        FileNotFoundError: there is no checkpoint. What the load raises, such as ``CheckpointException`` for a model of
+        other shapes.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+    target = Path(path)
+    if not (target / ".metadata").exists():  # killed between two renames
+        target = target.with_name(target.name + ".old")
+    if not (target / ".metadata").exists():
+        raise FileNotFoundError(f"{path} holds no checkpoint; save one with save_checkpoint")
+    there = dcp.FileSystemReader(target).read_metadata().state_dict_metadata
+    _make_room(model, there)
+    state = _state(model, optimizer, {})
+    names = _delayed_names(model)
+    state["model"] = {
+        name: value for name, value in state["model"].items() if name not in names or f"model.{name}" in there
+    }
+    state["extra"] = {key[6:]: _empty(there[key]) for key in there if key.startswith("extra.")}
+    dcp.load(state, checkpoint_id=target, process_group=group, no_dist=not torch.distributed.is_initialized())
+    set_model_state_dict(model, state["model"])
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return state["extra"]
+
+
+def _state(model: nn.Module, optimizer: Any, extra: dict[str, Any] | None) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    state: dict[str, Any] = {"model": get_model_state_dict(model), "extra": extra or {}}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state
+
+
+def _empty(described: Any) -> Any:
+    """What a value of the checkpoint is read into."""
+    size = getattr(described, "size", None)
+    return 0 if size is None else torch.empty(size, dtype=described.properties.dtype)
+
+
+def _layers(model: nn.Module) -> dict[str, DelayedLayer]:
+    """Layers with delayed state by their names in a checkpoint, in which wrappers leave no traces."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, DelayedLayer):
+            for wrapper in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
+                name = name.replace(f"{wrapper}.", "").removesuffix(wrapper).rstrip(".")
+            found[name] = layer
+    return found
+
+
+def _delayed_names(model: nn.Module) -> set[str]:
+    return {
+        f"{name}.{own}" if name else own
+        for name, layer in _layers(model).items()
+        for own in layer._state_names()
+    }
+
+
+@torch.no_grad()
+def _make_room(model: nn.Module, there: dict[str, Any]) -> None:
+    """Delayed state that is in a checkpoint, for layers that do not know of it yet."""
+    for name, layer in _layers(model).items():
+        for own in layer._state_names():
+            described = there.get(f"model.{name}.{own}" if name else f"model.{own}")
+            buffer = layer._buffers[own]
+            if described is not None and (buffer is None or buffer.shape != described.size):
+                device = next(layer.parameters()).device
+                layer._buffers[own] = torch.zeros(described.size, dtype=torch.float32, device=device)
+
+
+def _replace(target: Path, written: Path) -> None:
+    """Put a written folder in the place of another, which until then is there, or beside it as ``.old``."""
+    old = target.with_name(target.name + ".old")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    written.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _ranks(group: Any) -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size(group) if distributed.is_initialized() else 1
+
+
+def _is_first(group: Any) -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank(group) == 0

@@ -1,0 +1,256 @@
+"""``torch.distributed.checkpoint`` of sharded models: saved by two ranks, loaded by two, four and one."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import narrowcast as nc
+from narrowcast.distributed import load_checkpoint, save_checkpoint, shard
+
+from .blocks import make_model, train
+from .ranks_checks import of_all, run_checks
+from .test_shard import against_plain
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed"),
+    pytest.mark.slow,
+]
+
+# what is saved: recipe, whether weights are gathered quantized
+CASES = {"delayed": ("delayed", True), "block": ("block", True), "plain": ("current", False)}
+SHAPES = {"block": (512, 512, 1)}
+BEFORE, AFTER = 3, 3
+
+
+def make(case: str, mesh: Any) -> tuple[Any, Any, int]:
+    """(model, optimizer, width)."""
+    recipe, quantized = CASES[case]
+    shape = SHAPES.get(case, (64, 96, 2))
+    model: Any = make_model(recipe, *shape)
+    if mesh is not None:
+        shard(model, mesh, blocks=model.blocks, quantized_gather=quantized)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), shape[0]
+
+
+def save(case: str, folder: Path, mesh: Any, asynchronous: bool = False) -> dict[str, Any]:
+    """Train, save, train on: the losses after the save, and what kinds of tensors a checkpoint holds."""
+    model, optimizer, width = make(case, mesh)
+    train(model, BEFORE, width=width, optimizer=optimizer)
+    kinds = {type(getattr(value, "_local_tensor", value)).__name__ for value in model.state_dict().values()}
+    group = dist.new_group(backend="gloo") if asynchronous else None
+    extra = {"step": BEFORE, "note": case, "tensor": torch.arange(3)}
+    path = folder / (f"{case}-async" if asynchronous else case)
+    saving = save_checkpoint(path, model, optimizer, extra=extra, group=group, asynchronous=asynchronous)
+    losses = train(model, AFTER, width=width, optimizer=optimizer, start=BEFORE)  # while it is written
+    saving.result()
+    return {"losses": losses, "kinds": kinds}
+
+
+def load(case: str, folder: Path, mesh: Any, name: str = "") -> list[float]:
+    """The losses of a run that starts from the checkpoint, in as many ranks as there are now."""
+    model, optimizer, width = make(case, mesh)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    extra = load_checkpoint(folder / (name or case), model, optimizer)
+    assert extra["step"] == BEFORE and extra["note"] == case and extra["tensor"].tolist() == [0, 1, 2]
+    return train(model, AFTER, width=width, optimizer=optimizer, start=BEFORE)
+
+
+def die_while_saving(rank: int, folder: str, place: str) -> None:
+    """Two ranks load a checkpoint, train and save over it; the second is killed while it writes."""
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=20),
+    )
+    model, optimizer, width = make("delayed", init_device_mesh("cpu", (2,)))
+    load_checkpoint(f"{place}/delayed", model, optimizer)
+    train(model, 1, width=width, optimizer=optimizer)
+    if rank == 1:
+        write = FileSystemWriter.write_data
+
+        def killed(*args: Any, **kwargs: Any) -> Any:
+            write(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        FileSystemWriter.write_data = killed  # type: ignore[method-assign]
+    try:
+        save_checkpoint(f"{place}/delayed", model, optimizer)
+    except BaseException as error:
+        Path(folder, "told").write_text(type(error).__name__)
+
+
+def checks_of(folder: str, ranks: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    checks: dict[str, Any]
+    mesh, place = init_device_mesh("cpu", (ranks,)), Path(folder).parent / "saved"
+    if ranks == 4:
+        checks = {case: lambda case=case: load(case, place, mesh) for case in CASES}
+        hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for recipe in ("delayed", "block"):
+            checks[f"hybrid {recipe}"] = lambda recipe=recipe: against_plain(recipe, hybrid)
+        return checks
+    checks = {case: lambda case=case: save(case, place, mesh) for case in CASES}
+    checks["asynchronous"] = lambda: save("delayed", place, mesh, True)
+    checks["again"] = lambda: load("delayed", place, mesh, "delayed-async")
+    return checks
+
+
+def checks_of_two(folder: str) -> dict[str, Any]:
+    return checks_of(folder, 2)
+
+
+def checks_of_four(folder: str) -> dict[str, Any]:
+    return checks_of(folder, 4)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def two(base: Path) -> list[dict[str, Any]]:
+    (base / "two").mkdir()
+    (base / "saved").mkdir()
+    return run_checks(checks_of_two, base / "two", 2)
+
+
+@pytest.fixture(scope="module")
+def four(base: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    (base / "four").mkdir()
+    return run_checks(checks_of_four, base / "four", 4)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_saved_by_two_loaded_by_four(
+    case: str, two: list[dict[str, Any]], four: list[dict[str, Any]]
+) -> None:
+    saved, loaded = of_all(two, case), of_all(four, case)
+    assert saved[0]["kinds"] == {"Tensor"}
+    for losses in loaded:
+        assert losses == pytest.approx(saved[0]["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_saved_by_two_loaded_by_one(case: str, base: Path, two: list[dict[str, Any]]) -> None:
+    """Without sharding, and without process groups."""
+    losses = load(case, base / "saved", None)
+    assert losses == pytest.approx(of_all(two, case)[0]["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_hybrid_sharding(recipe: str, four: list[dict[str, Any]]) -> None:
+    """Replicas of shards: with quantized gathers, without, and in one process."""
+    shape = (256, 512, 1) if recipe == "block" else (64, 96, 2)
+    expected = train(make_model(recipe, *shape), width=shape[0])
+    for result in of_all(four, f"hybrid {recipe}"):
+        assert result["losses"] == result["expected"] and result["equal"]
+        assert result["losses"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_saved_while_training_goes_on(two: list[dict[str, Any]]) -> None:
+    for saved, loaded in zip(of_all(two, "asynchronous"), of_all(two, "again")):
+        assert loaded == saved["losses"]
+
+
+def test_a_rank_that_is_killed_leaves_the_old_checkpoint(
+    base: Path, two: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(base / "saved" / "delayed", tmp_path / "delayed")
+    processes: Any = mp.spawn(die_while_saving, args=(str(tmp_path), str(tmp_path)), nprocs=2, join=False)
+    deadline = time.monotonic() + 120
+    for process in processes.processes:
+        process.join(max(deadline - time.monotonic(), 0))
+        process.kill()
+    codes = [process.exitcode for process in processes.processes]
+    assert codes[1] == -signal.SIGKILL
+    assert (tmp_path / "told").exists(), "the rank that lives is told"
+    assert (tmp_path / "delayed.writing").exists()
+    losses = load("delayed", tmp_path, None)
+    assert losses == pytest.approx(of_all(two, "delayed")[0]["losses"], rel=1e-6)
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+def layer(recipe: Any = None) -> nc.Linear:
+    torch.manual_seed(0)
+    return nc.Linear(32, 32, device="cpu", recipe=recipe)
+
+
+def test_saved_over(tmp_path: Path) -> None:
+    """The second save takes the place of the first, and nothing is left beside it."""
+    model = layer(nc.recipe.DelayedScaling())
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        save_checkpoint(tmp_path / "at", model).result()
+    again = layer(nc.recipe.DelayedScaling())
+    assert load_checkpoint(tmp_path / "at", again) == {}
+    assert again.weight.eq(2.0).all()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["at"]
+    (tmp_path / "at").rename(tmp_path / "at.old")  # killed between two renames
+    load_checkpoint(tmp_path / "at", layer())
+
+
+def test_state_that_an_autocast_brought(tmp_path: Path) -> None:
+    recipe, x = nc.recipe.DelayedScaling(), torch.randn(16, 32)
+
+    def step(model: nc.Linear) -> float:
+        with nc.autocast(recipe=recipe):
+            loss = model(x).square().mean()
+        loss.backward()
+        return loss.item()
+
+    model = layer()
+    step(model)
+    step(model)
+    save_checkpoint(tmp_path / "at", model)
+    again = layer()
+    load_checkpoint(tmp_path / "at", again)
+    assert torch.equal(again.amax_history_fwd, model.amax_history_fwd)
+    assert step(again) == step(model)
+
+
+def test_without_delayed_state(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "at", layer())
+    model = layer(nc.recipe.DelayedScaling())
+    with torch.no_grad():
+        model.weight.zero_()
+    with pytest.warns(UserWarning, match="no delayed-scaling state"):
+        load_checkpoint(tmp_path / "at", model)
+    assert torch.equal(model.weight, layer().weight)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        load_checkpoint(tmp_path / "at", layer())
+
+
+def test_a_quantized_parameter_is_saved_as_a_plain_tensor(tmp_path: Path) -> None:
+    with nc.quantized_model_init(recipe=nc.recipe.Float8BlockScaling()):
+        model = nc.Linear(128, 128, device="cpu")
+    save_checkpoint(tmp_path / "at", model)
+    plain = nc.Linear(128, 128, device="cpu")
+    load_checkpoint(tmp_path / "at", plain)
+    assert torch.equal(plain.weight, model.weight.dequantize())
