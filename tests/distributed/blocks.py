@@ -42,12 +42,17 @@ class Model(nn.Module):
 
 
 def make_model(
-    recipe: str, width: int = WIDTH, hidden: int = 96, blocks: int = 2, quantized: bool = False
+    recipe: str,
+    width: int = WIDTH,
+    hidden: int = 96,
+    blocks: int = 2,
+    quantized: bool = False,
+    device: str = "cpu",
 ) -> Model:
     """The model with a recipe, the same on every rank; ``quantized``: with weights that are stored so."""
     torch.manual_seed(0)
     with nc.quantized_model_init(enabled=quantized, recipe=QUANTIZED[recipe]):
-        model = Model(width, hidden, blocks)
+        model = Model(width, hidden, blocks, device)
     nc.set_recipe(model, QUANTIZED[recipe])
     return model
 
@@ -73,7 +78,7 @@ def train(
         for microbatch in range(microbatches):
             if before is not None:
                 before(microbatch == microbatches - 1)
-            x = torch.randn(32, width, generator=generator).to(next(model.parameters()).dtype)
+            x = torch.randn(32, width, generator=generator).to(next(model.parameters()))
             loss = model(x).float().square().mean()
             loss.backward()
         losses.append(loss.item())

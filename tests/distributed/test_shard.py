@@ -10,11 +10,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from quantizers.catalog import ONE_OF_EACH
 from recipes import QUANTIZED
 
 import narrowcast as nc
 from narrowcast.distributed import shard
 from narrowcast.distributed.sharded_weight import ShardedWeight, local
+from narrowcast.nn import quantize_weight, scatter_workspace
 
 from .blocks import Model, make_model, train
 from .ranks_checks import of_all, run_checks
@@ -118,6 +120,26 @@ def stored(recipe: str, mesh: Any, own: bool) -> dict[str, Any]:
     return {"losses": losses, "expected": expected, "equal": equal, "seen": seen, "saved": saved}
 
 
+def scattered(mesh: Any) -> list[bool]:
+    """A kept weight of every format that is scattered over the ranks, and gathered for later microbatches."""
+    group, found = mesh.get_group(), []
+    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    for quantizer in ONE_OF_EACH.values():
+        kept, _ = quantize_weight(tensor=weight, quantizer=quantizer, cache=True)
+        expected = [buffer.clone() for buffer in kept.get_data_tensors() if buffer is not None]
+        scatter_workspace(kept, group)
+        held = sum(buffer.nbytes for buffer in kept.get_data_tensors() if buffer is not None)
+        found.append(held < 0.52 * sum(buffer.nbytes for buffer in expected))
+        quantize_weight(
+            tensor=weight, quantizer=quantizer, workspace=kept, update_workspace=False, fsdp_group=group
+        )
+        whole = [buffer for buffer in kept.get_data_tensors() if buffer is not None]
+        found.append(all(torch.equal(a, b) for a, b in zip(whole, expected, strict=True)))
+        quantize_weight(tensor=2 * weight, quantizer=quantizer, workspace=kept, fsdp_group=group)
+        found.append(torch.equal(kept.dequantize(), quantizer.quantize(2 * weight).dequantize()))
+    return found
+
+
 def operations(mesh: Any) -> tuple[Any, Any]:
     """Operations with quantized gathers: their losses, and those without."""
     losses = []
@@ -161,6 +183,7 @@ def checks_of_two(folder: str) -> dict[str, Any]:
     checks["subclass"] = lambda: kept(mesh)
     for recipe, own in (("current", True), ("current", False), ("block", True)):
         checks[f"stored {recipe} {own}"] = lambda recipe=recipe, own=own: stored(recipe, mesh, own)
+    checks["scattered"] = lambda: scattered(mesh)
     checks["operations"] = lambda: operations(mesh)
     return checks
 
@@ -210,6 +233,11 @@ def test_weights_that_are_stored_quantized_stay_so(name: str, two: list[dict[str
         assert result["losses"] == result["expected"] and result["equal"]
         kind = "Float8BlockwiseQTensor" if "block" in name else "Float8Tensor"
         assert set(result["seen"]) == {"Tensor", kind} and result["saved"] == {"Tensor"}
+
+
+def test_kept_weights_are_scattered_and_gathered(two: list[dict[str, Any]]) -> None:
+    for found in of_all(two, "scattered"):
+        assert len(found) > 9 and all(found)
 
 
 def test_operations(two: list[dict[str, Any]]) -> None:
@@ -290,3 +318,17 @@ def test_what_cannot_be(one: Any) -> None:
     shard(model, one, blocks=model)
     with pytest.raises(RuntimeError, match="call the model that narrowcast"):
         layer(torch.ones(16, 32))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_weights_that_change_between_microbatches(one: Any) -> None:
+    model = torch.nn.Sequential(nc.Linear(32, 32, device="cpu", recipe=QUANTIZED["current"]))
+    shard(model, one)
+    x = torch.ones(16, 32)
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+    model(x).sum().backward()
+    model.reshard()  # type: ignore[operator]
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="between microbatches without gradient sync weights must stay"):
+        model(x)

@@ -85,5 +85,3 @@ def test_errors() -> None:
         quantize_weight(quantizer=quantizer)
     with pytest.raises(ValueError, match="and quantizer is None"):
         quantize_weight(tensor=W)
-    with pytest.raises(NotImplementedError, match="fsdp_group"):
-        quantize_weight(tensor=W, quantizer=quantizer, fsdp_group=object())

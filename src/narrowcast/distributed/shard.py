@@ -267,6 +267,8 @@ class _Scales:
                 largest, op=torch.distributed.ReduceOp.MAX, group=self.mesh.get_group()
             )
         self.amax = largest if self.dtype is None else largest.to(self.dtype).float()
+        for weight in self.weights:
+            weight.gather.written = False
 
     def _set(self) -> None:
         assert self.amax is not None

@@ -44,6 +44,7 @@ class WeightGather:
         self.encoder, self.quantizer, self.per_tensor = encoder, quantizer, per_tensor
         self.scale: Tensor | None = None
         self.scale_inv: Tensor | None = None
+        self.written = False  # since the scale was taken
 
     def bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes that a gather moves: the codes, and the scales of blocks."""
@@ -55,12 +56,12 @@ class WeightGather:
         """Codes of a shard (rows, K), and its scales: fp32 (1,), or of its own blocks.
 
         Raises:
-            RuntimeError: there is no scale yet.
+            RuntimeError: there is no scale of the weight as it is.
         """
-        if self.per_tensor and self.scale is None:
+        if self.per_tensor and (self.scale is None or self.written):
             raise RuntimeError(
-                "a sharded weight has no scale yet: call the model that narrowcast.distributed.shard was given, not a "
-                "part of it"
+                "a sharded weight was written to, and has no scale yet: call the model that narrowcast was given to "
+                "shard, not a part of it or unshard(); between microbatches without gradient sync weights must stay"
             )
         return quantize(shard, self.encoder, None, self.scale)
 
@@ -105,6 +106,12 @@ class ShardedWeight(Tensor):
         )
         result = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:  # of lists in place there is no result
+            given = {**dict(zip([a.name for a in func._schema.arguments], args)), **(kwargs or {})}
+            for argument in func._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for written in pytree.tree_leaves(given.get(argument.name)):
+                        if isinstance(written, ShardedWeight):
+                            written._gather.written = True
             return args[0] if func._schema.returns and isinstance(args[0], ShardedWeight) else result
         if func in _STAYS_A_WEIGHT:
             return pytree.tree_map_only(Tensor, lambda out: ShardedWeight(out, weights[0]._gather), result)

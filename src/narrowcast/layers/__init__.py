@@ -11,7 +11,7 @@ from .parameters import (
     positive,
     quantize_parameter,
 )
-from .quantized_weight import quantize_weight
+from .quantized_weight import quantize_weight, scatter_workspace
 from .recipe_owner import RecipeOwner
 from .set_recipe import get_recipes, reduce_delayed_scaling, set_recipe
 
@@ -30,5 +30,6 @@ __all__ = [
     "quantize_parameter",
     "quantize_weight",
     "reduce_delayed_scaling",
+    "scatter_workspace",
     "set_recipe",
 ]

@@ -1,4 +1,4 @@
-"""``quantize_weight``: a quantized weight for a GEMM, made, refreshed in place or taken as it is."""
+"""``quantize_weight``: a quantized weight for a GEMM, made, refreshed in place or taken as it is; scattering one."""
 
 from __future__ import annotations
 
@@ -37,22 +37,21 @@ def quantize_weight(
         update_workspace: refresh it.
         skip_update_flag: fp32 of one element on the device; a refresh is always issued, and skipped there where the
             flag is not 0.
-        fsdp_group: must be None; nothing here scatters a workspace.
+        fsdp_group: process group over which :func:`scatter_workspace` has scattered the workspace, which then is
+            gathered first, by all ranks.
         workspace_dtype: nominal dtype of what is made; default: the tensor's.
         cache: the result is kept: it is a tensor, also where the quantizer makes bare storages.
     Raises:
-        ValueError: a refresh without a tensor; nothing to take, and no tensor or no quantizer. NotImplementedError:
-        ``fsdp_group``. RuntimeError: a quantized tensor of a format that cannot make a missing direction.
+        ValueError: a refresh without a tensor; nothing to take, and no tensor or no quantizer. RuntimeError: a
+        quantized tensor of a format that cannot make a missing direction.
     """
-    if fsdp_group is not None:
-        raise NotImplementedError(
-            "fsdp_group: workspaces are not scattered here; give the layer quantized parameters, which FSDP2 gathers"
-        )
     if isinstance(tensor, QuantizedTensorStorage):
         if quantizer is not None:
             tensor.update_usage(quantizer.rowwise_usage or None, quantizer.columnwise_usage or None)
         return tensor, None
     if workspace is not None and (quantizer is None or _serves(workspace, quantizer)):
+        if fsdp_group is not None:
+            _gather(workspace, fsdp_group)
         if update_workspace or skip_update_flag is not None:
             if tensor is None:
                 raise ValueError("a workspace is to be refreshed, and tensor is None; pass the weight")
@@ -67,6 +66,35 @@ def quantize_weight(
     kept = quantizer.replace(internal=False) if cache else quantizer
     made = kept.quantize(tensor, dtype=workspace_dtype)
     return made, made if cache else None
+
+
+@torch.no_grad()
+def scatter_workspace(workspace: QuantizedTensorStorage, fsdp_group: Any) -> None:
+    """Leave each rank its part of a workspace's buffers, until :func:`quantize_weight` with this group gathers them.
+
+    A buffer whose elements do not divide among the ranks stays whole. Until then only its shape may be read.
+
+    Args:
+        workspace: as :func:`quantize_weight` gave it to keep, the same on all ranks. fsdp_group: process group.
+    """
+    ranks, rank = torch.distributed.get_world_size(fsdp_group), torch.distributed.get_rank(fsdp_group)
+    if not isinstance(workspace, Tensor):  # a bare storage reads its shape off the buffers
+        workspace._shape = tuple(workspace.size())
+    for attribute, _ in workspace._FLATTEN_TENSOR_BUFFERS:
+        buffer = getattr(workspace, attribute)
+        if buffer is not None and buffer.numel() and buffer.numel() % ranks == 0:
+            setattr(workspace, attribute, buffer.reshape(-1).chunk(ranks)[rank].clone())
+
+
+def _gather(workspace: QuantizedTensorStorage, fsdp_group: Any) -> None:
+    quantizer: Any = workspace._quantizer
+    own = quantizer.with_usage(**workspace.get_usages())
+    for attribute, (shape, _) in own._describe_buffers(tuple(workspace.size()), workspace.dtype).items():
+        part = getattr(workspace, attribute)
+        if part.shape != tuple(shape):
+            whole = part.new_empty(shape)
+            torch.distributed.all_gather_into_tensor(whole.view(-1), part, group=fsdp_group)
+            setattr(workspace, attribute, whole)
 
 
 def _serves(workspace: QuantizedTensorStorage, quantizer: Quantizer) -> bool:

@@ -1,6 +1,6 @@
 """Modules: parameters, resolution of the recipe, one call."""
 
-from ..layers import quantize_weight
+from ..layers import quantize_weight, scatter_workspace
 from .dot_product_attention import DotProductAttention
 from .grouped_linear import GroupedLinear
 from .layernorm_linear import LayerNormLinear
@@ -24,4 +24,5 @@ __all__ = [
     "RMSNorm",
     "TransformerLayer",
     "quantize_weight",
+    "scatter_workspace",
 ]

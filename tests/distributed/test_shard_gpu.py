@@ -1,0 +1,48 @@
+"""Quantized gathers on an NVIDIA GPU, one rank: the bits of gathers in high precision, eager and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from narrowcast.distributed import shard
+
+from .blocks import make_model, train
+from .test_data_parallel import fsdp2
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_bits(recipe: str, compiled: bool, mesh: Any) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    losses = []
+    for quantized in (False, True):
+        model = make_model(recipe, 256, 512, 1, device="cuda")
+        if compiled:
+            torch.compiler.reset()
+            for block in model.blocks:
+                block.compile(fullgraph=True)
+        if quantized:
+            receipt = shard(model, mesh, blocks=model.blocks, mp_policy=policy)
+            assert receipt.gathered_bytes < 0.52 * receipt.plain_bytes
+        else:
+            fsdp2(model, mesh, mp_policy=policy)
+        losses.append(train(model, width=256))
+    assert losses[0] == losses[1]
