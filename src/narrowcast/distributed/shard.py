@@ -186,9 +186,11 @@ class _Chosen:
             return "tied to another parameter"
         if id(parameter) in self.ignored:
             return "in ignored_params"
-        if getattr(getattr(layer, "parallel", None), "mode", None) is not None:
+        if layer._parallel is not None or getattr(getattr(layer, "parallel", None), "mode", None) is not None:
             return "its layer is split over tensor-parallel ranks"
         plan = linear_plan(recipe, stage.name, True, True)
+        if not plan.quantized:
+            return "its layer runs in high precision"
         if plan.backward_override is not None:
             return "its backward reads the weight in high precision"
         if plan.eager_only:
@@ -226,7 +228,7 @@ class _Chosen:
         if per_tensor:
             self.scaled.append(_Scaled(layer, stage, recipe, plan.weight.delayed, gather))
         made = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
-        made.__dict__.update(parameter.__dict__)
+        vars(made).update(vars(parameter))  # type: ignore[attr-defined]
         setattr(layer, stage.weight, made)
         layer._stored_rowwise = True  # the backward transposes what was gathered
         layer.register_state_dict_post_hook(_SavePlain(stage.weight))
@@ -259,7 +261,7 @@ class _Scales:
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        shards = [local(weight.parameter)._values for weight in self.weights]
+        shards = [local(weight.parameter)._shard for weight in self.weights]
         largest = torch.stack([norm.float() for norm in torch._foreach_norm(shards, math.inf)])
         largest = largest.to(self.mesh.device_type)
         if self.mesh.size() > 1:
@@ -302,7 +304,7 @@ def _synchronizes(model: nn.Module) -> bool:
     """Whether the backward of this forward reduces gradients over ranks."""
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
-            state = module._get_fsdp_state()
+            state = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, "_fsdp_param_groups", None)  # PyTorch before 2.12 has one
             groups = [state._fsdp_param_group] if groups is None else groups
             if any(group is not None and group.reduce_grads for group in groups):
@@ -319,7 +321,7 @@ class _SavePlain:
     def __call__(self, layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         value = state_dict.get(prefix + self.name)
         if isinstance(local(value), ShardedWeight):
-            state_dict[prefix + self.name] = like(value, local(value)._values.detach())
+            state_dict[prefix + self.name] = like(value, local(value)._shard.detach())
 
 
 class _Rewrap:

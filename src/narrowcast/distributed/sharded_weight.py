@@ -80,21 +80,21 @@ class ShardedWeight(Tensor):
         )
 
     def __init__(self, values: Tensor, gather: WeightGather) -> None:
-        self._values, self._gather = values, gather
+        self._shard, self._gather = values, gather
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self._values!r}, gathered with {self._gather.quantizer!r})"
+        return f"{type(self).__name__}({self._shard!r}, gathered with {self._gather.quantizer!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], WeightGather]:
         """(name of the values, how they are gathered)."""
-        return ["_values"], self._gather
+        return ["_shard"], self._gather
 
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict[str, Tensor], context: WeightGather, outer_size: Any, outer_stride: Any
     ) -> ShardedWeight:
         """Rebuild from ``__tensor_flatten__``'s parts."""
-        return ShardedWeight(inner_tensors["_values"], context)
+        return ShardedWeight(inner_tensors["_shard"], context)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -102,7 +102,7 @@ class ShardedWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         weights = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedWeight)]
         plain_args, plain_kwargs = pytree.tree_map_only(
-            ShardedWeight, lambda weight: weight._values, (args, kwargs or {})
+            ShardedWeight, lambda weight: weight._shard, (args, kwargs or {})
         )
         result = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:  # of lists in place there is no result
@@ -121,7 +121,7 @@ class ShardedWeight(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """(what this rank gives, what it keeps): codes and the scales of its blocks; one scale all ranks have."""
-        shard = self._values if mp_policy.param_dtype is None else self._values.to(mp_policy.param_dtype)
+        shard = self._shard if mp_policy.param_dtype is None else self._shard.to(mp_policy.param_dtype)
         codes, scale_inv = self._gather.encode(shard)
         if (
             self._gather.per_tensor

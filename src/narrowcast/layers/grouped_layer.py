@@ -147,7 +147,7 @@ class GroupedLinearLayer(LinearLayer):
         weights, quantized = self._parts_of("weight"), self._init_recipe is not None
         values: Any = weights
         if self.single_grouped_weight:  # group by group, so that both forms start from the same values
-            whole = weights[0]
+            whole: Any = weights[0]
             if quantized:
                 whole = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
             if hasattr(whole, "to_local"):  # sharded, where PyTorch draws for all ranks together

@@ -173,7 +173,8 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
             RuntimeError: shards of so many rows are not to be had, as FSDP asks for.
         """
         tile, reason = self._tile(), ""
-        if self._quantizer._format_layout().native not in ("tensor", "128x128") or self.dim() != 2:
+        native = self._quantizer._format_layout().native  # type: ignore[attr-defined]
+        if native not in ("tensor", "128x128") or self.dim() != 2:
             reason = "its rows and columns are quantized differently"
         elif rows % max(tile, 1) or self.shape[0] % rows:
             reason = f"its {self.shape[0]} rows are not equal shards" + (
