@@ -106,6 +106,21 @@ def test_flags_and_strides(device: torch.device) -> None:
             assert_bitwise(a, b, name)
 
 
+@pytest.mark.parametrize("shape", [(37, 50), (3, 4, 8), (0, 4)], ids=str)
+def test_amax_from_outside(shape: tuple[int, ...], device: torch.device) -> None:
+    """As processes that hold parts of a tensor share it: the largest of theirs, and the scale of that."""
+    x = make("normal", shape, torch.bfloat16)
+    assert_bitwise(kernels.float8.amax(x.to(device)), reference.amax(x))
+    amax, options = (
+        torch.tensor([11.0]),
+        {"power_2": False, "epsilon": 0.0, "rowwise": True, "columnwise": True},
+    )
+    actual = kernels.float8.quantize_current(x.to(device), E4M3, amax=amax.to(device), **options)
+    expected = reference.quantize_current(x, E4M3, amax=amax, **options)
+    for a, b in zip(actual, expected, strict=True):
+        assert_bitwise(a, b)
+
+
 @pytest.mark.parametrize("shape", [(1, 9), (9, 1), (37, 50), (36, 132), (2, 3, 4), (0, 4), (4, 0)], ids=str)
 def test_transpose(shape: tuple[int, ...], device: torch.device) -> None:
     data = torch.randint(0, 256, shape, dtype=torch.uint8)

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 import narrowcast as nc
-from narrowcast.testing import assert_close
+from narrowcast.testing import assert_close, relative_error
+from narrowcast.testing.tolerances import TOLERANCES
 
 WORLD, SECONDS = 4, 240
 ROWS, BATCH = 128, 2  # of one process: shares of so many rows are gathered as bytes in every format
@@ -246,6 +247,9 @@ def others(group: Any) -> dict[str, Any]:
     (alone,) = torch.autograd.grad(out, x, dy, retain_graph=True)
     both = torch.autograd.grad((out, normalized), x, (dy, torch.ones_like(normalized)))[0]
     found["gathered"] = (tuple(normalized.shape), bool((alone != both).any()))
+    grouped = nc.GroupedLinear(2, 8, 8, bias=False, device="cpu", tp_group=group, parallel_mode="column")
+    grouped.set_tensor_parallel_group(group)
+    found["grouped"] = (grouped.tp_size, tuple(grouped.weight0.shape))
     torch.manual_seed(3)
     drawn = build(Case("column", True, 2, ""), group, get_rng_state_tracker=tracker, rng_tracker_name="model")
     found["drawn"], found["forks"], found["next"] = drawn.weight.detach(), TRACKER.forks, torch.rand(1)
@@ -265,6 +269,32 @@ def others(group: Any) -> dict[str, Any]:
     return found
 
 
+def transformer(group: Any) -> dict[str, float]:
+    """How far a split TransformerLayer, with QKV in one weight and in three, is from the whole one."""
+    rank, found = dist.get_rank(group), {}
+    x, dy = draw(2 * ROWS, BATCH, 64, seed=1), draw(2 * ROWS, BATCH, 64, seed=2)
+    for fused in (True, False):
+        options: dict[str, Any] = {"num_gqa_groups": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+        options |= {"fuse_qkv_params": fused, "set_parallel_mode": True, "device": "cpu"}
+        whole = nc.TransformerLayer(64, 128, 4, **options)
+        layer = nc.TransformerLayer(64, 128, 4, tp_group=group, tp_size=2, sequence_parallel=True, **options)
+        theirs = dict(whole.named_parameters())
+        with torch.no_grad():
+            for index, (name, parameter) in enumerate(layer.named_parameters()):
+                value = theirs[name].copy_(draw(*theirs[name].shape, seed=index) * 0.1)
+                dims = [dim for dim in range(value.dim()) if value.shape[dim] != parameter.shape[dim]]
+                parameter.copy_(share(value, rank, 2, dims[0]) if dims else value)
+        own = share(x, rank, 2, 0).requires_grad_(True)
+        all_rows = x.clone().requires_grad_(True)
+        with nc.autocast(recipe=RECIPES["mxfp8"]):
+            y, expected = layer(own), whole(all_rows)
+        (dx,) = torch.autograd.grad(y, own, share(dy, rank, 2, 0))
+        (whole_dx,) = torch.autograd.grad(expected, all_rows, dy)
+        found[f"y {fused}"] = relative_error(y.detach(), share(expected.detach(), rank, 2, 0))
+        found[f"dx {fused}"] = relative_error(dx, share(whole_dx, rank, 2, 0))
+    return found
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
@@ -279,6 +309,7 @@ def work(rank: int, folder: str) -> None:
             results["graphs"] = {name: graphs(groups[2], name) for name in ("none", "current", "mxfp8")}
         else:
             results["marks"], results["others"] = marks(groups[2]), others(groups[2])
+            results["transformer"] = transformer(groups[2])
         torch.save(results, f"{folder}/rank{rank}.pt")
         dist.barrier()
     finally:
@@ -357,6 +388,12 @@ def test_what_was_gathered_is_not_saved(ranks: list[Any]) -> None:
         assert found["mxfp8"] == ([2, 2], max(share, 128 * 256))  # data and scales
 
 
+def test_a_transformer_layer_is_the_whole_one(ranks: list[Any]) -> None:
+    for found in (ranks[2]["transformer"], ranks[3]["transformer"]):
+        assert found.keys() == {"y True", "dx True", "y False", "dx False"}
+        assert max(found.values()) <= TOLERANCES["fp8_flips"].relative
+
+
 def test_parameters_tell_how_they_are_split(ranks: list[Any]) -> None:
     found = ranks[2]["marks"]
     rows, columns, whole = [True, 0, 1, None], [True, 1, 1, None], [None, None, None, True]
@@ -386,6 +423,7 @@ def test_checkpoints_copies_and_groups_that_come_later(ranks: list[Any]) -> None
                 assert torch.equal(found[key][name], value), (key, name)
         assert "made with tp_size=2 and no tp_group; call set_tensor_parallel_group" in found["no group"]
         assert found["gathered"] == ((ROWS, BATCH, 256), True)
+        assert found["grouped"] == (2, (4, 8))
 
 
 def test_parts_are_drawn_in_the_trackers_fork(ranks: list[Any]) -> None:

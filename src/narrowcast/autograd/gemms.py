@@ -269,8 +269,8 @@ def split_operand(
     all_rows = rows * group_size(parallel.group)
     original = plan.save_original_input and not plan.backward_override
     if share is None:
-        rows = parallel.whole_input(inp).reshape(-1, inp.shape[-1])  # type: ignore[arg-type,union-attr]
-        whole = plan.input.quantize(rows, scales.scale_fwd, scales.amax_fwd)
+        gathered = parallel.whole_input(inp).reshape(-1, inp.shape[-1])  # type: ignore[arg-type,union-attr]
+        whole = plan.input.quantize(gathered, scales.scale_fwd, scales.amax_fwd)
         if plan.backward_override == "dequantized" and plan.needs_weight:
             flat = inp.reshape(-1, inp.shape[-1])  # type: ignore[union-attr]
             share = parallel.share(flat, plan.input, plan.input.seed(flat), scales.scale_fwd, None)

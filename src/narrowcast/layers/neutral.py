@@ -26,13 +26,6 @@ class OverlapOptions(TypedDict, total=False):
     ub_name: Any
 
 
-class GroupedOptions(OverlapOptions, total=False):
-    """What grouped layers take besides."""
-
-    tp_group: Literal[None]
-    sequence_parallel: Literal[False, None]
-
-
 class MLPOptions(OverlapOptions, total=False):
     """What feed-forward blocks take besides: sizes that Transformer Engine warms its kernels up with."""
 

@@ -13,8 +13,9 @@ from .._tracing import in_eager
 from ..autograd import grouped_linear
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import rows_of_buffer
-from ..layers.neutral import GroupedOptions, check_neutral
+from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.parameters import INIT_STD, parameter_dtype, random_numbers_of
+from ..layers.tensor_parallel import checked_size
 from ..recipe import Recipe, linear_plan
 
 if TYPE_CHECKING:
@@ -50,9 +51,10 @@ class GroupedLinear(GroupedLinearLayer):
             (num_gemms, out_features, in_features). ``overwrite_main_grad`` is set on all weights or on none.
         delay_wgrad_compute: as in ``Linear``; :meth:`backward_dw` makes the gradients of all groups.
         save_original_input: as in ``Linear``.
+        tp_group: the processes that share every group's weight, in place of ``tp_size``. sequence_parallel: whether
+            they share the rows. Nothing is communicated here: what brings the tokens does that.
         **options: the other options of Transformer Engine's class, at the values that ask for nothing
-            (``tp_group=None, tp_size=1, sequence_parallel=False, ub_*=False`` and so on); others raise
-            NotImplementedError.
+            (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
 
     Raises:
         ValueError: a size or a mode that cannot be, or a bias with tensor parallelism. NotImplementedError: inside
@@ -69,6 +71,8 @@ class GroupedLinear(GroupedLinearLayer):
         recipe: Recipe | None = None,
         parallel_mode: str | None = None,
         tp_size: int = 1,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
@@ -83,9 +87,9 @@ class GroupedLinear(GroupedLinearLayer):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
-        **options: Unpack[GroupedOptions],
+        **options: Unpack[OverlapOptions],
     ) -> None:
-        check_neutral("GroupedLinear", options, GroupedOptions)
+        check_neutral("GroupedLinear", options, OverlapOptions)
         if rng_tracker_name is not None and get_rng_state_tracker is None:
             raise ValueError(
                 f"rng_tracker_name is {rng_tracker_name!r} without get_rng_state_tracker; give both or neither"
@@ -101,7 +105,7 @@ class GroupedLinear(GroupedLinearLayer):
             device=device,
             recipe=recipe,
             parallel_mode=parallel_mode,
-            tp_size=tp_size,
+            tp_size=checked_size(tp_group, tp_size),
             init_method=init_method,
             name=name,
             single_grouped_weight=_chosen(single_grouped_weight, single_grouped_parameter),
@@ -109,11 +113,24 @@ class GroupedLinear(GroupedLinearLayer):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
         )
+        self.tp_size, self.sequence_parallel = checked_size(tp_group, tp_size), sequence_parallel
         self.return_bias, self.save_original_input = return_bias, save_original_input
         if not (self.single_grouped_weight or self.single_grouped_bias):
             # group by group, as in Transformer Engine: optimizers know parameters by their number
             for name in [f"{kind}{group}" for group in range(num_gemms) for kind in ("weight", "bias")]:
                 self._parameters[name] = self._parameters.pop(name)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Check that a group fits; the layer itself communicates nothing.
+
+        Raises:
+            ValueError: it does not have ``tp_size`` processes.
+        """
+        if tp_group is not None and checked_size(tp_group, 1) != self.tp_size:
+            found = checked_size(tp_group, 1)
+            raise ValueError(
+                f"tp_group is of {found} processes, and the layer was made for tp_size={self.tp_size}"
+            )
 
     def forward(
         self,
