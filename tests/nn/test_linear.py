@@ -139,8 +139,9 @@ def test_backward_twice_without_retain_graph_is_pytorchs_error() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_saves_half_of_what_bf16_saves(name: str) -> None:
+def test_saves_half_of_what_bf16_saves(name: str, compiled: bool) -> None:
     """Besides parameters, which both save: of the weight nothing else is kept."""
     module, x = (
         layer(256, 1024, params_dtype=torch.bfloat16),
@@ -154,8 +155,9 @@ def test_saves_half_of_what_bf16_saves(name: str) -> None:
             saved.append(tensor)
             return tensor
 
+        run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), nc.autocast(**kwargs):
-            module(x)
+            run(x)
         parameters = {parameter.data_ptr() for parameter in module.parameters()}
         return sum(t.numel() * t.element_size() for t in saved if t.data_ptr() not in parameters)
 
