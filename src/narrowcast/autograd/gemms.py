@@ -109,13 +109,14 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
     operand, again = plan.weight, plan.weight_again
     if again is not None and again.current:
         *buffers, parts = quantize_keeping_amax(weight, operand.quantizer)
-        return operand.split(buffers), SavedOperand([weight, parts], None)
+        kept: Any = [weight, parts]
+        return operand.split(buffers), SavedOperand(kept, None)
     seed = draw_seed(weight) if operand.stochastic else None
     w = operand.split(quantize(weight, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
     if again is None:
         return w, saved_operand(w, weight, plan.needs_input, override)
-    saved: Any = [weight, scales.scale_fwd] if again.delayed else [weight]
-    return w, SavedOperand(saved, None)
+    kept = [weight, scales.scale_fwd] if again.delayed else [weight]
+    return w, SavedOperand(kept, None)
 
 
 def weight_of_dgrad(args: LinearBwdArgs, saved: list[Tensor]) -> tuple[list[Tensor], Quantizer]:
