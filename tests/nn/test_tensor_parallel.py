@@ -25,7 +25,13 @@ ROWS, BATCH = 128, 2  # of one process: shares of so many rows are gathered as b
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 NAMES = ("none", "delayed", "current", "mxfp8", "block", "nvfp4")
 BLOCKS = ("mxfp8", "block")
-RECIPES = {**RECIPES, "powers": nc.recipe.Float8CurrentScaling(use_power_2_scales=True)}
+RECIPES = {
+    **RECIPES,
+    "powers": nc.recipe.Float8CurrentScaling(use_power_2_scales=True),
+    "dequantized": nc.recipe.MXFP8BlockScaling(backward_override="dequantized"),
+    "high_precision": nc.recipe.MXFP8BlockScaling(backward_override="high_precision"),
+}
+OVERRIDES = ("dequantized", "high_precision")
 Results = dict[str, Tensor]
 
 
@@ -59,6 +65,8 @@ CASES = [
     *[Case(kind, True, 2, name, rows=8) for kind in ("column", "row") for name in (*BLOCKS, "nvfp4")],
     *[Case(kind, True, 2, name) for kind in ("norm", "mlp") for name in NAMES],
     *[Case(kind, sequence, 2, "powers") for kind in SPLIT for sequence in (False, True)],
+    *[Case(kind, True, 2, name) for kind in SPLIT for name in OVERRIDES],
+    *[Case(kind, True, 2, "dequantized", rows=8) for kind in ("column", "norm")],
     Case("mlp", True, 4, "block"),
     Case("norm", True, 2, "mxfp8", rows=8),
 ]
@@ -221,16 +229,37 @@ def tracker() -> Tracker:
     return TRACKER
 
 
+def elsewhere(group: Any, options: dict[str, Any]) -> bool:
+    """Whether weight gradients that do not go autograd's way are those that do."""
+    case = Case("column", True, 2, "current")
+    x, dy = split_operands(case, dist.get_rank(group), 0)
+    grads = []
+    for chosen in ({}, options):
+        layer = build(case, group, **chosen)
+        fill(case, layer, dist.get_rank(group))
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        with nc.autocast(recipe=RECIPES["current"]):
+            layer(x).backward(dy)
+        layer.backward_dw()
+        grads.append(layer.weight.main_grad if layer.weight.grad is None else layer.weight.grad)
+    return torch.equal(*grads)
+
+
 def others(group: Any) -> dict[str, Any]:
     """Groups that come later, copies, options of the norm's output, checkpoints, initialisation, errors."""
     found: dict[str, Any] = {}
     case, rank = Case("mlp", True, 2, "current"), dist.get_rank(group)
     expected = run_split(case, {2: group})
-    for key, options in {"checkpoint": {"checkpoint": True}, "dequantized": {}}.items():
-        layer = build(case, group, **options)
-        fill(case, layer, rank)
-        found[key] = train(case, layer, lambda step: split_operands(case, rank, step))
+    layer = build(case, group, checkpoint=True)
+    fill(case, layer, rank)
+    found["checkpoint"] = train(case, layer, lambda step: split_operands(case, rank, step))
     found["expected"] = expected
+    for key, options in {
+        "main_grad": {"fuse_wgrad_accumulation": True},
+        "delayed": {"delay_wgrad_compute": True},
+        "original": {"save_original_input": True},
+    }.items():
+        found[key] = elsewhere(group, options)
     later = build(case, None, tp_size=2, sequence_parallel=True)
     fill(case, later, rank)
     try:
@@ -355,6 +384,7 @@ def of_case(ranks: list[dict[Any, Any]], case: Case) -> list[Results]:
 
 # With scales that are powers of two, only what is lost below the smallest FP8 number depends on them.
 ENTRIES = {"none": "fp32_sum_order", "nvfp4": "fp4_other_scales", "powers": "fp8_flips"}
+ENTRIES |= dict.fromkeys(OVERRIDES, "fp8_flips")
 # Where every product has the operands of one process, and sums them over the same rows and columns.
 SAME_PRODUCTS = {"column": ("y", "weight"), "row": ("dx", "weight"), "norm": ("y", "weight"), "mlp": ()}
 
@@ -424,6 +454,7 @@ def test_checkpoints_copies_and_groups_that_come_later(ranks: list[Any]) -> None
         assert "made with tp_size=2 and no tp_group; call set_tensor_parallel_group" in found["no group"]
         assert found["gathered"] == ((ROWS, BATCH, 256), True)
         assert found["grouped"] == (2, (4, 8))
+        assert found["main_grad"] and found["delayed"] and found["original"]
 
 
 def test_parts_are_drawn_in_the_trackers_fork(ranks: list[Any]) -> None:
@@ -446,3 +477,19 @@ def test_what_cannot_be_split(ranks: list[Any]) -> None:
     assert found["error", "norm"].startswith(
         "parallel_mode='row' splits the columns that the norm needs whole"
     )
+
+
+def test_one_process_communicates_nothing() -> None:
+    targets: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    layer = nc.LayerNormMLP(32, 64, device="cpu", set_parallel_mode=True, sequence_parallel=True, tp_size=1)
+    forward = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=note, bw_compiler=note))
+    with nc.autocast(recipe=RECIPES["current"]):
+        forward(torch.randn(8, 32, requires_grad=True)).sum().backward()
+    assert targets and not any("c10d" in target for target in targets)
+    assert not hasattr(layer.fc1_weight, "tensor_model_parallel")
