@@ -398,16 +398,12 @@ def load_source(
         return round_to_dtype(tl.where(second, db, da), DTYPE, EMULATE)
     elif SOURCE == "gated_half_backward":
         # Tiles that lie in one half: no element asks which.
-        F = K // 2
-        second = k >= F
-        first = k - tl.where(second, F, 0)
-        gate = operands[0] + (m * K + first) + offsets
-        a = to_float32(_load(gate, inside, EVEN), EMULATE)
-        b = to_float32(_load(gate + F, inside, EVEN), EMULATE)
-        gradient = operands[1] + (m * F + first) + (row[:, None] * F + across)
-        g = to_float32(_load(gradient, inside, EVEN), EMULATE)
-        da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2, EMULATE)
-        return round_to_dtype(tl.where(second, db, da), DTYPE, EMULATE)
+        second = k >= K // 2
+        first = k - tl.where(second, K // 2, 0)
+        da, db = load_pair(
+            operands, m, first, row, column, K // 2, rows_left, columns_left, FUNCTION, P0, P1, P2, EVEN, EMULATE
+        )  # fmt: skip
+        return tl.where(second, db, da)
     elif SOURCE == "norm":
         x = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
         gamma = _load_gamma(operands[1] + k, across, columns_left, P0, EVEN, EMULATE)
