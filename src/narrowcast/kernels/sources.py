@@ -398,12 +398,11 @@ def load_source(
         return round_to_dtype(tl.where(second, db, da), DTYPE, EMULATE)
     elif SOURCE == "gated_half_backward":
         # Tiles that lie in one half: no element asks which.
-        second = k >= K // 2
-        first = k - tl.where(second, K // 2, 0)
+        first = k % (K // 2)
         da, db = load_pair(
             operands, m, first, row, column, K // 2, rows_left, columns_left, FUNCTION, P0, P1, P2, EVEN, EMULATE
         )  # fmt: skip
-        return tl.where(second, db, da)
+        return tl.where(k >= K // 2, db, da)
     elif SOURCE == "norm":
         x = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
         gamma = _load_gamma(operands[1] + k, across, columns_left, P0, EVEN, EMULATE)
