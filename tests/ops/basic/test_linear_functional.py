@@ -30,7 +30,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def quantizers(name: str) -> dict[str, Any]:
     """Those of a recipe."""
     plan = linear_plan(QUANTIZED[name], "", True, True)
-    return {kind: getattr(plan, kind).quantizer for kind in ("input", "weight", "grad_output")}
+    operands = {"input": plan.input, "weight": plan.kept_weight, "grad_output": plan.grad_output}
+    return {kind: operand.quantizer for kind, operand in operands.items()}
 
 
 def protos(*tensors: Any) -> list[TensorProto | None]:
