@@ -86,7 +86,8 @@ def transposed(rowwise: list[Tensor]) -> list[Tensor]:
     codes, scale = rowwise
     if scale.dim() == 2:
         rows, columns = (cdiv(size, FLOAT8_BLOCK) for size in codes.shape)
-        scale = F.pad(scale[:rows, :columns].t(), (0, -rows % FLOAT8_BLOCK_SCALE_ALIGNMENT))
+        # contiguous before the padding, which keeps the strides where there is nothing to pad
+        scale = F.pad(scale[:rows, :columns].t().contiguous(), (0, -rows % FLOAT8_BLOCK_SCALE_ALIGNMENT))
     return [transpose_codes(codes), scale]
 
 
