@@ -196,9 +196,9 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         weights, biases = self._parts_of("weight"), self._parts_of("bias")
         inp = self._checked_input(input_, weights[0])  # type: ignore[arg-type]
         x = inp.reshape(-1, self.in_features)
-        splits, *known = self._checked_splits(extra_inputs[0], x, "the tensor of splits")
+        splits, sizes, covered = self._checked_splits(extra_inputs[0], x, "the tensor of splits")
         bias_scales = self._checked_scales(extra_inputs, inp)
-        args, groups = self._call_args(inp.dtype, kwargs, requires_grad, save_input, *known)
+        args, groups = self._call_args(inp.dtype, kwargs, requires_grad, save_input, sizes, covered)
         groups.out, groups.dgrad_out = self._checked_buffers(inp, **kwargs)
         self._calibrate_groups(args.scales.amax_fwd, x, splits, weights)
         out, saved_input, saved_weight = grouped_forward(
