@@ -328,6 +328,21 @@ def calibrate_cases(x: Tensor) -> Iterator[Arguments]:
     yield x, torch.zeros(4, 3, device=x.device), 1
 
 
+@family("amax_to_share")
+def amax_to_share_cases(x: Tensor) -> Iterator[Arguments]:
+    for name in ("current", "nvfp4"):
+        yield x, VARIANTS[name], seed_for(VARIANTS[name], x)
+
+
+@family("observe")
+def observe_cases(x: Tensor) -> Iterator[Arguments]:
+    current = VARIANTS["current"].with_usage(rowwise=True, columnwise=False)
+    for rowwise in (current, DelayedFloat8Quantizer(E4M3, 1, rowwise=True, columnwise=False)):
+        scale, into = torch.full((3,), 2.0, device=x.device), torch.zeros(7, device=x.device)
+        functional.observe(x, rowwise, scale, into, x)  # a write that is not declared changes nothing the second time
+        yield x, rowwise, scale, into, x.flatten()[:3]
+
+
 @family("grouped_calibrate_")
 def grouped_calibrate_cases(x: Tensor) -> Iterator[Arguments]:
     rows = x.flatten(0, -2)
