@@ -339,7 +339,7 @@ def observe_cases(x: Tensor) -> Iterator[Arguments]:
     current = VARIANTS["current"].with_usage(rowwise=True, columnwise=False)
     for rowwise in (current, DelayedFloat8Quantizer(E4M3, 1, rowwise=True, columnwise=False)):
         scale, into = torch.full((3,), 2.0, device=x.device), torch.zeros(7, device=x.device)
-        functional.observe(x, rowwise, scale, into, x)  # a write that is not declared changes nothing the second time
+        functional.observe(x, rowwise, scale, into, x)  # the write is not declared: let it change nothing
         yield x, rowwise, scale, into, x.flatten()[:3]
 
 

@@ -1,6 +1,7 @@
 """The picture of a comparison: held-out loss per recipe, and beside it the gap to bfloat16."""
 
 import io
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
@@ -42,7 +43,7 @@ def draw(rows: Sequence[Row], *, subtitle: str, title: str = TITLE, unit: str = 
     losses, gaps = figure.subplots(1, 2, width_ratios=[1, 1.25])
     _draw_losses(losses, rows, unit)
     _draw_gaps(gaps, rows)
-    figure.supxlabel(subtitle, x=0.01, ha="left", size=8.5, color="0.35")
+    figure.supxlabel(textwrap.fill(subtitle, 190), x=0.01, ha="left", size=8.5, color="0.35")
     image = io.BytesIO()
     figure.savefig(image, format="png")
     return image.getvalue()
