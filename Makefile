@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | plots | soak: each makes the virtual environment it needs and installs into it, once.
+# make demo | test | lint | docs | bench | plots | soak: each makes the virtual environment it needs and installs into it, once.
 VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
@@ -9,7 +9,7 @@ bin := $(VENV)/bin
 # Threads that wait sleep: by default they spin, and slow down everything where other programs share the cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint bench plots soak
+.PHONY: demo test lint docs bench plots soak
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -26,6 +26,10 @@ lint: $(VENV)/.installed-lint
 	$(bin)/ruff format --check .
 	$(bin)/pyright --pythonpath $(bin)/python
 	$(bin)/lint-imports
+
+# The site, in site/: links that lead nowhere are errors.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict
 
 bench: $(VENV)/.installed-train
 	for file in benchmarks/bench_*.py; do $(bin)/python $$file $(BENCH_ARGS) || exit 1; done
