@@ -1,7 +1,8 @@
 """narrowcast: low-precision training for PyTorch that compiles."""
 
-from . import custom_recipes, distributed, dynamo, nn, ops, optimizers, policy, recipe, state
+from . import compat, custom_recipes, distributed, dynamo, nn, ops, optimizers, policy, recipe, state
 from ._device import (
+    get_cudnn_version,
     get_device_compute_capability,
     is_bf16_available,
     is_fp8_available,
@@ -16,6 +17,7 @@ from .attention import (
     apply_fused_qkv_rotary_pos_emb,
     apply_rotary_pos_emb,
 )
+from .compat import onnx_export
 from .convert import convert, revert
 from .formats import DType
 from .graphs import make_graphed_callables
@@ -47,6 +49,7 @@ from .nn import (
     TransformerLayer,
 )
 from .offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
+from .ops import deinterleave_glu_tensor, interleave_glu_tensor
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -155,8 +158,10 @@ __all__ = [
     "autocast",
     "bisect",
     "checkpoint",
+    "compat",
     "convert",
     "custom_recipes",
+    "deinterleave_glu_tensor",
     "distributed",
     "dynamo",
     "export",
@@ -166,10 +171,12 @@ __all__ = [
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
     "get_cpu_offload_context",
+    "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
     "get_recipes",
     "in_fp8_activation_recompute_phase",
+    "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_activation_recompute_enabled",
     "is_fp8_available",
@@ -187,6 +194,7 @@ __all__ = [
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
     "nn",
+    "onnx_export",
     "ops",
     "optimizers",
     "parallel_cross_entropy",

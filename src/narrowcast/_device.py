@@ -19,6 +19,14 @@ def get_device_compute_capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
+def get_cudnn_version() -> tuple[int, int, int]:
+    """Version of the cuDNN that PyTorch uses; (0, 0, 0) without one."""
+    version = torch.backends.cudnn.version() or 0
+    if version >= 90000:  # from 9 on, major * 10000 + minor * 100 + patch
+        return version // 10000, version // 100 % 100, version % 100
+    return version // 1000, version // 100 % 10, version % 100
+
+
 def _native(minimum: tuple[int, int], below: tuple[int, int] | None, what: str) -> tuple[bool, str]:
     capability = get_device_compute_capability()
     if capability == (0, 0):

@@ -1,0 +1,12 @@
+"""Other libraries' names for what this one has: Transformer Engine's."""
+
+from .global_state import FP8GlobalStateManager
+from .install import install_transformer_engine, uninstall_transformer_engine
+from .onnx import onnx_export
+
+__all__ = [
+    "FP8GlobalStateManager",
+    "install_transformer_engine",
+    "onnx_export",
+    "uninstall_transformer_engine",
+]

@@ -1,0 +1,73 @@
+"""Transformer Engine's names that are absent: what replaces each, or why there is none."""
+
+from __future__ import annotations
+
+PAGE = "docs/from-transformer-engine.md"
+
+_USERBUFFERS = "there are no userbuffers; leave the ub_* options out"
+_MULTI_TENSOR = "use torch.optim's fused optimizers or narrowcast.optimizers.FusedAdam"
+_NEWTON_SCHULZ = "use torch.optim.Muon"
+_SCALES = (
+    "layers own their scales, renewed when an autocast is entered; use narrowcast.reduce_delayed_scaling"
+)
+_CPP = "it belongs to Transformer Engine's C++ extension; narrowcast's operators are torch.ops.narrowcast.*"
+_MASTER = "use narrowcast.optimizers.FusedAdam(master_weights=True), or copy_ into the quantized parameter"
+_CHECKPOINT = "use narrowcast.checkpoint, which recomputes under the state of the first forward"
+_ATTENTION = "only softmax attention is here; use another library's module"
+
+# from names to what the error says behind "is not there"
+ABSENT: dict[str, str] = {
+    "initialize_ub": _USERBUFFERS,
+    "destroy_ub": _USERBUFFERS,
+    "get_ub": _USERBUFFERS,
+    "UserBufferQuantizationMode": _USERBUFFERS,
+    "UserbuffersForwardLinear": _USERBUFFERS,
+    "UserbuffersBackwardLinear": _USERBUFFERS,
+    "multi_tensor_adam_fp8": _MULTI_TENSOR,
+    "newton_schulz": _NEWTON_SCHULZ,
+    "newton_schulz_tp": _NEWTON_SCHULZ,
+    "CusolverMpCtx": _NEWTON_SCHULZ,
+    "GatedDeltaNetAttention": _ATTENTION,
+    "FusedMLAQUpProjFunction": _ATTENTION,
+    "FusedMLAQUpProjRopeQuant": _ATTENTION,
+    "apply_recipe": "use narrowcast.set_recipe(model, recipe)",
+    "quantizer_factory": "the factories are in narrowcast.custom_recipes",
+    "MXFP4QATMXFP8BlockScaling": "quantization-aware training is not here; use a CustomRecipe",
+    "MXFP4QATFloat8BlockScaling": "quantization-aware training is not here; use a CustomRecipe",
+    "CPLoadBalancingStrategy": "DotProductAttention.set_context_parallel_group shares sequences by all-gather",
+    "activation_recompute_forward": _CHECKPOINT,
+    "get_workspace": _CPP,
+    "get_dummy_wgrad": _CPP,
+    "TE_DType_To_Torch": "use narrowcast.DType with torch dtypes",
+    "prepare_te_modules_for_fsdp": "FSDP takes the layers as they are; see narrowcast.distributed.shard",
+    "gather_along_first_dim": "use torch.distributed._functional_collectives.all_gather_tensor",
+    "reduce_scatter_along_first_dim": "use torch.distributed._functional_collectives.reduce_scatter_tensor",
+    "allreduce": "use torch.distributed.all_reduce",
+    "FusedRoPEFunc": "use narrowcast.apply_rotary_pos_emb",
+    "replace_raw_data": _MASTER,
+    "quantize_master_weights": _MASTER,
+    "cast_master_weights_to_fp8": _MASTER,
+    "post_all_gather_processing": _MASTER,
+    "fp8_primary_weights_cast_helper": _MASTER,
+    "DelayedScalingRecipeState": "use RecipeState.create, which makes the state of any recipe",
+    "CustomRecipeState": "use RecipeState.create, which makes the state of any recipe",
+    "te_translation_table": "quantized layers have no ONNX form; use narrowcast.export",
+    "FP8GlobalState": _SCALES,
+    "quantization_state": _SCALES,
+    "reduce_and_update_fp8_tensors": _SCALES,
+    "add_fp8_tensors_to_global_buffer": _SCALES,
+    "set_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",
+    "get_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",
+    "autocast_enter": "use narrowcast.autocast",
+    "autocast_exit": "use narrowcast.autocast",
+    "debug": "use narrowcast.watch and narrowcast.bisect",
+    "cpp_extensions": _CPP,
+    "te_onnx_extensions": "quantized layers have no ONNX form; use narrowcast.export",
+    "jax": "narrowcast is for PyTorch",
+}
+
+
+def why_absent(owner: str, name: str) -> str:
+    """Text of the error for a name that ``owner`` does not have."""
+    reason = ABSENT.get(name, "no name of narrowcast's answers to it")
+    return f"{owner}.{name} is not there under narrowcast: {reason} ({PAGE} lists every name)"

@@ -1,0 +1,114 @@
+"""Transformer Engine's ``FP8GlobalStateManager``, answered from the state of the thread."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from .. import state
+from .._device import (
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
+from .absent import why_absent
+
+Support = tuple[bool, str]
+
+
+def check_fp8_support() -> Support:
+    """Whether per-tensor FP8 GEMMs run natively here, and why not."""
+    return cast(Support, is_fp8_available(return_reason=True))
+
+
+def check_mxfp8_support() -> Support:
+    """Whether MXFP8 GEMMs run natively here, and why not."""
+    return cast(Support, is_mxfp8_available(return_reason=True))
+
+
+def check_nvfp4_support() -> Support:
+    """Whether NVFP4 GEMMs run natively here, and why not."""
+    return cast(Support, is_nvfp4_available(return_reason=True))
+
+
+def check_fp8_block_scaling_support() -> Support:
+    """Whether 128-block FP8 GEMMs run natively here, and why not."""
+    return cast(Support, is_fp8_block_scaling_available(return_reason=True))
+
+
+class _Named(type):
+    """What is absent says so; what would be assigned to the class would be read by nobody."""
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(why_absent(cls.__name__, name))
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"{cls.__name__}.{name} cannot be assigned: the state belongs to the thread; enter narrowcast.autocast, or "
+            f"use {cls.__name__}.set_autocast_state"
+        )
+
+
+class FP8GlobalStateManager(metaclass=_Named):
+    """Queries and setters of the calling thread's autocast, by Transformer Engine's names.
+
+    It holds no state of its own. Scales of delayed scaling belong to the layers, so what Transformer Engine keeps of
+    them here is absent, and asking for it raises AttributeError with what to use.
+    """
+
+    is_fp8_available = staticmethod(check_fp8_support)
+    is_mxfp8_available = staticmethod(check_mxfp8_support)
+    is_nvfp4_available = staticmethod(check_nvfp4_support)
+    is_fp8_block_scaling_available = staticmethod(check_fp8_block_scaling_support)
+    is_fp8_enabled = staticmethod(state.is_fp8_enabled)
+    is_fp8_calibration = staticmethod(state.is_fp8_calibration)
+    with_fp8_parameters = staticmethod(state.with_fp8_parameters)
+    get_fp8_recipe = staticmethod(state.get_fp8_recipe)
+    get_fp8_group = staticmethod(state.get_fp8_group)
+    get_autocast_state = staticmethod(state.get_autocast_state)
+    set_autocast_state = staticmethod(state.set_autocast_state)
+    get_fp8_autocast_state = staticmethod(state.get_autocast_state)
+    set_fp8_autocast_state = staticmethod(state.set_autocast_state)
+
+    @staticmethod
+    def with_high_precision_init_val() -> bool:
+        """Whether parameters created now keep their initial value in high precision."""
+        return state.THREAD.state.init_preserve
+
+    @staticmethod
+    def is_first_fp8_module() -> bool:
+        """True once in each outermost autocast of eager code, False after that and outside.
+
+        Raises:
+            RuntimeError: in compiled code, where a forward has no first time.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "FP8GlobalStateManager.is_first_fp8_module() differs from call to call, which a graph cannot; ask "
+                "before the compiled function"
+            )
+        entered = state.THREAD.state.entered
+        if not entered:
+            return False
+        outermost = entered[0]
+        asked = outermost.__dict__.get("first_module_asked")
+        # an entry is told from the next one of the same instance by what it found
+        outermost.__dict__["first_module_asked"] = outermost.previous
+        return asked is not outermost.previous
+
+    @staticmethod
+    def fp8_graph_capturing() -> bool:
+        """Whether the current stream is captured into a CUDA graph; False in compiled code."""
+        if torch.compiler.is_compiling() or not torch.cuda.is_available():
+            return False
+        return torch.cuda.is_current_stream_capturing()
+
+    @staticmethod
+    def reset() -> None:
+        """Leave every autocast and every ``quantized_model_init`` of this thread; layers keep their scales."""
+        thread = state.THREAD.state
+        thread.set((None, None, None, 0, None))
+        thread.init_recipe, thread.init_preserve, thread.read = None, False, None
+        thread.entered.clear()

@@ -1,0 +1,250 @@
+"""Which modules Transformer Engine has, and which of this library's names stand in each."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .. import (
+    _device,
+    attention,
+    custom_recipes,
+    graphs,
+    layers,
+    losses,
+    moe,
+    nn,
+    offload,
+    ops,
+    optimizers,
+    quantizers,
+    recipe,
+    roles,
+    state,
+    tensors,
+)
+from ..formats import DType
+from . import global_state
+from .onnx import onnx_export
+
+Names = dict[str, Any]
+
+
+def _of(room: ModuleType, *names: str) -> Names:
+    return {name: getattr(room, name) for name in names}
+
+
+_RECIPE = _of(
+    recipe,
+    "CustomRecipe",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "QParams",
+    "Recipe",
+)
+_LINEAR = _of(nn, "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear")
+_MODULE = {**_LINEAR, **_of(nn, "Fp8Padding", "Fp8Unpadding", "LayerNorm", "RMSNorm")}
+_BASE = {"TransformerEngineBaseModule": layers.RecipeOwner}
+_ROPE = _of(attention, "RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb")
+_ATTENTION = {
+    **_ROPE,
+    **_of(nn, "DotProductAttention", "MultiheadAttention"),
+    **_of(attention, "InferenceParams"),
+}
+_AVAILABLE = _of(
+    _device, "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available"
+)
+_DEVICE = _of(_device, "get_cudnn_version", "get_device_compute_capability", "is_bf16_available")
+_GLU = _of(ops, "deinterleave_glu_tensor", "interleave_glu_tensor")
+_QUANTIZATION = {
+    **_RECIPE,
+    **_AVAILABLE,
+    **_of(_device, "get_device_compute_capability"),
+    **_of(
+        state,
+        "RecipeState",
+        "autocast",
+        "fp8_autocast",
+        "fp8_model_init",
+        "get_default_recipe",
+        "quantized_model_init",
+    ),
+    "get_default_fp8_recipe": state.get_default_recipe,
+    **_of(recipe, "DelayedScalingRequest", "QuantizerRequest", "get_align_size_for_quantization"),
+    **_of(roles, "QuantizerRole"),
+    **_of(
+        global_state,
+        "FP8GlobalStateManager",
+        "check_fp8_block_scaling_support",
+        "check_fp8_support",
+        "check_mxfp8_support",
+        "check_nvfp4_support",
+    ),
+}
+_DISTRIBUTED = _of(
+    state,
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled",
+)
+_OFFLOAD = _of(offload, "ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload")
+_PERMUTATION = _of(
+    moe,
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+)
+_ROUTER = _of(
+    moe, "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"
+)
+_LOSS = _of(losses, "parallel_cross_entropy")
+_GRAPH = _of(graphs, "make_graphed_callables")
+_EXPORT = {"onnx_export": onnx_export, "is_in_onnx_export_mode": lambda: False}
+_SAVING = _of(tensors, "prepare_for_saving", "restore_from_func_ctx", "restore_from_saved")
+_QUANTIZED = {
+    **_of(tensors, "QuantizedTensor", "QuantizedTensorStorage"),
+    **_of(quantizers, "Quantizer"),
+    **_SAVING,
+}
+_FLOAT8 = {
+    **_of(tensors, "Float8Tensor", "Float8TensorStorage"),
+    **_of(quantizers, "Float8CurrentScalingQuantizer", "Float8Quantizer"),
+}
+_MXFP8 = {**_of(tensors, "MXFP8Tensor", "MXFP8TensorStorage"), **_of(quantizers, "MXFP8Quantizer")}
+_NVFP4 = {**_of(tensors, "NVFP4Tensor", "NVFP4TensorStorage"), **_of(quantizers, "NVFP4Quantizer")}
+_BLOCK = {
+    **_of(tensors, "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"),
+    **_of(quantizers, "Float8BlockQuantizer"),
+}
+_HYBRID = {
+    **_of(tensors, "HybridQuantizedTensor", "HybridQuantizedTensorStorage"),
+    **_of(quantizers, "HybridQuantizer"),
+}
+_IDENTITY = {
+    **_of(tensors, "IdentityTensor", "IdentityTensorStorage"),
+    **_of(quantizers, "IdentityQuantizer"),
+}
+_GROUPED = _of(tensors, "GroupedTensor", "GroupedTensorStorage")
+_TENSOR = {**_QUANTIZED, **_FLOAT8, **_MXFP8, **_NVFP4, **_BLOCK, **_HYBRID, **_IDENTITY, **_GROUPED}
+_CONSTANTS = {
+    "DType": DType,
+    "TE_DType": {
+        torch.uint8: DType.kByte,
+        torch.int32: DType.kInt32,
+        torch.float32: DType.kFloat32,
+        torch.float16: DType.kFloat16,
+        torch.bfloat16: DType.kBFloat16,
+        torch.float8_e4m3fn: DType.kFloat8E4M3,
+        torch.float8_e5m2: DType.kFloat8E5M2,
+    },
+    "AttnMaskTypes": attention.MASK_TYPES,
+    "AttnBiasTypes": attention.BIAS_TYPES,
+    "GemmParallelModes": ("row", "column", None),
+    "MXFP8_BLOCK_SCALING_SIZE": 32,
+    "NVFP4_BLOCK_SCALING_SIZE": 16,
+    "dist_group_type": torch.distributed.ProcessGroup if torch.distributed.is_available() else object,
+}
+_OPS = _of(ops, *(name for name in ops.__all__ if name not in ("basic", "fused")))
+_FUSIBLE = _of(ops, "BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext")
+_FUSIONS = _of(
+    ops,
+    "OperationFuser",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+)
+_PYTORCH = {
+    **_MODULE,
+    **_ATTENTION,
+    **_of(nn, "TransformerLayer"),
+    **_PERMUTATION,
+    **_AVAILABLE,
+    **_DEVICE,
+    **_GLU,
+    **_of(
+        state,
+        "autocast",
+        "fp8_autocast",
+        "fp8_model_init",
+        "get_default_recipe",
+        "quantized_model_init",
+    ),
+    **_of(roles, "QuantizerRole"),
+    **_of(recipe, "DelayedScalingRequest", "QuantizerRequest"),
+    **_of(state, "CudaRNGStatesTracker", "checkpoint"),
+    **_GRAPH,
+    **_OFFLOAD,
+    **_LOSS,
+    "onnx_export": onnx_export,
+    **_TENSOR,
+    "DType": DType,
+}
+
+# what stands in transformer_engine.<key>; every one is a package, so that a name it lacks can say why
+MODULES: dict[str, Names] = {
+    "": {},
+    "common": {},
+    "common.recipe": _RECIPE,
+    "pytorch": _PYTORCH,
+    "pytorch.attention": _ATTENTION,
+    "pytorch.attention.dot_product_attention": _of(nn, "DotProductAttention"),
+    "pytorch.attention.dot_product_attention.dot_product_attention": _of(nn, "DotProductAttention"),
+    "pytorch.attention.inference": _of(attention, "InferenceParams", "KVCacheManager"),
+    "pytorch.attention.multi_head_attention": _of(nn, "MultiheadAttention"),
+    "pytorch.attention.rope": _ROPE,
+    "pytorch.constants": _CONSTANTS,
+    "pytorch.cpu_offload": _OFFLOAD,
+    "pytorch.cross_entropy": _LOSS,
+    "pytorch.custom_recipes": _of(
+        custom_recipes, *(n for n in dir(custom_recipes) if n.endswith("_factory"))
+    ),
+    "pytorch.distributed": _DISTRIBUTED,
+    "pytorch.export": _EXPORT,
+    "pytorch.float8_tensor": _FLOAT8,
+    "pytorch.fp8": _QUANTIZATION,
+    "pytorch.graph": _GRAPH,
+    "pytorch.module": {**_MODULE, **_BASE},
+    "pytorch.module.base": _BASE,
+    "pytorch.module.fp8_padding": _of(nn, "Fp8Padding"),
+    "pytorch.module.fp8_unpadding": _of(nn, "Fp8Unpadding"),
+    "pytorch.module.grouped_linear": _of(nn, "GroupedLinear"),
+    "pytorch.module.layernorm": _of(nn, "LayerNorm"),
+    "pytorch.module.layernorm_linear": _of(nn, "LayerNormLinear"),
+    "pytorch.module.layernorm_mlp": _of(nn, "LayerNormMLP"),
+    "pytorch.module.linear": _of(nn, "Linear"),
+    "pytorch.module.rmsnorm": _of(nn, "RMSNorm"),
+    "pytorch.ops": _OPS,
+    "pytorch.ops.basic": _of(ops.basic, *ops.basic.__all__),
+    "pytorch.ops.fuser": _FUSIONS,
+    "pytorch.ops.linear": _of(ops, "Linear"),
+    "pytorch.ops.op": _FUSIBLE,
+    "pytorch.ops.sequential": _of(ops, "Sequential"),
+    "pytorch.optimizers": _of(optimizers, *optimizers.__all__),
+    "pytorch.permutation": _PERMUTATION,
+    "pytorch.quantization": _QUANTIZATION,
+    "pytorch.quantized_tensor": _QUANTIZED,
+    "pytorch.router": _ROUTER,
+    "pytorch.tensor": _TENSOR,
+    "pytorch.tensor.float8_blockwise_tensor": _BLOCK,
+    "pytorch.tensor.float8_tensor": _FLOAT8,
+    "pytorch.tensor.grouped_tensor": _GROUPED,
+    "pytorch.tensor.hybrid_tensor": _HYBRID,
+    "pytorch.tensor.identity_tensor": _IDENTITY,
+    "pytorch.tensor.mxfp8_tensor": _MXFP8,
+    "pytorch.tensor.nvfp4_tensor": _NVFP4,
+    "pytorch.tensor.quantized_tensor": _QUANTIZED,
+    "pytorch.tensor.utils": {},
+    "pytorch.transformer": _of(nn, "TransformerLayer"),
+    "pytorch.utils": {**_DEVICE, **_GLU},
+}
