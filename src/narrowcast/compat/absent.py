@@ -13,6 +13,9 @@ _SCALES = (
 _CPP = "it belongs to Transformer Engine's C++ extension; narrowcast's operators are torch.ops.narrowcast.*"
 _MASTER = "use narrowcast.optimizers.FusedAdam(master_weights=True), or copy_ into the quantized parameter"
 _CHECKPOINT = "use narrowcast.checkpoint, which recomputes under the state of the first forward"
+_FUSED = "fusions are rewrites here, not classes; Sequential.explain(recipe) says which ones ran"
+_ZOO = "combine the factories of narrowcast.custom_recipes in one of your own"
+_WORLD = "use torch.distributed"
 _ATTENTION = "only softmax attention is here; use another library's module"
 
 # from names to what the error says behind "is not there"
@@ -43,6 +46,21 @@ ABSENT: dict[str, str] = {
     "gather_along_first_dim": "use torch.distributed._functional_collectives.all_gather_tensor",
     "reduce_scatter_along_first_dim": "use torch.distributed._functional_collectives.reduce_scatter_tensor",
     "allreduce": "use torch.distributed.all_reduce",
+    "get_distributed_world_size": _WORLD,
+    "get_distributed_rank": _WORLD,
+    "set_tensor_model_parallel_attributes": "narrowcast's layers set the attributes themselves",
+    "symmetric_all_reduce": "use torch.distributed.all_reduce",
+    "quantization_factory_zoo": _ZOO,
+    "quantization_factory_examples": _ZOO,
+    "nvfp4_linear_fp8_dpa_quantizer_factory": _ZOO,
+    "mxfp8_fwd_nvfp4_bwd_quantizer_factory": _ZOO,
+    "ForwardLinearBiasActivation": _FUSED,
+    "ForwardLinearBiasAdd": _FUSED,
+    "ForwardLinearScaleAdd": _FUSED,
+    "BackwardActivationBias": _FUSED,
+    "BackwardAddRMSNorm": _FUSED,
+    "BackwardLinearAdd": _FUSED,
+    "BackwardLinearScale": _FUSED,
     "FusedRoPEFunc": "use narrowcast.apply_rotary_pos_emb",
     "replace_raw_data": _MASTER,
     "quantize_master_weights": _MASTER,
@@ -54,6 +72,9 @@ ABSENT: dict[str, str] = {
     "te_translation_table": "quantized layers have no ONNX form; use narrowcast.export",
     "FP8GlobalState": _SCALES,
     "quantization_state": _SCALES,
+    "get_meta_tensor_key": _SCALES,
+    "get_fwd_bwd_key": _SCALES,
+    "get_unique_autocast_key": _SCALES,
     "reduce_and_update_fp8_tensors": _SCALES,
     "add_fp8_tensors_to_global_buffer": _SCALES,
     "set_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",

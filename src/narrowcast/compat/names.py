@@ -155,6 +155,15 @@ _CONSTANTS = {
     "NVFP4_BLOCK_SCALING_SIZE": 16,
     "dist_group_type": torch.distributed.ProcessGroup if torch.distributed.is_available() else object,
 }
+_FACTORIES = _of(
+    custom_recipes,
+    "current_scaling_factory",
+    "delayed_scaling_factory",
+    "float8_block_scaling_factory",
+    "high_precision_factory",
+    "mxfp8_factory",
+    "nvfp4_factory",
+)
 _OPS = _of(ops, *(name for name in ops.__all__ if name not in ("basic", "fused")))
 _FUSIBLE = _of(ops, "BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext")
 _FUSIONS = _of(
@@ -206,9 +215,10 @@ MODULES: dict[str, Names] = {
     "pytorch.constants": _CONSTANTS,
     "pytorch.cpu_offload": _OFFLOAD,
     "pytorch.cross_entropy": _LOSS,
-    "pytorch.custom_recipes": _of(
-        custom_recipes, *(n for n in dir(custom_recipes) if n.endswith("_factory"))
-    ),
+    "pytorch.custom_recipes": _FACTORIES,
+    "pytorch.custom_recipes.quantization_factory_base": {
+        name.replace("_factory", "_quantizer_factory"): factory for name, factory in _FACTORIES.items()
+    },
     "pytorch.distributed": _DISTRIBUTED,
     "pytorch.export": _EXPORT,
     "pytorch.float8_tensor": _FLOAT8,
@@ -226,6 +236,7 @@ MODULES: dict[str, Names] = {
     "pytorch.module.rmsnorm": _of(nn, "RMSNorm"),
     "pytorch.ops": _OPS,
     "pytorch.ops.basic": _of(ops.basic, *ops.basic.__all__),
+    "pytorch.ops.fused": {},
     "pytorch.ops.fuser": _FUSIONS,
     "pytorch.ops.linear": _of(ops, "Linear"),
     "pytorch.ops.op": _FUSIBLE,
