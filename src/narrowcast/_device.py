@@ -50,11 +50,14 @@ def _fp8_block() -> tuple[bool, str]:
     return _native((9, 0), (10, 0), "128-block FP8")
 
 
-def _no_gemm_yet(what: str) -> tuple[bool, str]:
-    capability = get_device_compute_capability()
-    if capability == (0, 0):
-        return False, f"no CUDA device: {what} runs emulated on the CPU"
-    return False, f"{what} has no native GEMM in this version (emulate=True runs it emulated)"
+@functools.cache
+def _mxfp8() -> tuple[bool, str]:
+    return _native((10, 0), (12, 0), "MXFP8")
+
+
+@functools.cache
+def _nvfp4() -> tuple[bool, str]:
+    return _native((10, 0), None, "NVFP4")
 
 
 def _answer(result: tuple[bool, str], return_reason: bool) -> bool | tuple[bool, str]:
@@ -72,13 +75,19 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether MXFP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
-    return _answer(_no_gemm_yet("MXFP8"), return_reason)
+    """Whether MXFP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises.
+
+    Native means that the library's GEMM is called; no release has run it on such a GPU.
+    """
+    return _answer(_mxfp8(), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether NVFP4 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
-    return _answer(_no_gemm_yet("NVFP4"), return_reason)
+    """Whether NVFP4 GEMMs run natively here; with ``return_reason`` also why not. Never raises.
+
+    Native means that the library's GEMM is called; no release has run it on such a GPU.
+    """
+    return _answer(_nvfp4(), return_reason)
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:

@@ -443,6 +443,7 @@ MXFP8 = Layout(
     minimum_rank=2,
     scale_group=(1, MX_BLOCK),
     decoders=("mxfp8_rowwise", "mxfp8_columnwise"),
+    native="1x32",
     grouped="padded",
 )
 MXFP6 = Layout(
@@ -473,6 +474,7 @@ NVFP4 = Layout(
     minimum_rank=2,
     scale_group=(1, NVFP4_BLOCK),
     decoders=("nvfp4_rowwise", "nvfp4_columnwise"),
+    native="1x16",
 )
 NVFP4_ROW_SCALED = replace(
     NVFP4,
@@ -481,6 +483,7 @@ NVFP4_ROW_SCALED = replace(
         Buffer("_amax_rowwise", "amax_rowwise", "rowwise", "float32", (_M,)),
         Buffer("_amax_columnwise", "amax_columnwise", "columnwise", "float32", (_K,)),
     ),
+    native="",  # the GEMM takes one scale of a tensor above those of blocks
 )
 IDENTITY = Layout(buffers=(Buffer("_hp_data", "hp_data", "both", "", _LOGICAL),), native="plain")
 # Three buffers per direction, in the order of that direction's own format; those it lacks hold no elements.

@@ -46,3 +46,9 @@ def test_a_recipe_that_fails_is_broken_on_one_line(monkeypatch: pytest.MonkeyPat
     finding = doctor._try_recipe("current", CHOICES["current"], "cpu")
     assert finding.broken
     assert finding.text == "broken: RuntimeError: first line"
+
+
+def test_a_gemm_that_nobody_has_run_says_so() -> None:
+    for name in doctor.NEVER_RUN:
+        wired = replace(CHOICES[name], native=lambda return_reason: (True, ""))
+        assert "never run on such a GPU" in doctor._try_recipe(name, wired, "cpu").text

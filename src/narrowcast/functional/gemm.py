@@ -23,18 +23,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 from torch.torch_version import TorchVersion
 
+from .. import _device
 from . import _opaque
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
 from .quantizer_value import GemmOperand, NativeOperand, QuantizerValue
+from .swizzle import swizzle_scales
 
 COLUMNWISE = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
 _SCALING = {
     "1x128": ScalingType.BlockWise1x128,
     "128x128": ScalingType.BlockWise128x128,
+}
+# How scaled_mm names scales that lie in tiles, and their dtype; NVFP4 has one of the tensor above those of blocks.
+_TILED = {
+    "1x32": ([ScalingType.BlockWise1x32], torch.float8_e8m0fnu),
+    "1x16": ([ScalingType.BlockWise1x16, ScalingType.TensorWise], torch.float8_e4m3fn),
 }
 _NATIVE_PAIRS = (
     ("tensor", "tensor"),
@@ -81,9 +88,13 @@ def _is_library_gemm(*arguments: Any) -> bool:
     """Whether a graph may hold the product as the library's GEMM, with the bits that eager code has.
 
     An emulated one would be fused with its scaling, and while it tunes GEMMs the compiler takes kernels of its own.
+    MXFP8 and NVFP4, whose scales are bytes, stay whole: nobody has compiled their dtypes on a GPU that multiplies them.
     """
     from torch._inductor import config  # only compiled code needs it, and it has been imported there
 
+    left = next(argument for argument in arguments if isinstance(argument, (list, tuple)))
+    if len(left) > 1 and left[1].dtype == torch.uint8:
+        return False
     return not arguments[-1] and not (config.max_autotune or config.max_autotune_gemm)
 
 
@@ -205,6 +216,10 @@ def _check_accumulator(kind: str, out: Tensor) -> None:
 
 
 def _multiplies_natively(a: NativeOperand, b: NativeOperand) -> bool:
+    if a.scaling in _TILED:
+        available = _device.is_mxfp8_available if a.scaling == "1x32" else _device.is_nvfp4_available
+        e5m2 = a.data.dtype == b.data.dtype == torch.float8_e5m2
+        return a.scaling == b.scaling and not e5m2 and bool(available())
     e5m2 = [operand.data.dtype == torch.float8_e5m2 for operand in (a, b)]
     # block scaling takes E4M3 alone, per-tensor scaling E5M2 on one side
     return (a.scaling, b.scaling) in _NATIVE_PAIRS and not (
@@ -261,6 +276,8 @@ def multiply_native(
     if a.scaling == "tensor":
         fused = bias is not None and dtype != torch.float32  # the library adds no bias to fp32
         product = _multiply_per_tensor(a, b, bias if fused else None, dtype, fast_accumulation, out)
+    elif a.scaling in _TILED:
+        fused, product = False, _multiply_in_tiles(a, b, dtype)
     else:
         # Rounded before the bias: a product kept in fp32 for one rounding would take 1.7 times as long.
         fused, product = False, _multiply_in_blocks(a, b, dtype, out)
@@ -308,6 +325,33 @@ def _multiply_in_blocks(a: NativeOperand, b: NativeOperand, dtype: torch.dtype, 
         _SCALING[b.scaling],
         output_dtype=dtype,
     )
+
+
+def _multiply_in_tiles(a: NativeOperand, b: NativeOperand, dtype: torch.dtype) -> Tensor:
+    """MXFP8 or NVFP4, as GPUs of compute capability 10 multiply them: written to PyTorch's checks, never run on one."""
+    recipe, _ = _TILED[a.scaling]
+    return F.scaled_mm(
+        _padded_codes(a),
+        _padded_codes(b).t(),
+        _scales_in_tiles(a),
+        recipe,
+        _scales_in_tiles(b),
+        recipe,
+        swizzle_a=SwizzleType.SWIZZLE_32_4_4,
+        swizzle_b=SwizzleType.SWIZZLE_32_4_4,
+        output_dtype=dtype,
+    )
+
+
+def _padded_codes(operand: NativeOperand) -> Tensor:
+    """Codes in rows of the contraction, to multiples of 32 both ways; MXFP8's column-wise ones are copied for it."""
+    return _pad_to(operand.data, 32, 32 if operand.scaling == "1x32" else 16).contiguous()
+
+
+def _scales_in_tiles(operand: NativeOperand) -> list[Tensor]:
+    """Scales in the order that the GEMM reads; they are padded already, to 128 rows and 4 blocks."""
+    scale = swizzle_scales(operand.scale).view(_TILED[operand.scaling][1])
+    return [scale] if operand.tensor_scale is None else [scale, operand.tensor_scale]
 
 
 def _multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

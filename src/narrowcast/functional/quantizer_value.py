@@ -34,11 +34,15 @@ class NativeOperand(NamedTuple):
     ``data``: (rows, contraction) in an fp8 dtype, row-major. ``scale``: decoding scales in the layout of
     ``torch.nn.functional.scaled_mm`` for the left operand. ``scaling``: ``"tensor"``, ``"1x128"``, ``"128x128"``, or
     ``"plain"`` for a matrix in high precision, whose scale is 1.
+
+    ``"1x32"`` (MXFP8) and ``"1x16"`` (NVFP4, two codes per byte) have compact scale codes, uint8 (rows to 128, blocks
+    to 4), which the GEMM's caller puts in order; strides are any. ``tensor_scale``: NVFP4's fp32 scale of all, (1,).
     """
 
     data: Tensor
     scale: Tensor
     scaling: str
+    tensor_scale: Tensor | None = None
 
 
 class QuantizerValue(_opaque.OpaqueBase):

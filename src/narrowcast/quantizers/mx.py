@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..formats import ELEMENT_FORMATS, DType
+from ..functional import NativeOperand
 from ..tensors import (
     MXFP4Tensor,
     MXFP4TensorStorage,
@@ -17,7 +18,7 @@ from ..tensors import (
     MXFP8TensorStorage,
 )
 from .arguments import element_dtype_of, fp8_dtype_of
-from .quantizer import Quantizer
+from .quantizer import Quantizer, codes_as_matrix
 
 
 class _MXQuantizer(Quantizer):
@@ -78,6 +79,14 @@ class MXFP8Quantizer(_MXQuantizer):
 
     def _check_fields(self) -> None:
         fp8_dtype_of(self.dtype)
+
+    def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand:
+        data, scale_inv = buffers
+        # column-wise data keeps the logical orientation: the operand is its transpose, as that of its scales
+        codes = codes_as_matrix(data, ELEMENT_FORMATS[self.dtype], columnwise=False)
+        if columnwise:
+            codes, scale_inv = codes.t(), scale_inv.t()
+        return NativeOperand(codes, scale_inv, self._format_layout().native)
 
 
 class MXFP6Quantizer(_MXQuantizer):

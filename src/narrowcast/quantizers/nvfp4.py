@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import kernels, reference
 from ..formats import NVFP4, NVFP4_ROW_SCALED, RHT_SIGN_MASK, DType, Layout, round_to_float32
-from ..functional import GemmOperand
+from ..functional import GemmOperand, NativeOperand
 from ..tensors import NVFP4Tensor, NVFP4TensorStorage
 from .amax_reduction import AmaxReducing
 from .arguments import element_dtype_of
@@ -198,5 +198,16 @@ class NVFP4Quantizer(AmaxReducing):
         data, scale_inv, amax = buffers
         matrix = data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
         values = numerics.dequantize.nvfp4_block_scaled(matrix, scale_inv, dtype)
-        factor = amax * round_to_float32(1.0 / round_to_float32(6.0 * self.nvfp4_e4m3_max))
+        factor = self._tensor_scale(amax)
         return GemmOperand(values, factor.view(-1, 1) if self.row_scaled_nvfp4 else factor)
+
+    def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
+        if not self._format_layout().native:
+            return None
+        data, scale_inv, amax = buffers
+        codes = data.reshape(math.prod(data.shape[:-1]), data.shape[-1]).view(torch.float4_e2m1fn_x2)
+        return NativeOperand(codes, scale_inv, self._format_layout().native, self._tensor_scale(amax))
+
+    def _tensor_scale(self, amax: Tensor) -> Tensor:
+        """What block scales times codes are multiplied by."""
+        return amax * round_to_float32(1.0 / round_to_float32(6.0 * self.nvfp4_e4m3_max))

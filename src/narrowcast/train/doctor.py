@@ -15,6 +15,8 @@ from .machine import cpu_model
 from .recipes import CHOICES, RecipeChoice
 
 OLDEST_TORCH = (2, 11)
+NEVER_RUN = ("mxfp8", "nvfp4")
+"""Recipes whose native GEMM was written without a GPU that has it."""
 PACKAGES = ("triton", "safetensors", "rich", "typer", "matplotlib")
 
 
@@ -73,6 +75,8 @@ def _try_recipe(name: str, choice: RecipeChoice, device: str) -> Finding:
     if choice.recipe is not None:
         native, reason = choice.availability()
         how = "native" if native else f"emulated: {reason}"
+        if native and name in NEVER_RUN:
+            how = "native, but never run on such a GPU before a release: compare with emulate=True first"
         recipe = choice.recipe(emulate=not native)
     try:
         _one_step(recipe, device)
