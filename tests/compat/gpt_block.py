@@ -94,7 +94,7 @@ class Block(nn.Module):
         self.pre_mlp_layernorm = TENorm(normalization, hidden)
         self.linear_fc1 = TELinear(hidden, 2 * hidden, parallel_mode="column", bias=False)
         self.linear_fc2 = TELinear(2 * hidden, hidden, parallel_mode="row", bias=True)
-        angles = te.pytorch.RotaryPositionEmbedding(self.channels)(32)
+        angles = te.pytorch.RotaryPositionEmbedding(self.channels)(32).to(self.linear_proj.weight.device)
         self.register_buffer("angles", angles, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -103,7 +103,24 @@ def test_layers_are_base_modules(te: Any) -> None:
         nc.GroupedLinear(2, 16, 16),
     )
     assert all(isinstance(layer, base) for layer in layers)
-    assert not isinstance(torch.nn.Linear(2, 2), base)
+    assert not isinstance(torch.nn.Linear(2, 2), base) and issubclass(nc.Linear, base)
+
+
+def test_a_class_derived_from_the_base_owns_a_recipe(te: Any) -> None:
+    class Mine(te.pytorch.module.base.TransformerEngineBaseModule):
+        def __init__(self) -> None:
+            super().__init__(name="mine")
+            self.inside = te.pytorch.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inside(x)
+
+    mine, recipe = Mine(), nc.recipe.Float8CurrentScaling()
+    assert not isinstance(nc.Linear(16, 16), Mine) and mine.recipe is None
+    nc.set_recipe(mine, recipe)
+    assert nc.get_recipes(mine) == {"": recipe, "inside": recipe}
+    x = torch.randn(4, 16, device=mine.inside.weight.device)
+    assert torch.equal(torch.compile(mine, backend="aot_eager", fullgraph=True)(x), mine(x))
 
 
 def test_the_manager_answers_from_the_thread() -> None:
@@ -156,13 +173,19 @@ def test_a_megatron_block_runs_unchanged(gpt: Any, recipe: str) -> None:
     blocks = [gpt.Block(), gpt.Block(), gpt.Block()]
     for block in blocks[1:]:
         block.load_state_dict(blocks[0].state_dict())
-    x = torch.randn(32, 1, 64)
+    x = torch.randn(32, 1, 64, device=blocks[0].linear_proj.weight.device)
     eager = gpt.train(blocks[0], x, recipe)
     assert eager[-1] < eager[0]
     assert gpt.train(torch.compile(blocks[1], backend="aot_eager", fullgraph=True), x, recipe) == eager
     assert gpt.train(blocks[2], x, recipe, recompute=True) == eager
 
 
+NO_GPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the packages are kept on the CPU, new layers are not"
+)
+
+
+@NO_GPU
 class TestAccelerate:
     """accelerate's own path through Transformer Engine, as it is."""
 
@@ -221,3 +244,35 @@ class TestAccelerate:
         assert seen == [expected, None]
         with pytest.raises(ValueError, match="MXFP8 block scaling is not available: no CUDA device"):
             apply_fp8_autowrap(model, TERecipeKwargs(use_mxfp8_block_scaling=True))
+
+
+@NO_GPU
+class TestLightning:
+    """Lightning's own plugin for Transformer Engine, as it is."""
+
+    @pytest.mark.filterwarnings("ignore:fp8_autocast is now called:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
+    def test_its_plugin_trains(self, te: Any) -> None:
+        fabric = pytest.importorskip(
+            "lightning_fabric", reason="needs Lightning: pip install lightning-fabric"
+        )
+        from lightning_fabric.plugins.precision import TransformerEnginePrecision
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 16))
+        recipe = {"fp8_format": "HYBRID", "amax_history_len": 8}
+        plugin = TransformerEnginePrecision(weights_dtype=torch.bfloat16, recipe=recipe)
+        one = fabric.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+        model = one.setup_module(model)  # which makes new parameters
+        optimizer = one.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+        assert [type(layer) for layer in model.module] == [nc.Linear, nc.LayerNorm, nc.Linear]
+        seen: list[Any] = []
+        model.module[0].register_forward_hook(lambda *_: seen.append(nc.state.get_fp8_recipe()))
+        x, losses = torch.randn(8, 32), []
+        for _ in range(3):
+            loss = model(x).square().mean()
+            one.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert seen == [nc.recipe.DelayedScaling(amax_history_len=8)] * 3 and losses[-1] < losses[0]

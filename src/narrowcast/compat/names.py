@@ -12,7 +12,6 @@ from .. import (
     attention,
     custom_recipes,
     graphs,
-    layers,
     losses,
     moe,
     nn,
@@ -27,6 +26,7 @@ from .. import (
 )
 from ..formats import DType
 from . import global_state
+from .base import TransformerEngineBaseModule
 from .onnx import onnx_export
 
 Names = dict[str, Any]
@@ -51,7 +51,7 @@ _RECIPE = _of(
 )
 _LINEAR = _of(nn, "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear")
 _MODULE = {**_LINEAR, **_of(nn, "Fp8Padding", "Fp8Unpadding", "LayerNorm", "RMSNorm")}
-_BASE = {"TransformerEngineBaseModule": layers.RecipeOwner}
+_BASE = {"TransformerEngineBaseModule": TransformerEngineBaseModule}
 _ROPE = _of(attention, "RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb")
 _ATTENTION = {
     **_ROPE,
