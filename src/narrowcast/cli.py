@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import cast
 
+from . import _environment as environment
+
 EXTRA = {"matplotlib", "numpy", "rich", "safetensors", "typer"}
 INTERRUPTED = 130
 MISSING: str | None = None
@@ -53,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"narrowcast: {' '.join(message.split())}", file=sys.stderr)
+    rank = environment.read_foreign("RANK") or "0"  # of a process of torchrun
+    program = "narrowcast" if rank == "0" else f"narrowcast, rank {rank}"
+    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 

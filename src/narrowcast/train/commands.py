@@ -14,7 +14,7 @@ from . import options as o
 from .atomic import writing_into
 from .comparison import compare_runs, write_comparison
 from .config import TrainConfig, override, require_compiler, require_graphs, resolve_device
-from .data import load_corpus
+from .data import Corpus, load_corpus
 from .demo import CONFIG, check_recipes, run_demo, write_results
 from .doctor import examine
 from .errors import SettingsError
@@ -22,7 +22,8 @@ from .folder import run_folder
 from .generate import Answer, Choice, load_trained
 from .pace import format_pace
 from .presets import find_preset, presets_table
-from .progress import format_duration, make_progress
+from .progress import Progress, format_duration, make_progress
+from .ranks import Ranks, folder_of_all, joined, require_ranks
 from .recipes import read_recipe_table, recipe_name
 from .report import terminal_table
 from .session import run_in, series
@@ -62,6 +63,7 @@ def train(
     out: o.RunFolder = None,
     resume: o.Resume = False,
     tensorboard: o.TensorBoard = False,
+    parallel: o.Parallel = None,
     device: o.Device = "auto",
     seed: o.Seed = TrainConfig.seed,
     seeds: o.Seeds = 1,
@@ -110,27 +112,36 @@ def train(
         require_compiler(config.device)
     elif by_block:
         raise SettingsError("--by-block says how to compile, and --compile is not given; add --compile")
+    require_ranks(config, parallel, command=context.obj)
     corpus = load_corpus(data, seq_len=config.seq_len, tokens=tokens)
-    progress = make_progress(Console(stderr=True))
+    check_recipes(config, recipes)
+    configs = [replace(config, recipe=name, seed=seed + i) for name in recipes for i in range(_count(seeds))]
     kept: dict[str, Any] = {"tokenizer": tokens.content, "tensorboard": tensorboard}
-    if len(recipes) == seeds == 1:
-        with run_folder(out, resume=resume) as folder:
-            result = run_in(folder, config, corpus, progress, resume=resume, told=out is None, **kept)
+    with joined(config, parallel) as ranks, folder_of_all(out, ranks, resume=resume) as folder:
+        progress = make_progress(Console(stderr=True), silent=not ranks.first)
+        if len(configs) == 1:
+            _train_one(folder, config, corpus, progress, resume=resume, told=out is None, ranks=ranks, **kept)
+            return
+        series(folder, configs, corpus, progress, resume=resume, ranks=ranks, **kept)
+        if not ranks.first:
+            return
+        try:
+            _compare([folder], folder, context.obj)
+        except SettingsError as error:  # the runs are there, and perhaps more are to come
+            progress.note(f"not compared: {error}")
+
+
+def _train_one(
+    folder: Path, config: TrainConfig, corpus: Corpus, progress: Progress, *, ranks: Ranks, **kept: Any
+) -> None:
+    result = run_in(folder, config, corpus, progress, ranks=ranks, **kept)
+    if ranks.first:
         pace = f", {format_pace(result.pace, ', ')}" if result.pace.tokens_per_second else ""
         typer.echo(
             f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per {corpus.unit} after "
             f"{result.steps} steps ({result.parameters:,} parameters{pace}, {format_duration(result.seconds)}); "
             f"run in {folder}"
         )
-        return
-    check_recipes(config, recipes)
-    configs = [replace(config, recipe=name, seed=seed + i) for name in recipes for i in range(_count(seeds))]
-    with run_folder(out, resume=resume) as folder:
-        series(folder, configs, corpus, progress, resume=resume, **kept)
-        try:
-            _compare([folder], folder, context.obj)
-        except SettingsError as error:  # the runs are there, and perhaps more are to come
-            progress.note(f"not compared: {error}")
 
 
 def _taken(given: dict[str, object], settings: object) -> dict[str, object]:

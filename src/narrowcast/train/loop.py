@@ -15,6 +15,7 @@ from .history import History, RunResult
 from .memory import memory_told
 from .pace import measure
 from .progress import Progress
+from .ranks import ALONE, Ranks
 from .resume import describe_run, require_same_run
 from .stopwatch import Stopwatch
 from .trainer import Trainer
@@ -32,6 +33,7 @@ class Run:
         progress: is told what happens.
         folder: where checkpoints go; None saves none.
         resume: continue from the newest checkpoint in `folder`.
+        ranks: the processes that do it together, of which the first saves; all of them see `folder`.
 
     Raises:
         SettingsError: the recipe or the sizes do not run here, `folder` holds a run and `resume` is off, or `resume` is
@@ -47,19 +49,21 @@ class Run:
         folder: Path | None,
         *,
         resume: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.config = config
+        self.ranks = ranks
         self.progress = progress
         self.folder = folder
         self._keeps = folder is not None and config.save_every > 0
-        self.meta = describe_run(config, corpus)
+        self.meta = describe_run(config, corpus, ranks.count)
         self.history = History()
         self.saved_step: int | None = None
         self._pending: list[Tensor] = []
         if folder is not None and not resume:
             _require_empty(folder)
         with memory_told(config):
-            self.trainer = Trainer(config, corpus)
+            self.trainer = Trainer(config, corpus, ranks)
         if config.device == "cuda":
             torch.cuda.reset_peak_memory_stats()  # of a run before this one
         if folder is not None and resume:
@@ -86,7 +90,7 @@ class Run:
             history=self.history,
             steps=self.config.steps,
             parameters=sum(p.numel() for p in self.trainer.model.parameters()),
-            pace=measure(self.config, watch.tokens_per_second),
+            pace=measure(self.config, watch.tokens_per_second, self.ranks.count),
             seconds=time.perf_counter() - began,
             seed=self.config.seed,
         )
@@ -105,7 +109,8 @@ class Run:
             if evaluates or saves or done % FETCH_EVERY[config.device] == 0 or index == self.first_step:
                 fetched = self._fetch_losses()
                 watch.stop(fetched * config.tokens_per_step)
-                self.progress.step(done, self.history.train[-1], measure(config, watch.tokens_per_second))
+                pace = measure(config, watch.tokens_per_second, self.ranks.count)
+                self.progress.step(done, self.history.train[-1], pace)
             if evaluates:
                 self._evaluate(done)
             if saves:
@@ -113,11 +118,12 @@ class Run:
 
     def _continue(self, loaded: checkpoint.Checkpoint, corpus: Corpus) -> None:
         try:
-            notes = require_same_run(loaded, self.config, corpus)
+            notes = require_same_run(loaded, self.config, corpus, self.ranks.count)
             history = History.from_json(loaded.meta["history"])
             if len(history.train) != loaded.step:
                 raise checkpoint.DamagedCheckpoint(f"{len(history.train)} losses of {loaded.step} steps")
-            snapshot.restore(loaded.tensors, self.trainer.model, self.trainer.optimizer)
+            restore = snapshot.restore_shards if self.ranks.mode else snapshot.restore
+            restore(loaded.tensors, self.trainer.model, self.trainer.optimizer)
         except (*checkpoint.DAMAGE, RuntimeError) as error:  # RuntimeError: the state of a generator is none
             raise checkpoint.DamagedCheckpoint(f"{type(error).__name__}: {error}") from error
         self.history, self.saved_step = history, loaded.step
@@ -143,7 +149,10 @@ class Run:
 
     def _save(self, done: int) -> None:
         assert self.folder is not None
-        tensors = snapshot.take(self.trainer.model, self.trainer.optimizer)
+        take = snapshot.take_shards if self.ranks.mode else snapshot.take
+        tensors = take(self.trainer.model, self.trainer.optimizer)
+        if not self.ranks.first:
+            return
         meta = {**self.meta, "history": self.history.to_json()}
         try:
             checkpoint.save(self.folder, step=done, meta=meta, tensors=tensors)

@@ -22,24 +22,28 @@ def parameters_of(config: ModelConfig) -> int:
     return config.layers * block + tables + config.dim
 
 
-def require_memory(config: TrainConfig) -> None:
+def require_memory(config: TrainConfig, ranks: int = 1) -> None:
     """Check the parts of a run that surely are in memory at once against what the machine has.
+
+    Args:
+        config: the run's settings.
+        ranks: processes that share them. Each builds the whole model before it keeps its part.
 
     Raises:
         SettingsError: one part alone is larger than the memory of the device; the message names its options.
     """
     room = _memory_of(config.device)
-    tokens = config.part_size * config.seq_len
+    tokens = config.part_size * config.seq_len // ranks
     parts = (
         (
             "model with its optimizer",
-            STATES * FLOAT * parameters_of(config.model),
+            max(1, STATES // ranks) * FLOAT * parameters_of(config.model),
             "--dim, --hidden or --layers",
         ),
         ("scores of a batch", FLOAT * config.model.vocabulary * tokens, "--batch-size or --seq-len"),
         (
             "held-out batches",
-            2 * TOKEN * config.tokens_per_step * config.eval_batches,
+            2 * TOKEN * config.tokens_per_step * config.eval_batches // ranks,
             "--eval-batches or --batch-size",
         ),
     )

@@ -6,6 +6,7 @@ from typing import Annotated, Optional
 import typer
 
 from .presets import PRESETS
+from .ranks import MODES
 from .recipes import CHOICES
 
 SHAPES = ", ".join(
@@ -46,6 +47,13 @@ RunFolder = Annotated[
 ]
 Document = Annotated[
     SomePath, _option("Also write the result as a Markdown page, with its picture in assets/ beside it.")
+]
+Parallel = Annotated[
+    SomeWord,
+    _option(
+        f"Under torchrun: {', '.join(MODES)}. One run in all its processes; left out: one process.",
+        default=False,
+    ),
 ]
 Device = Annotated[str, _option("auto, cpu or cuda.")]
 Preset = Annotated[str, _option(f"Shape, batch and schedule. {SHAPES}. All of it: narrowcast presets.")]

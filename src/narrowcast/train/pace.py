@@ -23,11 +23,13 @@ class Pace:
     memory: int = 0
 
 
-def measure(config: TrainConfig, tokens_per_second: float) -> Pace:
-    """Return the pace of a run that does so many tokens per second on this machine."""
+def measure(config: TrainConfig, tokens_per_second: float, ranks: int = 1) -> Pace:
+    """Return the pace of a run that does so many tokens per second on so many GPUs like this one."""
     peak = peak_flops(config.device)
     flops = flops_per_token(config.model, config.seq_len) * tokens_per_second
-    return Pace(tokens_per_second, flops / peak if peak and flops else None, peak_memory(config.device))
+    return Pace(
+        tokens_per_second, flops / (peak * ranks) if peak and flops else None, peak_memory(config.device)
+    )
 
 
 def format_pace(pace: Pace, separator: str = "  ") -> str:

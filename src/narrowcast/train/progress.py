@@ -105,8 +105,29 @@ class Lines:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def make_progress(console: Console) -> Progress:
+class Silent:
+    """Says nothing: of several processes, one tells."""
+
+    def begin(self, title: str, *, done: int, total: int) -> None:
+        pass
+
+    def step(self, done: int, loss: float, pace: Pace) -> None:
+        pass
+
+    def evaluated(self, done: int, loss: float) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def make_progress(console: Console, *, silent: bool = False) -> Progress:
     """Return a bar where the console is a terminal, plain lines where it is a file or a pipe."""
+    if silent:
+        return Silent()
     return Bar(console) if console.is_terminal else Lines(console)
 
 

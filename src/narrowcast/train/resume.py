@@ -8,21 +8,21 @@ from .data import Corpus
 from .errors import SettingsError
 
 
-def describe_run(config: TrainConfig, corpus: Corpus) -> dict:
+def describe_run(config: TrainConfig, corpus: Corpus, ranks: int) -> dict:
     """Return the JSON-able settings that a checkpoint carries."""
     return {
         "settings": dict(compared_fields(config)),
         "data": {"source": corpus.source, "digest": corpus.digest},
-        "environment": environment(),
+        "environment": environment(ranks),
     }
 
 
-def environment() -> dict[str, str | int]:
+def environment(ranks: int) -> dict[str, str | int]:
     """Return what may change the last bit of a sum although no setting changed."""
-    return {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "processes": ranks}
 
 
-def require_same_run(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus) -> list[str]:
+def require_same_run(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus, ranks: int) -> list[str]:
     """Check that a run with these settings continues the checkpoint's.
 
     Returns:
@@ -49,7 +49,7 @@ def require_same_run(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus
             f"and this command reads {corpus.source} (digest {corpus.digest}); give --data the same text, or "
             "another --out to start a new run"
         )
-    then, now = checkpoint.meta["environment"], environment()
+    then, now = {"processes": 1, **checkpoint.meta["environment"]}, environment(ranks)
     notes = [
         f"the checkpoint was made with {key} {then.get(key)}, this is {key} {now[key]}: "
         "the run goes on, perhaps not bit for bit"

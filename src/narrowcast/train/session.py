@@ -17,6 +17,7 @@ from .history import RunResult
 from .loop import Run
 from .machine import describe
 from .progress import Progress
+from .ranks import ALONE, Ranks
 from .tokens import TOKENIZER
 
 RESULT = "result.json"
@@ -34,6 +35,7 @@ def run_in(
     told: bool,
     tokenizer: str = "",
     tensorboard: bool = False,
+    ranks: Ranks = ALONE,
 ) -> RunResult:
     """Train a run, with its checkpoints and its result in a folder.
 
@@ -46,6 +48,7 @@ def run_in(
         told: whether to tell the folder's name.
         tokenizer: JSON of the text's tokenizer, which `generate` needs again; empty for bytes.
         tensorboard: also write TensorBoard's files into the folder.
+        ranks: the processes that do it together, of which the first writes.
 
     Raises:
         SettingsError, TrainingError: as `Run`.
@@ -54,12 +57,12 @@ def run_in(
         raise SettingsError(
             f"{folder / RESULT} is of an earlier run; give --out another folder, or add --resume"
         )
-    if tensorboard:
+    if tensorboard and ranks.first:
         progress = Board(progress, folder / BOARD, config)
-    run = Run(config, corpus, progress, folder / CHECKPOINTS, resume=resume)
+    run = Run(config, corpus, progress, folder / CHECKPOINTS, resume=resume, ranks=ranks)
     with writing_into(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if tokenizer:
+        if tokenizer and ranks.first:
             write_bytes(folder / TOKENIZER, tokenizer.encode())
     if told:
         progress.note(f"the run is in {folder}")
@@ -67,9 +70,10 @@ def run_in(
         progress.note(remark)
     result = run.train()
     report = folder / RESULT
-    if run.first_step < config.steps or not report.exists():  # resuming a finished run measures no speed
+    written = run.first_step == config.steps and report.exists()
+    if ranks.first and not written:  # resuming a finished run measures no speed
         with writing_into(folder):
-            write_json(report, _summary(config, corpus, result))
+            write_json(report, _summary(config, corpus, result, ranks))
     return result
 
 
@@ -82,6 +86,7 @@ def series(
     resume: bool,
     tokenizer: str = "",
     tensorboard: bool = False,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Train runs one after the other, each in its own folder below one; finished ones are left as they are.
 
@@ -91,7 +96,7 @@ def series(
         corpus: their text.
         progress: is told what happens.
         resume: continue each run from its newest checkpoint, if it has one.
-        tokenizer, tensorboard: as `run_in` takes them.
+        tokenizer, tensorboard, ranks: as `run_in` takes them.
 
     Raises:
         SettingsError, TrainingError: as `Run`.
@@ -116,6 +121,7 @@ def series(
             told=False,
             tokenizer=tokenizer,
             tensorboard=tensorboard,
+            ranks=ranks,
         )
 
 
@@ -123,11 +129,12 @@ def _is_finished(path: Path, config: TrainConfig) -> bool:
     return path.exists() and json.loads(path.read_text())["settings"] == dict(compared_fields(config))
 
 
-def _summary(config: TrainConfig, corpus: Corpus, result: RunResult) -> dict[str, object]:
+def _summary(config: TrainConfig, corpus: Corpus, result: RunResult, ranks: Ranks) -> dict[str, object]:
     return {
         "machine": describe(config.device),
         "data": {"source": corpus.source, "digest": corpus.digest, "unit": corpus.unit},
         "settings": dict(compared_fields(config)),
+        "parallel": {"mode": ranks.mode, "processes": ranks.count},
         "parameters": result.parameters,
         "held_out_loss": result.held_out_loss,
         "tokens_per_second": result.pace.tokens_per_second,

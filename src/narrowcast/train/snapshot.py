@@ -28,9 +28,7 @@ def take(model: nn.Module, optimizer: Optimizer) -> TensorFiles:
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state[parameter].items()
     }
-    training[CPU_GENERATOR] = torch.get_rng_state()
-    for index, state in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []):
-        training[f"{CUDA_GENERATOR}.{index}"] = state
+    training |= _generators()
     return {MODEL: _unshared(model.state_dict(keep_vars=True)), TRAINING: training}
 
 
@@ -47,14 +45,25 @@ def restore(files: TensorFiles, model: nn.Module, optimizer: Optimizer) -> None:
         KeyError: a whole group or the generator is missing.
     """
     training = dict(files[TRAINING])
-    generator = training.pop(CPU_GENERATOR)
-    generators = {name: training.pop(name) for name in [*training] if name.startswith(CUDA_GENERATOR)}
+    generators = {name: training.pop(name) for name in [*training] if name.startswith("generator.")}
     _restore_optimizer(training, model, optimizer)
     restore_model(files[MODEL], model)
-    torch.set_rng_state(generator)
-    for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
-        if (state := generators.get(f"{CUDA_GENERATOR}.{index}")) is not None:
-            torch.cuda.set_rng_state(state, index)
+    _set_generators(generators)
+
+
+def _generators() -> dict[str, Tensor]:
+    """The generators of the CPU and of this process's GPU."""
+    states = {CPU_GENERATOR: torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states[f"{CUDA_GENERATOR}.0"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_generators(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states[CPU_GENERATOR])
+    state = states.get(f"{CUDA_GENERATOR}.0")
+    if state is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state)
 
 
 def _restore_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
@@ -99,3 +108,72 @@ def _unshared(state: dict[str, Tensor]) -> dict[str, Tensor]:
             seen.add(id(tensor))
             kept[name] = tensor.detach()
     return kept
+
+
+def take_shards(model: nn.Module, optimizer: Optimizer) -> TensorFiles:
+    """Collect what `take` does of a model whose parameters are sharded, whole; every rank calls it.
+
+    Returns:
+        as `take`, on the CPU, on the first rank; elsewhere nothing.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state, moments = get_state_dict(model, optimizer, options=options)
+    if not state:
+        return {}
+    training = {
+        f"{OPTIMIZER}.{name}.{key}": value
+        for name, values in moments["state"].items()
+        for key, value in values.items()
+    }
+    return {MODEL: {name: state[name] for name in _shapes(model)}, TRAINING: training | _generators()}
+
+
+def restore_shards(files: TensorFiles, model: nn.Module, optimizer: Optimizer) -> None:
+    """Put this rank's part of collected state into a model and its optimizer; every rank calls it.
+
+    Raises:
+        DamagedCheckpoint, KeyError: as `restore`.
+    """
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    training, tensors = dict(files[TRAINING]), files[MODEL]
+    generators = {name: training.pop(name) for name in [*training] if name.startswith("generator.")}
+    shapes = _shapes(model)
+    _require_shapes(shapes, tensors)
+    parameters = {name: shapes[name] for name, _ in model.named_parameters()}
+    moments: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+    kinds = {name.rpartition(".")[2] for name in training}
+    _require_shapes(
+        {f"{OPTIMIZER}.{name}.{kind}": shape for name, shape in parameters.items() for kind in kinds},
+        training,
+    )
+    for name, value in training.items():
+        owner, _, kind = name.removeprefix(f"{OPTIMIZER}.").rpartition(".")
+        moments[owner][kind] = value
+    options = dcp.StateDictOptions(
+        full_state_dict=True, strict=False
+    )  # strict would ask for the other names of tied ones
+    groups = dcp.get_optimizer_state_dict(model, optimizer)["param_groups"]
+    dcp.set_model_state_dict(model, dict(tensors), options=options)
+    dcp.set_optimizer_state_dict(
+        model, optimizer, {"state": moments, "param_groups": groups}, options=options
+    )
+    _set_generators(generators)
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """The tensors of a checkpoint, of tied ones under their first name."""
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied -= {name for name, _ in model.named_parameters()}
+    return {name: value.shape for name, value in model.state_dict().items() if name not in tied}
+
+
+def _require_shapes(shapes: dict[str, torch.Size], tensors: dict[str, Tensor]) -> None:
+    if different := sorted(shapes.keys() ^ tensors.keys()):
+        raise DamagedCheckpoint(f"tensors missing or left over: {', '.join(different)}")
+    for name, shape in shapes.items():
+        found = tensors[name].shape
+        if found not in (shape, torch.Size()):  # a counter of the optimizer is a scalar
+            raise DamagedCheckpoint(f"{name} is of shape {tuple(found)}, not {tuple(shape)}")

@@ -6,10 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import narrowcast as nc
+
 from .config import TrainConfig
 from .data import Corpus, held_out_batches, train_batch
 from .memory import require_memory
 from .model import Decoder, next_token_loss
+from .ranks import ALONE, Ranks
 from .recipes import recipe_table, set_recipes
 from .schedule import learning_rate
 
@@ -23,14 +26,16 @@ class Trainer:
     Args:
         config: the run's settings.
         corpus: its text.
+        ranks: the processes that do it together: same model, each with its rows of every batch.
 
     Raises:
         SettingsError: the device has no kernels for the recipe and emulation was not asked for, or its memory
             cannot hold the model or a batch.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
+    def __init__(self, config: TrainConfig, corpus: Corpus, ranks: Ranks = ALONE) -> None:
         self.config = config
+        self.ranks = ranks
         self.corpus = corpus
         recipes = recipe_table(
             config.recipe,
@@ -39,11 +44,14 @@ class Trainer:
             device=config.device,
             emulate=config.emulate,
         )
-        require_memory(config)
+        require_memory(config, ranks.count)
         torch.manual_seed(config.seed)
         # Built on the CPU, so that the weights of a seed are the same on every device.
         self.model = Decoder(config.model, config.seq_len, recompute=config.recompute).to(config.device)
         set_recipes(self.model, recipes)
+        ranks.shard(self.model, self.model.blocks)
+        delayed = any(isinstance(recipe, nc.recipe.DelayedScaling) for recipe in recipes.values())
+        self._reduces_amax = delayed and ranks.count > 1
         self.optimizer = _make_optimizer(self.model, config)
         if config.graphs:
             for parameter in self.model.parameters():
@@ -73,19 +81,22 @@ class Trainer:
         batch = train_batch(
             self.corpus, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed, step=index
         )
-        tokens, targets = (whole.split(config.part_size) for whole in self._to_device(batch))
+        parts = [self._to_device(part) for part in zip(*(whole.split(config.part_size) for whole in batch))]
         losses = []
-        for part in zip(tokens, targets):
+        for number, part in enumerate(parts):
+            self.ranks.sums_gradients(self.model, number == len(parts) - 1)
             if config.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             loss = self._forward(*part) / config.accumulate  # the parts are equal: their mean is the batch's
             loss.backward()
             losses.append(loss.detach())
+        if self._reduces_amax:
+            nc.reduce_delayed_scaling(self.model)
         nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
         # Gradients that autograd has not allocated yet would be taken out of a replayed graph's memory.
         self.optimizer.zero_grad(set_to_none=not config.graphs)
-        return torch.stack(losses).sum()
+        return self.ranks.average(torch.stack(losses).sum())
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -95,14 +106,15 @@ class Trainer:
             if self.config.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             losses.append(self._forward(*batch).clone())  # a replayed graph writes over its result
-        return torch.stack(losses).mean().item()
+        return self.ranks.average(torch.stack(losses).mean()).item()
 
     def _forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(self.config.device, dtype=torch.bfloat16):
             return self.loss(self.model, tokens, targets)
 
-    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return batch[0].to(self.config.device), batch[1].to(self.config.device)
+    def _to_device(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        tokens, targets = (self.ranks.part(whole).to(self.config.device) for whole in batch)
+        return tokens, targets
 
 
 def _compiled(model: Decoder, config: TrainConfig) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
