@@ -137,6 +137,7 @@ _IDENTITY = {
 }
 _GROUPED = _of(tensors, "GroupedTensor", "GroupedTensorStorage")
 _TENSOR = {**_QUANTIZED, **_FLOAT8, **_MXFP8, **_NVFP4, **_BLOCK, **_HYBRID, **_IDENTITY, **_GROUPED}
+_STORAGE = {name: value for name, value in _TENSOR.items() if name.endswith("Storage")}
 _CONSTANTS = {
     "DType": DType,
     "TE_DType": {
@@ -236,12 +237,17 @@ MODULES: dict[str, Names] = {
     "pytorch.module.rmsnorm": _of(nn, "RMSNorm"),
     "pytorch.ops": _OPS,
     "pytorch.ops.basic": _of(ops.basic, *ops.basic.__all__),
+    "pytorch.ops.basic.basic_linear": _of(ops, "BasicLinear"),
+    "pytorch.ops.basic.bias": _of(ops, "Bias"),
     "pytorch.ops.fused": {},
     "pytorch.ops.fuser": _FUSIONS,
     "pytorch.ops.linear": _of(ops, "Linear"),
     "pytorch.ops.op": _FUSIBLE,
     "pytorch.ops.sequential": _of(ops, "Sequential"),
     "pytorch.optimizers": _of(optimizers, *optimizers.__all__),
+    "pytorch.optimizers.fused_adam": _of(optimizers, "FusedAdam"),
+    "pytorch.optimizers.fused_sgd": _of(optimizers, "FusedSGD"),
+    "pytorch.optimizers.multi_tensor_apply": _of(optimizers, "MultiTensorApply", "multi_tensor_applier"),
     "pytorch.permutation": _PERMUTATION,
     "pytorch.quantization": _QUANTIZATION,
     "pytorch.quantized_tensor": _QUANTIZED,
@@ -255,6 +261,12 @@ MODULES: dict[str, Names] = {
     "pytorch.tensor.mxfp8_tensor": _MXFP8,
     "pytorch.tensor.nvfp4_tensor": _NVFP4,
     "pytorch.tensor.quantized_tensor": _QUANTIZED,
+    "pytorch.tensor.storage": _STORAGE,
+    "pytorch.tensor.storage.float8_blockwise_tensor_storage": _of(tensors, "Float8BlockwiseQTensorStorage"),
+    "pytorch.tensor.storage.float8_tensor_storage": _of(tensors, "Float8TensorStorage"),
+    "pytorch.tensor.storage.grouped_tensor_storage": _of(tensors, "GroupedTensorStorage"),
+    "pytorch.tensor.storage.mxfp8_tensor_storage": _of(tensors, "MXFP8TensorStorage"),
+    "pytorch.tensor.storage.nvfp4_tensor_storage": _of(tensors, "NVFP4TensorStorage"),
     "pytorch.tensor.utils": {},
     "pytorch.transformer": _of(nn, "TransformerLayer"),
     "pytorch.utils": {**_DEVICE, **_GLU},
