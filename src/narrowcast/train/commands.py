@@ -1,4 +1,4 @@
-"""The commands `train`, `bench`, `compare`, `generate`, `demo`, `presets` and `doctor`."""
+"""The commands `train`, `bench`, `plan`, `compare`, `generate`, `demo`, `presets` and `doctor`."""
 
 from dataclasses import asdict, replace
 from json import dumps
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from .._version import __version__
 from ..bench.command import bench
+from ..plan.command import plan
 from . import options as o
 from .atomic import writing_into
 from .comparison import compare_runs, write_comparison
@@ -250,6 +251,7 @@ def demo(
 
 
 app.command()(bench)
+app.command()(plan)
 
 
 @app.command()

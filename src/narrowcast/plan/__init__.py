@@ -1,0 +1,19 @@
+"""What training costs on many GPUs, on paper: memory, bytes on the wire and time of a step, from measured rates."""
+
+from .estimate import Estimate, estimate
+from .hardware import GPUS, RECIPES, Gpu
+from .layout import Layout, plan
+from .models import MODELS, Model, find_model
+
+__all__ = [
+    "GPUS",
+    "MODELS",
+    "RECIPES",
+    "Estimate",
+    "Gpu",
+    "Layout",
+    "Model",
+    "estimate",
+    "find_model",
+    "plan",
+]

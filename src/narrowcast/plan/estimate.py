@@ -1,0 +1,338 @@
+"""The model of one training step: what a GPU holds, sends, and does in which time. Formulas: ``docs/scaling.md``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from math import ceil
+from typing import Any
+
+from .hardware import ATTENTION, ELEMENTWISE, GIB, HOST, RECIPES, STOLEN, Gpu, Rates, find_rates
+from .models import Model
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is spread: ``gpus = fsdp x tp x pp x cp``, experts over ``ep`` of the fsdp x cp ranks.
+
+    ``stages`` are the virtual pipeline stages of a rank, ``micro_batch`` the sequences of a microbatch, ``batch`` the
+    tokens of a step over all GPUs. ``state`` are the bytes of a weight, its gradient and its optimizer state, as they
+    are sharded. ``overlap_experts``: the exchange of experts runs beside computation and sends a token once to a host
+    and to at most four of them, as DeepSeek-V3 does.
+    """
+
+    gpus: int
+    batch: int
+    length: int = 8192
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    stages: int = 1
+    micro_batch: int = 1
+    recompute: bool = False
+    fp8_gather: bool = False
+    overlap_experts: bool = False
+    state: tuple[float, float, float] = (4.0, 4.0, 8.0)
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share a parameter's shards."""
+        return self.gpus // (self.tp * self.pp * self.cp)
+
+    @property
+    def micro_batches(self) -> int:
+        """Microbatches of a step on one rank."""
+        return self.batch // (self.length * self.fsdp * self.micro_batch)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a microbatch that one rank of tensor parallelism has."""
+        return self.length * self.micro_batch / self.cp
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of a weight that FSDP gathers: codes, scales of 128 x 128 tiles being next to nothing."""
+        return 1.0 if self.fp8_gather else 2.0
+
+    def __str__(self) -> str:
+        parts = {"FSDP": self.fsdp, "TP": self.tp, "PP": self.pp, "CP": self.cp, "EP": self.ep}
+        return " x ".join(f"{n} {v}" for n, v in parts.items() if v > 1 or n in ("FSDP", "TP", "PP"))
+
+
+@dataclass
+class Estimate:
+    """A step on one GPU: bytes held, bytes received per step, seconds per step; ``seconds`` are the exposed parts."""
+
+    model: str
+    recipe: str
+    layout: Layout
+    memory: dict[str, float] = field(default_factory=dict)
+    wire: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    tokens_per_second: float = 0.0  # of one GPU
+    mfu: float = 0.0
+
+    @property
+    def total_memory(self) -> float:
+        """Bytes held at the peak."""
+        return sum(self.memory.values())
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """All numbers, with the totals."""
+        layout = {**asdict(self.layout), "fsdp": self.layout.fsdp, "micro_batches": self.layout.micro_batches}
+        totals = {"memory_total": self.total_memory, "wire_total": sum(self.wire.values()), "step": self.step}
+        return {**asdict(self), "layout": layout, **totals}
+
+
+def check(model: Model, layout: Layout, recipe: str) -> None:
+    """Raise ValueError for a layout that does not divide, naming the value and what it must be."""
+    for name in ("gpus", "batch", "length", "tp", "pp", "cp", "ep", "stages", "micro_batch"):
+        if getattr(layout, name) < 1:
+            raise ValueError(f"{name} is {getattr(layout, name)}; it must be at least 1")
+    groups = layout.tp * layout.pp * layout.cp
+    if layout.gpus % groups:
+        raise ValueError(
+            f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} does not divide {layout.gpus} GPUs"
+        )
+    rules = (
+        (layout.tp > HOST or model.heads % layout.tp, f"tp must divide the heads and be at most {HOST}"),
+        (
+            layout.pp > model.layers or layout.stages > ceil(model.layers / layout.pp),
+            f"pp x stages ({layout.pp} x {layout.stages}) leaves stages without one of the {model.layers} layers",
+        ),
+        (layout.ep > 1 and not model.experts, f"{model.name} has no experts; leave ep at 1"),
+        (model.experts and model.experts % layout.ep, f"ep must divide the {model.experts} experts"),
+        (layout.fsdp * layout.cp % layout.ep, "ep must divide the ranks of fsdp x cp"),
+        (
+            layout.micro_batches < 1,
+            f"{layout.batch} tokens are fewer than one microbatch per data-parallel rank needs "
+            f"({layout.fsdp * layout.micro_batch * layout.length}); raise the batch, tp or pp",
+        ),
+        (layout.fp8_gather and recipe == "bf16", "an FP8 gather needs an FP8 recipe"),
+    )
+    for broken, rule in rules:
+        if broken:
+            raise ValueError(f"layout {layout} on {layout.gpus} GPUs: {rule}")
+
+
+def estimate(model: Model, layout: Layout, recipe: str, gpu: Gpu) -> Estimate:
+    """Estimate a step.
+
+    Returns:
+        memory, bytes received and seconds by part, of one GPU.
+
+    Raises:
+        ValueError: a layout that does not divide, or a recipe without rates. Whether it fits is the caller's question.
+    """
+    rates = find_rates(recipe)
+    check(model, layout, recipe)
+    result = Estimate(model.name, recipe, layout)
+    result.memory = _memory(model, layout, rates)
+    result.wire, exposed, hidden = _traffic(model, layout, rates, gpu)
+    work = _work(model, layout, rates, gpu)
+    forward = sum(work.values()) / (4 if layout.recompute else 3)
+    late = {name: max(0.0, seconds - window * forward) for name, (seconds, window) in hidden.items()}
+    # What is overlapped takes multiprocessors from the GEMMs beside it.
+    slowed = STOLEN * sum(seconds - late[name] for name, (seconds, _) in hidden.items())
+    busy = {**work, "slowed by overlap": slowed, **{f"exposed: {name}": t for name, t in exposed.items()}}
+    for name, seconds in late.items():
+        busy[f"exposed: {name}"] = busy.get(f"exposed: {name}", 0.0) + seconds
+    bubble = (layout.pp - 1) / (layout.micro_batches * layout.stages) * sum(busy.values())
+    shards = _shards(model, layout)
+    sweep = shards * (3 * layout.state[0] + layout.state[1] + 2 * layout.state[2]) / gpu.copy
+    result.seconds = {**busy, "pipeline bubble": bubble, "optimizer": sweep}
+    # What is left of a batch that does not divide is not trained.
+    result.tokens_per_second = layout.micro_batches * layout.tokens / layout.tp / layout.pp / result.step
+    result.mfu = result.tokens_per_second * model.flops(layout.length) / gpu.peak
+    return result
+
+
+def _weights(model: Model, layout: Layout) -> tuple[float, float, float]:
+    """Weights of the largest pipeline rank, unsharded by FSDP: layers, experts, embedding and head."""
+    layers = ceil(model.layers / layout.pp)
+    mixtures = min(model.moe_layers, layers)
+    ends = (2 if layout.pp == 1 else 1) * model.dim * model.vocabulary / layout.tp
+    return (
+        layers * model.layer_weights / layout.tp,
+        mixtures * model.expert_weights / (layout.ep * layout.tp),
+        ends,
+    )
+
+
+def _shards(model: Model, layout: Layout) -> float:
+    """Weights that one GPU owns."""
+    layers, experts, ends = _weights(model, layout)
+    ranks = layout.fsdp * layout.cp
+    return (layers + ends) / ranks + experts / (ranks // layout.ep)
+
+
+def _memory(model: Model, layout: Layout, rates: Rates) -> dict[str, float]:
+    layers, experts, ends = _weights(model, layout)
+    count = ceil(model.layers / layout.pp)
+    shards = _shards(model, layout)
+    gathered = layout.gathered
+    memory = {f"{name} shards": shards * size for name, size in zip(("parameter", "gradient"), layout.state)}
+    memory["optimizer state"] = shards * layout.state[2]
+    # Without a pipeline two layers are gathered at a time and one has gradients; with one, all stay for the whole step,
+    # and their gradients, in the state's precision, until they are scattered. One rank gathers nothing.
+    whole = layers + experts + ends
+    one = (layers + experts) / count * (layout.fsdp * layout.cp > 1)
+    memory["gathered parameters"] = 2 * one * gathered if layout.pp == 1 else whole * gathered
+    full = one * 2.0 if layout.pp == 1 else whole * layout.state[1] - memory["gradient shards"]
+    memory["full gradients"] = max(0.0, full)
+    rows = layout.tokens / layout.tp
+    saved = _saved(model, rates)
+    in_flight = min(layout.micro_batches, layout.pp) + (layout.pp - 1) / layout.stages * (layout.stages > 1)
+    in_flight = min(in_flight, layout.micro_batches)
+    kept = 2.0 * model.dim if layout.recompute else saved
+    memory["activations"] = rows * (kept * count * in_flight + (saved if layout.recompute else 0.0))
+    working = rows * 2 * (2 * model.dim + 2 * model.active_hidden)
+    memory["logits, or a layer's gradients"] = max(rows * model.vocabulary * 6.0, working)
+    if layout.micro_batches == 1:  # gradients come as activations go
+        memory["not at the same time"] = -min(
+            memory["gradient shards"] + memory["full gradients"], memory["activations"]
+        )
+    return memory
+
+
+def _saved(model: Model, rates: Rates) -> float:
+    """Bytes that one layer keeps of one token for its backward; linear layers keep their input in the codes."""
+    d, f, k = model.dim, model.active_hidden, model.kv_heads * model.head_dim
+    h, q = model.heads * model.head_dim, model.heads * model.key_dim
+    copies = model.active_experts + model.shared_experts if model.experts else 1
+    own = 2.0 * (
+        2 * d + q + 2 * k + h + 2 * f
+    )  # inputs of both norms, queries, keys, values, output, gate and up
+    linear = d + d * copies + f  # inputs of the projections and of the feed-forward layer's two
+    return own + linear * rates.code + (0.0 if rates.code == 2 else h * rates.code)
+
+
+def _work(model: Model, layout: Layout, rates: Rates, gpu: Gpu) -> dict[str, float]:
+    """Seconds of computation in a step of one GPU, with the layers of the largest stage."""
+    rows = layout.tokens * layout.micro_batches / layout.tp
+    passes = (4 if layout.recompute else 3) / 3
+    layers = rows * ceil(model.layers / layout.pp)
+    forward = 2 * model.active_layer_weights
+    gemm = forward * (1 / rates.fprop * (2 if layout.recompute else 1) + 1 / rates.dgrad + 1 / rates.wgrad)
+    head = 6 * model.dim * model.vocabulary / layout.pp / RECIPES["bf16"].fprop
+    moved = ELEMENTWISE * gpu.copy
+    d, f, h = model.dim, model.active_hidden, model.heads * model.head_dim
+    k, copies = model.kv_heads * model.head_dim, model.active_experts
+    # Norms and residuals, SwiGLU, rotary embeddings; permuting the copies for the experts, and back.
+    elements = 20 * d + 9 * f + 4 * (h + k) + 10 * d * copies
+    grads = h + 2 * k + 2 * d + 2 * f + d * copies
+    quantized = (2 * d + h + f + d * copies + grads) * rates.quantize * rows
+    # FSDP's copies: out of the gathered bytes twice, into the reduction; weights are quantized in both directions.
+    weights, experts, _ = _weights(model, layout)
+    rounds = layout.micro_batches if layout.pp == 1 else 1
+    copied = (weights + experts) * rounds * (4 * layout.gathered + 6)
+    casts = (weights + experts) * layout.micro_batches * rates.quantize * (0.5 if layout.fp8_gather else 1.5)
+    return {
+        "GEMMs": layers * gemm + rows * head,
+        "attention": layers * 3 * model.attention_flops(layout.length) * passes / ATTENTION,
+        "quantizing": (quantized * ceil(model.layers / layout.pp) * passes + casts) / moved,
+        "norms, activations, copies": (
+            layers * 2 * elements * passes
+            + rows * model.vocabulary * 12 / layout.pp
+            + copied * (layout.fsdp > 1)
+        )
+        / moved,
+    }
+
+
+def _traffic(
+    model: Model, layout: Layout, rates: Rates, gpu: Gpu
+) -> tuple[dict[str, float], dict[str, float], dict[str, tuple[float, float]]]:
+    """Bytes received per step; seconds that nothing hides; seconds to hide, and in how many forwards' time."""
+    rows = layout.tokens * layout.micro_batches
+    layers, experts, ends = _weights(model, layout)
+    count = ceil(model.layers / layout.pp)
+    wire: dict[str, float] = {}
+    exposed: dict[str, float] = {}
+    hidden: dict[str, tuple[float, float]] = {}
+
+    ranks, expert_ranks = layout.fsdp * layout.cp, layout.fsdp * layout.cp // layout.ep
+    rounds = layout.micro_batches if layout.pp == 1 else 1
+    gathers = rounds * (2 if layout.pp == 1 else 1)
+    dense, mixed, rest = layers * _others(ranks), experts * _others(expert_ranks), ends * _others(ranks)
+    wire["FSDP all-gather"] = gathers * ((dense + mixed) * layout.gathered + rest * 2)
+    wire["FSDP reduce-scatter"] = rounds * (dense + mixed + rest) * 4
+    # Ranks that hold the same experts lie further apart, so fewer of a host's cards serve each of their rings.
+    seconds = (dense * (gathers * layout.gathered + rounds * 4) + rest * (gathers * 2 + rounds * 4)) / _ring(
+        ranks, layout.tp, gpu
+    ) + mixed * (gathers * layout.gathered + rounds * 4) / _ring(expert_ranks, layout.tp * layout.ep, gpu)
+    # The first gather and the last reduction have nothing beside them; the rest has a forward, or a backward.
+    first = seconds / (gathers + 2 * rounds) / count if seconds else 0.0
+    exposed["FSDP"] = 3 * first / max(rounds, 1) * (layout.pp == 1)
+    hidden["FSDP"] = (seconds - exposed["FSDP"], 3.0 if layout.pp == 1 else 1.0)
+
+    if layout.tp > 1:
+        piece = rows * model.dim * _others(layout.tp) * count
+        again = 2 if layout.recompute else 1
+        # Gathered: the inputs of two pairs of layers, their gradients, and the inputs again for wgrad.
+        # Reduced: as many, in bf16. A recomputed forward does both once more.
+        wire["TP/SP collectives"] = piece * ((2 * again + 4) * rates.code + (2 * again + 2) * 2)
+        exposed["TP/SP"] = wire["TP/SP collectives"] / gpu.link
+    if layout.cp > 1:
+        whole = (
+            layout.length * layout.micro_batch * layout.micro_batches * 2 * model.kv_heads * model.head_dim
+        )
+        wire["CP keys and values"] = count * whole / layout.tp * _others(layout.cp) * 2 * 3
+        exposed["CP"] = wire["CP keys and values"] / min(gpu.link, gpu.network * max(1, HOST // layout.tp))
+    if layout.ep > 1:
+        _experts(
+            model, layout, rates, gpu, rows * count * model.moe_layers / model.layers, wire, exposed, hidden
+        )
+    if layout.pp > 1:
+        wire["pipeline sends"] = rows * model.dim / layout.tp * 2 * 2 * layout.stages
+        hidden["pipeline"] = (wire["pipeline sends"] / gpu.network, 3.0)
+    return wire, exposed, hidden
+
+
+def _experts(
+    model: Model,
+    layout: Layout,
+    rates: Rates,
+    gpu: Gpu,
+    rows: float,
+    wire: dict[str, float],
+    exposed: dict[str, float],
+    hidden: dict[str, tuple[float, float]],
+) -> None:
+    """The all-to-all of experts: codes to them, bf16 back, and both ways once more in bf16 in the backward."""
+    hosts = max(1, layout.ep * layout.tp // HOST)
+    near = _others(min(layout.ep, HOST // layout.tp)) / hosts
+    far = 1 - 1 / hosts
+    copies = float(model.active_experts)
+    again = rates.code + 2 if layout.recompute else 0.0
+    size = model.dim / layout.tp * (rates.code + 6 + again) * rows
+    over_hosts = (min(copies, 4.0, hosts) if layout.overlap_experts else copies) * far * size
+    inside = copies * ((1 - 1 / HOST) if layout.overlap_experts and hosts > 1 else near) * size
+    wire["expert all-to-all"] = over_hosts + inside
+    seconds = over_hosts / gpu.network + inside / gpu.link
+    if layout.overlap_experts:
+        hidden["experts"] = (max(over_hosts / gpu.network, inside / gpu.link), 3.0)
+    else:
+        exposed["experts"] = seconds
+
+
+def _others(ranks: int) -> float:
+    """Share of a gathered tensor that comes from other ranks."""
+    return (ranks - 1) / ranks
+
+
+def _ring(ranks: int, inner: int, gpu: Gpu) -> float:
+    """Bytes per second of a ring whose ranks lie ``inner`` GPUs apart: a host's ring has a card for each rank in it."""
+    if ranks * inner <= HOST:
+        return gpu.link
+    return min(gpu.link, gpu.network * max(1, HOST // inner))
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB."""
+    return f"{size / GIB:,.1f} GiB"

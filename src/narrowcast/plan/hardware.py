@@ -1,0 +1,66 @@
+"""Rates of GPUs, networks and recipes; ``docs/scaling.md`` has the source of each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TERA, GIGA, GIB = 1e12, 1e9, 2.0**30
+
+
+class Gpu(NamedTuple):
+    """One GPU and its share of the networks; bytes per second and direction, as they are reached."""
+
+    name: str
+    memory: float  # bytes that a program can hold
+    peak: float  # dense bf16 operations per second of the data sheet: what MFU divides by
+    copy: float  # bytes per second of a device copy, read and written
+    link: float  # NVLink, in one host
+    network: float  # InfiniBand, of the one card that a GPU has
+
+
+GPUS = {
+    "h100": Gpu("h100", 78 * GIB, 989 * TERA, 2.95 * TERA, 360 * GIGA, 40 * GIGA),
+    "h200": Gpu("h200", 139 * GIB, 989 * TERA, 4.25 * TERA, 360 * GIGA, 40 * GIGA),
+    "h800": Gpu("h800", 78 * GIB, 989 * TERA, 2.95 * TERA, 160 * GIGA, 40 * GIGA),
+}
+HOST = 8  # GPUs that NVLink joins
+
+
+class Rates(NamedTuple):
+    """What a recipe does to a step."""
+
+    fprop: float  # operations per second of a GEMM
+    dgrad: float
+    wgrad: float
+    code: float  # bytes of an element of an operand
+    quantize: float  # bytes moved per element that is quantized in both directions
+
+
+RECIPES = {
+    "bf16": Rates(690 * TERA, 690 * TERA, 690 * TERA, 2.0, 0.0),
+    "delayed": Rates(1320 * TERA, 1270 * TERA, 1270 * TERA, 1.0, 4.0),
+    "current": Rates(1320 * TERA, 1270 * TERA, 1270 * TERA, 1.0, 6.0),
+    "block": Rates(1120 * TERA, 1120 * TERA, 925 * TERA, 1.03, 4.06),
+}
+ATTENTION = (
+    350 * TERA
+)  # operations per second of attention in bf16, forward and backward, causal ones counted
+ELEMENTWISE = 0.75  # share of a copy's bandwidth that norms, activations and quantizing reach
+STOLEN = 20 / 132  # share of the multiprocessors that communication takes while it is overlapped
+RESERVE = 0.92  # share of the memory that a plan may fill
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a GPU; ValueError for an unknown name."""
+    if name not in GPUS:
+        raise ValueError(f"unknown GPU {name!r}; --gpu takes one of {', '.join(GPUS)}")
+    return GPUS[name]
+
+
+def find_rates(recipe: str) -> Rates:
+    """Return the rates of a recipe; ValueError for one without GEMMs on these GPUs."""
+    if recipe not in RECIPES:
+        raise ValueError(
+            f"no measured rates for recipe {recipe!r} on these GPUs; --recipe takes one of {', '.join(RECIPES)}"
+        )
+    return RECIPES[recipe]

@@ -1,0 +1,121 @@
+"""Shapes of published models, and the parameters and operations that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder: ``layers`` blocks of attention and a gated feed-forward layer, an embedding and a head of their own.
+
+    With ``experts`` the feed-forward layers behind the first ``dense_layers`` are mixtures: ``active_experts`` of width
+    ``expert_hidden`` see each token, and ``shared_experts`` see all. ``attention`` is the number of weights of one
+    layer's projections where they are not the four of grouped queries (latent attention).
+    """
+
+    name: str
+    layers: int
+    dim: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    head_dim: int = 128  # of the values
+    key_dim: int = 128  # of queries and keys
+    attention: int = 0
+    experts: int = 0
+    active_experts: int = 0
+    shared_experts: int = 0
+    expert_hidden: int = 0
+    dense_layers: int = 0
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of the projections of one layer."""
+        own = self.dim * (self.heads * (self.key_dim + self.head_dim) + self.kv_heads * 2 * self.head_dim)
+        return self.attention or own
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers that hold experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of the routed experts of one layer."""
+        return 3 * self.dim * self.expert_hidden * self.experts
+
+    @property
+    def layer_weights(self) -> float:
+        """Weights of a layer, the mean over all, without routed experts."""
+        mixture = self.dim * (3 * self.expert_hidden * self.shared_experts + self.experts)
+        forward = (self.layers - self.moe_layers) * 3 * self.dim * self.hidden + self.moe_layers * mixture
+        return self.attention_weights + forward / self.layers
+
+    @property
+    def active_layer_weights(self) -> float:
+        """Weights of a layer that one token is multiplied with, the mean over all layers."""
+        routed = 3 * self.dim * self.expert_hidden * self.active_experts
+        return self.layer_weights + routed * self.moe_layers / self.layers
+
+    @property
+    def active_hidden(self) -> float:
+        """Width of the feed-forward layer that one token sees, the mean over all layers."""
+        mixture = self.expert_hidden * (self.active_experts + self.shared_experts)
+        return ((self.layers - self.moe_layers) * self.hidden + self.moe_layers * mixture) / self.layers
+
+    @property
+    def parameters(self) -> float:
+        """All weights, embedding and head among them; norms are left out."""
+        return (
+            self.layers * self.layer_weights
+            + self.moe_layers * self.expert_weights
+            + 2 * self.dim * self.vocabulary
+        )
+
+    def attention_flops(self, length: int) -> float:
+        """Operations of causal attention, per token and layer, forward: half of the full matrix."""
+        return length * self.heads * (self.key_dim + self.head_dim)
+
+    def flops(self, length: int) -> float:
+        """Operations a token of a step needs, forward and backward, without recomputation; what MFU counts."""
+        weights = self.layers * self.active_layer_weights + self.dim * self.vocabulary
+        return 6 * weights + 3 * self.layers * self.attention_flops(length)
+
+
+# Llama 3: arXiv 2407.21783, table 3. DeepSeek-V3: arXiv 2412.19437, section 4.2; without the extra module that predicts
+# a second token. Its latent attention has 1536 dims for queries, 512 for keys and values, 64 rotary ones.
+_LATENT = 7168 * 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 * 128 * 256 + 128 * 128 * 7168
+MODELS = {
+    "8b": Model("8b", 32, 4096, 14336, 32, 8, 128256),
+    "70b": Model("70b", 80, 8192, 28672, 64, 8, 128256),
+    "405b": Model("405b", 126, 16384, 53248, 128, 8, 128256),
+    "671b": Model(
+        "671b",
+        61,
+        7168,
+        18432,
+        128,
+        128,
+        129280,
+        key_dim=192,
+        attention=_LATENT,
+        experts=256,
+        active_experts=8,
+        shared_experts=1,
+        expert_hidden=2048,
+        dense_layers=3,
+    ),
+}
+
+
+def find_model(name: str) -> Model:
+    """Return the shape of a published model.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}; --model takes one of {', '.join(MODELS)}")
+    return MODELS[name]

@@ -1,0 +1,45 @@
+"""An estimate as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.table import Table
+
+from .estimate import Estimate, gib
+
+GIGA = 1e9
+
+
+def title(result: Estimate, gpu: str) -> str:
+    """What was planned, in a line."""
+    layout = result.layout
+    return (
+        f"{result.model}, {result.recipe}, {layout.gpus} {gpu}: {layout}; {layout.micro_batches} microbatches of "
+        f"{layout.micro_batch} x {layout.length} tokens"
+        + (f", {layout.stages} stages a rank" if layout.pp > 1 else "")
+        + (", FP8 gather" if layout.fp8_gather else "")
+        + (", recomputing" if layout.recompute else "")
+    )
+
+
+def tables(result: Estimate) -> list[Table]:
+    """Memory, bytes received and time of a step, part by part, of one GPU."""
+    step = result.step
+    return [
+        _table("held", result.memory, gib, result.total_memory),
+        _table(
+            "received per step", result.wire, lambda size: f"{size / GIGA:,.1f} GB", sum(result.wire.values())
+        ),
+        _table("time of a step", result.seconds, lambda t: f"{t:,.3f} s {t / step:6.1%}", step),
+    ]
+
+
+def _table(name: str, parts: dict[str, float], told: Callable[[float], str], total: float) -> Table:
+    table = Table(show_edge=False, pad_edge=False, show_footer=True)
+    table.add_column(name, footer="total")
+    table.add_column("per GPU", footer=told(total), justify="right")
+    for part, value in parts.items():
+        if value:
+            table.add_row(part, told(value))
+    return table
