@@ -197,8 +197,13 @@ class TestAccelerate:
     """accelerate's own path through Transformer Engine, as it is."""
 
     @pytest.fixture
-    def accelerate(self, te: Any) -> Any:
-        return pytest.importorskip("accelerate", reason="needs accelerate: pip install 'narrowcast[hf]'")
+    def accelerate(self, te: Any) -> Iterator[Any]:
+        yield pytest.importorskip("accelerate", reason="needs accelerate: pip install 'narrowcast[hf]'")
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(
+            reset_partial_state=True
+        )  # one per process: other tests want another precision
 
     def model(self) -> torch.nn.Module:
         torch.manual_seed(0)
