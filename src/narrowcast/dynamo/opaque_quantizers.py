@@ -30,6 +30,7 @@ _MEMBERS = (
     "_is_current",
     "_is_delayed",
     "_is_stochastic",
+    "_joins",
     "_minimum_rank",
     "_resolve_storage_cls",
     "_result_name",

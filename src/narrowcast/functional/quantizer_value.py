@@ -54,6 +54,9 @@ class QuantizerValue(_opaque.OpaqueBase):
     _needs_amax: ClassVar[bool] = False
     """Whether all of the tensor must be seen before any of it can be encoded."""
 
+    _shares_amax: ClassVar[bool] = False
+    """Whether it can quantize by an amax that processes have reduced."""
+
     def __eq__(self, other: object) -> bool:
         return self is other
 
@@ -78,6 +81,20 @@ class QuantizerValue(_opaque.OpaqueBase):
     def _is_delayed(self) -> bool:
         """Whether it quantizes with a scale from state, by ``_encode_scaled``, and not at all without one."""
         return False
+
+    def _joins(self: Any) -> tuple[bool, tuple[str, str], bool]:
+        """How rows that several processes quantize join: (by a common amax, ``Layout.joins``, ``joins_aligned``).
+
+        Traced code asks for it, and may not see a ``Layout`` of a quantizer that is a constant of the graph.
+        """
+        try:
+            layout = self._format_layout()
+        except NotImplementedError:
+            return False, ("", ""), False
+        shares = "s" in "".join(layout.joins) and not self._is_delayed()
+        if shares and not self._shares_amax:
+            return False, ("", ""), False
+        return shares, ("", "") if self.optimize_for_gemm else layout.joins, layout.joins_aligned
 
     def _directions(self) -> list[bool]:
         """Directions it produces, in order: False for row-wise, True for column-wise."""

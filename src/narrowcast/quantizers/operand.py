@@ -16,7 +16,6 @@ from torch import Tensor
 from ..functional import draw_seed, quantize
 from ..tensors import QuantizedTensor, QuantizedTensorStorage, storage_of
 from ..tensors.storage import resolve_storage_class
-from .amax_reduction import AmaxReducing
 from .quantizer import Quantizer
 
 
@@ -69,7 +68,10 @@ class Operand:
         quantizer = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         storage = resolve_storage_class(quantizer._storage_name)
         names = storage.buffer_attributes(rowwise, columnwise)
-        shared, joins, aligned = _joining(quantizer)
+        shares, joins, aligned = quantizer._joins()
+        shared = quantizer.replace(with_amax_reduction=True) if shares else None
+        if shared is not None:
+            shared._seal()
         return Operand(
             quantizer,
             quantizer._value_text(),
@@ -107,22 +109,6 @@ class Operand:
         # by name: the compiler can make instances of a class it finds in a global, not of one it read off a quantizer
         storage = resolve_storage_class(self.storage_name)
         return storage.from_buffers(buffers, any(self.rowwise), any(self.columnwise), self.quantizer, dtype)
-
-
-def _joining(quantizer: Quantizer) -> tuple[Quantizer | None, tuple[str, str], bool]:
-    """``shared``, ``joins`` and ``joins_aligned`` of an operand."""
-    shared: Quantizer | None = None
-    try:
-        layout = quantizer._format_layout()
-    except NotImplementedError:
-        return None, ("", ""), False
-    joins = layout.joins
-    if "s" in joins[0] + joins[1] and not quantizer._is_delayed():
-        if not isinstance(quantizer, AmaxReducing):
-            return None, ("", ""), False
-        shared = quantizer.replace(with_amax_reduction=True)
-        shared._seal()
-    return shared, ("", "") if quantizer.optimize_for_gemm else joins, layout.joins_aligned
 
 
 def buffers_of(storage: QuantizedTensorStorage) -> OperandBuffers:
