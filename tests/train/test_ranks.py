@@ -14,6 +14,7 @@ from distributed.ranks_checks import of_all, run_checks
 
 from narrowcast import cli
 from narrowcast.testing import TOLERANCES
+from narrowcast.train.checkpoint import load
 from narrowcast.train.config import TrainConfig
 from narrowcast.train.errors import SettingsError
 from narrowcast.train.ranks import require_ranks
@@ -29,7 +30,8 @@ CASES = {
     "delayed": "--recipe delayed",
     "tied": "--recipe bf16 --tie-embeddings --accumulate 2 --recompute",
 }
-MODES = ("fsdp",)
+ROUNDING = 0.1  # of one step after the other; rows in a wrong order are off by more than 1
+MODES = ("fsdp", "tp", "fsdp+tp")  # the last with two that split each block
 
 
 def train(folder: str | Path, name: str, case: str, *more: str) -> int:
@@ -76,6 +78,18 @@ def result(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / name / "result.json").read_text())
 
 
+def distance(folder: Path, found: str, wanted: str) -> float:
+    """How far weights, moments and scales of two runs are from each other: the largest relative one."""
+    ours, theirs = (load(folder / name / "checkpoints" / "step-00000006").tensors for name in (found, wanted))
+    assert [list(ours[part]) for part in ours] == [list(theirs[part]) for part in theirs]
+    return max(
+        float((ours[part][name] - value).norm() / value.norm().clamp_min(1e-12))
+        for part in theirs
+        for name, value in theirs[part].items()
+        if value.is_floating_point()
+    )
+
+
 def assert_same_losses(folder: Path, found: str, wanted: str) -> None:
     ours, theirs = result(folder, found)["history"], result(folder, wanted)["history"]
     tolerance = TOLERANCES["training_loss"].relative
@@ -90,6 +104,7 @@ def assert_same_losses(folder: Path, found: str, wanted: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_have_the_losses_of_one(case: str, mode: str, runs: Path) -> None:
     assert_same_losses(runs, f"{case}-{mode}", case)
+    assert distance(runs, f"{case}-{mode}", case) < ROUNDING
     found = result(runs, f"{case}-{mode}")
     assert found["parallel"] == {"mode": mode, "processes": 2}
     assert found["parameters"] == result(runs, case)["parameters"]
@@ -102,11 +117,36 @@ def test_each_goes_on_from_the_other(case: str, mode: str, runs: Path, capfd: py
     half = result(runs, case)["history"]["train"][:3]
     assert result(runs, f"{case}-{mode}-resumed")["history"]["train"][:3] == half
     assert_same_losses(runs, f"{case}-{mode}-resumed", case)
+    assert distance(runs, f"{case}-{mode}-resumed", case) < ROUNDING
     back = f"{case}-{mode}-one"
     cut(runs, f"{case}-{mode}", back)
     assert train(runs, back, case, "--resume") == 0
     assert "made with processes 2, this is processes 1" in capfd.readouterr().err
     assert_same_losses(runs, back, f"{case}-{mode}")
+    assert distance(runs, back, f"{case}-{mode}") < ROUNDING
+
+
+def checks_of_four(folder: str) -> dict[str, Any]:
+    """Two ranks split each block, and two of such share parameters and batches."""
+    words = ("--parallel", "fsdp+tp")
+    return {
+        "four": lambda: train(folder, "delayed-four", "delayed", *words),
+        "resumed": lambda: train(folder, "delayed-resumed-by-four", "delayed", *words, "--resume"),
+    }
+
+
+@needs_ranks
+@pytest.mark.slow
+def test_a_mesh_of_two_by_two(runs: Path, tmp_path: Path) -> None:
+    cut(runs, "delayed-fsdp", "half")
+    for name, new in (("half", "delayed-resumed-by-four"), ("delayed", "delayed")):
+        shutil.copytree(runs / name, tmp_path / new)
+    shutil.copy(runs / "text.txt", tmp_path)
+    results = run_checks(checks_of_four, tmp_path, 4)
+    assert of_all(results, "four") == of_all(results, "resumed") == [0] * 4
+    for name in ("delayed-four", "delayed-resumed-by-four"):
+        assert_same_losses(tmp_path, name, "delayed")
+        assert distance(tmp_path, name, "delayed") < ROUNDING
 
 
 @needs_ranks
@@ -124,7 +164,11 @@ def test_generating_from_a_run_of_two(runs: Path, capsys: pytest.CaptureFixture)
             "--parallel fsdp",
             r"torchrun; run: torchrun --nproc-per-node 2 -m narrowcast train --device cpu --parallel fsdp",
         ),
-        (2, "--parallel ddp", r"unknown mode 'ddp'; --parallel takes fsdp"),
+        (2, "--parallel ddp", r"unknown mode 'ddp'; --parallel takes fsdp, tp, fsdp\+tp"),
+        (2, "--parallel tp --tp-size 2", r"--parallel tp has none to choose; use --parallel fsdp\+tp"),
+        (2, "--parallel fsdp+tp --tp-size 4", r"--tp-size is 4; it must divide the 2 processes"),
+        (4, "--parallel tp", r"--kv-heads is 2, and --parallel tp splits it among 4 processes"),
+        (1, "--tp-size 2", r"--tp-size is 2, and --parallel is not given; add --parallel fsdp\+tp"),
         (2, "", r"torchrun started 2 processes, and --parallel is not given; add --parallel fsdp"),
         (2, "--parallel fsdp --compile", r"communicates between blocks.*add --by-block"),
         (

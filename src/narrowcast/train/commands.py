@@ -65,6 +65,7 @@ def train(
     resume: o.Resume = False,
     tensorboard: o.TensorBoard = False,
     parallel: o.Parallel = None,
+    tp_size: o.TpSize = None,
     device: o.Device = "auto",
     seed: o.Seed = TrainConfig.seed,
     seeds: o.Seeds = 1,
@@ -113,12 +114,12 @@ def train(
         require_compiler(config.device)
     elif by_block:
         raise SettingsError("--by-block says how to compile, and --compile is not given; add --compile")
-    require_ranks(config, parallel, command=context.obj)
+    require_ranks(config, parallel, tp_size, command=context.obj)
     corpus = load_corpus(data, seq_len=config.seq_len, tokens=tokens)
     check_recipes(config, recipes)
     configs = [replace(config, recipe=name, seed=seed + i) for name in recipes for i in range(_count(seeds))]
     kept: dict[str, Any] = {"tokenizer": tokens.content, "tensorboard": tensorboard}
-    with joined(config, parallel) as ranks, folder_of_all(out, ranks, resume=resume) as folder:
+    with joined(config, parallel, tp_size) as ranks, folder_of_all(out, ranks, resume=resume) as folder:
         progress = make_progress(Console(stderr=True), silent=not ranks.first)
         if len(configs) == 1:
             _train_one(folder, config, corpus, progress, resume=resume, told=out is None, ranks=ranks, **kept)

@@ -122,8 +122,11 @@ class Run:
             history = History.from_json(loaded.meta["history"])
             if len(history.train) != loaded.step:
                 raise checkpoint.DamagedCheckpoint(f"{len(history.train)} losses of {loaded.step} steps")
-            restore = snapshot.restore_shards if self.ranks.mode else snapshot.restore
-            restore(loaded.tensors, self.trainer.model, self.trainer.optimizer)
+            model, optimizer = self.trainer.model, self.trainer.optimizer
+            if self.ranks.mode:
+                snapshot.restore_shards(loaded.tensors, model, optimizer, self.trainer.orders)
+            else:
+                snapshot.restore(loaded.tensors, model, optimizer)
         except (*checkpoint.DAMAGE, RuntimeError) as error:  # RuntimeError: the state of a generator is none
             raise checkpoint.DamagedCheckpoint(f"{type(error).__name__}: {error}") from error
         self.history, self.saved_step = history, loaded.step
@@ -149,8 +152,11 @@ class Run:
 
     def _save(self, done: int) -> None:
         assert self.folder is not None
-        take = snapshot.take_shards if self.ranks.mode else snapshot.take
-        tensors = take(self.trainer.model, self.trainer.optimizer)
+        model, optimizer = self.trainer.model, self.trainer.optimizer
+        if self.ranks.mode:
+            tensors = snapshot.take_shards(model, optimizer, self.trainer.orders)
+        else:
+            tensors = snapshot.take(model, optimizer)
         if not self.ranks.first:
             return
         meta = {**self.meta, "history": self.history.to_json()}

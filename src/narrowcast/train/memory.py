@@ -22,18 +22,19 @@ def parameters_of(config: ModelConfig) -> int:
     return config.layers * block + tables + config.dim
 
 
-def require_memory(config: TrainConfig, ranks: int = 1) -> None:
+def require_memory(config: TrainConfig, ranks: int = 1, parts: int = 1) -> None:
     """Check the parts of a run that surely are in memory at once against what the machine has.
 
     Args:
         config: the run's settings.
-        ranks: processes that share them. Each builds the whole model before it keeps its part.
+        ranks: processes that share the parameters. Each builds the whole model before it keeps its part.
+        parts: parts that a batch is split in among them.
 
     Raises:
         SettingsError: one part alone is larger than the memory of the device; the message names its options.
     """
     room = _memory_of(config.device)
-    tokens = config.part_size * config.seq_len // ranks
+    tokens = config.part_size * config.seq_len // parts
     parts = (
         (
             "model with its optimizer",
@@ -43,7 +44,7 @@ def require_memory(config: TrainConfig, ranks: int = 1) -> None:
         ("scores of a batch", FLOAT * config.model.vocabulary * tokens, "--batch-size or --seq-len"),
         (
             "held-out batches",
-            2 * TOKEN * config.tokens_per_step * config.eval_batches // ranks,
+            2 * TOKEN * config.tokens_per_step * config.eval_batches // parts,
             "--eval-batches or --batch-size",
         ),
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Optional
 import typer
 
 from .presets import PRESETS
-from .ranks import MODES
+from .ranks import MODES, TP_SIZE
 from .recipes import CHOICES
 
 SHAPES = ", ".join(
@@ -54,6 +54,10 @@ Parallel = Annotated[
         f"Under torchrun: {', '.join(MODES)}. One run in all its processes; left out: one process.",
         default=False,
     ),
+]
+TpSize = Annotated[
+    SomeInt,
+    _option(f"Processes that split each block, with --parallel fsdp+tp; left out: {TP_SIZE}.", default=False),
 ]
 Device = Annotated[str, _option("auto, cpu or cuda.")]
 Preset = Annotated[str, _option(f"Shape, batch and schedule. {SHAPES}. All of it: narrowcast presets.")]

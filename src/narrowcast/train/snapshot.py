@@ -110,8 +110,13 @@ def _unshared(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return kept
 
 
-def take_shards(model: nn.Module, optimizer: Optimizer) -> TensorFiles:
+def take_shards(model: nn.Module, optimizer: Optimizer, orders: dict[str, Tensor]) -> TensorFiles:
     """Collect what `take` does of a model whose parameters are sharded, whole; every rank calls it.
+
+    Args:
+        model: its parameters and persistent buffers.
+        optimizer: its per-parameter state.
+        orders: the order that the rows of parameters are in, by name.
 
     Returns:
         as `take`, on the CPU, on the first rank; elsewhere nothing.
@@ -122,16 +127,24 @@ def take_shards(model: nn.Module, optimizer: Optimizer) -> TensorFiles:
     state, moments = get_state_dict(model, optimizer, options=options)
     if not state:
         return {}
+    backwards = {name: order.argsort() for name, order in orders.items()}
     training = {
-        f"{OPTIMIZER}.{name}.{key}": value
+        f"{OPTIMIZER}.{name}.{key}": _in_order(value, backwards.get(name))
         for name, values in moments["state"].items()
         for key, value in values.items()
     }
-    return {MODEL: {name: state[name] for name in _shapes(model)}, TRAINING: training | _generators()}
+    tensors = {name: _in_order(state[name], backwards.get(name)) for name in _shapes(model)}
+    return {MODEL: tensors, TRAINING: training | _generators()}
 
 
-def restore_shards(files: TensorFiles, model: nn.Module, optimizer: Optimizer) -> None:
+def restore_shards(
+    files: TensorFiles, model: nn.Module, optimizer: Optimizer, orders: dict[str, Tensor]
+) -> None:
     """Put this rank's part of collected state into a model and its optimizer; every rank calls it.
+
+    Args:
+        files, model, optimizer: as `restore` takes them.
+        orders: as `take_shards` takes them.
 
     Raises:
         DamagedCheckpoint, KeyError: as `restore`.
@@ -151,16 +164,21 @@ def restore_shards(files: TensorFiles, model: nn.Module, optimizer: Optimizer) -
     )
     for name, value in training.items():
         owner, _, kind = name.removeprefix(f"{OPTIMIZER}.").rpartition(".")
-        moments[owner][kind] = value
+        moments[owner][kind] = _in_order(value, orders.get(owner))
     options = dcp.StateDictOptions(
         full_state_dict=True, strict=False
     )  # strict would ask for the other names of tied ones
     groups = dcp.get_optimizer_state_dict(model, optimizer)["param_groups"]
-    dcp.set_model_state_dict(model, dict(tensors), options=options)
+    given = {name: _in_order(value, orders.get(name)) for name, value in tensors.items()}
+    dcp.set_model_state_dict(model, given, options=options)
     dcp.set_optimizer_state_dict(
         model, optimizer, {"state": moments, "param_groups": groups}, options=options
     )
     _set_generators(generators)
+
+
+def _in_order(value: Tensor, order: Tensor | None) -> Tensor:
+    return value if order is None or not value.ndim else value[order]
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

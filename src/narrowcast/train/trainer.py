@@ -12,7 +12,7 @@ from .config import TrainConfig
 from .data import Corpus, held_out_batches, train_batch
 from .memory import require_memory
 from .model import Decoder, next_token_loss
-from .ranks import ALONE, Ranks
+from .ranks import ALONE, Ranks, clip_gradients, mesh_of
 from .recipes import recipe_table, set_recipes
 from .schedule import learning_rate
 
@@ -44,12 +44,12 @@ class Trainer:
             device=config.device,
             emulate=config.emulate,
         )
-        require_memory(config, ranks.count)
+        require_memory(config, ranks.count, ranks.parts)
         torch.manual_seed(config.seed)
         # Built on the CPU, so that the weights of a seed are the same on every device.
         self.model = Decoder(config.model, config.seq_len, recompute=config.recompute).to(config.device)
         set_recipes(self.model, recipes)
-        ranks.shard(self.model, self.model.blocks)
+        self.orders = ranks.shard(self.model)
         delayed = any(isinstance(recipe, nc.recipe.DelayedScaling) for recipe in recipes.values())
         self._reduces_amax = delayed and ranks.count > 1
         self.optimizer = _make_optimizer(self.model, config)
@@ -87,16 +87,18 @@ class Trainer:
             self.ranks.sums_gradients(self.model, number == len(parts) - 1)
             if config.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            loss = self._forward(*part) / config.accumulate  # the parts are equal: their mean is the batch's
+            # the parts are equal: their mean is the batch's
+            loss = self._forward(*part) / (config.accumulate * self.ranks.parts)
             loss.backward()
             losses.append(loss.detach())
         if self._reduces_amax:
             nc.reduce_delayed_scaling(self.model)
-        nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        clip = clip_gradients if self.ranks.mode else nn.utils.clip_grad_norm_
+        clip(self.model.parameters(), config.clip)
         self.optimizer.step()
         # Gradients that autograd has not allocated yet would be taken out of a replayed graph's memory.
         self.optimizer.zero_grad(set_to_none=not config.graphs)
-        return self.ranks.average(torch.stack(losses).sum())
+        return self.ranks.add(torch.stack(losses).sum())
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -106,7 +108,7 @@ class Trainer:
             if self.config.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             losses.append(self._forward(*batch).clone())  # a replayed graph writes over its result
-        return self.ranks.average(torch.stack(losses).mean()).item()
+        return self.ranks.add(torch.stack(losses).mean() / self.ranks.parts).item()
 
     def _forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(self.config.device, dtype=torch.bfloat16):
@@ -133,9 +135,12 @@ def _compiled(model: Decoder, config: TrainConfig) -> Callable[[nn.Module, Tenso
 
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    parameters = list(model.parameters())
+    # What lies on other ranks in another way is updated by itself.
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        kinds.setdefault((parameter.ndim < 2, mesh_of(parameter)), []).append(parameter)
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": parameters, "weight_decay": 0.0 if vector else config.weight_decay}
+        for (vector, _), parameters in kinds.items()
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, fused=True)
