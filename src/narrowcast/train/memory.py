@@ -35,7 +35,7 @@ def require_memory(config: TrainConfig, ranks: int = 1, parts: int = 1) -> None:
     """
     room = _memory_of(config.device)
     tokens = config.part_size * config.seq_len // parts
-    parts = (
+    wanted = (
         (
             "model with its optimizer",
             max(1, STATES // ranks) * FLOAT * parameters_of(config.model),
@@ -48,7 +48,7 @@ def require_memory(config: TrainConfig, ranks: int = 1, parts: int = 1) -> None:
             "--eval-batches or --batch-size",
         ),
     )
-    for what, size, options in parts:
+    for what, size, options in wanted:
         if size > room:
             raise SettingsError(
                 f"the {what} would take {_gigabytes(size)}, and this machine's {config.device} has "

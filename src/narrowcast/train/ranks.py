@@ -249,7 +249,7 @@ def _split_blocks(model: Decoder, mesh: Any) -> dict[str, Tensor]:
             "feed_forward.gate_up": [hidden, hidden],
         }
         for name, sizes in joined.items():
-            weight = block.get_submodule(name).weight
+            weight = block.get_submodule(name).get_parameter("weight")
             order = _rows_by_rank(sizes, mesh.size())
             with torch.no_grad():
                 weight.copy_(weight[order.to(weight.device)])

@@ -1,5 +1,7 @@
 """A run's state as plain tensors, and back: parameters, buffers, optimizer moments, random generators."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -124,6 +126,8 @@ def take_shards(model: nn.Module, optimizer: Optimizer, orders: dict[str, Tensor
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: Any
+    moments: Any
     state, moments = get_state_dict(model, optimizer, options=options)
     if not state:
         return {}
@@ -165,15 +169,13 @@ def restore_shards(
     for name, value in training.items():
         owner, _, kind = name.removeprefix(f"{OPTIMIZER}.").rpartition(".")
         moments[owner][kind] = _in_order(value, orders.get(owner))
-    options = dcp.StateDictOptions(
-        full_state_dict=True, strict=False
-    )  # strict would ask for the other names of tied ones
+    # strict would ask for the other names of tied ones
+    options = dcp.StateDictOptions(full_state_dict=True, strict=False)
     groups = dcp.get_optimizer_state_dict(model, optimizer)["param_groups"]
-    given = {name: _in_order(value, orders.get(name)) for name, value in tensors.items()}
+    given: Any = {name: _in_order(value, orders.get(name)) for name, value in tensors.items()}
     dcp.set_model_state_dict(model, given, options=options)
-    dcp.set_optimizer_state_dict(
-        model, optimizer, {"state": moments, "param_groups": groups}, options=options
-    )
+    whole: Any = {"state": moments, "param_groups": groups}
+    dcp.set_optimizer_state_dict(model, optimizer, whole, options=options)
     _set_generators(generators)
 
 
