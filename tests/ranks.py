@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ def run_ranks(work: Callable[[int, str], None], folder: Path, world: int, second
 
     The test fails, and the processes are killed, when they have not finished after so many seconds.
     """
-    processes = mp.spawn(work, args=(str(folder),), nprocs=world, join=False)
+    processes = mp.spawn(_rank, args=(work, str(folder)), nprocs=world, join=False)
     assert processes is not None
     deadline = time.monotonic() + seconds
     try:
@@ -30,3 +32,11 @@ def run_ranks(work: Callable[[int, str], None], folder: Path, world: int, second
         for process in processes.processes:
             process.kill()
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
+
+
+def _rank(rank: int, work: Callable[[int, str], None], folder: str) -> None:
+    """The work, and then the end of the process at once: threads of gloo may abort an interpreter that shuts down."""
+    work(rank, folder)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

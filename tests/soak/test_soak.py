@@ -21,9 +21,9 @@ SLICES = [
     ("semantics", 2000, 40),
     ("semantics", 2100, 40),
     ("options", 0, 60),
-    pytest.param("compiled", 0, 5, marks=pytest.mark.slow),
-    pytest.param("cycles", 0, 1, marks=pytest.mark.slow),
-    pytest.param("resume", 0, 1, marks=pytest.mark.slow),
+    pytest.param("compiled", 0, 5, marks=pytest.mark.requested),
+    pytest.param("cycles", 0, 1, marks=pytest.mark.requested),
+    pytest.param("resume", 0, 1, marks=pytest.mark.requested),
 ]
 
 

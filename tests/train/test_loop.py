@@ -173,7 +173,7 @@ def test_running_out_of_memory_is_told(
         Run(config, corpus, progress, folder=None).train()
 
 
-@pytest.mark.slow
+@pytest.mark.requested
 @pytest.mark.inductor
 def test_a_compiled_run_learns_the_same(config: TrainConfig, corpus: Corpus, progress: Progress) -> None:
     config = replace(config, recipe="current")

@@ -136,7 +136,7 @@ def checks_of_four(folder: str) -> dict[str, Any]:
 
 
 @needs_ranks
-@pytest.mark.slow
+@pytest.mark.requested
 def test_a_mesh_of_two_by_two(runs: Path, tmp_path: Path) -> None:
     cut(runs, "delayed-fsdp", "half")
     for name, new in (("half", "delayed-resumed-by-four"), ("delayed", "delayed")):
