@@ -7,6 +7,7 @@ yields argument tuples, and decorate it with the operator's name.
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,10 +71,9 @@ def quantize_keeping_amax_cases(x: Tensor) -> Iterator[Arguments]:
 @family("quantize_into")
 def quantize_into_cases(x: Tensor) -> Iterator[Arguments]:
     flag = torch.zeros(1, device=x.device)
-    for quantizer in VARIANTS.values():
+    for quantizer, noop_flag in zip(VARIANTS.values(), itertools.cycle((None, flag, flag + 1))):
         seed = seed_for(quantizer, x)
-        for noop_flag in (None, flag, flag + 1):
-            yield x, functional.quantize(x, quantizer, seed), quantizer, noop_flag, seed
+        yield x, functional.quantize(x, quantizer, seed), quantizer, noop_flag, seed
 
 
 @family("quantize_dbias")
@@ -100,9 +100,8 @@ def delayed_tail(x: Tensor, groups: int = 1) -> Iterator[Arguments]:
 def dequantize_cases(x: Tensor) -> Iterator[Arguments]:
     for quantizer in VARIANTS.values():
         storage = storage_of(quantizer, x)
-        for columnwise, buffers in ((False, storage.rowwise_operand()), (True, storage.columnwise_operand())):
-            for dtype in (torch.float32, torch.bfloat16):
-                yield buffers, quantizer, columnwise, dtype, list(x.shape)
+        yield storage.rowwise_operand(), quantizer, False, torch.float32, list(x.shape)
+        yield storage.columnwise_operand(), quantizer, True, torch.bfloat16, list(x.shape)
 
 
 @family("transpose_codes")

@@ -225,6 +225,7 @@ def test_compiled_between_linear_layers(recipe: str) -> None:
     check_compiled(sequence, [(4, 8, F_IN)], QUANTIZED[recipe], dynamic=recipe in ("delayed", "mxfp8"))
 
 
+@pytest.mark.requested
 @pytest.mark.inductor
 def test_inductor() -> None:
     sequence = between_linears(ops.SiTUGLU(glu_interleave_size=4, cache_quantized_input=True), 2 * F_OUT)
