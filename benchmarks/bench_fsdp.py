@@ -156,9 +156,7 @@ def unsharded(recipe: str | None) -> Callable[[], tuple[Stack, Callable[[], None
 def contenders(chosen: Namespace) -> dict[str, Callable[[], tuple[Stack, Callable[[], None]]]]:
     """Makers of a model and of what follows the step of its optimizer, the most telling first."""
     made: dict[str, Any] = {"bf16": lambda: (sharded(Stack(WIDE, False), None), lambda: None)}
-    for recipe in RECIPES:
-        made[f"{recipe}, quantized gather"] = ours(recipe, True)
-        made[recipe] = ours(recipe, False)
+    made |= {f"{recipe}, quantized gather": ours(recipe, True) for recipe in RECIPES}
     try:
         import torchao  # noqa: F401
     except ImportError:
@@ -166,8 +164,8 @@ def contenders(chosen: Namespace) -> dict[str, Callable[[], tuple[Stack, Callabl
     else:
         made["torchao tensorwise, FP8 gather"] = of_torchao(True)
         made["torchao tensorwise"] = of_torchao(False)
-    made["bf16, unsharded"] = unsharded(None)
-    made["current, unsharded"] = unsharded("current")
+    made |= {"current, unsharded": unsharded("current"), "bf16, unsharded": unsharded(None)}
+    made |= {recipe: ours(recipe, False) for recipe in RECIPES}
     return {name: make for name, make in made.items() if chosen.only in name}
 
 

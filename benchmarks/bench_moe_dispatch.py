@@ -1,0 +1,181 @@
+"""A mixture of eight experts over the GPUs of a host: router, dispatch, experts, combine, forward and backward.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_moe_dispatch.py
+
+Experts of 4096 -> 2 x 14336 -> SwiGLU -> 4096, two per token, ``--tokens`` rows on each GPU, a fixed capacity of 1.25
+times an even share, so that nothing is read from the device: one step of each contender runs in CUDA's sync debug mode
+"error". ``torch bf16`` sends rows in bf16 and multiplies with ``grouped_mm``; it permutes as the others do. The others
+are ``MoEDispatch`` and ``GroupedLinear``, rows sent as MXFP8 except in "narrowcast bf16". All are compiled, and each
+one's gradients are compared with the first one's before it is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import Row, parser, report, runs_on_gpu
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.testing import relative_error
+
+EXPERTS, TOPK, HIDDEN, FFN = 8, 2, 4096, 14336
+RECIPES: dict[str, Callable[[], nc.recipe.Recipe] | None] = {
+    "torch bf16": None,
+    "current": nc.recipe.Float8CurrentScaling,
+    "delayed": nc.recipe.DelayedScaling,
+    "block": nc.recipe.Float8BlockScaling,
+    "narrowcast bf16": None,
+}
+STEPS = 5  # of a contender before the next one's turn
+
+
+class Experts(nn.Module):
+    """The experts of this rank; ``plain``: multiplied by ``grouped_mm``."""
+
+    def __init__(self, count: int, plain: bool) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"bias": False, "device": "cuda", "params_dtype": torch.bfloat16}
+        options["single_grouped_parameter"] = True
+        self.up = nc.GroupedLinear(count, HIDDEN, 2 * FFN, **options)
+        self.down = nc.GroupedLinear(count, FFN, HIDDEN, **options)
+        self.plain = plain
+
+    def forward(self, rows: Tensor, splits: Tensor) -> Tensor:
+        if not self.plain:
+            gate, up = self.up(rows, splits).chunk(2, -1)
+            return self.down(F.silu(gate) * up, splits)
+        ends = splits.cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(rows, self.up.weight.transpose(-2, -1), offs=ends).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * up, self.down.weight.transpose(-2, -1), offs=ends)
+
+
+class Mixture(nn.Module):
+    """Router of one linear layer, and what :class:`nc.distributed.MoEDispatch` does with the experts."""
+
+    def __init__(self, name: str, tokens: int) -> None:
+        super().__init__()
+        ranks = dist.get_world_size()
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False, device="cuda", dtype=torch.bfloat16)
+        wire = {"quantizer": None} if "bf16" in name else {}
+        capacity = tokens * TOPK * 5 // (4 * ranks)
+        self.dispatch = nc.distributed.MoEDispatch(EXPERTS, align_size=16, capacity=capacity, **wire)
+        self.experts = Experts(EXPERTS // ranks, name == "torch bf16")
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs, routing = nc.fused_topk_with_score_function(self.router(x).float(), TOPK)
+        return x + self.dispatch(x, probs, routing, x.shape[0] * TOPK, self.experts)
+
+
+def step_of(name: str, x: Tensor, dy: Tensor) -> tuple[Mixture, Callable[[], None]]:
+    torch.manual_seed(0)
+    model = Mixture(name, x.shape[0])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    recipe = RECIPES[name]
+    if recipe is not None:
+        nc.set_recipe(model.experts, recipe())
+    run = torch.compile(model, fullgraph=True)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        run(x).backward(dy)
+
+    return model, step
+
+
+def without_host(step: Callable[[], None]) -> None:
+    """A step that may not wait for the device.
+
+    Raises:
+        RuntimeError: it does.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+def measure(chosen: Namespace) -> list[Row]:
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+    draw = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    x = torch.randn(chosen.tokens, HIDDEN, **draw).requires_grad_()
+    dy = torch.randn(chosen.tokens, HIDDEN, **draw) * 1e-2
+    rows: list[Row] = []
+    expected: dict[str, Tensor] = {}
+    began = time.monotonic()
+    for name in [name for name in RECIPES if chosen.only in name]:
+        late = torch.tensor(float(time.monotonic() - began > chosen.budget), device="cuda")
+        dist.all_reduce(late)
+        if late.item():
+            break
+        torch.compiler.reset()
+        model, step = step_of(name, x, dy)
+        for _ in range(3):
+            step()
+        without_host(step)
+        found = {
+            "dx": x.grad.clone(),
+            "dup": model.experts.up.weight.grad,
+            "ddown": model.experts.down.weight.grad,
+        }
+        expected = expected or found
+        errors = {key: relative_error(found[key], expected[key]) for key in found}
+        assert max(errors.values()) < 0.2, f"{name}: {errors}"
+        torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(chosen.repeats):
+            dist.barrier()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(STEPS):
+                step()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / STEPS)
+        ms = torch.tensor(statistics.median(times), device="cuda")
+        dist.all_reduce(ms, op=dist.ReduceOp.MAX)
+        row: Row = {"contender": name, "GPUs": dist.get_world_size(), "ms": round(ms.item(), 2)}
+        row["largest error"] = round(max(errors.values()), 4)
+        row["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        row["times torch bf16"] = round(rows[0]["ms"] / row["ms"], 3) if rows else 1.0  # type: ignore[operator]
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(f"{time.monotonic() - began:.0f} s", row, flush=True)
+        del model, step, found
+    return rows
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--tokens", type=int, default=8192, help="rows of each GPU (default 8192)")
+    options.add_argument("--budget", type=float, default=240, help="seconds after which no contender starts")
+    chosen = options.parse_args()
+    if not runs_on_gpu(chosen):
+        return
+    if "LOCAL_RANK" not in os.environ:
+        print("this benchmark needs two GPUs: torchrun --nproc-per-node 2 benchmarks/bench_moe_dispatch.py")
+        return
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    rows = measure(chosen)
+    if dist.get_rank() == 0:
+        report("moe_dispatch", rows, chosen)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
