@@ -1,7 +1,8 @@
-"""Several processes on one machine that talk through gloo."""
+"""Several processes on one machine that talk through gloo, or through NCCL with a GPU each."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 import time
@@ -11,15 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
+Work = Callable[[int], Any]
 
-def run_ranks(work: Callable[[int, str], None], folder: Path, world: int, seconds: int) -> list[Any]:
-    """Run ``work(rank, folder)`` in ``world`` processes; what each saved as ``folder/rank<rank>.pt``.
 
-    The test fails, and the processes are killed, when they have not finished after so many seconds.
+def run_ranks(work: Work, folder: Path, world: int, seconds: int, backend: str = "gloo") -> list[Any]:
+    """``work(rank)`` of ``world`` processes, which are the default group: what each returns.
+
+    The test fails, and the processes are killed, when they have not finished after so many seconds; a collective that
+    waits longer than half of them fails by itself.
     """
-    processes = mp.spawn(_rank, args=(work, str(folder)), nprocs=world, join=False)
+    processes = mp.spawn(_rank, args=(work, str(folder), world, seconds, backend), nprocs=world, join=False)
     assert processes is not None
     deadline = time.monotonic() + seconds
     try:
@@ -31,12 +36,20 @@ def run_ranks(work: Callable[[int, str], None], folder: Path, world: int, second
     finally:
         for process in processes.processes:
             process.kill()
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
+    return [torch.load(f"{folder}/rank{rank}.pt") for rank in range(world)]
 
 
-def _rank(rank: int, work: Callable[[int, str], None], folder: str) -> None:
-    """The work, and then the end of the process at once: threads of gloo may abort an interpreter that shuts down."""
-    work(rank, folder)
+def _rank(rank: int, work: Work, folder: str, world: int, seconds: int, backend: str) -> None:
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    patience = datetime.timedelta(seconds=seconds / 2)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=patience
+    )
+    torch.save(work(rank), f"{folder}/rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(0)  # at once: threads of gloo may abort an interpreter that shuts down

@@ -107,27 +107,21 @@ def compiled(rank: int, options: dict[str, Any]) -> tuple[list[Results], int]:
     return results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    try:
-        results: dict[Any, Any] = {}
-        for name, options in OPTIONS.items():
-            layer = nc.distributed.MoEDispatch(EXPERTS, **options)
-            for load in EAGER:
-                results[name, load] = share(rank, load, layer)
-        for name in ("exact mxfp8", "fixed mxfp8"):
-            layer = nc.distributed.MoEDispatch(EXPERTS, **OPTIONS[name])
-            eager = [share(rank, load, layer) for load in COMPILED]
-            results["compiled", name] = (eager, *compiled(rank, OPTIONS[name]))
-        layer = nc.distributed.MoEDispatch(EXPERTS, group=dist.new_group([0, 1]), **EVERYWHERE)
-        results["everywhere"] = share(rank, "even", layer)
-        layer = nc.distributed.MoEDispatch(EXPERTS, quantizer=None, capacity=10)
-        results["dropped"] = share(rank, "even", layer)
-        torch.save(results, f"{folder}/rank{rank}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def work(rank: int) -> Any:
+    results: dict[Any, Any] = {}
+    for name, options in OPTIONS.items():
+        layer = nc.distributed.MoEDispatch(EXPERTS, **options)
+        for load in EAGER:
+            results[name, load] = share(rank, load, layer)
+    for name in ("exact mxfp8", "fixed mxfp8"):
+        layer = nc.distributed.MoEDispatch(EXPERTS, **OPTIONS[name])
+        eager = [share(rank, load, layer) for load in COMPILED]
+        results["compiled", name] = (eager, *compiled(rank, OPTIONS[name]))
+    layer = nc.distributed.MoEDispatch(EXPERTS, group=dist.new_group([0, 1]), **EVERYWHERE)
+    results["everywhere"] = share(rank, "even", layer)
+    layer = nc.distributed.MoEDispatch(EXPERTS, quantizer=None, capacity=10)
+    results["dropped"] = share(rank, "even", layer)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -241,27 +235,21 @@ def test_fixed_capacity_needs_no_host(recipe: nc.recipe.Recipe) -> None:
         assert_close(results[key], first[key], "fp8_flips")
 
 
-def work_on_gpus(rank: int, folder: str) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    try:
-        results = {}
-        for name, capacity in (("exact", None), ("fixed", 24)):
-            layer = nc.distributed.MoEDispatch(EXPERTS, capacity=capacity, align_size=16)
-            step = step_on_gpu(layer, rank, RECIPES_ON_GPU[0])
-            runs = (step(),) if capacity is None else without_the_host(step)
-            results[name] = [{key: value.cpu() for key, value in run.items()} for run in runs]
-        torch.save(results, f"{folder}/rank{rank}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def work_on_gpus(rank: int) -> Any:
+    results = {}
+    for name, capacity in (("exact", None), ("fixed", 24)):
+        layer = nc.distributed.MoEDispatch(EXPERTS, capacity=capacity, align_size=16)
+        step = step_on_gpu(layer, rank, RECIPES_ON_GPU[0])
+        runs = (step(),) if capacity is None else without_the_host(step)
+        results[name] = [{key: value.cpu() for key, value in run.items()} for run in runs]
+    return results
 
 
 @pytest.mark.gpu
 def test_two_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < WORLD:
         pytest.skip(f"needs {WORLD} GPUs")
-    for rank in run_ranks(work_on_gpus, tmp_path, WORLD, SECONDS):
+    for rank in run_ranks(work_on_gpus, tmp_path, WORLD, SECONDS, "nccl"):
         (exact,) = rank["exact"]
         for fixed in rank["fixed"]:
             for key in exact:

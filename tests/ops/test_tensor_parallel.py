@@ -168,37 +168,31 @@ def errors(rank: int) -> dict[str, str]:
     return found
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    try:
-        group, alone = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(WORLD)][rank]
-        results: dict[Any, Any] = {"errors": errors(rank)}
-        for mode, sequence in MODES:
-            for name in NAMES:
-                results[name, mode, sequence] = two_steps(rank, mode, sequence, RECIPES[name], False)
-            results["functional", mode, sequence] = run_functional(rank, mode, sequence)
-        results["gathers"] = gathers(rank)
-        for name, mode, sequence in COMPILED:
-            torch._dynamo.reset()
-            compiled = two_steps(rank, mode, sequence, RECIPES[name], True)
-            results[name, mode, sequence, "compiled"] = compiled
-        results["group"] = two_steps(rank, "row", True, None, False, group)
-        copied = copy.deepcopy(make_layer(rank, "row", True, group))
-        results["copied"] = train(copied, copied, *operands(rank, "row", True, 1), None)["y"]
-        single = ops.BasicLinear(K, N, tensor_parallel_mode="row", tensor_parallel_group=alone, device="cpu")
-        results["marked"] = [
-            getattr(make_layer(rank, "row", sequence).bias, "sequence_parallel", False)
-            for sequence in (False, True)
-        ]
-        results["alone"] = (single.tensor_parallel_mode, tuple(single.weight.shape))
-        for compiled in (False, True):
-            torch._dynamo.reset()
-            results["collectives", compiled] = run_collectives(rank, compiled)
-        torch.save(results, f"{folder}/rank{rank}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def work(rank: int) -> Any:
+    group, alone = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(WORLD)][rank]
+    results: dict[Any, Any] = {"errors": errors(rank)}
+    for mode, sequence in MODES:
+        for name in NAMES:
+            results[name, mode, sequence] = two_steps(rank, mode, sequence, RECIPES[name], False)
+        results["functional", mode, sequence] = run_functional(rank, mode, sequence)
+    results["gathers"] = gathers(rank)
+    for name, mode, sequence in COMPILED:
+        torch._dynamo.reset()
+        compiled = two_steps(rank, mode, sequence, RECIPES[name], True)
+        results[name, mode, sequence, "compiled"] = compiled
+    results["group"] = two_steps(rank, "row", True, None, False, group)
+    copied = copy.deepcopy(make_layer(rank, "row", True, group))
+    results["copied"] = train(copied, copied, *operands(rank, "row", True, 1), None)["y"]
+    single = ops.BasicLinear(K, N, tensor_parallel_mode="row", tensor_parallel_group=alone, device="cpu")
+    results["marked"] = [
+        getattr(make_layer(rank, "row", sequence).bias, "sequence_parallel", False)
+        for sequence in (False, True)
+    ]
+    results["alone"] = (single.tensor_parallel_mode, tuple(single.weight.shape))
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        results["collectives", compiled] = run_collectives(rank, compiled)
+    return results
 
 
 @pytest.fixture(scope="module")

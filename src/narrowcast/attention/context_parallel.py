@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..functional.collectives import gather_rows, group_name, group_size, scatter_rows
+from ..autograd.tensor_parallel import GatherRows
+from ..functional.collectives import group_name, group_size
 from .masks import Geometry, MaskRule, Tokens
 from .scores import Scores
 
@@ -72,22 +73,11 @@ def check_context_parallel(
         raise ValueError(f"this rank has {length} tokens; under context parallelism it has two equal chunks")
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str | None) -> Tensor:
-        ctx.group = group
-        return gather_rows(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return scatter_rows(grad.contiguous(), ctx.group), None
-
-
 def gathered(x: Tensor, qkv_format: str, ranks: ContextParallel) -> Tensor:
     """The tokens of all ranks, in order of the ranks; its gradient is summed over them."""
     if qkv_format == "sbhd":
-        return _Gather.apply(x, ranks.group)
-    return _Gather.apply(x.transpose(0, 1), ranks.group).transpose(0, 1)
+        return GatherRows.apply(x, ranks.group)
+    return GatherRows.apply(x.transpose(0, 1), ranks.group).transpose(0, 1)
 
 
 def _positions(length: int, rank: int, size: int, device: torch.device) -> Tensor:

@@ -200,7 +200,9 @@ def local_features(parallel: TensorParallel, in_features: int, out_features: int
     return in_features // size, out_features
 
 
-class _GatherRows(torch.autograd.Function):
+class GatherRows(torch.autograd.Function):
+    """The rows of all processes of a group; every process gets its rows of the summed gradients."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str | None) -> Tensor:
         ctx.group = group
@@ -213,5 +215,5 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gathered(x: Tensor, parallel: TensorParallel) -> Tensor:
-    """``x`` with the rows of all processes, differentiable: every process gets its rows of the summed gradients."""
-    return _GatherRows.apply(x, parallel.group)
+    """``x`` with the rows of all processes, differentiable."""
+    return GatherRows.apply(x, parallel.group)

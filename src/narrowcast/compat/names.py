@@ -25,6 +25,7 @@ from .. import (
     tensors,
 )
 from ..formats import DType
+from ..quantizers.arguments import TORCH_DTYPES
 from . import global_state
 from .base import TransformerEngineBaseModule
 from .onnx import onnx_export
@@ -140,15 +141,7 @@ _TENSOR = {**_QUANTIZED, **_FLOAT8, **_MXFP8, **_NVFP4, **_BLOCK, **_HYBRID, **_
 _STORAGE = {name: value for name, value in _TENSOR.items() if name.endswith("Storage")}
 _CONSTANTS = {
     "DType": DType,
-    "TE_DType": {
-        torch.uint8: DType.kByte,
-        torch.int32: DType.kInt32,
-        torch.float32: DType.kFloat32,
-        torch.float16: DType.kFloat16,
-        torch.bfloat16: DType.kBFloat16,
-        torch.float8_e4m3fn: DType.kFloat8E4M3,
-        torch.float8_e5m2: DType.kFloat8E5M2,
-    },
+    "TE_DType": dict(TORCH_DTYPES),
     "AttnMaskTypes": attention.MASK_TYPES,
     "AttnBiasTypes": attention.BIAS_TYPES,
     "GemmParallelModes": ("row", "column", None),

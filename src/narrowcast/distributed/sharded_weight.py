@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..functional import quantize
 from ..quantizers import Quantizer
+from ..tensors import assemble_gathered
 
 aten = torch.ops.aten
 
@@ -130,7 +131,6 @@ class ShardedWeight(Tensor):
         # FSDP2 hands only the first of several over where there is nobody to gather from
         return (codes, scale_inv), scale_inv if mesh.size() == 1 else None
 
-    @torch.no_grad()
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
@@ -140,17 +140,7 @@ class ShardedWeight(Tensor):
         out: Tensor | None = None,
     ) -> Any:
         """The whole weight as a quantized tensor; with ``out`` in the one of the first time, whose codes are there."""
-        codes = all_gather_outputs[0]
-        if out is None:
-            scale_inv = all_gather_outputs[1] if metadata is None else metadata.clone()
-            whole = self._gather.quantizer._assemble([codes, scale_inv], tuple(codes.shape), param_dtype)
-            return whole, ()
-        if metadata is not None:
-            *_, kept = (buffer for buffer in local(out).get_data_tensors() if buffer is not None)
-            # unseen by autograd, as the codes: a backward that saved this scale reads that of the codes that are there
-            with torch.autograd._unsafe_preserve_version_counter(kept):
-                kept.copy_(metadata)
-        return None
+        return assemble_gathered(self._gather.quantizer, all_gather_outputs, metadata, param_dtype, out)
 
 
 def local(tensor: Any) -> Any:

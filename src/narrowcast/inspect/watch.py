@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from .._table import aligned
 from ..functional import OBSERVED, observe
-from ..layers import LinearLayer
+from ..layers import LinearLayer, Stage
 from ..layers.set_recipe import matching_names
 from ..nn.norm_linear import NormLinearLayer
 from ..quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
-from ..recipe import linear_plan
+from ..recipe import Recipe, linear_plan
 from ..tensors import QuantizedTensor
 
 # buffers of a watched layer, one per hook: as parts of one they would not be what compiled code writes to
@@ -88,8 +88,7 @@ class _Hooks:
         if not self.sampling:
             return None
         stage = layer._stages[-1]  # they stand in the order of a backward
-        plan = linear_plan(layer._recipe_in_force(), stage.name, True, True)
-        quantizer = _rowwise(plan.input.quantizer) if plan.quantized else None
+        quantizer = _quantizer(layer._recipe_in_force(), stage, "input")
         x = inputs[0]
         if quantizer is None or isinstance(x, QuantizedTensor):
             return None
@@ -105,8 +104,7 @@ class _Hooks:
         if not self.sampling or not out.requires_grad or isinstance(out, QuantizedTensor):
             return None
         stage = layer._stages[0]
-        plan = linear_plan(layer._recipe_in_force(), stage.name, True, True)
-        quantizer = _rowwise(plan.grad_output.quantizer) if plan.quantized else None
+        quantizer = _quantizer(layer._recipe_in_force(), stage, "grad_output")
         if quantizer is None:
             return None
         into = getattr(layer, _GRADIENT)
@@ -114,8 +112,12 @@ class _Hooks:
         return (out, *output[1:]) if isinstance(output, tuple) else out
 
 
-def _rowwise(quantizer: Any) -> Quantizer | None:
-    """What quantizes row-wise, and only so; None for high precision."""
+def _quantizer(recipe: Recipe | None, stage: Stage, operand: str) -> Quantizer | None:
+    """What quantizes an operand of a stage row-wise, and only so; None for high precision."""
+    plan = linear_plan(recipe, stage.name, True, True)
+    if not plan.quantized:
+        return None
+    quantizer = getattr(plan, operand).quantizer
     if isinstance(quantizer, HybridQuantizer):
         quantizer = quantizer.rowwise_quantizer
     if isinstance(quantizer, IdentityQuantizer):
@@ -171,9 +173,9 @@ class Watch:
             operands[operand] = row.tolist()
             row.fill_(math.nan)
         for stage in layer._stages[::-1]:
-            plan = linear_plan(layer._last_recipe, stage.name, True, True)
-            quantizer, weight = _rowwise(plan.weight.quantizer), layer._whole(stage.weight)
-            if plan.quantized and quantizer is not None and not isinstance(weight, QuantizedTensor):
+            quantizer = _quantizer(layer._last_recipe, stage, "weight")
+            weight = layer._whole(stage.weight)
+            if quantizer is not None and not isinstance(weight, QuantizedTensor):
                 into = torch.empty_like(getattr(layer, _INPUT))
                 scale = getattr(layer, f"{stage.prefix}scale_fwd")
                 weight = weight.to_local() if hasattr(weight, "to_local") else weight

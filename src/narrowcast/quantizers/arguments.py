@@ -10,7 +10,7 @@ import torch
 
 from ..formats import DType
 
-_TORCH_DTYPES = {
+TORCH_DTYPES = {
     torch.uint8: DType.kByte,
     torch.int32: DType.kInt32,
     torch.float32: DType.kFloat32,
@@ -28,9 +28,9 @@ def to_dtype_enum(dtype: DType | torch.dtype | int) -> DType:
         ValueError: nothing of the three.
     """
     if isinstance(dtype, torch.dtype):
-        if dtype not in _TORCH_DTYPES:
-            raise ValueError(f"no quantized element type for {dtype}; use one of {list(_TORCH_DTYPES)}")
-        return _TORCH_DTYPES[dtype]
+        if dtype not in TORCH_DTYPES:
+            raise ValueError(f"no quantized element type for {dtype}; use one of {list(TORCH_DTYPES)}")
+        return TORCH_DTYPES[dtype]
     return DType(dtype)
 
 

@@ -106,11 +106,10 @@ def export(
     modules: dict[str, WeightFormat] = {}
     kept: list[str] = []
     for found in gemm_modules(model):
-        written = {weight.name: _why_not(found, weight, kind, uses) for weight in found.weights}
-        for own_name, reason in written.items():
-            key = f"{found.name}.{own_name}".lstrip(".")
+        for weight in found.weights:
+            key, reason = f"{found.name}.{weight.name}".lstrip("."), _why_not(found, weight, kind, uses)
             if not reason:
-                tensors, as_format = _quantized(found, own_name, kind, format, recipe)
+                tensors, as_format = _quantized(found, weight.name, kind, format, recipe)
                 del state[key]
                 state.update({key + suffix: tensor for suffix, tensor in tensors.items()})
                 modules[found.name] = as_format

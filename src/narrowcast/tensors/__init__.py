@@ -29,7 +29,7 @@ from .named import (
     NVFP4Tensor,
     NVFP4TensorStorage,
 )
-from .quantized_tensor import QuantizedTensor, rebuild_quantized_tensor, storage_of
+from .quantized_tensor import QuantizedTensor, assemble_gathered, rebuild_quantized_tensor, storage_of
 from .saving import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from .storage import QuantizedTensorStorage
 
@@ -69,6 +69,7 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "TensorOrQuantized",
+    "assemble_gathered",
     "grouped_layout",
     "grouped_storage_of",
     "prepare_for_saving",

@@ -132,7 +132,6 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
         # only the first of several is handed over where there is nobody to gather from
         return (codes, scale), scale if mesh.size() == 1 else None
 
-    @torch.no_grad()
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
@@ -142,15 +141,7 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
         out: Any = None,
     ) -> Any:
         """The whole tensor; with ``out`` in the one of the first time, whose codes are there."""
-        codes = all_gather_outputs[0]
-        if out is None:
-            scale = all_gather_outputs[1] if metadata is None else metadata.clone()
-            return self._quantizer._assemble([codes, scale], tuple(codes.shape), param_dtype), ()  # type: ignore[attr-defined]
-        if metadata is not None:
-            *_, kept = getattr(out, "_local_tensor", out).rowwise_operand()
-            with torch.autograd._unsafe_preserve_version_counter(kept):
-                kept.copy_(metadata)
-        return None
+        return assemble_gathered(self._quantizer, all_gather_outputs, metadata, param_dtype, out)
 
     def _tile(self) -> int:
         """Rows that share a scale; 0 for all of them."""
@@ -265,6 +256,23 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     buffers = {argument: getattr(tensor, attribute) for attribute, argument in cls._FLATTEN_TENSOR_BUFFERS}
     bare = resolve_storage_class(cls._BARE_NAME)
     return bare(quantizer=tensor._quantizer, fake_dtype=tensor.dtype, shape=None, **buffers)
+
+
+@torch.no_grad()
+def assemble_gathered(
+    quantizer: Any, gathered: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype, out: Any
+) -> Any:
+    """What ``fsdp_post_all_gather`` returns, for gathered codes and their scales, or the one ``scale`` of all ranks."""
+    codes = gathered[0]
+    if out is None:
+        scales = gathered[1] if scale is None else scale.clone()
+        return quantizer._assemble([codes, scales], tuple(codes.shape), dtype), ()
+    if scale is not None:
+        *_, kept = getattr(out, "_local_tensor", out).rowwise_operand()
+        # unseen by autograd, as the codes: a backward that saved this scale reads that of the codes that are there
+        with torch.autograd._unsafe_preserve_version_counter(kept):
+            kept.copy_(scale)
+    return None
 
 
 def rebuild_quantized_tensor(

@@ -1,11 +1,25 @@
 """Settings by name: the shapes of known models, with a batch and a learning rate that suit them."""
 
+from dataclasses import replace
+
 from rich.table import Table
 
 from .config import ModelConfig, TrainConfig
 from .errors import SettingsError
 from .flops import flops_per_token
 from .memory import FLOAT, STATES, parameters_of
+
+_1B = TrainConfig(
+    steps=1000,
+    batch_size=4,
+    seq_len=2048,
+    lr=3e-4,
+    warmup=100,
+    eval_every=100,
+    eval_batches=4,
+    save_every=500,
+    model=ModelConfig(dim=2048, layers=16, heads=32, kv_heads=8, hidden=8192),
+)
 
 PRESETS = {
     "tiny": TrainConfig(),
@@ -22,29 +36,9 @@ PRESETS = {
         save_every=500,
         model=ModelConfig(dim=768, layers=12, heads=12, kv_heads=12, hidden=2048),
     ),
-    "1b": TrainConfig(
-        steps=1000,
-        batch_size=4,
-        seq_len=2048,
-        lr=3e-4,
-        warmup=100,
-        eval_every=100,
-        eval_batches=4,
-        save_every=500,
-        model=ModelConfig(dim=2048, layers=16, heads=32, kv_heads=8, hidden=8192),
-    ),
+    "1b": _1B,
     # Four of the 32 blocks of an 8B Llama, which is what fits one GPU with its optimizer and shows the same speed.
-    "8b-slice": TrainConfig(
-        steps=1000,
-        batch_size=4,
-        seq_len=2048,
-        lr=3e-4,
-        warmup=100,
-        eval_every=100,
-        eval_batches=4,
-        save_every=500,
-        model=ModelConfig(dim=4096, layers=4, heads=32, kv_heads=8, hidden=14336),
-    ),
+    "8b-slice": replace(_1B, model=ModelConfig(dim=4096, layers=4, heads=32, kv_heads=8, hidden=14336)),
 }
 
 
