@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import importlib
+import itertools
 from pathlib import Path
 from typing import Any
 
+import bench_worker
 import pytest
 from torch import nn
 
@@ -13,19 +16,21 @@ from narrowcast import cli
 from narrowcast.bench import measure as run
 from narrowcast.bench import works
 from narrowcast.bench.measure import Contender, Result, contenders
+from narrowcast.bench.worker import Worker
 from narrowcast.bench.works import build, step_of
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One step counts, and nothing is compiled."""
-    module = __import__("importlib").import_module("narrowcast.bench.measure")
+    module = importlib.import_module("narrowcast.bench.measure")
     monkeypatch.setattr(module, "_milliseconds", lambda step, device: step() or 2.0)
     monkeypatch.setitem(module.MODES, "compiled", lambda module: module)
 
 
 def test_a_run_on_a_cpu(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["bench", "tiny", "--device", "cpu", "--recipes", "current,block", "--out", str(tmp_path)]
+    words += ["--seconds", "0"]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
     assert "cpu, emulated" in shown and "Linear 32x64->64" in shown
@@ -55,8 +60,46 @@ def test_what_fails_is_a_row(quick: None) -> None:
         raise RuntimeError("no such kernel\nand more")
 
     (work, *_) = works("tiny")
-    result = run(work, Contender("broken", "eager", None, fails), "cpu", 1.0)
+    result = run(work, Contender("broken", "eager", None, fails), "cpu")
     assert result == Result(work.name, "broken", "eager", None, None, None, "RuntimeError: no such kernel")
+
+
+def test_resume_keeps_what_was_measured(
+    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time over after the first row: it is there, the others say so, and a second run measures those alone."""
+    module = importlib.import_module("narrowcast.bench.command")
+    words = ["bench", "tiny", "--device", "cpu", "--only", "Linear", "--recipes", "current", "--seconds", "0"]
+    words += ["--out", str(tmp_path)]
+    clock = itertools.count(step=40.0)
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    assert cli.main([*words, "--minutes", "1"]) == 0
+    first = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    assert [row["ms"] for row in first[:3]] == ["2.0", "", ""] and first[1][
+        "note"
+    ] == "not started within 1 min"
+    monkeypatch.undo()
+    monkeypatch.setattr(importlib.import_module("narrowcast.bench.measure"), "_milliseconds", lambda *_: 3.0)
+    monkeypatch.setitem(importlib.import_module("narrowcast.bench.measure").MODES, "compiled", lambda m: m)
+    assert cli.main([*words, "--resume"]) == 0
+    second = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    assert [row["ms"] for row in second[:3]] == ["2.0", "3.0", "3.0"] and second[1]["share"] == "1.5"
+    assert cli.main([*words[:-2], "--resume"]) == 2
+    assert "--resume needs --out" in capsys.readouterr().err
+
+
+def test_what_hangs_or_crashes_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs its seconds and no more, and the next contender has a new process."""
+    monkeypatch.setattr(
+        importlib.import_module("narrowcast.bench.worker"), "_serve", bench_worker.crashes_then_hangs
+    )
+    (work, *_) = works("tiny")
+    contender = Contender("bad", "eager", None)
+    with Worker(([], [], True), "cpu", 20.0) as worker:
+        assert worker.run(work, contender, 0).note == "the process ended with code 7"
+        worker.chosen, worker.seconds = (["hang"], [], True), 0.2
+        assert worker.run(work, contender, 1).note == "not done within 0.2 s"
+        assert worker._process.exitcode is not None
 
 
 def test_contenders_do_the_same_work() -> None:

@@ -131,8 +131,8 @@ def _by_liger(module: nn.Module) -> nn.Module:
     return module
 
 
-def measure(work: Work, contender: Contender, device: str, baseline_ms: float | None) -> Result:
-    """Time a contender's step on a work, and its memory. What fails is a result with the reason."""
+def measure(work: Work, contender: Contender, device: str) -> Result:
+    """Time a contender's step on a work, and its memory; no share yet. What fails is a result with the reason."""
     gc.collect()
     before = 0
     if device == "cuda":
@@ -144,9 +144,10 @@ def measure(work: Work, contender: Contender, device: str, baseline_ms: float | 
     try:
         ms = _milliseconds(_step(work, contender, device), device)
     except Exception as error:  # another package's, too: a contender that cannot run is no reason to stop
-        return Result(*named, None, None, None, f"{type(error).__name__}: {str(error).splitlines()[0][:100]}")
+        first = next(iter(str(error).splitlines()), "")
+        return Result(*named, None, None, None, f"{type(error).__name__}: {first[:100]}")
     memory = (torch.cuda.max_memory_allocated() - before) / MIB if device == "cuda" else None
-    return Result(*named, ms, None if baseline_ms is None else ms / baseline_ms, memory)
+    return Result(*named, ms, None, memory)
 
 
 def _step(work: Work, contender: Contender, device: str) -> Step:

@@ -49,6 +49,29 @@ def write_csv(results: Sequence[Result], path: Path, machine: dict[str, str]) ->
         writer.writerows([*one, *machine.values()] for one in results)
 
 
+def read_csv(path: Path, machine: dict[str, str]) -> dict[tuple[str, str, str], Result]:
+    """What was measured before on this machine and with these versions, by work, contender and mode."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    same = [
+        row for row in rows if row["ms"] and all(row[key] == machine[key] for key in machine if key != "date")
+    ]
+    return {
+        (row["work"], row["contender"], row["mode"]): Result(
+            row["work"],
+            row["contender"],
+            row["mode"],
+            float(row["ms"]),
+            None,
+            float(row["memory"]) if row["memory"] else None,
+            row["note"],
+        )
+        for row in same
+    }
+
+
 def picture(results: Sequence[Result], title: str) -> bytes:
     """Bars of time and of memory over those of bf16, a group per work: a PNG image."""
     works = list(dict.fromkeys(one.work for one in results))
