@@ -219,3 +219,21 @@ def test_refuses_what_the_formats_cannot_take(device: torch.device) -> None:
     for name in ("block 1-D", "mxfp8"):
         with pytest.raises(ValueError, match="rank 1; this format needs rank 2"):
             QUANTIZERS[name](kernels, row, True, True)
+
+
+@pytest.mark.parametrize(
+    ("splits", "columns", "more"), [([130, 0, 5], 40, 0), ([3, 256], 136, -130), ([0, 0], 64, 7)], ids=str
+)
+def test_rows_of_groups(splits: list[int], columns: int, more: int, device: torch.device) -> None:
+    """Of as many rows as the splits say, of more, and of fewer, where nothing beyond them may be read."""
+    total = sum(splits) + more
+    groups = torch.tensor(splits, dtype=torch.int32 if more else torch.int64)
+    rows = reference.grouped_quantize.padded_rows(total, len(splits), 128)
+    x = make("blocks", (total, columns), torch.bfloat16)
+    padded = reference.sources.rows_of_groups(x, groups, rows)
+    source = kernels.sources.rows_of_groups(x.to(device), groups.to(device), rows)
+    for name in ("block 1-D", "mxfp8"):
+        expected = QUANTIZERS[name](reference, padded, True, True)
+        for ours, theirs in zip(QUANTIZERS[name](kernels, source, True, True), expected, strict=True):
+            assert_bitwise(ours, theirs, name)
+    assert_bitwise(kernels.sources.materialize(source), padded)

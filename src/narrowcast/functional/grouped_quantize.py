@@ -29,7 +29,7 @@ from .. import reference
 from ..formats import E4M3, round_up
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
-from .quantize import STATE, encode
+from .quantize import STATE, encode, encode_source
 from .quantizer_value import QuantizerValue
 
 ALIGNMENT = {"tensor": 16, "padded": 128, "split": 1}
@@ -96,7 +96,7 @@ def _encode(
         numerics = _GroupedNumerics(x, splits, groups, scales, amaxes)
         return encode(numerics, x, quantizer, seed, scale, amax)
     if layout == "padded":
-        return quantizer._encode(numerics_for(x), _padded(x, splits), seed)
+        return _encode_padded(x, splits, quantizer, seed)
     matrix = x.reshape(-1, x.shape[-1])
     sizes = (
         [x.shape[1]] * groups
@@ -106,14 +106,18 @@ def _encode(
     return _encode_split(matrix, sizes, groups, quantizer, seed)
 
 
-def _padded(x: Tensor, splits: Tensor | None) -> Tensor:
-    """The matrix whose groups start at multiples of 128 rows."""
-    alignment = ALIGNMENT["padded"]
+def _encode_padded(
+    x: Tensor, splits: Tensor | None, quantizer: QuantizerValue, seed: Tensor | None
+) -> list[Tensor]:
+    """The matrix whose groups start at multiples of 128 rows, quantized; kernels that can find its rows themselves."""
+    alignment, numerics = ALIGNMENT["padded"], numerics_for(x)
     if splits is None:
         missing = -x.shape[1] % alignment
-        return (F.pad(x, (0, 0, 0, missing)) if missing else x).reshape(-1, x.shape[2])
+        whole = (F.pad(x, (0, 0, 0, missing)) if missing else x).reshape(-1, x.shape[2])
+        return quantizer._encode(numerics, whole, seed)
     rows = reference.grouped_quantize.padded_rows(x.shape[0], splits.shape[0], alignment)
-    return numerics_for(x).grouped.pad_rows(x, splits, alignment, rows)[0]
+    source = numerics.sources.rows_of_groups(x, splits, rows)
+    return encode_source(numerics, source, quantizer, seed, None, None)
 
 
 def _encode_split(

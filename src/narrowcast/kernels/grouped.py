@@ -11,6 +11,7 @@ from ..formats import cdiv
 from .launch import Launcher, check_device
 
 ROWS = 16
+BLOCK_ROWS = 128  # of the formats with blocks along the rows: no block may lie in two groups
 BYTES = 2048  # of a row, per program
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -66,7 +67,55 @@ def _move_kernel(
     tl.store(out_ptr + row * K + column, values, mask=(row < rows) & (column < K))
 
 
+@triton.jit(
+    do_not_specialize=["available", "blocks", "groups"], do_not_specialize_on_alignment=["splits_ptr"]
+)
+def _blocks_kernel(
+    splits_ptr,
+    table_ptr,
+    available,
+    blocks,
+    groups,
+    ALIGNMENT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    group = tl.arange(0, GROUPS)
+    splits = tl.load(splits_ptr + group, mask=group < groups, other=0).to(tl.int64)
+    ends = tl.cumsum(splits, axis=0)[None, :]
+    padded_ends = tl.cumsum((splits + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT, axis=0)[None, :]
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    row = (block * ALIGNMENT)[:, None].to(tl.int64)
+    before = padded_ends <= row
+    start = tl.max(tl.where(before, ends, 0), axis=1) + block * ALIGNMENT
+    start -= tl.max(tl.where(before, padded_ends, 0), axis=1)
+    end = tl.min(tl.where(before, 0x7FFFFFFFFFFFFFFF, ends), axis=1)
+    # Behind the last group nothing was smaller than that limit, and there is nothing to read.
+    end = tl.where(end < 0x7FFFFFFFFFFFFFFF, tl.minimum(end, available), 0)
+    left = tl.minimum(tl.maximum(end - start, 0), ALIGNMENT)
+    tl.store(table_ptr + 2 * block, start, mask=block < blocks)
+    tl.store(table_ptr + 2 * block + 1, left, mask=block < blocks)
+
+
 _move = Launcher(_move_kernel, num_warps=4)
+_blocks = Launcher(_blocks_kernel, num_warps=4)
+
+
+def blocks_of_groups(splits: Tensor, available: int, rows: int) -> Tensor:
+    """Where each 128 rows of ``pad_rows(x, splits, 128, rows)`` come from: int64 (rows / 128, 2), start and how many.
+
+    Args:
+        splits: as of :func:`pad_rows`. available: rows of ``x``. rows: a multiple of 128.
+    """
+    count, groups = rows // BLOCK_ROWS, splits.shape[0]
+    table = torch.empty((count, 2), dtype=torch.int64, device=splits.device)
+    if count:
+        _blocks(
+            (cdiv(count, ROWS), 1, 1),
+            (splits.contiguous(), table, available, count, groups),
+            (BLOCK_ROWS, max(triton.next_power_of_2(groups), 1), ROWS),
+        )
+    return table
 
 
 def pad_rows(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..formats import cdiv
 from . import activation as activations
+from . import grouped, reduction
 from . import norm as norms
-from . import reduction
 from .activation import activate, activate_backward, activate_gated, activate_gated_backward
 from .codecs import round_to_dtype, to_float32
 from .launch import check_input, check_rank
@@ -29,6 +29,7 @@ from .norm import norm_gradient, normalize
 from .reduction import fold_pairs
 
 _ABSENT = (None,) * 8
+_GROUP_ROWS = tl.constexpr(grouped.BLOCK_ROWS)
 
 
 @dataclass(slots=True)  # not frozen: that would take longer than all else that a launch does here
@@ -265,6 +266,24 @@ def norm_backward(
     )  # fmt: skip
 
 
+def rows_of_groups(x: Tensor, splits: Tensor, rows: int) -> Source:
+    """``grouped.pad_rows`` to groups of whole 128 rows, looked up on the way in.
+
+    Args:
+        x: (T, K). splits: int32 or int64 (G,) on the device of ``x``. rows: of the padded matrix, a multiple of 128.
+    """
+    check_input(x, 2)
+    x = x.contiguous()
+    blocks = grouped.blocks_of_groups(splits, x.shape[0], rows)
+    return Source(
+        (rows, x.shape[1]),
+        x.dtype,
+        (x, blocks),
+        ("groups", "", 0.0, 0.0, 0.0),
+        lambda _: grouped.pad_rows(x, splits, grouped.BLOCK_ROWS, rows)[0],
+    )
+
+
 def materialize(source: Source) -> Tensor:
     """The matrix as a tensor."""
     return source.compute(None)
@@ -320,6 +339,15 @@ def load_four_rows(
     """
     row = tl.arange(0, ROWS // 4) * 4
     column = tl.arange(0, COLUMNS)
+    if (
+        SOURCE == "groups"
+    ):  # a tile lies in one block of a group, and reads as one of a tensor that ends with its rows
+        block = operands[1] + m // _GROUP_ROWS * 2
+        before = m % _GROUP_ROWS
+        rows_left = tl.load(block + 1) - before
+        m = tl.load(block) + before
+    KIND: tl.constexpr = "tensor" if SOURCE == "groups" else SOURCE
+    INSIDE: tl.constexpr = EVEN and SOURCE != "groups"
     first = ()
     second = ()
     for j in tl.static_range(4):
@@ -330,7 +358,7 @@ def load_four_rows(
             )  # fmt: skip
         else:
             x = load_source(
-                operands, m + j, k, row, column, K, rows_left - j, columns_left, SOURCE, FUNCTION, P0, P1, P2, EVEN,
+                operands, m + j, k, row, column, K, rows_left - j, columns_left, KIND, FUNCTION, P0, P1, P2, INSIDE,
                 EMULATE,
             )  # fmt: skip
             y = x

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import activation as _activation
+from . import grouped as _grouped
 from . import norm as _norm
 from . import reduction
 
@@ -71,6 +72,11 @@ def norm_backward(
         zero_centered_gamma=zero_centered_gamma,
         residual_grad=residual_grad,
     )
+
+
+def rows_of_groups(x: Tensor, splits: Tensor, rows: int) -> Tensor:
+    """``grouped.pad_rows`` to groups of whole 128 rows."""
+    return _grouped.pad_rows(x, splits, 128, rows)[0]
 
 
 def materialize(source: Tensor) -> Tensor:
