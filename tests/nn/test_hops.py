@@ -74,11 +74,12 @@ PLACE: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
     [
         (lambda: nc.Linear(64, 64, **PLACE), 7, 45),
         (lambda: nc.LayerNormMLP(64, 64, **PLACE), 8, 95),
+        (lambda: nc.ops.Sequential(nc.ops.Linear(64, 64, **PLACE)), 10, 65),
     ],
-    ids=["linear", "layernorm_mlp"],
+    ids=["linear", "layernorm_mlp", "sequential"],
 )
 def test_short_ways(make: Any, hops: int, count: int) -> None:
-    """The last hop, the kernel's launch, is not seen here: with it they are 8 and 9."""
+    """The last hop, the kernel's launch, is not seen here: with it they are 8, 9 and 11."""
     forward, backward = step(make())
     assert 1 <= forward.hops <= hops and forward.count <= count
     assert 1 <= backward.hops <= hops and backward.count <= count

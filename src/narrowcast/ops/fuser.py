@@ -50,7 +50,8 @@ class _Call:
     """One call of a fuser: all that its boundary reads besides differentiable tensors.
 
     By basic operation: ``num_params``, ``arguments``, the keyword arguments of its methods, ``scales``, its state of
-    delayed scaling, and ``input_operands``, ``grad_operands``, how it wants what its neighbours hand it.
+    delayed scaling, ``input_operands``, how it wants its input, and ``grad_operands``, how the one in front of it wants
+    the gradient of that input.
     """
 
     basic_ops: Sequence[BasicOperation]
@@ -73,15 +74,15 @@ class _Call:
             return None if operand is None else ScaledOperand(operand)
         return ScaledOperand(operand, scales.scale_fwd, scales.amax_fwd)
 
-    def wanted_grad_input(self, index: int, scales_bwd: Sequence[Tensor | None] | None = None) -> Any:
+    def wanted_grad_input(
+        self, index: int, operand: Operand, scales_bwd: Sequence[Tensor | None] | None = None
+    ) -> ScaledOperand:
         """How the operation in front of a basic one wants the gradient of that one's input.
 
         Args:
+            operand: of :attr:`grad_operands`.
             scales_bwd: of all basic operations, as they were saved; None in the forward.
         """
-        operand = self.grad_operands[index - 1]
-        if operand is None:
-            return None
         scales = self.scales[index - 1]
         if scales is None:
             return ScaledOperand(operand)
@@ -91,21 +92,29 @@ class _Call:
     def contexts(self) -> list[OperationContext]:
         """Fresh contexts, one per basic operation."""
         first, contexts = self.first_with_backward, []
-        for index in range(len(self.basic_ops)):
+        for index, operand in enumerate(self.grad_operands):
             wants_input = index > first or (index == first and self.input_requires_grad)
-            wanted = self.wanted_grad_input(index) if index else None
+            wanted = None if operand is None else self.wanted_grad_input(index, operand)
             contexts.append(OperationContext(index >= first, wants_input, wanted, self.scales[index]))
         return contexts
 
 
-def _run(
-    call: _Call, contexts: list[OperationContext], input_: Any, extra_inputs: Sequence[Tensor]
-) -> tuple[Any, list[Tensor]]:
-    """(output, extra outputs for the caller); what the backward needs is left on the contexts."""
-    forward, wiring = call.fused.forward, call.wiring
+def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: Tensor) -> Any:
+    """Run the operations: the output, or a tuple of it and the extra outputs for the caller.
+
+    Args:
+        ctx: of the boundary; None where no operation has a backward, and there is none.
+        tensors: parameters of all operations, then the caller's extra inputs.
+    """
+    forward, wiring, contexts, extra_inputs = (
+        call.fused.forward,
+        call.wiring,
+        call.contexts(),
+        tensors[num_params:],
+    )
     channels: dict[str, Tensor] = {}
     to_caller: list[Tensor] = []
-    x = input_
+    x: Any = input_
     for step, (op, where) in enumerate(forward):
         run = slice(where[0], where[-1] + 1)
         own = contexts[run]
@@ -135,38 +144,41 @@ def _run(
             f"{type(forward[-1][0]).__name__} returned a {type(x).__name__} as the last output; an operation returns a "
             "quantized tensor only where next_op_input_quantizer is not None"
         )
-    return x, to_caller
+    if ctx is None:
+        return (x, *to_caller) if to_caller else x
+    _save(ctx, call, contexts)
+    if not to_caller:
+        return x.view_as(x)
+    return x.view_as(x), *[tensor.view_as(tensor) for tensor in to_caller]
 
 
 class _OperationsFunction(torch.autograd.Function):
     """Boundary of :class:`OperationFuser`: main input, call, parameters of all operations, extra inputs."""
 
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: Tensor) -> Any:
-        contexts = call.contexts()
-        output, extra_outputs = _run(call, contexts, input_, tensors[num_params:])
-        tensors_to_save: list[TensorOrQuantized | None] = []
-        for scales in call.scales:
-            tensors_to_save.append(None if scales is None else scales.scale_bwd)
-        ranges = []
-        for context in contexts:
-            begin = len(tensors_to_save)
-            if context.requires_grad:
-                tensors_to_save.extend(context.to_save)
-            context.to_save = ()
-            ranges.append((begin, len(tensors_to_save)))
-        flat, objects = prepare_for_saving(*tensors_to_save)
-        ctx.save_for_backward(*flat)
-        ctx.tensor_objects = objects
-        ctx.call, ctx.contexts, ctx.ranges = call, contexts, ranges
-        if not extra_outputs:
-            return output.view_as(output)
-        return output.view_as(output), *[tensor.view_as(tensor) for tensor in extra_outputs]
+    forward = staticmethod(_forward)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         return _run_backward(ctx.call, _restored(ctx), [plain_gradient(grad) for grad in grad_outputs])
+
+
+def _save(ctx: Any, call: _Call, contexts: list[OperationContext]) -> None:
+    """Keep what the operations save, behind the gradients' scales of delayed scaling."""
+    tensors_to_save: list[TensorOrQuantized | None] = []
+    for scales in call.scales:
+        tensors_to_save.append(None if scales is None else scales.scale_bwd)
+    ranges = []
+    for context in contexts:
+        begin = len(tensors_to_save)
+        if context.requires_grad:
+            tensors_to_save.extend(context.to_save)
+        context.to_save = ()
+        ranges.append((begin, len(tensors_to_save)))
+    flat, objects = prepare_for_saving(*tensors_to_save)
+    ctx.save_for_backward(*flat)
+    ctx.tensor_objects = objects
+    ctx.call, ctx.contexts, ctx.ranges = call, contexts, ranges
 
 
 def _restored(ctx: Any) -> list[Any]:
@@ -178,7 +190,8 @@ def _restored(ctx: Any) -> list[Any]:
         scales = call.scales[index]
         if scales is not None:
             scales = DelayedScales(None, None, scales_bwd[index], scales.amax_bwd)
-        wanted = call.wanted_grad_input(index, scales_bwd) if index else None
+        operand = call.grad_operands[index]
+        wanted = None if operand is None else call.wanted_grad_input(index, operand, scales_bwd)
         contexts.append(RestoredContext(context, tuple(saved[begin:end]), wanted, scales))
     return contexts
 
@@ -297,19 +310,23 @@ class OperationFuser:
             params.append(list(op.parameters()))
             operands += params[-1]
         first = self._first_with_backward(input_, extra_inputs, params)
-        self._prepare(first)
+        if not self._ran and not torch.compiler.is_compiling():
+            for op in self.basic_ops:
+                op.pre_first_fuser_forward()
+            self._ran = True
+        for op, at in self._preparing:
+            op.pre_fuser_forward(requires_grad=at >= first)
         call = self._call(first, input_, params, basic_op_kwargs)
-        if first == len(self.basic_ops):
-            of_run = (call, call.contexts(), input_, extra_inputs)
-            output, extra_outputs = in_eager(_run, *of_run) if call.eager_only else _run(*of_run)
-            return (output, *extra_outputs) if extra_outputs else output
         operands += extra_inputs
-        if torch.compiler.is_compiling():
+        has_backward = first < len(self.basic_ops)
+        if has_backward and torch.compiler.is_compiling():
             operands = _each_once(operands)
-        num_params = len(operands) - 1 - len(extra_inputs)
-        if call.eager_only:
-            return in_eager(_OperationsFunction.apply, operands[0], call, num_params, *operands[1:])
-        return _OperationsFunction.apply(operands[0], call, num_params, *operands[1:])
+        boundary = (operands[0], call, len(operands) - 1 - len(extra_inputs), *operands[1:])
+        if has_backward:
+            run, of_run = _OperationsFunction.apply, boundary
+        else:
+            run, of_run = _forward, (None, *boundary)
+        return in_eager(run, *of_run) if call.eager_only else run(*of_run)
 
     def _call(
         self,
@@ -337,7 +354,7 @@ class OperationFuser:
             input_operands[where[0]] = op.get_input_quantizer()
         grad_operands: list[Operand | None] = [None] * len(ops)
         for op, where in fused.backward[:-1]:
-            grad_operands[where[-1]] = op.get_grad_output_quantizer()
+            grad_operands[where[-1] + 1] = op.get_grad_output_quantizer()
         return _Call(
             ops,
             fused,
@@ -414,14 +431,6 @@ class OperationFuser:
             if index in wanting or any(param.requires_grad for param in own):
                 return index
         return len(self.basic_ops)
-
-    def _prepare(self, first_with_backward: int) -> None:
-        if not self._ran and not torch.compiler.is_compiling():
-            for op in self.basic_ops:
-                op.pre_first_fuser_forward()
-            self._ran = True
-        for op, at in self._preparing:
-            op.pre_fuser_forward(requires_grad=at >= first_with_backward)
 
 
 def _make_features_static(tensor: Tensor) -> None:

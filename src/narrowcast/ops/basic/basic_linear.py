@@ -5,13 +5,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
-from ...autograd.gemms import SavedOperand, linear_backward, linear_bwd_args, linear_forward, rows_of
+from ...autograd.gemms import (
+    Gradients,
+    SavedOperand,
+    linear_backward,
+    linear_bwd_args,
+    linear_forward,
+    rows_of,
+)
 from ...autograd.tensor_parallel import local_features, tensor_parallel
 from ...dynamo import TensorProto
 from ...functional import calibrate_
@@ -266,24 +274,29 @@ class BasicLinear(LinearLayer, BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        grad_input, grad_weight = self.gradients(ctx, grad_output)
+        grad_input, grad_weight, _ = self.gradients(ctx, grad_output)
         return grad_input, (grad_weight,)
 
     def gradients(
-        self, ctx: OperationContext, grad_output: TensorOrQuantized
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(gradient of the input, gradient of the weight), each None where it is not needed, or goes elsewhere.
+        self, ctx: OperationContext, grad_output: TensorOrQuantized, bias_dtype: torch.dtype | None = None
+    ) -> Gradients:
+        """(gradient of the input, of the weight, of a bias), each None where it is not needed, or goes elsewhere.
 
         Args:
             grad_output: (*lead, N), plain or quantized as :meth:`get_grad_output_quantizer` says.
+            bias_dtype: of a bias behind the layer whose gradient is wanted; such a layer gets a plain gradient.
         """
         args: LinearBwdArgs = ctx.backward_args
+        if bias_dtype is not None:
+            args = replace(args, needs_bias=True, bias_dtype=bias_dtype)
         saved: Any = ctx.saved_tensors
         count = args.saved_input[0]
         inp, rest = list(saved[:count]), list(saved[count + 1 :])
         scale = None if ctx.scales is None else ctx.scales.scale_bwd
-        grad_weight, grad_input, _ = linear_backward(args, grad_output, inp, rest, scale)
-        return None if grad_input is None else grad_input.to(ctx.input_dtype), grad_weight
+        grad_weight, grad_input, grad_bias = linear_backward(args, grad_output, inp, rest, scale)
+        if grad_input is not None:
+            grad_input = grad_input.to(ctx.input_dtype)
+        return grad_input, grad_weight, grad_bias
 
     def output_proto(self, input_: TensorOrQuantized) -> TensorProto:
         """What :meth:`compute` makes of this input, without data."""

@@ -8,6 +8,7 @@ from ..registry import (
 from .backward_activation_bias import BACKWARD_ACTIVATION_BIAS
 from .backward_add_rmsnorm import BACKWARD_ADD_RMSNORM
 from .backward_linear_add import BACKWARD_LINEAR_ADD
+from .backward_linear_bias import BACKWARD_LINEAR_BIAS
 from .backward_linear_scale import BACKWARD_LINEAR_SCALE
 from .forward_linear_bias_activation import FORWARD_LINEAR_BIAS_ACTIVATION
 from .forward_linear_bias_add import FORWARD_LINEAR_BIAS_ADD
@@ -25,6 +26,7 @@ BACKWARD_FUSIONS: tuple[Fusion, ...] = (
     BACKWARD_LINEAR_ADD,
     BACKWARD_LINEAR_SCALE,
     BACKWARD_ACTIVATION_BIAS,
+    BACKWARD_LINEAR_BIAS,
     BACKWARD_ADD_RMSNORM,
 )
 

@@ -27,7 +27,7 @@ class BackwardLinearAdd(FusedOperation):
     ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
         linear: BasicLinear = self.basic_ops[1]  # type: ignore[assignment]
         (grad_extra,) = basic_op_grad_extra_outputs[0]
-        grad_input, grad_weight = linear.gradients(basic_op_ctxs[1], grad_output)
+        grad_input, grad_weight, _ = linear.gradients(basic_op_ctxs[1], grad_output)
         if grad_input is not None and grad_extra is not None:
             grad_input = added(grad_input, grad_extra)
         return grad_input, [(), (grad_weight,)], [(), ()]

@@ -39,7 +39,7 @@ class BackwardLinearScale(FusedOperation):
         scale: float = self.basic_ops[1].scale  # type: ignore[assignment]
         grad: Any = _quantized(basic_op_ctxs[0].backward_args.plan.grad_output, grad_output)
         grad._scale_inv = grad._scale_inv * scale
-        grad_input, grad_weight = linear.gradients(basic_op_ctxs[0], grad)
+        grad_input, grad_weight, _ = linear.gradients(basic_op_ctxs[0], grad)
         return grad_input, [(grad_weight,), ()], [(), ()]
 
 

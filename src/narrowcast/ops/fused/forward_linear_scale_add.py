@@ -20,8 +20,7 @@ from .pattern import Fusion, Match, Matched, NearMiss
 class ForwardLinearScaleAdd(ForwardLinearRun):
     """``y = scale * (x w^T) + extra``, product and sum rounded together; the extra input is never written to."""
 
-    def finished(self, out: Tensor, extra: Tensor | None) -> Tensor:
-        assert extra is not None
+    def finished(self, out: Tensor, extra: Tensor) -> Tensor:
         scale: float = self.basic_ops[1].scale  # type: ignore[assignment]
         return torch.add(extra, out, alpha=scale)
 

@@ -19,7 +19,7 @@ from ..op import ExtraTensors, FusedOperation, FusibleOperation, TensorsToSave
 class ForwardLinearRun(FusedOperation):
     """Forward of a :class:`BasicLinear` and pointwise operations behind it, of which only the first saves tensors.
 
-    What :meth:`finished` makes of the GEMM's output is the output; a :class:`Bias` is added where the GEMM ends.
+    A :class:`Bias` is added where the GEMM ends; :meth:`finished` adds an extra input to what the GEMM made.
     """
 
     def fuser_forward_compute(
@@ -37,12 +37,14 @@ class ForwardLinearRun(FusedOperation):
         if extra is not None:
             _check_extra(extra, linear.output_proto(input_).shape)
         out, to_save = linear.compute(input_, bias, **basic_op_kwargs[0])
+        if extra is not None:
+            out = self.finished(out, extra)
         others = len(self._basic_ops) - 1
-        return self.finished(out, extra), [()] * (1 + others), [to_save, *[()] * others]
+        return out, [()] * (1 + others), [to_save, *[()] * others]
 
-    def finished(self, out: Tensor, extra: Tensor | None) -> Tensor:
+    def finished(self, out: Tensor, extra: Tensor) -> Tensor:
         """The output, from the GEMM's and the extra input; may write to the former."""
-        return out
+        raise NotImplementedError(f"{type(self).__name__} takes no extra input")
 
     def fuser_forward_save_ctx(
         self,
@@ -57,7 +59,7 @@ class ForwardLinearRun(FusedOperation):
         linear: BasicLinear = self._basic_ops[0]  # type: ignore[assignment]
         linear.save(basic_op_ctxs[0], input_, tensors_to_save[0], **basic_op_kwargs[0])
         # what the others get is not there; they read its dtype
-        between: Any = TensorProto((), linear.activation_dtype(input_))
+        between: Any = TensorProto((), basic_op_ctxs[0].backward_args.dtype)
         for index in range(1, len(self._basic_ops)):
             self._basic_ops[index].fuser_forward_save_ctx(
                 [basic_op_ctxs[index]],
