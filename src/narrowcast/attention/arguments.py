@@ -58,7 +58,7 @@ def separate(
     return q, parts[0], parts[1]
 
 
-def check_lengths(
+def _check_lengths(
     q: Tensor,
     qkv_format: str,
     rule: MaskRule,
@@ -107,8 +107,16 @@ def masks_of(
     k: Tensor,
     qkv_format: str,
     cu_seqlens: tuple[Tensor | None, Tensor | None],
+    padded: tuple[Tensor | None, Tensor | None],
+    pad_between_seqs: bool | None,
 ) -> tuple[tuple[Tensor | None, Tensor | None], Tensor | None]:
-    """The padding masks of queries and keys, and the mask of an arbitrary type."""
+    """The padding masks of queries and keys, and the mask of an arbitrary type, with what else tells lengths checked.
+
+    Raises:
+        ValueError: lengths or masks that the mask's type or the format does not take, or that are missing. TypeError:
+        their dtypes.
+    """
+    _check_lengths(q, qkv_format, rule, cu_seqlens, padded, pad_between_seqs)
     if mask is None:
         if rule.arbitrary or (rule.padding and cu_seqlens[0] is None):
             raise ValueError(

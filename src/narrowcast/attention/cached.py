@@ -35,13 +35,14 @@ def check_cached(rule: MaskRule, layer_number: int | None, packed_inputs: bool) 
 
 def extended(
     params: InferenceParams, layer_number: int, q: Tensor, k: Tensor, v: Tensor, qkv_format: str
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Keep new keys and values, and return what attention is computed of.
 
     Args:
         q, k, v: in ``qkv_format``, of the new tokens.
     Returns:
-        queries (batch, s, h, d), keys and values (batch, tokens, groups, d) of the whole sequences.
+        queries (batch, s, h, d), keys and values (batch, tokens, groups, d) of the whole sequences, the sums
+        of the lengths of both.
     """
     if not torch.compiler.is_compiling() and not params.has_layer(layer_number):
         params.allocate_memory(layer_number, k, v)
@@ -52,7 +53,7 @@ def extended(
         q = q.transpose(0, 1)
     elif qkv_format == "thd":
         q = q[params.token_of(q.shape[0])]
-    return q, keys.to(q.dtype), values.to(q.dtype)
+    return q, keys.to(q.dtype), values.to(q.dtype), (params.cu_seqlens_q, params.cu_seqlens_kv)
 
 
 def in_format(params: InferenceParams, out: Tensor, qkv_format: str, tokens: int) -> Tensor:

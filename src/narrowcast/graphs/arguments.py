@@ -22,7 +22,7 @@ Pass = tuple[bool, int]
 """(forward or backward, index into the sample arguments)."""
 
 
-def with_old_names(given: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+def with_old_names(old: dict[str, Any], **given: Any) -> dict[str, Any]:
     """``given`` completed by arguments under their old names.
 
     Raises:

@@ -64,10 +64,8 @@ def make_graphed_callables(
             writes over.
         pre_warmup_hook, post_warmup_hook: called around the warm-up.
         **old_names: ``fp8_enabled``, ``fp8_calibrating``, ``fp8_recipe``, ``fp8_group``, ``fp8_weight_caching``.
-
     Returns:
         The module or function, or a tuple of them.
-
     Raises:
         ValueError: two spellings of one argument, tuples of different lengths, an impossible order; later, a call with
             other arguments, shapes or dtypes. TypeError: a sample that is no tensor. RuntimeError: a module with
@@ -75,37 +73,29 @@ def make_graphed_callables(
         NotImplementedError: ``_reuse_graph_input_output_buffers``, ``capture_time_hooks``; cached weights of
             GroupedLinear.
     """
-    if _reuse_graph_input_output_buffers or capture_time_hooks is not None:
-        name = (
-            "_reuse_graph_input_output_buffers" if _reuse_graph_input_output_buffers else "capture_time_hooks"
-        )
-        raise NotImplementedError(f"make_graphed_callables does not take {name}; leave it out")
+    if _reuse_graph_input_output_buffers:
+        raise _not_taken("_reuse_graph_input_output_buffers")
+    if capture_time_hooks is not None:
+        raise _not_taken("capture_time_hooks")
     options = with_old_names(
-        {
-            "enabled": enabled,
-            "calibrating": calibrating,
-            "recipe": recipe,
-            "amax_reduction_group": amax_reduction_group,
-            "cache_quantized_params": cache_quantized_params,
-        },
         old_names,
+        enabled=enabled,
+        calibrating=calibrating,
+        recipe=recipe,
+        amax_reduction_group=amax_reduction_group,
+        cache_quantized_params=cache_quantized_params,
     )
     alone = not isinstance(modules, tuple)
     functions = (modules,) if alone else modules
     passes, of_sample = schedule(len(functions), _order, _num_layers_per_chunk)
-    samples = (sample_args,) if alone and _order is None else sample_args
-    keywords = (sample_kwargs,) if alone and _order is None else sample_kwargs
+    samples, keywords = sample_args, sample_kwargs
+    if alone and _order is None:
+        samples, keywords = (sample_args,), (sample_kwargs,)
     captured = _prepare(functions, of_sample, samples, keywords, options)
     graphs = _graphs(pool)
     state = SavedState([f for f in functions if isinstance(f, nn.Module)])
     with graphs.beside():
-        if pre_warmup_hook is not None:
-            pre_warmup_hook()
-        for one in captured:
-            for _ in range(num_warmup_iters):
-                one.warm_up(allow_unused_input)
-        if post_warmup_hook is not None:
-            post_warmup_hook()
+        _warm_up(captured, num_warmup_iters, allow_unused_input, pre_warmup_hook, post_warmup_hook)
     for is_forward, index in passes:
         if is_forward:
             captured[index].capture_forward(graphs)
@@ -117,6 +107,26 @@ def make_graphed_callables(
         for i, one in enumerate(captured)
     ]
     return graphed[0] if alone and len(graphed) == 1 else tuple(graphed)
+
+
+def _not_taken(name: str) -> NotImplementedError:
+    return NotImplementedError(f"make_graphed_callables does not take {name}; leave it out")
+
+
+def _warm_up(
+    captured: list[Captured],
+    iterations: int,
+    allow_unused_input: bool,
+    before: Callable[[], None] | None,
+    after: Callable[[], None] | None,
+) -> None:
+    if before is not None:
+        before()
+    for one in captured:
+        for _ in range(iterations):
+            one.warm_up(allow_unused_input)
+    if after is not None:
+        after()
 
 
 def _prepare(

@@ -19,7 +19,6 @@ from ..attention import (
     Switches,
     attend,
     check_cached,
-    check_lengths,
     check_not_there,
     check_tensors,
     checked_format,
@@ -222,11 +221,9 @@ class DotProductAttention(nn.Module):
             inference_params: a KV cache, which the new keys and values go to; the queries see all that it has of their
                 sequence. Needs a padding type, whose diagonal is then bottom right, and no gradients.
             fast_zero_fill: taken, and asks for nothing here.
-
         Returns:
             The format with heads and head dim in one: (s, b, h d_v), (b, s, h d_v) or (tokens, h d_v); zero where a
             query sees no key. With ``return_max_logit`` a tuple with the largest scores (h), which have no gradient.
-
         Raises:
             ValueError: shapes, masks, lengths or names that do not fit, or no backend that may be used. TypeError: a
             dtype. NotImplementedError: what is not there.
@@ -243,37 +240,47 @@ class DotProductAttention(nn.Module):
         check_tensors(q, k, v, fmt, self.num_attention_heads, self.num_gqa_groups, self.kv_channels)
         cached = inference_params is not None
         rule = self._rule_of(attn_mask_type, window_size, True if cached else bottom_right_diagonal)
-        outer, tokens = fmt, q.shape[0]
+        outer, tokens, cu_seqlens = fmt, q.shape[0], (cu_seqlens_q, cu_seqlens_kv)
         if cached:
             number = check_cached(rule, self.layer_number, qkv_layer is not None or kv_layer is not None)
-            q, k, v = extended(inference_params, number, q, k, v, fmt)
+            q, k, v, cu_seqlens = extended(inference_params, number, q, k, v, fmt)
             fmt, attention_mask = "bshd", None
-            cu_seqlens_q, cu_seqlens_kv = inference_params.cu_seqlens_q, inference_params.cu_seqlens_kv
-        cu_seqlens = (cu_seqlens_q, cu_seqlens_kv)
         padded = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
-        check_lengths(q, fmt, rule, cu_seqlens, padded, pad_between_seqs)
-        masks, pairs = masks_of(attention_mask, rule, q, k, fmt, cu_seqlens)
-        scores = Scores(self.softmax_scale, rule, masked_out=pairs)
-        scores.dropout = self.attention_dropout if self.training else 0.0
-        scores.sink = self._sink(q.device)
-        scores.bias, scores.slopes = self._bias(
-            core_attention_bias_type, core_attention_bias, alibi_slopes, q.device
-        )
-        if fmt == "thd" and scores.bias is not None:
-            raise ValueError(
-                "qkv_format='thd' has no matrix of pairs that core_attention_bias could be added to"
-            )
-        if score_mod is not None:
-            if scores.dropout or core_attention_bias_type != "no_bias":
-                raise ValueError(
-                    "score_mod goes with neither bias, alibi nor dropout; do what they do in score_mod"
-                )
-            scores.score_mod, scores.tensors = score_mod, score_mod_tensors or {}
+        masks, pairs = masks_of(attention_mask, rule, q, k, fmt, cu_seqlens, padded, pad_between_seqs)
+        bias = (core_attention_bias_type, core_attention_bias, alibi_slopes)
+        scores = self._scores(rule, pairs, fmt, bias, score_mod, score_mod_tensors, q.device)
         lengths = Lengths(masks, cu_seqlens, padded, (max_seqlen_q, max_seqlen_kv), cached)
         out, largest = self._core(q, k, v, fmt, scores, lengths, checkpoint_core_attention)
         if cached:
             out = in_format(inference_params, out, outer, tokens)
         return (out, largest) if self.return_max_logit else out
+
+    def _scores(
+        self,
+        rule: MaskRule,
+        masked_out: Tensor | None,
+        fmt: str,
+        bias: tuple[str, Tensor | None, Tensor | None],
+        score_mod: Callable[..., Tensor] | None,
+        tensors: dict[str, Tensor] | None,
+        device: torch.device,
+    ) -> Scores:
+        """What happens to the scores; ``bias``: its type, the bias, and slopes of ALiBi."""
+        scores = Scores(self.softmax_scale, rule, masked_out=masked_out)
+        scores.dropout = self.attention_dropout if self.training else 0.0
+        scores.sink = self._sink(device)
+        scores.bias, scores.slopes = self._bias(*bias, device)
+        if fmt == "thd" and scores.bias is not None:
+            raise ValueError(
+                "qkv_format='thd' has no matrix of pairs that core_attention_bias could be added to"
+            )
+        if score_mod is not None:
+            if scores.dropout or bias[0] != "no_bias":
+                raise ValueError(
+                    "score_mod goes with neither bias, alibi nor dropout; do what they do in score_mod"
+                )
+            scores.score_mod, scores.tensors = score_mod, tensors or {}
+        return scores
 
     def _core(
         self, q: Tensor, k: Tensor, v: Tensor, fmt: str, scores: Scores, tokens: Lengths, again: bool
