@@ -103,25 +103,7 @@ def update(
     algo: str,
     reduced_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advance scales and histories by one step, leaving tensors that were not used alone.
-
-    Args:
-        scale: fp32 (n,), the scales of the step that ended.
-        history: fp32 (L, n); row 0 collected the step's amaxes.
-        fp8_max: the largest value of the element format.
-        margin: the scale is 2**-margin below the one that maps amax to ``fp8_max``.
-        algo: "max" over the whole history or "most_recent".
-        reduced_amax: fp32 (n,), amaxes reduced over processes; where it is 0 the local row 0 counts.
-
-    Returns:
-        New scale (n,) and history (L, n), contiguous.
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach, or an unknown ``algo``.
-
-    Numerics:
-        Equal to ``reference.delayed.update``.
-    """
+    """``reference.delayed.update``; new scales and history are contiguous."""
     scale, history = scale.contiguous(), history.contiguous()
     reduced = scale if reduced_amax is None else reduced_amax.contiguous()
     renewed = torch.empty_like(scale), torch.empty_like(history)
@@ -131,17 +113,7 @@ def update(
 
 
 def renew(scale: Tensor, history: Tensor, amax: Tensor, *, fp8_max: float, margin: int, algo: str) -> None:
-    """Advance the state of one layer in place: ``amax`` becomes row 0 of the history, and is then zeroed.
-
-    Args:
-        scale, amax: fp32 (n,). history: fp32 (L, n). All contiguous. fp8_max, margin, algo: as :func:`update`.
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach, or an unknown ``algo``.
-
-    Numerics:
-        Equal to ``reference.delayed.renew``.
-    """
+    """``reference.delayed.renew``; all tensors contiguous."""
     _advance(scale, history, amax, (scale, history), math.ldexp(fp8_max, -margin), algo, False, True)
 
 
@@ -168,14 +140,7 @@ def _advance(
 
 
 def copy_scales(scales: list[Tensor]) -> list[Tensor]:
-    """Copies of vectors, two in a launch: those of a layer's forward and backward.
-
-    Args:
-        scales: fp32 (n,) each, contiguous.
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach.
-    """
+    """``reference.delayed.copy_scales``, two vectors in a launch: those of a layer's forward and backward."""
     copies = [torch.empty_like(scale) for scale in scales]
     for at in range(0, len(scales), 2):
         first, first_copy = scales[at], copies[at]

@@ -115,21 +115,10 @@ _collect_backward = Launcher(_collect_backward_kernel, num_warps=4)
 
 
 def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:
-    """Copy the token of every row of the result.
-
-    Args:
-        x: (T, K), dtype of 1, 2 or 4 bytes.
-        positions: int32 (R,); ``token * columns + column``, or -1 for a row of zeros.
-        columns: of the map that the positions count in.
-
-    Returns:
-        (R, K).
+    """``reference.moe.spread``; ``x`` of a dtype of 1, 2 or 4 bytes.
 
     Raises:
-        ValueError: a tensor the kernel cannot reach, or a dtype of another size.
-
-    Numerics:
-        Bytes are moved; equal to ``reference.moe.spread``.
+        ValueError: a dtype of another size.
     """
     check_device(x)
     if x.element_size() not in _RAW:
@@ -148,21 +137,7 @@ def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:
 
 
 def positions(row_map: Tensor, rows: int) -> Tensor:
-    """The inverse of a row map: where in the map each row is named.
-
-    Args:
-        row_map: int32, any shape; numbers of rows, each at most once, -1 for none.
-        rows: of the result; what the map names beyond is left out.
-
-    Returns:
-        int32 (rows,), -1 for rows that the map does not name.
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach.
-
-    Numerics:
-        Equal to ``reference.moe.positions``.
-    """
+    """``reference.moe.positions``."""
     check_device(row_map)
     row_map = row_map.contiguous()
     out = torch.full((rows,), -1, dtype=torch.int32, device=row_map.device)
@@ -173,22 +148,7 @@ def positions(row_map: Tensor, rows: int) -> Tensor:
 
 
 def collect(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
-    """Add up the rows of every token.
-
-    Args:
-        rows: (R, K), bf16, fp16 or fp32.
-        row_map: int32 (T, C), rows to add, -1 for none.
-        weights: fp32 (T, C), what each row is multiplied by; None adds the rows as they are.
-
-    Returns:
-        (T, K) in the dtype of ``rows``.
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach, or another dtype.
-
-    Numerics:
-        Equal to ``reference.moe.collect``.
-    """
+    """``reference.moe.collect``."""
     check_device(rows)
     _check_dtype(rows)
     rows, row_map = rows.contiguous(), row_map.contiguous()
@@ -205,23 +165,7 @@ def collect(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def collect_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``collect`` with weights.
-
-    Args:
-        grad: (T, K), of the result, in the dtype of ``rows``.
-        rows: (R, K), as given to ``collect``.
-        positions: int32 (R,); ``token * C + column`` of every row, or -1 for one that no token has.
-        weights: fp32 (T, C).
-
-    Returns:
-        The gradient of the rows, like ``rows``, and the sum over each row of gradient times value, fp32 (R,).
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach, or another dtype.
-
-    Numerics:
-        Equal to ``reference.moe.collect_backward``.
-    """
+    """``reference.moe.collect_backward``."""
     check_device(rows)
     _check_dtype(rows)
     grad, rows, positions, weights = (t.contiguous() for t in (grad, rows, positions, weights))

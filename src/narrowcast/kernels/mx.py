@@ -299,24 +299,7 @@ _two_warps_bounded = Launcher(_quantize_kernel, num_warps=2, maxnreg=96)
 def quantize(
     x: Tensor | Source, fmt: ElementFormat, *, rowwise: bool, columnwise: bool, two_d: bool = False
 ) -> list[Tensor]:
-    """Encode with one power-of-two scale per 32 elements, both directions from one read of ``x``.
-
-    Args:
-        x: (*lead, K), rank >= 2, bf16, fp16 or fp32, any strides, or a source of it; M is the product of ``lead``.
-        fmt: E4M3, E5M2, E2M3, E3M2 or E2M1.
-        rowwise: groups of 32 along K.
-        columnwise: groups of 32 along M.
-        two_d: one scale per 32 x 32 tile, replicated in the scale buffers.
-
-    Returns:
-        Data and scale_inv row-wise, then column-wise, uint8, in the shapes of ``reference.mx.quantize``.
-
-    Raises:
-        ValueError: a tensor the kernels cannot reach, another dtype, or rank below 2.
-
-    Numerics:
-        Equal to ``reference.mx.quantize``, byte for byte; scale padding is 0.
-    """
+    """``reference.mx.quantize``, both directions from one read of ``x``: any tensor, or a source of one."""
     source = source_of(x, 2).within_registers()
     M, K = source.matrix
     buffers = [
@@ -426,23 +409,7 @@ _dequantize_packed = Launcher(_dequantize_packed_kernel, num_warps=4)
 def dequantize_packed_rowwise(
     data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype
 ) -> Tensor:
-    """Decode row-wise data of packed codes, padding included.
-
-    Args:
-        data: uint8 (*lead, C * bits / 8), rank >= 2, C a multiple of 32.
-        scale_inv: uint8, compact, (round_up(M, 128), round_up(C / 32, 4)).
-        fmt: E2M3, E3M2 or E2M1.
-        dtype: bf16, fp16 or fp32.
-
-    Returns:
-        (*lead, C) in ``dtype``.
-
-    Raises:
-        ValueError: a tensor the kernels cannot reach, another format or dtype, or rank below 2.
-
-    Numerics:
-        ``RN_dtype(RN(code * 2**(b - 127)))``; equal to ``reference.mx.dequantize_packed_rowwise``.
-    """
+    """``reference.mx.dequantize_packed_rowwise``."""
     data = _checked(data, fmt, dtype)
     C = data.shape[-1] * 8 // fmt.bits
     out = torch.empty((*data.shape[:-1], C), dtype=dtype, device=data.device)
@@ -452,23 +419,7 @@ def dequantize_packed_rowwise(
 def dequantize_packed_columnwise(
     data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype
 ) -> Tensor:
-    """Decode column-wise data of packed codes into the logical orientation, padding included.
-
-    Args:
-        data: uint8 (K, R * bits / 8), R a multiple of 32.
-        scale_inv: uint8, compact, (round_up(K, 128), round_up(R / 32, 4)).
-        fmt: E2M3, E3M2 or E2M1.
-        dtype: bf16, fp16 or fp32.
-
-    Returns:
-        (R, K) in ``dtype``, also for N-d sources.
-
-    Raises:
-        ValueError: a tensor the kernels cannot reach, another format or dtype, or rank below 2.
-
-    Numerics:
-        Equal to ``reference.mx.dequantize_packed_columnwise``.
-    """
+    """``reference.mx.dequantize_packed_columnwise``."""
     data = _checked(data, fmt, dtype)
     C = data.shape[-1] * 8 // fmt.bits
     out = torch.empty((C, data.shape[0]), dtype=dtype, device=data.device)

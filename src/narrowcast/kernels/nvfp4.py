@@ -249,9 +249,6 @@ def supports(**options: object) -> bool:
 
     Args:
         options: keyword arguments of ``quantize`` beside the directions.
-
-    Raises:
-        Nothing of its own.
     """
     known = {"two_d", "rht", "random_signs", "row_scaled", "four_over_six", "e4m3_max", "error_mode", "seed"}
     return options.keys() <= known and (not options.get("two_d") or options.get("seed") is None)
@@ -271,30 +268,7 @@ def quantize(
     error_mode: str = "MAE",
     seed: Tensor | None = None,
 ) -> list[Tensor]:
-    """Encode to packed E2M1 in one or both directions: an amax pass and an encoding pass, no host synchronisation.
-
-    Args:
-        x: (*lead, K), rank >= 2, bf16, fp16 or fp32, any strides; M is the product of ``lead``.
-        rowwise: groups of 16 along K.
-        columnwise: groups of 16 along M.
-        two_d: one block amax per 16 x 16 tile.
-        rht: rotate groups of 16 rows before column-wise quantization.
-        random_signs: the rotation uses the fixed sign pattern, else all signs are plus.
-        row_scaled: one amax per row (column-wise: per column) instead of one per tensor.
-        four_over_six: choose per block, or per tile, between mapping its amax to 4 and to 6.
-        e4m3_max: the block scale that the tensor's amax maps to, 448 or 256.
-        error_mode: what "4 over 6" minimises, "MAE" or "MSE".
-        seed: int64 (1,) on the device of ``x`` for stochastic rounding, None for round to nearest even.
-
-    Returns:
-        Data and scales of each direction asked for, then their amaxes; shapes as ``reference.nvfp4.quantize`` gives.
-
-    Raises:
-        ValueError: a tensor the kernels cannot reach, another dtype, rank below 2, or options that exclude each other.
-
-    Numerics:
-        Equal to ``reference.nvfp4.quantize``, byte for byte, stochastic rounding included.
-    """
+    """``reference.nvfp4.quantize``, stochastic rounding included: a pass for amax and one that encodes."""
     check_input(x, 2)
     _check_options(two_d, rht, row_scaled, four_over_six, error_mode, seed is not None)
     x = x.contiguous()

@@ -71,20 +71,10 @@ _fold = Launcher(_fold_kernel, num_warps=4)
 
 
 def column_sum(x: Tensor) -> Tensor:
-    """Sum over the rows of a matrix.
+    """``reference.reduction.column_sum`` of (M, K) fp32, bf16 or fp16, of the values in fp32.
 
-    Args:
-        x: (M, K), fp32, bf16 or fp16.
-
-    Returns:
-        fp32 (K,).
-
-    Raises:
-        ValueError: a tensor the kernels cannot reach, or no matrix.
-
-    Numerics:
-        Equal to ``reference.reduction.column_sum`` of the values in fp32. Of the sums of consecutive groups of R rows
-        each, R a power of two and zeros where a matrix ends, it is also the sum of that matrix.
+    Of the sums of consecutive groups of R rows each, R a power of two and zeros where a matrix ends, it is also the sum
+    of that matrix.
     """
     check_device(x)
     if x.dim() != 2:

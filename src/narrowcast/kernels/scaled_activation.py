@@ -125,22 +125,7 @@ _backward = Launcher(_backward_kernel, num_warps=4)
 
 
 def forward(x: Tensor, scale: Tensor, activation: str, **params: float) -> Tensor:
-    """Apply an activation and multiply every row by its scale.
-
-    Args:
-        x: (*lead, F), or (*lead, 2F) for a gated one whose gate is the first half; bf16, fp16 or fp32, any strides.
-        scale: (lead), any of these dtypes.
-        activation, params: as ``activation.forward`` takes them.
-
-    Returns:
-        (*lead, F) in the dtype of ``x``.
-
-    Raises:
-        ValueError: as ``activation.checked``, or scales of another shape or unreadable.
-
-    Numerics:
-        Equal to ``reference.scaled_activation.forward``.
-    """
+    """``reference.scaled_activation.forward``; ``x`` of any strides."""
     gated = checked(x, activation, params).gated
     _check_scale(x, scale, activation)
     x, scale = x.contiguous(), scale.contiguous()
@@ -160,21 +145,7 @@ def forward(x: Tensor, scale: Tensor, activation: str, **params: float) -> Tenso
 def backward(
     grad: Tensor, x: Tensor, scale: Tensor, activation: str, **params: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``forward`` with respect to ``x`` and ``scale``.
-
-    Args:
-        grad: gradient of the result, of its shape; bf16, fp16 or fp32, any strides.
-        x, scale, activation, params: as given to ``forward``.
-
-    Returns:
-        (dx, dscale), each of the shape and dtype of its operand.
-
-    Raises:
-        ValueError: as ``forward``, or a gradient of another shape or unreadable.
-
-    Numerics:
-        Equal to ``reference.scaled_activation.backward``.
-    """
+    """``reference.scaled_activation.backward``; the gradient of any strides."""
     gated = checked(x, activation, params).gated
     _check_scale(x, scale, activation)
     check_gradient(grad, x, activation)

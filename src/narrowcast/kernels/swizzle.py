@@ -31,38 +31,12 @@ _permute = Launcher(_permute_kernel, num_warps=4)
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
-    """Reorder compact scales for the GEMM.
-
-    Args:
-        scales: uint8 (R, C), R a multiple of 128 and C of 4, fewer than 2**31 elements.
-
-    Returns:
-        uint8 (R, C), contiguous; its bytes in memory order are the layout.
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach, another dtype or shape.
-
-    Numerics:
-        Equal to ``reference.swizzle.swizzle_scales``.
-    """
+    """``reference.swizzle.swizzle_scales`` of fewer than 2**31 elements."""
     return _run(scales, inverse=False)
 
 
 def unswizzle_scales(scales: Tensor) -> Tensor:
-    """Undo ``swizzle_scales``.
-
-    Args:
-        scales: uint8 (R, C) in the GEMM's order, R a multiple of 128 and C of 4, fewer than 2**31 elements.
-
-    Returns:
-        uint8 (R, C), compact, contiguous.
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach, another dtype or shape.
-
-    Numerics:
-        Equal to ``reference.swizzle.unswizzle_scales``.
-    """
+    """``reference.swizzle.unswizzle_scales`` of fewer than 2**31 elements."""
     return _run(scales, inverse=True)
 
 

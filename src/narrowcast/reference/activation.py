@@ -47,9 +47,6 @@ def sigmoid(x: Tensor) -> Tensor:
     Args:
         x: fp32, any shape.
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         ``1 / (1 + 2**t)`` with ``t = clamp(x * -log2(e), -125, 125)``. The sum ``t + (1.5 * 2**23 + 127)`` rounds ``t``
         to an integer ``n`` and holds the bits of ``2**n``; ``2**(t - n)`` is a polynomial of degree 5 in Horner form,
@@ -72,9 +69,6 @@ def tanh(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         x: fp32, any shape.
-
-    Raises:
-        Nothing of its own.
 
     Numerics:
         With ``s = sigmoid(-2 * |x|)`` the derivative is ``4 * (s * (1 - s))`` and the value ``1 - 2 * s``, with the

@@ -258,9 +258,6 @@ def encode_e8m0(v: Tensor) -> Tensor:
     Args:
         v: fp32 >= 0, any shape.
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         From bits, never through log2: exponent field plus one if any mantissa bit is set; zero and subnormals
         up to 2**-127 give 0, larger subnormals 1, infinity and everything above 2**127 give 254, NaN gives
@@ -279,9 +276,6 @@ def decode_e8m0(b: Tensor) -> Tensor:
     Args:
         b: uint8, any shape.
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         ``2**(b - 127)``; code 0 is the subnormal 2**-127 and code 255 is NaN.
     """
@@ -293,9 +287,6 @@ def reciprocal_e8m0(b: Tensor) -> Tensor:
 
     Args:
         b: uint8, any shape.
-
-    Raises:
-        Nothing of its own.
 
     Numerics:
         ``2**(127 - b)``; code 254 gives the subnormal 2**-127 and code 255 NaN.

@@ -13,9 +13,6 @@ def pad_rows(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Tens
         alignment: rows that every padded group is a multiple of.
         rows: rows of the result; padded groups that do not fit are cut.
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         ``padded`` (rows, K), zero outside of the groups, also behind the last one; rows of ``x`` beyond the sum of
         the splits are dropped. ``padded_splits`` like ``splits``; ``padded_ends`` int32 [G], their running sum.
@@ -34,9 +31,6 @@ def unpad_rows(padded: Tensor, splits: Tensor, alignment: int, rows: int) -> Ten
         splits: int32 or int64 [G], as they were when padding.
         alignment: as it was when padding.
         rows: T, the rows of the result.
-
-    Raises:
-        Nothing of its own.
 
     Numerics:
         (T, K), without the padding; rows beyond the sum of the splits are zero.

@@ -36,9 +36,6 @@ def rows(
         dtype: bf16, fp16 or fp32.
         rows, columns: size of the result; its groups lie one after the other.
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         ``RN_dtype(left @ right.T + RN_dtype(bias))`` in fp32; rows beyond the sum of the splits are 0.
     """
@@ -85,9 +82,6 @@ def contraction(
         left_block, right_block: rows that share a scale.
         alignment: columns that groups are padded to.
         dtype: bf16, fp16 or fp32.
-
-    Raises:
-        Nothing of its own.
 
     Numerics:
         (G, N, K), ``RN_dtype(left @ right.T)`` in fp32; 0 for an empty group.

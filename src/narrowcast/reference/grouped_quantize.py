@@ -123,9 +123,6 @@ def column_sum(x: Tensor, splits: Tensor) -> Tensor:
         x: fp32, bf16 or fp16 (T, K), the groups one after the other.
         splits: int32 or int64 (G,).
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         fp32 (G, K), of every group what ``reduction.column_sum`` gives; an empty group gives 0.
     """
@@ -142,9 +139,6 @@ def padded_rows(rows: int, groups: int, alignment: int) -> int:
         groups: G.
         alignment: rows that every padded group is a multiple of.
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         ``round_up(T + G * (alignment - 1), alignment)``.
     """
@@ -158,9 +152,6 @@ def extents(splits: Tensor, rows: int, alignment: int) -> tuple[list[int], list[
         splits: int32 or int64 (G,).
         rows: T; what does not fit is cut.
         alignment: rows that every padded group is a multiple of.
-
-    Raises:
-        Nothing of its own.
 
     Numerics:
         Three lists of G numbers.

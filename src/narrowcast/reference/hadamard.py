@@ -24,9 +24,6 @@ def signs(random_signs: bool, device: torch.device | str, dtype: torch.dtype = t
         device: where to build it.
         dtype: dtype of the result.
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         Shape [16], entries +-1; bit i of ``SIGN_MASK`` set means minus.
     """
@@ -42,9 +39,6 @@ def rht_matrix(random_signs: bool, device: torch.device | str, dtype: torch.dtyp
         random_signs: use the fixed sign pattern; else all signs are plus.
         device: where to build it.
         dtype: dtype of the result; bf16 holds the entries exactly.
-
-    Raises:
-        Nothing of its own.
 
     Numerics:
         Shape [16, 16], entries +-0.25.

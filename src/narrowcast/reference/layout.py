@@ -55,9 +55,6 @@ def pad_matrix(x: Tensor, rows: int, columns: int) -> Tensor:
         rows: multiple for M.
         columns: multiple for K.
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         Shape (round_up(M, rows), round_up(K, columns)); ``x`` itself where nothing is missing.
     """
@@ -72,9 +69,6 @@ def pad_scales(scales: Tensor, rows: int, columns: int) -> Tensor:
         scales: shape (a, b), any strides.
         rows: multiple for the rows of the buffer.
         columns: multiple for its columns.
-
-    Raises:
-        Nothing of its own.
 
     Numerics:
         New contiguous tensor of shape (round_up(a, rows), round_up(b, columns)); the padding is 0.
@@ -92,9 +86,6 @@ def magnitude(x: Tensor, *, out: Tensor | None = None) -> Tensor:
         x: fp32, any shape.
         out: fp32 of the same shape that receives the result; None for a new tensor.
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         fp32, exact; infinities stay.
     """
@@ -108,9 +99,6 @@ def group_max(x: Tensor, rows: int, columns: int) -> Tensor:
         x: fp32 >= 0, shape (M, K).
         rows: height of a tile.
         columns: width of a tile.
-
-    Raises:
-        Nothing of its own.
 
     Numerics:
         Shape (cdiv(M, rows), cdiv(K, columns)); exact.
@@ -157,9 +145,6 @@ def spread(values: Tensor, rows: int, columns: int) -> Tensor:
         values: shape (a, b).
         rows: height of a tile.
         columns: width of a tile.
-
-    Raises:
-        Nothing of its own.
 
     Numerics:
         Shape (a * rows, b * columns), a new contiguous tensor unless the tile is 1 x 1.

@@ -14,9 +14,6 @@ def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:
         positions: int32 (R,); ``token * columns + column``, or -1 for a row of zeros.
         columns: of the map that the positions count in.
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         (R, K); bytes are moved.
     """
@@ -35,9 +32,6 @@ def positions(row_map: Tensor, rows: int) -> Tensor:
         row_map: int32, any shape; numbers of rows, each at most once, -1 for none.
         rows: of the result; what the map names beyond is left out.
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         int32 (rows,), -1 for rows that the map does not name.
     """
@@ -55,9 +49,6 @@ def collect(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
         rows: (R, K), bf16, fp16 or fp32.
         row_map: int32 (T, C), rows to add, -1 for none.
         weights: fp32 (T, C), what each row is multiplied by; None adds the rows as they are.
-
-    Raises:
-        Nothing of its own.
 
     Numerics:
         (T, K) in the dtype of ``rows``. The sum starts from zero in fp32 and goes through the columns of the map in
@@ -79,9 +70,6 @@ def collect_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Ten
         rows: (R, K), as given to ``collect``.
         positions: int32 (R,); ``token * C + column`` of every row, or -1 for one that no token has.
         weights: fp32 (T, C).
-
-    Raises:
-        Nothing of its own.
 
     Numerics:
         The gradient of the rows, like ``rows``: ``RN(weight * grad)``, zero where no token has the row. Per row, fp32

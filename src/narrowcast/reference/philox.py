@@ -60,9 +60,6 @@ def random_words(seed: Tensor, blocks: Tensor, stream: int) -> list[Tensor]:
         blocks: int64 >= 0, the index of each block, any shape.
         stream: 0..2**32 - 1; different streams are independent.
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         Four int32 tensors (the words' bit patterns) of the shape of ``blocks``, from the counter (low word of
         the index, high word, stream, 0). Byte ``i`` of a block is byte ``i % 4``, lowest first, of word ``i

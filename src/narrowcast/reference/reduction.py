@@ -18,9 +18,6 @@ def row_sum(v: Tensor) -> Tensor:
     Args:
         v: fp32, shape (*lead, K).
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         fp32, shape ``lead``. 256 lanes start from zero, lane ``i`` adds elements ``i``, ``i + 256``, ... in
         order, then adjacent pairs of lanes are added until one is left. An empty sum is 0.
@@ -39,9 +36,6 @@ def column_sum(v: Tensor) -> Tensor:
 
     Args:
         v: fp32, shape (M, K).
-
-    Raises:
-        Nothing of its own.
 
     Numerics:
         fp32, shape (K,). Zero rows are appended up to a power of two, 128 at least; then adjacent pairs of rows

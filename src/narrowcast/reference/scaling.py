@@ -81,9 +81,6 @@ def scale_from_amax(
         overflow: the scale used where the quotient exceeds fp32 (the largest fp32 value for per-tensor
             scaling, the largest value of the input dtype for block scaling).
 
-    Raises:
-        Nothing of its own.
-
     Numerics:
         fp32, same shape: ``RN(fp8_max / max(amax, epsilon))`` by a true division; 1 where amax is 0 or NaN, 0
         where it is infinite.
@@ -103,9 +100,6 @@ def reciprocal(scale: Tensor) -> Tensor:
 
     Args:
         scale: fp32, any shape.
-
-    Raises:
-        Nothing of its own.
 
     Numerics:
         A true division; the result multiplies when decoding.

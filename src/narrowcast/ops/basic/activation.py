@@ -25,7 +25,7 @@ _CACHE = Operand.of(Float8CurrentScalingQuantizer(DType.kFloat8E4M3), True, Fals
 
 
 class ActivationOperation(BasicOperation):
-    """Base of the activations; a subclass names its own.
+    """Base of the activations: (*lead, F), or (*lead, 2F) for a gated one, to (*lead, F) of the same dtype.
 
     Args:
         cache_quantized_input: keep the input for the backward as E4M3 with one scale instead of as it is; the gradient
@@ -132,100 +132,60 @@ class ActivationOperation(BasicOperation):
 
 
 class GELU(ActivationOperation):
-    """The tanh approximation ``y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))``.
-
-    Takes (*lead, F), gives the same shape and dtype. Arguments and errors are those of
-    :class:`~narrowcast.ops.basic.activation.ActivationOperation`.
-    """
+    """The tanh approximation ``y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))``."""
 
     _activation = "gelu"
 
 
 class GEGLU(ActivationOperation):
-    """``y = gelu(a) * b``, with :class:`GELU` applied to the first half ``a`` of the last dim, ``b`` the second.
-
-    Takes (*lead, 2F), gives (*lead, F) in the same dtype. Arguments and errors are those of
-    :class:`~narrowcast.ops.basic.activation.ActivationOperation`.
-    """
+    """``y = gelu(a) * b``, with :class:`GELU` applied to the first half ``a`` of the last dim, ``b`` the second."""
 
     _activation = "geglu"
 
 
 class GLU(ActivationOperation):
-    """``y = sigmoid(a) * b`` for the halves ``a``, ``b`` of the last dim.
-
-    Takes (*lead, 2F), gives (*lead, F) in the same dtype. Arguments and errors are those of
-    :class:`~narrowcast.ops.basic.activation.ActivationOperation`.
-    """
+    """``y = sigmoid(a) * b`` for the halves ``a``, ``b`` of the last dim."""
 
     _activation = "glu"
 
 
 class QGELU(ActivationOperation):
-    """``y = x * sigmoid(1.702 * x)``.
-
-    Takes (*lead, F), gives the same shape and dtype. Arguments and errors are those of
-    :class:`~narrowcast.ops.basic.activation.ActivationOperation`.
-    """
+    """``y = x * sigmoid(1.702 * x)``."""
 
     _activation = "qgelu"
 
 
 class QGEGLU(ActivationOperation):
-    """``y = qgelu(a) * b``, with :class:`QGELU` applied to the first half ``a`` of the last dim, ``b`` the second.
-
-    Takes (*lead, 2F), gives (*lead, F) in the same dtype. Arguments and errors are those of
-    :class:`~narrowcast.ops.basic.activation.ActivationOperation`.
-    """
+    """``y = qgelu(a) * b``, with :class:`QGELU` applied to the first half ``a`` of the last dim, ``b`` the second."""
 
     _activation = "qgeglu"
 
 
 class ReLU(ActivationOperation):
-    """``y = max(x, 0)``, with the gradient 0 at 0.
-
-    Takes (*lead, F), gives the same shape and dtype. Arguments and errors are those of
-    :class:`~narrowcast.ops.basic.activation.ActivationOperation`.
-    """
+    """``y = max(x, 0)``, with the gradient 0 at 0."""
 
     _activation = "relu"
 
 
 class ReGLU(ActivationOperation):
-    """``y = max(a, 0) * b`` for the halves ``a``, ``b`` of the last dim.
-
-    Takes (*lead, 2F), gives (*lead, F) in the same dtype. Arguments and errors are those of
-    :class:`~narrowcast.ops.basic.activation.ActivationOperation`.
-    """
+    """``y = max(a, 0) * b`` for the halves ``a``, ``b`` of the last dim."""
 
     _activation = "reglu"
 
 
 class SReLU(ActivationOperation):
-    """``y = max(x, 0)**2``.
-
-    Takes (*lead, F), gives the same shape and dtype. Arguments and errors are those of
-    :class:`~narrowcast.ops.basic.activation.ActivationOperation`.
-    """
+    """``y = max(x, 0)**2``."""
 
     _activation = "srelu"
 
 
 class SReGLU(ActivationOperation):
-    """``y = max(a, 0)**2 * b`` for the halves ``a``, ``b`` of the last dim.
-
-    Takes (*lead, 2F), gives (*lead, F) in the same dtype. Arguments and errors are those of
-    :class:`~narrowcast.ops.basic.activation.ActivationOperation`.
-    """
+    """``y = max(a, 0)**2 * b`` for the halves ``a``, ``b`` of the last dim."""
 
     _activation = "sreglu"
 
 
 class SiLU(ActivationOperation):
-    """``y = x * sigmoid(x)``.
-
-    Takes (*lead, F), gives the same shape and dtype. Arguments and errors are those of
-    :class:`~narrowcast.ops.basic.activation.ActivationOperation`.
-    """
+    """``y = x * sigmoid(x)``."""
 
     _activation = "silu"
