@@ -424,19 +424,11 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         input_: TensorOrQuantized,
         *,
         basic_op_extra_inputs: ExtraTensors,
-        prev_op_grad_output_quantizer: ScaledOperand | None,
-        next_op_input_quantizer: ScaledOperand | None,
         basic_op_kwargs: list[dict[str, Any]],
-        requires_grad: bool,
+        **kwargs: Any,
     ) -> tuple[TensorOrQuantized, ExtraTensors, list[TensorsToSave]]:
         check_no_extra_io(self)
-        output, tensors_to_save = self.op_forward_compute(
-            input_,
-            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
-            next_op_input_quantizer=next_op_input_quantizer,
-            requires_grad=requires_grad,
-            **basic_op_kwargs[0],
-        )
+        output, tensors_to_save = self.op_forward_compute(input_, **kwargs, **basic_op_kwargs[0])
         return output, [()], [tensors_to_save]
 
     def fuser_forward_save_ctx(
@@ -446,21 +438,12 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         tensors_to_save: list[TensorsToSave],
         *,
         basic_op_extra_inputs: ExtraTensors,
-        prev_op_grad_output_quantizer: ScaledOperand | None,
-        next_op_input_quantizer: ScaledOperand | None,
         basic_op_kwargs: list[dict[str, Any]],
-        requires_grad: bool,
+        **kwargs: Any,
     ) -> None:
         check_no_extra_io(self)
-        returned: Any = self.op_forward_save_ctx(
-            basic_op_ctxs[0],
-            input_,
-            tensors_to_save[0],
-            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
-            next_op_input_quantizer=next_op_input_quantizer,
-            requires_grad=requires_grad,
-            **basic_op_kwargs[0],
-        )
+        (ctx,), (saved,) = basic_op_ctxs, tensors_to_save
+        returned: Any = self.op_forward_save_ctx(ctx, input_, saved, **kwargs, **basic_op_kwargs[0])
         if returned is not None:
             raise something_returned(self, returned)
 
