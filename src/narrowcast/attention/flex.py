@@ -19,6 +19,7 @@ that without a sink times sigmoid(lse - sink). ``lse`` has a gradient in FlexAtt
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -82,7 +83,7 @@ def _position(tokens: Tokens, index: Tensor) -> Tensor:
 def _distance(places: Geometry, b: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     """How far a key is to the right of the query's diagonal."""
     distance = _position(places.kv, kv) - _position(places.q, q)
-    if isinstance(places.shift, int):
+    if isinstance(places.shift, int) or places.shift.dim() == 0:
         return distance - places.shift
     return distance - (places.shift[b, 0] if places.q.sequence is None else places.shift[0, q])
 
@@ -130,6 +131,10 @@ def _score_mod(scores: Scores) -> Any:
     user, tensors, slopes, places = scores.score_mod, scores.tensors, scores.slopes, scores.places
     if user is None and slopes is None:
         return None
+    if slopes is not None and places is not None and isinstance(places.shift, int):
+        # with dynamic sizes it is a symbol, for which PyTorch 2.11 has no backward of score_mod
+        shift = torch.full((), places.shift, device=slopes.device)
+        places = dataclasses.replace(places, shift=shift)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         sequence = b if places is None or places.q.sequence is None else places.q.sequence[0, i]

@@ -100,8 +100,8 @@ class Geometry:
     """The tokens of both sides.
 
     Args:
-        shift: how far the diagonal lies to the right of the top left one: an int; or (b, 1), or (1, s_q) of packed
-            tokens.
+        shift: how far the diagonal lies to the right of the top left one: an int or a scalar; or (b, 1), or (1, s_q)
+            of packed tokens.
     """
 
     q: Tokens

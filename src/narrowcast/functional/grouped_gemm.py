@@ -28,6 +28,7 @@ from torch.nn.functional import ScalingType
 
 from .. import kernels, reference
 from ..formats import FLOAT8_BLOCK
+from ..kernels.launch import is_aligned
 from ._library import QUANTIZER, define
 from .gemm import gemm, gemm_directions, no_native_gemm
 from .grouped_loop import GroupedOperand, multiply_in_loop, prefers_loop
@@ -360,16 +361,16 @@ def _grouped_mm(
         return _mm_each(kind, left, weights, splits, bias, shape).to(dtype)
     ends = splits.cumsum(0, dtype=torch.int32)
     multiple = 16 // left.element_size()
-    a, b = left.contiguous(), weights.contiguous()
+    a, b = _whole_pieces(left, multiple), weights
     if kind == "wgrad":
-        product = F.grouped_mm(_pad_columns(a, multiple).t(), _pad_columns(b, multiple), offs=ends)
+        product = F.grouped_mm(a.t(), _whole_pieces(b, multiple), offs=ends)
         return product[:, : shape[1], : shape[2]].contiguous().to(dtype)
     # the contraction and the columns of the result in whole 16 bytes
     columns = b.shape[2] if kind == "dgrad" else b.shape[1]
     missing = -b.shape[1] % multiple, -b.shape[2] % multiple
-    b = F.pad(b, (0, missing[1], 0, missing[0])) if any(missing) else b
+    b = F.pad(b, (0, missing[1], 0, missing[0])) if any(missing) else _aligned(b)
     b = b if kind == "dgrad" else b.transpose(-2, -1)
-    out = F.grouped_mm(_pad_columns(a, multiple), b, offs=ends)
+    out = F.grouped_mm(a, b, offs=ends)
     if out.shape[1] != columns:
         out = out[:, :columns].contiguous()
     if bias is not None or not covered:
@@ -377,9 +378,15 @@ def _grouped_mm(
     return out
 
 
-def _pad_columns(x: Tensor, multiple: int) -> Tensor:
+def _whole_pieces(x: Tensor, multiple: int) -> Tensor:
+    """Rows as the library reads them, in pieces of 16 bytes: padded to a multiple of elements, and aligned."""
     missing = -x.shape[1] % multiple
-    return F.pad(x, (0, missing)) if missing else x
+    return F.pad(x, (0, missing)) if missing else _aligned(x)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x if is_aligned(x, 16) else x.clone()
 
 
 def _mm_each(
