@@ -18,7 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, cdiv
+from ..formats import (
+    FLOAT8_BLOCK,
+    FLOAT8_BLOCK_SCALE_ALIGNMENT,
+    MX_BLOCK,
+    NVFP4_BLOCK,
+    SCALE_TILE_COLUMNS,
+    SCALE_TILE_ROWS,
+    cdiv,
+)
 from ..functional import (
     dequantize,
     draw_seed,
@@ -75,19 +83,36 @@ def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
             f"the quantized input is a {type(storage).__name__} without column-wise data, which the weight gradient "
             "needs; quantize it with columnwise=True"
         )
-    return OperandBuffers(operand.rowwise, transposed(operand.rowwise), operand.quantizer)
+    return OperandBuffers(
+        operand.rowwise, transposed(operand.rowwise, operand.rowwise[0].shape[-1]), operand.quantizer
+    )
 
 
-def transposed(rowwise: list[Tensor]) -> list[Tensor]:
-    """Column-wise buffers of a matrix from its row-wise ones, where both directions are quantized the same.
+def transposed(rowwise: list[Tensor], features: int) -> list[Tensor]:
+    """Column-wise buffers of a matrix (rows, features) from its row-wise ones, where both directions hold the same.
 
-    That is per-tensor FP8, scale (1,), and FP8 in 128 x 128 tiles, scale (rows of tiles, columns of tiles and padding).
+    That is per-tensor FP8, scale (1,); FP8 in 128 x 128 tiles, fp32 scales (rows of tiles, columns of tiles and
+    padding); MXFP8 in 32 x 32 and NVFP4 in 16 x 16 tiles, whose scales are repeated for every row of a tile.
     """
-    codes, scale = rowwise
-    if scale.dim() == 2:
-        rows, columns = (cdiv(size, FLOAT8_BLOCK) for size in codes.shape)
-        # contiguous before the padding, which keeps the strides where there is nothing to pad
-        scale = F.pad(scale[:rows, :columns].t().contiguous(), (0, -rows % FLOAT8_BLOCK_SCALE_ALIGNMENT))
+    codes, scale, *amax = rowwise
+    rows = codes.shape[0]
+    if amax:
+        nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)[:, :features]
+        turned = transpose_codes(nibbles.contiguous())
+        tiles = scale[:rows:NVFP4_BLOCK, : cdiv(features, NVFP4_BLOCK)].t()
+        scale = tiles.repeat_interleave(NVFP4_BLOCK, 0)[:features]
+        padding = (0, -scale.shape[1] % SCALE_TILE_COLUMNS, 0, -features % SCALE_TILE_ROWS)
+        return [turned[:, ::2] | (turned[:, 1::2] << 4), F.pad(scale, padding), *amax]
+    if scale.dim() == 1:
+        return [transpose_codes(codes), scale]
+    if scale.dtype == torch.uint8:  # the codes of both directions lie the same way
+        tiles = scale[:rows:MX_BLOCK, : cdiv(features, MX_BLOCK)]
+        scale = tiles.repeat_interleave(MX_BLOCK, 1)[:, :features]
+        padding = (0, -features % SCALE_TILE_ROWS, 0, -scale.shape[0] % SCALE_TILE_COLUMNS)
+        return [codes, F.pad(scale, padding)]
+    rows, columns = (cdiv(size, FLOAT8_BLOCK) for size in codes.shape)
+    # contiguous before the padding, which keeps the strides where there is nothing to pad
+    scale = F.pad(scale[:rows, :columns].t().contiguous(), (0, -rows % FLOAT8_BLOCK_SCALE_ALIGNMENT))
     return [transpose_codes(codes), scale]
 
 
@@ -124,7 +149,7 @@ def weight_of_dgrad(args: LinearBwdArgs, saved: list[Tensor]) -> tuple[list[Tens
     """The column-wise weight and what reads it, from what :func:`weight_operand` saved."""
     quantizer, again = args.saved_weight[1], args.plan.weight_again
     if quantizer is not None:
-        return transposed(saved) if args.transpose_weight else saved, quantizer
+        return transposed(saved, args.shape[1]) if args.transpose_weight else saved, quantizer
     assert again is not None  # else it would be saved quantized
     weight, *state = saved
     scale, amax = (state[0], None) if again.delayed else (None, state[0] if state else None)

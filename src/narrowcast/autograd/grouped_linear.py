@@ -28,7 +28,7 @@ from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import IdentityQuantizer, Operand, OperandBuffers, Quantizer
 from ..tensors import GroupedTensor, grouped_layout
 from .arguments import LinearBwdArgs, LinearFwdArgs
-from .gemms import saved_operand
+from .gemms import saved_operand, transposed
 from .linear import saved_tensors
 from .weight_gradient import placeholder, queue_wgrad
 
@@ -186,13 +186,21 @@ def _columnwise_weights(args: LinearBwdArgs, saved: list[Tensor]) -> tuple[list[
     """The column-wise weights and what reads them, from what :func:`_weight_operands` saved."""
     quantizer, again = args.saved_weight[1], args.plan.weight_again
     if quantizer is not None:
-        return saved, quantizer
+        return _transposed(saved, args.shape) if args.transpose_weight else saved, quantizer
     assert again is not None  # else they would be saved quantized
     if not (again.delayed or again.current):
         return quantize_weights(saved, again).columnwise, again.quantizer
     *weights, state = saved
     scale, amax = (state, None) if again.delayed else (None, state)
     return quantize_weights(weights, again, scale, amax).columnwise, again.quantizer
+
+
+def _transposed(rowwise: list[Tensor], shape: tuple[int, int]) -> list[Tensor]:
+    """Column-wise weights (N, K) from row-wise ones; those with blocks lie below each other, as one matrix."""
+    codes, scale = rowwise
+    if scale.dim() == 1:
+        return [codes.transpose(1, 2).contiguous(), scale]
+    return transposed(rowwise, shape[1])
 
 
 def _delivered(result: Tensor, buffer: Tensor | None) -> Tensor:
@@ -237,6 +245,7 @@ def grouped_bwd_args(
         (groups.out_features, groups.in_features),
         inp,
         weight,
+        args.transpose_weight,
     )
 
 

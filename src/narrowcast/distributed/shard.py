@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -10,10 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..formats import ELEMENT_FORMATS, FLT_MAX
+from ..formats import ELEMENT_FORMATS, FLT_MAX, MX_BLOCK, NVFP4_BLOCK
 from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage
 from ..layers.parameters import weight_quantizer
-from ..quantizers import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer
+from ..quantizers import (
+    DelayedFloat8Quantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from ..recipe import WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..reference.scaling import reciprocal, scale_from_amax
 from ..state import checked_recipe, renew
@@ -32,6 +38,7 @@ def shard(
     blocks: Iterable[nn.Module] = (),
     recipe: Recipe | None = None,
     quantized_gather: bool = True,
+    recompute: bool = True,
     **options: Any,
 ) -> ShardReceipt:
     """Apply ``torch.distributed.fsdp.fully_shard`` to blocks and model, in place, and have weights gathered quantized.
@@ -42,8 +49,11 @@ def shard(
     forward of ``model``; none in later forwards of a step under ``model.set_requires_gradient_sync(False)``.
 
     A weight is gathered quantized where its recipe has one scale for the tensor (``Float8CurrentScaling``,
-    ``DelayedScaling``) or 128 x 128 tiles (``Float8BlockScaling``), and rows that divide into equal shards, of whole
-    tiles. All others are gathered as FSDP2 does, and their layers quantize them; the receipt says why.
+    ``DelayedScaling``), or square tiles (``Float8BlockScaling``, ``NVFP4BlockScaling``, ``MXFP8BlockScaling`` with
+    ``enable_2d_quantization``), and rows that divide into equal shards, with tiles of whole 128 rows. Plain
+    ``MXFP8BlockScaling`` quantizes rows and columns differently: such weights are gathered by direction, row-wise for
+    the forward and column-wise for the backward, where ``recompute=False`` says that no forward runs in a backward. All
+    others are gathered as FSDP2 does, and their layers quantize them; the receipt says why.
 
     Args:
         model: every rank the same, with recipes; on the meta device, too. It must be what is called.
@@ -51,6 +61,8 @@ def shard(
         blocks: modules of the model that are gathered each by itself, inner ones first; compile them before or after.
         recipe: of layers that have none of their own, as they run in an ``autocast``.
         quantized_gather: False gathers every weight in high precision.
+        recompute: False promises that nothing of a forward runs again in the backward (activation checkpointing), and
+            that what is gathered is given back after every forward and backward.
         **options: of ``fully_shard``, for blocks and model alike.
     Returns:
         What is gathered how, by parameter.
@@ -82,6 +94,8 @@ def shard(
     policy = options.get("mp_policy")
     dtype = None if policy is None else policy.param_dtype
     chosen = _Chosen(model, over.size(), recipe, quantized_gather, dtype, options)
+    if not recompute and reshard is not False:
+        chosen.given_back = {m for block in ([model] if reshard else blocks) for m in block.modules()}
     chosen.wrap()
     for block in (*blocks, model):
         fully_shard(block, mesh=mesh, **options)
@@ -89,6 +103,9 @@ def shard(
         scales = _Scales(model, chosen.scaled, over, dtype)
         model.register_forward_pre_hook(scales.renew, prepend=True)
         model.register_forward_hook(scales.record)
+    if chosen.directed:
+        groups = [group for group in _groups(model) if chosen.directs(group)]
+        model.register_forward_pre_hook(functools.partial(_check_given_back, groups), prepend=True)
     return ShardReceipt(tuple(chosen.rows), over.size())
 
 
@@ -110,6 +127,14 @@ class _Scaled:
         self, layer: LinearLayer, stage: Stage, recipe: Recipe, delayed: bool, gather: WeightGather
     ) -> None:
         self.layer, self.stage, self.recipe, self.delayed, self.gather = layer, stage, recipe, delayed, gather
+        quantizer: Any = gather.quantizer
+        self.rule: Any = (
+            "state"  # where the scale comes from: state, the amax itself, or what it is computed with
+        )
+        if isinstance(quantizer, NVFP4Quantizer):
+            self.rule = "amax"
+        elif not delayed:
+            self.rule = quantizer.dtype, quantizer.force_pow_2_scales, quantizer.amax_epsilon
 
     @property
     def parameter(self) -> Any:
@@ -139,8 +164,12 @@ class _Chosen:
         self.ignored = {id(parameter) for parameter in options.get("ignored_params") or ()}
         self.placement = options.get("shard_placement_fn")
         self.uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+        self.given_back: set[nn.Module] = (
+            set()
+        )  # modules whose weights are gathered for forward and backward apart
         self.rows: list[ShardedParameter] = []
         self.scaled: list[_Scaled] = []
+        self.directed: set[int] = set()  # ids of the gathers of weights that are gathered by direction
 
     def wrap(self) -> None:
         """Put shards that are gathered quantized in the place of the weights that can be."""
@@ -167,6 +196,11 @@ class _Chosen:
                 moved = plain if gather is None else gather.bytes(shape)
                 self.rows.append(ShardedParameter(full, shape, reason, moved, plain))
 
+    def directs(self, group: Any) -> bool:
+        """Whether a group of FSDP2's has a weight that is gathered by direction."""
+        shards = [local(one.sharded_param) for one in group.fsdp_params]
+        return any(isinstance(own, ShardedWeight) and id(own._gather) in self.directed for own in shards)
+
     def _why_not(self, layer: LinearLayer, stage: Stage, parameter: Any) -> str:
         """What stands in the way of gathering a weight quantized, "" for nothing."""
         recipe = layer.recipe or self.recipe
@@ -174,10 +208,11 @@ class _Chosen:
             return ""
         if not self.wanted:
             return "quantized_gather=False"
-        if isinstance(layer, GroupedLinearLayer):
-            return "a grouped layer quantizes its weights together"
         if stage.weight in layer._parts:
-            return "a part of a weight"
+            grouped = isinstance(layer, GroupedLinearLayer)
+            return (
+                "a weight of one group: use single_grouped_weight=True" if grouped else "a part of a weight"
+            )
         if recipe is None:
             return "its layer has no recipe"
         if hasattr(parameter, "_local_tensor"):
@@ -195,24 +230,44 @@ class _Chosen:
             return "its backward reads the weight in high precision"
         if plan.eager_only:
             return "its quantizer is no value"
-        return self._why_not_in_shards(plan, parameter)
+        return self._why_not_in_shards(layer, plan, parameter)
 
-    def _why_not_in_shards(self, plan: LinearPlan, parameter: Tensor) -> str:
-        native = plan.weight.quantizer._format_layout().native
-        if native == "tensor" and type(plan.weight.quantizer) not in _PER_TENSOR:
+    def _why_not_in_shards(self, layer: LinearLayer, plan: LinearPlan, parameter: Tensor) -> str:
+        quantizer: Any = plan.weight.quantizer
+        tile = _tile(quantizer)
+        if tile is None and quantizer._format_layout().native == "tensor":
             return "its quantizer has numerics of its own"
-        if native not in ("tensor", "128x128"):
+        if tile is None:
             return "its format quantizes rows and columns differently: two copies, as many bytes as in bf16"
+        if tile == 1 and layer not in self.given_back:
+            return (
+                "its format quantizes rows and columns differently: gathered by direction with recompute=False, in a "
+                "block that reshards after its forward"
+            )
+        if tile == 1 and parameter.shape[-1] % MX_BLOCK:
+            return f"its {parameter.shape[-1]} columns are not whole blocks of {MX_BLOCK}"
         if self.placement is not None:
             placement = self.placement(parameter)
             if placement is not None and getattr(placement, "dim", None) != 0:
                 return "not sharded by rows"
-        rows = parameter.shape[0]
-        unit = self.ranks * (_TILE if native == "128x128" else 1)
-        if rows % unit:
-            whole = " of whole 128-row tiles" if native == "128x128" else ""
-            return f"its {rows} rows are not {self.ranks} equal shards{whole}"
+        rows = parameter.shape[-2]
+        if isinstance(layer, GroupedLinearLayer):
+            return self._why_not_in_groups(plan, quantizer, tile, parameter.shape[0], rows)
+        if rows % (self.ranks * (_TILE if tile else 1)):
+            whole = f" of whole {_TILE}-row tiles" if tile else ""
+            return (
+                f"its {rows} rows are not {self.ranks} equal shards{whole}: a shard would end within a block"
+            )
         return ""
+
+    def _why_not_in_groups(self, plan: LinearPlan, quantizer: Any, tile: int, groups: int, rows: int) -> str:
+        if groups % self.ranks:
+            return f"its {groups} groups are not {self.ranks} equal shards"
+        if plan.weight.delayed:
+            return "a grouped weight under delayed scaling"
+        if isinstance(quantizer, NVFP4Quantizer):
+            return "its format keeps groups in one buffer"
+        return f"its {rows} rows per group are not whole {_TILE}-row tiles" if tile and rows % _TILE else ""
 
     def _wrap(self, layer: LinearLayer, stage: Stage, parameter: Any) -> WeightGather:
         if isinstance(parameter, QuantizedTensor):
@@ -221,16 +276,30 @@ class _Chosen:
             return WeightGather(stored, stored, stored._format_layout().native == "tensor")
         recipe: Any = layer.recipe or self.recipe
         plan = linear_plan(recipe, stage.name, True, True)
-        described: Any = weight_quantizer(recipe, stage.name).with_usage(rowwise=True, columnwise=False)
-        per_tensor = described._format_layout().native == "tensor"
-        encoder = DelayedFloat8Quantizer(described.dtype, 0, columnwise=False) if per_tensor else described
-        gather = WeightGather(encoder, described, per_tensor)
-        if per_tensor:
+        described: Any = weight_quantizer(recipe, stage.name)
+        tile, rowwise = _tile(described), described.with_usage(rowwise=True, columnwise=False)
+        members = parameter.shape[0] if isinstance(layer, GroupedLinearLayer) else 0
+        if tile == 1:
+            both = described.with_usage(rowwise=True, columnwise=True)
+            backward = described.with_usage(rowwise=False, columnwise=True)
+            gather = WeightGather(rowwise, both, False, backward, members)
+            self.directed.add(id(gather))
+            layer.register_forward_pre_hook(_NotAgain(gather))
+        elif tile == 0 and not members:
+            encoder = DelayedFloat8Quantizer(described.dtype, 0, columnwise=False)
+            gather = WeightGather(encoder, rowwise, True)
+        elif tile == NVFP4_BLOCK:
+            gather = WeightGather(rowwise.replace(with_amax_reduction=True), rowwise, True)
+        else:
+            gather = WeightGather(rowwise, rowwise, False, members=members)
+        if gather.per_tensor:
             self.scaled.append(_Scaled(layer, stage, recipe, plan.weight.delayed, gather))
         made = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
         vars(made).update(vars(parameter))  # type: ignore[attr-defined]
         setattr(layer, stage.weight, made)
-        layer._stored_rowwise = True  # the backward transposes what was gathered
+        layer._stored_rowwise = (
+            True  # the backward transposes what was gathered, where it has the columns' scales
+        )
         layer.register_state_dict_post_hook(_SavePlain(stage.weight))
         layer.register_load_state_dict_pre_hook(_Rewrap(stage.weight, gather))
         return gather
@@ -274,21 +343,23 @@ class _Scales:
 
     def _set(self) -> None:
         assert self.amax is not None
-        by_rule: dict[tuple[Any, ...], list[int]] = {}
+        by_rule: dict[Any, list[int]] = {}
         for index, weight in enumerate(self.weights):
-            quantizer: Any = weight.gather.quantizer
-            rule = (quantizer.dtype, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
-            by_rule.setdefault(() if weight.delayed else rule, []).append(index)
+            by_rule.setdefault(weight.rule, []).append(index)
         for rule, indices in by_rule.items():
-            if rule:
+            amax = self.amax if len(by_rule) == 1 else self.amax[indices]
+            if rule == "amax":  # which the gathered tensor holds itself
+                for index, own in zip(indices, amax.split(1)):
+                    self.weights[index].gather.scale = self.weights[index].gather.kept = own
+                continue
+            if rule != "state":
                 element, power_2, epsilon = rule
-                amax = self.amax if len(by_rule) == 1 else self.amax[indices]
                 largest = ELEMENT_FORMATS[element].max
                 scales = scale_from_amax(amax, largest, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX)
             else:  # copies: a layer may renew its state before its backward gathers again
                 scales = torch.cat([self.weights[index].state("scale") for index in indices])
             for index, scale, scale_inv in zip(indices, scales.split(1), reciprocal(scales).split(1)):
-                self.weights[index].gather.scale, self.weights[index].gather.scale_inv = scale, scale_inv
+                self.weights[index].gather.scale, self.weights[index].gather.kept = scale, scale_inv
 
     def record(self, model: nn.Module, args: Any, out: Any) -> None:
         """Forward hook: what delayed scaling collects of a weight, once all layers have renewed their state."""
@@ -300,16 +371,65 @@ class _Scales:
             torch._foreach_maximum_([amax for amax, _ in found], [own for _, own in found])
 
 
-def _synchronizes(model: nn.Module) -> bool:
-    """Whether the backward of this forward reduces gradients over ranks."""
+def _tile(quantizer: Any) -> int | None:
+    """How the scales of a weight lie: 0: one for all of it; 1: apart for rows and columns; else square tiles of so many
+    rows, the same codes both ways. None: in a way that is not gathered."""
+    native = quantizer._format_layout().native
+    if native == "tensor":
+        return 0 if type(quantizer) in _PER_TENSOR else None
+    if native == "128x128":
+        return _TILE
+    if type(quantizer) is MXFP8Quantizer:
+        return MX_BLOCK if quantizer.with_2d_quantization else 1
+    if type(quantizer) is NVFP4Quantizer and quantizer.with_2d_quantization:
+        apart = quantizer.nvfp4_use_4over6 or quantizer.stochastic_rounding
+        return None if apart else NVFP4_BLOCK
+    return None
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """What FSDP2 gathers together, of all modules."""
+    found = []
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             state = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, "_fsdp_param_groups", None)  # PyTorch before 2.12 has one
-            groups = [state._fsdp_param_group] if groups is None else groups
-            if any(group is not None and group.reduce_grads for group in groups):
-                return True
-    return False
+            found += [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
+def _synchronizes(model: nn.Module) -> bool:
+    """Whether the backward of this forward reduces gradients over ranks."""
+    return any(group.reduce_grads for group in _groups(model))
+
+
+def _check_given_back(groups: list[Any], model: nn.Module, args: Any) -> None:
+    """Forward pre-hook, where weights are gathered by direction.
+
+    Raises:
+        RuntimeError: what was gathered for one direction would be there in the other.
+    """
+    for group in groups:
+        if group.post_forward_mesh_info is None or not group.reshard_after_backward:
+            raise RuntimeError(
+                "shard was given recompute=False, so that weights are gathered by direction, and they now stay "
+                "gathered after a forward or a backward: undo set_reshard_after_forward(False), "
+                "set_reshard_after_backward(False), or shard with recompute=True"
+            )
+
+
+class _NotAgain:
+    """Forward pre-hook of a layer whose weight is gathered by direction; compiled code goes past it."""
+
+    def __init__(self, gather: WeightGather) -> None:
+        self.gather = gather
+
+    def __call__(self, layer: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and self.gather.columns_arrived:
+            raise RuntimeError(
+                f"a {type(layer).__name__} runs forward in the backward, where its weight is gathered column-wise; "
+                "give shard recompute=True"
+            )
 
 
 class _SavePlain:

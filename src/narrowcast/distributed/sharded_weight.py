@@ -12,9 +12,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from ..functional import quantize
+from ..functional import grouped_quantize_weights, quantize
 from ..quantizers import Quantizer
-from ..tensors import assemble_gathered
+from ..tensors import GroupedTensor, GroupedTensorStorage, grouped_layout, overwrite_unseen
 
 aten = torch.ops.aten
 
@@ -38,33 +38,71 @@ class WeightGather:
     Args:
         encoder: quantizes a shard row-wise; with a ``scale`` from outside where the whole tensor has one.
         quantizer: describes the gathered tensor.
-        per_tensor: there is one scale, fp32 (1,), which a forward of the model puts into ``scale``, and its reciprocal.
+        per_tensor: there is one scale or amax, fp32 (1,), which a forward of the model puts into ``scale``, and what
+            the gathered tensor holds of it into ``kept``.
+        members: matrices that are quantized each by itself, along the first dim; 0 for one matrix.
+        backward_encoder: quantizes a shard column-wise, for a weight that the backward gathers in that direction; None
+            where its layer makes the direction from the other.
     """
 
-    def __init__(self, encoder: Quantizer, quantizer: Quantizer, per_tensor: bool) -> None:
+    def __init__(
+        self,
+        encoder: Quantizer,
+        quantizer: Quantizer,
+        per_tensor: bool,
+        backward_encoder: Quantizer | None = None,
+        members: int = 0,
+    ) -> None:
         self.encoder, self.quantizer, self.per_tensor = encoder, quantizer, per_tensor
+        self.backward_encoder, self.members = backward_encoder, members
         self.scale: Tensor | None = None
-        self.scale_inv: Tensor | None = None
+        self.kept: Tensor | None = None
         self.written = False  # since the scale was taken
+        self.columns_arrived = False  # what was gathered last is column-wise
 
     def bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes that a gather moves: the codes, and the scales of blocks."""
-        buffers = [*self.quantizer._describe_buffers(shape).values()]
-        moved = buffers[:1] if self.per_tensor else buffers
-        return sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in moved)
+        moved = [*self.encoder._describe_buffers(shape[-2:]).values()]
+        moved = moved[:-1] if self.per_tensor else moved
+        return max(self.members, 1) * sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in moved)
 
-    def encode(self, shard: Tensor) -> list[Tensor]:
-        """Codes of a shard (rows, K), and its scales: fp32 (1,), or of its own blocks.
+    def encode(self, shard: Tensor, columnwise: bool) -> list[Tensor]:
+        """Codes of a shard (rows, K), scales of its blocks, and what all ranks have, fp32 (1,); in one direction.
 
         Raises:
             RuntimeError: there is no scale of the weight as it is.
         """
-        if self.per_tensor and (self.scale is None or self.written):
+        encoder = self.backward_encoder if columnwise else self.encoder
+        assert encoder is not None
+        if self.members:
+            return grouped_quantize_weights([shard], encoder, grouped_layout(encoder._storage_name))
+        if not self.per_tensor:
+            return quantize(shard, encoder)
+        if self.scale is None or self.kept is None or self.written:
             raise RuntimeError(
                 "a sharded weight was written to, and has no scale yet: call the model that narrowcast was given to "
                 "shard, not a part of it or unshard(); between microbatches without gradient sync weights must stay"
             )
-        return quantize(shard, self.encoder, None, self.scale)
+        # the last was made by the stream of the model, which is also where it is read
+        return [*quantize(shard, self.encoder, None, self.scale)[:-1], self.kept]
+
+    def assemble(self, buffers: list[Tensor], shard: Any, dtype: torch.dtype) -> Tensor:
+        """The quantized tensor around gathered buffers; ``shard``: shape of a shard."""
+        if not self.members:
+            return self.quantizer._assemble(buffers, (buffers[0].shape[0], shard[1]), dtype)
+        quantizer: Any = self.quantizer
+        return GroupedTensor(
+            GroupedTensorStorage(
+                buffers,
+                quantizer=quantizer,
+                storage_name=quantizer._storage_name,
+                rowwise=True,
+                columnwise=quantizer.columnwise_usage,
+                num_tensors=self.members,
+                logical_shape=(self.members, *shard[1:]),
+                fake_dtype=dtype,
+            )
+        )
 
 
 class ShardedWeight(Tensor):
@@ -120,27 +158,58 @@ class ShardedWeight(Tensor):
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """(what this rank gives, what it keeps): codes and the scales of its blocks; one scale all ranks have."""
+    ) -> tuple[tuple[Tensor, ...], tuple[bool, list[Tensor]]]:
+        """(what this rank gives, what it keeps): codes and the scales of its blocks; direction, and what all have."""
+        gather = self._gather
         shard = self._shard if mp_policy.param_dtype is None else self._shard.to(mp_policy.param_dtype)
-        codes, scale_inv = self._gather.encode(shard)
-        if (
-            self._gather.per_tensor
-        ):  # what was made by the stream of the model, which is also where it is read
-            return (codes,), self._gather.scale_inv
+        columnwise = gather.backward_encoder is not None and torch._C._current_graph_task_id() != -1
+        buffers = gather.encode(shard, columnwise)
         # FSDP2 hands only the first of several over where there is nobody to gather from
-        return (codes, scale_inv), scale_inv if mesh.size() == 1 else None
+        given = 1 if mesh.size() == 1 else len(buffers) - gather.per_tensor
+        return tuple(buffers[:given]), (columnwise, buffers[given:])
 
+    @torch.no_grad()
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: Tensor | None,
+        metadata: tuple[bool, list[Tensor]],
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> Any:
         """The whole weight as a quantized tensor; with ``out`` in the one of the first time, whose codes are there."""
-        return assemble_gathered(self._gather.quantizer, all_gather_outputs, metadata, param_dtype, out)
+        (columnwise, kept), gather = metadata, self._gather
+        gather.columns_arrived = columnwise
+        if out is None:
+            buffers = [*all_gather_outputs, *(tensor.clone() for tensor in kept)]
+            others = [] if gather.backward_encoder is None else self._other_direction(buffers)
+            return gather.assemble([*buffers, *others], self.shape, param_dtype), tuple(others)
+        whole = [buffer for buffer in local(out).get_data_tensors() if buffer is not None]
+        if gather.backward_encoder is None:
+            overwrite_unseen(whole[len(all_gather_outputs) :], kept)
+        elif columnwise:
+            rows, columns = whole[:2], whole[2:]
+            overwrite_unseen(columns, [*all_gather_outputs, *kept])
+            for buffer in rows:  # they hold columns; whoever reads them is to fail
+                buffer.untyped_storage().resize_(0)
+        else:
+            rows, columns = whole[:2], whole[2:]
+            for buffer in rows[len(all_gather_outputs) :]:
+                buffer.untyped_storage().resize_(buffer.nbytes)
+            overwrite_unseen(rows[len(all_gather_outputs) :], kept)
+            for buffer in columns:
+                buffer.untyped_storage().resize_(0)
+        return None
+
+    def _other_direction(self, rowwise: list[Tensor]) -> list[Tensor]:
+        """Column-wise buffers without memory, which a backward fills; FSDP2 gives them memory and takes it away."""
+        assert self._gather.backward_encoder is not None
+        # the members of a group lie below each other
+        described = self._gather.backward_encoder._describe_buffers((rowwise[0].shape[0], self.shape[-1]))
+        made = [rowwise[0].new_empty(size, dtype=dtype) for size, dtype in described.values()]
+        for buffer in made:
+            buffer.untyped_storage().resize_(0)
+        return made
 
 
 def local(tensor: Any) -> Any:

@@ -211,7 +211,7 @@ class GroupedLinearLayer(LinearLayer):
         weights, workspace = self._parts_of("weight"), None
         if plan.quantized and (is_first_microbatch is not None or isinstance(weights[0], GroupedTensor)):
             workspace = self._grouped_workspace(weights, plan.kept_weight, scales, is_first_microbatch)
-            if not workspace.columnwise:
+            if not workspace.columnwise and not self._stored_rowwise:
                 check_differentiable(workspace, plan, "weight", self.name or type(self).__name__)
         main_grads, overwrite, dummies = self._main_grads(plan.needs_weight, is_first_microbatch)
         wgrad = LinearWgrad(None, overwrite, "")
@@ -221,7 +221,14 @@ class GroupedLinearLayer(LinearLayer):
         split = not self.single_grouped_weight, not self.single_grouped_bias
         shape = self.num_gemms, self.out_features, self.in_features
         groups = Groups(*shape, *split, sizes, covered, main_grads, dummies, out, dgrad_out)
-        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias), groups
+        transpose = (
+            self._stored_rowwise
+            and workspace is not None
+            and not workspace.columnwise
+            and plan.needs_input
+            and not plan.backward_override
+        )
+        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias, transpose), groups
 
     def _grouped_workspace(
         self,

@@ -501,6 +501,17 @@ def _reshaped(func: Any, tensor: GroupedTensor, size: Sequence[int], **kwargs: A
     )
 
 
+@_handles(aten.as_strided.default)
+def _as_strided(
+    func: Any, tensor: GroupedTensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> GroupedTensor:
+    """FSDP2 makes a parameter of what it has gathered by a view of all of it."""
+    if tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset:
+        return GroupedTensor(tensor)
+    check_not_sharded(tensor)
+    raise RuntimeError(f"{func} of a GroupedTensor to {tuple(size)}; call dequantize() first")
+
+
 def rebuild_grouped_tensor(
     metadata: dict[str, Any], buffers: dict[str, Tensor | None], requires_grad: bool, is_parameter: bool
 ) -> GroupedTensor:

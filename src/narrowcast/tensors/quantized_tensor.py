@@ -141,7 +141,13 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
         out: Any = None,
     ) -> Any:
         """The whole tensor; with ``out`` in the one of the first time, whose codes are there."""
-        return assemble_gathered(self._quantizer, all_gather_outputs, metadata, param_dtype, out)
+        codes = all_gather_outputs[0]
+        if out is None:
+            scale = all_gather_outputs[1] if metadata is None else metadata.clone()
+            return self._quantizer._assemble([codes, scale], tuple(codes.shape), param_dtype), ()  # type: ignore[attr-defined]
+        if metadata is not None:
+            overwrite_unseen(getattr(out, "_local_tensor", out).rowwise_operand()[-1:], [metadata])
+        return None
 
     def _tile(self) -> int:
         """Rows that share a scale; 0 for all of them."""
@@ -259,20 +265,11 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
 
 
 @torch.no_grad()
-def assemble_gathered(
-    quantizer: Any, gathered: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype, out: Any
-) -> Any:
-    """What ``fsdp_post_all_gather`` returns, for gathered codes and their scales, or the one ``scale`` of all ranks."""
-    codes = gathered[0]
-    if out is None:
-        scales = gathered[1] if scale is None else scale.clone()
-        return quantizer._assemble([codes, scales], tuple(codes.shape), dtype), ()
-    if scale is not None:
-        *_, kept = getattr(out, "_local_tensor", out).rowwise_operand()
-        # unseen by autograd, as the codes: a backward that saved this scale reads that of the codes that are there
-        with torch.autograd._unsafe_preserve_version_counter(kept):
-            kept.copy_(scale)
-    return None
+def overwrite_unseen(buffers: list[Tensor], values: list[Tensor]) -> None:
+    """Overwrite unseen by autograd: a backward that saved a scale reads that of the codes that were gathered since."""
+    for buffer, value in zip(buffers, values, strict=True):
+        with torch.autograd._unsafe_preserve_version_counter(buffer):
+            buffer.copy_(value)
 
 
 def rebuild_quantized_tensor(
