@@ -255,9 +255,7 @@ class _Chosen:
             return self._why_not_in_groups(plan, quantizer, tile, parameter.shape[0], rows)
         if rows % (self.ranks * (_TILE if tile else 1)):
             whole = f" of whole {_TILE}-row tiles" if tile else ""
-            return (
-                f"its {rows} rows are not {self.ranks} equal shards{whole}: a shard would end within a block"
-            )
+            return f"its {rows} rows are not {self.ranks} equal shards{whole}"
         return ""
 
     def _why_not_in_groups(self, plan: LinearPlan, quantizer: Any, tile: int, groups: int, rows: int) -> str:

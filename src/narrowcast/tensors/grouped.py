@@ -377,10 +377,7 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
     def _run(cls, func: Any, args: Any, kwargs: Any) -> Any:
         if func in cls._HANDLERS or _works_on_values(func):
             return super()._run(func, args, kwargs)
-        check_not_sharded(args[0] if args else None)
-        raise RuntimeError(
-            f"{func} changes the shape of a GroupedTensor, or is not known to keep it; call dequantize() first"
-        )
+        raise _changes_shape(func, args[0] if args else None)
 
     _HANDLERS: ClassVar[dict[Any, Handler]] = {}
 
@@ -433,6 +430,13 @@ def _works_on_values(func: Any) -> bool:
         return torch.Tag.inplace_view not in func.tags
     name = func.overloadpacket.__name__
     return torch.Tag.pointwise in func.tags or name in _ON_VALUES or name.startswith("_foreach_")
+
+
+def _changes_shape(func: Any, tensor: Any) -> RuntimeError:
+    check_not_sharded(tensor)
+    return RuntimeError(
+        f"{func} changes the shape of a GroupedTensor, or is not known to keep it; call dequantize() first"
+    )
 
 
 def _handles(*overloads: Any) -> Callable[[Handler], Handler]:
@@ -508,8 +512,7 @@ def _as_strided(
     """FSDP2 makes a parameter of what it has gathered by a view of all of it."""
     if tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset:
         return GroupedTensor(tensor)
-    check_not_sharded(tensor)
-    raise RuntimeError(f"{func} of a GroupedTensor to {tuple(size)}; call dequantize() first")
+    raise _changes_shape(func, tensor)
 
 
 def rebuild_grouped_tensor(
