@@ -132,6 +132,7 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
         # only the first of several is handed over where there is nobody to gather from
         return (codes, scale), scale if mesh.size() == 1 else None
 
+    @torch.no_grad()
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
