@@ -57,6 +57,10 @@ with FakeTensorMode(shape_env=shapes), FunctionalTensorMode():
         assert _library._is_static_on_gpu([x, [x], "fprop"]) == static
 exporting = FunctionalTensorMode(export=True)
 assert whole(traced(lambda x: ops.quantize(x, quantizer), mode=exporting)) == {"narrowcast.quantize.default"}
+assert torch._inductor.config.static_launch_user_defined_triton_kernels  # by default, once a graph holds kernels
+with torch._inductor.config.patch(static_launch_user_defined_triton_kernels=False):
+    traced(multiply)
+    assert not torch._inductor.config.static_launch_user_defined_triton_kernels
 os.environ["NARROWCAST_INLINE"] = "0"
 assert whole(traced(multiply)) == {"narrowcast.quantize.default", "narrowcast.gemm.default"}
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -128,10 +129,25 @@ def _inline(implementation: Callable[..., Any], inlined: Callable[..., bool]) ->
             or not inlined(*given)
         ):
             return mode.__torch_dispatch__(op, types, args, kwargs)
+        _let_inductor_start_kernels()
         with mode:
             return run(*args, **(kwargs or {}))
 
     return rule
+
+
+def _let_inductor_start_kernels() -> None:
+    """Have graphs start library kernels as cheaply as the compiler's own.
+
+    PyTorch's default starts them through Triton's launcher, which costs the host more. Only that default changes, in
+    the whole process: ``TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS=0`` and
+    ``options={"static_launch_user_defined_triton_kernels": False}`` of ``torch.compile`` still win. The public way to
+    set an option reaches one thread, and graphs of a backward are compiled in another.
+    """
+    inductor = sys.modules.get("torch._inductor.config")
+    option = inductor and inductor._config.get("static_launch_user_defined_triton_kernels")
+    if option:
+        option.default = True
 
 
 def _is_static_on_gpu(given: Iterable[Any]) -> bool:

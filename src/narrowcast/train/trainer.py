@@ -121,11 +121,7 @@ class Trainer:
 
 def _compiled(model: Decoder, config: TrainConfig) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
     """Compile the blocks of the model or the whole, and return the loss that uses what was compiled."""
-    options: dict[str, Any] = {}
-    if config.device == "cuda":
-        # Library kernels are started by Inductor's own launcher, which costs the host less.
-        options["static_launch_user_defined_triton_kernels"] = True
-        options["triton.cudagraphs"] = config.graphs
+    options = {"triton.cudagraphs": config.graphs} if config.device == "cuda" else {}
     given: dict[str, Any] = {"fullgraph": True, "backend": BACKEND, "options": options or None}
     if not config.by_block:
         return torch.compile(next_token_loss, **given)
