@@ -75,7 +75,7 @@ class Mixture(nn.Module):
         return x + self.dispatch(x, probs, routing, x.shape[0] * TOPK, self.experts)
 
 
-def step_of(name: str, x: Tensor, dy: Tensor) -> tuple[Mixture, Callable[[], None]]:
+def step_of(name: str, x: Tensor, dy: Tensor, compiled: bool = True) -> tuple[Mixture, Callable[[], None]]:
     torch.manual_seed(0)
     model = Mixture(name, x.shape[0])
     with torch.no_grad():
@@ -84,7 +84,7 @@ def step_of(name: str, x: Tensor, dy: Tensor) -> tuple[Mixture, Callable[[], Non
     recipe = RECIPES[name]
     if recipe is not None:
         nc.set_recipe(model.experts, recipe())
-    run = torch.compile(model, fullgraph=True)
+    run = torch.compile(model, fullgraph=True) if compiled else model
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -109,6 +109,42 @@ def without_host(step: Callable[[], None]) -> None:
     torch.cuda.synchronize()
 
 
+def timed(
+    name: str, x: Tensor, dy: Tensor, expected: dict[str, Tensor], repeats: int, compiled: bool
+) -> tuple[Row, dict[str, Tensor]]:
+    """A row, and the gradients.
+
+    Raises:
+        AssertionError: a gradient is too far from what was expected.
+    """
+    torch.compiler.reset()
+    model, step = step_of(name, x, dy, compiled)
+    for _ in range(3):
+        step()
+    without_host(step)
+    grads = {"dx": x.grad, "up": model.experts.up.weight.grad, "down": model.experts.down.weight.grad}
+    found = {key: grad.clone() for key, grad in grads.items() if grad is not None}
+    errors = {key: relative_error(found[key], expected[key]) for key in expected}
+    assert max(errors.values(), default=0) < 0.2, f"{name}: {errors}"
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(STEPS):
+            step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / STEPS)
+    ms = torch.tensor(statistics.median(times), device="cuda")
+    dist.all_reduce(ms, op=dist.ReduceOp.MAX)
+    row: Row = {"contender": name, "GPUs": dist.get_world_size(), "ms": round(ms.item(), 2)}
+    row["largest error"] = round(max(errors.values(), default=0.0), 4)
+    row["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return row, found
+
+
 def measure(chosen: Namespace) -> list[Row]:
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     draw = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
@@ -122,40 +158,12 @@ def measure(chosen: Namespace) -> list[Row]:
         dist.all_reduce(late)
         if late.item():
             break
-        torch.compiler.reset()
-        model, step = step_of(name, x, dy)
-        for _ in range(3):
-            step()
-        without_host(step)
-        found = {
-            "dx": x.grad.clone(),
-            "dup": model.experts.up.weight.grad,
-            "ddown": model.experts.down.weight.grad,
-        }
+        row, found = timed(name, x, dy, expected, chosen.repeats, not chosen.skip_compile)
         expected = expected or found
-        errors = {key: relative_error(found[key], expected[key]) for key in found}
-        assert max(errors.values()) < 0.2, f"{name}: {errors}"
-        torch.cuda.reset_peak_memory_stats()
-        times = []
-        for _ in range(chosen.repeats):
-            dist.barrier()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(STEPS):
-                step()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) / STEPS)
-        ms = torch.tensor(statistics.median(times), device="cuda")
-        dist.all_reduce(ms, op=dist.ReduceOp.MAX)
-        row: Row = {"contender": name, "GPUs": dist.get_world_size(), "ms": round(ms.item(), 2)}
-        row["largest error"] = round(max(errors.values()), 4)
-        row["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         row["times torch bf16"] = round(rows[0]["ms"] / row["ms"], 3) if rows else 1.0  # type: ignore[operator]
         rows.append(row)
         if dist.get_rank() == 0:
             print(f"{time.monotonic() - began:.0f} s", row, flush=True)
-        del model, step, found
     return rows
 
 

@@ -1,5 +1,6 @@
 """Many ranks: sharding that gathers quantized weights, tensor-parallel styles, experts on other ranks."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import load_checkpoint, save_checkpoint
@@ -8,9 +9,11 @@ from .shard import shard
 from .shard_receipt import ShardedParameter, ShardReceipt
 
 if TYPE_CHECKING:
+    from .micro_pipeline import async_tensor_parallel
     from .parallel_styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-_STYLES = ("ColwiseParallel", "RowwiseParallel", "SequenceParallel")
+_LATER = dict.fromkeys(("ColwiseParallel", "RowwiseParallel", "SequenceParallel"), "parallel_styles")
+_LATER["async_tensor_parallel"] = "micro_pipeline"
 
 __all__ = [
     "ColwiseParallel",
@@ -19,6 +22,7 @@ __all__ = [
     "SequenceParallel",
     "ShardReceipt",
     "ShardedParameter",
+    "async_tensor_parallel",
     "load_checkpoint",
     "save_checkpoint",
     "shard",
@@ -26,9 +30,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The styles, when they are asked for: PyTorch's DTensor takes long to import."""
-    if name not in _STYLES:
+    """What needs PyTorch's DTensor or its compiler, when it is asked for: they take long to import."""
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import parallel_styles
-
-    return getattr(parallel_styles, name)
+    return getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)

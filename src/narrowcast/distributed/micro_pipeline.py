@@ -1,0 +1,151 @@
+"""``async_tensor_parallel``: compiled layers that multiply some rows while others are on their way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from ..functional.collectives import group_name
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+def async_tensor_parallel(group: Any = None) -> None:
+    """Have layers of this group that are compiled from now on overlap what they send with their GEMMs.
+
+    PyTorch's micro-pipeline does it, in symmetric memory (``torch._inductor.config._micro_pipeline_tp``): a gather of
+    rows and the GEMM that reads them become one operator, and so do a GEMM and the scatter of its result. It knows the
+    GEMMs of per-tensor FP8 and of bf16; layers need ``sequence_parallel=True``. Graphs of other recipes stay as they
+    are, and so does all that ``max_autotune`` compiles. What is gathered has the same bits; partial results are added
+    up in bf16, in the order of ranks.
+
+    Args:
+        group: a process group over GPUs of one host, or its name; None for the default one. Every rank must call this.
+    Raises:
+        RuntimeError: there is no such memory for the group, or another pass is in the place that this one needs; the
+        message says why.
+    """
+    from torch._inductor import config
+
+    name = group_name(group)
+    reason = _why_not(name)
+    if reason:
+        raise RuntimeError(
+            f"async_tensor_parallel: {reason}; compiled layers keep their collectives as they are"
+        )
+    if not isinstance(config.post_grad_custom_pre_pass, (_AsWritten, type(None))):
+        raise RuntimeError(
+            "async_tensor_parallel: torch._inductor.config.post_grad_custom_pre_pass is set; graphs must be rewritten "
+            "there before PyTorch's pass sees them"
+        )
+    config.post_grad_custom_pre_pass = _AsWritten()
+    config._micro_pipeline_tp = True
+
+
+def _why_not(group: str | None) -> str:
+    """What stands in the way of symmetric memory; "" for nothing, after it was set up."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return "torch.distributed is not initialized"
+    if not torch.cuda.is_available():
+        return "it needs CUDA GPUs, and there are none"
+    process_group: Any = dist.distributed_c10d._resolve_process_group(group) if group else dist.group.WORLD
+    backend = dist.get_backend(process_group)
+    if "nccl" not in backend:
+        return f"the group's backend is {backend!r}, it needs 'nccl'"
+    from torch.distributed import _symmetric_memory
+
+    try:
+        _symmetric_memory.enable_symm_mem_for_group(process_group.group_name)
+        _symmetric_memory.get_symm_mem_workspace(process_group.group_name, min_size=1)
+    except (RuntimeError, ValueError) as error:
+        return f"the group's GPUs have no symmetric memory: {error}"
+    return ""
+
+
+class _AsWritten(CustomGraphPass):
+    """Brings what layers send into the forms that PyTorch's pass looks for.
+
+    Codes travel as bytes, and a GEMM reads them as FP8; the fused operator multiplies what travels. So they travel as
+    FP8 here, which NCCL and copies do not mind. And a result is scattered as the matrix that it is.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in list(graph.nodes):
+            if node.target == aten.view.dtype:
+                _gather_as_float8(graph, node)
+            elif node.target == c10d.reduce_scatter_tensor.default:
+                _scatter_matrix(graph, node)
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> Any:
+        """What caches of compiled graphs tell this pass by."""
+        return get_hash_for_files((__file__,))
+
+
+def _gather_as_float8(graph: fx.Graph, view: fx.Node) -> None:
+    """``view(wait(gather(bytes)), float8)`` becomes ``wait(gather(view(bytes, float8)))``."""
+    wait, dtype = view.args
+    if dtype not in _FLOAT8 or not isinstance(wait, fx.Node) or wait.target != c10d.wait_tensor.default:
+        return
+    gather: Any = wait.args[0]
+    if gather.target != c10d.all_gather_into_tensor.default:
+        return
+    shard, *rest = gather.args
+    if shard.meta["val"].dtype != torch.uint8:
+        return
+    with graph.inserting_before(gather):
+        codes = _call(graph, aten.view.dtype, (shard, dtype), shard.meta["val"].view(dtype))
+        begun = _call(graph, gather.target, (codes, *rest), gather.meta["val"].view(dtype))
+    with graph.inserting_before(wait):
+        arrived = _call(graph, wait.target, (begun,), view.meta["val"])
+    view.replace_all_uses_with(arrived)
+    graph.erase_node(view)
+    if wait.users:  # a second reader takes the bytes of the one gather
+        with graph.inserting_after(arrived):
+            raw = _call(graph, aten.view.dtype, (arrived, torch.uint8), wait.meta["val"])
+        wait.replace_all_uses_with(raw)
+    graph.erase_node(wait)
+    if not gather.users:
+        graph.erase_node(gather)
+
+
+def _scatter_matrix(graph: fx.Graph, scatter: fx.Node) -> None:
+    """``wait(scatter(view(product)))`` becomes ``view(wait(scatter(product)))``."""
+    view, *rest = scatter.args
+    if not isinstance(view, fx.Node) or view.target not in _VIEWS or len(view.users) > 1:
+        return
+    product: Any = view.args[0]
+    waits = list(scatter.users)
+    if (
+        product.target != aten._scaled_mm.default
+        or len(waits) != 1
+        or waits[0].target != c10d.wait_tensor.default
+    ):
+        return
+    (wait,) = waits
+    rows, features = product.meta["val"].shape
+    part = scatter.meta["val"].numel() // features
+    if view.meta["val"].shape[-1] != features or rows % part:
+        return
+    with graph.inserting_before(scatter):
+        begun = _call(graph, scatter.target, (product, *rest), scatter.meta["val"].reshape(part, features))
+    with graph.inserting_before(wait):
+        arrived = _call(graph, wait.target, (begun,), wait.meta["val"].reshape(part, features))
+        shape = list(wait.meta["val"].shape)
+        shaped = _call(graph, aten.reshape.default, (arrived, shape), wait.meta["val"])
+    wait.replace_all_uses_with(shaped)
+    for node in (wait, scatter, view):
+        graph.erase_node(node)
+
+
+def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = value
+    return node
