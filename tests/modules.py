@@ -103,7 +103,10 @@ def randomized(module: nn.Module) -> nn.Module:
 
 
 GEMM = torch.ops.narrowcast.gemm.default
-QUANTIZE = (torch.ops.narrowcast.quantize.default, torch.ops.narrowcast.quantize_keeping_amax.default)
+QUANTIZE = tuple(
+    getattr(torch.ops.narrowcast, name).default
+    for name in ("quantize", "quantize_operand", "quantize_keeping_amax")
+)
 
 
 class Operators(TorchDispatchMode):

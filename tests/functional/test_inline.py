@@ -20,17 +20,26 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import narrowcast as nc
 from narrowcast.functional import _library
 
-wrap.get_mutated_tensors = lambda *, kwargs, **_: [name for name in kwargs if name != "operand_0"]
+READ = ("x_ptr", "operand_0", "scale_ptr", "amax_ptr", "sums_ptr")
+wrap.get_mutated_tensors = lambda *, kwargs, **_: [name for name in kwargs if name not in READ]
 ops = torch.ops.narrowcast
 quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
 
 
-def traced(function, device="cuda", mode=None):
+def graph_of(function, device="cuda", mode=None):
     with FakeTensorMode():
         x = torch.empty(128, 256, dtype=torch.bfloat16, device=device)
     wrapped = dispatch_functionalize(function, mode or FunctionalTensorMode())
-    graph = make_fx(wrapped, tracing_mode="fake")(x).graph
-    return {str(node.target) for node in graph.nodes if node.op == "call_function"}
+    return make_fx(wrapped, tracing_mode="fake")(x).graph
+
+
+def traced(function, device="cuda", mode=None):
+    return {str(node.target) for node in graph_of(function, device, mode).nodes if node.op == "call_function"}
+
+
+def launches(function):
+    nodes = graph_of(function).nodes
+    return [node for node in nodes if node.target is wrap.triton_kernel_wrapper_functional]
 
 
 def multiply(x, emulate=False):
@@ -61,6 +70,28 @@ assert torch._inductor.config.static_launch_user_defined_triton_kernels  # by de
 with torch._inductor.config.patch(static_launch_user_defined_triton_kernels=False):
     traced(multiply)
     assert not torch._inductor.config.static_launch_user_defined_triton_kernels
+# readers of one input share its quantization, unless it was written to, or they hand the codes to a user
+once = len(launches(lambda x: ops.quantize_operand(x, quantizer)))
+
+
+def twice(operator, written=False, quantizers=(quantizer, quantizer)):
+    def run(x):
+        first = operator(x.view(64, 512), quantizers[0])
+        x = x.add_(1) if written else x
+        return [a.view(torch.int8) + 1 for a in (first[0], operator(x.view(64, 512), quantizers[1])[0])]
+
+    return run
+
+
+assert len(launches(twice(ops.quantize_operand))) == once
+assert len(launches(twice(ops.quantize))) == 2 * once
+assert len(launches(twice(ops.quantize_operand, written=True))) == 2 * once
+rowwise = quantizer.with_usage(columnwise=False)
+assert len(launches(twice(ops.quantize_operand, quantizers=(quantizer, rowwise)))) == 2 * once
+# what a launch reads is computed once, for all of its readers
+for node in launches(lambda x: ops.quantize(x * 2, quantizer)):
+    read = [given for name, given in node.kwargs["kwargs"].items() if name in ("x_ptr", "operand_0", "sums_ptr")]
+    assert read and all(one.target is torch.ops.aten.as_strided.default for one in read), node
 os.environ["NARROWCAST_INLINE"] = "0"
 assert whole(traced(multiply)) == {"narrowcast.quantize.default", "narrowcast.gemm.default"}
 """

@@ -53,7 +53,7 @@ def seed_for(quantizer: nc.Quantizer, x: Tensor) -> Tensor | None:
     return torch.tensor([7], device=x.device) if quantizer._is_stochastic() else None
 
 
-@family("quantize")
+@family("quantize", "quantize_operand")
 def quantize_cases(x: Tensor) -> Iterator[Arguments]:
     for quantizer in VARIANTS.values():
         for usage in USAGES.values():

@@ -80,6 +80,15 @@ def test_ties_and_buffers_on_the_meta_device(tmp_path: Path) -> None:
     assert not any(parameter.is_meta for parameter in again.parameters())
 
 
+def test_a_buffer_that_no_checkpoint_holds_is_named(tmp_path: Path) -> None:
+    _, path = saved("current", tmp_path)
+    model = stack(160, 224, 96).to("meta")
+    model.register_buffer("table", torch.empty(4, device="meta"), persistent=False)
+    with pytest.raises(RuntimeError, match=r"buffers \['table'\] are on the meta device"):
+        nc.load_quantized(model, path)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
 def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     _, path = saved("current", tmp_path)
     model = stack(160, 224, 96)

@@ -34,6 +34,7 @@ from ..functional import (
     quantize,
     quantize_dbias,
     quantize_keeping_amax,
+    quantize_operand,
     transpose_codes,
 )
 from ..functional.collectives import arrived, group_size
@@ -227,7 +228,7 @@ def linear_forward(
     else:
         operand, flat = plan.input, inp.reshape(rows, inp.shape[-1])
         seed = draw_seed(flat) if operand.stochastic else None
-        x = operand.split(quantize(flat, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
+        x = operand.split(quantize_operand(flat, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
     w, saved_weight = weight_operand(weight, args)
     out = fprop(args, x, w, bias, rows, out_features)
     if (

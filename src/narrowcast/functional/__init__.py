@@ -43,6 +43,7 @@ from .quantize import (
     quantize_dbias,
     quantize_into,
     quantize_keeping_amax,
+    quantize_operand,
 )
 from .quantizer_value import BufferTable, GemmOperand, NativeOperand, QuantizerValue
 from .rope import rotate, rotate_qkv, rotate_qkv_backward
@@ -99,6 +100,7 @@ __all__ = [
     "quantize_dbias",
     "quantize_into",
     "quantize_keeping_amax",
+    "quantize_operand",
     "read_scales",
     "renew_delayed_scaling",
     "renewed_scales",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .._environment import read_flag
 from . import _opaque
@@ -36,11 +37,13 @@ def define(
     fake: Callable[..., Any],
     tags: tuple[torch.Tag, ...] = (),
     inlined: Callable[..., bool] | None = None,
+    shared: bool = False,
 ) -> Callable[..., Any]:
     """Define ``narrowcast::<schema>`` and return its default overload.
 
     Where its tensors are of static shape and on a GPU, and ``inlined``, given its arguments, says so, a compiled graph
-    holds what the implementation launches in place of the operator; see :func:`_inline`.
+    holds what the implementation launches in place of the operator; see :func:`_inline`. ``shared``: calls with the
+    same arguments are then one, for operators whose outputs nobody writes to and no graph returns.
 
     One implementation serves CPU and CUDA tensors: it picks reference or kernels from the device. Outputs must alias
     neither an input nor each other, and the fake's strides must be the real ones; the compiler relies on both.
@@ -56,7 +59,10 @@ def define(
     torch.library.register_fake(f"narrowcast::{name}", _all_on_meta(name, fake), lib=_LIBRARY)
     if inlined is not None:
         torch.library.register_torch_dispatch(
-            f"narrowcast::{name}", FunctionalTensorMode, _inline(implementation, inlined), lib=_LIBRARY
+            f"narrowcast::{name}",
+            FunctionalTensorMode,
+            _inline(implementation, inlined, shared),
+            lib=_LIBRARY,
         )
     return _with_shortcut(getattr(torch.ops.narrowcast, name).default, implementation)
 
@@ -111,7 +117,9 @@ def _with_shortcut(overload: Callable[..., Any], implementation: Callable[..., A
     return call
 
 
-def _inline(implementation: Callable[..., Any], inlined: Callable[..., bool]) -> Callable[..., Any]:
+def _inline(
+    implementation: Callable[..., Any], inlined: Callable[..., bool], shared: bool
+) -> Callable[..., Any]:
     """The rule by which functionalization meets an operator: trace its implementation, or keep it whole.
 
     Traced, its GEMMs and kernel launches are the graph's own: the compiler allocates for them, plans their memory and
@@ -131,7 +139,15 @@ def _inline(implementation: Callable[..., Any], inlined: Callable[..., bool]) ->
             return mode.__torch_dispatch__(op, types, args, kwargs)
         _let_inductor_start_kernels()
         with mode:
-            return run(*args, **(kwargs or {}))
+            return once(mode, given) if shared else run(*args, **(kwargs or {}))
+
+    def once(mode: FunctionalTensorMode, given: tuple[Any, ...]) -> Any:
+        """The outputs of an earlier call of this graph on the same values; the compiler would launch twice."""
+        made = vars(mode).setdefault("_narrowcast_made", {})  # as long as the trace
+        key = (implementation, get_proxy_mode(), *(_identity(value) for value in given))
+        if key not in made:  # with the arguments, so that they live on and no other takes over their identity
+            made[key] = (run(*given), given)
+        return [output.view_as(output) for output in made[key][0]]
 
     return rule
 
@@ -148,6 +164,15 @@ def _let_inductor_start_kernels() -> None:
     option = inductor and inductor._config.get("static_launch_user_defined_triton_kernels")
     if option:
         option.default = True
+
+
+def _identity(value: Any) -> Any:
+    """Equal for the same value in a trace: of tensors the same part of the same storage, not written to in between."""
+    if not isinstance(value, FunctionalTensor):
+        return value
+    x = value.elem
+    where = (x.untyped_storage()._cdata, torch._functionalize_mutation_counter(x))
+    return (*where, value.dtype, tuple(value.shape), value.stride(), value.storage_offset())
 
 
 def _is_static_on_gpu(given: Iterable[Any]) -> bool:

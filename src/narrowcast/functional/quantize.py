@@ -104,6 +104,16 @@ quantize = define(
 """Quantize ``x`` (*lead, K), fp32, bf16 or fp16: the quantizer's buffers in the order of its description."""
 
 
+quantize_operand = define(
+    f"quantize_operand(Tensor x, {QUANTIZER} quantizer, {STATE}) -> Tensor[]",
+    _quantize,
+    _quantize_fake,
+    inlined=always,
+    shared=True,
+)
+"""As :data:`quantize`, for what GEMMs alone read: layers of a graph that quantize a tensor alike share the result."""
+
+
 amax_to_share = define(
     f"amax_to_share(Tensor x, {QUANTIZER} quantizer, Tensor? seed) -> Tensor",
     lambda x, quantizer, seed: quantizer._amax_to_share(numerics_for(x), x, seed),

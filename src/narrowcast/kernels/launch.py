@@ -114,16 +114,16 @@ class Launcher:
             "kernel_idx": kernel_side_table.add_kernel(self._traced()),
             "constant_args_idx": kernel_side_table.add_constant_args(numbers),
             "tma_descriptor_metadata": {},
-            "kwargs": tensors,
         }
         functional = PythonFunctionalizeAPI()
         key = (constants, *(x.dtype if isinstance(x, Tensor) else type(x) for x in arguments))
         if key not in self.written:
-            analysed = {**node, "kwargs": functional.unwrap_tensors(tensors)}
-            names = get_mutated_tensors(**analysed)
+            names = get_mutated_tensors(**node, kwargs=functional.unwrap_tensors(tensors))
             self.written[key] = [name for name in names if name not in self.undeclared]
         written = self.written[key]
-        results = triton_kernel_wrapper_functional(**node, grid=[grid], tensors_to_clone=written)
+        kept = (*written, *self.undeclared)
+        read = {name: x if name in kept else _in_memory(x) for name, x in tensors.items()}
+        results = triton_kernel_wrapper_functional(**node, kwargs=read, grid=[grid], tensors_to_clone=written)
         for name in written:
             functional.replace(tensors[name], functional.unwrap_tensors(results[name]))
             functional.mark_mutation_hidden_from_autograd(tensors[name])
@@ -137,6 +137,16 @@ class Launcher:
             config = triton.Config({}, num_warps=self.num_warps, **options)
             self.traced = triton.autotune(configs=[config], key=[])(self.kernel)
         return self.traced
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    """The same tensor of a graph, as what its other readers read, too.
+
+    For each argument of a launch that it has not computed yet, Inductor would write a tensor of its own, with the same
+    numbers. What ``as_strided`` takes it computes once and keeps.
+    """
+    plain = x.is_floating_point() and x.is_contiguous() and x.storage_offset() == 0
+    return x.as_strided(x.shape, x.stride(), 0) if plain else x
 
 
 def specialization(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ def load_quantized(model: nn.Module, path: str | Path, recipe: Recipe | None = N
 
     Nothing is decoded and rounded again: each such weight is kept as the one quantized copy that the GEMMs read,
     frozen, as ``convert(weights="stored")`` would make it. All other tensors load as they are.
-    Parameters may be on the meta device.
+    Parameters may be on the meta device, and so may buffers that the checkpoint holds.
 
     Args:
         model: with the names of the checkpoint; its quantized weights belong to plain ``nn.Linear``s.
@@ -32,7 +32,8 @@ def load_quantized(model: nn.Module, path: str | Path, recipe: Recipe | None = N
         the receipt of the conversion.
     Raises (with nothing changed):
         FileNotFoundError: no config.json or safetensors. ValueError: a checkpoint of another format, a recipe whose
-        weights are scaled otherwise, or a weight of another shape. RuntimeError: keys that are missing on either side.
+        weights are scaled otherwise, or a weight of another shape. RuntimeError: keys that are missing on either side,
+        or a buffer on the meta device that no checkpoint holds.
     """
     path = Path(path)
     suffix, tiles = _scaling(json.loads((path / "config.json").read_text()).get("quantization_config"))
@@ -137,10 +138,17 @@ def _assembled(
 
 def _check_keys(model: nn.Module, tensors: dict[str, Tensor], weights: dict[str, Any]) -> None:
     """Raises:
-    RuntimeError: the model or the checkpoint has what the other has not; names of a tied parameter count as one.
+    RuntimeError: the model or the checkpoint has what the other has not; names of a tied parameter count as one. Or
+    the checkpoint cannot have what is on the meta device.
     ValueError: tensors of another shape.
     """
     state = model.state_dict(keep_vars=True)
+    empty = [key for key, value in model.named_buffers() if value.is_meta and key not in state]
+    if empty:
+        raise RuntimeError(
+            f"the buffers {empty} are on the meta device, and no checkpoint holds what is not in the state dict; make "
+            "the model with real buffers, as accelerate.init_empty_weights() and then model.tie_weights() do"
+        )
     given = {id(state[key]) for key in (*tensors, *weights) if key in state}
     missing = [key for key, value in state.items() if id(value) not in given]
     unexpected = [key for key in tensors if key not in state]
