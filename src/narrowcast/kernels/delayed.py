@@ -12,8 +12,8 @@ from torch import Tensor
 from ..formats import FLT_MAX, cdiv
 from .launch import INTERPRETING, Launcher, check_device
 
-COLUMNS = 32
-ROWS = 64
+COLUMNS = 8  # 32 bytes of a history's row
+ROWS = 1024  # at once, at most: a program that walks down a history in steps waits for memory at each of them
 COPY_BLOCK = 128
 _FLT_MAX = tl.constexpr(FLT_MAX)
 
@@ -90,7 +90,7 @@ def _copy_kernel(
     tl.store(second_copy_ptr + index, second, mask=index < second_size)
 
 
-_update = Launcher(_update_kernel, num_warps=4)
+_update = Launcher(_update_kernel, num_warps=8)
 _copy = Launcher(_copy_kernel, num_warps=1)
 
 
@@ -135,8 +135,10 @@ def _advance(
         _update(
             (cdiv(n, COLUMNS), 1, 1),
             (scale, history, amax, *into, largest, L, n),
-            (reduced, in_place, algo == "max", ROWS, COLUMNS, INTERPRETING),
-        )
+            (
+                reduced, in_place, algo == "max", min(triton.next_power_of_2(max(L, 1)), ROWS), COLUMNS, INTERPRETING,
+            ),
+        )  # fmt: skip
 
 
 def copy_scales(scales: list[Tensor]) -> list[Tensor]:
