@@ -24,7 +24,9 @@ TILE_M = 128
 TILE_N = 128
 # With scales per row on both sides: in this shape a thread need not load each of its own.
 VECTORS_TILE = (64, 256)
-FAST_TILE_N = 256  # without a second accumulator for the promotion there are registers for twice the columns
+# Twice the columns, for half of the reads of the left operand: without a second accumulator for the promotion there are
+# registers for all of them at once, with one for half of them after the other.
+WIDE_TILE_N = 256
 TILE_K = 128
 BAND = 8
 PROMOTION = 128
@@ -119,6 +121,41 @@ def _product(
     return total
 
 
+@triton.jit
+def _product_in_halves(
+    left, right, second, length, EVEN: tl.constexpr, PROMOTION: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """As :func:`_product` without block scales, for two sets of ``TILE_N`` columns: ``right`` and ``second``."""
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    second_total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for step in tl.range(0, tl.cdiv(length, TILE_K)):
+        a = _load_codes(left, length - step * TILE_K, EVEN, TILE_K)
+        b = _load_codes(right, length - step * TILE_K, EVEN, TILE_K)
+        second_b = _load_codes(second, length - step * TILE_K, EVEN, TILE_K)
+        total = tl.dot(a, tl.trans(b), total, max_num_imprecise_acc=PROMOTION)
+        second_total = tl.dot(a, tl.trans(second_b), second_total, max_num_imprecise_acc=PROMOTION)
+        left += TILE_K
+        right += TILE_K
+        second += TILE_K
+    return total, second_total
+
+
+@triton.jit
+def _store_rows_of_group(
+    total, out_ptr, bias_ptr, member, inside_groups, start, row, size, column, N, BIAS: tl.constexpr, OUT: tl.constexpr,
+    EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Add the bias of a group and store a tile; ``inside_groups``: it is no tile of the rows behind the last one."""
+    if BIAS:
+        bias = to_float32(tl.load(bias_ptr + member * N + column, mask=column < N, other=0.0), EMULATE)
+        bias = to_float32(round_to_dtype(bias, OUT, EMULATE), EMULATE)
+        total += tl.where(inside_groups, bias, 0.0)[None, :]
+    target = out_ptr + (start + row).to(tl.int64)[:, None] * N + column[None, :]
+    inside = (row < size)[:, None] & (column < N)[None, :]
+    tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
+
+
 @triton.jit(
     do_not_specialize=["groups"],
     do_not_specialize_on_alignment=["left_scale_ptr", "right_scale_ptr", "bias_ptr", "splits_ptr"],
@@ -153,10 +190,12 @@ def _rows_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
+    HALVES: tl.constexpr,
     BAND: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = TILE_N // 2 if HALVES else TILE_N
     index = tl.arange(0, GROUPS)
     ends, padded_ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
     # The rows behind the last group are one more group, whose contraction is empty: it becomes zeros.
@@ -178,32 +217,42 @@ def _rows_kernel(
         m0, n0 = _tile_origin(tile - first, size, N, TILE_M, TILE_N, BAND)
         member = tl.minimum(group, groups - 1).to(tl.int64)
         row = m0 + tl.arange(0, TILE_M)
-        column = n0 + tl.arange(0, TILE_N)
+        column = n0 + tl.arange(0, WIDTH)
         # rows past the end repeat the last one
         left_row = (padded_start + tl.minimum(row, size - 1)).to(tl.int64)
         right_row_index = tl.minimum(column, N - 1).to(tl.int64)
         step = tl.arange(0, TILE_K)[None, :]
         left = left_ptr + left_row[:, None] * K + step
         right = right_ptr + member * right_group + right_row_index[:, None] * right_row + step
-        left_scale = left_scale_ptr + (left_row // LEFT_BLOCK) * left_scale_row
-        right_scale = right_scale_ptr + member * right_scale_group
-        if RIGHT_BLOCK % TILE_N == 0:  # one scale for all columns of the tile
-            right_scale += (n0 // RIGHT_BLOCK).to(tl.int64) * right_scale_row
+        length = tl.where(group < groups, K, 0)
+        if HALVES:
+            scale = tl.load(left_scale_ptr + member) * tl.load(right_scale_ptr + member)
+            second_index = tl.minimum(column + WIDTH, N - 1).to(tl.int64)
+            second = right_ptr + member * right_group + second_index[:, None] * right_row + step
+            total, second_total = _product_in_halves(
+                left, right, second, length, EVEN, PROMOTION, TILE_M, WIDTH, TILE_K
+            )  # fmt: skip
+            _store_rows_of_group(
+                second_total * scale, out_ptr, bias_ptr, member, group < groups, start, row, size, column + WIDTH, N,
+                BIAS, OUT, EMULATE,
+            )  # fmt: skip
+            total *= scale
         else:
-            right_scale += (right_row_index // RIGHT_BLOCK) * right_scale_row
-        total = _product(
-            left, right, left_scale, right_scale, tl.where(group < groups, K, 0), left_scale_step, right_scale_step,
-            BLOCK_SCALED, RIGHT_BLOCK % TILE_N == 0, EVEN, PROMOTION, TILE_M, TILE_N, TILE_K,
-        )  # fmt: skip
-        if not BLOCK_SCALED:
-            total *= tl.load(left_scale_ptr + member) * tl.load(right_scale_ptr + member)
-        if BIAS:
-            bias = to_float32(tl.load(bias_ptr + member * N + column, mask=column < N, other=0.0), EMULATE)
-            bias = to_float32(round_to_dtype(bias, OUT, EMULATE), EMULATE)
-            total += tl.where(group < groups, bias, 0.0)[None, :]
-        target = out_ptr + (start + row).to(tl.int64)[:, None] * N + column[None, :]
-        inside = (row < size)[:, None] & (column < N)[None, :]
-        tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
+            left_scale = left_scale_ptr + (left_row // LEFT_BLOCK) * left_scale_row
+            right_scale = right_scale_ptr + member * right_scale_group
+            if RIGHT_BLOCK % TILE_N == 0:  # one scale for all columns of the tile
+                right_scale += (n0 // RIGHT_BLOCK).to(tl.int64) * right_scale_row
+            else:
+                right_scale += (right_row_index // RIGHT_BLOCK) * right_scale_row
+            total = _product(
+                left, right, left_scale, right_scale, length, left_scale_step, right_scale_step, BLOCK_SCALED,
+                RIGHT_BLOCK % TILE_N == 0, EVEN, PROMOTION, TILE_M, TILE_N, TILE_K,
+            )  # fmt: skip
+            if not BLOCK_SCALED:
+                total *= tl.load(left_scale_ptr + member) * tl.load(right_scale_ptr + member)
+        _store_rows_of_group(
+            total, out_ptr, bias_ptr, member, group < groups, start, row, size, column, N, BIAS, OUT, EMULATE
+        )
 
 
 @triton.jit(
@@ -234,10 +283,12 @@ def _contraction_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
+    HALVES: tl.constexpr,
     BAND: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = TILE_N // 2 if HALVES else TILE_N
     index = tl.arange(0, GROUPS)
     _, ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
     ends = tl.minimum(ends, P)
@@ -252,22 +303,34 @@ def _contraction_kernel(
         length = _pick((ends - starts) // ALIGNMENT, index, group) * ALIGNMENT
         m0, n0 = _tile_origin(tile - group * per_group, M, N, TILE_M, TILE_N, BAND)
         row = m0 + tl.arange(0, TILE_M)
-        column = n0 + tl.arange(0, TILE_N)
+        column = n0 + tl.arange(0, WIDTH)
         left_row = tl.minimum(row, M - 1).to(tl.int64)
         right_row = tl.minimum(column, N - 1).to(tl.int64)
         step = start + tl.arange(0, TILE_K)[None, :]
-        block = start // TILE_K
-        total = _product(
-            left_ptr + left_row[:, None] * P + step,
-            right_ptr + right_row[:, None] * P + step,
-            left_scale_ptr + (left_row // LEFT_BLOCK) * left_scale_row + block * left_scale_step,
-            right_scale_ptr + (right_row // RIGHT_BLOCK) * right_scale_row + block * right_scale_step,
-            length, left_scale_step, right_scale_step, BLOCK_SCALED, False, ALIGNMENT % TILE_K == 0, PROMOTION, TILE_M,
-            TILE_N, TILE_K,
-        )  # fmt: skip
-        if not BLOCK_SCALED:
-            total *= tl.load(left_scale_ptr + group) * tl.load(right_scale_ptr + group)
+        left = left_ptr + left_row[:, None] * P + step
+        right = right_ptr + right_row[:, None] * P + step
         target = out_ptr + (group.to(tl.int64) * M + row)[:, None] * N + column[None, :]
+        if HALVES:
+            second_row = tl.minimum(column + WIDTH, N - 1).to(tl.int64)
+            total, second_total = _product_in_halves(
+                left, right, right_ptr + second_row[:, None] * P + step, length, ALIGNMENT % TILE_K == 0, PROMOTION,
+                TILE_M, WIDTH, TILE_K,
+            )  # fmt: skip
+            scale = tl.load(left_scale_ptr + group) * tl.load(right_scale_ptr + group)
+            inside = (row < M)[:, None] & (column + WIDTH < N)[None, :]
+            tl.store(target + WIDTH, round_to_dtype(second_total * scale, OUT, EMULATE), mask=inside)
+            total *= scale
+        else:
+            block = start // TILE_K
+            total = _product(
+                left, right,
+                left_scale_ptr + (left_row // LEFT_BLOCK) * left_scale_row + block * left_scale_step,
+                right_scale_ptr + (right_row // RIGHT_BLOCK) * right_scale_row + block * right_scale_step,
+                length, left_scale_step, right_scale_step, BLOCK_SCALED, False, ALIGNMENT % TILE_K == 0, PROMOTION,
+                TILE_M, TILE_N, TILE_K,
+            )  # fmt: skip
+            if not BLOCK_SCALED:
+                total *= tl.load(left_scale_ptr + group) * tl.load(right_scale_ptr + group)
         inside = (row < M)[:, None] & (column < N)[None, :]
         tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
 
@@ -377,7 +440,7 @@ def rows(
     block_scaled = left_scale.dim() > 1
     strides = (right.stride(0), right.stride(1))
     strides += (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0, 0)
-    tile_n = FAST_TILE_N if fast_accumulation and not block_scaled else TILE_N
+    tile_n = TILE_N if block_scaled else WIDE_TILE_N
     most_tiles = (cdiv(rows, TILE_M) + groups + 1) * cdiv(columns, tile_n)
     bias = None if bias is None else bias.contiguous()
     _rows(
@@ -388,8 +451,8 @@ def rows(
         ),
         (
             block_scaled, left_block, right_block, alignment, bias is not None, K % TILE_K == 0,
-            None if fast_accumulation else PROMOTION, triton.next_power_of_2(groups + 1), TILE_M, tile_n, TILE_K, BAND,
-            INTERPRETING,
+            None if fast_accumulation else PROMOTION, triton.next_power_of_2(groups + 1), TILE_M, tile_n, TILE_K,
+            not (block_scaled or fast_accumulation), BAND, INTERPRETING,
         ),
     )  # fmt: skip
     return out
@@ -445,13 +508,14 @@ def contraction(
     if out.numel() == 0:
         return out
     strides = (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0)
-    tile_m, tile_n = VECTORS_TILE if block_scaled else (TILE_M, FAST_TILE_N if fast_accumulation else TILE_N)
+    tile_m, tile_n = VECTORS_TILE if block_scaled else (TILE_M, WIDE_TILE_N)
     _contraction(
         (min(groups * cdiv(M, tile_m) * cdiv(N, tile_n), _programs(left.device)), 1, 1),
         (out, left, left_scale, right, right_scale, splits, M, N, P, groups, *strides),
         (
             block_scaled, left_block, right_block, alignment, None if fast_accumulation else PROMOTION,
-            triton.next_power_of_2(max(groups, 1)), tile_m, tile_n, TILE_K, BAND, INTERPRETING,
+            triton.next_power_of_2(max(groups, 1)), tile_m, tile_n, TILE_K, not (block_scaled or fast_accumulation),
+            BAND, INTERPRETING,
         ),
     )  # fmt: skip
     return out
