@@ -1266,3 +1266,22 @@ def test_a_weight_that_is_plain_again_is_quantized() -> None:
     plain: Any = nc.GroupedLinear(2, 32, 64, device="cpu", single_grouped_parameter=True)
     plain.make_grouped_weights()
     assert type(plain.weight) is torch.nn.Parameter
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_few_rows_save_the_quantized_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where reading the weights once more would take long; gradients are the same bits either way."""
+    results, saved = [], []
+    for limit in (1024, 0):
+        monkeypatch.setattr("narrowcast.layers.grouped_layer.FEW_ROWS", limit)
+        layer, x, seen = make_layer(single_grouped_parameter=True, bias=False), make_input(), []
+        for _ in range(2):  # delayed scaling learns its scales in the first
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, seen=seen: seen.append(t) or t, lambda t: t
+            ):
+                y = step(layer, name, x, SPLITS)
+            results.append(gradients(y, [x, layer.weight]))
+        saved.append(any(t.data_ptr() == layer.weight.data_ptr() for t in seen))
+    assert saved == [False, True]
+    for first, second in zip(results[:2], results[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

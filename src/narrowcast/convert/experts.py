@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..autograd import LinearFwdArgs, LinearWgrad
 from ..autograd.grouped_linear import Groups, grouped_linear
 from ..layers import LinearLayer, Stage, checked_input
+from ..layers.grouped_layer import plan_for_rows
 
 
 class ExpertsLayer(LinearLayer):
@@ -68,6 +69,7 @@ class ExpertsLayer(LinearLayer):
         biases: list[Any] = [getattr(self, stage.bias)] if self.has_bias else []
         x = checked_input(x, weight.shape[2], "in_features", stored)
         plan = self._plan(self._recipe_in_force(), stage, x.requires_grad, stored)
+        plan = plan_for_rows(plan, x.shape[0], self._groups)
         needs_bias = torch.is_grad_enabled() and any(bias.requires_grad for bias in biases)
         scales = self._scales(stage.prefix, plan)
         args = LinearFwdArgs(plan, x.dtype, scales, None, LinearWgrad(), needs_bias)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._tracing import in_eager
 from ..autograd import grouped_linear
 from ..layers import GroupedLinearLayer
-from ..layers.grouped_layer import rows_of_buffer
+from ..layers.grouped_layer import plan_for_rows, rows_of_buffer
 from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.parameters import INIT_STD, parameter_dtype, random_numbers_of
 from ..layers.tensor_parallel import checked_size
@@ -181,6 +181,7 @@ class GroupedLinear(GroupedLinearLayer):
         )
         if self.save_original_input and recipe is not None and not plan.save_original_input:
             self._warn_of_delayed_input()
+        plan = plan_for_rows(plan, x.shape[0], self.num_gemms)
         scales = self._scales("", self._calibration_plan() or plan)
         self._calibrate_groups(scales.amax_fwd, x, splits, weights)
         needs_bias = grad and any(bias.requires_grad for bias in added)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._tracing import in_eager
@@ -15,6 +16,7 @@ from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.parameters import parameter_dtype
 from ..layers.tensor_parallel import TensorParallelOptions, checked_mode, checked_size, shared
 from ..recipe import Recipe
+from ..state import THREAD
 from .parameters_split import ParametersSplit, parts_of
 
 if TYPE_CHECKING:
@@ -138,6 +140,23 @@ class Linear(LinearLayer, nn.Linear):
         self._reset_linear(self._stages[0])
         self._reset_state()
 
+    def _as_torch(self, inp: Tensor) -> Tensor | None:
+        """The output where the layer is no more than ``nn.Linear`` now, in its time; None where there is more to do."""
+        state = THREAD.state
+        if state.depth or state.calibrating is not None or torch._C._is_any_autocast_enabled():
+            return None
+        if self._parts or self._placed or self._parallel is not None or self.return_bias:
+            return None
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self._recipe is not None:
+            return None
+        weight = self.weight
+        if type(weight) is not nn.Parameter or type(inp) is not Tensor or inp.is_meta != weight.is_meta:
+            return None
+        try:
+            return F.linear(inp, weight, self.bias)
+        except RuntimeError:  # which says less than what the checks raise
+            return None
+
     def forward(
         self,
         inp: Tensor,
@@ -159,6 +178,10 @@ class Linear(LinearLayer, nn.Linear):
             RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe; in compiled code a weight that was changed
             since True.
         """
+        if not (torch.compiler.is_compiling() or fp8_output or fp8_grad) and self._last_recipe is None:
+            out = self._as_torch(inp)
+            if out is not None:
+                return out
         weight, learned_bias = self._whole("weight"), self._whole("bias")
         inp = checked_input(inp, self.in_features, "in_features", weight, quantized_as_it_is=True)
         bias = None if self.return_bias or self._bias_behind else learned_bias

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,9 +32,10 @@ class LinearPlan:
     ``weight_again``: column-wise alone, for a backward that quantizes the weight again, which then is all that is saved
     of it; None where that would not give the same codes. ``kept_weight``: in both directions, for a weight that serves
     several microbatches. ``original_input``: column-wise alone, for a backward that quantizes the input again
-    (``save_original_input``). ``output``, ``grad_input``: what the
-    layer hands to its neighbours. ``forward_state``, ``backward_state``: the delayed scaling that renews the state of
-    each direction; None where the layer keeps none. ``eager_only``: why it cannot be part of a graph, "" where it can.
+    (``save_original_input``). ``output``, ``grad_input``: what the layer hands to its neighbours. ``forward_state``,
+    ``backward_state``: the delayed scaling that renews the state of each direction; None where the layer keeps none.
+    ``eager_only``: why it cannot be part of a graph, "" where it can. ``few_rows``: the plan with ``kept_weight`` in
+    place of ``weight`` and ``weight_again``, where these differ; for grouped layers.
     """
 
     quantized: bool
@@ -57,6 +58,7 @@ class LinearPlan:
     forward_state: DelayedScaling | None
     backward_state: DelayedScaling | None
     eager_only: str = ""
+    few_rows: LinearPlan | None = None
 
 
 def linear_plan(
@@ -135,7 +137,7 @@ def _build(
         save_original_input = False
     wgrad, dgrad = needs_weight and override is None, needs_input and override is None
     again = dgrad and not weight._is_stochastic()
-    return LinearPlan(
+    plan = LinearPlan(
         quantized=True,
         input=Operand.of(inp, True, wgrad and not save_original_input),
         weight=Operand.of(weight, True, dgrad and not again),
@@ -157,6 +159,9 @@ def _build(
         backward_state=backward_state,
         eager_only=eager_only([*forward, *backward]),
     )
+    if not again:
+        return plan
+    return replace(plan, few_rows=replace(plan, weight=plan.kept_weight, weight_again=None))
 
 
 def eager_only(quantizers: Iterable[Quantizer]) -> str:
