@@ -1,8 +1,8 @@
 """``policy="auto"`` on 20 sizes: what it chose, and a step of the layer beside one of ``torch.nn.Linear`` in bf16.
 
-Forward and backward with the host's time included, in turns. `share` is the time over that of ``torch.nn.Linear``: of
-the layer that the policy left under the recipe or in high precision, and of layers that are always the one or the other.
-Each size is timed by the policy itself first, in a folder of its own, and then here, so that a choice by chance shows.
+Forward and backward with the host's time included, in turns. `share` is the time over that of ``torch.nn.Linear``, of
+the layer that the policy left under the recipe or in high precision and of layers that are always one or the other.
+Each size is timed by the policy itself first, in a folder of its own, and then here: a choice by chance would show.
 With ``--only graphs`` all are replays of CUDA graphs and the policy is ``"auto-graphs"``.
 """
 
