@@ -52,7 +52,7 @@ def assert_renews(length: int, widths: list[int], algorithm: str, device: torch.
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("length", [1, 2, 3, 65, 600])
 def test_renews_layers_of_any_width(length: int, algorithm: str, device: torch.device) -> None:
-    assert_renews(length, [3, 2, 9, 1, 3, 2, 2], algorithm, device)
+    assert_renews(length, [3, 2, 9, 1, 3, 2, 2, *[4] * 7], algorithm, device)
 
 
 @pytest.mark.gpu

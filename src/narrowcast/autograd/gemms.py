@@ -226,7 +226,7 @@ def linear_forward(
         wants_columns = plan.needs_weight and plan.backward_override is None
         x = with_columnwise(inp) if wants_columns else buffers_of(inp)
     else:
-        operand, flat = plan.input, inp.reshape(rows, inp.shape[-1])
+        operand, flat = plan.input, inp if inp.dim() == 2 else inp.reshape(rows, inp.shape[-1])
         seed = draw_seed(flat) if operand.stochastic else None
         x = operand.split(quantize_operand(flat, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
     w, saved_weight = weight_operand(weight, args)
@@ -239,7 +239,9 @@ def linear_forward(
         saved_input = SavedOperand([inp] if plan.needs_weight else [], None)
     else:
         saved_input = saved_operand(x, inp, plan.needs_weight, plan.backward_override)
-    return out.view(*inp.shape[:-1], out_features), saved_input, saved_weight
+    if len(inp.shape) != 2:
+        out = out.view(*inp.shape[:-1], out_features)
+    return out, saved_input, saved_weight
 
 
 def _split_forward(

@@ -9,6 +9,9 @@ from ..formats import E4M3
 from ._library import always, define
 from .numerics import numerics_for
 
+# As many layers are renewed one by one, in a launch each; to join more takes ten, of which most only copy.
+_FEW = 6
+
 
 def _renew(
     scales: list[Tensor],
@@ -39,8 +42,10 @@ def _renew_alike(
 ) -> None:
     """All layers of one width as the columns of one state; copied back whole, which takes one launch for many."""
     delayed = numerics_for(scales[0]).delayed
-    if len(scales) == 1:  # nothing to join: so renews a layer itself, in each of its forwards
-        delayed.renew(scales[0], histories[0], amaxes[0], fp8_max=fp8_max, margin=margin, algo=algorithm)
+    in_place = all(state.is_contiguous() for state in (*scales, *histories, *amaxes))
+    if in_place and len(scales) <= _FEW:
+        for scale, history, amax in zip(scales, histories, amaxes):
+            delayed.renew(scale, history, amax, fp8_max=fp8_max, margin=margin, algo=algorithm)
         return
     history = torch.stack(histories, dim=1)  # (L, layers, n)
     torch.stack(amaxes, out=history[0])

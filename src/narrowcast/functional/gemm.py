@@ -220,11 +220,10 @@ def _multiplies_natively(a: NativeOperand, b: NativeOperand) -> bool:
         available = _device.is_mxfp8_available if a.scaling == "1x32" else _device.is_nvfp4_available
         e5m2 = a.data.dtype == b.data.dtype == torch.float8_e5m2
         return a.scaling == b.scaling and not e5m2 and bool(available())
-    e5m2 = [operand.data.dtype == torch.float8_e5m2 for operand in (a, b)]
+    left, right = a.data.dtype == torch.float8_e5m2, b.data.dtype == torch.float8_e5m2
     # block scaling takes E4M3 alone, per-tensor scaling E5M2 on one side
-    return (a.scaling, b.scaling) in _NATIVE_PAIRS and not (
-        all(e5m2) or (a.scaling != "tensor" and any(e5m2))
-    )
+    refused = (left and right) or (a.scaling != "tensor" and (left or right))
+    return (a.scaling, b.scaling) in _NATIVE_PAIRS and not refused
 
 
 def _multiply_decoded(

@@ -12,6 +12,7 @@ its compiled variants under it and starts them directly.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -77,7 +78,8 @@ class Launcher:
             with torch.cuda.device(device):
                 self(grid, arguments, constants)
             return
-        key = (device, constants, specialization(arguments))
+        kinds, values = specialization(arguments)
+        key = (device, constants, kinds)
         variant = self.variants.get(key)
         if variant is None:  # or interpreted: the interpreter compiles nothing and returns None again
             self.variants[key] = self.kernel[grid](
@@ -88,7 +90,7 @@ class Launcher:
         else:  # what ``variant[grid]`` does, without building a function to do it
             variant.run(
                 *grid, torch._C._cuda_getCurrentRawStream(device), variant.function, variant.packed_metadata,
-                None, None, None, *arguments, *constants,
+                None, None, None, *values, *constants,
             )  # fmt: skip
 
     def _emit(
@@ -149,36 +151,50 @@ def _in_memory(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, x.stride(), 0) if plain else x
 
 
-def specialization(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What Triton may compile a variant of a kernel for: equal results mean an equal variant.
+def specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
+    """What Triton may compile a variant of a kernel for, and what a compiled one takes.
 
     Args:
         arguments: run-time arguments of a kernel: tensors, ints, floats, bools and None.
 
     Returns:
-        Of a tensor its dtype and whether it starts on a 16-byte boundary; of an int whether 16 divides it, and its
-        value where that is 0, 1, negative or wider than 32 bits; of the others their kind. A kernel's opt-outs
-        (``do_not_specialize``) are not applied: one variant is then found under several of these.
+        Kinds, of which equal ones mean an equal variant: the arguments' types; of a tensor its dtype and whether it
+        starts on a 16-byte boundary; of an int whether 16 divides it, and its value where that is 0, 1, negative or
+        wider than 32 bits. A kernel's opt-outs (``do_not_specialize``) are not applied: one variant is then found under
+        several of these. Then the arguments with addresses for tensors, of which Triton would ask the driver.
 
     Raises:
         TypeError: an argument of another kind.
     """
-    parts: list[Any] = []
-    for value in arguments:
-        kind = type(value)
-        if kind is int:
-            # Numbers that nobody else has: 2 and 3 stand for all of 32 bits that 16 divides or does not.
-            parts.append(value if value < 2 or value >= 2**31 else 2 + (value % 16 == 0))
-        elif kind is float or kind is bool or value is None:
-            parts.append(kind)
-        elif isinstance(value, Tensor):
-            parts.append(value.dtype)
-            parts.append(value.data_ptr() % 16 == 0)
-        else:
+    types = tuple(map(type, arguments))
+    tensors, ints = _places(types)
+    kinds: list[Any] = [types]
+    values, bits = list(arguments), 0
+    for at in tensors:
+        tensor = values[at]
+        kinds.append(tensor.dtype)
+        values[at] = address = tensor.data_ptr()
+        bits |= address
+    if bits % 16:  # most often all of them are aligned
+        kinds += [values[at] % 16 == 0 for at in tensors]
+    for at in ints:
+        value = values[at]
+        # Numbers that nobody else has: 2 and 3 stand for all of 32 bits that 16 divides or does not.
+        kinds.append(value if value < 2 or value >= 2**31 else 2 + (value % 16 == 0))
+    return tuple(kinds), values
+
+
+@functools.cache
+def _places(types: tuple[type, ...]) -> tuple[list[int], list[int]]:
+    """Where arguments of these types are tensors, and where they are ints."""
+    tensors = [at for at, kind in enumerate(types) if issubclass(kind, Tensor)]
+    ints = [at for at, kind in enumerate(types) if kind is int]
+    for kind in types:
+        if not issubclass(kind, (Tensor, int, float, type(None))):
             raise TypeError(
                 f"a kernel cannot take an argument of {kind}; pass a tensor, int, float, bool or None"
             )
-    return tuple(parts)
+    return tensors, ints
 
 
 def is_aligned(x: Tensor, size: int) -> bool:
