@@ -59,6 +59,7 @@ class DelayedLayer(RecipeOwner):
     _stage_names: dict[str, str]
     _delayed: dict[str, tuple[DelayedScaling | None, DelayedScaling | None]]
     _groups: int = 1  # slots of each tensor type
+    _module_type: str = "linear"  # in quantizer roles
 
     def _init_delayed(self, stage_names: dict[str, str]) -> None:
         """
@@ -78,7 +79,7 @@ class DelayedLayer(RecipeOwner):
 
     def _keep_state_of(self, recipe: Recipe) -> None:
         for prefix, name in self._stage_names.items():
-            plan = linear_plan(recipe, name, True, True)
+            plan = linear_plan(recipe, name, True, True, module_type=self._module_type)
             self._keep_state(prefix, plan.forward_state, plan.backward_state)
 
     def _keep_state(

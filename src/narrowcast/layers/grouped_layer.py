@@ -64,6 +64,8 @@ class GroupedLinearLayer(LinearLayer):
     parameter, ``weight`` (G, N, K) and ``bias`` (G, N), or one per group, ``weight0`` (N, K) and so on.
     """
 
+    _module_type = "grouped_linear"
+
     def __init__(
         self,
         num_gemms: int,
@@ -195,7 +197,7 @@ class GroupedLinearLayer(LinearLayer):
     def _quantize_weight(self, whole: Tensor, requires_grad: bool) -> None:
         """Register the quantization of all weights (G, N, K) as the parameter."""
         assert self._init_recipe is not None
-        quantizer = linear_plan(self._init_recipe, self.name, True, True).kept_weight.quantizer
+        quantizer = linear_plan(self._init_recipe, self.name, True, True, module_type=self._module_type).kept_weight.quantizer
         storage = quantize_members([whole], quantizer.with_usage(columnwise=self._init_columnwise))
         parameter: Any = nn.Parameter(GroupedTensor(storage), requires_grad)
         if self._init_preserve:
@@ -310,7 +312,9 @@ class GroupedLinearLayer(LinearLayer):
     def _calibration_plan(self) -> LinearPlan | None:
         """What says which amax to collect, where an autocast asks for nothing else."""
         calibrating = THREAD.state.calibrating
-        return None if calibrating is None else linear_plan(calibrating, self.name, True, True)
+        return None if calibrating is None else linear_plan(
+            calibrating, self.name, True, True, module_type=self._module_type
+        )
 
     def _calibrate_groups(
         self, amax: Tensor | None, x: Tensor, splits: Tensor, weights: list[Tensor]
@@ -536,7 +540,7 @@ def _mark_partition(parameter: Any, kind: str, parallel_mode: str | None) -> Non
 
 
 def _check_quantized_weight(recipe: Recipe, name: str, single: bool) -> None:
-    operand = linear_plan(recipe, name, True, True).kept_weight
+    operand = linear_plan(recipe, name, True, True, module_type="grouped_linear").kept_weight
     if not single:
         raise NotImplementedError(
             "quantized_model_init needs all weights of a GroupedLinear in one parameter; pass "

@@ -13,6 +13,8 @@ from typing import Any, Literal, TypedDict, get_args, get_type_hints
 class NormOptions(TypedDict, total=False):
     """What norms take besides their own options."""
 
+    sm_margin: Literal[0]
+
 
 class OverlapOptions(TypedDict, total=False):
     """What layers with GEMMs take besides their own options."""
@@ -24,6 +26,12 @@ class OverlapOptions(TypedDict, total=False):
     ub_bulk_dgrad: Literal[False]
     ub_bulk_wgrad: Literal[False]
     ub_name: Any
+
+
+class GroupedOptions(OverlapOptions, total=False):
+    """What layers of groups take besides: which of Transformer Engine's two implementations runs."""
+
+    use_grouped_tensor: Any
 
 
 class MLPOptions(OverlapOptions, total=False):

@@ -106,6 +106,11 @@ def casts(tensor: Tensor) -> bool:
     return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
 
 
+def needs_recipe(option: str) -> RuntimeError:
+    """The error where a layer is asked for something quantized and nothing says how."""
+    return RuntimeError(f"{option}=True needs a recipe; give the layer one or enter autocast(recipe=...)")
+
+
 def remedy(weight: Tensor) -> str:
     """What to do where input and parameters are on different devices."""
     return "make them real with to_empty and reset_parameters" if weight.is_meta else "move one of them"

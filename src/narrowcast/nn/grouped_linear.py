@@ -13,7 +13,7 @@ from .._tracing import in_eager
 from ..autograd import grouped_linear
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import plan_for_rows, rows_of_buffer
-from ..layers.neutral import OverlapOptions, check_neutral
+from ..layers.neutral import GroupedOptions, check_neutral
 from ..layers.parameters import INIT_STD, parameter_dtype, random_numbers_of
 from ..layers.tensor_parallel import checked_size
 from ..recipe import Recipe, linear_plan
@@ -87,9 +87,9 @@ class GroupedLinear(GroupedLinearLayer):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
-        **options: Unpack[OverlapOptions],
+        **options: Unpack[GroupedOptions],
     ) -> None:
-        check_neutral("GroupedLinear", options, OverlapOptions)
+        check_neutral("GroupedLinear", options, GroupedOptions)
         if rng_tracker_name is not None and get_rng_state_tracker is None:
             raise ValueError(
                 f"rng_tracker_name is {rng_tracker_name!r} without get_rng_state_tracker; give both or neither"
@@ -177,7 +177,12 @@ class GroupedLinear(GroupedLinearLayer):
         added, grad = [] if self.return_bias else biases, torch.is_grad_enabled()
         recipe, needs_weight = self._recipe_in_force(), grad and self.wants_wgrad
         plan = linear_plan(
-            recipe, self.name, grad and x.requires_grad, needs_weight, self.save_original_input
+            recipe,
+            self.name,
+            grad and x.requires_grad,
+            needs_weight,
+            self.save_original_input,
+            module_type=self._module_type,
         )
         if self.save_original_input and recipe is not None and not plan.save_original_input:
             self._warn_of_delayed_input()

@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from .._tracing import in_eager
-from ..autograd import LayerNormLinearFunction, LayerNormLinearFwdArgs
+from ..autograd import (
+    LayerNormLinearFunction,
+    LayerNormLinearFwdArgs,
+    quantize_input_gradient,
+    quantize_output,
+)
 from ..layers import Stage, checked_input, parameter_device, positive
 from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.norm import norm_settings
-from ..layers.parameters import parameter_dtype
+from ..layers.parameters import needs_recipe, parameter_dtype
 from ..layers.tensor_parallel import TensorParallelOptions, checked_size, shared
 from ..recipe import Recipe
 from .norm_linear import NormLinearLayer, check_column, check_gathered_output
@@ -136,28 +141,43 @@ class LayerNormLinear(NormLinearLayer):
             f"bias={bool(self._parts_of('bias'))}, normalization={self.norm.normalization}"
         )
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
         """Apply the layer.
 
         Args:
             inp: (*lead, in_features).
             is_first_microbatch: None quantizes the weight on every call; True quantizes it and keeps the result;
                 False uses the kept one.
+            fp8_output: return a quantized tensor, as the recipe quantizes outputs.
+            fp8_grad: quantize the gradient of the input, as the recipe quantizes such.
         Returns:
             (*lead, out_features); with ``return_bias`` and ``return_layernorm_output`` a tuple of output, bias and
             norm output (*lead, in_features).
+        Raises:
+            RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe.
         """
         weight, learned_bias = self._whole("weight"), self._whole("bias")
         inp = checked_input(inp, self.in_features, "in_features", weight)
         bias = None if self.return_bias else learned_bias
         stage, recipe, first = self._stages[0], self._recipe_in_force(), is_first_microbatch
+        hands_over = fp8_output or fp8_grad
         if recipe is None:
+            if hands_over:
+                raise needs_recipe("fp8_output" if fp8_output else "fp8_grad")
             normalized = self._normalize(inp)
             out = self._linear_in_high_precision(stage, normalized, weight, bias, first)
             return self._returned(out, learned_bias, normalized)
-        plan = self._plan(recipe, stage, self._norm_has_backward(inp), weight)
+        plan = self._plan(recipe, stage, self._norm_has_backward(inp), weight, hands_over=hands_over)
         linear = self._fwd_args(stage, plan, inp.dtype, weight, bias, first)
         args = LayerNormLinearFwdArgs(self.norm, linear, self.return_layernorm_output)
+        if fp8_grad and inp.requires_grad:
+            inp = quantize_input_gradient(inp, plan.grad_input, linear.scales)
         norm_weight, norm_bias = self.layer_norm_weight, self.layer_norm_bias
         if self._placed:
             norm_weight, norm_bias = self._norm_parameters()
@@ -166,6 +186,7 @@ class LayerNormLinear(NormLinearLayer):
             result = in_eager(LayerNormLinearFunction.apply, *operands)
         else:
             result = LayerNormLinearFunction.apply(*operands)
-        if isinstance(result, Tensor):
-            return self._returned(result, learned_bias, None)
-        return self._returned(result[0], learned_bias, result[1])
+        out, normalized = (result, None) if isinstance(result, Tensor) else result
+        if fp8_output:
+            out = quantize_output(out, plan.output, linear.scales)
+        return self._returned(out, learned_bias, normalized)

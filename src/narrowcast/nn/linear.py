@@ -13,7 +13,7 @@ from .._tracing import in_eager
 from ..autograd import LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device, positive
 from ..layers.neutral import OverlapOptions, check_neutral
-from ..layers.parameters import parameter_dtype
+from ..layers.parameters import needs_recipe, parameter_dtype
 from ..layers.tensor_parallel import TensorParallelOptions, checked_mode, checked_size, shared
 from ..recipe import Recipe
 from ..state import THREAD
@@ -188,10 +188,7 @@ class Linear(LinearLayer, nn.Linear):
         stage, recipe = self._stages[0], self._recipe_in_force()
         if recipe is None:
             if fp8_output or fp8_grad:
-                option = "fp8_output" if fp8_output else "fp8_grad"
-                raise RuntimeError(
-                    f"{option}=True needs a recipe; give the layer one or enter autocast(recipe=...)"
-                )
+                raise needs_recipe("fp8_output" if fp8_output else "fp8_grad")
             out = self._linear_in_high_precision(stage, inp, weight, bias, is_first_microbatch)
             if self._bias_behind:
                 out = self._with_bias_behind(out, learned_bias)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from ..autograd import normalize
 from ..layers.norm import NormParameters
+from ..layers.parameters import casts
 from ..layers.tensor_parallel import local_part
 
 
 class _Norm(NormParameters):
     def forward(self, inp: Tensor) -> Tensor:
-        """Normalize ``inp`` (*lead, K) over its last dim; same shape and dtype."""
+        """Normalize ``inp`` (*lead, K) over its last dim.
+
+        Returns:
+            the same shape, in the dtype of ``inp``, under torch.autocast in that of the autocast.
+        """
+        if casts(inp):
+            inp = inp.to(torch.get_autocast_dtype(inp.device.type))
         self.check_input(inp)
         weight, bias = self.weight, self.bias
         if self._placed:

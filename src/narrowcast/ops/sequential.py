@@ -91,6 +91,23 @@ class Sequential(nn.Sequential):
             self._groups, self._grouped = _group(modules), modules  # type: ignore[assignment, arg-type]
         return self._groups
 
+    def insert(self, idx: int, module: nn.Module) -> Sequential:  # type: ignore[override]
+        """Put a module in front of the one at ``idx``.
+
+        Raises:
+            IndexError: there is no such place.
+        """
+        super().insert(idx, module)
+        return self
+
+    def pop(self, idx: int | slice) -> nn.Module:  # type: ignore[override]
+        """Take out a module, or a slice of them, and return it.
+
+        Raises:
+            IndexError: there is none at ``idx``.
+        """
+        return super().pop(idx)
+
     def __add__(self, other: Any) -> Sequential:
         if not isinstance(other, nn.Sequential):
             raise ValueError(f"cannot add a {type(other).__name__} to a Sequential; wrap it in one")

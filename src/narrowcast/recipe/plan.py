@@ -68,6 +68,7 @@ def linear_plan(
     needs_weight: bool,
     save_original_input: bool = False,
     hands_over: bool = False,
+    module_type: str = "linear",
 ) -> LinearPlan:
     """The plan of a linear layer: built once, then read off the recipe.
 
@@ -78,19 +79,20 @@ def linear_plan(
         save_original_input: keep the input as it is for the backward. Where a custom recipe scales it with delay, the
             plan says that it is not done.
         hands_over: the layer quantizes its output or the gradient of its input.
+        module_type: of the layer, in those roles, too: "linear" or "grouped_linear".
     Raises:
         ValueError: ``save_original_input`` under delayed scaling, or what a custom recipe's factory returned.
     """
     flags = f"_plan_{needs_input:d}{needs_weight:d}{save_original_input:d}{hands_over:d}_"
     if recipe is None:
         return _IN_HIGH_PRECISION[flags]
-    key = flags + recipe.plan_name(name)
+    key = flags + module_type + recipe.plan_name(name)
     compiling = torch.compiler.is_compiling()
     if compiling:
         torch._dynamo.comptime.comptime(_remember_while_tracing)  # type: ignore[attr-defined]
     plan = getattr(recipe, key, None)
     if plan is None:
-        plan = _build(recipe, name, needs_input, needs_weight, save_original_input, hands_over)
+        plan = _build(recipe, name, needs_input, needs_weight, save_original_input, hands_over, module_type)
         if not compiling:
             remember(recipe, key, plan)
     return plan
@@ -101,7 +103,7 @@ def _remember_while_tracing(context: Any) -> None:
     if recipe is None:
         return
     if not hasattr(recipe, key):
-        names = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over")
+        names = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over", "module_type")
         with contextlib.suppress(
             Exception
         ):  # traced code meets it again, and raises it where the user sees it
@@ -118,14 +120,14 @@ def _build(
     needs_weight: bool,
     save_original_input: bool,
     hands_over: bool,
+    module_type: str,
 ) -> LinearPlan:
     kinds = (("input", "weight", "output"), ("grad_output", "grad_input"))
     if not hands_over:
         kinds = (("input", "weight"), ("grad_output",))
-    forward, forward_state = recipe.resolve("forward", [QuantizerRole("linear", k, name) for k in kinds[0]])
-    backward, backward_state = recipe.resolve(
-        "backward", [QuantizerRole("linear", k, name) for k in kinds[1]]
-    )
+    roles = [[QuantizerRole(module_type, kind, name) for kind in some] for some in kinds]
+    forward, forward_state = recipe.resolve("forward", roles[0])
+    backward, backward_state = recipe.resolve("backward", roles[1])
     override = recipe.backward_override
     inp, weight, grad = forward[INPUT_SLOT], forward[WEIGHT_SLOT], backward[GRAD_OUTPUT_SLOT]
     if save_original_input and inp._is_delayed():

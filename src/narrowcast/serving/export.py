@@ -178,7 +178,7 @@ def _quantized(
     layer: Any = found.module
     stage = next(stage for stage in layer._stages if stage.weight == name)
     recipe = recipe or layer.recipe
-    plan = linear_plan(recipe, stage.name, False, False)
+    plan = linear_plan(recipe, stage.name, False, False, module_type=layer._module_type)
     operand = Operand.of(plan.kept_weight.quantizer, True, False) if plan.quantized else None
     written_as = None if operand is None else kind.weight_format(operand.quantizer)
     if operand is None or written_as is None:

@@ -43,6 +43,9 @@ from .linear_functional import (
 )
 
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class BasicLinear(LinearLayer, BasicOperation):
     """y = x w^T, quantized as its recipe says, or that of the autocast in force; without one in high precision.
 
@@ -66,8 +69,8 @@ class BasicLinear(LinearLayer, BasicOperation):
     Raises:
         ValueError: a size that is not positive or does not divide among the processes, another mode, or
         ``sequence_parallel`` without one. NotImplementedError: ``userbuffers_options``. In forward, before any kernel,
-        ValueError: the input's last dim is not that of the weight. TypeError: its dtype is not the weight's, outside
-        ``torch.autocast``. RuntimeError: it lives on another device, the weight is on the meta device, a quantized
+        ValueError: the input's last dim is not that of the weight. TypeError: its dtype is not fp32, bf16 or fp16; one of
+        these is cast to the weight's, under ``torch.autocast`` to that of the autocast. RuntimeError: it lives on another device, the weight is on the meta device, a quantized
         weight does not fit the recipe, or there is no ``main_grad`` to accumulate into.
     """
 
@@ -229,6 +232,8 @@ class BasicLinear(LinearLayer, BasicOperation):
         """
         weight = self.weight
         if isinstance(input_, Tensor):
+            if input_.dtype != weight.dtype and input_.dtype in _FLOATS:
+                input_ = input_.to(self.activation_dtype(input_))
             input_ = checked_input(input_, weight.shape[1], "in_features", weight, quantized_as_it_is=True)
             if not plan.quantized and scales is not None and scales.amax_fwd is not None:
                 calibrate_(plain(input_), scales.amax_fwd, INPUT_SLOT)
@@ -306,9 +311,11 @@ class BasicLinear(LinearLayer, BasicOperation):
 
     def activation_dtype(self, input_: TensorOrQuantized) -> torch.dtype:
         kind = input_.device.type
-        if isinstance(input_, QuantizedTensor) or not torch.is_autocast_enabled(kind):
+        if isinstance(input_, QuantizedTensorStorage):
             return input_.dtype
-        return torch.get_autocast_dtype(kind)
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return self.weight.dtype if input_.dtype in _FLOATS else input_.dtype
 
     def _arguments(self, plan: LinearPlan, dtype: torch.dtype, scales: DelayedScales | None) -> LinearFwdArgs:
         """What the GEMMs read besides their operands."""

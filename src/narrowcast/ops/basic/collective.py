@@ -78,9 +78,14 @@ class AllReduce(CollectiveOperation):
 
     Args:
         process_group: the processes; None is the default group. With one process this is the identity.
+        reduce_in_backward: taken, and changes nothing, as in Transformer Engine: what every process computes from the
+            sum has one gradient.
     Raises:
         TypeError: no process group. RuntimeError: one without a registered name.
     """
+
+    def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
+        super().__init__(process_group)
 
     def _forward(self, x: Any) -> Tensor:
         return sum_over(x, self.group)

@@ -126,7 +126,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
 
     def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole]:
         kinds = ("input", "weight") if mode == "forward" else ("grad_output",)
-        return [QuantizerRole("linear", kind, self.name) for kind in kinds]
+        return [QuantizerRole(self._module_type, kind, self.name) for kind in kinds]
 
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         plan, calibration = self._plan_of(requires_grad, input_requires_grad), self._calibration_plan()
@@ -140,7 +140,8 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
     ) -> LinearPlan:
         needs_weight = requires_grad and self.wants_wgrad
         recipe = self._recipe_in_force()
-        return linear_plan(recipe, self.name, input_requires_grad, needs_weight, save_original_input)
+        wanted = (input_requires_grad, needs_weight, save_original_input)
+        return linear_plan(recipe, self.name, *wanted, module_type=self._module_type)
 
     def fuser_forward_compute(
         self,

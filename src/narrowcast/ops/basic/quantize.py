@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...autograd import DelayedScales
+from ...functional import quantize
 from ...quantizers import Operand
 from ...recipe import LinearPlan, Mode, linear_plan
 from ...roles import QuantizerRole
@@ -21,8 +22,8 @@ from .inputs import plain, plain_input
 class Quantize(BasicOperation):
     """Rounds what passes to what its recipe, or that of the autocast in force, can represent; else it does nothing.
 
-    The operation that gets the result may have asked for it quantized: then it is quantized as asked, once. Else the
-    quantized values are handed on in the input's dtype.
+    The operation that gets the result may have asked for it quantized: then it is quantized as asked, once. Else it
+    gets, or the caller does, a quantized tensor; in compiled code, whose graphs pass on plain tensors, its values.
 
     Args:
         forward: act on the input, which the recipe quantizes as a layer's input.
@@ -88,6 +89,9 @@ class Quantize(BasicOperation):
             return x, ()
         state: DelayedScales = arguments.get("scales") or DelayedScales()
         own = ScaledOperand(chosen.input, state.scale_fwd, state.amax_fwd)
+        if next_op_input_quantizer is None and not torch.compiler.is_compiling():
+            quantizer = chosen.input.quantizer
+            return quantizer._assemble(quantize(x, quantizer, *own.state(x)), tuple(x.shape), x.dtype), ()
         return _rounded(x, next_op_input_quantizer, own), ()
 
     def op_forward_save_ctx(
