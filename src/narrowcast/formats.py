@@ -281,6 +281,26 @@ class Buffer:
                 sizes.append(extent.of({"M": rows, "K": shape[-1], "1": 1}[extent.size]))
         return tuple(sizes)
 
+    def part(self, first: int, count: int, of_columns: bool) -> tuple[int, int, int, int] | None:
+        """Where some rows, or columns, of a matrix lie in the buffer of the whole.
+
+        Args:
+            first, count: which rows, or with ``of_columns`` which columns.
+        Returns:
+            (dim, first entry, entries, entries of the part's own buffer, which are more where that is padded); dim -1
+            where all of the buffer belongs to the part; None where the part begins or ends within a block.
+        """
+        mine = ("K",) if of_columns else ("M", "lead")
+        for dim, extent in enumerate(self.shape):
+            if extent.size not in mine:
+                continue
+            border = extent.group if extent.bits == 8 else extent.multiple
+            if first % border:
+                return None
+            entries = count * extent.bits // 8 if extent.bits < 8 else cdiv(count, extent.group)
+            return dim, first // extent.group * extent.bits // 8, entries, extent.of(count)
+        return -1, 0, 0, 0
+
     def logical_shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the tensor whose data have these ``sizes``; packed data tell it up to their padding."""
         first, last = self.shape

@@ -245,13 +245,15 @@ def _check_options(
 def supports(**options: object) -> bool:
     """Whether ``quantize`` runs with these options; what it does not is for the reference.
 
-    Stochastic rounding of 16 x 16 tiles, which no recipe asks for, is left to the reference.
+    Stochastic rounding and the rotation of 16 x 16 tiles, which no recipe asks for, are left to the reference.
 
     Args:
         options: keyword arguments of ``quantize`` beside the directions.
     """
+    if options.get("two_d") and (options.get("rht") or options.get("seed") is not None):
+        return False
     known = {"two_d", "rht", "random_signs", "row_scaled", "four_over_six", "e4m3_max", "error_mode", "seed"}
-    return options.keys() <= known and (not options.get("two_d") or options.get("seed") is None)
+    return options.keys() <= known
 
 
 def quantize(

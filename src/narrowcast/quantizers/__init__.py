@@ -3,6 +3,8 @@
 import torch
 
 from ..formats import DType
+from ..tensors import QuantizedTensorStorage
+from .described import quantizer_of
 from .float8 import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Float8Quantizer
 from .float8_blockwise import Float8BlockQuantizer
 from .grouped import (
@@ -30,6 +32,8 @@ VALUE_QUANTIZERS: tuple[type[Quantizer], ...] = (
     HybridQuantizer,
 )
 """The classes that are compile-time values: all that hold neither tensors nor process groups."""
+
+QuantizedTensorStorage._quantizer_of = staticmethod(quantizer_of)
 
 # a quantized tensor's quantizer travels with it through torch.load(weights_only=True)
 torch.serialization.add_safe_globals([DType, Float8Quantizer, *VALUE_QUANTIZERS])

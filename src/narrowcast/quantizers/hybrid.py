@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..functional import BufferTable, GemmOperand, NativeOperand
 from ..tensors import HybridQuantizedTensor, HybridQuantizedTensorStorage
-from .float8 import Float8Quantizer
 from .quantizer import Quantizer
 from .value import rebuild_from_text
 
@@ -30,7 +29,7 @@ class HybridQuantizer(Quantizer):
 
     Raises:
         ValueError: one object given twice, another source, or a quantizer that reduces amax. TypeError: no quantizer,
-        or one of delayed scaling.
+        or a slot of a layer's delayed scaling; a :class:`Float8Quantizer` holds its own state.
     """
 
     rowwise_value: str
@@ -163,18 +162,17 @@ def _half_of(quantizer: Any, columnwise: bool) -> Quantizer:
     """A quantizer in the one direction that it makes here.
 
     Raises:
-        TypeError: no quantizer, or one of delayed scaling. ValueError: it reduces amax.
+        TypeError: no quantizer, or a slot of a layer's delayed scaling. ValueError: it reduces amax.
     """
     if isinstance(quantizer, Quantizer) and quantizer.with_amax_reduction:
         raise ValueError(
             f"{quantizer!r} cannot be half of a hybrid, which has no process group; use with_amax_reduction=False"
         )
-    if (
-        not isinstance(quantizer, Quantizer)
-        or quantizer._is_delayed()
-        or isinstance(quantizer, Float8Quantizer)
-    ):
-        raise TypeError(f"{quantizer!r} cannot be half of a hybrid; use a quantizer without delayed scaling")
+    if not isinstance(quantizer, Quantizer) or quantizer._is_delayed():
+        raise TypeError(
+            f"{quantizer!r} cannot be half of a hybrid; use a quantizer, of delayed scaling one that holds its state: "
+            "Float8Quantizer(scale, amax, fp8_dtype)"
+        )
     return quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
 
 

@@ -30,7 +30,7 @@ class NVFP4Quantizer(AmaxReducing):
         with_rht: rotate column-wise data by the random Hadamard transform; rotated values are rounded to bf16, so a
             wider input gains nothing there.
         with_post_rht_amax: accepted for compatibility: column-wise amax is always taken after the rotation.
-        with_2d_quantization: one scale per 16x16 tile.
+        with_2d_quantization: one scale per 16x16 tile; column-wise of the rotated data, with ``with_rht``.
         stochastic_rounding: round elements stochastically; the stream comes from the default generator.
         row_scaled_nvfp4: one amax per row instead of one per tensor.
         nvfp4_use_4over6: per block, map the amax to 6 or to 4, whichever errs less.
@@ -110,7 +110,6 @@ class NVFP4Quantizer(AmaxReducing):
             ("row_scaled_nvfp4", "with_rht"),
             ("row_scaled_nvfp4", "stochastic_rounding"),
             ("row_scaled_nvfp4", "with_2d_quantization"),
-            ("with_2d_quantization", "with_rht"),
         )
         for first, second in clashes:
             if getattr(self, first) and getattr(self, second):

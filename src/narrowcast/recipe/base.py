@@ -22,15 +22,29 @@ if TYPE_CHECKING:
 BackwardOverride = Literal["high_precision", "dequantized"] | None
 
 
+class _Name(str):
+    """Name of a format, which Transformer Engine's users ask for the largest values of forward and backward."""
+
+    __slots__ = ()
+
+    @property
+    def max_fwd(self) -> float:
+        return Format(self).max_fwd
+
+    @property
+    def max_bwd(self) -> float:
+        return Format(self).max_bwd
+
+
 class Format(enum.Enum):
     """Element formats of forward and backward tensors."""
 
-    E2M1 = "E2M1"
-    E2M3 = "E2M3"
-    E3M2 = "E3M2"
-    E4M3 = "E4M3"
-    E5M2 = "E5M2"
-    HYBRID = "HYBRID"
+    E2M1 = _Name("E2M1")
+    E2M3 = _Name("E2M3")
+    E3M2 = _Name("E3M2")
+    E4M3 = _Name("E4M3")
+    E5M2 = _Name("E5M2")
+    HYBRID = _Name("HYBRID")
 
     @property
     def element(self) -> ElementFormat:

@@ -71,7 +71,7 @@ class _Options:
     @property
     def codes_are_shared(self) -> bool:
         """Whether both directions of a tile hold the same codes and scales."""
-        return self.two_d and not self.four_over_six and self.seed is None
+        return self.two_d and not (self.rht or self.four_over_six) and self.seed is None
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,6 @@ def _check_options(
 ) -> None:
     stochastic = seed is not None
     exclusive = (
-        ("two_d", two_d, "rht", rht),
         ("row_scaled", row_scaled, "two_d", two_d),
         ("row_scaled", row_scaled, "rht", rht),
         ("row_scaled", row_scaled, "stochastic rounding", stochastic),

@@ -108,10 +108,6 @@ class DequantizingTensor(Tensor):
         """Dequantized bf16 values."""
         return self.dequantize(dtype=torch.bfloat16)
 
-    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Dequantized values on the CPU."""
-        return self.dequantize().cpu()
-
     def share_memory_(self) -> DequantizingTensor:
         """Move the buffers to memory that processes share."""
         for buffer in self.get_data_tensors():  # type: ignore[attr-defined]

@@ -17,14 +17,20 @@ from .quantized_tensor import QuantizedTensor
 from .storage import QuantizedTensorStorage
 
 
-class Float8TensorStorage(QuantizedTensorStorage):
-    """Per-tensor FP8: ``_data`` uint8 (*lead, K); ``_transpose`` uint8 (K, *lead); ``_scale_inv`` fp32 (1,)."""
+class _Float8Elements(QuantizedTensorStorage):
+    """What Transformer Engine's users ask of storages of FP8 elements."""
 
-    _LAYOUT = formats.FLOAT8
+    _with_gemm_swizzled_scales = False
 
     @property
     def _fp8_dtype(self) -> DType:
         return self._quantizer.dtype  # type: ignore[attr-defined]
+
+
+class Float8TensorStorage(_Float8Elements):
+    """Per-tensor FP8: ``_data`` uint8 (*lead, K); ``_transpose`` uint8 (K, *lead); ``_scale_inv`` fp32 (1,)."""
+
+    _LAYOUT = formats.FLOAT8
 
     @property
     def _transpose_invalid(self) -> bool:
@@ -34,7 +40,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         self._transpose = transpose_codes(self._data)  # type: ignore[attr-defined]
 
 
-class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
+class Float8BlockwiseQTensorStorage(_Float8Elements):
     """128-block FP8: data uint8 (*lead, K) and (K, *lead); scales fp32, for 1x128 blocks stored scale-row first."""
 
     _LAYOUT = formats.FLOAT8_BLOCK_1D
@@ -56,7 +62,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         self._columnwise_scale_inv = columnwise_scale
 
 
-class MXFP8TensorStorage(QuantizedTensorStorage):
+class MXFP8TensorStorage(_Float8Elements):
     """MXFP8: data uint8 in logical shape for both directions; scales E8M0 bytes, padded to 128 x 4."""
 
     _LAYOUT = formats.MXFP8
@@ -78,9 +84,22 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
     """NVFP4: two codes per byte, (*lead, K/2) and transposed (K, M/2), zero-padded to blocks of 16; fp32 amaxes."""
 
     _LAYOUT = formats.NVFP4
+    _with_gemm_swizzled_scales = False
+
+    @property
+    def _fp4_dtype(self) -> DType:
+        return self._quantizer.dtype  # type: ignore[attr-defined]
+
+    @property
+    def _row_scaled_nvfp4(self) -> bool:
+        return self._quantizer.row_scaled_nvfp4  # type: ignore[attr-defined]
+
+    @property
+    def _nvfp4_use_4over6(self) -> bool:
+        return self._quantizer.nvfp4_use_4over6  # type: ignore[attr-defined]
 
     def _create_columnwise(self) -> None:
-        if not self._quantizer.with_2d_quantization:  # type: ignore[attr-defined]
+        if not self._quantizer.with_2d_quantization or self._quantizer.with_rht:  # type: ignore[attr-defined]
             super()._create_columnwise()
         described = self._quantizer.with_usage(columnwise=True)._describe_buffers(tuple(self.size()))  # type: ignore[attr-defined]
         data, scale, amax = self.rowwise_operand()

@@ -6,11 +6,13 @@ dequantized value; in-place operators requantize into the same buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..functional import QuantizerValue
 from .dequantizing import DequantizingTensor, Handler, check_not_sharded, read_only, sharding_caller
@@ -36,20 +38,24 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
     Args:
         shape: logical shape; None derives it from the buffers.
         stride: that the tensor pretends to have; None for contiguous.
-        quantizer, fake_dtype, **buffers: as for the storage.
+        quantizer, fake_dtype, **buffers: as for the storage. Also by Transformer Engine's keywords: ``dtype`` is
+            ``fake_dtype``, and ``fp8_dtype``, ``fp4_dtype``, ``is_2D_scaled`` or a field of the quantizer say which one
+            it is where none is given.
         requires_grad: as for any tensor.
     """
 
     def __new__(
         cls,
         *,
-        quantizer: QuantizerValue,
+        quantizer: QuantizerValue | None = None,
         fake_dtype: torch.dtype = torch.float32,
         shape: tuple[int, ...] | None = None,
         stride: tuple[int, ...] | None = None,
         requires_grad: bool = False,
-        **buffers: Tensor | None,
+        **buffers: Any,
     ) -> QuantizedTensor:
+        if quantizer is None or "dtype" in buffers:
+            quantizer, fake_dtype = cls._understood(quantizer, fake_dtype, buffers)
         present = [buffer for buffer in buffers.values() if isinstance(buffer, Tensor)]
         if not present:
             raise ValueError(f"{cls.__name__} needs at least one buffer")
@@ -69,13 +75,15 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
     def __init__(
         self,
         *,
-        quantizer: QuantizerValue,
+        quantizer: QuantizerValue | None = None,
         fake_dtype: torch.dtype = torch.float32,
         shape: tuple[int, ...] | None = None,
         stride: tuple[int, ...] | None = None,
         requires_grad: bool = False,
-        **buffers: Tensor | None,
+        **buffers: Any,
     ) -> None:
+        if quantizer is None or "dtype" in buffers:
+            quantizer, fake_dtype = self._understood(quantizer, fake_dtype, buffers)
         self._quantizer = quantizer
         self._dtype = fake_dtype
         self._shape = None  # the tensor itself knows its shape
@@ -111,7 +119,12 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
     """Of a shard that has one scale with all others: group of their ranks, over which writes reduce the amax."""
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
-        """Overwrite the buffers with the quantization of ``tensor``; of a shard every rank must."""
+        """Overwrite the buffers with the quantization of ``tensor``; of a shard every rank must.
+
+        Raises:
+            RuntimeError: this is part of another tensor.
+        """
+        self._check_whole()
         if self._shards is None:
             return QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)  # type: ignore[return-value]
         reducing = self._quantizer.replace(with_amax_reduction=True)  # type: ignore[attr-defined]
@@ -164,6 +177,54 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
         made = quantizer._assemble([codes[first : first + count], scale], (count, self.shape[1]), self.dtype)
         made._shards = self._shards
         return made
+
+    def _part(self, dim: int, first: int, count: int) -> QuantizedTensor | None:
+        """Some rows, or columns, of a matrix as a quantized tensor to read; None where blocks do not end there."""
+        layout, last = self._quantizer._format_layout(), first + count  # type: ignore[attr-defined]
+        if self.dim() != 2 or not layout.buffers or not all(buffer.shape for buffer in layout.buffers):
+            return None
+        buffers: dict[str, Tensor | None] = {}
+        for buffer in layout.buffers:
+            held: Tensor | None = getattr(self, buffer.attribute)
+            buffers[buffer.argument] = held
+            if held is None:
+                continue
+            if isinstance(held, FunctionalTensor):  # a graph passes on plain tensors
+                return None
+            place = buffer.part(first, count, dim == 1)
+            if place is None or (last < self.shape[dim] and buffer.part(last, 0, dim == 1) is None):
+                return None
+            along, begin, entries, padded = place
+            if along < 0:
+                continue
+            own = held.detach().narrow(along, begin, min(entries, held.shape[along] - begin))
+            missing = padded - own.shape[along]
+            if missing:
+                own = torch.nn.functional.pad(own, (0, 0) * (own.dim() - 1 - along) + (0, missing))
+            buffers[buffer.argument] = own.contiguous()
+        shape = (count, self.shape[1]) if dim == 0 else (self.shape[0], count)
+        described: dict[str, Any] = {"quantizer": self._quantizer, "fake_dtype": self._dtype, **buffers}
+        made = type(self)(shape=shape, **described)
+        made._is_part = True
+        return made
+
+    _is_part: bool = False
+    """Whether this is part of another tensor, which would not see what is written here."""
+
+    def _check_whole(self) -> None:
+        """
+        Raises:
+            RuntimeError: this is part of another tensor.
+        """
+        if self._is_part:
+            raise RuntimeError(
+                "this writes through a view of a quantized tensor, whose codes would not see it; write to the tensor "
+                "itself (w[0:32] = x, w.copy_(x), w.mul_(x)), or clone() the view to have its own"
+            )
+
+    def copy_from_storage(self, source: QuantizedTensorStorage) -> None:
+        self._check_whole()
+        QuantizedTensorStorage.copy_from_storage(self, source)
 
     def _check_shards(self, rows: int) -> None:
         """
@@ -218,6 +279,27 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
         made = type(self)(shape=tuple(self.shape), **described)
         if self._shards is not None:
             made._shards = self._shards
+        return made
+
+    def _regrouped(self, shape: tuple[int, ...]) -> QuantizedTensor | None:
+        """The same rows under other leading dims, around the same buffers; None where the last dim is another."""
+        columns, rows = self.shape[-1], self.numel() // max(self.shape[-1], 1)
+        known = [size for size in shape[:-1] if size >= 0]
+        if shape[-1] not in (columns, -1) or not rows or not columns or -1 not in shape[:-1] and math.prod(known) != rows:
+            return None
+        full = (*(rows // math.prod(known) if size < 0 else size for size in shape[:-1]), columns)
+        layout = self._quantizer._format_layout()  # type: ignore[attr-defined]
+        if math.prod(full) != self.numel() or not all(buffer.shape for buffer in layout.buffers):
+            return None
+        buffers = {}
+        for buffer in layout.buffers:
+            held: Tensor | None = getattr(self, buffer.attribute)
+            if isinstance(held, FunctionalTensor):
+                return None
+            buffers[buffer.argument] = None if held is None else held.view(buffer.sizes(full))
+        described: dict[str, Any] = {"quantizer": self._quantizer, "fake_dtype": self._dtype, **buffers}
+        made = type(self)(shape=full, **described)
+        made._is_part = self._is_part
         return made
 
     @classmethod
@@ -304,7 +386,9 @@ def rebuild_quantized_tensor(
 
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
-    return tensor._like(lambda buffer: buffer)
+    same = tensor._like(lambda buffer: buffer)
+    same._is_part = tensor._is_part
+    return same
 
 
 @_handles(aten.clone.default)
@@ -350,14 +434,36 @@ def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
     if dim == 0 and sharding_caller():
         tensor._check_shards(size)
         return [tensor._rows(first, size) for first in range(0, tensor.shape[0], size)]
-    return [read_only(part) for part in func(tensor._plain(), size, dim)]
+    sizes = [min(size, tensor.shape[dim] - first) for first in range(0, tensor.shape[dim], size)] if size else []
+    return _split_into(func, tensor, sizes, dim, size)
+
+
+@_handles(aten.split_with_sizes.default)
+def _split_with_sizes(func: Any, tensor: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> Any:
+    return _split_into(func, tensor, sizes, dim, sizes)
+
+
+def _split_into(func: Any, tensor: QuantizedTensor, sizes: Sequence[int], dim: int, given: Any) -> Any:
+    dim, first = dim % tensor.dim(), 0
+    parts: list[Any] = []
+    if sum(sizes) == tensor.shape[dim]:
+        for count in sizes:
+            parts.append(tensor._part(dim, first, count))
+            first += count
+    if parts and all(part is not None for part in parts):
+        return parts
+    return [read_only(part) for part in func(tensor._plain(), given, dim)]
 
 
 @_handles(aten.slice.Tensor)
 def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, *bounds: Any) -> Tensor:
     if dim == 0 and sharding_caller():
         return tensor._rows(0, tensor.shape[0])  # all of it: shards are equal
-    return read_only(func(tensor._plain(), dim, *bounds))
+    dim = dim % tensor.dim()
+    first, last, step = [*bounds, *(None, None, 1)[len(bounds) :]]
+    first, last, _ = slice(first, last).indices(tensor.shape[dim])
+    part = tensor._part(dim, first, last - first) if step == 1 and last > first else None
+    return read_only(func(tensor._plain(), dim, *bounds)) if part is None else part
 
 
 @_handles(aten.empty_like.default)
@@ -370,6 +476,8 @@ def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
 def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tensor:
     if tuple(size) == tuple(tensor.shape):
         return tensor._like(lambda buffer: buffer)
+    if func is not aten.expand.default and len(size) > 1 and (same := tensor._regrouped(tuple(size))) is not None:
+        return same
     if len(size) == 1 and sharding_caller():
         tensor._check_shards(tensor.shape[0])
         return type(tensor).make_like(tensor, shape=(tensor.numel(),))  # not read by FSDP2
@@ -384,4 +492,9 @@ def _as_strided(
     """FSDP2 makes a parameter of what it has gathered by a view of all of it."""
     if tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset:
         return tensor._like(lambda buffer: buffer)
+    offset, columns = storage_offset or 0, tensor.shape[-1]
+    if tensor.dim() == 2 and list(stride) == [columns, 1] and len(size) == 2 and size[1] == columns and not offset % columns:
+        part = tensor._part(0, offset // columns, size[0])
+        if part is not None:
+            return part
     return read_only(func(tensor._plain(), size, stride, storage_offset))

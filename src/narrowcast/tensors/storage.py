@@ -87,11 +87,13 @@ class QuantizedTensorStorage:
     def __init__(
         self,
         *,
-        quantizer: QuantizerValue,
+        quantizer: QuantizerValue | None = None,
         fake_dtype: torch.dtype = torch.float32,
         shape: tuple[int, ...] | None = None,
-        **buffers: Tensor | None,
+        **buffers: Any,
     ) -> None:
+        if quantizer is None or "dtype" in buffers:
+            quantizer, fake_dtype = self._understood(quantizer, fake_dtype, buffers)
         self._quantizer = quantizer
         self._dtype = fake_dtype
         self._shape = shape
@@ -100,6 +102,35 @@ class QuantizedTensorStorage:
         else:  # straight, for those that come one by one
             for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
                 setattr(self, attribute, None)
+
+    _quantizer_of: ClassVar[Any] = None
+    """Makes the quantizer of tensors that are described by keywords; the rooms above put it here."""
+
+    @classmethod
+    def _understood(
+        cls, quantizer: QuantizerValue | None, fake_dtype: torch.dtype, described: dict[str, Any]
+    ) -> tuple[QuantizerValue, torch.dtype]:
+        """(quantizer, nominal dtype), with the keywords of Transformer Engine's constructors taken out.
+
+        Raises:
+            TypeError: no quantizer, and nothing says which. ValueError: a keyword that the quantizer contradicts.
+            NotImplementedError: scales that are swizzled.
+        """
+        fake_dtype = described.pop("dtype", fake_dtype)
+        described.pop("device", None)  # that of the buffers
+        if described.pop("with_gemm_swizzled_scales", False):
+            raise NotImplementedError(
+                f"{cls.__name__}(with_gemm_swizzled_scales=True): scales are stored unswizzled here; pass them so"
+            )
+        buffers = {argument for _, argument in cls._FLATTEN_TENSOR_BUFFERS}
+        options = {name: described.pop(name) for name in sorted(described.keys() - buffers)}
+        if quantizer is None and cls._quantizer_of is None:
+            raise TypeError(f"{cls.__name__} needs quantizer=, which says how to read its buffers")
+        directions = {
+            side: any(described.get(argument) is not None for name, argument in cls._FLATTEN_TENSOR_BUFFERS if name == names[0])
+            for side, names in (("rowwise", cls._ROWWISE_BUFFERS), ("columnwise", cls._COLUMNWISE_BUFFERS))
+        }
+        return (cls._quantizer_of(cls.__name__, quantizer, options, directions), fake_dtype)
 
     def _set_buffers(self, buffers: dict[str, Tensor | None]) -> None:
         remaining = dict(buffers)
@@ -112,6 +143,10 @@ class QuantizedTensorStorage:
             )
 
     # -- what is there --------------------------------------------------------------------------------------------
+
+    def _get_quantizer(self) -> Any:
+        """The quantizer that made this; Transformer Engine's name."""
+        return self._quantizer
 
     def get_usages(self) -> dict[str, bool]:
         """Which directions have data: ``{"rowwise": bool, "columnwise": bool}``."""

@@ -1,0 +1,55 @@
+"""Quantizers of tensors that are put together from buffers, by the keywords of Transformer Engine's constructors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .float8 import Float8CurrentScalingQuantizer
+from .float8_blockwise import Float8BlockQuantizer
+from .mx import MXFP8Quantizer
+from .nvfp4 import NVFP4Quantizer
+from .quantizer import Quantizer
+
+_KINDS: dict[str, type[Quantizer]] = {
+    "Float8Tensor": Float8CurrentScalingQuantizer,
+    "MXFP8Tensor": MXFP8Quantizer,
+    "Float8BlockwiseQTensor": Float8BlockQuantizer,
+    "NVFP4Tensor": NVFP4Quantizer,
+}
+_FIELDS = {"fp8_dtype": "dtype", "fp4_dtype": "dtype", "is_2D_scaled": "block_scaling_dim"}
+
+
+def quantizer_of(
+    name: str, quantizer: Any, options: dict[str, Any], directions: dict[str, bool]
+) -> Quantizer:
+    """The quantizer of a tensor that is described by keywords.
+
+    Args:
+        name: of the tensor's or the storage's class.
+        quantizer: the one that was given, or None.
+        options: ``fp8_dtype``, ``fp4_dtype``, ``is_2D_scaled``, or a field of the quantizer.
+        directions: which of the two there are buffers of.
+    Raises:
+        TypeError: a keyword that is none of these, or a class whose quantizer must be given. ValueError: a keyword that
+        the quantizer contradicts.
+    """
+    fields = {_FIELDS.get(option, option): value for option, value in options.items() if value is not None}
+    if "block_scaling_dim" in fields:
+        fields["block_scaling_dim"] = 2 if fields["block_scaling_dim"] else 1
+    if quantizer is None:
+        kind = _KINDS.get(name.removesuffix("Storage"))
+        element = fields.pop("dtype", None)
+        if kind is None or (element is None and kind is not NVFP4Quantizer):
+            raise TypeError(f"{name} needs quantizer=, which says how to read its buffers")
+        made: Any = kind(*([] if element is None else [element]), **directions)
+    else:
+        made = quantizer
+    unknown = sorted(fields.keys() - vars(made).keys())
+    if unknown:
+        raise TypeError(f"{name} got unknown buffers {unknown}; they are none of its buffers or fields")
+    if quantizer is None:
+        return made.replace(**fields)
+    for field, value in fields.items():
+        if getattr(made, field) != type(getattr(made, field))(value):
+            raise ValueError(f"{name}: {field} is {value!r}, but the quantizer given has {getattr(made, field)!r}")
+    return made
