@@ -26,7 +26,7 @@ from ..functional import (
 )
 from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import IdentityQuantizer, Operand, OperandBuffers, Quantizer
-from ..tensors import GroupedTensor, grouped_layout
+from ..tensors import GroupedTensor, QuantizedTensor, grouped_layout
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import saved_operand, transposed
 from .linear import saved_tensors
@@ -138,7 +138,7 @@ def _forward_in_high_precision(
     args: LinearFwdArgs,
     groups: Groups,
 ) -> _Forward:
-    weights = [w.dequantize() if isinstance(w, GroupedTensor) else w for w in weights]
+    weights = [w.dequantize() if isinstance(w, (GroupedTensor, QuantizedTensor)) else w for w in weights]
     added = [b.to(x.dtype) for b in biases]
     out = grouped_mm("fprop", x, [w.to(x.dtype) for w in weights], splits, added, groups.covered, x.dtype)
     return out, [x] if args.plan.needs_weight else [], weights if args.plan.needs_input else []

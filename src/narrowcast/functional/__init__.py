@@ -23,6 +23,7 @@ from .grouped_quantize import (
     grouped_column_sum,
     grouped_quantize,
     grouped_quantize_weights,
+    join_weights,
     operand_of,
     splits_on_device,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "grouped_quantize",
     "grouped_quantize_weights",
     "is_current",
+    "join_weights",
     "kept_weight",
     "linear_cross_entropy_gradients",
     "linear_cross_entropy_statistics",

@@ -390,15 +390,96 @@ def _narrowed(
     columns: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """The buffers of ``size`` rows from row ``start`` on: along the dim that grows with the rows."""
-    one = _direction(quantizer, columnwise)
-    large = list(one._describe_buffers((_LARGE, columns), dtype).values())
-    larger = list(one._describe_buffers((2 * _LARGE, columns), dtype).values())
-    wanted = list(one._describe_buffers((size, columns), dtype).values())
+    """The buffers of ``size`` rows from row ``start`` on, padded as theirs are."""
+    wanted = _direction(quantizer, columnwise)._describe_buffers((size, columns), dtype).values()
     narrowed = []
-    for buffer, (shape, _), (grown, _), (own, _) in zip(operand, large, larger, wanted, strict=True):
-        dim = next(d for d in range(len(shape)) if shape[d] != grown[d])
-        held = buffer.narrow(dim, start * shape[dim] // _LARGE, -(-size * shape[dim] // _LARGE))
-        missing = [0, 0] * (len(shape) - 1 - dim) + [0, own[dim] - held.shape[dim]]
-        narrowed.append(F.pad(held, missing) if missing[-1] else held.contiguous())
+    held = _rows_within(operand, quantizer, columnwise, start, size, columns, dtype)
+    for (dim, view), (own, _) in zip(held, wanted, strict=True):
+        missing = [0, 0] * (len(own) - 1 - dim) + [0, own[dim] - view.shape[dim]]
+        narrowed.append(F.pad(view, missing) if missing[-1] else view.contiguous())
     return narrowed
+
+
+def _rows_within(
+    operand: list[Tensor],
+    quantizer: QuantizerValue,
+    columnwise: bool,
+    start: int,
+    size: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> list[tuple[int, Tensor]]:
+    """The dim of each buffer that grows with the rows, and the view of ``size`` rows from row ``start`` on."""
+    one = _direction(quantizer, columnwise)
+    large = one._describe_buffers((_LARGE, columns), dtype).values()
+    larger = one._describe_buffers((2 * _LARGE, columns), dtype).values()
+    views = []
+    for buffer, (shape, _), (grown, _) in zip(operand, large, larger, strict=True):
+        dim = next(d for d in range(len(shape)) if shape[d] != grown[d])
+        count = -(-size * shape[dim] // _LARGE)
+        views.append((dim, buffer.narrow(dim, start * shape[dim] // _LARGE, count)))
+    return views
+
+
+def _join_weights(
+    buffers: list[Tensor],
+    quantizer: QuantizerValue,
+    layout: str,
+    columnwise: bool,
+    groups: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    members = [list(buffers[at :: groups]) for at in range(groups)]
+    if layout == "tensor":
+        return [torch.stack([codes for codes, _ in members]), torch.cat([scale for _, scale in members])]
+    joined = _join_weights_fake(buffers, quantizer, layout, columnwise, groups, rows, columns, dtype)
+    for buffer in joined:
+        buffer.zero_()
+    if layout == "split":
+        places = split_arena(joined[0], [rows] * groups, columns, quantizer, columnwise, dtype)
+        for place, member in zip(places, members, strict=True):
+            for view, own in zip(place, member, strict=True):
+                view.copy_(own)
+        return joined
+    for group, member in enumerate(members):
+        start = group * round_up(rows, ALIGNMENT[layout])
+        held = _rows_within(joined, quantizer, columnwise, start, rows, columns, dtype)
+        for (dim, view), own in zip(held, member, strict=True):
+            view.copy_(own.narrow(dim, 0, view.shape[dim]))
+    return joined
+
+
+def _join_weights_fake(
+    buffers: list[Tensor],
+    quantizer: QuantizerValue,
+    layout: str,
+    columnwise: bool,
+    groups: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    like, one = buffers[0], _direction(quantizer, columnwise)
+    if layout == "tensor":
+        shape = (groups, columns, rows) if columnwise else (groups, rows, columns)
+        return [like.new_empty(shape), like.new_empty((groups,), dtype=torch.float32)]
+    if layout == "split":
+        return [like.new_empty(_arena_bytes(groups * rows, columns, groups, quantizer, columnwise, dtype), dtype=torch.uint8)]
+    described = one._describe_buffers((groups * round_up(rows, ALIGNMENT[layout]), columns), dtype)
+    return [like.new_empty(size, dtype=kind) for size, kind in described.values()]
+
+
+join_weights = define(
+    f"join_weights(Tensor[] buffers, {QUANTIZER} quantizer, str layout, bool columnwise, int groups, int rows, "
+    "int columns, ScalarType dtype) -> Tensor[]",
+    _join_weights,
+    _join_weights_fake,
+)
+"""One direction's operand of G weights (N, K) that were quantized one by one; :func:`group_operands` takes it apart.
+
+Args:
+    buffers: the first buffer of every weight, the second of every weight, and so on.
+    dtype: of what was quantized.
+"""

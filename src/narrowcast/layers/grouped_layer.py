@@ -15,8 +15,8 @@ from ..autograd.grouped_linear import (
     compute_grouped_wgrad,
     quantize_weights,
 )
-from ..functional import grouped_calibrate_, splits_on_device
-from ..quantizers import Operand, OperandBuffers
+from ..functional import grouped_calibrate_, join_weights, splits_on_device
+from ..quantizers import Operand, OperandBuffers, Quantizer
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
 from ..tensors import (
@@ -26,6 +26,7 @@ from ..tensors import (
     grouped_layout,
     grouped_storage_of,
     quantize_members,
+    storage_of,
 )
 from .linear_layer import LinearLayer, Stage
 from .parameters import (
@@ -110,7 +111,7 @@ class GroupedLinearLayer(LinearLayer):
         self.use_bias, self.parallel_mode = bias, parallel_mode
         self.single_grouped_weight, self.single_grouped_bias = single
         if self._init_recipe is not None:
-            _check_quantized_weight(self._init_recipe, self.name, single_grouped_weight)
+            self._stored_as()
         # one allocation for all groups: operators then read the parameters of all groups without gathering them
         sizes = (num_gemms, out_features, in_features)
         self._add_groups("weight", torch.empty(sizes, dtype=dtype, device=place))
@@ -162,6 +163,8 @@ class GroupedLinearLayer(LinearLayer):
 
     def _reset_weights(self, stage: Stage) -> None:
         weights, quantized = self._parts_of("weight"), self._init_recipe is not None
+        if quantized and not self.single_grouped_weight:
+            weights = [torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in weights]
         values: Any = weights
         if self.single_grouped_weight:  # group by group, so that both forms start from the same values
             whole: Any = weights[0]
@@ -177,11 +180,11 @@ class GroupedLinearLayer(LinearLayer):
             else:
                 stage.init_method(value)
         if quantized and not weights[0].is_meta:
-            self._quantize_weight(whole, weights[0].requires_grad)
+            self._quantize_weight(weights if not self.single_grouped_weight else [whole])
 
     @torch.no_grad()
     def make_grouped_weights(self, defer_init: bool = False) -> None:
-        """Quantize the one parameter of the weights where ``quantized_model_init`` asked for that.
+        """Quantize the weights where ``quantized_model_init`` asked for that.
 
         A layer is made so. This is for one that is plain again, such as after ``load_state_dict(assign=True)``.
 
@@ -190,20 +193,30 @@ class GroupedLinearLayer(LinearLayer):
         """
         if defer_init or self._init_recipe is None:
             return
-        (weight,) = self._parts_of("weight")
-        if not (weight.is_meta or isinstance(weight, GroupedTensor)):
-            self._quantize_weight(weight.detach(), weight.requires_grad)
+        weights = self._parts_of("weight")
+        if not (weights[0].is_meta or isinstance(weights[0], (GroupedTensor, QuantizedTensor))):
+            self._quantize_weight([weight.detach() for weight in weights])
 
-    def _quantize_weight(self, whole: Tensor, requires_grad: bool) -> None:
-        """Register the quantization of all weights (G, N, K) as the parameter."""
+    def _stored_as(self) -> Quantizer:
+        """What quantizes weights that are stored so."""
         assert self._init_recipe is not None
-        quantizer = linear_plan(self._init_recipe, self.name, True, True, module_type=self._module_type).kept_weight.quantizer
-        storage = quantize_members([whole], quantizer.with_usage(columnwise=self._init_columnwise))
-        parameter: Any = nn.Parameter(GroupedTensor(storage), requires_grad)
-        if self._init_preserve:
-            parameter._high_precision_init_val = whole.cpu()
-        self.register_parameter("weight", parameter)
-        _mark_partition(parameter, "weight", self.parallel_mode)
+        quantizer = weight_quantizer(self._init_recipe, self.name, self._module_type)
+        return quantizer.with_usage(columnwise=self._init_columnwise)
+
+    def _quantize_weight(self, values: list[Tensor]) -> None:
+        """Register the quantization of all weights, one (G, N, K) or G of (N, K), in place of the parameters."""
+        quantizer: Any = self._stored_as()
+        for name, value in zip(self._parts.get("weight", ["weight"]), values, strict=True):
+            if self.single_grouped_weight:
+                made: Any = GroupedTensor(quantize_members([value], quantizer))
+            else:
+                made = quantizer.quantize(value)
+            held = self._parameters[name]
+            parameter: Any = nn.Parameter(made, held is None or held.requires_grad)
+            if self._init_preserve:
+                parameter._high_precision_init_val = value.cpu()
+            self.register_parameter(name, parameter)
+            _mark_partition(parameter, "weight", self.parallel_mode)
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 
@@ -226,7 +239,8 @@ class GroupedLinearLayer(LinearLayer):
     ) -> tuple[LinearFwdArgs, Groups]:
         """What the boundary reads besides its operands; ``dtype``: of the input, the others as in the records."""
         weights, workspace = self._parts_of("weight"), None
-        if plan.quantized and (is_first_microbatch is not None or isinstance(weights[0], GroupedTensor)):
+        stored = isinstance(weights[0], (GroupedTensor, QuantizedTensor))
+        if plan.quantized and (is_first_microbatch is not None or stored):
             workspace = self._grouped_workspace(weights, plan.kept_weight, scales, is_first_microbatch)
             if not workspace.columnwise and not self._stored_rowwise:
                 check_differentiable(workspace, plan, "weight", self.name or type(self).__name__)
@@ -259,14 +273,15 @@ class GroupedLinearLayer(LinearLayer):
         Raises:
             RuntimeError: the parameter is quantized in another format than the recipe's.
         """
-        weight = weights[0]
-        if isinstance(weight, GroupedTensor):
-            if weight.storage_name != operand.storage_name:
+        weight: Any = weights[0]
+        if isinstance(weight, (GroupedTensor, QuantizedTensor)):
+            held = weight.storage_name if isinstance(weight, GroupedTensor) else weight._BARE_NAME
+            if held != operand.storage_name:
                 raise RuntimeError(
-                    f"parameter 'weight' of {self.name or type(self).__name__} holds {weight.storage_name}, the recipe "
-                    f"in force wants {operand.storage_name}; use the recipe of quantized_model_init"
+                    f"parameter 'weight' of {self.name or type(self).__name__} holds {held}, the recipe in force wants "
+                    f"{operand.storage_name}; use the recipe of quantized_model_init"
                 )
-            return grouped_buffers_of(weight)
+            return grouped_buffers_of(weight) if isinstance(weight, GroupedTensor) else joined_buffers_of(weights)
         plain = [weight.detach() for weight in weights]
         kept = None if is_first_microbatch else self._kept_weight("weight", operand, plain)
         if kept is not None:
@@ -326,7 +341,7 @@ class GroupedLinearLayer(LinearLayer):
         if plan.input.delayed:
             grouped_calibrate_([x.detach()], splits, amax, INPUT_SLOT)
         if plan.weight.delayed:
-            plain = [w.dequantize() if isinstance(w, GroupedTensor) else w for w in weights]
+            plain = [w.dequantize() if isinstance(w, (GroupedTensor, QuantizedTensor)) else w for w in weights]
             grouped_calibrate_([w.detach() for w in plain], None, amax, WEIGHT_SLOT)
 
     def _compute_waiting_wgrads(self) -> None:
@@ -399,8 +414,8 @@ class GroupedLinearLayer(LinearLayer):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        weight = self._parts_of("weight")[0]
-        if isinstance(weight, GroupedTensor):
+        (weight, *_) = self._parts_of("weight")
+        if isinstance(weight, GroupedTensor):  # several are saved as any layer's
             destination[prefix + "weight"] = weight.detach().dequantize()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -451,6 +466,20 @@ def grouped_buffers_of(tensor: GroupedTensor) -> OperandBuffers:
         storage.columnwise_operand() if usages["columnwise"] else [],
         storage.quantizer,  # type: ignore[arg-type]
     )
+
+
+def joined_buffers_of(weights: list[Any]) -> OperandBuffers:
+    """Weights that were quantized one by one as the operand of all of them, in buffers of its own."""
+    storages = [storage_of(weight) for weight in weights]
+    first, (rows, columns) = storages[0], weights[0].shape
+    usages, layout = first.get_usages(), grouped_layout(weights[0]._BARE_NAME)
+    how = (len(storages), rows, columns, weights[0].dtype)
+    operands: list[list[Tensor]] = []
+    for columnwise, there in ((False, usages["rowwise"]), (True, usages["columnwise"])):
+        own = [s.columnwise_operand() if columnwise else s.rowwise_operand() for s in storages if there]
+        buffers = [buffer.detach() for same in zip(*own) for buffer in same]
+        operands.append(join_weights(buffers, first._quantizer, layout, columnwise, *how) if there else [])
+    return OperandBuffers(operands[0], operands[1], first._quantizer)  # type: ignore[arg-type]
 
 
 def rows_of_buffer(
@@ -537,18 +566,3 @@ def _mark_partition(parameter: Any, kind: str, parallel_mode: str | None) -> Non
     parameter.tensor_model_parallel = True
     parameter.partition_dim = parameter.dim() - from_end
     parameter.partition_stride = 1
-
-
-def _check_quantized_weight(recipe: Recipe, name: str, single: bool) -> None:
-    operand = linear_plan(recipe, name, True, True, module_type="grouped_linear").kept_weight
-    if not single:
-        raise NotImplementedError(
-            "quantized_model_init needs all weights of a GroupedLinear in one parameter; pass "
-            "single_grouped_parameter=True"
-        )
-    if operand.delayed or grouped_layout(operand.storage_name) == "split":
-        raise NotImplementedError(
-            f"{operand.quantizer!r} cannot make one grouped parameter; use a recipe with current scaling, MXFP8 or "
-            "128-block scaling for the weights"
-        )
-    weight_quantizer(recipe, name)

@@ -179,13 +179,13 @@ def largest_magnitude(weight: Any, grouped: bool = False) -> Tensor:
     return of_rank.full_tensor()
 
 
-def weight_quantizer(recipe: Recipe, name: str) -> Quantizer:
+def weight_quantizer(recipe: Recipe, name: str, module_type: str = "linear") -> Quantizer:
     """What quantizes a weight to be stored; in place of delayed scaling, which has no history yet, current scaling.
 
     Raises:
         RuntimeError: the quantizer makes bare storages, which cannot be parameters.
     """
-    quantizer = linear_plan(recipe, name, True, True).kept_weight.quantizer
+    quantizer = linear_plan(recipe, name, True, True, module_type=module_type).kept_weight.quantizer
     if quantizer.internal:
         raise RuntimeError(
             f"the weight quantizer of {name or 'a layer'} has internal=True: {quantizer!r} makes a bare storage, and a "
