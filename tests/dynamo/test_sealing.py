@@ -90,8 +90,8 @@ def test_a_quantizer_is_set_up_by_assignment() -> None:
     with pytest.raises(AttributeError, match="no field 'cache'"):
         nc.MXFP8Quantizer(E4M3).cache = 1  # type: ignore[attr-defined]
     rotated = nc.NVFP4Quantizer(with_rht=True)
-    with pytest.raises(ValueError, match="with_2d_quantization together with with_rht"):
-        rotated.with_2d_quantization = True
+    with pytest.raises(ValueError, match="nvfp4_use_4over6 together with with_rht"):
+        rotated.nvfp4_use_4over6 = True
     assert rotated == nc.NVFP4Quantizer(with_rht=True)
 
 

@@ -350,6 +350,19 @@ def grouped_calibrate_cases(x: Tensor) -> Iterator[Arguments]:
     yield [rows, 2 * rows, rows], None, torch.full((9,), 9.0, device=x.device), 1
 
 
+@family("join_weights")
+def join_weights_cases(x: Tensor) -> Iterator[Arguments]:
+    rows = x.flatten(0, -2)
+    for name in ("current", "mxfp8", "nvfp4"):
+        quantizer = VARIANTS[name]
+        layout = grouped_layout(quantizer._storage_name)
+        for columnwise in (False, True):
+            made = [quantizer.quantize(own) for own in (rows, 2 * rows)]
+            own = [m.columnwise_operand() if columnwise else m.rowwise_operand() for m in made]
+            buffers = [buffer for same in zip(*own) for buffer in same]
+            yield buffers, quantizer, layout, columnwise, 2, *rows.shape, x.dtype
+
+
 @family("grouped_amax")
 def grouped_amax_cases(x: Tensor) -> Iterator[Arguments]:
     rows = x.flatten(0, -2)

@@ -390,49 +390,42 @@ def test_torch_autocast(name: str) -> None:
 # -- parameters ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["current", "mxfp8", "block"])
-def test_quantized_parameter(name: str) -> None:
-    plain = make_layer(single_grouped_parameter=True)
+@pytest.mark.parametrize(
+    ("name", "single"),
+    [
+        *((name, True) for name in ("current", "mxfp8", "block", "nvfp4", "delayed")),
+        *((name, False) for name in ("mxfp8", "block", "nvfp4", "delayed")),
+    ],
+)
+def test_quantized_parameters(name: str, single: bool) -> None:
+    plain = make_layer(single_grouped_parameter=single)
     torch.manual_seed(1)
     with nc.quantized_model_init(recipe=RECIPES[name], preserve_high_precision_init_val=True):
         layer = nc.GroupedLinear(
-            GROUPS, K, N, device=DEVICE, params_dtype=torch.bfloat16, single_grouped_parameter=True
+            GROUPS, K, N, device=DEVICE, params_dtype=torch.bfloat16, single_grouped_parameter=single
         )
     with torch.no_grad():
-        layer.bias.copy_(plain.bias)
-    assert isinstance(layer.weight, nc.GroupedTensor) and isinstance(layer.weight, torch.nn.Parameter)
-    assert torch.equal(layer.weight.get_high_precision_init_val().to(DEVICE), plain.weight)
-    layer.weight.clear_high_precision_init_val()
-    assert layer.weight.get_high_precision_init_val() is None
+        for kind, other in zip(layer._parts_of("bias"), plain._parts_of("bias"), strict=True):
+            kind.copy_(other)
+    held: Any = nc.GroupedTensor if single else nc.QuantizedTensor
+    for weight, value in zip(layer._parts_of("weight"), plain._parts_of("weight"), strict=True):
+        assert isinstance(weight, held) and isinstance(weight, torch.nn.Parameter)
+        assert torch.equal(weight.get_high_precision_init_val().to(DEVICE), value)
+        weight.clear_high_precision_init_val()
+        assert weight.get_high_precision_init_val() is None
     x = make_input()
     expected = run(plain, name, x, SPLITS)
     assert_equal(run(layer, name, x, SPLITS), expected)
     forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert_equal(run(layer, name, x, SPLITS, forward), expected)
     state = layer.state_dict()
-    assert set(state) == {"weight", "bias"} and type(state["weight"]) is Tensor
+    names = ["weight"] if single else [f"weight{group}" for group in range(GROUPS)]
+    assert set(names) < set(state) and all(type(state[name]) is Tensor for name in names)
     other = make_layer()
     other.load_state_dict(state)
-    assert torch.equal(other.weight2, state["weight"][2])
+    assert torch.equal(other.weight2, state["weight"][2] if single else state["weight2"])
     y = run(layer, None, x, SPLITS)[0]
     assert torch.equal(y, run(other, None, x, SPLITS)[0])
-
-
-def test_quantized_parameters_that_cannot_be() -> None:
-    def make(**kwargs: Any) -> nc.GroupedLinear:
-        return nc.GroupedLinear(2, K, N, device=DEVICE, **kwargs)
-
-    with (
-        nc.quantized_model_init(recipe=RECIPES["current"]),
-        pytest.raises(NotImplementedError, match="single_grouped"),
-    ):
-        make()
-    for name in ("delayed", "nvfp4"):
-        with (
-            nc.quantized_model_init(recipe=RECIPES[name]),
-            pytest.raises(NotImplementedError, match="grouped"),
-        ):
-            make(single_grouped_parameter=True)
 
 
 @pytest.mark.parametrize("kind", ["linear", "layernorm_linear", "layernorm_mlp", "grouped_linear"])

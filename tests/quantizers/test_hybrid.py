@@ -10,6 +10,7 @@ import torch
 from recipes import E4M3, E5M2
 
 import narrowcast as nc
+from narrowcast.quantizers import DelayedFloat8Quantizer
 from narrowcast.quantizers.hybrid import EagerHybridQuantizer
 from narrowcast.tensors import HybridQuantizedTensor
 
@@ -76,9 +77,24 @@ def test_refuses_what_is_no_pair_of_values() -> None:
         nc.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=row)
     with pytest.raises(ValueError, match="columnwise_source is 'x'"):
         nc.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source="x")
-    stateful = nc.Float8Quantizer(torch.ones(1), torch.zeros(1), E4M3)
-    with pytest.raises(TypeError, match="Float8Quantizer"):
-        nc.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=stateful)
+    with pytest.raises(TypeError, match="one that holds its state: Float8Quantizer"):
+        nc.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=DelayedFloat8Quantizer(E4M3, 0))
+
+
+def test_a_half_with_delayed_scaling() -> None:
+    x, scale, amax = torch.randn(32, 64).bfloat16(), torch.full((1,), 2.0), torch.zeros(1)
+    delayed = nc.Float8Quantizer(scale, amax, E4M3)
+    made = nc.HybridQuantizer(rowwise_quantizer=delayed, columnwise_quantizer=nc.MXFP8Quantizer(E4M3))
+    assert torch.equal(made.quantize(x).dequantize(), delayed.quantize(x).dequantize())
+    assert amax == x.abs().max()
+    layer = nc.Linear(64, 32, device="cpu", dtype=torch.bfloat16)
+    amax.zero_()
+    recipe = nc.recipe.CustomRecipe(
+        qfactory=lambda role: made if role.tensor_type == "input" else nc.MXFP8Quantizer(E4M3)
+    )
+    with nc.autocast(recipe=recipe):
+        layer(x.requires_grad_()).sum().backward()
+    assert amax == x.abs().max() and x.grad is not None
 
 
 class Halving(nc.Float8CurrentScalingQuantizer):

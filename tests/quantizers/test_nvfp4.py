@@ -78,13 +78,30 @@ def test_post_rotation_amax_is_what_always_happens() -> None:
         ("row_scaled_nvfp4", "with_rht"),
         ("row_scaled_nvfp4", "stochastic_rounding"),
         ("row_scaled_nvfp4", "with_2d_quantization"),
-        ("with_2d_quantization", "with_rht"),
     ],
 )
 def test_undefined_combinations_name_both_options(options: tuple[str, str]) -> None:
     arguments: dict[str, Any] = dict.fromkeys(options, True)
     with pytest.raises(ValueError, match=rf"{options[0]} together with {options[1]}"):
         nc.NVFP4Quantizer(**arguments)
+
+
+def test_rotated_tiles() -> None:
+    """Row-wise those of tiles; column-wise tiles of the rotated matrix, which undoes."""
+    x = torch.randn(64, 96).bfloat16()
+    both: Any = nc.NVFP4Quantizer(with_rht=True, with_2d_quantization=True).quantize(x)
+    tiles: Any = nc.NVFP4Quantizer(with_2d_quantization=True).quantize(x)
+    for mine, theirs in zip(both.rowwise_operand(), tiles.rowwise_operand(), strict=True):
+        assert torch.equal(mine, theirs)
+    scales = both._columnwise_scale_inv[:96, :4].view(6, 16, 4)
+    assert (scales == scales[:, :1]).all()  # one for each of a tile's columns
+    both.update_usage(rowwise_usage=False)
+    error = (both.dequantize().float() - x.float()).square().mean() / x.float().square().mean()
+    assert error < 0.02
+    with pytest.raises(RuntimeError, match="quantizing again would change"):
+        nc.NVFP4Quantizer(with_rht=True, with_2d_quantization=True, columnwise=False).quantize(
+            x
+        ).update_usage(columnwise_usage=True)
 
 
 def test_values_outside_the_choices() -> None:

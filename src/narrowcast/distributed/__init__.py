@@ -4,6 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import load_checkpoint, save_checkpoint
+from .master_weights import (
+    cast_master_weights_to_fp8,
+    post_all_gather_processing,
+    quantize_master_weights,
+    replace_raw_data,
+)
 from .moe_dispatch import MoEDispatch
 from .shard import shard
 from .shard_receipt import ShardedParameter, ShardReceipt
@@ -23,7 +29,11 @@ __all__ = [
     "ShardReceipt",
     "ShardedParameter",
     "async_tensor_parallel",
+    "cast_master_weights_to_fp8",
     "load_checkpoint",
+    "post_all_gather_processing",
+    "quantize_master_weights",
+    "replace_raw_data",
     "save_checkpoint",
     "shard",
 ]

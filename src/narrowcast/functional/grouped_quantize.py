@@ -431,7 +431,7 @@ def _join_weights(
     columns: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    members = [list(buffers[at :: groups]) for at in range(groups)]
+    members = [list(buffers[at::groups]) for at in range(groups)]
     if layout == "tensor":
         return [torch.stack([codes for codes, _ in members]), torch.cat([scale for _, scale in members])]
     joined = _join_weights_fake(buffers, quantizer, layout, columnwise, groups, rows, columns, dtype)
@@ -466,7 +466,8 @@ def _join_weights_fake(
         shape = (groups, columns, rows) if columnwise else (groups, rows, columns)
         return [like.new_empty(shape), like.new_empty((groups,), dtype=torch.float32)]
     if layout == "split":
-        return [like.new_empty(_arena_bytes(groups * rows, columns, groups, quantizer, columnwise, dtype), dtype=torch.uint8)]
+        length = _arena_bytes(groups * rows, columns, groups, quantizer, columnwise, dtype)
+        return [like.new_empty(length, dtype=torch.uint8)]
     described = one._describe_buffers((groups * round_up(rows, ALIGNMENT[layout]), columns), dtype)
     return [like.new_empty(size, dtype=kind) for size, kind in described.values()]
 

@@ -281,7 +281,11 @@ class GroupedLinearLayer(LinearLayer):
                     f"parameter 'weight' of {self.name or type(self).__name__} holds {held}, the recipe in force wants "
                     f"{operand.storage_name}; use the recipe of quantized_model_init"
                 )
-            return grouped_buffers_of(weight) if isinstance(weight, GroupedTensor) else joined_buffers_of(weights)
+            return (
+                grouped_buffers_of(weight)
+                if isinstance(weight, GroupedTensor)
+                else joined_buffers_of(weights)
+            )
         plain = [weight.detach() for weight in weights]
         kept = None if is_first_microbatch else self._kept_weight("weight", operand, plain)
         if kept is not None:
@@ -327,8 +331,10 @@ class GroupedLinearLayer(LinearLayer):
     def _calibration_plan(self) -> LinearPlan | None:
         """What says which amax to collect, where an autocast asks for nothing else."""
         calibrating = THREAD.state.calibrating
-        return None if calibrating is None else linear_plan(
-            calibrating, self.name, True, True, module_type=self._module_type
+        return (
+            None
+            if calibrating is None
+            else linear_plan(calibrating, self.name, True, True, module_type=self._module_type)
         )
 
     def _calibrate_groups(
@@ -341,7 +347,9 @@ class GroupedLinearLayer(LinearLayer):
         if plan.input.delayed:
             grouped_calibrate_([x.detach()], splits, amax, INPUT_SLOT)
         if plan.weight.delayed:
-            plain = [w.dequantize() if isinstance(w, (GroupedTensor, QuantizedTensor)) else w for w in weights]
+            plain = [
+                w.dequantize() if isinstance(w, (GroupedTensor, QuantizedTensor)) else w for w in weights
+            ]
             grouped_calibrate_([w.detach() for w in plain], None, amax, WEIGHT_SLOT)
 
     def _compute_waiting_wgrads(self) -> None:

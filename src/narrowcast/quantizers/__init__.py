@@ -3,7 +3,7 @@
 import torch
 
 from ..formats import DType
-from ..tensors import QuantizedTensorStorage
+from ..tensors import GroupedTensorStorage, QuantizedTensorStorage
 from .described import quantizer_of
 from .float8 import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Float8Quantizer
 from .float8_blockwise import Float8BlockQuantizer
@@ -34,6 +34,13 @@ VALUE_QUANTIZERS: tuple[type[Quantizer], ...] = (
 """The classes that are compile-time values: all that hold neither tensors nor process groups."""
 
 QuantizedTensorStorage._quantizer_of = staticmethod(quantizer_of)
+for _make in (
+    make_grouped_tensor,
+    make_grouped_tensor_with_shapes,
+    make_grouped_tensor_from_rowwise_data,
+    make_tensor_offsets,
+):
+    setattr(GroupedTensorStorage, _make.__name__, staticmethod(_make))
 
 # a quantized tensor's quantizer travels with it through torch.load(weights_only=True)
 torch.serialization.add_safe_globals([DType, Float8Quantizer, *VALUE_QUANTIZERS])

@@ -51,5 +51,7 @@ def quantizer_of(
         return made.replace(**fields)
     for field, value in fields.items():
         if getattr(made, field) != type(getattr(made, field))(value):
-            raise ValueError(f"{name}: {field} is {value!r}, but the quantizer given has {getattr(made, field)!r}")
+            raise ValueError(
+                f"{name}: {field} is {value!r}, but the quantizer given has {getattr(made, field)!r}"
+            )
     return made

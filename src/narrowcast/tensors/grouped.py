@@ -56,6 +56,12 @@ class GroupedTensorStorage:
         first_dims: int32 or int64 (num_tensors,), the rows of every member; None: all are equal.
     """
 
+    # how Transformer Engine's users make them: functions of the rooms above, which put them here
+    make_grouped_tensor: ClassVar[Callable[..., Any]]
+    make_grouped_tensor_with_shapes: ClassVar[Callable[..., Any]]
+    make_grouped_tensor_from_rowwise_data: ClassVar[Callable[..., Any]]
+    make_tensor_offsets: ClassVar[Callable[..., Any]]
+
     rowwise_data: Tensor | None
     scale_inv: Tensor | None
     columnwise_data: Tensor | None
@@ -128,6 +134,11 @@ class GroupedTensorStorage:
         if self.first_dims is None:
             return [(self.logical_shape[-2], columns)] * self.num_tensors
         return [(rows, columns) for rows in self.first_dims.tolist()]
+
+    @property
+    def quantized_tensors(self) -> list[QuantizedTensorStorage]:
+        """As :meth:`split_into_quantized_tensors`, made anew each time."""
+        return self.split_into_quantized_tensors()
 
     def split_into_quantized_tensors(self) -> list[QuantizedTensorStorage]:
         """Every member by itself; reads the shapes on the host, so not for a CUDA graph."""

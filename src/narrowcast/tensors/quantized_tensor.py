@@ -284,10 +284,10 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
     def _regrouped(self, shape: tuple[int, ...]) -> QuantizedTensor | None:
         """The same rows under other leading dims, around the same buffers; None where the last dim is another."""
         columns, rows = self.shape[-1], self.numel() // max(self.shape[-1], 1)
-        known = [size for size in shape[:-1] if size >= 0]
-        if shape[-1] not in (columns, -1) or not rows or not columns or -1 not in shape[:-1] and math.prod(known) != rows:
+        known = math.prod(size for size in shape[:-1] if size >= 0)
+        if shape[-1] not in (columns, -1) or not rows or not known:
             return None
-        full = (*(rows // math.prod(known) if size < 0 else size for size in shape[:-1]), columns)
+        full = (*(rows // known if size < 0 else size for size in shape[:-1]), columns)
         layout = self._quantizer._format_layout()  # type: ignore[attr-defined]
         if math.prod(full) != self.numel() or not all(buffer.shape for buffer in layout.buffers):
             return None
@@ -434,7 +434,9 @@ def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
     if dim == 0 and sharding_caller():
         tensor._check_shards(size)
         return [tensor._rows(first, size) for first in range(0, tensor.shape[0], size)]
-    sizes = [min(size, tensor.shape[dim] - first) for first in range(0, tensor.shape[dim], size)] if size else []
+    sizes = (
+        [min(size, tensor.shape[dim] - first) for first in range(0, tensor.shape[dim], size)] if size else []
+    )
     return _split_into(func, tensor, sizes, dim, size)
 
 
@@ -476,7 +478,11 @@ def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
 def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tensor:
     if tuple(size) == tuple(tensor.shape):
         return tensor._like(lambda buffer: buffer)
-    if func is not aten.expand.default and len(size) > 1 and (same := tensor._regrouped(tuple(size))) is not None:
+    if (
+        func is not aten.expand.default
+        and len(size) > 1
+        and (same := tensor._regrouped(tuple(size))) is not None
+    ):
         return same
     if len(size) == 1 and sharding_caller():
         tensor._check_shards(tensor.shape[0])
@@ -493,8 +499,8 @@ def _as_strided(
     if tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset:
         return tensor._like(lambda buffer: buffer)
     offset, columns = storage_offset or 0, tensor.shape[-1]
-    if tensor.dim() == 2 and list(stride) == [columns, 1] and len(size) == 2 and size[1] == columns and not offset % columns:
-        part = tensor._part(0, offset // columns, size[0])
-        if part is not None:
-            return part
+    of_rows = tensor.dim() == len(size) == 2 and size[1] == columns and list(stride) == [columns, 1]
+    part = tensor._part(0, offset // columns, size[0]) if of_rows and not offset % columns else None
+    if part is not None:
+        return part
     return read_only(func(tensor._plain(), size, stride, storage_offset))

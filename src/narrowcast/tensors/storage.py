@@ -126,11 +126,12 @@ class QuantizedTensorStorage:
         options = {name: described.pop(name) for name in sorted(described.keys() - buffers)}
         if quantizer is None and cls._quantizer_of is None:
             raise TypeError(f"{cls.__name__} needs quantizer=, which says how to read its buffers")
+        arguments = dict(cls._FLATTEN_TENSOR_BUFFERS)
         directions = {
-            side: any(described.get(argument) is not None for name, argument in cls._FLATTEN_TENSOR_BUFFERS if name == names[0])
-            for side, names in (("rowwise", cls._ROWWISE_BUFFERS), ("columnwise", cls._COLUMNWISE_BUFFERS))
+            "rowwise": described.get(arguments[cls._ROWWISE_BUFFERS[0]]) is not None,
+            "columnwise": described.get(arguments[cls._COLUMNWISE_BUFFERS[0]]) is not None,
         }
-        return (cls._quantizer_of(cls.__name__, quantizer, options, directions), fake_dtype)
+        return cls._quantizer_of(cls.__name__, quantizer, options, directions), fake_dtype
 
     def _set_buffers(self, buffers: dict[str, Tensor | None]) -> None:
         remaining = dict(buffers)

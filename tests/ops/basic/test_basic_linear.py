@@ -356,7 +356,11 @@ def test_quantizers_and_roles() -> None:
     ("x", "error", "message"),
     [
         (torch.zeros(4, K + 1, dtype=torch.bfloat16), ValueError, f"last dim must be in_features={K}"),
-        (torch.zeros(4, K, dtype=torch.int32), TypeError, "input is torch.int32, the parameters are torch.bfloat16"),
+        (
+            torch.zeros(4, K, dtype=torch.int32),
+            TypeError,
+            "input is torch.int32, the parameters are torch.bfloat16",
+        ),
         (torch.zeros(4, K, device="meta", dtype=torch.bfloat16), RuntimeError, "input is on meta"),
     ],
 )

@@ -42,7 +42,6 @@ from .linear_functional import (
     functional_forward_fake,
 )
 
-
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -69,9 +68,10 @@ class BasicLinear(LinearLayer, BasicOperation):
     Raises:
         ValueError: a size that is not positive or does not divide among the processes, another mode, or
         ``sequence_parallel`` without one. NotImplementedError: ``userbuffers_options``. In forward, before any kernel,
-        ValueError: the input's last dim is not that of the weight. TypeError: its dtype is not fp32, bf16 or fp16; one of
-        these is cast to the weight's, under ``torch.autocast`` to that of the autocast. RuntimeError: it lives on another device, the weight is on the meta device, a quantized
-        weight does not fit the recipe, or there is no ``main_grad`` to accumulate into.
+        ValueError: the input's last dim is not that of the weight. TypeError: its dtype is not fp32, bf16 or fp16;
+        these are cast to the weight's, under ``torch.autocast`` to that of the autocast. RuntimeError: it lives on
+        another device, the weight is on the meta device, a quantized weight does not fit the recipe, or there is no
+        ``main_grad`` to accumulate into.
     """
 
     weight: torch.nn.Parameter

@@ -1,0 +1,280 @@
+"""Optimizers that share master weights out: each rank writes its shard of fp32 into the codes of a quantized weight.
+
+Codes depend on scales, and a scale on all elements of its group, which several ranks may hold. So ranks agree on the
+largest magnitude of every group first. Then a rank quantizes the whole matrix with its shard in place, zeros elsewhere,
+and the agreed magnitude put on one element of others in every group: scales come out as those of the whole, and its
+own codes with them, by the very operator that quantizes weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..quantizers import Float8Quantizer, Quantizer
+from ..reference.layout import group_max
+from ..tensors import QuantizedTensor
+
+
+def replace_raw_data(tensor: QuantizedTensor, new_raw_data: Tensor) -> None:
+    """Move the row-wise codes of a quantized tensor into another buffer, such as a slice of one for all weights.
+
+    Args:
+        tensor: what keeps its values.
+        new_raw_data: uint8, as many bytes as the codes, on their device; overwritten by them.
+    Raises:
+        TypeError: no quantized tensor. RuntimeError: it has no row-wise codes. ValueError: a buffer that they do not
+        fit, or that is not contiguous.
+    """
+    _check_tensor(tensor, "replace_raw_data")
+    name = tensor._ROWWISE_BUFFERS[0]
+    codes = getattr(tensor, name)
+    if codes is None:
+        raise RuntimeError(f"replace_raw_data: {tensor!r} has no row-wise codes")
+    given = (new_raw_data.dtype, new_raw_data.numel(), new_raw_data.device)
+    if given != (codes.dtype, codes.numel(), codes.device) or not new_raw_data.is_contiguous():
+        raise ValueError(
+            f"new_raw_data is {new_raw_data.dtype} {tuple(new_raw_data.shape)} on {new_raw_data.device}; give "
+            f"contiguous {codes.dtype} of {codes.numel()} elements on {codes.device}"
+        )
+    buffer = new_raw_data.detach().view(codes.shape)
+    buffer.copy_(codes)
+    setattr(tensor, name, buffer)
+
+
+@torch.no_grad()
+def quantize_master_weights(
+    model_weights: Sequence[QuantizedTensor],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: Any = None,
+    fsdp_shard_model_weights: Sequence[Any] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """Write this rank's shards of the master weights into quantized weights, as quantizing the whole would.
+
+    Scales are complete on every rank afterwards; of the codes only those of the shard, so gather them next, over
+    ``_data`` or ``_rowwise_data`` (and ``_columnwise_data`` of MXFP8), then call :func:`post_all_gather_processing`.
+    One collective, whatever the number of weights. There is a plain copy of every weight for a moment.
+
+    Args:
+        model_weights: matrices (N, K) of per-tensor FP8, 128x128 tiles, MXFP8, or NVFP4 in 16x16 tiles.
+        master_weights: of each, this rank's consecutive elements, fp32 of any shape; None where it has none. They are
+            rounded to the dtype of the weight first, as they would be for a layer that is not stored quantized.
+        start_offsets: the first of these elements in the weight, counted over its rows; None with None.
+        group: the ranks that share the master weights; None is the default group, or this process alone.
+        fsdp_shard_model_weights: where the codes of the shard go instead of into the weight: per weight a uint8 tensor
+            of its elements, for MXFP8 one for each direction; None writes into the weight.
+        manual_post_all_gather_processing: taken; here it is always yours to call, for weights of which no rank holds
+            the whole.
+    Raises:
+        ValueError: lists of different lengths, a shard outside of its weight, a format whose codes of a shard depend on
+        more than the magnitudes of its groups, or a shard of 4-bit codes that begins or ends within a byte.
+        TypeError: a weight that is not quantized.
+    """
+    shards = fsdp_shard_model_weights or [None] * len(model_weights)
+    lengths = {len(some) for some in (model_weights, master_weights, start_offsets, shards)}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"got {len(model_weights)} model_weights, {len(master_weights)} master_weights, {len(start_offsets)} "
+            f"start_offsets and {len(shards)} fsdp_shard_model_weights; give one of each per weight"
+        )
+    parts = [
+        _Part(_checked(weight, master, start), _placed(weight, master, start), start or 0, into)
+        for weight, master, start, into in zip(model_weights, master_weights, start_offsets, shards)
+    ]
+    agreed = _reduce([amax for part in parts for amax in _largest(part)], group)
+    for part in parts:
+        _write(part, [agreed.pop(0) for _ in _groups(part.weight._quantizer)])
+
+
+cast_master_weights_to_fp8 = quantize_master_weights
+
+
+def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[QuantizedTensor]) -> None:
+    """Make the column-wise data of weights whose row-wise codes have been gathered.
+
+    Per-tensor FP8 and formats of square tiles: the transposed codes. MXFP8: nothing, both directions were gathered.
+    Plain tensors are left alone.
+
+    Raises:
+        RuntimeError: a format whose column-wise data cannot be made of row-wise data.
+    """
+    weights = [model_weights] if isinstance(model_weights, Tensor) else model_weights
+    for weight in weights:
+        if isinstance(weight, QuantizedTensor) and not weight.get_usages()["columnwise"]:
+            weight.update_usage(columnwise_usage=True)
+
+
+class _Part(NamedTuple):
+    """A weight, the magnitudes and places of this rank's elements, the first of them, and where codes go.
+
+    ``values``: (N, K) in the weight's dtype with zeros outside of the shard; None where the rank has none.
+    """
+
+    weight: QuantizedTensor
+    values: tuple[Tensor, int] | None
+    start: int
+    into: Any
+
+
+def _check_tensor(weight: Any, function: str) -> None:
+    if not isinstance(weight, QuantizedTensor):
+        raise TypeError(
+            f"{function} got a {type(weight).__name__}; give quantized tensors, as quantized_model_init makes"
+        )
+
+
+def _checked(weight: Any, master: Tensor | None, start: int | None) -> QuantizedTensor:
+    _check_tensor(weight, "quantize_master_weights")
+    quantizer = weight._quantizer
+    if weight.dim() != 2 or not _groups(quantizer):
+        raise ValueError(
+            f"quantize_master_weights cannot write shards of a {type(weight).__name__} {tuple(weight.shape)} by "
+            f"{quantizer!r}; per-tensor FP8, 128x128 tiles, MXFP8 and NVFP4 in 16x16 tiles without rotation, "
+            "stochastic rounding or 4over6 can"
+        )
+    if (master is None) != (start is None):
+        raise ValueError(f"a master weight is {master!r} with start_offset={start}; give both or neither")
+    if master is not None and not 0 <= start <= start + master.numel() <= weight.numel():  # type: ignore[operator]
+        raise ValueError(
+            f"a shard of {master.numel()} elements at start_offset={start} does not lie in a weight of "
+            f"{weight.numel()}"
+        )
+    packed = master is not None and _per_byte(weight) == 2
+    if packed and (weight.shape[1] % 16 or start % 2 or master.numel() % 2):  # type: ignore[operator,union-attr]
+        raise ValueError(
+            f"a shard of {master.numel()} elements at start_offset={start} begins or ends within a byte of two "  # type: ignore[union-attr]
+            f"codes, or within the padding of {weight.shape[1]} columns; use even shards and a multiple of 16 columns"
+        )
+    return weight
+
+
+def _per_byte(weight: QuantizedTensor) -> int:
+    """Codes that share a byte: two where row-wise data are half as wide as the weight."""
+    return 2 if weight.rowwise_operand()[0].shape[-1] < weight.shape[-1] else 1
+
+
+def _placed(weight: QuantizedTensor, master: Tensor | None, start: int | None) -> tuple[Tensor, int] | None:
+    if master is None or not master.numel():
+        return None
+    values = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+    values.view(-1)[start : start + master.numel()] = master.detach().reshape(-1).to(values)  # type: ignore[operator]
+    return values, master.numel()
+
+
+def _groups(quantizer: Any) -> list[tuple[bool, tuple[int, int]]]:
+    """(whether it is column-wise, (rows, columns) of the elements that share a scale), of each direction to write.
+
+    (0, 0): all elements. Empty for formats whose shards cannot be written.
+    """
+    if (
+        quantizer._is_stochastic()
+        or getattr(quantizer, "with_rht", False)
+        or getattr(quantizer, "nvfp4_use_4over6", False)
+    ):
+        return []
+    layout = quantizer._format_layout()
+    if layout.native == "1x32" and not getattr(quantizer, "with_2d_quantization", False):
+        return [(False, (1, 32)), (True, (32, 1))]
+    if layout.native == "1x32":
+        return [(False, (32, 32)), (True, (32, 32))]
+    if layout.native == "1x16" and quantizer.with_2d_quantization:
+        return [(False, (16, 16))]
+    return [(False, layout.scale_group)] if layout.native in ("tensor", "128x128") else []
+
+
+def _largest(part: _Part) -> list[Tensor]:
+    """The largest magnitude of this rank's elements in every group, fp32, by direction; NaN counts as largest."""
+    found = []
+    rows, columns = part.weight.shape
+    for _, (high, wide) in _groups(part.weight._quantizer):
+        size = (1, 1) if not high else (-(-rows // high), -(-columns // wide))
+        if part.values is None:
+            found.append(torch.zeros(size, device=part.weight.device))
+        elif not high:
+            found.append(part.values[0].abs().amax().float().view(1, 1))
+        else:
+            found.append(group_max(part.values[0].abs().float(), high, wide))
+    return found
+
+
+def _reduce(found: list[Tensor], group: Any) -> list[Tensor]:
+    distributed = torch.distributed
+    if not found or not (distributed.is_available() and distributed.is_initialized()):
+        return found
+    packed = torch.cat([amax.flatten() for amax in found])
+    distributed.all_reduce(packed, op=distributed.ReduceOp.MAX, group=group)
+    parts = packed.split([amax.numel() for amax in found])
+    return [part.view(amax.shape) for part, amax in zip(parts, found)]
+
+
+def _write(part: _Part, agreed: list[Tensor]) -> None:
+    weight, quantizer = part.weight, part.weight._quantizer
+    weight.clear_high_precision_init_val()
+    own = _largest(part)
+    wrote_columns = False
+    for (columnwise, tile), mine, every in zip(_groups(quantizer), own, agreed):
+        if columnwise and not weight.get_usages()["columnwise"]:
+            continue
+        wrote_columns |= columnwise
+        made = _quantized(part, quantizer, columnwise, tile, mine, every)
+        names = weight._COLUMNWISE_BUFFERS if columnwise else weight._ROWWISE_BUFFERS
+        codes, *rest = made
+        for name, buffer in zip(names[1:], rest, strict=True):
+            getattr(weight, name).copy_(buffer)
+        if part.values is not None:
+            _copy_shard(part, codes, getattr(weight, names[0]), columnwise)
+    if isinstance(quantizer, Float8Quantizer):
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, agreed[0].view(-1)))
+    weight._mark_written()
+    if not wrote_columns and weight.get_usages()["columnwise"]:
+        alone = part.values is not None and part.values[1] == weight.numel()
+        weight.update_usage(columnwise_usage=False)
+        if alone:
+            weight.update_usage(columnwise_usage=True)
+
+
+def _quantized(
+    part: _Part, quantizer: Any, columnwise: bool, tile: tuple[int, int], mine: Tensor, every: Tensor
+) -> list[Tensor]:
+    """Codes of the shard and scales of the whole: of the shard with the magnitudes of others in their places."""
+    weight = part.weight
+    values = (
+        part.values[0] if part.values else torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+    )
+    one: Quantizer = quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
+    if not isinstance(quantizer, Float8Quantizer):
+        values = _with_others(values, part, tile, mine, every)
+    operand = one.quantize(values)
+    made: list[Tensor] = operand.columnwise_operand() if columnwise else operand.rowwise_operand()
+    return made
+
+
+def _with_others(values: Tensor, part: _Part, tile: tuple[int, int], mine: Tensor, every: Tensor) -> Tensor:
+    """The values, and in groups where others have the largest magnitude, that on one element which is theirs."""
+    rows, columns = values.shape
+    high, wide = tile if tile[0] else (rows, columns)
+    count = 0 if part.values is None else part.values[1]
+    index = torch.arange(rows * columns, device=values.device).view(rows, columns)
+    theirs = (index < part.start) | (index >= part.start + count)
+    # the first element of others in each group: the largest of what falls with the index
+    first = group_max(torch.where(theirs, float(rows * columns) - index, 0.0).double(), high, wide)
+    place = (rows * columns - first).long().view(-1)
+    wanted = (every > mine).view(-1)
+    place, magnitude = place[wanted], every.reshape(-1)[wanted]
+    filled = values.clone()
+    filled.view(-1)[place] = magnitude.to(values.dtype)
+    return filled
+
+
+def _copy_shard(part: _Part, codes: Tensor, own: Tensor, columnwise: bool) -> None:
+    assert part.values is not None
+    per_byte = _per_byte(part.weight)
+    where = slice(part.start // per_byte, (part.start + part.values[1]) // per_byte)
+    into = part.into[columnwise] if isinstance(part.into, (tuple, list)) else part.into
+    target = own.view(-1)[where] if into is None else into.view(torch.uint8).view(-1)
+    target.copy_(codes.view(torch.uint8).reshape(-1)[where])

@@ -1,0 +1,179 @@
+"""What programs written for Transformer Engine do, in one line each, where it differs from what PyTorch's users do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from quantizers.catalog import E4M3, E5M2, ONE_OF_EACH, assert_same_buffers
+
+import narrowcast as nc
+from narrowcast.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
+
+BF16 = torch.bfloat16
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def test_largest_values_of_a_format() -> None:
+    for name, forward, backward in (("E4M3", 448, 448), ("E5M2", 57344, 57344), ("HYBRID", 448, 57344)):
+        value: Any = Format[name].value
+        assert (value.max_fwd, value.max_bwd) == (forward, backward) and Format(name).value == name
+        assert Format[name] is Format(value)
+
+
+def test_the_sizes_of_an_implementation_are_taken() -> None:
+    nc.LayerNorm(64, sm_margin=0, device="cpu")
+    nc.GroupedLinear(2, 64, 32, use_grouped_tensor=True, device="cpu")
+    with pytest.raises(NotImplementedError, match=r"RMSNorm\(sm_margin=4\)"):
+        nc.RMSNorm(64, sm_margin=4, device="cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own", [torch.float32, BF16])
+@pytest.mark.parametrize("given", [torch.float32, BF16])
+def test_dtypes(own: torch.dtype, given: torch.dtype) -> None:
+    """Norms and linear layers under torch.autocast give its dtype; an operation casts to that of its weight."""
+    x = torch.randn(4, 64, dtype=given, requires_grad=True)
+    modules = [kind(64, device="cpu", dtype=own) for kind in (nc.LayerNorm, nc.RMSNorm, nc.ops.LayerNorm)]
+    linear = nc.ops.Linear(64, 32, device="cpu", dtype=own)
+    for module in (*modules, linear, nc.Linear(64, 32, device="cpu", dtype=own)):
+        with torch.autocast("cpu", dtype=BF16):
+            assert module(x).dtype == BF16
+    y = linear(x)
+    y.sum().backward()
+    assert y.dtype == own and x.grad is not None and x.grad.dtype == given
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=["current", "delayed"])
+def test_quantized_edges_of_layernorm_linear(recipe: Any) -> None:
+    layer = nc.LayerNormLinear(64, 32, device="cpu", dtype=BF16, recipe=recipe)
+    following = nc.Linear(32, 32, device="cpu", dtype=BF16, recipe=recipe)
+    x = torch.randn(16, 64, dtype=BF16, requires_grad=True)
+    out = layer(x, fp8_output=True, fp8_grad=True)
+    assert isinstance(out, nc.Float8Tensor)
+    out.sum().backward()
+    assert isinstance(x.grad, nc.Float8Tensor) and x.grad._fp8_dtype == E5M2
+    compiled: Any = torch.compile(
+        lambda x: following(layer(x, fp8_output=True, fp8_grad=True)), fullgraph=True, backend="aot_eager"
+    )
+    compiled(x.detach().requires_grad_()).sum().backward()
+    layer.recipe = None
+    with pytest.raises(RuntimeError, match="fp8_grad=True needs a recipe"):
+        layer(x, fp8_grad=True)
+
+
+def test_quantize_gives_a_quantized_tensor() -> None:
+    x = torch.randn(2, 16, 64, dtype=BF16, requires_grad=True)
+    model = nc.ops.Sequential(nc.ops.GELU(), nc.ops.Quantize(forward=True, backward=True))
+    with nc.autocast(recipe=MXFP8BlockScaling()):
+        out = model(x)
+        values = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    assert isinstance(out, nc.MXFP8Tensor) and out.shape == x.shape
+    assert torch.equal(out.dequantize(), values)
+    out.sum().backward()
+    assert type(x.grad) is torch.Tensor
+
+
+def test_lists_of_operations() -> None:
+    model = nc.ops.Sequential(nc.ops.GELU(), nc.ops.ReLU())
+    assert isinstance(model.insert(idx=0, module=nc.ops.Identity()), nc.ops.Sequential)
+    assert isinstance(model.pop(idx=1), nc.ops.GELU) and len(model) == 2
+    nc.ops.AllReduce(reduce_in_backward=True)
+
+
+def test_roles_of_grouped_layers() -> None:
+    seen: set[str] = set()
+
+    def factory(role: nc.QuantizerRole) -> nc.Quantizer:
+        seen.add(role.module_type)
+        return nc.MXFP8Quantizer(E4M3) if role.module_type == "grouped_linear" else nc.IdentityQuantizer()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    with nc.autocast(recipe=nc.recipe.CustomRecipe(qfactory=factory)):
+        nc.GroupedLinear(2, 64, 32, device="cpu")(x, [32, 32]).sum().backward()
+        assert seen == {"grouped_linear"}
+        nc.ops.GroupedLinear(2, 64, 32, device="cpu")(x, torch.tensor([32, 32])).sum().backward()
+        assert seen == {"grouped_linear"}
+        nc.Linear(64, 32, device="cpu")(x)
+    assert seen == {"grouped_linear", "linear"}
+
+
+KEYWORDS = {"nvfp4": {"fp4_dtype": nc.DType.kFloat4E2M1}, "block": {"fp8_dtype": E4M3, "is_2D_scaled": True}}
+
+
+@pytest.mark.parametrize("name", ["current", "mxfp8", "block", "nvfp4"])
+def test_tensors_by_keywords(name: str) -> None:
+    made: Any = ONE_OF_EACH[name].quantize(torch.randn(128, 128, dtype=BF16))
+    buffers = {argument: getattr(made, attribute) for attribute, argument in made._FLATTEN_TENSOR_BUFFERS}
+    described = {"shape": made.shape, "dtype": BF16, **KEYWORDS.get(name, {"fp8_dtype": E4M3}), **buffers}
+    for kind in (type(made), type(made)._bare_class()):
+        for quantizer in (None, made._get_quantizer()):
+            same = kind(quantizer=quantizer, **described)
+            assert torch.equal(same.dequantize(), made.dequantize()) and same.dtype == BF16
+    assert type(made)(requires_grad=True, **described).requires_grad
+    with pytest.raises(NotImplementedError, match="with_gemm_swizzled_scales=True"):
+        type(made)(with_gemm_swizzled_scales=True, **described)
+    with pytest.raises(TypeError, match="got unknown buffers"):
+        type(made)(scales=made, **described)
+    if name != "nvfp4":
+        with pytest.raises(ValueError, match="dtype is .*E5M2.*quantizer given"):
+            type(made)(quantizer=made._quantizer, **{**described, "fp8_dtype": E5M2})
+        described.pop("fp8_dtype")
+        with pytest.raises(TypeError, match="needs quantizer="):
+            type(made)(**described)
+        assert made._fp8_dtype == E4M3
+    else:
+        assert made._fp4_dtype == nc.DType.kFloat4E2M1
+        assert not (made._row_scaled_nvfp4 or made._nvfp4_use_4over6 or made._with_gemm_swizzled_scales)
+
+
+@pytest.mark.parametrize("name", ["current", "mxfp8", "block", "nvfp4", "mxfp6"])
+def test_parts_stay_quantized(name: str) -> None:
+    """On the borders of blocks; they hold the same codes, and refuse to be written to."""
+    quantizer = ONE_OF_EACH[name]
+    weight: Any = torch.nn.Parameter(quantizer.quantize(torch.randn(256, 256, dtype=BF16)))
+    values = weight.detach().dequantize()
+    parts = {
+        "slice": (weight[128:], values[128:]),
+        "chunk": (weight.chunk(2)[1], values.chunk(2)[1]),
+        "split": (weight.split([128, 128])[0], values[:128]),
+        "columns": (weight.split(128, dim=1)[1], values[:, 128:]),
+        "strided": (weight.as_strided((128, 256), (256, 1), 128 * 256), values[128:]),
+        "view": (weight.view(2, 128, 256), values.view(2, 128, 256)),
+        "cpu": (weight.cpu(), values),
+    }
+    for how, (part, expected) in parts.items():
+        assert type(part) is type(weight), how
+        assert torch.equal(part.dequantize(), expected), how
+        described = quantizer._describe_buffers(tuple(part.shape), BF16)
+        for attribute, (shape, _) in described.items():
+            assert getattr(part, attribute).shape == shape, (how, attribute)
+        if part.dim() == 2 and how != "cpu":
+            columnwise = part.detach().columnwise_view()
+            whole = weight.detach().columnwise_view().dequantize()
+            cut = whole[:, 128:] if how == "columns" else whole[128:] if how != "split" else whole[:128]
+            assert torch.equal(columnwise.dequantize(), cut), how
+            with torch.no_grad(), pytest.raises(RuntimeError, match="through a view of a quantized tensor"):
+                part.zero_()
+            own = part.detach().clone()
+            own.zero_()
+            assert not own.dequantize().any()
+    assert torch.equal(weight.detach().dequantize(), values)
+    (grad,) = torch.autograd.grad(weight[128:].dequantize().sum(), weight)
+    assert grad.sum() == 128 * 256
+    if name != "current":
+        assert not isinstance(weight.detach()[3:100], nc.QuantizedTensor)
+    copied = torch.nn.Parameter(weight.detach().clone())
+    assert_same_buffers(copied.detach(), weight.detach())
+
+
+def test_members_of_grouped_tensors() -> None:
+    grouped: Any = nc.GroupedTensor.make_grouped_tensor_with_shapes(
+        num_tensors=2,
+        shapes=[(32, 64), (32, 64)],
+        quantizer=nc.MXFP8Quantizer(E4M3),
+        device="cpu",
+        dtype=BF16,
+    )
+    assert isinstance(grouped, nc.GroupedTensor)
+    assert [tuple(member.size()) for member in grouped.quantized_tensors] == [(32, 64)] * 2

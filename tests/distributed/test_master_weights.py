@@ -1,0 +1,147 @@
+"""Shards of master weights written into quantized weights: together, the bytes of quantizing the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from quantizers.catalog import E4M3, assert_same_buffers
+from reference.checks import normal
+from torch import Tensor
+
+import narrowcast as nc
+from narrowcast.distributed import (
+    cast_master_weights_to_fp8,
+    master_weights,
+    post_all_gather_processing,
+    quantize_master_weights,
+    replace_raw_data,
+)
+
+SHAPE = (160, 96)
+CUTS = (0, 100, 5002, SHAPE[0] * SHAPE[1])  # within rows and blocks
+QUANTIZERS: dict[str, Callable[[], Any]] = {
+    "current": lambda: nc.Float8CurrentScalingQuantizer(E4M3),
+    "powers of two": lambda: nc.Float8CurrentScalingQuantizer(
+        E4M3, force_pow_2_scales=True, amax_epsilon=0.1
+    ),
+    "delayed": lambda: nc.Float8Quantizer(torch.full((1,), 3.0), torch.zeros(1), E4M3),
+    "tiles": lambda: nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+    "mxfp8": lambda: nc.MXFP8Quantizer(E4M3),
+    "nvfp4": lambda: nc.NVFP4Quantizer(with_2d_quantization=True),
+}
+
+
+def weight_of(name: str, columnwise: bool = True) -> Any:
+    quantizer = QUANTIZERS[name]().with_usage(columnwise=columnwise)
+    return torch.nn.Parameter(quantizer.quantize(3 * normal(SHAPE, torch.bfloat16, seed=1)))
+
+
+def gather(weights: list[Any], per_byte: int) -> None:
+    """Every rank's own codes into all: what the all-gather does."""
+    for name in {*weights[0]._ROWWISE_BUFFERS[:1], *weights[0]._COLUMNWISE_BUFFERS[:1]}:
+        if any(getattr(weight, name) is None for weight in weights):
+            continue
+        parts = [
+            getattr(weight, name).view(-1)[begin // per_byte : end // per_byte].clone()
+            for weight, begin, end in zip(weights, CUTS, CUTS[1:])
+        ]
+        for weight in weights:
+            getattr(weight, name).view(-1).copy_(torch.cat(parts))
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_shards_make_up_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    master = normal(SHAPE, torch.float32)
+    expected = QUANTIZERS[name]().quantize(master.bfloat16())
+    ranks = list(zip(CUTS, CUTS[1:]))
+    found: list[list[Tensor]] = []
+    monkeypatch.setattr(master_weights, "_reduce", lambda own, group: found.append(list(own)) or own)
+    shards = [master.view(-1)[begin:end] for begin, end in ranks]
+    for (begin, _), shard in zip(ranks, shards):
+        quantize_master_weights([weight_of(name)], [shard], [begin])
+    agreed = [torch.stack(same).amax(0) for same in zip(*found)]
+    monkeypatch.setattr(master_weights, "_reduce", lambda own, group: list(agreed))
+    weights = [weight_of(name) for _ in ranks]
+    for weight, (begin, _), shard in zip(weights, ranks, shards):
+        quantize_master_weights([weight], [shard], [begin])
+    without = weight_of(name)
+    quantize_master_weights([without], [None], [None])
+    assert torch.equal(without.rowwise_operand()[1], expected.rowwise_operand()[1])  # scales are complete
+    gather(weights, 2 if name == "nvfp4" else 1)
+    post_all_gather_processing(weights)
+    for weight in weights:
+        assert_same_buffers(weight.detach(), expected)
+        assert weight._get_quantizer().get_usages() == {"rowwise": True, "columnwise": True}
+    if name == "delayed":
+        weights[0]._quantizer.amax.zero_()
+        quantize_master_weights(weights[:1], [None], [None])  # the magnitude that others found
+        assert weights[0]._quantizer.amax == master.bfloat16().abs().max()
+
+
+@pytest.mark.parametrize("name", ["current", "mxfp8"])
+def test_codes_elsewhere(name: str) -> None:
+    """Of sharded weights: the codes go where they are wanted."""
+    master, whole = normal(SHAPE, torch.float32), SHAPE[0] * SHAPE[1]
+    weight, expected = weight_of(name), QUANTIZERS[name]().quantize(master.bfloat16())
+    before = weight.rowwise_operand()[0].clone()
+    into = [torch.zeros(whole, dtype=torch.uint8) for _ in range(2)]
+    given: Any = into if name == "mxfp8" else into[0]
+    quantize_master_weights([weight], [master], [0], None, [given])
+    assert torch.equal(into[0], expected.rowwise_operand()[0].view(-1))
+    assert torch.equal(weight.rowwise_operand()[0], before)
+    if name == "mxfp8":
+        assert torch.equal(into[1], expected.columnwise_operand()[0].view(-1))
+
+
+def test_with_a_group() -> None:
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weights = [weight_of("current"), weight_of("tiles", columnwise=False)]
+        master = normal(SHAPE, torch.float32)
+        weights[0]._high_precision_init_val = master
+        cast_master_weights_to_fp8(weights, [master, master.view(-1)], [0, 0], dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    assert_same_buffers(weights[0].detach(), QUANTIZERS["current"]().quantize(master.bfloat16()))
+    assert weights[0].get_high_precision_init_val() is None
+    assert not weights[1].get_usages()["columnwise"]
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_replaced_raw_data(name: str) -> None:
+    weight = weight_of(name)
+    values, codes = weight.dequantize(), weight.rowwise_operand()[0]
+    arena = torch.zeros(codes.numel() + 7, dtype=torch.uint8)
+    replace_raw_data(weight, arena[7:])
+    assert torch.equal(weight.dequantize(), values)
+    assert weight.rowwise_operand()[0].data_ptr() == arena[7:].data_ptr()
+    with pytest.raises(ValueError, match="new_raw_data is torch.uint8 .*elements on cpu"):
+        replace_raw_data(weight, arena[8:])
+
+
+def test_refusals() -> None:
+    weight, master = weight_of("current"), normal(SHAPE, torch.float32)
+    with pytest.raises(TypeError, match="quantize_master_weights got a Tensor"):
+        quantize_master_weights([master], [master], [0])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="got 1 model_weights, 2 master_weights"):
+        quantize_master_weights([weight], [master, None], [0])
+    with pytest.raises(ValueError, match="start_offset=8 does not lie in a weight of 15360"):
+        quantize_master_weights([weight], [master], [8])
+    with pytest.raises(ValueError, match="give both or neither"):
+        quantize_master_weights([weight], [master], [None])
+    for options in ({"with_rht": True, "with_2d_quantization": True}, {"nvfp4_use_4over6": True}, {}):
+        other: Any = nc.NVFP4Quantizer(**options).quantize(master.bfloat16())
+        with pytest.raises(ValueError, match="cannot write shards of a NVFP4Tensor"):
+            quantize_master_weights([other], [master], [0])
+    with pytest.raises(ValueError, match="begins or ends within a byte"):
+        quantize_master_weights([weight_of("nvfp4")], [master.view(-1)[:32]], [3])
+    blocks: Any = nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=False, block_scaling_dim=1)
+    with pytest.raises(RuntimeError, match="cannot make column-wise data"):
+        post_all_gather_processing(blocks.quantize(master))
+    post_all_gather_processing(master)  # type: ignore[arg-type]
