@@ -9,6 +9,9 @@ the recipe of the same name does by default, and are meant to be called from you
     with nc.autocast(recipe=nc.recipe.CustomRecipe(qfactory=first_layer_in_high_precision)):
         ...
 
+Those with two formats in their name mix them: by direction, so that the forward's GEMM reads one and those of the
+backward another, or by the kind of layer. They are starting points, not recipes that anybody has proven.
+
 The operands of one GEMM need not share a format on the CPU and under ``emulate=True``; a GPU's own GEMMs want equal
 ones.
 """
@@ -19,6 +22,7 @@ from .formats import DType
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    HybridQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -28,43 +32,117 @@ from .recipe import BACKWARD_TENSOR_TYPES, DelayedScalingRequest
 from .roles import QuantizerRole
 
 
-def high_precision_factory(role: QuantizerRole) -> Quantizer:
+def _is(role: QuantizerRole | None, *kinds: str) -> bool:
+    """Whether the tensor is one of these kinds; a role that is not known is none."""
+    return role is not None and role.tensor_type in kinds
+
+
+def high_precision_factory(role: QuantizerRole | None) -> Quantizer:
     """No quantization: the tensor as it is."""
     return IdentityQuantizer()
 
 
-def delayed_scaling_factory(role: QuantizerRole) -> DelayedScalingRequest:
+def delayed_scaling_factory(role: QuantizerRole | None) -> DelayedScalingRequest:
     """Per-tensor FP8 with the scale from earlier steps: a request, because the state belongs to the module."""
     return DelayedScalingRequest()
 
 
-def current_scaling_factory(role: QuantizerRole) -> Quantizer:
+def current_scaling_factory(role: QuantizerRole | None) -> Quantizer:
     """Per-tensor FP8 with the scale from the tensor itself: E4M3, gradients in E5M2."""
-    is_gradient = role.tensor_type in BACKWARD_TENSOR_TYPES
+    is_gradient = _is(role, *BACKWARD_TENSOR_TYPES)
     return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if is_gradient else DType.kFloat8E4M3)
 
 
-def float8_block_scaling_factory(role: QuantizerRole) -> Quantizer:
+def float8_block_scaling_factory(role: QuantizerRole | None) -> Quantizer:
     """FP8 with power-of-two scales: 128x128 tiles for weights, 1x128 blocks for the rest."""
     return Float8BlockQuantizer(
         DType.kFloat8E4M3,
         rowwise=True,
         columnwise=True,
-        block_scaling_dim=2 if role.tensor_type == "weight" else 1,
+        block_scaling_dim=2 if _is(role, "weight") else 1,
     )
 
 
-def mxfp8_factory(role: QuantizerRole) -> Quantizer:
+def mxfp8_factory(role: QuantizerRole | None) -> Quantizer:
     """MXFP8: E4M3 with one E8M0 scale per 32 elements."""
     return MXFP8Quantizer(DType.kFloat8E4M3)
 
 
-def nvfp4_factory(role: QuantizerRole) -> Quantizer:
+def nvfp4_factory(role: QuantizerRole | None) -> Quantizer:
     """NVFP4: 16x16 tiles for weights; the rest rotated for wgrad, gradients also rounded stochastically."""
-    is_weight = role.tensor_type == "weight"
+    is_weight = _is(role, "weight")
     return NVFP4Quantizer(
         with_rht=not is_weight,
         with_post_rht_amax=not is_weight,
         with_2d_quantization=is_weight,
-        stochastic_rounding=role.tensor_type in BACKWARD_TENSOR_TYPES,
+        stochastic_rounding=_is(role, *BACKWARD_TENSOR_TYPES),
+    )
+
+
+# -- mixtures ----------------------------------------------------------------------------------------------------------
+
+
+def _by_direction(forward: Quantizer, backward: Quantizer, again: bool = False) -> Quantizer:
+    """What the forward reads, and what the backward does: quantized from what the forward read, with ``again``."""
+    return HybridQuantizer(
+        rowwise_quantizer=forward,
+        columnwise_quantizer=backward,
+        columnwise_source="rowwise_dequantized" if again else "original",
+    )
+
+
+def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+    """The forward in high precision, the backward in MXFP8."""
+    mxfp8 = mxfp8_factory(role)
+    return mxfp8 if _is(role, "grad_output") else _by_direction(IdentityQuantizer(), mxfp8)
+
+
+def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+    """The forward in MXFP8, the backward in NVFP4 as :func:`nvfp4_factory` makes it."""
+    if _is(role, "grad_output"):
+        return nvfp4_factory(role)
+    return (
+        _by_direction(mxfp8_factory(role), nvfp4_factory(role))
+        if _is(role, "input", "weight")
+        else mxfp8_factory(role)
+    )
+
+
+def mxfp8_fwd_dequantized_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+    """The forward in MXFP8, the backward in high precision from what the forward read."""
+    if _is(role, "grad_output"):
+        return IdentityQuantizer()
+    mxfp8 = mxfp8_factory(role)
+    return _by_direction(mxfp8, IdentityQuantizer(), again=True) if _is(role, "input", "weight") else mxfp8
+
+
+def nvfp4_1d_double_quantized_weight_factory(role: QuantizerRole | None) -> Quantizer:
+    """NVFP4 with weights in blocks of 16 in place of tiles, column-wise quantized from what the forward read."""
+    if _is(role, "weight"):
+        return _by_direction(NVFP4Quantizer(), NVFP4Quantizer(), again=True)
+    return nvfp4_factory(role)
+
+
+def nvfp4_row_scaled_fwd_dequantized_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+    """The forward in NVFP4, inputs with an amax per row; the backward in high precision from what that read."""
+    if _is(role, "grad_output"):
+        return IdentityQuantizer()
+    plain = NVFP4Quantizer(row_scaled_nvfp4=_is(role, "input"))
+    return _by_direction(plain, IdentityQuantizer(), again=True) if _is(role, "input", "weight") else plain
+
+
+def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+    """Grouped layers: the forward in NVFP4, inputs with an amax per row, the backward in MXFP8; the rest in MXFP8."""
+    mxfp8 = mxfp8_factory(role)
+    if role is None or role.module_type != "grouped_linear" or not _is(role, "input", "weight"):
+        return mxfp8
+    return _by_direction(NVFP4Quantizer(row_scaled_nvfp4=_is(role, "input")), mxfp8)
+
+
+def nvfp4_linear_mxfp8_grouped_linear_factory(role: QuantizerRole | None) -> Quantizer:
+    """Grouped layers in MXFP8, the others in NVFP4."""
+    return (
+        mxfp8_factory(role)
+        if role is not None and role.module_type == "grouped_linear"
+        else nvfp4_factory(role)
     )

@@ -9,10 +9,10 @@ import torch
 from quantizers.catalog import E4M3, E5M2, ONE_OF_EACH, assert_same_buffers
 
 import narrowcast as nc
+from narrowcast.compat.names import MODULES
 from narrowcast.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 
 BF16 = torch.bfloat16
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def test_largest_values_of_a_format() -> None:
@@ -177,3 +177,94 @@ def test_members_of_grouped_tensors() -> None:
     )
     assert isinstance(grouped, nc.GroupedTensor)
     assert [tuple(member.size()) for member in grouped.quantized_tensors] == [(32, 64)] * 2
+
+
+ZOO = list(MODULES["pytorch.custom_recipes.quantization_factory_zoo"])
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_mixtures_train(name: str) -> None:
+    """Each runs in both kinds of layer, as the recipe it says; a role that is not known is no reason to fail."""
+    factory = MODULES["pytorch.custom_recipes.quantization_factory_zoo"][name]
+    recipe = nc.recipe.CustomRecipe(qfactory=factory)
+    assert isinstance(factory(None), nc.Quantizer)
+    x = torch.randn(64, 64, dtype=BF16, requires_grad=True)
+    for layer, extra in (
+        (nc.Linear(64, 32, device="cpu", dtype=BF16), ()),
+        (nc.GroupedLinear(2, 64, 32, device="cpu", dtype=BF16), ([32, 32],)),
+    ):
+        with nc.autocast(recipe=recipe):
+            out = layer(x, *extra)
+        (grad,) = torch.autograd.grad(out.float().square().mean(), x)
+        weights = torch.stack(layer._parts_of("weight")).float()
+        rows = x.detach().float().view(len(weights), -1, 64)
+        expected = torch.bmm(rows, weights.transpose(1, 2)).view(64, 32)
+        assert (out.float() - expected).norm() < 0.2 * expected.norm() and grad.isfinite().all()
+
+
+STATES = {
+    "DelayedScalingRecipeState": DelayedScaling(),
+    "Float8CurrentScalingRecipeState": Float8CurrentScaling(),
+    "MXFP8BlockScalingRecipeState": MXFP8BlockScaling(),
+    "Float8BlockScalingRecipeState": nc.recipe.Float8BlockScaling(),
+    "NVFP4BlockScalingRecipeState": nc.recipe.NVFP4BlockScaling(),
+    "CustomRecipeState": nc.recipe.CustomRecipe(qfactory=nc.custom_recipes.mxfp8_factory),
+}
+
+
+def test_states_of_recipes() -> None:
+    for name, recipe in STATES.items():
+        kind = getattr(nc.state, name)
+        made = nc.state.RecipeState.create(recipe, mode="forward", num_quantizers=3, device="cpu")
+        assert type(made) is kind and len(made.make_quantizers()) == 3
+        again = kind(recipe, mode="forward", num_quantizers=3, device="cpu")
+        assert again.inherit_state_from(made)
+        assert (again.scale is not None) == (name == "DelayedScalingRecipeState")
+    with pytest.raises(ValueError, match="DelayedScalingRecipeState got a MXFP8BlockScaling"):
+        nc.state.DelayedScalingRecipeState(MXFP8BlockScaling(), mode="forward")
+
+
+def test_scales_are_renewed_when_asked() -> None:
+    manager = nc.compat.FP8GlobalStateManager
+    layer = nc.Linear(64, 32, device="cpu")
+    with nc.autocast(recipe=DelayedScaling(amax_history_len=2)):
+        layer(torch.ones(32, 64)).sum().backward()
+    begin = (layer.scale_fwd.clone(), layer.scale_bwd.clone())
+    manager.reduce_and_update_fp8_tensors(forward=True)
+    assert layer.scale_fwd[0] == 448 != begin[0][0] and torch.equal(layer.scale_bwd, begin[1])
+    manager.reduce_and_update_fp8_tensors(forward=False)
+    assert layer.scale_bwd[0] == 57344 != begin[1][0]
+
+
+def test_fused_operations_are_of_their_classes() -> None:
+    x = torch.randn(32, 64, dtype=BF16, requires_grad=True)
+    linear = nc.ops.Linear(64, 64, device="cpu", dtype=BF16)
+    model = nc.ops.Sequential(linear, nc.ops.AddExtraInput(in_place=True))
+    model(x, x).sum().backward()
+    ((op, where),) = model._module_groups[0]._forward_ops
+    assert isinstance(op, nc.ops.fused.ForwardLinearBiasAdd) and where == (0, 1, 2)
+    model = nc.ops.Sequential(
+        linear,
+        nc.ops.MakeExtraOutput(in_place=True),
+        nc.ops.Linear(64, 32, bias=False, device="cpu", dtype=BF16),
+    )
+    sum(y.sum() for y in model(x)).backward()
+    backward = [type(op) for op, _ in model._module_groups[0]._backward_ops]
+    assert backward[0] is nc.ops.fused.BackwardLinearAdd
+
+
+def test_collectives_of_one_process() -> None:
+    names = MODULES["pytorch.distributed"]
+    x = torch.randn(4, 2)
+    assert names["get_distributed_world_size"]() == 1
+    for name in ("gather_along_first_dim", "reduce_scatter_along_first_dim", "allreduce"):
+        assert names[name](x, None) == (x, None)
+    with pytest.raises(RuntimeError, match="not initialised"):
+        names["get_distributed_rank"]()
+    with pytest.raises(NotImplementedError, match="quantizer"):
+        names["gather_along_first_dim"](x, None, quantizer=nc.MXFP8Quantizer(E4M3))
+    weight = torch.nn.Parameter(x)
+    names["set_tensor_model_parallel_attributes"](weight, True, 0, 1)
+    assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (True, 0, 1)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="attributes of tensor parallelism already"):
+        names["set_tensor_model_parallel_attributes"](weight, True, 0, 1)

@@ -13,9 +13,7 @@ _SCALES = (
 _CPP = "it belongs to Transformer Engine's C++ extension; narrowcast's operators are torch.ops.narrowcast.*"
 _MASTER = "use narrowcast.optimizers.FusedAdam(master_weights=True), or copy_ into the quantized parameter"
 _CHECKPOINT = "use narrowcast.checkpoint, which recomputes under the state of the first forward"
-_FUSED = "fusions are rewrites here, not classes; Sequential.explain(recipe) says which ones ran"
-_ZOO = "combine the factories of narrowcast.custom_recipes in one of your own"
-_WORLD = "use torch.distributed"
+_DPA = "attention runs in high precision; use the factories of narrowcast.custom_recipes for the layers"
 _ATTENTION = "only softmax attention is here; use another library's module"
 
 # from names to what the error says behind "is not there"
@@ -43,39 +41,17 @@ ABSENT: dict[str, str] = {
     "get_dummy_wgrad": _CPP,
     "TE_DType_To_Torch": "use narrowcast.DType with torch dtypes",
     "prepare_te_modules_for_fsdp": "FSDP takes the layers as they are; see narrowcast.distributed.shard",
-    "gather_along_first_dim": "use torch.distributed._functional_collectives.all_gather_tensor",
-    "reduce_scatter_along_first_dim": "use torch.distributed._functional_collectives.reduce_scatter_tensor",
-    "allreduce": "use torch.distributed.all_reduce",
-    "get_distributed_world_size": _WORLD,
-    "get_distributed_rank": _WORLD,
-    "set_tensor_model_parallel_attributes": "narrowcast's layers set the attributes themselves",
     "symmetric_all_reduce": "use torch.distributed.all_reduce",
-    "quantization_factory_zoo": _ZOO,
-    "quantization_factory_examples": _ZOO,
-    "nvfp4_linear_fp8_dpa_quantizer_factory": _ZOO,
-    "mxfp8_fwd_nvfp4_bwd_quantizer_factory": _ZOO,
-    "ForwardLinearBiasActivation": _FUSED,
-    "ForwardLinearBiasAdd": _FUSED,
-    "ForwardLinearScaleAdd": _FUSED,
-    "BackwardActivationBias": _FUSED,
-    "BackwardAddRMSNorm": _FUSED,
-    "BackwardLinearAdd": _FUSED,
-    "BackwardLinearScale": _FUSED,
+    "nvfp4_linear_mixed_fp8_dpa_factory": _DPA,
+    "nvfp4_linear_mxfp8_dpa_factory": _DPA,
     "FusedRoPEFunc": "use narrowcast.apply_rotary_pos_emb",
-    "replace_raw_data": _MASTER,
-    "quantize_master_weights": _MASTER,
-    "cast_master_weights_to_fp8": _MASTER,
-    "post_all_gather_processing": _MASTER,
     "fp8_primary_weights_cast_helper": _MASTER,
-    "DelayedScalingRecipeState": "use RecipeState.create, which makes the state of any recipe",
-    "CustomRecipeState": "use RecipeState.create, which makes the state of any recipe",
     "te_translation_table": "quantized layers have no ONNX form; use narrowcast.export",
     "FP8GlobalState": _SCALES,
     "quantization_state": _SCALES,
     "get_meta_tensor_key": _SCALES,
     "get_fwd_bwd_key": _SCALES,
     "get_unique_autocast_key": _SCALES,
-    "reduce_and_update_fp8_tensors": _SCALES,
     "add_fp8_tensors_to_global_buffer": _SCALES,
     "set_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",
     "get_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",

@@ -13,6 +13,7 @@ from .._device import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from ..state.delayed_scaling import DelayedSlots, DelayedState, renew
 from .absent import why_absent
 
 Support = tuple[bool, str]
@@ -36,6 +37,16 @@ def check_nvfp4_support() -> Support:
 def check_fp8_block_scaling_support() -> Support:
     """Whether 128-block FP8 GEMMs run natively here, and why not."""
     return cast(Support, is_fp8_block_scaling_available(return_reason=True))
+
+
+class _Direction:
+    """One direction of what has state of delayed scaling."""
+
+    def __init__(self, owner: DelayedState, mode: str) -> None:
+        self.owner, self.mode = owner, mode
+
+    def delayed_slots(self) -> list[DelayedSlots]:
+        return [slots for slots in self.owner.delayed_slots() if slots.mode == self.mode]
 
 
 class _Named(type):
@@ -76,6 +87,24 @@ class FP8GlobalStateManager(metaclass=_Named):
     def with_high_precision_init_val() -> bool:
         """Whether parameters created now keep their initial value in high precision."""
         return state.THREAD.state.init_preserve
+
+    @staticmethod
+    def reduce_and_update_fp8_tensors(forward: bool = True) -> None:
+        """Renew the scales of one direction of what ran under an autocast of this thread, which its next one does else.
+
+        Over ranks nothing is reduced: ``narrowcast.reduce_delayed_scaling(model, group)`` does that, before this.
+
+        Args:
+            forward: of inputs and weights; False: of gradients.
+        Raises:
+            RuntimeError: in compiled code.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "FP8GlobalStateManager.reduce_and_update_fp8_tensors() belongs outside of compiled code"
+            )
+        mode = "forward" if forward else "backward"
+        renew(_Direction(owner, mode) for owner in list(state.THREAD.state.delayed))
 
     @staticmethod
     def is_first_fp8_module() -> bool:

@@ -11,6 +11,7 @@ from .. import (
     _device,
     attention,
     custom_recipes,
+    distributed,
     graphs,
     losses,
     moe,
@@ -26,7 +27,7 @@ from .. import (
 )
 from ..formats import DType
 from ..quantizers.arguments import TORCH_DTYPES
-from . import global_state
+from . import collectives, global_state
 from .base import TransformerEngineBaseModule
 from .onnx import onnx_export
 
@@ -35,6 +36,14 @@ Names = dict[str, Any]
 
 def _of(room: ModuleType, *names: str) -> Names:
     return {name: getattr(room, name) for name in names}
+
+
+def _spelled(factories: Names) -> Names:
+    """Factories by Transformer Engine's names, in which ``quantizer`` stands, too; one has none there either."""
+    spelled = {name.replace("_factory", "_quantizer_factory"): factory for name, factory in factories.items()}
+    return spelled | {
+        name: factory for name, factory in factories.items() if name == "high_precision_factory"
+    }
 
 
 _RECIPE = _of(
@@ -64,13 +73,22 @@ _AVAILABLE = _of(
 )
 _DEVICE = _of(_device, "get_cudnn_version", "get_device_compute_capability", "is_bf16_available")
 _GLU = _of(ops, "deinterleave_glu_tensor", "interleave_glu_tensor")
+_RECIPE_STATES = (
+    "RecipeState",
+    "CustomRecipeState",
+    "DelayedScalingRecipeState",
+    "Float8BlockScalingRecipeState",
+    "Float8CurrentScalingRecipeState",
+    "MXFP8BlockScalingRecipeState",
+    "NVFP4BlockScalingRecipeState",
+)
 _QUANTIZATION = {
     **_RECIPE,
     **_AVAILABLE,
     **_of(_device, "get_device_compute_capability"),
     **_of(
         state,
-        "RecipeState",
+        *_RECIPE_STATES,
         "autocast",
         "fp8_autocast",
         "fp8_model_init",
@@ -89,12 +107,40 @@ _QUANTIZATION = {
         "check_nvfp4_support",
     ),
 }
-_DISTRIBUTED = _of(
-    state,
-    "CudaRNGStatesTracker",
-    "checkpoint",
-    "in_fp8_activation_recompute_phase",
-    "is_fp8_activation_recompute_enabled",
+_DISTRIBUTED = {
+    **_of(
+        state,
+        "CudaRNGStatesTracker",
+        "checkpoint",
+        "in_fp8_activation_recompute_phase",
+        "is_fp8_activation_recompute_enabled",
+    ),
+    **_of(
+        collectives,
+        "allreduce",
+        "gather_along_first_dim",
+        "get_distributed_rank",
+        "get_distributed_world_size",
+        "reduce_scatter_along_first_dim",
+        "set_tensor_model_parallel_attributes",
+    ),
+}
+_MASTER_WEIGHTS = _of(
+    distributed,
+    "cast_master_weights_to_fp8",
+    "post_all_gather_processing",
+    "quantize_master_weights",
+    "replace_raw_data",
+)
+_FUSED = _of(
+    ops.fused,
+    "BackwardActivationBias",
+    "BackwardAddRMSNorm",
+    "BackwardLinearAdd",
+    "BackwardLinearScale",
+    "ForwardLinearBiasActivation",
+    "ForwardLinearBiasAdd",
+    "ForwardLinearScaleAdd",
 )
 _OFFLOAD = _of(offload, "ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload")
 _PERMUTATION = _of(
@@ -158,7 +204,17 @@ _FACTORIES = _of(
     "mxfp8_factory",
     "nvfp4_factory",
 )
-_OPS = _of(ops, *(name for name in ops.__all__ if name not in ("basic", "fused")))
+_MIXTURES = _of(
+    custom_recipes,
+    "high_precision_fwd_mxfp8_bwd_factory",
+    "mxfp8_fwd_dequantized_bwd_factory",
+    "mxfp8_fwd_nvfp4_bwd_factory",
+    "nvfp4_1d_double_quantized_weight_factory",
+    "nvfp4_row_scaled_fwd_dequantized_bwd_factory",
+    "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
+)
+_BY_LAYER = _of(custom_recipes, "nvfp4_linear_mxfp8_grouped_linear_factory")
+_OPS = {**_of(ops, *(name for name in ops.__all__ if name not in ("basic", "fused"))), **_FUSED}
 _FUSIBLE = _of(ops, "BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext")
 _FUSIONS = _of(
     ops,
@@ -209,10 +265,10 @@ MODULES: dict[str, Names] = {
     "pytorch.constants": _CONSTANTS,
     "pytorch.cpu_offload": _OFFLOAD,
     "pytorch.cross_entropy": _LOSS,
-    "pytorch.custom_recipes": _FACTORIES,
-    "pytorch.custom_recipes.quantization_factory_base": {
-        name.replace("_factory", "_quantizer_factory"): factory for name, factory in _FACTORIES.items()
-    },
+    "pytorch.custom_recipes": {**_FACTORIES, **_MIXTURES, **_BY_LAYER},
+    "pytorch.custom_recipes.quantization_factory_base": _spelled(_FACTORIES),
+    "pytorch.custom_recipes.quantization_factory_examples": _BY_LAYER,
+    "pytorch.custom_recipes.quantization_factory_zoo": {**_spelled(_MIXTURES), **_BY_LAYER},
     "pytorch.distributed": _DISTRIBUTED,
     "pytorch.export": _EXPORT,
     "pytorch.float8_tensor": _FLOAT8,
@@ -232,7 +288,7 @@ MODULES: dict[str, Names] = {
     "pytorch.ops.basic": _of(ops.basic, *ops.basic.__all__),
     "pytorch.ops.basic.basic_linear": _of(ops, "BasicLinear"),
     "pytorch.ops.basic.bias": _of(ops, "Bias"),
-    "pytorch.ops.fused": {},
+    "pytorch.ops.fused": _FUSED,
     "pytorch.ops.fuser": _FUSIONS,
     "pytorch.ops.linear": _of(ops, "Linear"),
     "pytorch.ops.op": _FUSIBLE,
@@ -260,7 +316,7 @@ MODULES: dict[str, Names] = {
     "pytorch.tensor.storage.grouped_tensor_storage": _of(tensors, "GroupedTensorStorage"),
     "pytorch.tensor.storage.mxfp8_tensor_storage": _of(tensors, "MXFP8TensorStorage"),
     "pytorch.tensor.storage.nvfp4_tensor_storage": _of(tensors, "NVFP4TensorStorage"),
-    "pytorch.tensor.utils": {},
+    "pytorch.tensor.utils": _MASTER_WEIGHTS,
     "pytorch.transformer": _of(nn, "TransformerLayer"),
     "pytorch.utils": {**_DEVICE, **_GLU},
 }

@@ -57,8 +57,7 @@ class GroupedLinear(GroupedLinearLayer):
             (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
 
     Raises:
-        ValueError: a size or a mode that cannot be, or a bias with tensor parallelism. NotImplementedError: inside
-        ``quantized_model_init`` with one parameter per group, or with a recipe that has no grouped format.
+        ValueError: a size or a mode that cannot be, or a bias with tensor parallelism.
     """
 
     def __init__(

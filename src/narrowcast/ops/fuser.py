@@ -283,6 +283,16 @@ class OperationFuser:
             for op in self.basic_ops:
                 op._captured = True
 
+    @property
+    def _forward_ops(self) -> list[_Placed]:
+        """What ran last in the forward, with the positions of the basic operations; Transformer Engine's name."""
+        return list(self._last_fused[1].forward)
+
+    @property
+    def _backward_ops(self) -> list[_Placed]:
+        """What ran last in the backward, in its order."""
+        return list(reversed(self._last_fused[1].backward))
+
     def __call__(
         self,
         input_: Any,

@@ -82,6 +82,11 @@ class Sequential(nn.Sequential):
         """
         return explain([group for group in self.groups() if isinstance(group, OperationFuser)], recipe)
 
+    @property
+    def _module_groups(self) -> list[OperationFuser | nn.Module]:
+        """:meth:`groups` by Transformer Engine's name."""
+        return self.groups()
+
     def groups(self) -> list[OperationFuser | nn.Module]:
         """The modules in order, adjacent operations as one fuser."""
         modules = tuple(self._modules.values())

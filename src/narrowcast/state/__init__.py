@@ -32,14 +32,28 @@ from .delayed_scaling import (
     renew_and_read,
 )
 from .random_states import CudaRNGStatesTracker, register_random_states
-from .recipe_state import RecipeState
+from .recipe_state import (
+    CustomRecipeState,
+    DelayedScalingRecipeState,
+    Float8BlockScalingRecipeState,
+    Float8CurrentScalingRecipeState,
+    MXFP8BlockScalingRecipeState,
+    NVFP4BlockScalingRecipeState,
+    RecipeState,
+)
 
 __all__ = [
     "THREAD",
     "AutocastState",
     "CudaRNGStatesTracker",
+    "CustomRecipeState",
+    "DelayedScalingRecipeState",
     "DelayedSlots",
     "DelayedState",
+    "Float8BlockScalingRecipeState",
+    "Float8CurrentScalingRecipeState",
+    "MXFP8BlockScalingRecipeState",
+    "NVFP4BlockScalingRecipeState",
     "RecipeState",
     "autocast",
     "checked_recipe",

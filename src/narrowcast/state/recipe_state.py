@@ -8,6 +8,7 @@ at the outermost ``autocast`` entry of the thread that made it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,14 +22,41 @@ from .delayed_scaling import DelayedSlots, first_scale
 
 
 class RecipeState:
-    """Made by :meth:`create`.
+    """Made by :meth:`create`, or by the class of its recipe, with the same arguments.
 
     ``recipe``, ``mode`` ("forward" or "backward"), ``roles`` (one per quantizer) and ``device`` never change.
     """
 
-    def __init__(self, recipe: Recipe, mode: Mode, roles: list[QuantizerRole], device: torch.device) -> None:
-        self.recipe, self.roles, self.device = recipe, roles, device
-        self.mode: Mode = mode
+    _family: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        mode: Mode,
+        num_quantizers: int = 1,
+        device: torch.device | str | None = None,
+        roles: Sequence[QuantizerRole | None] | None = None,
+    ) -> None:
+        if mode not in ("forward", "backward"):
+            raise ValueError(f"mode is {mode!r}; use 'forward' or 'backward'")
+        if not isinstance(recipe, Recipe):
+            raise ValueError(f"recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes")
+        if self._family not in ("", recipe._family):
+            raise ValueError(
+                f"{type(self).__name__} got a {type(recipe).__name__}; RecipeState.create chooses by the recipe"
+            )
+        if num_quantizers < 1:
+            raise ValueError(f"num_quantizers is {num_quantizers}; use at least 1")
+        given = [None] * num_quantizers if roles is None else list(roles)
+        if len(given) != num_quantizers:
+            raise ValueError(f"got {len(given)} roles for num_quantizers={num_quantizers}; give one for each")
+        self.recipe, self.mode = recipe, mode
+        self.roles = [
+            QuantizerRole(tensor_type=tensor_type_at(mode, slot)) if role is None else role
+            for slot, role in enumerate(given)
+        ]
+        self.device = default_device() if device is None else torch.device(device)
         self._slots: DelayedSlots | None = None
         delayed = recipe.delayed_scaling()
         if delayed is not None:
@@ -43,7 +71,7 @@ class RecipeState:
         device: torch.device | str | None = None,
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> RecipeState:
-        """State for ``num_quantizers`` tensors.
+        """State for ``num_quantizers`` tensors, of the class that is named after the recipe's.
 
         Args:
             recipe: how to quantize.
@@ -55,20 +83,9 @@ class RecipeState:
         Raises:
             ValueError: another mode, no recipe, fewer than one quantizer, or as many roles as there are not quantizers.
         """
-        if mode not in ("forward", "backward"):
-            raise ValueError(f"mode is {mode!r}; use 'forward' or 'backward'")
-        if not isinstance(recipe, Recipe):
-            raise ValueError(f"recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes")
-        if num_quantizers < 1:
-            raise ValueError(f"num_quantizers is {num_quantizers}; use at least 1")
-        given = [None] * num_quantizers if roles is None else list(roles)
-        if len(given) != num_quantizers:
-            raise ValueError(f"got {len(given)} roles for num_quantizers={num_quantizers}; give one for each")
-        known = [
-            QuantizerRole(tensor_type=tensor_type_at(mode, slot)) if role is None else role
-            for slot, role in enumerate(given)
-        ]
-        return RecipeState(recipe, mode, known, default_device() if device is None else torch.device(device))
+        family = getattr(recipe, "_family", "")
+        kind = next((own for own in RecipeState.__subclasses__() if own._family == family), RecipeState)
+        return kind(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
     @property
     def num_quantizers(self) -> int:
@@ -144,3 +161,39 @@ class RecipeState:
         history = scale.new_zeros(delayed.amax_history_len, self.num_quantizers)
         self._slots = DelayedSlots(delayed, self.mode, scale, history, torch.zeros_like(scale))
         register_delayed(self)
+
+
+class DelayedScalingRecipeState(RecipeState):
+    """State of ``DelayedScaling``."""
+
+    _family = "delayed"
+
+
+class Float8CurrentScalingRecipeState(RecipeState):
+    """Of ``Float8CurrentScaling``, which keeps none."""
+
+    _family = "current"
+
+
+class MXFP8BlockScalingRecipeState(RecipeState):
+    """Of ``MXFP8BlockScaling``, which keeps none."""
+
+    _family = "mxfp8"
+
+
+class Float8BlockScalingRecipeState(RecipeState):
+    """Of ``Float8BlockScaling``, which keeps none."""
+
+    _family = "float8_block"
+
+
+class NVFP4BlockScalingRecipeState(RecipeState):
+    """Of ``NVFP4BlockScaling``, which keeps none."""
+
+    _family = "nvfp4"
+
+
+class CustomRecipeState(RecipeState):
+    """State of a ``CustomRecipe``: of what its factory requests with delayed scaling."""
+
+    _family = "custom"

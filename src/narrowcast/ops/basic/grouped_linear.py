@@ -52,8 +52,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         scale_bias: take the second extra input.
         name: name in the quantizer roles of a custom recipe.
     Raises:
-        ValueError: a size that is not positive, or ``scale_bias`` without a bias. NotImplementedError: inside
-        ``quantized_model_init`` without ``single_grouped_weight``, or with a recipe that has no grouped format. In
+        ValueError: a size that is not positive, or ``scale_bias`` without a bias. In
         forward, before any kernel, ValueError: the input's last dim is not ``in_features``; splits of another length or
         dtype, negative, or of more rows than there are, where the host knows them; not one scale per row; a buffer that
         the result does not fit. TypeError: a quantized input, or one whose dtype is not the parameters', outside

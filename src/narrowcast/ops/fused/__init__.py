@@ -5,14 +5,14 @@ from ..registry import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
-from .backward_activation_bias import BACKWARD_ACTIVATION_BIAS
-from .backward_add_rmsnorm import BACKWARD_ADD_RMSNORM
-from .backward_linear_add import BACKWARD_LINEAR_ADD
+from .backward_activation_bias import BACKWARD_ACTIVATION_BIAS, BackwardActivationBias
+from .backward_add_rmsnorm import BACKWARD_ADD_RMSNORM, BackwardAddRMSNorm
+from .backward_linear_add import BACKWARD_LINEAR_ADD, BackwardLinearAdd
 from .backward_linear_bias import BACKWARD_LINEAR_BIAS
-from .backward_linear_scale import BACKWARD_LINEAR_SCALE
-from .forward_linear_bias_activation import FORWARD_LINEAR_BIAS_ACTIVATION
-from .forward_linear_bias_add import FORWARD_LINEAR_BIAS_ADD
-from .forward_linear_scale_add import FORWARD_LINEAR_SCALE_ADD
+from .backward_linear_scale import BACKWARD_LINEAR_SCALE, BackwardLinearScale
+from .forward_linear_bias_activation import FORWARD_LINEAR_BIAS_ACTIVATION, ForwardLinearBiasActivation
+from .forward_linear_bias_add import FORWARD_LINEAR_BIAS_ADD, ForwardLinearBiasAdd
+from .forward_linear_scale_add import FORWARD_LINEAR_SCALE_ADD, ForwardLinearScaleAdd
 from .grouped_mlp import GROUPED_MLP
 from .pattern import Fusion, Match, NearMiss, follows
 
@@ -37,4 +37,19 @@ for _fusion in FORWARD_FUSIONS:
 for _fusion in BACKWARD_FUSIONS:
     register_backward_fusion(_fusion)
 
-__all__ = ["BACKWARD_FUSIONS", "FORWARD_FUSIONS", "JOINT_FUSIONS", "Fusion", "Match", "NearMiss", "follows"]
+__all__ = [
+    "BACKWARD_FUSIONS",
+    "FORWARD_FUSIONS",
+    "JOINT_FUSIONS",
+    "BackwardActivationBias",
+    "BackwardAddRMSNorm",
+    "BackwardLinearAdd",
+    "BackwardLinearScale",
+    "ForwardLinearBiasActivation",
+    "ForwardLinearBiasAdd",
+    "ForwardLinearScaleAdd",
+    "Fusion",
+    "Match",
+    "NearMiss",
+    "follows",
+]
