@@ -119,47 +119,14 @@ def blocks_of_groups(splits: Tensor, available: int, rows: int) -> Tensor:
 
 
 def pad_rows(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Zero-pad each group of rows to a multiple of ``alignment`` rows.
-
-    Args:
-        x: (T, K), dtype of 1, 2 or 4 bytes; the groups one after the other.
-        splits: int32 or int64 (G,) on the device of ``x``, rows of each group, non-negative; a group may be empty.
-        alignment: rows that every padded group is a multiple of.
-        rows: rows of the result; padded groups that do not fit are cut.
-
-    Returns:
-        Padded rows (rows, K), zero outside of the groups; padded splits (G,) like ``splits``; their running sum
-        int32 (G,).
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach, or a dtype of another size.
-
-    Numerics:
-        Bytes are moved; equal to ``reference.grouped.pad_rows``.
-    """
+    """``reference.grouped.pad_rows``; ``x`` of a dtype of 1, 2 or 4 bytes."""
     padded_splits = torch.empty(splits.shape, dtype=splits.dtype, device=splits.device)
     padded_ends = torch.empty(splits.shape, dtype=torch.int32, device=splits.device)
     return _run(x, splits, alignment, rows, (padded_splits, padded_ends)), padded_splits, padded_ends
 
 
 def unpad_rows(padded: Tensor, splits: Tensor, alignment: int, rows: int) -> Tensor:
-    """Undo ``pad_rows``.
-
-    Args:
-        padded: (P, K), dtype of 1, 2 or 4 bytes.
-        splits: int32 or int64 (G,), as they were when padding.
-        alignment: as it was when padding.
-        rows: T, the rows of the result.
-
-    Returns:
-        (T, K); rows beyond the sum of the splits are zero.
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach, or a dtype of another size.
-
-    Numerics:
-        Bytes are moved; equal to ``reference.grouped.unpad_rows``.
-    """
+    """``reference.grouped.unpad_rows``; ``padded`` of a dtype of 1, 2 or 4 bytes."""
     return _run(padded, splits, alignment, rows, None)
 
 

@@ -142,6 +142,13 @@ def _product_in_halves(
 
 
 @triton.jit
+def _starts(ends, index):
+    """Where groups begin that end at ``ends``: where the one in front does."""
+    in_front = tl.max(tl.where(index[None, :] < index[:, None], ends[None, :], 0), axis=1)
+    return tl.where(index == 0, 0, in_front)
+
+
+@triton.jit
 def _store_rows_of_group(
     total, out_ptr, bias_ptr, member, inside_groups, start, row, size, column, N, BIAS: tl.constexpr, OUT: tl.constexpr,
     EMULATE: tl.constexpr,
@@ -200,12 +207,8 @@ def _rows_kernel(
     ends, padded_ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
     # The rows behind the last group are one more group, whose contraction is empty: it becomes zeros.
     ends = tl.where(index == groups, T, tl.minimum(ends, T))
-    starts = tl.where(
-        index == 0, 0, tl.max(tl.where(index[None, :] < index[:, None], ends[None, :], 0), axis=1)
-    )
-    padded_starts = tl.where(
-        index == 0, 0, tl.max(tl.where(index[None, :] < index[:, None], padded_ends[None, :], 0), axis=1)
-    )
+    starts = _starts(ends, index)
+    padded_starts = _starts(padded_ends, index)
     tiles = tl.where(index <= groups, tl.cdiv(ends - starts, TILE_M) * tl.cdiv(N, TILE_N), 0)
     tile_ends = tl.cumsum(tiles, axis=0)
     for tile in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
@@ -292,9 +295,7 @@ def _contraction_kernel(
     index = tl.arange(0, GROUPS)
     _, ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
     ends = tl.minimum(ends, P)
-    starts = tl.where(
-        index == 0, 0, tl.max(tl.where(index[None, :] < index[:, None], ends[None, :], 0), axis=1)
-    )
+    starts = _starts(ends, index)
     per_group = tl.cdiv(M, TILE_M) * tl.cdiv(N, TILE_N)
     for tile in tl.range(tl.program_id(0), groups * per_group, tl.num_programs(0)):
         group = tile // per_group
@@ -403,29 +404,12 @@ def rows(
     columns: int,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """Multiply every group of rows with its own matrix.
+    """``reference.grouped_gemm.rows``, the sums in the order of the hardware.
 
     Args:
-        left: (P, K) float8_e4m3fn or float8_e5m2, contiguous; groups start at multiples of ``alignment``.
-        left_scale: fp32 (G,), one per group; or per block, (P / left_block, K / 128) of any strides.
-        right: (G, >= columns, >= K), the last dim contiguous; elements past K are not read.
-        right_scale: fp32 (G,), or per block, (G, columns / right_block, K / 128) of any strides.
-        splits: int32 or int64 (G,) on the device of ``left``; not read by the host.
-        bias: (G, columns) or None.
-        left_block, right_block: rows that share a scale.
-        alignment: rows that groups of ``left`` are padded to.
-        dtype: bf16, fp16 or fp32.
-        rows, columns: size of the result; its groups lie one after the other.
+        left: contiguous. right: its last dim contiguous; elements past K are not read. Scales per block: any strides.
+        splits: on the device of ``left``; not read by the host.
         fast_accumulation: leave sums in the tensor cores' registers; ignored with block scales.
-
-    Returns:
-        (rows, columns) of ``dtype``.
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach, another dtype or layout, or sizes that do not fit.
-
-    Numerics:
-        As ``reference.grouped_gemm.rows``, the sums in the order of the hardware.
     """
     _check(left, right, 3)
     if right.shape[1] < columns or right.shape[2] < left.shape[1]:
@@ -471,28 +455,13 @@ def contraction(
     dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """Multiply two matrices over every group's part of the contraction.
+    """``reference.grouped_gemm.contraction``, the sums in the order of the hardware.
 
     Args:
-        left: (N, P) float8_e4m3fn or float8_e5m2, contiguous; groups of columns start at multiples of ``alignment``,
-            zeros in between.
-        left_scale: fp32 (G,), or per block, (N / left_block, P / 128) of any strides.
-        right: (K, P), as ``left``.
-        right_scale: as ``left_scale``.
-        splits: int32 or int64 (G,) on the device of ``left``; not read by the host.
-        left_block, right_block: rows that share a scale.
-        alignment: columns that groups are padded to; a multiple of 128 with block scales.
-        dtype: bf16, fp16 or fp32.
+        left, right: contiguous, zeros between the groups. Scales per block: any strides.
+        splits: on the device of ``left``; not read by the host.
+        alignment: a multiple of 128 with block scales.
         fast_accumulation: leave sums in the tensor cores' registers; ignored with block scales.
-
-    Returns:
-        (G, N, K) of ``dtype``; 0 for an empty group.
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach, another dtype or layout, or sizes that do not fit.
-
-    Numerics:
-        As ``reference.grouped_gemm.contraction``, the sums in the order of the hardware.
     """
     _check(left, right, 2)
     block_scaled = left_scale.dim() > 1

@@ -68,22 +68,7 @@ _contraction = Launcher(_contraction_kernel, num_warps=8, num_stages=3)
 
 
 def contraction(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply ``left_g^T right_g`` for every group g of rows.
-
-    Args:
-        left: (T, N) bf16 or fp16, contiguous. right: (T, K), as ``left``.
-        splits: int32 or int64 (G,) on the device of ``left``; not read by the host.
-        dtype: bf16, fp16 or fp32.
-
-    Returns:
-        (G, N, K) of ``dtype``; 0 for an empty group.
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach, another dtype or layout, or matrices of different lengths.
-
-    Numerics:
-        Products and sums in fp32, one rounding to ``dtype``.
-    """
+    """``reference.grouped_mm.contraction`` of contiguous matrices; the host does not read ``splits``."""
     check_device(left)
     for name, data in (("left", left), ("right", right)):
         if data.dtype not in (torch.bfloat16, torch.float16) or data.dtype != left.dtype:

@@ -127,6 +127,26 @@ def _locate(splits_ptr, row, T, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.cons
 
 
 @triton.jit
+def _load_rows(pointer, K, left, inside):
+    """Four interleaved rows, of which as many are there as are ``left``."""
+    x0 = tl.load(pointer, mask=inside & (left > 0), other=0.0)
+    x1 = tl.load(pointer + K, mask=inside & (left > 1), other=0.0)
+    x2 = tl.load(pointer + 2 * K, mask=inside & (left > 2), other=0.0)
+    x3 = tl.load(pointer + 3 * K, mask=inside & (left > 3), other=0.0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _codes(x0, x1, x2, x3, scale, E5M2: tl.constexpr, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
+    """Codes of four rows."""
+    c0 = fp8_code(scaled_float32(x0, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    c1 = fp8_code(scaled_float32(x1, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    c2 = fp8_code(scaled_float32(x2, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    c3 = fp8_code(scaled_float32(x3, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def _store_rows(pointer, c0, c1, c2, c3, K, left, inside):
     """Store four interleaved rows, as many as are ``left``."""
     tl.store(pointer, c0, mask=inside & (left > 0))
@@ -208,10 +228,7 @@ def _cast_kernel(
         group, source, left = _locate(splits_ptr, m0 + quad, T, groups, ALIGNMENT, GROUPS)
         tile = x_ptr + (source[:, None] * K + k0 + column)
         mask = (column < columns_left) & (group < groups)[:, None]
-        x0 = tl.load(tile, mask=mask & (left > 0), other=0.0)
-        x1 = tl.load(tile + K, mask=mask & (left > 1), other=0.0)
-        x2 = tl.load(tile + 2 * K, mask=mask & (left > 2), other=0.0)
-        x3 = tl.load(tile + 3 * K, mask=mask & (left > 3), other=0.0)
+        x0, x1, x2, x3 = _load_rows(tile, K, left, mask)
         loaded = tl.load(scale_ptr + group, mask=group < groups, other=1.0)
         scale = _encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
     else:
@@ -228,10 +245,7 @@ def _cast_kernel(
     if AMAX:
         _raise_amax(amax_ptr, group, tl.max(magnitude_of_four(x0, x1, x2, x3, EMULATE), axis=1), groups)
 
-    c0 = fp8_code(scaled_float32(x0, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    c1 = fp8_code(scaled_float32(x1, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    c2 = fp8_code(scaled_float32(x2, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    c3 = fp8_code(scaled_float32(x3, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    c0, c1, c2, c3 = _codes(x0, x1, x2, x3, scale, E5M2, CURRENT, EMULATE)
     if ROWWISE:
         if RAGGED:
             data = data_ptr + (source[:, None] * K + k0 + column)
@@ -393,26 +407,10 @@ def quantize(
     alignment: int,
     amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """Quantize every group with its given scale: both directions and the amaxes from one read of ``x``.
+    """``reference.grouped_quantize.quantize``: both directions and the amaxes from one read of ``x``.
 
     Args:
-        x: bf16, fp16 or fp32: (T, K), groups of rows one after the other; or (G, N, K) without ``splits``.
-        splits: int32 or int64 (G,) on the device of ``x``, rows of each group, non-negative; a group may be empty.
-        scale: fp32 (G,), multiplies when encoding.
-        fmt: E4M3 or E5M2.
-        rowwise: return the codes in the order of ``x``.
-        columnwise: return the transposed codes.
-        alignment: where groups start in the transposed codes of rows; a power of two, 4 or more.
-        amax: fp32 (G,), non-negative; raised in place to the groups' max|x| (NaN ignored). None: no amax is taken.
-
-    Returns:
-        ``[data, as x] [transpose (K, P) or (G, K, N)] scale_inv (G,)``, as ``reference.grouped_quantize.quantize``.
-
-    Raises:
-        ValueError: a tensor the kernels cannot reach, another dtype or rank, or a bad alignment.
-
-    Numerics:
-        Equal to ``reference.grouped_quantize.quantize``.
+        alignment: a power of two, 4 or more.
     """
     _check(x, splits, alignment)
     x = x.contiguous()
@@ -432,24 +430,7 @@ def quantize_current(
     alignment: int,
     amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """Quantize every group with the scale of its own amax: an amax pass and a cast pass, no host synchronisation.
-
-    Args:
-        x, splits, fmt, rowwise, columnwise, alignment: as in :func:`quantize`.
-        groups: G.
-        power_2: round the scales down to powers of two.
-        epsilon: lower bound of an amax.
-        amax: :func:`amaxes`, where that is known: then there is no amax pass.
-
-    Returns:
-        As :func:`quantize`.
-
-    Raises:
-        ValueError: as :func:`quantize`.
-
-    Numerics:
-        Equal to ``reference.grouped_quantize.quantize_current``.
-    """
+    """``reference.grouped_quantize.quantize_current``: an amax pass and a cast pass, no host synchronisation."""
     _check(x, splits, alignment)
     x = x.contiguous()
     amax = amaxes(x, splits, groups) if amax is None else amax
@@ -457,21 +438,7 @@ def quantize_current(
 
 
 def column_sum(x: Tensor, splits: Tensor) -> Tensor:
-    """Sum over the rows of every group.
-
-    Args:
-        x: (T, K), fp32, bf16 or fp16; the groups one after the other.
-        splits: int32 or int64 (G,) on the device of ``x``.
-
-    Returns:
-        fp32 (G, K).
-
-    Raises:
-        ValueError: a tensor the kernels cannot reach, or no matrix.
-
-    Numerics:
-        Equal to ``reference.grouped_quantize.column_sum``.
-    """
+    """``reference.grouped_quantize.column_sum``."""
     check_device(x)
     if x.dim() != 2:
         raise ValueError(f"column_sum takes a matrix, got shape {tuple(x.shape)}; flatten its leading dims")

@@ -331,11 +331,10 @@ class OperationFuser:
         has_backward = first < len(self.basic_ops)
         if has_backward and torch.compiler.is_compiling():
             operands = _each_once(operands)
-        boundary = (operands[0], call, len(operands) - 1 - len(extra_inputs), *operands[1:])
-        if has_backward:
-            run, of_run = _OperationsFunction.apply, boundary
-        else:
-            run, of_run = _forward, (None, *boundary)
+        run: Any = _OperationsFunction.apply
+        of_run: list[Any] = [operands[0], call, len(operands) - 1 - len(extra_inputs), *operands[1:]]
+        if not has_backward:
+            run, of_run = _forward, [None, *of_run]
         return in_eager(run, *of_run) if call.eager_only else run(*of_run)
 
     def _call(

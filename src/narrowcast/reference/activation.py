@@ -234,13 +234,10 @@ def backward(grad: Tensor, x: Tensor, activation: str, **params: float) -> Tenso
 
     Args:
         grad: fp32, bf16 or fp16, the gradient of the result, of its shape.
-        x: as given to ``forward``.
-        activation: as given to ``forward``.
-        params: as given to ``forward``.
+        x, activation, params: as given to ``forward``.
 
     Raises:
-        ValueError: as ``checked``, or ``grad`` has another shape.
-        TypeError: another dtype.
+        ValueError: as ``checked``, or ``grad`` has another shape. TypeError: another dtype.
 
     Numerics:
         Shape and dtype of ``x``, computed in fp32, rounded once: ``grad * f'(a)``, or for a gated activation

@@ -83,20 +83,13 @@ def quantize_current(
     """Quantize a tensor with the scale of its own amax.
 
     Args:
-        x: fp32, bf16 or fp16, shape (*lead, K), any strides.
-        fmt: E4M3 or E5M2.
+        x, fmt, rowwise, columnwise: as in ``quantize``; so are errors and buffers.
         power_2: round the scale down to a power of two.
         epsilon: lower bound for the amax.
-        rowwise: produce the codes in the order of ``x``.
-        columnwise: produce the transposed codes.
         amax: fp32, one or more, to take the scale of the largest of them instead of the tensor's own.
 
-    Raises:
-        TypeError: ``x`` has another dtype.
-        ValueError: the format is not FP8.
-
     Numerics:
-        Buffers as in ``quantize``; the scale is ``scale_from_amax`` with fp32's maximum on overflow.
+        The scale is ``scale_from_amax`` with fp32's maximum on overflow.
     """
     largest = scaling.amax(x) if amax is None else amax.amax().reshape(1)
     scale = scaling.scale_from_amax(largest, fmt.max, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX)
@@ -144,18 +137,5 @@ def dequantize(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch
 def dequantize_transpose(
     transpose: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype
 ) -> Tensor:
-    """Decode transposed codes into the logical orientation.
-
-    Args:
-        transpose: uint8 codes, shape (K, *lead).
-        scale_inv: fp32 [1].
-        fmt: the format of the codes.
-        dtype: the nominal dtype of the result.
-
-    Raises:
-        ValueError: the format is not FP8.
-
-    Numerics:
-        Shape (*lead, K), equal to ``dequantize`` of the row-wise codes.
-    """
+    """Decode transposed codes (K, *lead) into the logical orientation (*lead, K); the rest as ``dequantize``."""
     return dequantize(transpose.movedim(0, -1).contiguous(), scale_inv, fmt, dtype)

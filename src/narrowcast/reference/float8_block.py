@@ -133,21 +133,7 @@ def dequantize_rowwise(
 def dequantize_columnwise(
     data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype, *, two_d: bool
 ) -> Tensor:
-    """Decode column-wise data into the logical orientation.
-
-    Args:
-        data: uint8 codes, shape (K, *lead).
-        scale_inv: fp32, shape as ``quantize`` gives it.
-        fmt: the format of the codes.
-        dtype: the nominal dtype of the result.
-        two_d: the scales belong to tiles.
-
-    Raises:
-        ValueError: rank below 2, or the format is not FP8.
-
-    Numerics:
-        Shape (*lead, K); ``RN(code * scale_inv)`` in fp32, then rounded to ``dtype``.
-    """
+    """Decode column-wise data (K, *lead) into the logical orientation (*lead, K); else as ``dequantize_rowwise``."""
     codes = as_matrix(data.movedim(0, -1))
     m, k = codes.shape
     if two_d:

@@ -24,17 +24,7 @@ def pad_rows(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Tens
 
 
 def unpad_rows(padded: Tensor, splits: Tensor, alignment: int, rows: int) -> Tensor:
-    """Undo ``pad_rows``.
-
-    Args:
-        padded: shape (P, K), any dtype.
-        splits: int32 or int64 [G], as they were when padding.
-        alignment: as it was when padding.
-        rows: T, the rows of the result.
-
-    Numerics:
-        (T, K), without the padding; rows beyond the sum of the splits are zero.
-    """
+    """Undo ``pad_rows`` of the same splits and alignment: (``rows``, K), zero beyond the sum of the splits."""
     ends, padded_ends = splits.cumsum(0), _aligned(splits, alignment).cumsum(0)
     return _gather(padded, _source_of_rows(rows, ends, padded_ends, padded.shape[0]))
 

@@ -75,13 +75,9 @@ def contraction(
 
     Args:
         left: (N, P) float8_e4m3fn or float8_e5m2; groups of columns start at multiples of ``alignment``.
-        left_scale: fp32 (G,), or per block, (N / left_block, P / 128).
         right: (K, P), as ``left``.
-        right_scale: as ``left_scale``.
-        splits: int32 or int64 (G,).
-        left_block, right_block: rows that share a scale.
-        alignment: columns that groups are padded to.
-        dtype: bf16, fp16 or fp32.
+        left_scale, right_scale: fp32 (G,), or per block, (N / left_block, P / 128).
+        splits, left_block, right_block, alignment, dtype: as of ``rows``, for columns.
 
     Numerics:
         (G, N, K), ``RN_dtype(left @ right.T)`` in fp32; 0 for an empty group.

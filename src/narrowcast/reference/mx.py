@@ -124,19 +124,10 @@ def dequantize_rowwise(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtyp
 
 
 def dequantize_columnwise(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
-    """Decode column-wise data of one-byte codes, which have the logical orientation.
+    """Decode column-wise data of one-byte codes, which have the logical orientation; as ``dequantize_rowwise``.
 
     Args:
-        data: uint8 codes, shape (*lead, K).
         scale_inv: uint8, compact, shape (round_up(cdiv(M, 32), 4), round_up(K, 128)).
-        fmt: the format of the codes.
-        dtype: the nominal dtype of the result.
-
-    Raises:
-        ValueError: rank below 2, or the format is not FP8.
-
-    Numerics:
-        ``code * 2**(b - 127)`` in fp32, then rounded to ``dtype``.
     """
     return _dequantize(data, scale_inv, fmt, dtype, MX_BLOCK, 1)
 
@@ -186,13 +177,9 @@ def dequantize_packed_columnwise(
     Args:
         data: uint8, shape (K, R * bits / 8), R a multiple of 32.
         scale_inv: uint8, compact, shape (round_up(K, 128), round_up(R / 32, 4)).
-        fmt: E2M3, E3M2 or E2M1.
-        dtype: the nominal dtype of the result.
-
-    Raises:
-        ValueError: rank below 2, or the format fills a byte.
+        fmt, dtype: as of ``dequantize_packed_rowwise``; so are errors and values.
 
     Numerics:
-        (R, K), also for N-d sources; values as in ``dequantize_packed_rowwise``.
+        (R, K), also for N-d sources.
     """
     return transpose_bytes(dequantize_packed_rowwise(data, scale_inv, fmt, dtype))

@@ -400,18 +400,13 @@ def dequantize_columnwise(
         data: uint8, shape (K, round_up(rows, 16) / 2).
         scale_inv: uint8, compact, shape (round_up(K, 128), round_up(cdiv(rows, 16), 4)).
         amax: fp32 [1], or [K] for row-scaled data.
-        e4m3_max: as it was when quantizing.
-        dtype: the nominal dtype of the result.
+        e4m3_max, dtype: as of ``dequantize_rowwise``; so are errors and elements.
         rows: M, the number of rows of the logical matrix.
-        rht: undo the rotation; False returns rotated values as they are.
+        rht: undo the rotation, in fp32; False returns rotated values as they are.
         random_signs: the setting of the rotation.
 
-    Raises:
-        ValueError: rank below 2.
-
     Numerics:
-        Shape (M, K), also for N-d sources; elements as in ``dequantize_rowwise``. The rotation is undone in
-        fp32.
+        Shape (M, K), also for N-d sources.
     """
     codes = _unpack_rows(transpose_bytes(as_matrix(data)))
     m, k = codes.shape

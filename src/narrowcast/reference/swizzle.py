@@ -32,17 +32,7 @@ def swizzle_scales(scales: Tensor) -> Tensor:
 
 
 def unswizzle_scales(scales: Tensor) -> Tensor:
-    """Undo ``swizzle_scales``.
-
-    Args:
-        scales: uint8 (R, C) in the GEMM's order, R a multiple of 128 and C of 4.
-
-    Raises:
-        ValueError: another shape.
-
-    Numerics:
-        A new contiguous tensor of the same shape.
-    """
+    """Undo ``swizzle_scales``; as a new contiguous tensor of the same shape."""
     r, c = _checked(scales)
     tiles = scales.reshape(
         r // SCALE_TILE_ROWS, c // SCALE_TILE_COLUMNS, _LANES, SCALE_TILE_ROWS // _LANES, SCALE_TILE_COLUMNS
