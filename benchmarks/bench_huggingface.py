@@ -122,6 +122,7 @@ def run(name: str, options: argparse.Namespace) -> Row:
     row |= {"parameters_mib": parameter_bytes(model) / 2**20}
     row |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0}
     row |= {"loss_after_6": losses[-1], "warm_up_seconds": warm_up}
+    print(row, flush=True)
     return row
 
 

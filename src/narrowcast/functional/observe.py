@@ -13,7 +13,7 @@ from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
 
 OBSERVED = ("elements", "nonzero", "amax", "squares", "squared_error", "underflows", "saturations")
-"""What a row of statistics holds, fp32 each."""
+"""What a row of statistics holds, fp32 each; behind the first as ``reference.observe.loss`` counts them."""
 
 
 def _largest_code(element: DType) -> int:
@@ -53,14 +53,10 @@ def _observe(
         shape = tuple(x.shape)
         largest = _all_largest(buffers[0], quantizer.dtype)  # type: ignore[attr-defined]
         ceiling = _decoded(quantizer, [largest, *buffers[1:]], shape)
-        read, exact = _decoded(quantizer, buffers, shape), x.float()
-        size, error = exact.abs(), exact - read
+        read = _decoded(quantizer, buffers, shape)
         beyond = 1 + 2.0 ** -(ELEMENT_FORMATS[quantizer.dtype].mantissa_bits + 2)  # type: ignore[attr-defined]
-        counts = [size != 0, (read == 0) & (size != 0), size > ceiling.abs() * beyond]
-        nonzero, underflows, saturations = (which.sum().float() for which in counts)
-        elements = torch.full_like(nonzero, x.numel())
-        sums = [size.max(), exact.square().sum(), error.square().sum()]
-        into.copy_(torch.stack([elements, nonzero, *sums, underflows, saturations]))
+        into[0] = x.numel()
+        into[1:] = numerics.observe.loss(x, read, ceiling, beyond)
     return through.clone()
 
 

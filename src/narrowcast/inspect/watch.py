@@ -153,8 +153,14 @@ class Watch:
         """
         new: list[Record] = []
         if self._hooks.sampling:
-            for name, layer in self._layers.items():
-                new += self._records_of(name, layer)
+            rows = [row for name, layer in self._layers.items() for row in self._rows_of(name, layer)]
+            device = rows[0][2].device
+            table = torch.stack([row.to(device) for _, _, row in rows]).tolist()  # the host waits once
+            new = [
+                self._record(name, operand, row)
+                for (name, operand, _), row in zip(rows, table, strict=True)
+                if row[0] == row[0]
+            ]
             if not any("weight" not in one.operand for one in new):
                 raise RuntimeError(
                     "no watched layer was seen in a step that was to be sampled; run the model, under a recipe, "
@@ -165,12 +171,13 @@ class Watch:
         self._hooks.sampling = self._step % self.every == 0
         return new
 
-    def _records_of(self, name: str, layer: Any) -> list[Record]:
+    def _rows_of(self, name: str, layer: Any) -> list[tuple[str, str, Tensor]]:
+        """(layer, operand, statistics) of what the hooks saw, and of the weights as they are now."""
         first, last = layer._stages[-1], layer._stages[0]
-        operands = {}
+        rows = []
         for operand, buffer in ((f"{first.prefix}input", _INPUT), (f"{last.prefix}grad_output", _GRADIENT)):
             row = getattr(layer, buffer)
-            operands[operand] = row.tolist()
+            rows.append((name, operand, row.clone()))
             row.fill_(math.nan)
         for stage in layer._stages[::-1]:
             quantizer = _quantizer(layer._last_recipe, stage, "weight")
@@ -180,8 +187,8 @@ class Watch:
                 scale = getattr(layer, f"{stage.prefix}scale_fwd")
                 weight = weight.to_local() if hasattr(weight, "to_local") else weight
                 observe(weight.detach(), quantizer, scale, into, into)
-                operands[stage.weight] = into.tolist()
-        return [self._record(name, operand, row) for operand, row in operands.items() if row[0] == row[0]]
+                rows.append((name, stage.weight, into))
+        return rows
 
     def _record(self, layer: str, operand: str, row: list[float]) -> Record:
         elements, nonzero, amax, squares, error, underflows, saturations = row

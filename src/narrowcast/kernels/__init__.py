@@ -31,6 +31,7 @@ MODULES = (
     "mx",
     "norm",
     "nvfp4",
+    "observe",
     "reduction",
     "rope",
     "scaled_activation",

@@ -1,0 +1,117 @@
+"""What `nc.watch` costs a step: without it, with it between its samples, in a sampled step, and at every=100.
+
+Blocks of a plain feed-forward model, converted; compiled ones share one graph. `overhead_percent` is what every=100
+adds to the mean step, from the medians of the three kinds of step. `same_bits`: the loss and every gradient of the
+same batch, without the watch and in a sampled step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from argparse import Namespace
+
+import torch
+from harness import Row, parser, report
+from torch import nn
+
+import narrowcast as nc
+
+EVERY = 100
+SIZES = {"cuda": (2048, 8192, 8, 8192), "cpu": (64, 128, 2, 32)}  # width, hidden, blocks, tokens
+RECIPES: dict[str, nc.recipe.Recipe] = {
+    "delayed": nc.recipe.DelayedScaling(),
+    "current": nc.recipe.Float8CurrentScaling(),
+    "block": nc.recipe.Float8BlockScaling(),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def case(name: str, recipe: nc.recipe.Recipe, compiled: bool, options: Namespace) -> Row:
+    device = options.device
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    width, hidden, blocks, tokens = SIZES[device]
+    with torch.device(device):
+        model = nn.Sequential(*(Block(width, hidden) for _ in range(blocks))).to(torch.bfloat16)
+        x = torch.randn(tokens, width, dtype=torch.bfloat16)
+    nc.convert(model, recipe)
+    if compiled:
+        for block in model:
+            block.compile(backend="inductor" if device == "cuda" else "aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def timed(repeats: int, watch: nc.inspect.Watch | None = None) -> float:
+        times = []
+        for _ in range(repeats):
+            synchronize()
+            begin = time.perf_counter()
+            step()
+            if watch is not None:
+                watch.step()
+            synchronize()
+            times.append((time.perf_counter() - begin) * 1e3)
+        return statistics.median(times)
+
+    def synchronize() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    def numbers() -> list[torch.Tensor]:
+        loss = step().detach()
+        return [loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    timed(4)  # compiles, and has delayed scaling learn its scales: all steps see the same batch
+    plain, before = timed(options.repeats), numbers()
+    watch = nc.watch(model, every=1)
+    after = numbers()
+    timed(2, watch)
+    sampled = timed(max(options.repeats // 4, 3), watch)
+    watch.close()
+    watch = nc.watch(model, every=10**9)  # samples the first step alone
+    timed(3, watch)
+    between = timed(options.repeats, watch)
+    watch.close()
+    timed(3)
+    again = timed(options.repeats)
+    mean = ((EVERY - 1) * between + sampled) / EVERY
+    row: Row = {"recipe": name, "code": "compiled" if compiled else "eager", "without_ms": plain}
+    row |= {"between_ms": between, "sampled_ms": sampled, "without_again_ms": again}
+    row["overhead_percent"] = (mean / min(plain, again) - 1) * 100
+    row["same_bits"] = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    print(row, flush=True)
+    return row
+
+
+def measure(options: Namespace) -> list[Row]:
+    cases = {(name, code): recipe for name, recipe in RECIPES.items() for code in ("eager", "compiled")}
+    return [
+        case(name, recipe, code == "compiled", options)
+        for (name, code), recipe in cases.items()
+        if options.only in f"{name}, {code}"
+    ]
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    report("watch", measure(options), options)
+
+
+if __name__ == "__main__":
+    main()
