@@ -37,12 +37,14 @@ class Block(nn.Module):
         return y + self.w2(F.silu(self.w1(self.norm(y))))
 
 
-def plan(sequence: bool) -> dict[str, Any]:
-    from torch.distributed.tensor import Replicate, Shard
+def plan(sequence: bool, stock: bool) -> dict[str, Any]:
+    """``stock``: with PyTorch's own styles for the layers that it knows."""
+    from torch.distributed.tensor import Replicate, Shard, parallel
 
-    par, rows = nc.distributed, Shard(1) if sequence else Replicate()
+    par: Any = parallel if stock else nc.distributed
+    rows = Shard(1) if sequence else Replicate()
     styles: dict[str, Any] = {
-        "wq": par.ColwiseParallel(input_layouts=rows),
+        "wq": nc.distributed.ColwiseParallel(input_layouts=rows),
         "wo": par.RowwiseParallel(output_layouts=rows),
         "w1": par.ColwiseParallel(input_layouts=rows),
         "w2": par.RowwiseParallel(output_layouts=rows),
@@ -82,7 +84,9 @@ def train(layers: nn.Module, name: str, shares: Any) -> tuple[list[float], Tenso
     return torch.stack(losses), y.detach()
 
 
-def split(sequence: bool, sharded: bool, name: str, compiled: bool = False) -> dict[str, Any]:
+def split(
+    sequence: bool, sharded: bool, name: str, compiled: bool = False, stock: bool = False
+) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
@@ -90,7 +94,7 @@ def split(sequence: bool, sharded: bool, name: str, compiled: bool = False) -> d
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layers, tp = model(), mesh["tp"].get_local_rank()
     for block in layers:
-        parallelize_module(block, mesh["tp"], plan(sequence))
+        parallelize_module(block, mesh["tp"], plan(sequence, stock))
         if compiled:
             block.compile(fullgraph=True, backend="aot_eager")
         if sharded:
@@ -119,11 +123,12 @@ CASES = [(True, True, name, False) for name in NAMES] + [
     (True, False, "block", True),
     (True, False, "block", False),
 ]
+STOCK = [(True, True, "block", False, True), (True, False, "current", True, True)]
 
 
 def errors() -> dict[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import Shard, parallel
     from torch.distributed.tensor.parallel import parallelize_module
 
     mesh, par, found = init_device_mesh("cpu", (WORLD,)), nc.distributed, {}
@@ -131,6 +136,8 @@ def errors() -> dict[str, str]:
         ("features", nc.Linear(8, 6, device="cpu"), par.ColwiseParallel()),
         ("mlp", nc.LayerNormMLP(8, 8, device="cpu"), par.ColwiseParallel()),
         ("parts", nc.Linear(8, 8, device="cpu", parameters_split=("a", "b")), par.ColwiseParallel()),
+        ("stock", nc.Linear(8, 8, device="cpu", parameters_split=("a", "b")), parallel.ColwiseParallel()),
+        ("stock features", nc.Linear(6, 8, device="cpu"), parallel.RowwiseParallel()),
         ("layout", nc.Linear(8, 8, device="cpu"), par.RowwiseParallel(output_layouts=Shard(-1))),
     ):
         try:
@@ -143,7 +150,7 @@ def errors() -> dict[str, str]:
 
 
 def work(rank: int) -> Any:
-    results: dict[Any, Any] = {case: split(*case) for case in CASES}
+    results: dict[Any, Any] = {case: split(*case) for case in (*CASES, *STOCK)}
     results["errors"] = errors()
     return results
 
@@ -153,8 +160,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return run_ranks(work, tmp_path_factory.mktemp("ranks"), WORLD, SECONDS)
 
 
-@pytest.mark.parametrize("case", CASES[:4], ids=str)
-def test_trains_as_one_process_does(ranks: list[Any], case: tuple[bool, bool, str, bool]) -> None:
+@pytest.mark.parametrize("case", [*CASES[:4], *STOCK], ids=str)
+def test_trains_as_one_process_does(ranks: list[Any], case: tuple[Any, ...]) -> None:
     layers = model()
     losses, _ = train(layers, case[2], lambda tensor: tensor)
     for found in ranks:
@@ -189,5 +196,7 @@ def test_what_cannot_be_parallelized(ranks: list[Any]) -> None:
     assert found["features"].startswith("out_features=6 does not divide among tp_size=4 processes")
     assert found["mlp"].startswith("a LayerNormMLP cannot be made column parallel; make it with tp_group=")
     assert found["parts"].startswith("Linear with parameters_split cannot be parallelized")
+    assert found["stock"].startswith("Linear with parameters_split cannot be parallelized by PyTorch's style")
+    assert found["stock features"].startswith("in_features=6 does not divide among tp_size=4 processes")
     assert "; use Replicate(), or Shard(dim) of a dim counted from the front" in found["layout"]
     assert found["plain"] == "(2, 2)"  # PyTorch's own style

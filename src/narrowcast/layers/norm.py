@@ -13,6 +13,7 @@ from ..reference.norm import NORMALIZATIONS
 from .extra_state import EXTRA_STATE
 from .neutral import NormOptions, check_neutral
 from .parameters import casts, parameter_device, parameter_dtype, remedy
+from .tensor_parallel import placed_by_style
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -91,6 +92,12 @@ class NormParameters(nn.Module):
             for parameter in self.parameters():
                 parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
         self.reset_parameters()
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        """As of any module; under PyTorch's ``SequenceParallel`` gradients are sums still to be made."""
+        super().register_parameter(name, param)
+        if not self._placed and placed_by_style(param):
+            self._placed = True
 
     def _take_over(self, name: str) -> None:
         """Be a norm around the parameters of torch's that this was so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ class TensorParallelLayer:
     _parallel: dict[str, TensorParallel] | None = None
     # the parameters are DTensors of a tensor-parallel mesh, and the layer computes on its part of each
     _placed: bool = False
+    # PyTorch's own style made them so: what comes and what is returned are DTensors, which the style redistributes
+    _on_dtensors: bool = False
     # a bias of this name is added to the sum over the processes, not to this process's part of it
     _bias_behind: str = ""
 
@@ -113,6 +116,8 @@ class TensorParallelLayer:
         parameter: Any = getattr(self, name)
         if not self._placed or parameter is None:
             return parameter
+        if self._on_dtensors and self.parallel_mode == "row" and name == "bias":
+            return local_part(parameter, True) / parameter.device_mesh.size()  # a summand, as its gradient is
         return local_part(parameter, self.sequence_parallel and self._of_rows(name))
 
     def _of_rows(self, name: str) -> bool:
@@ -132,6 +137,26 @@ def local_part(parameter: Any, to_be_summed: bool) -> Any:
     if not to_be_summed:
         return parameter.to_local()
     return parameter.to_local(grad_placements=[torch.distributed.tensor.Partial()])  # type: ignore[attr-defined]
+
+
+def placed_by_style(parameter: Any) -> bool:
+    """Whether one of PyTorch's styles for ``parallelize_module`` is about to register a parameter."""
+    if not hasattr(parameter, "device_mesh"):
+        return False
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.tensor.parallel.style":
+        frame = frame.f_back
+    return frame is not None
+
+
+def on_local(layer: Any, inp: Any, *options: Any) -> Any:
+    """Forward of a layer under PyTorch's style on this process's part of a DTensor, and its output as one."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    column, mesh = layer.parallel_mode == "column", inp.device_mesh
+    inp = inp.redistribute(placements=[Replicate() if column else Shard(inp.ndim - 1)])
+    out = layer.forward(inp.to_local(grad_placements=[Partial()] if column else None), *options)
+    return DTensor.from_local(out, mesh, [Shard(out.dim() - 1) if column else Partial()], run_check=False)
 
 
 def checked_size(tp_group: Any, tp_size: int) -> int:

@@ -14,7 +14,14 @@ from ..autograd import LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device, positive
 from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.parameters import needs_recipe, parameter_dtype
-from ..layers.tensor_parallel import TensorParallelOptions, checked_mode, checked_size, shared
+from ..layers.tensor_parallel import (
+    TensorParallelOptions,
+    checked_mode,
+    checked_size,
+    on_local,
+    placed_by_style,
+    shared,
+)
 from ..recipe import Recipe
 from ..state import THREAD
 from .parameters_split import ParametersSplit, parts_of
@@ -128,6 +135,38 @@ class Linear(LinearLayer, nn.Linear):
         LinearLayer.__init__(self, name, (Stage("", name, "weight", "bias"),), self.weight.device)
         self.return_bias = self.save_original_input = False
 
+    def register_parameter(self, name: str, param: Any) -> None:
+        """As of any module; of a weight that PyTorch's own style has split, every process computes with its part.
+
+        Raises:
+            ValueError: features that do not divide among the processes, or an option that does not combine with it.
+        """
+        super().register_parameter(name, param)
+        if not self._placed and placed_by_style(param):
+            self._adopt_placement(param)
+
+    def _adopt_placement(self, weight: Any) -> None:
+        column, size = weight.placements[0].dim == 0, weight.device_mesh.size()
+        obstacles = {
+            f"tp_size={self.tp_size}": self.tp_size > 1,
+            "parameters_split": bool(self._parts),
+            "return_bias": self.return_bias,
+            "fuse_wgrad_accumulation": self.fuse_wgrad_accumulation,
+            "delay_wgrad_compute": self.delay_wgrad_compute,
+            "quantized parameters": self._init_recipe is not None,
+        }
+        for what, there in obstacles.items():
+            if there:
+                raise ValueError(
+                    f"Linear with {what} cannot be parallelized by PyTorch's style; use tp_group="
+                )
+        if column:
+            self.out_features = shared("out_features", self.out_features, size)
+        else:
+            self.in_features = shared("in_features", self.in_features, size)
+        self._placed = self._on_dtensors = True
+        self.parallel_mode = "column" if column else "row"
+
     def extra_repr(self) -> str:
         """Sizes, as printed by the module."""
         return (
@@ -178,6 +217,8 @@ class Linear(LinearLayer, nn.Linear):
             RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe; in compiled code a weight that was changed
             since True.
         """
+        if self._on_dtensors and hasattr(inp, "device_mesh"):
+            return on_local(self, inp, is_first_microbatch, fp8_output, fp8_grad)
         if not (torch.compiler.is_compiling() or fp8_output or fp8_grad) and self._last_recipe is None:
             out = self._as_torch(inp)
             if out is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,8 @@ class _Norm(NormParameters):
         Returns:
             the same shape, in the dtype of ``inp``, under torch.autocast in that of the autocast.
         """
+        if self._placed and hasattr(inp, "device_mesh"):  # under PyTorch's own style
+            return self._on_local(inp)
         if casts(inp):
             inp = inp.to(torch.get_autocast_dtype(inp.device.type))
         self.check_input(inp)
@@ -25,6 +29,13 @@ class _Norm(NormParameters):
         if self._placed:
             weight, bias = (None if own is None else local_part(own, True) for own in (weight, bias))
         return normalize(inp, weight, bias, self.settings)  # type: ignore[arg-type]
+
+    def _on_local(self, inp: Any) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        described = {"shape": inp.shape, "stride": inp.stride()}
+        out = self.forward(inp.to_local())
+        return DTensor.from_local(out, inp.device_mesh, inp.placements, run_check=False, **described)
 
 
 class LayerNorm(_Norm, nn.LayerNorm):
