@@ -113,12 +113,17 @@ def _picture(receipt: Receipt) -> str:
             f'<rect x="{left:.2f}" y="0" width="{share:.2f}" height="{height}" fill="{_COLOURS[one.decision]}" '
             f'stroke="white" stroke-width="0.5"><title>{title}</title></rect>'
         )
+        name = one.name.rpartition(".")[2] if len(one.name) * 7 > share else one.name
+        if len(name) * 7 <= share:
+            inside = f'x="{left + share / 2:.2f}" y="28" text-anchor="middle" font-size="12"'
+            ink = "black" if one.decision == "kept" else "white"
+            parts.append(f'<text {inside} fill="{ink}">{html.escape(name)}</text>')
         left += share
     for index, (decision, colour) in enumerate(_COLOURS.items()):
         x = index * 120
         parts.append(f'<rect x="{x}" y="{height + 10}" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 18}" y="{height + 20}" font-size="12">{decision}</text>')
+        parts.append(f'<text x="{x + 18}" y="{height + 20}" font-size="12" fill="#777">{decision}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height + 28}" width="{width:.0f}" '
-        f'role="img" aria-label="FLOPs per token by weight">{"".join(parts)}</svg>'
+        f'font-family="sans-serif" role="img" aria-label="FLOPs per token by weight">{"".join(parts)}</svg>'
     )
