@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .._environment import read_flag
 from . import _opaque
-from .quantizer_value import QuantizerValue
+from .quantizer_value import QuantizerValue, quantizer_of_text
 
 
 def _library() -> torch.library.Library:
@@ -64,7 +64,38 @@ def define(
             _inline(implementation, inlined, shared),
             lib=_LIBRARY,
         )
-    return _with_shortcut(getattr(torch.ops.narrowcast, name).default, implementation)
+    if QUANTIZER in schema:
+        _define_text_overload(name, schema, implementation, fake, tags)
+    return _with_shortcut(getattr(torch.ops.narrowcast, name), implementation)
+
+
+def _define_text_overload(
+    name: str,
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    tags: tuple[torch.Tag, ...],
+) -> None:
+    """``<name>.text``: the same operator with texts for quantizers, which is what a file can hold of a program."""
+    schema = schema.replace(f"{name}(", f"{name}.text(", 1).replace(f"{QUANTIZER} ", "str ")
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    at = _quantizers_at(getattr(torch.ops.narrowcast, name).text)
+
+    def with_quantizers(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: function(
+            *(quantizer_of_text(arg) if i in at else arg for i, arg in enumerate(args))
+        )
+
+    run = _without_autocast(with_quantizers(implementation))
+    _LIBRARY.impl(f"{name}.text", run, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"narrowcast::{name}.text", _all_on_meta(name, with_quantizers(fake)), lib=_LIBRARY
+    )
+
+
+def _quantizers_at(overload: Any) -> tuple[int, ...]:
+    arguments = overload._schema.arguments
+    return tuple(i for i, argument in enumerate(arguments) if argument.name.endswith("quantizer"))
 
 
 def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,20 +118,28 @@ def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _with_shortcut(overload: Callable[..., Any], implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """``overload``, without the way through the dispatcher where that leads straight to ``implementation``.
+def _with_shortcut(packet: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The default overload, without the way through the dispatcher where that leads straight to ``implementation``.
 
     So it does for plain CUDA tensors in eager code that records no gradient: inside the autograd functions. It would
-    cost as much as launching a kernel does. Traces, dispatch modes and the profiler do see the overload.
+    cost as much as launching a kernel does. Traces, dispatch modes and the profiler do see the overload. A graph that is
+    exported holds the overload ``text``, if there is one.
     """
-    arguments = overload._schema.arguments  # type: ignore[attr-defined]
+    overload, as_text = packet.default, getattr(packet, "text", None)
+    quantizers = () if as_text is None else _quantizers_at(as_text)
+    arguments = overload._schema.arguments
     first = next(i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type))
     in_list = "List" in str(arguments[first].type)
     run = _without_autocast(implementation)
     written = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            if quantizers and torch.compiler.is_exporting():
+                texts = [arg._value_text() if i in quantizers else arg for i, arg in enumerate(args)]
+                return as_text(*texts)
+            return overload(*args)
+        if torch.is_grad_enabled():
             return overload(*args)
         x: Any = args[first]
         if in_list:

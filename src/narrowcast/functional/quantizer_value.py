@@ -6,6 +6,8 @@ the real object, inside the operator or its fake, where nothing is traced.
 
 from __future__ import annotations
 
+import ast
+import functools
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -73,6 +75,15 @@ class QuantizerValue(_opaque.OpaqueBase):
             f"{cls.__qualname__} is not registered as a compile-time value; call "
             f"narrowcast.dynamo.register_value_opaque_quantizer({cls.__qualname__}) after defining it"
         )
+
+    def _value_text(self) -> str:
+        """The value as text, which :func:`quantizer_of_text` reads, or "" where it has none."""
+        return ""
+
+    @classmethod
+    def _of_value(cls, items: tuple[tuple[str, Any], ...]) -> QuantizerValue:
+        """The quantizer of this class with these field values, made without its constructor."""
+        raise NotImplementedError(f"{cls.__qualname__} has no value")
 
     def _is_current(self) -> bool:
         """Whether the scale is taken from the tensor in a pass of its own, which an earlier one can spare it."""
@@ -148,3 +159,21 @@ class QuantizerValue(_opaque.OpaqueBase):
 
 
 _opaque.register_base(QuantizerValue)
+
+CLASSES: dict[str, type[QuantizerValue]] = {}
+"""Quantizer classes by identifier; a class that is defined again gets another, and the older one keeps its own."""
+
+
+@functools.lru_cache(maxsize=1024)
+def quantizer_of_text(text: str) -> QuantizerValue:
+    """The quantizer that a text means, as ``_value_text`` wrote it.
+
+    Raises:
+        RuntimeError: no class of that name was defined in this process.
+    """
+    identifier, items = ast.literal_eval(text)
+    if identifier not in CLASSES:
+        raise RuntimeError(
+            f"no quantizer class {identifier!r} is known here; import the module that defines it before the program runs"
+        )
+    return CLASSES[identifier]._of_value(items)

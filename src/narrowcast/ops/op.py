@@ -518,7 +518,7 @@ class CompositeOperation(FusibleOperation, nn.Module, framework_base=True):
 
     @property
     def basic_ops(self) -> Sequence[BasicOperation]:
-        return list(self._modules["basic_ops"])  # type: ignore[arg-type]
+        return self._modules["basic_ops"]  # type: ignore[return-value]  # a module: torch.func finds parameters by path
 
     def forward(
         self, input_: Any, *extra_inputs: Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None

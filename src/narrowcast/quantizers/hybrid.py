@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from ..functional import BufferTable, GemmOperand, NativeOperand
 from ..tensors import HybridQuantizedTensor, HybridQuantizedTensorStorage
 from .quantizer import Quantizer
-from .value import rebuild_from_text
 
 _BUFFERS_PER_DIRECTION = 3
 _SOURCES = ("original", "rowwise_dequantized")
@@ -93,8 +91,8 @@ class HybridQuantizer(Quantizer):
 
     def _rebuild_derived_state(self) -> None:
         self._freeze(
-            rowwise_quantizer=rebuild_from_text(ast.literal_eval(self.rowwise_value)),
-            columnwise_quantizer=rebuild_from_text(ast.literal_eval(self.columnwise_value)),
+            rowwise_quantizer=quantizer_of_text(self.rowwise_value),
+            columnwise_quantizer=quantizer_of_text(self.columnwise_value),
         )
         self._half(False)._seal()
         self._half(True)._seal()

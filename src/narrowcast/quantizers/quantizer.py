@@ -28,10 +28,11 @@ from ..functional import (
     quantize,
     quantize_into,
 )
+from ..functional.quantizer_value import CLASSES
 from ..tensors import QuantizedTensor, QuantizedTensorStorage
 from ..tensors.storage import STORAGE_CLASSES, flatten_context, resolve_storage_class, storage_identifier
 from .arguments import field_value
-from .value import CLASSES, SPELLINGS, _rebuild_quantizer, class_identifier
+from .value import SPELLINGS, _rebuild_quantizer, class_identifier
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -150,8 +151,12 @@ class Quantizer(Sealable, QuantizerValue):
         )
 
     def _value_text(self) -> str:
-        """The value as text, or "" for identity semantics: what traced code compares."""
+        """The value as text, or "" for identity semantics: what traced code compares, and files of programs hold."""
         return "" if self._value_fields() is None else self._class_and_value()
+
+    @classmethod
+    def _of_value(cls, items: tuple[tuple[str, Any], ...]) -> Quantizer:
+        return _rebuild_quantizer(cls, items)
 
     def _class_and_value(self) -> str:
         """Class and field values as a literal, for a quantizer made of others."""

@@ -6,6 +6,7 @@ import enum
 import typing
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..functional.quantizer_value import CLASSES
 from ..tensors.storage import storage_identifier
 
 if TYPE_CHECKING:
@@ -50,10 +51,6 @@ def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...])
     return quantizer
 
 
-CLASSES: dict[str, type[Quantizer]] = {}
-"""Quantizer classes by identifier; a class that is defined again gets another, and the older one keeps its own."""
-
-
 def class_identifier(cls: type[Quantizer]) -> str:
     """Module and qualified name, with a number where another class has them already (a notebook cell run again)."""
     name = identifier = storage_identifier(cls)
@@ -62,9 +59,3 @@ def class_identifier(cls: type[Quantizer]) -> str:
         number += 1
         identifier = f"{name}#{number}"
     return identifier
-
-
-def rebuild_from_text(described: tuple[str, tuple[tuple[str, Any], ...]]) -> Quantizer:
-    """Quantizer from what :meth:`Quantizer._class_and_value` wrote, read back as a literal."""
-    identifier, items = described
-    return _rebuild_quantizer(CLASSES[identifier], items)
