@@ -64,7 +64,7 @@ from .quantizers import (
 )
 from .recipe import DelayedScalingRequest, QuantizerRequest
 from .roles import QuantizerRole
-from .serving import export, load_quantized
+from .serving import decompose, export, load_quantized
 from .state import (
     CudaRNGStatesTracker,
     autocast,
@@ -161,6 +161,7 @@ __all__ = [
     "compat",
     "convert",
     "custom_recipes",
+    "decompose",
     "deinterleave_glu_tensor",
     "distributed",
     "dynamo",

@@ -1,5 +1,6 @@
 """The operators of the library. Nothing outside this room registers one."""
 
+from ._library import taking_apart
 from .activation import (
     act,
     act_backward,
@@ -114,6 +115,7 @@ __all__ = [
     "splits_on_device",
     "swizzle_scales",
     "take_amaxes",
+    "taking_apart",
     "transpose_codes",
     "unpad_rows",
     "unswizzle_scales",

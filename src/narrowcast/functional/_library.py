@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,13 +59,12 @@ def define(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _LIBRARY.impl(name, _without_autocast(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"narrowcast::{name}", _all_on_meta(name, fake), lib=_LIBRARY)
-    if inlined is not None:
-        torch.library.register_torch_dispatch(
-            f"narrowcast::{name}",
-            FunctionalTensorMode,
-            _inline(implementation, inlined, shared),
-            lib=_LIBRARY,
-        )
+    torch.library.register_torch_dispatch(
+        f"narrowcast::{name}",
+        FunctionalTensorMode,
+        _inline(implementation, inlined, shared),
+        lib=_LIBRARY,
+    )
     if QUANTIZER in schema:
         _define_text_overload(name, schema, implementation, fake, tags)
     return _with_shortcut(getattr(torch.ops.narrowcast, name), implementation)
@@ -86,10 +87,11 @@ def _define_text_overload(
             *(quantizer_of_text(arg) if i in at else arg for i, arg in enumerate(args))
         )
 
-    run = _without_autocast(with_quantizers(implementation))
-    _LIBRARY.impl(f"{name}.text", run, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"narrowcast::{name}.text", _all_on_meta(name, with_quantizers(fake)), lib=_LIBRARY
+    run, full_name = with_quantizers(implementation), f"narrowcast::{name}.text"
+    _LIBRARY.impl(f"{name}.text", _without_autocast(run), "CompositeExplicitAutograd")
+    torch.library.register_fake(full_name, _all_on_meta(name, with_quantizers(fake)), lib=_LIBRARY)
+    torch.library.register_torch_dispatch(
+        full_name, FunctionalTensorMode, _inline(run, None, shared=False), lib=_LIBRARY
     )
 
 
@@ -122,8 +124,8 @@ def _with_shortcut(packet: Any, implementation: Callable[..., Any]) -> Callable[
     """The default overload, without the way through the dispatcher where that leads straight to ``implementation``.
 
     So it does for plain CUDA tensors in eager code that records no gradient: inside the autograd functions. It would
-    cost as much as launching a kernel does. Traces, dispatch modes and the profiler do see the overload. A graph that is
-    exported holds the overload ``text``, if there is one.
+    cost as much as launching a kernel does. Traces, dispatch modes and the profiler do see the overload. A graph that
+    is exported holds the overload ``text``, if there is one.
     """
     overload, as_text = packet.default, getattr(packet, "text", None)
     quantizers = () if as_text is None else _quantizers_at(as_text)
@@ -156,8 +158,21 @@ def _with_shortcut(packet: Any, implementation: Callable[..., Any]) -> Callable[
     return call
 
 
+_TAKING_APART = contextvars.ContextVar("taking_apart", default=False)
+
+
+@contextlib.contextmanager
+def taking_apart() -> Iterator[None]:
+    """Functionalization leaves none of the library's operators whole, be the graph one to export or on a CPU."""
+    token = _TAKING_APART.set(True)
+    try:
+        yield
+    finally:
+        _TAKING_APART.reset(token)
+
+
 def _inline(
-    implementation: Callable[..., Any], inlined: Callable[..., bool], shared: bool
+    implementation: Callable[..., Any], inlined: Callable[..., bool] | None, shared: bool
 ) -> Callable[..., Any]:
     """The rule by which functionalization meets an operator: trace its implementation, or keep it whole.
 
@@ -169,12 +184,14 @@ def _inline(
 
     def rule(mode: FunctionalTensorMode, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (*args, *(kwargs or {}).values())
-        if (
-            mode.export
-            or not _is_static_on_gpu(given)
-            or not read_flag("INLINE", True)
-            or not inlined(*given)
-        ):
+        traced = _TAKING_APART.get() or (
+            inlined is not None
+            and not mode.export
+            and _is_static_on_gpu(given)
+            and read_flag("INLINE", True)
+            and inlined(*given)
+        )
+        if not traced:
             return mode.__torch_dispatch__(op, types, args, kwargs)
         _let_inductor_start_kernels()
         with mode:

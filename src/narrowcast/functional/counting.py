@@ -17,6 +17,7 @@ from . import _opaque
 from . import gemm as _gemm  # noqa: F401  # defines operators that are looked up here
 from . import grouped_gemm as _grouped_gemm  # noqa: F401
 from .gemm import gemm_directions
+from .quantizer_value import quantizer_of_text
 
 _FLOP_COUNTER = "torch.utils.flop_counter"
 
@@ -42,6 +43,8 @@ def gemm_call(func: Any, args: Sequence[Any]) -> GemmCall | None:
 
 def element_of(quantizer: Any, columnwise: bool) -> DType | None:
     """What the codes of one direction are; None for a tensor in high precision."""
+    if isinstance(quantizer, str):  # in a graph that was exported
+        quantizer = quantizer_of_text(quantizer)
     half = quantizer._half(columnwise) if hasattr(quantizer, "_half") else quantizer
     dtype = getattr(half, "dtype", None)
     return None if dtype is None else DType(dtype)

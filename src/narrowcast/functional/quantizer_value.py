@@ -169,11 +169,16 @@ def quantizer_of_text(text: str) -> QuantizerValue:
     """The quantizer that a text means, as ``_value_text`` wrote it.
 
     Raises:
-        RuntimeError: no class of that name was defined in this process.
+        RuntimeError: no class of that name was defined in this process. TypeError: no text, for a quantizer without.
     """
+    if not text:
+        raise TypeError(
+            "a program is exported with quantizers as values, and this one has none; register its class with "
+            "narrowcast.dynamo.register_value_opaque_quantizer"
+        )
     identifier, items = ast.literal_eval(text)
     if identifier not in CLASSES:
         raise RuntimeError(
-            f"no quantizer class {identifier!r} is known here; import the module that defines it before the program runs"
+            f"no quantizer class {identifier!r} is known here; import the module that defines it first"
         )
     return CLASSES[identifier]._of_value(items)

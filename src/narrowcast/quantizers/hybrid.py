@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..functional import BufferTable, GemmOperand, NativeOperand
+from ..functional.quantizer_value import quantizer_of_text
 from ..tensors import HybridQuantizedTensor, HybridQuantizedTensorStorage
 from .quantizer import Quantizer
 
