@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import sys
 import time
@@ -24,8 +25,9 @@ def run_ranks(work: Work, folder: Path, world: int, seconds: int, backend: str =
     The test fails, and the processes are killed, when they have not finished after so many seconds; a collective that
     waits longer than half of them fails by itself.
     """
-    processes = mp.spawn(_rank, args=(work, str(folder), world, seconds, backend), nprocs=world, join=False)
-    assert processes is not None
+    processes: Any = mp.start_processes(
+        _rank, (work, str(folder), world, seconds, backend), world, join=False, start_method=_start_method()
+    )
     deadline = time.monotonic() + seconds
     try:
         while not processes.join(timeout=1):
@@ -37,6 +39,14 @@ def run_ranks(work: Work, folder: Path, world: int, seconds: int, backend: str =
         for process in processes.processes:
             process.kill()
     return [torch.load(f"{folder}/rank{rank}.pt") for rank in range(world)]
+
+
+def _start_method() -> str:
+    """How ranks begin: forked from a server that has imported what takes long, but where CUDA may be in use."""
+    if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.set_forkserver_preload(["narrowcast", "torch._dynamo", "torch.distributed.fsdp"])
+    return "forkserver"
 
 
 def _rank(rank: int, work: Work, folder: str, world: int, seconds: int, backend: str) -> None:

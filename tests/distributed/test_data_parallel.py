@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from typing import Any
 from unittest import mock
@@ -67,11 +68,16 @@ def compiled(model: Any) -> Any:
     return model
 
 
+@functools.cache
+def of_one_process(recipe: str, width: int, hidden: int, blocks: int, **options: Any) -> list[float]:
+    return train(make_model(recipe, width, hidden, blocks), width=width, **options)
+
+
 def compare(
     recipe: str, wrap: Any, width: int = 64, hidden: int = 96, blocks: int = 2, **options: Any
 ) -> tuple[Any, Any]:
     """(losses of the wrapped model, of one process)."""
-    expected = train(make_model(recipe, width, hidden, blocks), width=width, **options)
+    expected = of_one_process(recipe, width, hidden, blocks, **options)
     model = wrap(make_model(recipe, width, hidden, blocks))
     if options.get("microbatches") and hasattr(model, "set_requires_gradient_sync"):
         options["before"] = model.set_requires_gradient_sync
@@ -83,7 +89,7 @@ def many_steps(mesh: Any) -> tuple[Any, Any]:
     for wrap in (lambda model: fsdp2(model, mesh), lambda model: model):
         model = wrap(make_model("delayed", 16, 16, blocks=1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        losses.append(train(model, 200, width=16, optimizer=optimizer))
+        losses.append(train(model, 50, width=16, optimizer=optimizer))
     return tuple(losses)
 
 
@@ -189,7 +195,7 @@ def checks_of_two(folder: str) -> dict[str, Any]:
         "delayed", lambda m: compiled(fsdp2(m, mesh)), blocks=1
     )
     checks["unequal"] = lambda: unequal(mesh)
-    checks["200 steps"] = lambda: many_steps(mesh)
+    checks["50 steps"] = lambda: many_steps(mesh)
     return checks
 
 
@@ -200,7 +206,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 WAYS = ("fsdp1", "fsdp1_flat", "recomputed", "recomputed_after", "nc_checkpoint", "accumulated")
 NAMES = [f"{way}-{recipe}" for way in ("ddp", "uneven") for recipe in ("delayed", "mxfp8")]
-NAMES += [*WAYS, "mixed_precision", "compiled_before-current", "compiled_after-delayed", "200 steps"]
+NAMES += [*WAYS, "mixed_precision", "compiled_before-current", "compiled_after-delayed", "50 steps"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -56,7 +56,7 @@ def plan(sequence: bool, stock: bool) -> dict[str, Any]:
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Block(), Block())
+    return nn.Sequential(Block())
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -84,6 +84,7 @@ def test_delayed(case, device: torch.device) -> None:
     assert_bitwise(raised, expected, "amax")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(1, 4, 8), (3, 5, 7), (2, 66, 130), (4, 64, 128), (2, 1, 3)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_batch(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -115,6 +116,7 @@ def test_batch(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.de
     assert_bitwise(raised, expected, "amax")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("splits", [*SPLITS, [128, 129, 300, 0, 256], [4097, 0, 40]], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_column_sum(splits: list[int], dtype: torch.dtype, device: torch.device) -> None:

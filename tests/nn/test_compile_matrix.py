@@ -2,7 +2,7 @@
 
 A row of ``MODULES`` is a module and the options it takes, a row of ``OPTIONS`` is how an option is set and exercised.
 A combination that cannot exist is in ``IMPOSSIBLE`` with the error that says why, and must raise it. Every cell runs
-its scenario twice, and the second time must compile nothing. As many cells run as hold every pair of values; with
+its scenario twice, and the second time must compile nothing. As many cells run as ``meetings`` asks for; with
 ``--full-matrix`` all of them.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from covering import covering
 from recipes import DEVICE, RECIPES
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -611,20 +612,35 @@ WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
 CHECKPOINT_REFUSES_MUTATION = TorchVersion(torch.__version__) < "2.13"
 
 
-@pytest.mark.covering
+# modules that share their class, and recipes whose quantizers have no state and scale blocks
+KINDS = {
+    **dict.fromkeys(("LayerNormMLP-gelu", "LayerNormMLP-swiglu"), "mlp"),
+    **dict.fromkeys(("GroupedLinear", "GroupedLinear(single)"), "grouped"),
+    **dict.fromkeys(("mxfp8", "block", "nvfp4", "custom"), "blocks"),
+}
+
+
+def meetings(module: str, recipe: str, option: str) -> tuple[Any, ...]:
+    """What a cell brings together: every such meeting is in a cell that runs."""
+    without_gradients, scenario = option in WITHOUT_GRADIENTS, OPTIONS[option].scenario
+    every = ((module, scenario), (recipe, scenario), (KINDS.get(module, module), option))
+    if without_gradients:
+        return every
+    return *every, (KINDS.get(recipe, recipe), option), (module, recipe, without_gradients)
+
+
+CHOSEN = covering([meetings(*cell) for cell in POSSIBLE], 1)
+
+
 @pytest.mark.parametrize(
-    ("module", "recipe", "option"), [cell for cell in POSSIBLE if cell[2] not in WITHOUT_GRADIENTS], ids=str
+    ("module", "recipe", "option"),
+    [
+        pytest.param(*cell, id="-".join(cell), marks=() if index in CHOSEN else pytest.mark.requested)
+        for index, cell in enumerate(POSSIBLE)
+    ],
 )
 def test_cell(module: str, recipe: str, option: str) -> None:
-    """Forward and backward, so that every module is trained under every recipe."""
-    compare_compiled_with_eager(module, recipe, option)
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize(
-    ("module", "recipe", "option"), [cell for cell in POSSIBLE if cell[2] in WITHOUT_GRADIENTS], ids=str
-)
-def test_cell_without_gradients(module: str, recipe: str, option: str) -> None:
+    """Forward and backward, so that every module is trained under every recipe; or without gradients."""
     compare_compiled_with_eager(module, recipe, option)
 
 
