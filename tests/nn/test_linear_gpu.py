@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 import torch
 from recipes import QUANTIZED, RECIPES
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 import narrowcast as nc
 from narrowcast.testing import assert_close
@@ -114,3 +116,30 @@ def test_cuda_graph_capture(name: str) -> None:
     torch.cuda.synchronize()
     for a, b in zip(captured, expected, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_compiled_layers_that_read_one_input_quantize_it_once(name: str) -> None:
+    """Delayed scaling has a scale per layer, so there each does; no bit differs from eager code."""
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(
+        nc.Linear(512, n, bias=False, device="cuda", dtype=torch.bfloat16) for n in (512, 128, 256)
+    )
+    nc.set_recipe(layers, QUANTIZED[name])
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def forward(x: Tensor) -> list[Tensor]:
+        h = x + x  # exact, and the compiler's to compute
+        return [layer(h) for layer in layers]
+
+    def numbers(outs: list[Tensor]) -> list[Tensor]:
+        gradients = torch.autograd.grad([out.float().square().sum() for out in outs], [*layers.parameters()])
+        return [*(out.detach() for out in outs), *gradients]
+
+    expected = numbers(forward(x))
+    torch.compiler.reset()
+    outs, (code, *_) = run_and_get_code(torch.compile(forward, fullgraph=True), x)
+    for actual, one in zip(numbers(outs), expected, strict=True):
+        assert torch.equal(actual, one)
+    launches = len(re.findall(r"_cast_tile_kernel\w*\.run\(", code))
+    assert launches == (3 if name == "delayed" else 1), code
