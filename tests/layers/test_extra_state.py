@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
+import types
 import warnings
 from typing import Any
 
@@ -73,8 +75,54 @@ class Bomb:
         return exec, ("raise SystemExit('executed')",)
 
 
+class Recipe:
+    """In the place of Transformer Engine's, which is not installed here."""
+
+    __module__ = "transformer_engine.common.recipe"
+    __qualname__ = "DelayedScaling"
+
+    def __init__(self) -> None:
+        self.margin, self.fp8_format = 0, "HYBRID"
+
+
+@pytest.fixture
+def as_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["transformer_engine", "transformer_engine.common", "transformer_engine.common.recipe"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules[names[-1]], "DelayedScaling", Recipe, raising=False)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_transformer_engine_pickles_is_read(name: str, as_transformer_engine: None) -> None:
+    """Its recipe is not made, its tensors are; and what goes back to it is the same."""
+    make, slots = LAYERS[name]
+    state = theirs(slots)
+    pickled = pickle.dumps({"recipe": Recipe(), **state})
+    assert b"transformer_engine.common.recipe" in pickled
+    layer = make(recipe=RECIPE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer.load_state_dict({**make().state_dict(), "_extra_state": as_tensor(pickled)})
+    given = nc.compat.transformer_engine_state_dict(layer)
+    assert set(given) == {*make().state_dict(), "_extra_state"}
+    back = pickle.loads(given["_extra_state"].numpy().tobytes())
+    for key in ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd"):
+        assert torch.equal(back[key], state[key])
+    again = make(recipe=RECIPE)
+    again.load_state_dict(given)
+    for own, other in zip(layer.buffers(), again.buffers(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_other_modules_have_no_extra_state() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nc.LayerNorm(8, device="cpu"), nc.Linear(8, 8, device="cpu"))
+    given = nc.compat.transformer_engine_state_dict(model)
+    assert [key for key in given if "_extra" in key] == ["1._extra_state", "2._extra_state"]
+    assert all(given[key].numel() == 0 for key in given if "_extra" in key)
+
+
 UNREADABLE = {
-    "pickle": as_tensor(pickle.dumps(theirs(1))),
     "code in a pickle": as_tensor(pickle.dumps(Bomb())),
     "code in a file": as_tensor(saved({"scale_fwd": Bomb()})),
     "damaged": as_tensor(b"PK" + bytes(100)),

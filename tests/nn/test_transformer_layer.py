@@ -254,8 +254,8 @@ TE_KEYS = {
         keys(
             "self_attention.qkv:weight _extra_state", "self_attention.proj:weight _extra_state",
             "self_attention.core_attention:_extra_state softmax_offset",
-            "self_attention.q_norm:weight", "self_attention.k_norm:weight",
-            "layernorm_mlp:layer_norm_weight fc1_weight fc2_weight _extra_state", "layernorm:weight",
+            "self_attention.q_norm:weight _extra_state", "self_attention.k_norm:weight _extra_state",
+            "layernorm_mlp:layer_norm_weight fc1_weight fc2_weight _extra_state", "layernorm:weight _extra_state",
         ),
     ),
 }  # fmt: skip
@@ -268,6 +268,7 @@ def test_a_checkpoint_of_transformer_engine_loads_by_name(name: str) -> None:
     layer = make_layer(**options)
     own = layer.state_dict()
     assert {key for key in expected if not key.endswith("_extra_state")} == set(own)
+    assert set(nc.compat.transformer_engine_state_dict(layer)) == set(expected)  # and ours loads there
     checkpoint = {
         key: torch.randn_like(own[key]) if key in own else torch.empty(0, dtype=torch.uint8)
         for key in expected

@@ -319,11 +319,78 @@ def test_no_fusion_across_a_channel_inside() -> None:
     assert fusion.look([begin, end], 0, None) == NearMiss("channel 'a' begins and ends inside")
     assert fusion([begin, end], recipe=None) == [begin, end]
 
-    def careless(ops: Any, *, recipe: Any) -> Any:
-        return [FusedOperation(ops)]
 
-    with only(forward=[careless]), pytest.raises(RuntimeError, match="careless put both ends of channel 'a'"):
-        OperationFuser([begin, end])(torch.ones(2))
+class Doubling(FusedOperation):
+    """Runs both ends of a channel, and so routes what goes through it."""
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Any, *, basic_op_extra_inputs: Any, **kwargs: Any
+    ) -> Any:
+        assert basic_op_extra_inputs[1] == (None,)
+        return 2 * input_, [(None,), ()]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        assert basic_op_grad_extra_outputs[0] == (None,)
+        return 2 * grad_output, [(), ()], [(), (None,)]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "joint"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_fused_operation_with_a_channel_inside(where: str, compiled: bool) -> None:
+    begin, end = MakeExtraOutput(), AddExtraInput()
+    begin.set_extra_output_channel(0, "a", output_to_caller=False)
+    end.set_extra_input_channel(0, "a")
+    fuser, x = OperationFuser([begin, end]), torch.ones(2, requires_grad=True)
+    with only(**{where: [lambda ops, *, recipe: [Doubling(ops)]]}):
+        y = (torch.compile(fuser, backend="aot_eager", fullgraph=True) if compiled else fuser)(x)
+        assert torch.equal(y, 2 * x)
+        y.sum().backward()
+    assert torch.equal(x.grad, 2 * torch.ones(2))
+
+
+class Axpy(FusedOperation):
+    """A forward that saves nothing, in front of basic operations' backwards."""
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Any, *, basic_op_extra_inputs: Any, **kwargs: Any
+    ) -> Any:
+        scale: Any = self.basic_ops[0]
+        return scale.scale * input_ + basic_op_extra_inputs[1][0] + self.basic_ops[2].bias, [(), (), ()]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_fused_forward_that_saves_nothing(compiled: bool) -> None:
+    fuser = OperationFuser([ConstantScale(3.0), AddExtraInput(), nc.ops.Bias(2, device="cpu")])
+    x, extra = torch.ones(4, 2, requires_grad=True), torch.ones(4, 2, requires_grad=True)
+    with only(forward=[lambda ops, *, recipe: [Axpy(ops)]]):
+        y = (torch.compile(fuser, backend="aot_eager", fullgraph=True) if compiled else fuser)(x, extra)
+        y.sum().backward()
+    assert torch.equal(y, 3 * x + extra) and torch.equal(x.grad, 3 * torch.ones(4, 2))
+    assert torch.equal(extra.grad, torch.ones(4, 2))
+    bias: Any = fuser.basic_ops[2]
+    assert torch.equal(bias.bias.grad, torch.full((2,), 4.0))
+
+
+def test_a_channel_without_what_others_read() -> None:
+    begin, end, other = MakeExtraOutput(), AddExtraInput(), AddExtraInput()
+    begin.set_extra_output_channel(0, "a", output_to_caller=False)
+    for taker in (end, other):
+        taker.set_extra_input_channel(0, "a")
+    with (
+        only(forward=[lambda ops, *, recipe: [Doubling(ops[:2]), *ops[2:]]]),
+        pytest.raises(RuntimeError, match="operation 2 reads channel 'a', for which .* returned None"),
+    ):
+        OperationFuser([begin, end, other])(torch.ones(2))
+    public, end = MakeExtraOutput(), AddExtraInput()
+    public.set_extra_output_channel(0, "a")
+    end.set_extra_input_channel(0, "a")
+    with (
+        only(forward=[lambda ops, *, recipe: [Doubling(ops)]]),
+        pytest.raises(RuntimeError, match="returned None as extra output 0, which the caller gets"),
+    ):
+        OperationFuser([public, end])(torch.ones(2))
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -1,5 +1,6 @@
 """Other libraries' names for what this one has: Transformer Engine's."""
 
+from .checkpoint import transformer_engine_state_dict
 from .global_state import FP8GlobalStateManager
 from .install import install_transformer_engine, uninstall_transformer_engine
 from .onnx import onnx_export
@@ -8,5 +9,6 @@ __all__ = [
     "FP8GlobalStateManager",
     "install_transformer_engine",
     "onnx_export",
+    "transformer_engine_state_dict",
     "uninstall_transformer_engine",
 ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import io
+import pickle
 import warnings
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +18,8 @@ EXTRA_STATE = "_extra_state"
 def take_extra_state(state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
     """Take a module's extra state out of a state dict: tensors by Transformer Engine's names, or nothing.
 
-    Only what ``torch.save`` wrote is read, with ``weights_only``; a pickle might run code of whoever wrote it. Of one
-    that is not empty, a warning says that it is ignored.
+    What ``torch.save`` wrote is read with ``weights_only``, and pickles by an unpickler that knows tensors and nothing
+    else that could do anything. Of what cannot be read so, a warning says that it is ignored.
     """
     value = state_dict.pop(prefix + EXTRA_STATE, None)
     if isinstance(value, Tensor):
@@ -26,9 +29,12 @@ def take_extra_state(state_dict: dict[str, Any], prefix: str) -> dict[str, Tenso
     if not value:
         return {}
     state: Any = None
-    if isinstance(value, bytes) and value.startswith(b"PK"):
+    if isinstance(value, bytes):
         try:
-            state = torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
+            if value.startswith(b"PK"):
+                state = torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
+            else:
+                state = _TensorsOnly(io.BytesIO(value)).load()
         except Exception:  # a damaged file, or one that holds more than tensors
             state = None
     if not isinstance(state, dict):
@@ -39,6 +45,68 @@ def take_extra_state(state_dict: dict[str, Any], prefix: str) -> dict[str, Tenso
         )
         return {}
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+class _Inert:
+    """Stands for an object of Transformer Engine's, such as its recipe: takes everything, does nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _tensor_of_bytes(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+class _TensorsOnly(pickle.Unpickler):
+    """Reads a pickle of tensors, containers and numbers; no function of the pickle's choice is ever called."""
+
+    _KNOWN: ClassVar[dict[tuple[str, str], Any]] = {
+        ("collections", "OrderedDict"): collections.OrderedDict,
+        ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+        ("torch.storage", "_load_from_bytes"): _tensor_of_bytes,
+        ("builtins", "getattr"): _Inert,  # how some versions of Python pickle members of an enum
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """
+        Raises:
+            pickle.UnpicklingError: what is neither a tensor's nor of Transformer Engine.
+        """
+        if (module, name) in self._KNOWN:
+            return self._KNOWN[module, name]
+        if module.split(".")[0] in ("transformer_engine", "transformer_engine_torch", "narrowcast"):
+            return _Inert
+        raise pickle.UnpicklingError(f"{module}.{name} is not read")
+
+
+def to_extra_state(buffers: dict[str, Tensor | None], stages: list[str], directions: Iterable[str]) -> Tensor:
+    """What Transformer Engine reads of a layer's delayed scaling, uint8 (n,); empty for a layer without.
+
+    Args:
+        buffers: of the layer, by name. stages: prefixes in the order of its GEMMs. directions: "fwd" and "bwd".
+    """
+    state: dict[str, Any] = {}
+    for direction in directions:
+        parts = [
+            [buffers[f"{stage}{kind}_{direction}"] for stage in stages]
+            for kind in ("scale", "amax_history", "amax")
+        ]
+        if not stages or any(part is None for own in parts for part in own):
+            continue
+        scale, history, amax = (torch.cat([part.detach().cpu() for part in own], -1) for own in parts)  # type: ignore[union-attr]
+        history[0] = amax  # where the running step collects
+        state[f"scale_{direction}"], state[f"amax_history_{direction}"] = scale, history
+    if not state:
+        return torch.empty(0, dtype=torch.uint8)
+    state["extra_fp8_variables"] = {}
+    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
 
 def delayed_state(

@@ -119,7 +119,9 @@ def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: T
         run = slice(where[0], where[-1] + 1)
         own = contexts[run]
         kwargs: dict[str, Any] = {
-            "basic_op_extra_inputs": [wiring.inputs_of(index, channels, extra_inputs) for index in where]
+            "basic_op_extra_inputs": [
+                wiring.inputs_of(index, channels, extra_inputs, where) for index in where
+            ]
             if wiring.inlets
             else [()] * len(where),
             "prev_op_grad_output_quantizer": own[0].prev_op_grad_output_quantizer,
@@ -495,13 +497,6 @@ def _apply(
                 f"{[type(op).__name__ for op in covered]}, the list is {[type(op).__name__ for op in basic_ops]}; a "
                 "fusion must cover every basic operation once, in order"
             )
-        for op in ops:
-            channel = inner_channel(op.basic_ops) if op.is_fused_op else None
-            if channel is not None:
-                raise RuntimeError(
-                    f"the fusion {_name_of(function)} put both ends of channel {channel!r} into one operation, which "
-                    "gets its extra inputs before it runs; leave these operations apart"
-                )
     return ops
 
 

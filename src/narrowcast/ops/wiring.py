@@ -41,13 +41,30 @@ class Wiring:
     outlets: tuple[Outlet, ...]
     from_caller: int
 
-    def inputs_of(self, op: int, channels: dict[str, Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Extra inputs of one basic operation."""
+    def inputs_of(
+        self, op: int, channels: dict[str, Tensor], given: Sequence[Tensor], run: Sequence[int]
+    ) -> tuple[Tensor | None, ...]:
+        """Extra inputs of one basic operation; None for what another of its ``run`` gives, which runs them together.
+
+        Raises:
+            RuntimeError: a fused operation in front gave None where others read.
+        """
         return tuple(
-            given[inlet.position] if inlet.position >= 0 else channels[inlet.channel]  # type: ignore[index]
+            given[inlet.position] if inlet.position >= 0 else self._from_channel(inlet, channels, run)
             for inlet in self.inlets
             if inlet.op == op
         )
+
+    def _from_channel(self, inlet: Inlet, channels: dict[str, Tensor], run: Sequence[int]) -> Tensor | None:
+        if inlet.channel in channels:
+            return channels[inlet.channel]
+        source = next(out.op for out in self.outlets if out.channel == inlet.channel)
+        if source not in run:
+            raise RuntimeError(
+                f"operation {inlet.op} reads channel {inlet.channel!r}, for which the fused operation in front "
+                "returned None; it may do so only where it holds all readers"
+            )
+        return None
 
     def outputs_of(self, op: int) -> list[Outlet]:
         """Extra outputs of one basic operation."""
@@ -57,7 +74,7 @@ class Wiring:
         self,
         op: BasicOperation,
         number: int,
-        outputs: Sequence[Tensor],
+        outputs: Sequence[Tensor | None],
         channels: dict[str, Tensor],
         to_caller: list[Tensor],
         differentiable: bool,
@@ -72,6 +89,13 @@ class Wiring:
         if len(outputs) != len(outlets):
             raise wrong_count(op, "the forward", "extra outputs", outputs, len(outlets))
         for outlet, output in zip(outlets, outputs):
+            if output is None and (outlet.channel is None or outlet.to_caller):
+                raise RuntimeError(
+                    f"the forward of {type(op).__name__} returned None as extra output {outlet.index}, which the "
+                    "caller gets; return a tensor"
+                )
+            if output is None:  # a fused operation that holds the readers of the channel
+                continue
             if outlet.channel is not None:
                 unmarked = differentiable and output.is_floating_point() and not output.requires_grad
                 channels[outlet.channel] = output.detach().requires_grad_() if unmarked else output

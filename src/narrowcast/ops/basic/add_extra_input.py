@@ -48,5 +48,6 @@ class AddExtraInput(BasicOperation):
         ctx.dtypes = (input_.dtype, basic_op_extra_inputs[0][0].dtype)
 
     def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
-        ours, theirs = basic_op_ctxs[0].dtypes
+        # a fused operation's forward that saves nothing may be in front
+        ours, theirs = getattr(basic_op_ctxs[0], "dtypes", (grad_output.dtype, grad_output.dtype))
         return grad_output.to(ours), [()], [(grad_output.to(theirs),)]

@@ -81,11 +81,13 @@ class Bias(BasicOperation):
 
     def op_backward(self, ctx: Any, grad_output: Any) -> Any:
         wanted = ctx.prev_op_grad_output_quantizer
-        if not ctx.with_grad_bias:
+        # a fused operation's forward that saves nothing may be in front
+        dtype = getattr(ctx, "bias_dtype", self.bias.dtype)
+        if not getattr(ctx, "with_grad_bias", self.bias.requires_grad):
             return grad_output, (None,)
         rows = matrix_of(grad_output)
         if wanted is None or not ctx.input_requires_grad:
-            return grad_output, (rows.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype),)
+            return grad_output, (rows.sum(dim=0, dtype=torch.float32).to(dtype),)
         *buffers, sums = quantize_dbias(rows, wanted.operand.quantizer, *wanted.state(rows))
         grad = wanted.assemble(buffers, tuple(grad_output.shape), grad_output.dtype)
-        return grad, (sums.to(ctx.bias_dtype),)
+        return grad, (sums.to(dtype),)

@@ -1,0 +1,39 @@
+"""A model's state dict as Transformer Engine's own layers load it, strictly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import RecipeOwner
+from ..layers.delayed import DelayedLayer
+from ..layers.extra_state import EXTRA_STATE, to_extra_state
+from ..layers.norm import NormParameters
+from ..nn import DotProductAttention
+
+
+def transformer_engine_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model whose layers in Transformer Engine have the same names; it loads there, strictly.
+
+    Each layer has an ``_extra_state``: empty, or its scales and histories of delayed scaling, as a pickle of tensors.
+    Newer versions read that only with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1`` in the environment.
+
+    Args:
+        model: of layers and operations of this library, and others.
+    Returns:
+        parameters as in ``model.state_dict()``, of which the buffers of delayed scaling are taken out.
+    """
+    state: dict[str, Any] = dict(model.state_dict())
+    for name, layer in model.named_modules():
+        if not isinstance(layer, (RecipeOwner, NormParameters, DotProductAttention)):
+            continue
+        prefix, extra = f"{name}." if name else "", torch.empty(0, dtype=torch.uint8)
+        if isinstance(layer, DelayedLayer):
+            buffers: dict[str, Tensor | None] = {own: layer._buffers[own] for own in layer._state_names()}
+            for own in buffers:
+                state.pop(prefix + own, None)
+            extra = to_extra_state(buffers, sorted(layer._stage_names), ("fwd", "bwd"))
+        state[prefix + EXTRA_STATE] = extra
+    return state
