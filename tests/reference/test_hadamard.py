@@ -28,7 +28,6 @@ def test_orthogonal(random_signs: bool) -> None:
 def test_golden_rotation(name: str, device: torch.device) -> None:
     golden = golden_vectors.load(name)
     x = golden.input().to(device)
-    assert_bitwise(hadamard.rotate_last(x.t()).float().cpu(), golden["rotated_columnwise"])
     assert_bitwise(hadamard.rotate_rows(x.float(), True).t().cpu(), golden["rotated_columnwise"])
 
 
@@ -64,14 +63,3 @@ def test_pure_and_with_scratch() -> None:
     assert_bitwise(own, rotated)
     assert_bitwise(hadamard.unrotate_rows(x, True), hadamard.unrotate_rows(kept, True))
     assert_bitwise(x, kept)
-
-
-@pytest.mark.parametrize("shape", [(16,), (3, 32), (2, 5, 48)])
-def test_rotate_last_in_any_rank(shape: tuple[int, ...]) -> None:
-    x = normal(shape, torch.bfloat16)
-    rotated = hadamard.rotate_last(x)
-    assert rotated.shape == shape
-    assert rotated.dtype == torch.bfloat16
-    matrix = hadamard.rht_matrix(True, "cpu")
-    expected = (x.float().reshape(-1, 16) @ matrix).reshape(shape)
-    torch.testing.assert_close(rotated.float(), expected, rtol=2.0**-7, atol=1e-6)

@@ -46,9 +46,8 @@ def test_known_answers(
     counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...], device: torch.device
 ) -> None:
     c0, c1, c2, c3 = (torch.tensor([word], device=device) for word in counter)
-    words = philox.philox4x32(seed_of(key, device), (c0, c1, c2, c3))
+    words = philox.philox4x32_(seed_of(key, device), c0, c1, c2, c3)
     assert [word.item() for word in words] == list(expected)
-    assert [c0.item(), c1.item(), c2.item(), c3.item()] == list(counter)
 
 
 def test_many_counters_equal_the_scalar_generator(device: torch.device) -> None:

@@ -89,23 +89,6 @@ def unrotate_rows(y: Tensor, random_signs: bool) -> Tensor:
     return _butterflies_(groups * _ORTHONORMAL).mul_(diagonal).view(y.shape)
 
 
-def rotate_last(x: Tensor, random_signs: bool = True) -> Tensor:
-    """Rotate groups of 16 along the last dimension.
-
-    Args:
-        x: fp32, bf16 or fp16, last dimension a multiple of 16.
-        random_signs: use the fixed sign pattern; else all signs are plus.
-
-    Raises:
-        RuntimeError: the last dimension is not a multiple of 16.
-
-    Numerics:
-        A new contiguous bf16 tensor of the same shape, equal to ``rotate_rows`` of the transpose.
-    """
-    groups = x.reshape(x.numel() // NVFP4_BLOCK, NVFP4_BLOCK).float().t().contiguous()
-    return rotate_rows(groups, random_signs).t().reshape(x.shape).to(torch.bfloat16)
-
-
 def _butterflies_(groups: Tensor, scratch: Tensor | None = None) -> Tensor:
     """Multiply by ``H`` along the middle dimension of (groups, 16, K), in the memory of ``groups``."""
     source, target = groups, torch.empty_like(groups) if scratch is None else scratch

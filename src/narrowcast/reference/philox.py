@@ -14,12 +14,12 @@ _WORD = 0xFFFFFFFF
 _ROUNDS = 10
 
 
-def philox4x32(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
+def philox4x32_(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list[Tensor]:
     """Four random 32-bit words per counter.
 
     Args:
         seed: int64 [1]; its low and high 32 bits are the key.
-        counter: four int64 tensors of one shape with values 0..2**32 - 1, low word first.
+        c0, c1, c2, c3: words of the counter, low first: int64 0..2**32 - 1 of one shape; overwritten.
 
     Raises:
         RuntimeError: the shapes differ.
@@ -27,11 +27,6 @@ def philox4x32(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> 
     Numerics:
         Four int64 tensors with values 0..2**32 - 1, in the order of the generator's output words.
     """
-    return philox4x32_(seed, *(word.clone() for word in counter))
-
-
-def philox4x32_(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list[Tensor]:
-    """``philox4x32`` that overwrites its counters."""
     seed = seed.reshape(())
     key0, key1 = seed & _WORD, (seed >> 32) & _WORD
     product0, product1 = torch.empty_like(c0), torch.empty_like(c2)
