@@ -32,7 +32,15 @@ import narrowcast as nc
 from narrowcast.autograd.linear import LinearFunction
 from narrowcast.distributed.micro_pipeline import _AsWritten
 
-wrap.get_mutated_tensors = lambda *, kwargs, **_: [name for name in kwargs if name != "operand_0"]
+
+
+def written(*, kwargs, **_):
+    """What a kernel writes to, which PyTorch finds by compiling it; what is passed for it to read goes on as it is."""
+    read = ("data_ptr",) if "x_ptr" not in kwargs and "transpose_ptr" in kwargs else ("operand_0",)
+    return [name for name in kwargs if name not in read]
+
+
+wrap.get_mutated_tensors = written
 dist.is_nccl_available = lambda: True
 # what a PyTorch without CUDA cannot trace on fake tensors: __getitem__ with a slice, a copy by contiguous
 torch.Tensor.__getitem__ = lambda x, index: x.narrow(0, index.start or 0, index.stop)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..functional import amax_to_share, quantize
+from ..functional import amax_to_share, quantize, transpose_codes
 from ..functional.collectives import (
     arrived,
     check_scatters,
@@ -117,6 +117,10 @@ class TensorParallel:
 
     def whole_operand(self, share: OperandBuffers, operand: Operand) -> OperandBuffers:
         """Both directions of the whole, each where the share has it."""
+        if share.rowwise and share.columnwise and operand.rowwise[-1] and operand.columnwise[-1]:
+            # one scale for both, so the codes of one direction are those of the other: they are sent once
+            rowwise = self.joined(self.start_joining(share.rowwise, operand.joins[0]), operand.joins[0])
+            return OperandBuffers(rowwise, [transpose_codes(rowwise[0]), rowwise[1]], share.quantizer)
         rowwise, columnwise = (
             self.start_joining(side, joins)
             for side, joins in zip((share.rowwise, share.columnwise), operand.joins)

@@ -107,9 +107,14 @@ def _gather_as_float8(graph: fx.Graph, view: fx.Node) -> None:
         arrived = _call(graph, wait.target, (begun,), view.meta["val"])
     view.replace_all_uses_with(arrived)
     graph.erase_node(view)
-    if wait.users:  # a second reader takes the bytes of the one gather
-        with graph.inserting_after(arrived):
-            raw = _call(graph, aten.view.dtype, (arrived, torch.uint8), wait.meta["val"])
+    if (
+        wait.users
+    ):  # a second reader takes the bytes of the one gather, by a way that the pass takes for no gather
+        whole = wait.meta["val"]
+        with graph.inserting_before(wait):
+            flat = _call(graph, aten.view.default, (arrived, [whole.numel()]), arrived.meta["val"].view(-1))
+            raw = _call(graph, aten.view.dtype, (flat, torch.uint8), whole.view(-1))
+            raw = _call(graph, aten.view.default, (raw, list(whole.shape)), whole)
         wait.replace_all_uses_with(raw)
     graph.erase_node(wait)
     if not gather.users:
