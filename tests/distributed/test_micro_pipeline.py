@@ -32,10 +32,8 @@ import narrowcast as nc
 from narrowcast.autograd.linear import LinearFunction
 from narrowcast.distributed.micro_pipeline import _AsWritten
 
-
-
 def written(*, kwargs, **_):
-    """What a kernel writes to, which PyTorch finds by compiling it; what is passed for it to read goes on as it is."""
+    # what a kernel writes to, which PyTorch finds by compiling it: all but what is passed on in this test
     read = ("data_ptr",) if "x_ptr" not in kwargs and "transpose_ptr" in kwargs else ("operand_0",)
     return [name for name in kwargs if name not in read]
 
