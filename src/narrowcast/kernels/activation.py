@@ -386,23 +386,10 @@ def amax_slots(x: Tensor) -> Tensor:
 
 
 def forward(x: Tensor, activation: str, amax: Tensor | None = None, **params: float) -> Tensor:
-    """Apply an activation.
+    """``reference.activation.forward``; ``x`` of any strides.
 
     Args:
-        x: (*lead, F), or (*lead, 2F) for a gated one whose gate is the first half; bf16, fp16 or fp32, any strides.
-        activation: a name of ``KINDS``.
         amax: from ``amax_slots``; the largest of them is raised to the largest magnitude of the result.
-        params: ``limit``, ``alpha`` and ``glu_linear_offset`` of "clamped_swiglu"; ``beta1`` and ``beta2`` of
-            "situ_glu", positive.
-
-    Returns:
-        (*lead, F) in the dtype of ``x``.
-
-    Raises:
-        ValueError: as ``checked``.
-
-    Numerics:
-        Equal to ``reference.activation.forward``.
     """
     kind = checked(x, activation, params)
     x = x.contiguous()
@@ -419,21 +406,10 @@ def forward(x: Tensor, activation: str, amax: Tensor | None = None, **params: fl
 
 
 def backward(grad: Tensor, x: Tensor, activation: str, amax: Tensor | None = None, **params: float) -> Tensor:
-    """Gradient of ``forward`` with respect to ``x``.
+    """``reference.activation.backward``; the gradient of any strides.
 
     Args:
-        grad: gradient of the result, of its shape; bf16, fp16 or fp32, any strides.
-        x, activation, params: as given to ``forward``.
         amax: as ``forward`` takes it.
-
-    Returns:
-        Shape and dtype of ``x``; a gated activation has the gate's gradient in the first half.
-
-    Raises:
-        ValueError: as ``checked``, or a gradient of another shape or unreadable.
-
-    Numerics:
-        Equal to ``reference.activation.backward``.
     """
     kind = checked(x, activation, params)
     check_gradient(grad, x, activation)
