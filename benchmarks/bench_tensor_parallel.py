@@ -4,7 +4,9 @@
 
 LayerNormLinear (column), a stand-in for attention, Linear (row), LayerNormMLP: hidden 4096, ffn 14336, RMSNorm, SwiGLU,
 no biases, ``--tokens`` rows of all GPUs together. ``torch bf16`` is the same block of plain PyTorch with functional
-collectives; it saves what it gathered. Before anything is timed, every contender's output and gradients are compared
+collectives; it saves what it gathered. ``--graphs`` also replays every step as a CUDA graph, which the host does not
+slow down; ``--overlap`` adds contenders that overlap what they send with their GEMMs
+(``nc.distributed.async_tensor_parallel``). Before anything is timed, every contender's output and gradients are compared
 with those of the whole block on one GPU. Every rank times the same fixed number of steps: no collective waits for ever.
 """
 
@@ -34,6 +36,7 @@ RECIPES: dict[str, nc.recipe.Recipe | None] = {
     "delayed": nc.recipe.DelayedScaling(),
     "block": nc.recipe.Float8BlockScaling(),
 }
+OVERLAPPED = ("torch bf16", "current", "delayed")  # what PyTorch's micro-pipeline knows the GEMMs of
 STEPS = 8  # of a contender before the next one's turn
 LARGEST_ERROR = {"torch bf16": 2e-2, "narrowcast bf16": 2e-2}  # of the others 0.15
 
@@ -173,6 +176,21 @@ def times_of(steps: dict[str, Callable[[], Any]], repeats: int) -> dict[str, lis
     return times
 
 
+def captured(step: Callable[[], Any]) -> Callable[[], Any]:
+    """The step as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog is another thread
+        step()
+    return graph.replay
+
+
 def measure(chosen: Namespace) -> list[Row]:
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     torch.manual_seed(0)  # the same on all ranks
@@ -183,9 +201,13 @@ def measure(chosen: Namespace) -> list[Row]:
     dy_whole = torch.randn_like(x_whole) * 1e-2
     steps: dict[str, Callable[[], Any]] = {}
     rows: dict[str, Row] = {}
-    for name in ("torch bf16", *RECIPES):
-        if chosen.only not in name:
-            continue
+    contenders = [(name, name) for name in ("torch bf16", *RECIPES) if chosen.only in name]
+    if chosen.overlap:
+        contenders += [(f"{name}, overlapped", name) for name in OVERLAPPED if chosen.only in name]
+    for label, name in contenders:
+        if label != name:
+            nc.distributed.async_tensor_parallel(group)
+            torch.compiler.reset()
         recipe = RECIPES.get(name)
         block = Block(group)
         with torch.no_grad():
@@ -206,26 +228,30 @@ def measure(chosen: Namespace) -> list[Row]:
             return y.detach()
 
         step()  # the first of two: delayed scaling learns its scales
-        rows[name] = {"contender": name}
+        rows[label] = {"contender": label}
         if not chosen.skip_gate:
             expected = whole_block(x_whole, dy_whole, recipe, state)
-            rows[name] |= {
+            rows[label] |= {
                 key: round(value, 5) for key, value in check(name, step, block, expected, x).items()
             }
             same = [
                 torch.equal(a, b)
                 for a, b in zip(first_products(block, x), first_of_whole(state, recipe, x_whole))
             ]
-            rows[name]["column output is the whole's"] = str(all(same))
+            rows[label]["column output is the whole's"] = str(all(same))
             del expected
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
-        rows[name]["peak_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
-        steps[name] = step
+        rows[label]["peak_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
+        steps[label] = step
+        if chosen.graphs:
+            steps[f"{label}, graph"] = captured(step)
+            rows[f"{label}, graph"] = {"contender": f"{label}, graph"}
     times = times_of(steps, chosen.repeats)
-    base = statistics.median(times.get("torch bf16", next(iter(times.values()))))
     for name, values in times.items():
+        yardstick = "torch bf16, graph" if name.endswith("graph") else "torch bf16"
+        base = statistics.median(times.get(yardstick, next(iter(times.values()))))
         median = statistics.median(values)
         rows[name] |= {"ms_p50": round(median, 3), "ms_min": round(min(values), 3)}
         rows[name]["times torch bf16"] = round(base / median, 3)
@@ -253,6 +279,8 @@ def first_of_whole(state: dict[str, Tensor], recipe: nc.recipe.Recipe | None, x:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--tokens", type=int, default=8192, help="rows of all GPUs together (default 8192)")
+    options.add_argument("--graphs", action="store_true", help="also replay every step as a CUDA graph")
+    options.add_argument("--overlap", action="store_true", help="also with async_tensor_parallel")
     chosen = options.parse_args()
     if not runs_on_gpu(chosen):
         return
