@@ -6,8 +6,10 @@ LayerNormLinear (column), a stand-in for attention, Linear (row), LayerNormMLP: 
 no biases, ``--tokens`` rows of all GPUs together. ``torch bf16`` is the same block of plain PyTorch with functional
 collectives; it saves what it gathered. ``--graphs`` also replays every step as a CUDA graph, which the host does not
 slow down; ``--overlap`` adds contenders that overlap what they send with their GEMMs
-(``nc.distributed.async_tensor_parallel``). Before anything is timed, every contender's output and gradients are compared
-with those of the whole block on one GPU. Every rank times the same fixed number of steps: no collective waits for ever.
+(``nc.distributed.async_tensor_parallel``).
+
+Before anything is timed, every contender's output and gradients are compared with those of the whole block on one GPU.
+Every rank times the same fixed number of steps: no collective waits for ever.
 """
 
 from __future__ import annotations
