@@ -43,6 +43,18 @@ def in_eager(function: Any, *operands: Any, **options: Any) -> Any:
     return function(*operands, **options)
 
 
+# whether eager code is inside a transform of torch.func; not for traced code
+in_transform = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
+
+
+def refused_in_transform(what: str, instead: str = "") -> NotImplementedError:
+    """What to raise for ``what`` inside a transform; ``instead``: what else the caller can do."""
+    return NotImplementedError(
+        f"{what} is inside a transform of torch.func (grad, vmap, jvp), which cannot see what its backward reads; use "
+        f"torch.autograd.grad with torch.func.functional_call{instead}"
+    )
+
+
 def _real(variable: Any, translator: Any) -> Any:
     if hasattr(variable, "realize"):
         variable = variable.realize()

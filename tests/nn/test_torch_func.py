@@ -1,4 +1,4 @@
-"""``torch.func``: ``functional_call`` works; the transforms work without a recipe and say why not under one."""
+"""``torch.func``: ``functional_call`` works; the transforms work on a Linear without a recipe, and else say why not."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ TRANSFORMED = {
         dict(layer.named_parameters()), x
     ),
 }
+
+
+class Tokens(torch.nn.Module):
+    """Rows as a batch of one sequence, for attention."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, 1, x.shape[-1])
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
@@ -49,6 +56,29 @@ def test_functional_call_runs_on_other_parameters(recipe: Any) -> None:
 def test_transforms_refuse_a_recipe_with_the_reason(make: Any, name: str) -> None:
     layer, x = make(recipe=QUANTIZED["current"]), torch.randn(8, 32, device=DEVICE)
     with pytest.raises(NotImplementedError, match=r"transform of torch\.func .*functional_call"):
+        TRANSFORMED[name](layer, x)
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("recipe", [QUANTIZED["current"], None], ids=["current", "none"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nc.LayerNorm(32, device=DEVICE),
+        lambda: nc.RMSNorm(32, device=DEVICE),
+        lambda: nc.LayerNormMLP(32, 48, device=DEVICE),
+        lambda: nc.LayerNormLinear(32, 96, parameters_split=("q", "k", "v"), device=DEVICE),
+        lambda: torch.nn.Sequential(Tokens(), nc.TransformerLayer(32, 48, 2, device=DEVICE)),
+        lambda: nc.ops.Sequential(nc.ops.Linear(32, 48, device=DEVICE), nc.ops.GELU()),
+    ],
+    ids=["LayerNorm", "RMSNorm", "LayerNormMLP", "parts", "TransformerLayer", "operations"],
+)
+def test_other_layers_refuse_with_the_reason(make: Any, recipe: Any, name: str) -> None:
+    layer, x = make(), torch.randn(8, 32, device=DEVICE)
+    with (
+        nc.autocast(enabled=recipe is not None, recipe=recipe),
+        pytest.raises(NotImplementedError, match=r"transform of torch\.func .*functional_call"),
+    ):
         TRANSFORMED[name](layer, x)
 
 

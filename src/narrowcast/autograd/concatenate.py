@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._tracing import in_transform
+
 
 class _Adjacent(torch.autograd.Function):
     @staticmethod
@@ -27,9 +29,10 @@ def concatenate(parts: list[Tensor]) -> Tensor:
     """The parts along dim 0, differentiable; without a copy where they lie behind one another in memory.
 
     Args:
-        parts: (N_i, ...) of one dtype, device and trailing shape. Compiled code always copies: it knows no addresses.
+        parts: (N_i, ...) of one dtype, device and trailing shape. Compiled code and the transforms of
+            torch.func always copy: they know no addresses.
     """
-    if not torch.compiler.is_compiling() and _are_adjacent(parts):
+    if not torch.compiler.is_compiling() and not in_transform() and _are_adjacent(parts):
         return _Adjacent.apply(*parts)
     return torch.cat(parts)
 

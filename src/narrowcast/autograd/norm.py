@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._tracing import in_transform, refused_in_transform
 from ..functional import draw_seed, norm, norm_backward, norm_quantize
 from ..quantizers import OperandBuffers
 from .arguments import LinearFwdArgs
@@ -110,4 +111,6 @@ def normalize(inp: Tensor, weight: Tensor, bias: Tensor | None, settings: NormSe
     Returns:
         (*lead, K) in the dtype of ``inp``.
     """
+    if not torch.compiler.is_compiling() and in_transform():
+        raise refused_in_transform(settings.normalization, " or a norm of torch.nn")
     return _NormFunction.apply(inp, weight, bias, settings)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._tracing import in_transform, refused_in_transform
 from ..autograd import (
     DelayedScales,
     LinearFunction,
@@ -220,15 +221,9 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         hands_over: bool = False,
     ) -> LinearPlan:
         grad = torch.is_grad_enabled()
-        if (
-            recipe is not None
-            and not torch.compiler.is_compiling()
-            and torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
-        ):
-            raise NotImplementedError(
-                f"{self.name or type(self).__name__} is inside a transform of torch.func (grad, vmap, jvp), which "
-                "cannot see the quantized operands that its backward reads; use torch.autograd.grad with "
-                "torch.func.functional_call, or no recipe: narrowcast.autocast(enabled=False)"
+        if recipe is not None and not torch.compiler.is_compiling() and in_transform():
+            raise refused_in_transform(
+                self.name or type(self).__name__, ", or no recipe: narrowcast.autocast(enabled=False)"
             )
         return linear_plan(
             recipe,

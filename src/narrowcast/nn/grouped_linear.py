@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._tracing import in_eager
+from .._tracing import in_eager, in_transform, refused_in_transform
 from ..autograd import grouped_linear
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import plan_for_rows, rows_of_buffer
@@ -175,6 +175,8 @@ class GroupedLinear(GroupedLinearLayer):
         dgrad_out = rows_of_buffer(dgrad_out, "dgrad_out", inp.shape, inp.dtype, inp.device, waits)
         added, grad = [] if self.return_bias else biases, torch.is_grad_enabled()
         recipe, needs_weight = self._recipe_in_force(), grad and self.wants_wgrad
+        if not torch.compiler.is_compiling() and in_transform():
+            raise refused_in_transform(self.name or "GroupedLinear")
         plan = linear_plan(
             recipe,
             self.name,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._tracing import in_eager
+from .._tracing import in_eager, in_transform, refused_in_transform
 from ..autograd import DelayedScales
 from ..autograd.quantized_boundary import plain_gradient
 from ..quantizers import Operand
@@ -314,6 +314,8 @@ class OperationFuser:
             RuntimeError: a fusion lost operations.
         """
         self._check_arguments(input_, extra_inputs, basic_op_kwargs)
+        if not torch.compiler.is_compiling() and in_transform():
+            raise refused_in_transform("a list of operations")
         if torch.compiler.is_compiling():
             _make_features_static(input_)
         params: list[list[Tensor]] = []
