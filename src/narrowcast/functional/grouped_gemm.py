@@ -28,7 +28,6 @@ from torch.nn.functional import ScalingType
 
 from .. import kernels, reference
 from ..formats import FLOAT8_BLOCK
-from ..kernels.launch import is_aligned
 from ._library import QUANTIZER, define
 from .gemm import gemm, gemm_directions, no_native_gemm
 from .grouped_loop import GroupedOperand, multiply_in_loop, prefers_loop
@@ -385,6 +384,8 @@ def _whole_pieces(x: Tensor, multiple: int) -> Tensor:
 
 
 def _aligned(x: Tensor) -> Tensor:
+    from ..kernels.launch import is_aligned  # here, for Triton may be missing
+
     x = x.contiguous()
     return x if is_aligned(x, 16) else x.clone()
 
