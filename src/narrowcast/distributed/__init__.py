@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .micro_pipeline import async_tensor_parallel
     from .parallel_styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-_LATER = dict.fromkeys(("ColwiseParallel", "RowwiseParallel", "SequenceParallel"), "parallel_styles")
-_LATER["async_tensor_parallel"] = "micro_pipeline"
+_STYLES = ("ColwiseParallel", "RowwiseParallel", "SequenceParallel")
+_LATER = {"async_tensor_parallel": "micro_pipeline", **dict.fromkeys(_STYLES, "parallel_styles")}
 
 __all__ = [
     "ColwiseParallel",

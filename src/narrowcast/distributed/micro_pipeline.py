@@ -55,7 +55,9 @@ def _why_not(group: str | None) -> str:
         return "torch.distributed is not initialized"
     if not torch.cuda.is_available():
         return "it needs CUDA GPUs, and there are none"
-    process_group: Any = dist.distributed_c10d._resolve_process_group(group) if group else dist.group.WORLD
+    process_group: Any = dist.group.WORLD
+    if group is not None:
+        process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     backend = dist.get_backend(process_group)
     if "nccl" not in backend:
         return f"the group's backend is {backend!r}, it needs 'nccl'"
