@@ -179,7 +179,7 @@ class autocast:
         outermost = self.recipe is not None and state.traced is None
         if not compiling:
             state.entered.append(self)
-            if outermost and not self.graph and starts_a_step():
+            if outermost and state.delayed and not self.graph and starts_a_step():
                 renew(
                     [owner for owner in state.delayed if getattr(owner, "training", torch.is_grad_enabled())]
                 )
