@@ -51,11 +51,11 @@ def _thin_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     Those marked ``requested`` are left out.
     """
     matrices: dict[Any, list[pytest.Function]] = {}
+    unneeded: set[pytest.Item] = {item for item in items if item.get_closest_marker("requested")}
     for item in items:
         marker = item.get_closest_marker("covering")
-        if marker is not None and isinstance(item, pytest.Function):
+        if marker is not None and isinstance(item, pytest.Function) and item not in unneeded:
             matrices.setdefault((item.path, item.originalname, *marker.args), []).append(item)
-    unneeded: set[pytest.Item] = {item for item in items if item.get_closest_marker("requested")}
     for (_, _, *strength), combinations in matrices.items():
         rows = [tuple(map(_value_key, one.callspec.params.values())) for one in combinations]
         unneeded |= set(combinations) - {combinations[index] for index in covering(rows, *strength)}

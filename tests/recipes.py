@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 import torch
 
 import narrowcast as nc
@@ -32,6 +36,14 @@ RECIPES: dict[str, nc.recipe.Recipe | None] = {
     "custom": nc.recipe.CustomRecipe(qfactory=mixed_factory, emulate=EMULATE),
 }
 QUANTIZED = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}
+
+
+def kinds(names: Iterable[str]) -> list[Any]:
+    """Parameters of tests of compiled code: these recipes, those that compile as nvfp4 does on request."""
+    alike = ("mxfp8", "block", "custom")  # scales of blocks, and no state
+    return [pytest.param(name, marks=pytest.mark.requested) if name in alike else name for name in names]
+
+
 # Formats that differ from those above in their codecs and layouts alone, and so run in fewer of the layers' tests.
 MORE_FORMATS: dict[str, nc.recipe.Recipe] = {
     "mxfp6": nc.recipe.MXFP6BlockScaling(emulate=EMULATE),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from recipes import DEVICE, EMULATE, QUANTIZED, RECIPES
+from recipes import DEVICE, EMULATE, QUANTIZED, RECIPES, kinds
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -236,7 +236,7 @@ def compare(
 @pytest.mark.covering
 @pytest.mark.parametrize("single", [False, True], ids=["per_group", "single"])
 @pytest.mark.parametrize("form", ["list", "device tensor"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_compiled(name: str, form: str, single: bool) -> None:
     compare(name, FORMS[form](SPLITS), [sum(SPLITS)], single_grouped_parameter=single)
 
@@ -247,12 +247,12 @@ def test_inductor(name: str) -> None:
     compare(name, FORMS["device tensor"](SPLITS), [sum(SPLITS)], steps=1, backend="inductor")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_compiled_dynamic_tokens(name: str) -> None:
     compare(name, FORMS["device tensor"](SPLITS), [80, 96, 75], steps=3, dynamic=True)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_graph_count(name: str) -> None:
     """One graph whatever the values of a tensor of splits, one more for other token counts, none after."""
     layer = make_layer(2)
@@ -279,7 +279,7 @@ def test_the_cache_ends_with_a_parameter() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", kinds(QUANTIZED))
 def test_microbatch_cache(name: str, compiled: bool) -> None:
     layer, x = make_layer(), make_input()
     forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
@@ -317,7 +317,7 @@ def test_frozen(name: str, frozen: str, compiled: bool) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("manager", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_no_grad(name: str, manager: Any) -> None:
     layer, x = make_layer(), make_input().detach()
     forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -329,7 +329,7 @@ def test_no_grad(name: str, manager: Any) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_retain_graph(name: str, compiled: bool) -> None:
     layer, x = make_layer(), make_input()
     forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
@@ -342,7 +342,7 @@ def test_retain_graph(name: str, compiled: bool) -> None:
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_recompute(name: str) -> None:
     layer, x = make_layer(), make_input()
     splits = FORMS["device tensor"](SPLITS)
@@ -372,7 +372,7 @@ def test_backward_override(name: str, override: str) -> None:
     assert relative < (0.01 if override == "high_precision" else 0.15)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", kinds(QUANTIZED))
 def test_torch_autocast(name: str) -> None:
     """fp32 parameters under torch.autocast: quantized from fp32, gradients in fp32."""
     layer = make_layer(params_dtype=torch.float32)

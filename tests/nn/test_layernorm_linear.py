@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from modules import TOKENS, assert_same, compare_compiled, make_input, randomized, step
-from recipes import DEVICE, QUANTIZED, RECIPES
+from recipes import DEVICE, QUANTIZED, RECIPES, kinds
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -139,7 +139,7 @@ def test_non_contiguous_input(name: str) -> None:
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_compiled(name: str) -> None:
     compare_compiled(make_layer(), K, RECIPES[name], steps=3)
 
@@ -152,13 +152,13 @@ def test_inductor(name: str) -> None:
     compare_compiled(make_layer(return_layernorm_output=True), K, RECIPES[name], backend="inductor")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_compiled_with_everything_returned(name: str) -> None:
     options = {"return_layernorm_output": True, "return_bias": True, "normalization": "RMSNorm"}
     compare_compiled(make_layer(**options), K, RECIPES[name])
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_compiled_with_dynamic_shapes(name: str) -> None:
     compare_compiled(make_layer(), K, RECIPES[name], steps=3, dynamic=True)
 
@@ -191,7 +191,7 @@ def test_frozen(name: str, frozen: str) -> None:
         assert_same(eager, {key: everything[key] for key in eager})
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_retain_graph(name: str) -> None:
     layer, x = make_layer(), make_input(K)
     for forward in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
@@ -204,7 +204,7 @@ def test_retain_graph(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_no_grad(name: str) -> None:
     layer, x = make_layer(), make_input(K)
     forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -216,7 +216,7 @@ def test_no_grad(name: str) -> None:
                 assert torch.equal(forward(x), expected)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", kinds(QUANTIZED))
 def test_quantized_parameters(name: str) -> None:
     with nc.quantized_model_init(recipe=RECIPES[name]):
         layer = make_layer()

@@ -1,4 +1,4 @@
-"""Linear compiled with fullgraph=True equals Linear eager: outputs and gradients, bit for bit, for every recipe."""
+"""Linear compiled with fullgraph=True equals Linear eager, bit for bit: what test_compile_matrix.py does not have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipes import DEVICE, EMULATE, QUANTIZED, RECIPES
+from recipes import DEVICE, EMULATE, QUANTIZED, RECIPES, kinds
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import narrowcast as nc
@@ -76,12 +76,12 @@ def compare(
         assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_plain(name: str) -> None:
     compare(name, steps=3)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_dynamic_shapes(name: str) -> None:
     compare(name, steps=3, dynamic=True)
 
@@ -92,26 +92,7 @@ def test_inductor(name: str) -> None:
     compare(name, steps=2, backend="inductor")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_no_bias(name: str) -> None:
-    compare(name, steps=1, bias=False)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("manager", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_no_grad(name: str, manager: Any) -> None:
-    layer = make_layer()
-    forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = make_input(TOKENS).detach()
-    enter = in_autocast(layer, name)
-    with manager():
-        y = enter(x, forward)
-        assert torch.equal(y, enter(x, layer))
-    assert not y.requires_grad
-
-
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_autocast_inside_the_compiled_function(name: str) -> None:
     layer, recipe = make_layer(), RECIPES[name]
 
@@ -173,7 +154,7 @@ def test_microbatch_cache(name: str) -> None:
         assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", kinds(QUANTIZED))
 def test_microbatches_forward_first_then_backward(name: str) -> None:
     eager = make_layer()
     compiled = copy.deepcopy(eager)
@@ -190,21 +171,7 @@ def test_microbatches_forward_first_then_backward(name: str) -> None:
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized_parameters(name: str) -> None:
-    torch.manual_seed(1)
-    with nc.quantized_model_init(recipe=RECIPES[name]):
-        layer = nc.Linear(K, N, device=DEVICE, params_dtype=torch.bfloat16)
-    assert isinstance(layer.weight, nc.QuantizedTensor)
-    forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    enter = in_autocast(layer, name)
-    x = make_input(TOKENS)
-    ours = gradients(layer, lambda: enter(x, forward), x)
-    layer.reset_delayed_scaling()
-    assert_equal(ours, gradients(layer, lambda: enter(x, layer), x))
-
-
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_recompute(name: str) -> None:
     """Activation checkpointing, eager and compiled, gives the gradients of no checkpointing."""
     layer, recipe = make_layer(), RECIPES[name]
@@ -227,24 +194,7 @@ def test_recompute(name: str) -> None:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_retain_graph(name: str, compiled: bool) -> None:
-    layer, x = make_layer(), make_input(TOKENS)
-    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-    y = in_autocast(layer, name)(x, forward)
-    results = []
-    for retain in (True, False):
-        torch.manual_seed(7)
-        grads = torch.autograd.grad(
-            y.float().square().sum(), (x, layer.weight, layer.bias), retain_graph=retain
-        )
-        results.append(list(grads))
-    assert_equal(*results)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 @pytest.mark.parametrize("frozen", ["weight", "input", "weight+bias"])
 def test_frozen(name: str, frozen: str) -> None:
     eager = make_layer()
@@ -263,7 +213,7 @@ def test_frozen(name: str, frozen: str) -> None:
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
-@pytest.mark.parametrize("kind", ["current", "mxfp8", "block", "nvfp4"])
+@pytest.mark.parametrize("kind", kinds(["current", "mxfp8", "block", "nvfp4"]))
 def test_backward_override(kind: str, override: str) -> None:
     recipe = dataclasses.replace(RECIPES[kind], backward_override=override)  # type: ignore[type-var]
     layer, x = make_layer(), make_input(TOKENS)
@@ -284,7 +234,7 @@ def test_backward_override(kind: str, override: str) -> None:
         assert torch.allclose(theirs[1].float(), expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", kinds(QUANTIZED))
 def test_torch_autocast(name: str) -> None:
     """fp32 parameters under torch.autocast: quantized from fp32, gradients in fp32."""
     torch.manual_seed(1)

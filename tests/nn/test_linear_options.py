@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from modules import Operators
-from recipes import QUANTIZED, RECIPES
+from recipes import QUANTIZED, RECIPES, kinds
 from torch import Tensor
 
 import narrowcast as nc
@@ -344,7 +344,7 @@ CHANGES = [optimizer_step, load, edit, assign_data, edit_data, replace, cast]
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", kinds(QUANTIZED))
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_weight_is_never_taken_from_the_cache(name: str, compiled: bool, change: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -84,19 +83,6 @@ def test_dtypes(dtype: torch.dtype) -> None:
         train(split, tokens(dtype=dtype), "current"), train(whole, tokens(dtype=dtype), "current")
     )
     assert_same_gradients(split, whole)
-
-
-@modules
-@pytest.mark.parametrize("name", RECIPES)
-def test_compiled(module: Any, name: str) -> None:
-    eager, _ = pair(module, torch.bfloat16)
-    compiled = copy.deepcopy(eager)
-    forward = torch.compile(compiled, fullgraph=True, backend="aot_eager")
-    x, twin = tokens(dtype=torch.bfloat16), tokens(dtype=torch.bfloat16)
-    assert torch.equal(train(compiled, x, name, forward), train(eager, twin, name))
-    assert equal(x.grad, twin.grad)
-    for ours, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
-        assert equal(ours.grad, theirs.grad)
 
 
 @pytest.mark.covering
