@@ -27,7 +27,7 @@ def mesh() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "nvfp4", "mxfp8"])
 def test_bits(recipe: str, compiled: bool, mesh: Any) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -40,7 +40,8 @@ def test_bits(recipe: str, compiled: bool, mesh: Any) -> None:
             for block in model.blocks:
                 block.compile(fullgraph=True)
         if quantized:
-            receipt = shard(model, mesh, blocks=model.blocks, mp_policy=policy)
+            options = {"recompute": False, "reshard_after_forward": True} if recipe == "mxfp8" else {}
+            receipt = shard(model, mesh, blocks=model.blocks, mp_policy=policy, **options)
             assert receipt.gathered_bytes < 0.52 * receipt.plain_bytes
         else:
             fsdp2(model, mesh, mp_policy=policy)
