@@ -266,6 +266,7 @@ MODULES: dict[str, Names] = {
     "pytorch.cpu_offload": _OFFLOAD,
     "pytorch.cross_entropy": _LOSS,
     "pytorch.custom_recipes": {**_FACTORIES, **_MIXTURES, **_BY_LAYER},
+    "pytorch.custom_recipes.quantization": _of(quantizers, "GEMMType", "MMParams"),
     "pytorch.custom_recipes.quantization_factory_base": _spelled(_FACTORIES),
     "pytorch.custom_recipes.quantization_factory_examples": _BY_LAYER,
     "pytorch.custom_recipes.quantization_factory_zoo": {**_spelled(_MIXTURES), **_BY_LAYER},

@@ -66,6 +66,9 @@ def _gemm(
     emulate: bool,
 ) -> Tensor:
     left_columnwise, right_columnwise = COLUMNWISE.get(kind) or gemm_directions(kind)
+    if left_quantizer._multiplies:
+        out = left_quantizer._multiply(kind, left, right, right_quantizer, bias, dtype, fast_accumulation)
+        return out[:rows, :columns].to(dtype).contiguous()
     if emulate or not left[0].is_cuda:
         numerics = numerics_for(left[0])
         compute = torch.bfloat16 if left[0].is_cuda else torch.float32
@@ -92,6 +95,8 @@ def _is_library_gemm(*arguments: Any) -> bool:
     """
     from torch._inductor import config  # only compiled code needs it, and it has been imported there
 
+    if any(isinstance(argument, QuantizerValue) and argument._multiplies for argument in arguments):
+        return False
     left = next(argument for argument in arguments if isinstance(argument, (list, tuple)))
     if len(left) > 1 and left[1].dtype == torch.uint8:
         return False

@@ -59,6 +59,9 @@ class QuantizerValue(_opaque.OpaqueBase):
     _shares_amax: ClassVar[bool] = False
     """Whether it can quantize by an amax that processes have reduced."""
 
+    _multiplies: ClassVar[bool] = False
+    """Whether it computes GEMMs itself, by ``_multiply``, with a right operand whose quantizer does, too."""
+
     def __eq__(self, other: object) -> bool:
         return self is other
 
@@ -152,6 +155,19 @@ class QuantizerValue(_opaque.OpaqueBase):
     def _encode_keeping_amax(self, numerics: ModuleType, x: Tensor) -> list[Tensor]:
         """As ``_encode``, and last what it found out about ``x`` before; only of what needs an amax."""
         raise NotImplementedError(f"{type(self).__qualname__} needs no amax")
+
+    def _multiply(
+        self,
+        kind: str,
+        left: list[Tensor],
+        right: list[Tensor],
+        right_quantizer: QuantizerValue,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        fast_accumulation: bool,
+    ) -> Tensor:
+        """The product of two operands, (rows, columns) of ``dtype``, with the bias added."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not multiply")
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
         """Operand for the hardware GEMM, or None when this format has none on any supported GPU."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._tracing import refuse_in_one_graph, traced_local
-from ..quantizers import IdentityQuantizer, Operand, Quantizer
+from ..quantizers import IdentityQuantizer, Operand, Quantizer, with_own_gemm
 from ..roles import QuantizerRole
 from .base import remember
 
@@ -129,7 +129,8 @@ def _build(
     forward, forward_state = recipe.resolve("forward", roles[0])
     backward, backward_state = recipe.resolve("backward", roles[1])
     override = recipe.backward_override
-    inp, weight, grad = forward[INPUT_SLOT], forward[WEIGHT_SLOT], backward[GRAD_OUTPUT_SLOT]
+    operands = [forward[INPUT_SLOT], forward[WEIGHT_SLOT], backward[GRAD_OUTPUT_SLOT]]
+    inp, weight, grad = with_own_gemm(operands, name) if recipe.custom() else operands
     if save_original_input and inp._is_delayed():
         if recipe.delayed():
             raise ValueError(
@@ -159,7 +160,7 @@ def _build(
         save_original_input=save_original_input,
         forward_state=forward_state,
         backward_state=backward_state,
-        eager_only=eager_only([*forward, *backward]),
+        eager_only=eager_only([inp, weight, grad, *forward[2:], *backward[1:]]),
     )
     if not again:
         return plan
