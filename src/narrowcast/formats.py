@@ -270,7 +270,7 @@ class Buffer:
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the buffer for a tensor of ``shape`` (symbolic sizes allowed)."""
-        rows = 1
+        rows, shape = 1, shape or (1,)  # a number is a row of one
         for size in shape[:-1]:
             rows = rows * size
         sizes: list[int] = []
@@ -412,6 +412,7 @@ def _tensor_core_scales(outer: Literal["M", "K"], inner: Literal["M", "K"], bloc
 
 
 FLOAT8 = Layout(
+    minimum_rank=0,
     buffers=(
         Buffer("_data", "data", "rowwise", "uint8", _LOGICAL),
         Buffer("_transpose", "data_transpose", "columnwise", "uint8", _TRANSPOSED),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantizers.catalog import E4M3, E5M2, ONE_OF_EACH, assert_same_buffers
+from quantizers.catalog import E4M3, E5M2, ONE_OF_EACH, assert_same_buffers, delayed
 
 import narrowcast as nc
 from narrowcast.compat.names import MODULES
@@ -165,6 +165,20 @@ def test_parts_stay_quantized(name: str) -> None:
         assert not isinstance(weight.detach()[3:100], nc.QuantizedTensor)
     copied = torch.nn.Parameter(weight.detach().clone())
     assert_same_buffers(copied.detach(), weight.detach())
+
+
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_a_number_is_a_tensor_of_one(name: str) -> None:
+    quantizers = {"current": ONE_OF_EACH["current"], "delayed": delayed()}
+    x = torch.tensor(1.5, requires_grad=True)
+    made: Any = quantizers[name](x)
+    assert isinstance(made, nc.Float8Tensor) and made.shape == () and made.dequantize() == 1.5
+    made.dequantize().backward()
+    assert x.grad == 1
+    other = quantizers[name].make_empty((), device="cpu").copy_(torch.tensor(3.0))
+    assert other.dequantize() == 3 and (other + 1).shape == ()
+    with pytest.raises(ValueError, match="needs at least 2 dims"):
+        nc.MXFP8Quantizer(E4M3)(x)
 
 
 def test_members_of_grouped_tensors() -> None:

@@ -195,6 +195,8 @@ def _dequantize(
     decoded = quantizer._decode(numerics_for(buffers[0]), buffers, columnwise, dtype)
     if list(decoded.shape) == list(shape):
         return decoded
+    if not shape:  # a number
+        return decoded.reshape(())
     # formats that pack or pad hold more than the logical tensor, along the first and the last dim of the matrix
     rows = math.prod(shape[:-1])
     if rows * shape[-1] == 0:

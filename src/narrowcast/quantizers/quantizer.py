@@ -455,8 +455,8 @@ class Quantizer(Sealable, QuantizerValue):
         return self._quantize_detached(tensor, dtype or tensor.dtype, amax_reduction_group)
 
     def _quantize_detached(self, tensor: Tensor, dtype: torch.dtype, group: Any) -> Any:
-        group = self._reduction_group(group)
-        buffers = self._buffers_of(tensor) if group is None else self._reduced_buffers(tensor, group)
+        group, source = self._reduction_group(group), tensor if tensor.dim() else tensor.view(1)
+        buffers = self._buffers_of(source) if group is None else self._reduced_buffers(source, group)
         return self._assemble(buffers, tuple(tensor.shape), dtype)
 
     def _reduction_group(self, given: Any) -> Any:
@@ -516,6 +516,7 @@ class Quantizer(Sealable, QuantizerValue):
         written, expected = self._layout(), dst._quantizer._layout()  # type: ignore[attr-defined]
         if written != expected:
             raise ValueError(f"out is read with {expected}; {type(self).__qualname__} writes {written}")
+        src = src if src.dim() else src.view(1)
         buffers = [buffer for buffer in dst.get_data_tensors() if buffer is not None]
         group = self._reduction_group(amax_reduction_group)
         if group is None:
