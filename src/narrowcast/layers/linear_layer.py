@@ -242,13 +242,14 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         weight: Tensor,
         bias: Tensor | None,
         is_first_microbatch: bool | None,
+        scales: DelayedScales | None = None,
     ) -> LinearFwdArgs:
         """What the boundary reads of a stage besides its operands.
 
         Args:
-            weight: whole.
+            weight: whole. scales: where they were read already.
         """
-        scales = self._scales(stage.prefix, plan)
+        scales = scales or self._scales(stage.prefix, plan)
         workspace = None
         if plan.quantized and (is_first_microbatch is not None or isinstance(weight, QuantizedTensor)):
             workspace = self._workspace(stage, plan.kept_weight, scales, weight, is_first_microbatch)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
+from ...autograd import DelayedScales, LinearBwdArgs
 from ...autograd.gemms import (
     Gradients,
     SavedOperand,
@@ -25,12 +25,12 @@ from ...dynamo import TensorProto
 from ...functional import calibrate_
 from ...functional.collectives import group_size
 from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
-from ...layers.parameters import check_differentiable, random_numbers_of
+from ...layers.parameters import random_numbers_of
 from ...quantizers import Operand, Quantizer
 from ...recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Mode, Recipe, linear_plan
 from ...roles import QuantizerRole
 from ...state import THREAD
-from ...tensors import QuantizedTensor, QuantizedTensorStorage, TensorOrQuantized
+from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ..context import OperationContext
 from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave
@@ -112,7 +112,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         super().__init__(name, (stage,), place, fuse_wgrad_accumulation=accumulate_into_main_grad)
         self._init_operation()
         self.in_features, self.out_features = in_features, out_features
-        self.parallel = parallel
+        self.parallel, self._parallel = parallel, {"": parallel} if parallel.mode else None
         self._add_linear(stage, [rows], columns, False, dtype=kind, device=place)
         if place.type != "meta":
             self.reset_parameters()
@@ -238,7 +238,8 @@ class BasicLinear(LinearLayer, BasicOperation):
             if not plan.quantized and scales is not None and scales.amax_fwd is not None:
                 calibrate_(plain(input_), scales.amax_fwd, INPUT_SLOT)
                 calibrate_(plain(weight), scales.amax_fwd, WEIGHT_SLOT)
-        args = self._arguments(plan, self.activation_dtype(input_), scales)
+        scales, dtype = scales or DelayedScales(), self.activation_dtype(input_)
+        args = self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales)
         out, saved_input, saved_weight = linear_forward(weight, input_, bias, args)
         if not (plan.needs_input or plan.needs_weight):
             return out, ()
@@ -272,9 +273,8 @@ class BasicLinear(LinearLayer, BasicOperation):
         saved_weight = SavedOperand(rest, None if again else _saved_quantizer(plan, plan.weight, weight))
         ctx.save_for_backward(*tensors_to_save)
         ctx.input_dtype = input_.dtype
-        ctx.backward_args = linear_bwd_args(
-            self._arguments(plan, dtype, scales), weight, None, saved_input, saved_weight
-        )
+        args = self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales or DelayedScales())
+        ctx.backward_args = linear_bwd_args(args, weight, None, saved_input, saved_weight)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized
@@ -316,25 +316,6 @@ class BasicLinear(LinearLayer, BasicOperation):
         if kind != "meta" and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
         return self.weight.dtype if input_.dtype in _FLOATS else input_.dtype
-
-    def _arguments(self, plan: LinearPlan, dtype: torch.dtype, scales: DelayedScales | None) -> LinearFwdArgs:
-        """What the GEMMs read besides their operands."""
-        scales, workspace = scales or DelayedScales(), None
-        if plan.quantized and isinstance(self.weight, QuantizedTensor):
-            workspace = self._workspace(self._stages[0], plan.kept_weight, scales, self.weight, None)
-            if not workspace.columnwise and not self._stored_rowwise:
-                check_differentiable(workspace, plan, "weight", self.name or type(self).__name__)
-        transpose = (
-            self._stored_rowwise
-            and workspace is not None
-            and not workspace.columnwise
-            and plan.needs_input
-            and not plan.backward_override
-        )
-        accumulates = self.fuse_wgrad_accumulation and plan.needs_weight
-        wgrad = self._wgrad("weight", None) if accumulates else LinearWgrad()
-        parallel = None if self.parallel.mode is None else self.parallel
-        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, False, transpose, parallel)
 
 
 def initialize(tracker: Callable[[], Any] | None, in_features: int, weight: Tensor) -> None:
