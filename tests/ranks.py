@@ -26,7 +26,7 @@ def run_ranks(work: Work, folder: Path, world: int, seconds: int, backend: str =
     waits longer than half of them fails by itself.
     """
     processes: Any = mp.start_processes(
-        _rank, (work, str(folder), world, seconds, backend), world, join=False, start_method=_start_method()
+        _rank, (work, str(folder), world, seconds, backend), world, join=False, start_method=start_method()
     )
     deadline = time.monotonic() + seconds
     try:
@@ -41,8 +41,8 @@ def run_ranks(work: Work, folder: Path, world: int, seconds: int, backend: str =
     return [torch.load(f"{folder}/rank{rank}.pt") for rank in range(world)]
 
 
-def _start_method() -> str:
-    """How ranks begin: forked from a server that has imported what takes long, but where CUDA may be in use."""
+def start_method() -> str:
+    """How processes begin: forked from a server that has imported what takes long, but where CUDA may be in use."""
     if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
     multiprocessing.set_forkserver_preload(["narrowcast", "torch._dynamo", "torch.distributed.fsdp"])

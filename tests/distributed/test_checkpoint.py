@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ranks import start_method
 
 import narrowcast as nc
 from narrowcast.distributed import load_checkpoint, save_checkpoint, shard
@@ -177,7 +178,9 @@ def test_a_rank_that_is_killed_leaves_the_old_checkpoint(
     base: Path, two: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     shutil.copytree(base / "saved" / "delayed", tmp_path / "delayed")
-    processes: Any = mp.spawn(die_while_saving, args=(str(tmp_path), str(tmp_path)), nprocs=2, join=False)
+    processes: Any = mp.start_processes(
+        die_while_saving, (str(tmp_path), str(tmp_path)), 2, join=False, start_method=start_method()
+    )
     deadline = time.monotonic() + 120
     for process in processes.processes:
         process.join(max(deadline - time.monotonic(), 0))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-import narrowcast as nc
+from ranks import start_method
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -52,14 +53,26 @@ def test_local_links_exist(page: Path) -> None:
     assert not missing, f"{page.relative_to(ROOT)} links to files that do not exist: {missing}"
 
 
+def run_as_script(example: str, folder: str) -> None:
+    """In a process of its own: what it prints goes to ``folder/shown``, and its errors behind it."""
+    os.chdir(folder)
+    with open("shown", "w") as shown:
+        for descriptor in (1, 2):
+            os.dup2(shown.fileno(), descriptor)
+    sys.argv = [example]
+    runpy.run_path(example, run_name="__main__")
+
+
 @pytest.mark.parametrize("example", parameters(EXAMPLES))
 def test_example_runs(example: Path, tmp_path: Path) -> None:
-    # The package that the tests import, wherever it comes from and whatever the working directory is.
-    environment = {**os.environ, "PYTHONPATH": str(Path(nc.__file__).resolve().parents[1])}
-    command = [sys.executable, str(example)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert done.stdout.strip(), "an example shows something"
+    context: Any = multiprocessing.get_context(start_method())
+    process = context.Process(target=run_as_script, args=(str(example), str(tmp_path)))
+    process.start()
+    process.join(300)
+    process.kill()
+    shown = (tmp_path / "shown").read_text()
+    assert process.exitcode == 0, shown
+    assert shown.strip(), "an example shows something"
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)

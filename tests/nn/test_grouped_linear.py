@@ -359,7 +359,7 @@ def test_recompute(name: str) -> None:
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
-@pytest.mark.parametrize("name", ["current", "mxfp8", "block", "nvfp4"])
+@pytest.mark.parametrize("name", kinds(["current", "mxfp8", "block", "nvfp4"]))
 def test_backward_override(name: str, override: str) -> None:
     recipe = dataclasses.replace(DETERMINISTIC[name], backward_override=override)  # type: ignore[type-var]
     layer, x = make_layer(), make_input()
@@ -691,7 +691,7 @@ def filled(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_results_go_to_buffers(name: str, compiled: bool) -> None:
     """Step after step into the same memory, which starts with nan and has room for rows of no group."""
     layer, rows = make_layer(), sum(SPLITS) + 3
@@ -1053,7 +1053,7 @@ def test_frozen_groups_in_one_main_grad_buffer(name: str, delayed: bool, compile
 @FORMS_OF_WEIGHTS
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_delayed_gradients_are_those_of_the_backward(
     name: str, fused: bool, compiled: bool, single: bool
 ) -> None:

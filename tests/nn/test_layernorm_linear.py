@@ -95,7 +95,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
-@pytest.mark.parametrize("kind", ["current", "mxfp8", "block", "nvfp4"])
+@pytest.mark.parametrize("kind", kinds(["current", "mxfp8", "block", "nvfp4"]))
 def test_backward_override(kind: str, override: str) -> None:
     recipe = dataclasses.replace(RECIPES[kind], backward_override=override)  # type: ignore[type-var]
     compare_composed(make_layer(), recipe)

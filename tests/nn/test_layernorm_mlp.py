@@ -122,7 +122,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
-@pytest.mark.parametrize("kind", ["current", "mxfp8", "block", "nvfp4"])
+@pytest.mark.parametrize("kind", kinds(["current", "mxfp8", "block", "nvfp4"]))
 def test_backward_override(kind: str, override: str) -> None:
     recipe = dataclasses.replace(RECIPES[kind], backward_override=override)  # type: ignore[type-var]
     compare_composed(make_mlp(), recipe)
@@ -188,7 +188,7 @@ def test_compiled_with_dynamic_shapes(name: str) -> None:
     compare_compiled(mlp, H, RECIPES[name], steps=3, dynamic=True)
 
 
-@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("name", kinds(["delayed", "mxfp8"]))
 def test_recomputation_compiled_with_dynamic_shapes(name: str) -> None:
     compare_compiled(make_mlp(checkpoint=True), H, RECIPES[name], steps=3, dynamic=True)
 
@@ -217,6 +217,7 @@ def test_recomputation_notices_what_was_changed(name: str, changed: str) -> None
         out.float().sum().backward()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
 def test_weight_cache(name: str, checkpoint: bool) -> None:
@@ -236,7 +237,7 @@ def test_cached_weights_give_the_same_numbers(name: str) -> None:
     assert_same(results[2], results[0])
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["delayed", "block"])
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
 @pytest.mark.parametrize(
