@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..formats import ELEMENT_FORMATS, FLT_MAX, MX_BLOCK, NVFP4_BLOCK
 from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage
 from ..layers.parameters import weight_quantizer
+from ..ops import FusibleOperation
 from ..quantizers import (
     DelayedFloat8Quantizer,
     Float8CurrentScalingQuantizer,
@@ -239,6 +240,10 @@ class _Chosen:
             return "its quantizer has numerics of its own"
         if tile is None:
             return "its format quantizes rows and columns differently: two copies, as many bytes as in bf16"
+        if tile == 1 and isinstance(
+            layer, FusibleOperation
+        ):  # whose forward nothing can watch for running again
+            return "its format quantizes rows and columns differently, and it is an operation"
         if tile == 1 and layer not in self.given_back:
             return (
                 "its format quantizes rows and columns differently: gathered by direction with recompute=False, in a "
