@@ -69,7 +69,7 @@ class _TensorsOnly(pickle.Unpickler):
 
     _KNOWN: ClassVar[dict[tuple[str, str], Any]] = {
         ("collections", "OrderedDict"): collections.OrderedDict,
-        ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+        ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,  # type: ignore[attr-defined]
         ("torch.storage", "_load_from_bytes"): _tensor_of_bytes,
         ("builtins", "getattr"): _Inert,  # how some versions of Python pickle members of an enum
     }

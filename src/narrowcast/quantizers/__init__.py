@@ -1,5 +1,7 @@
 """Quantizers: frozen policies that say how a tensor is quantized."""
 
+from typing import Any
+
 import torch
 
 from ..formats import DType
@@ -36,12 +38,13 @@ VALUE_QUANTIZERS: tuple[type[Quantizer], ...] = (
 """The classes that are compile-time values: all that hold neither tensors nor process groups."""
 
 QuantizedTensorStorage._quantizer_of = staticmethod(quantizer_of)
-for _make in (
+_MAKERS: tuple[Any, ...] = (
     make_grouped_tensor,
     make_grouped_tensor_with_shapes,
     make_grouped_tensor_from_rowwise_data,
     make_tensor_offsets,
-):
+)
+for _make in _MAKERS:
     setattr(GroupedTensorStorage, _make.__name__, staticmethod(_make))
 
 # a quantized tensor's quantizer travels with it through torch.load(weights_only=True)

@@ -51,7 +51,8 @@ class RecipeState:
         given = [None] * num_quantizers if roles is None else list(roles)
         if len(given) != num_quantizers:
             raise ValueError(f"got {len(given)} roles for num_quantizers={num_quantizers}; give one for each")
-        self.recipe, self.mode = recipe, mode
+        self.recipe = recipe
+        self.mode: Mode = mode
         self.roles = [
             QuantizerRole(tensor_type=tensor_type_at(mode, slot)) if role is None else role
             for slot, role in enumerate(given)
