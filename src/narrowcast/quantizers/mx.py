@@ -18,7 +18,8 @@ from ..tensors import (
     MXFP8TensorStorage,
 )
 from .arguments import element_dtype_of, fp8_dtype_of
-from .quantizer import Quantizer, codes_as_matrix
+from .codes import codes_as_matrix
+from .quantizer import Quantizer
 
 
 class _MXQuantizer(Quantizer):

@@ -32,6 +32,7 @@ from ..functional.quantizer_value import CLASSES
 from ..tensors import QuantizedTensor, QuantizedTensorStorage
 from ..tensors.storage import STORAGE_CLASSES, flatten_context, resolve_storage_class, storage_identifier
 from .arguments import field_value
+from .codes import codes_as_matrix
 from .value import SPELLINGS, _rebuild_quantizer, class_identifier
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -569,21 +570,6 @@ def _refuse_while_tracing(context: Any) -> None:
 
 
 _QUIET_FIELDS = ("internal", "optimize_for_gemm")
-
-
-_FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-
-def codes_as_matrix(codes: Tensor, element: ElementFormat, columnwise: bool) -> Tensor:
-    """FP8 codes, uint8, as a matrix (rows, contraction) of their dtype; column-wise data is stored transposed already.
-
-    Args:
-        codes: (*lead, K), or (K, *lead) for column-wise data.
-    """
-    data = codes.view(_FP8_DTYPES[element.name])
-    if data.dim() == 2:
-        return data
-    return data.reshape(data.shape[0], -1) if columnwise else data.reshape(-1, data.shape[-1])
 
 
 def _is_process_group(held: Any) -> bool:
