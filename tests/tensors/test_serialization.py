@@ -101,6 +101,26 @@ def test_a_state_dict_holds_plain_tensors(name: str) -> None:
     assert_same_buffers(other.weight, expected)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_with_keep_vars_a_state_dict_holds_all_bits(name: str, assign: bool) -> None:
+    module, other = quantized_linear(name), quantized_linear(name)
+    nc.set_recipe(module, QUANTIZED[name])
+    nc.set_recipe(other, QUANTIZED[name])
+    state = saved_and_loaded(module.state_dict(keep_vars=True), weights_only=True)
+    other.load_state_dict(state, assign=assign)
+    assert isinstance(other.weight, nn.Parameter)
+    assert_same_buffers(other.weight, module.weight)
+    results = []
+    for layer in (module, other):
+        torch.manual_seed(3)
+        x = torch.linspace(-2, 2, 1600).view(32, 50).bfloat16().requires_grad_()
+        y = layer(x)
+        y.float().square().sum().backward()
+        results.append((y, x.grad, layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_whole_module_pickles(name: str) -> None:
     module = quantized_linear(name)

@@ -423,7 +423,7 @@ class GroupedLinearLayer(LinearLayer):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         (weight, *_) = self._parts_of("weight")
-        if isinstance(weight, GroupedTensor):  # several are saved as any layer's
+        if isinstance(weight, GroupedTensor) and not keep_vars:  # several are saved as any layer's
             destination[prefix + "weight"] = weight.detach().dequantize()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

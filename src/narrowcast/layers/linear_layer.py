@@ -471,8 +471,10 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         super()._load_from_state_dict(*args)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Plain tensors only: a quantized parameter is saved as its high-precision value."""
+        """Plain tensors only: a quantized parameter is saved as its high-precision value, but with ``keep_vars``."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if keep_vars:  # the parameters themselves: all of their bits
+            return
         for name, parameter in self._parameters.items():
             if isinstance(parameter, QuantizedTensor):
                 destination[prefix + name] = parameter.detach().dequantize()
