@@ -1,14 +1,15 @@
 """Linear layers on groups of rows, as the experts of a mixture: forward and backward, and the three GEMMs alone.
 
-`layer` rows time a step of ``GroupedLinear`` with a device tensor of splits, eager and compiled, in turns with a bf16
-``grouped_mm`` under autograd, compiled; `share` is the time over that one's. Every recipe's weight gradient is first
-compared with bf16's. `gemm` rows time one grouped GEMM on operands quantized before: the library's, the Triton kernel
-and the loop of the library's GEMM on the same bytes, and bf16 ``grouped_mm``. Splits are equal, or skewed: half
+`layer` rows time a step of ``GroupedLinear``, splits on the host or on the device: eager, compiled, and as replays of a
+CUDA graph, each beside a bf16 ``grouped_mm`` in the same mode, with the peak of memory. Every recipe's gradients are
+first compared with bf16's. The other rows time one grouped GEMM on operands quantized before: the library's, the Triton
+kernel and the loop of the library's GEMM on the same bytes, and bf16 ``grouped_mm``. Splits are equal, or skewed: half
 of the groups have a tenth of the rows.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import statistics
@@ -19,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from harness import Row, parser, report, ring, runs_on_gpu, spread, time_in_turns
-from torch import Tensor
+from harness import Row, parser, report, runs_on_gpu, spread, time_in_turns
+from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast import functional
@@ -38,7 +39,7 @@ RECIPES: dict[str, nc.recipe.Recipe | None] = {
     "current e4m3": nc.recipe.Float8CurrentScaling(fp8_format=nc.recipe.Format.E4M3),
     "block": nc.recipe.Float8BlockScaling(),
 }
-PEER = "torch: bf16 grouped_mm, compiled"
+PEER = "torch: bf16 grouped_mm"
 
 
 class Case(NamedTuple):
@@ -73,74 +74,130 @@ def splits_of(case: Case, skewed: bool) -> list[int]:
 
 
 Step = Callable[..., Any]
+ROUNDS, SECONDS = 7, 0.05
 
 
-def peer(case: Case, dy: Tensor) -> Step:
-    """A step with ``grouped_mm`` alone."""
+class Contender(NamedTuple):
+    """``run``: of input (T, K); ``parameters``: whose gradients a step takes."""
+
+    run: Callable[[Tensor], Tensor]
+    parameters: list[nn.Parameter]
+
+
+def peer(case: Case, splits: list[int]) -> Contender:
+    """``grouped_mm`` alone, in bf16."""
     weight = torch.randn(case.groups, case.out_features, case.in_features, device="cuda").bfloat16()
-    weight.mul_(0.02).requires_grad_()
-
-    @torch.compile(fullgraph=True)
-    def forward(x: Tensor, ends: Tensor) -> Tensor:
-        return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-
-    def step(x: Tensor, splits: Tensor) -> None:
-        weight.grad = x.grad = None
-        forward(x, splits.cumsum(0, dtype=torch.int32)).backward(dy)
-
-    return step
+    parameter = nn.Parameter(weight.mul_(0.02))
+    ends = torch.tensor(splits, device="cuda").cumsum(0, dtype=torch.int32)
+    return Contender(lambda x: F.grouped_mm(x, parameter.transpose(-2, -1), offs=ends), [parameter])
 
 
-def layer_step(layer: nc.GroupedLinear, recipe: nc.recipe.Recipe | None, dy: Tensor, compiled: bool) -> Step:
-    forward = torch.compile(layer, fullgraph=True) if compiled else layer
-
-    def step(x: Tensor, splits: Tensor) -> None:
-        layer.zero_grad(set_to_none=True)
-        x.grad = None
-        with nc.autocast(enabled=recipe is not None, recipe=recipe):
-            y = forward(x, splits)
-        y.backward(dy)
-
-    return step
-
-
-def layer_steps(case: Case, dy: Tensor, chosen: Namespace) -> dict[str, Step]:
-    layer = nc.GroupedLinear(
+def layer(case: Case, recipe: nc.recipe.Recipe | None, splits: list[int] | Tensor) -> Contender:
+    made = nc.GroupedLinear(
         case.groups,
         case.in_features,
         case.out_features,
         bias=False,
         device="cuda",
         params_dtype=torch.bfloat16,
+        single_grouped_parameter=True,
     )
-    steps: dict[str, Step] = {PEER: peer(case, dy)}
+    nc.set_recipe(made, recipe)
+    return Contender(lambda x: made(x, splits), list(made.parameters()))
+
+
+def layers(case: Case, sizes: list[int], chosen: Namespace) -> dict[str, Callable[[], Contender]]:
+    """Makers of a contender by name, the yardstick first."""
+    makers: dict[str, Callable[[], Contender]] = {PEER: lambda: peer(case, sizes)}
     for name, recipe in RECIPES.items():
-        for compiled in (False,) if chosen.skip_compile else (False, True):
-            label = f"{name}, {'compiled' if compiled else 'eager'}"
-            if chosen.only in label:
-                steps[label] = layer_step(layer, recipe, dy, compiled)
-    return steps
+        makers[f"{name}, host splits"] = lambda recipe=recipe: layer(case, recipe, sizes)
+        device = torch.tensor(sizes, device="cuda")
+        makers[f"{name}, device splits"] = lambda recipe=recipe, device=device: layer(case, recipe, device)
+    return {name: make for name, make in makers.items() if name == PEER or chosen.only in name}
+
+
+def layer_rows(case: Case, sizes: list[int], where: Row, chosen: Namespace) -> list[Row]:
+    """Eager, compiled and captured steps: milliseconds, share of the yardstick in the same mode, and the peak in MiB.
+
+    The peak has all that a step holds: input, weights, output, their gradients, and what the layer needs beside them.
+    """
+    rows: list[Row] = []
+    first: dict[str, float] = {}
+    for name, make in layers(case, sizes, chosen).items():
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_allocated()
+        x = torch.randn(case.tokens, case.in_features, device="cuda").bfloat16().requires_grad_()
+        dy = torch.randn(case.tokens, case.out_features, device="cuda").bfloat16()
+        run, parameters = make()
+        times: dict[str, float] = {}
+        for mode in ("eager", "compiled", "captured"):
+            if mode == "compiled" and chosen.skip_compile:
+                continue
+            forward = torch.compile(run, fullgraph=True) if mode == "compiled" else run
+
+            def step(forward: Any = forward, x: Any = x, parameters: Any = parameters, dy: Any = dy) -> Any:
+                return torch.autograd.grad(forward(x), (x, *parameters), dy)
+
+            times[mode] = milliseconds(captured(step) if mode == "captured" else step)
+            if mode == "eager":
+                torch.cuda.reset_peak_memory_stats()
+                step()
+                peak = (torch.cuda.max_memory_allocated() - held) / 2**20
+        first = first or {**times, "peak": peak}
+        row: Row = {**where, "what": "layer", "contender": name}
+        for mode, ms in times.items():
+            row |= {f"{mode}_ms": round(ms, 3), f"{mode}_share": round(ms / first[mode], 3)}
+        rows.append({**row, "peak_MiB": round(peak), "peak_share": round(peak / first["peak"], 3)})
+        print(rows[-1], flush=True)
+        del x, dy, run, parameters, step, forward
+    return rows
+
+
+def captured(step: Step) -> Step:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def milliseconds(step: Step) -> float:
+    """Median over rounds of a step's time, steps issued one after the other, the host's time included."""
+
+    def timed(count: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(count):
+            step()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / count
+
+    timed(3)
+    count = max(3, int(SECONDS * 1e3 / timed(3)))
+    return statistics.median(timed(count) for _ in range(ROUNDS))
 
 
 def gate(case: Case) -> None:
     """Fail if a recipe's gradients are not those of bf16 within the error of an FP8 layer."""
-    layer = nc.GroupedLinear(
-        case.groups,
-        case.in_features,
-        case.out_features,
-        bias=False,
-        device="cuda",
-        params_dtype=torch.bfloat16,
-    )
     x, splits = inputs(case, True)
     dy = torch.randn(case.tokens, case.out_features, device="cuda").bfloat16()
+    weight = torch.randn(case.groups, case.out_features, case.in_features, device="cuda").bfloat16()
     results: dict[str, list[Tensor]] = {}
     for name, recipe in RECIPES.items():
-        step = layer_step(layer, recipe, dy, False)
+        run, parameters = layer(case, recipe, splits)
+        with torch.no_grad():
+            parameters[0].copy_(weight)
         for _ in range(2):  # delayed scaling needs a step to learn its scales
-            step(x, splits)
-        assert x.grad is not None
-        results[name] = [x.grad.float(), *(p.grad.float() for p in layer.parameters() if p.grad is not None)]
+            grads = torch.autograd.grad(run(x), (x, *parameters), dy)
+        results[name] = [grad.float() for grad in grads]
     for name, grads in results.items():
         for ours, exact in zip(grads, results["bf16"], strict=True):
             assert_close(ours, exact, "fp8_layer")
@@ -265,15 +322,12 @@ def measure(chosen: Namespace) -> list[Row]:
     if not chosen.skip_gate:
         gate(Case(4, 512, 768, 1000))
     for case in CASES[: chosen.shapes]:
-        for skewed in (False, True):
+        for skewed in (False,) if chosen.equal_only else (False, True):
             torch.compiler.reset()
             where: Row = {"case": str(case), "splits": "skewed" if skewed else "equal"}
-            dy = torch.randn(case.tokens, case.out_features, device="cuda").bfloat16()
-            prepared = ring(lambda case=case, skewed=skewed: inputs(case, skewed))
-            times = time_in_turns(layer_steps(case, dy, chosen), prepared, chosen.repeats)
-            rows += summarize({**where, "what": "layer"}, times, 6 * case.multiplications)
-            del prepared, dy
-            torch.cuda.empty_cache()
+            rows += layer_rows(case, splits_of(case, skewed), where, chosen)
+            if chosen.layers_only:
+                continue
             sets = [operands(case, skewed) for _ in range(2)]
             for kind in KINDS:
                 table = {
@@ -300,7 +354,10 @@ def summarize(where: Row, times: dict[str, list[float]], operations: int) -> lis
 
 
 def main() -> None:
-    chosen = parser(__doc__).parse_args()
+    options = parser(__doc__)
+    options.add_argument("--layers-only", action="store_true", help="without the GEMMs alone")
+    options.add_argument("--equal-only", action="store_true", help="without skewed splits")
+    chosen = options.parse_args()
     if runs_on_gpu(chosen):
         torch.manual_seed(0)
         report("grouped_linear", measure(chosen), chosen)
