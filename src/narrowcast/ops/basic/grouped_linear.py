@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from ...autograd import Groups, LinearFwdArgs
 from ...autograd.arguments import DelayedScales
 from ...autograd.grouped_linear import biases_of_rows, grouped_backward, grouped_bwd_args, grouped_forward
 from ...layers import GroupedLinearLayer, parameter_device, positive
-from ...layers.grouped_layer import rows_of_buffer
+from ...layers.grouped_layer import plan_for_rows, rows_of_buffer
 from ...recipe import LinearPlan, Mode, linear_plan
 from ...roles import QuantizerRole
 from ...tensors import TensorOrQuantized
@@ -163,7 +164,8 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         basic_op_kwargs: list[dict[str, Any]],
         **kwargs: Any,
     ) -> None:
-        self.save(basic_op_ctxs[0], input_.dtype, tensors_to_save[0], basic_op_kwargs[0])
+        rows = math.prod(input_.shape[:-1])
+        self.save(basic_op_ctxs[0], input_.dtype, rows, tensors_to_save[0], basic_op_kwargs[0])
 
     def fuser_backward(
         self,
@@ -198,7 +200,9 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         x = inp.reshape(-1, self.in_features)
         splits, sizes, covered = self._checked_splits(extra_inputs[0], x, "the tensor of splits")
         bias_scales = self._checked_scales(extra_inputs, inp)
-        args, groups = self._call_args(inp.dtype, kwargs, requires_grad, save_input, sizes, covered)
+        args, groups = self._call_args(
+            inp.dtype, x.shape[0], kwargs, requires_grad, save_input, sizes, covered
+        )
         groups.out, groups.dgrad_out = self._checked_buffers(inp, **kwargs)
         self._calibrate_groups(args.scales.amax_fwd, x, splits, weights)
         out, saved_input, saved_weight = grouped_forward(
@@ -219,13 +223,14 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         self,
         ctx: OperationContext,
         input_dtype: torch.dtype,
+        rows: int,
         tensors: TensorsToSave,
         kwargs: dict[str, Any],
         save_input: bool = False,
     ) -> None:
         """Put on the context what :meth:`gradients` reads; arguments as of :meth:`compute`, which made ``tensors``."""
         dtype, biases = self.activation_dtype(input_dtype), self._parts_of("bias")
-        args, groups = self._call_args(dtype, kwargs, True, save_input, None, False)
+        args, groups = self._call_args(dtype, rows, kwargs, True, save_input, None, False)
         place = kwargs.get("grad_input")
         groups.dgrad_out = None if place is None else place.view(-1, self.in_features)
         ctx.save_for_backward(*tensors)
@@ -265,6 +270,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
     def _call_args(
         self,
         dtype: torch.dtype,
+        rows: int,
         kwargs: dict[str, Any],
         requires_grad: bool,
         save_input: bool,
@@ -275,6 +281,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         plan = kwargs.get("plan") or self._plan_of(requires_grad, requires_grad)
         if save_input and plan.quantized:
             plan = self._plan_of(requires_grad, plan.needs_input, True)
+        plan = plan_for_rows(plan, rows, self.num_gemms)
         needs_bias = requires_grad and any(bias.requires_grad for bias in self._parts_of("bias"))
         scales = kwargs.get("scales") or DelayedScales()
         return self._grouped_args(plan, scales, dtype, needs_bias, sizes, covered)

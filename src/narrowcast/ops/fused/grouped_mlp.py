@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,15 +79,16 @@ class GroupedMLP(FusedOperation):
         fc1, activation, fc2 = self._parts
         first, between, last = basic_op_ctxs
         saved2, save_input = tensors_to_save[2], activation.activation_recompute_in_mlp
+        rows = math.prod(input_.shape[:-1])
         if first.requires_grad:
-            fc1.save(first, input_.dtype, tensors_to_save[0], basic_op_kwargs[0])
+            fc1.save(first, input_.dtype, rows, tensors_to_save[0], basic_op_kwargs[0])
         if between.requires_grad:
             between.save_for_backward(*tensors_to_save[1])
         recompute = save_input and between.requires_grad and fc2.wants_wgrad
         if recompute:
             at = fc2.input_position
             saved2 = (*saved2[:at], None, *saved2[at + 1 :])
-        fc2.save(last, fc1.activation_dtype(input_.dtype), saved2, basic_op_kwargs[2], save_input)
+        fc2.save(last, fc1.activation_dtype(input_.dtype), rows, saved2, basic_op_kwargs[2], save_input)
         last.recompute = recompute  # type: ignore[attr-defined]
 
     def fuser_backward(
