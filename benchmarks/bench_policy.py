@@ -2,7 +2,8 @@
 
 Forward and backward with the host's time included, in turns. `share` is the time over that of ``torch.nn.Linear``, of
 the layer that the policy left under the recipe or in high precision and of layers that are always one or the other.
-Each size is timed by the policy itself first, in a folder of its own, and then here: a choice by chance would show.
+All have the same weights. The policy times each size first, in a folder of its own, and then it is timed here: a choice
+by chance would show.
 With ``--only graphs`` all are replays of CUDA graphs and the policy is ``"auto-graphs"``.
 """
 
@@ -75,13 +76,20 @@ def milliseconds(step: Callable[[], Any], count: int) -> float:
 
 
 def in_turns(steps: list[Callable[[], Any]], repeats: int) -> list[float]:
-    """Medians of each step's time, of which the first is the yardstick: as the median of its ratios to it."""
+    """Median milliseconds of the first step, then of each other the share of that.
+
+    Every round begins with another step: the first one after a pause finds a cooler GPU.
+    """
     for step in steps:
         milliseconds(step, 4)
     count = max(3, min(100, int(SECONDS * 1e3 / milliseconds(steps[0], 3))))
-    rounds = [[milliseconds(step, count) for step in steps] for _ in range(repeats)]
-    first = statistics.median(row[0] for row in rounds)
-    return [first, *(statistics.median(row[i] / row[0] for row in rounds) for i in range(1, len(steps)))]
+    times: list[list[float]] = [[] for _ in steps]
+    for turn in range(-(-repeats // len(steps)) * len(steps)):
+        for place in range(len(steps)):
+            which = (turn + place) % len(steps)
+            times[which].append(milliseconds(steps[which], count))
+    first, *others = (statistics.median(column) for column in times)
+    return [first, *(other / first for other in others)]
 
 
 def measure(chosen: Namespace) -> list[Row]:
@@ -100,6 +108,9 @@ def measure(chosen: Namespace) -> list[Row]:
                 layer_of(size, None),
                 layer_of(size, recipe),
             ]
+            with torch.no_grad():  # numbers decide how much power a GEMM takes, and so how fast it runs
+                for layer in layers[1:]:
+                    layer.weight.copy_(layers[0].weight)  # type: ignore[operator, arg-type]
             ms, *shares = in_turns([step_on(layer, *size, replayed) for layer in layers], chosen.repeats)
             rows.append(
                 {

@@ -275,6 +275,8 @@ def grouped_backward(
     """
     plan, count = args.plan, args.saved_input[0]
     inp, weight = saved[:count], saved[count:]
+    if not torch.compiler.is_compiling():
+        saved.clear()  # what is done with is let go of below
     dgrad: Tensor | None = None
     wgrads: list[Tensor | None] = [None] * len(groups.main_grads)
     grad_bias = None
@@ -315,6 +317,7 @@ def _quantized_gradients(
         del left, right
     if not torch.compiler.is_compiling():  # the memory is free for the weight gradients
         grad.rowwise.clear()
+        weight.clear()
     if not plan.needs_weight:
         return dgrad, [None] * len(groups.main_grads), grad_bias
     input_quantizer = args.saved_input[1]
