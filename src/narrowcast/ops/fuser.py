@@ -106,12 +106,8 @@ def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: T
         ctx: of the boundary; None where no operation has a backward, and there is none.
         tensors: parameters of all operations, then the caller's extra inputs.
     """
-    forward, wiring, contexts, extra_inputs = (
-        call.fused.forward,
-        call.wiring,
-        call.contexts(),
-        tensors[num_params:],
-    )
+    forward, wiring = call.fused.forward, call.wiring
+    contexts, extra_inputs = call.contexts(), tensors[num_params:]
     channels: dict[str, Tensor] = {}
     to_caller: list[Tensor] = []
     x: Any = input_
