@@ -40,12 +40,14 @@ def define(
     tags: tuple[torch.Tag, ...] = (),
     inlined: Callable[..., bool] | None = None,
     shared: bool = False,
+    of_state: bool = False,
 ) -> Callable[..., Any]:
     """Define ``narrowcast::<schema>`` and return its default overload.
 
     Where its tensors are of static shape and on a GPU, and ``inlined``, given its arguments, says so, a compiled graph
     holds what the implementation launches in place of the operator; see :func:`_inline`. ``shared``: calls with the
-    same arguments are then one, for operators whose outputs nobody writes to and no graph returns.
+    same arguments are then one, for operators whose outputs nobody writes to and no graph returns. ``of_state``: its
+    tensors are a layer's state and never have gradients, so that it does not matter whether any are recorded.
 
     One implementation serves CPU and CUDA tensors: it picks reference or kernels from the device. Outputs must alias
     neither an input nor each other, and the fake's strides must be the real ones; the compiler relies on both.
@@ -67,7 +69,7 @@ def define(
     )
     if QUANTIZER in schema:
         _define_text_overload(name, schema, implementation, fake, tags)
-    return _with_shortcut(getattr(torch.ops.narrowcast, name), implementation)
+    return _with_shortcut(getattr(torch.ops.narrowcast, name), implementation, of_state)
 
 
 def _define_text_overload(
@@ -120,12 +122,14 @@ def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _with_shortcut(packet: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
+def _with_shortcut(
+    packet: Any, implementation: Callable[..., Any], of_state: bool = False
+) -> Callable[..., Any]:
     """The default overload, without the way through the dispatcher where that leads straight to ``implementation``.
 
-    So it does for plain CUDA tensors in eager code that records no gradient: inside the autograd functions. It would
-    cost as much as launching a kernel does. Traces, dispatch modes and the profiler do see the overload. A graph that
-    is exported holds the overload ``text``, if there is one.
+    So it does for plain CUDA tensors in eager code that records no gradient: inside the autograd functions; and for
+    state, which has none. It would cost as much as launching a kernel does. Traces, dispatch modes and the profiler do
+    see the overload. A graph that is exported holds the overload ``text``, if there is one.
     """
     overload, as_text = packet.default, getattr(packet, "text", None)
     quantizers = () if as_text is None else _quantizers_at(as_text)
@@ -141,7 +145,7 @@ def _with_shortcut(packet: Any, implementation: Callable[..., Any]) -> Callable[
                 texts = [arg._value_text() if i in quantizers else arg for i, arg in enumerate(args)]
                 return as_text(*texts)
             return overload(*args)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not of_state:
             return overload(*args)
         x: Any = args[first]
         if in_list:

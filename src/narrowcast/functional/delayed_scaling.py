@@ -63,6 +63,7 @@ renew_delayed_scaling = define(
     "str algorithm) -> ()",
     _renew,
     lambda *_: None,
+    of_state=True,
 )
 """Renew the delayed scaling of many layers from the amaxes they collected, by the rule of ``reference.delayed.update``.
 
@@ -89,7 +90,7 @@ def _read_scales_fake(scales: list[Tensor]) -> list[Tensor]:
 
 
 read_scales = define(
-    "read_scales(Tensor[] scales) -> Tensor[]", _read_scales, _read_scales_fake, inlined=always
+    "read_scales(Tensor[] scales) -> Tensor[]", _read_scales, _read_scales_fake, inlined=always, of_state=True
 )
 """Copies of ``scales``, (n,) each, for a forward and its backward, out of reach of a later renewal.
 
@@ -119,6 +120,7 @@ renewed_scales = define(
     "str[] algorithms) -> Tensor[]",
     _renewed_scales,
     lambda scales, *_: _read_scales_fake(scales),
+    of_state=True,
 )
 """Renew the state of a layer that renews its own, one entry per direction, and read its scales.
 
@@ -139,7 +141,9 @@ def _take_amaxes_fake(amaxes: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(amax) for amax in amaxes]
 
 
-take_amaxes = define("take_amaxes(Tensor[] amaxes) -> Tensor[]", _take_amaxes, _take_amaxes_fake)
+take_amaxes = define(
+    "take_amaxes(Tensor[] amaxes) -> Tensor[]", _take_amaxes, _take_amaxes_fake, of_state=True
+)
 """What was collected, fp32 (n,) each, for a renewal by functions of the user; what is left are zeros.
 
 Inside a backward, which recomputes, it gives zeros, as if nothing had been collected, and leaves all as it is. The
