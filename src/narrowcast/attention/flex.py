@@ -75,6 +75,18 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, max_logit: bool) ->
     return out, None if aux.max_scores is None else aux.max_scores.detach().amax((0, 2))
 
 
+def _places(scores: Scores) -> Geometry | None:
+    """Where tokens stand, for the two functions.
+
+    A shift that follows from sizes becomes a tensor: of dynamic sizes it is a symbol, which PyTorch 2.11 cannot lower
+    as what they read.
+    """
+    places = scores.places
+    if places is None or not scores.rule.bottom_right or isinstance(places.shift, Tensor):
+        return places
+    return dataclasses.replace(places, shift=places.q.position.new_full((), places.shift))
+
+
 def _position(tokens: Tokens, index: Tensor) -> Tensor:
     """Of a token in its sequence: in whole rows, its index."""
     return tokens.position[0, index] if tokens.moved else index
@@ -90,7 +102,7 @@ def _distance(places: Geometry, b: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 def _block_mask(q: Tensor, k: Tensor, scores: Scores) -> BlockMask | None:
     """Which pairs are seen; None where all are."""
-    places, rule, masked_out = scores.places, scores.rule, scores.masked_out
+    places, rule, masked_out = _places(scores), scores.rule, scores.masked_out
     if places is None:
         return None
     left, right = rule.window
@@ -128,13 +140,9 @@ def _block_mask(q: Tensor, k: Tensor, scores: Scores) -> BlockMask | None:
 
 def _score_mod(scores: Scores) -> Any:
     """What becomes of a score; None where nothing does."""
-    user, tensors, slopes, places = scores.score_mod, scores.tensors, scores.slopes, scores.places
+    user, tensors, slopes, places = scores.score_mod, scores.tensors, scores.slopes, _places(scores)
     if user is None and slopes is None:
         return None
-    if slopes is not None and places is not None and isinstance(places.shift, int):
-        # with dynamic sizes it is a symbol, for which PyTorch 2.11 has no backward of score_mod
-        shift = torch.full((), places.shift, device=slopes.device)
-        places = dataclasses.replace(places, shift=shift)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         sequence = b if places is None or places.q.sequence is None else places.q.sequence[0, i]

@@ -141,7 +141,8 @@ def _with_shortcut(
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
-            if quantizers and torch.compiler.is_exporting():
+            # the flag itself: Dynamo of PyTorch 2.11 answers is_exporting() with True in whatever it traces
+            if quantizers and torch.compiler._is_exporting_flag:
                 texts = [arg._value_text() if i in quantizers else arg for i, arg in enumerate(args)]
                 return as_text(*texts)
             return overload(*args)

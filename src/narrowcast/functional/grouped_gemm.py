@@ -386,7 +386,7 @@ def _whole_pieces(x: Tensor, multiple: int) -> Tensor:
 def _aligned(x: Tensor) -> Tensor:
     from ..kernels.launch import is_aligned  # here, for Triton may be missing
 
-    x = x.contiguous()
+    x = x.contiguous().view(-1).view(x.shape)  # with the strides of a dense tensor where a size is 1, too
     return x if is_aligned(x, 16) else x.clone()
 
 
