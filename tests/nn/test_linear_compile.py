@@ -125,7 +125,7 @@ def test_autocast_nested_and_reentered_inside() -> None:
     assert_equal(gradients(layer, lambda: forward(x), x), gradients(layer, lambda: step(x), x))
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.requested)])
 def test_recipe_built_inside_the_compiled_function(dynamic: bool | None) -> None:
     layer = make_layer()
 

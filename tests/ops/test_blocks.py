@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from modules import assert_same
 from ops_checks import check, check_compiled, make_inputs, step, unfused
-from recipes import DEVICE, QUANTIZED, RECIPES
+from recipes import DEVICE, QUANTIZED, RECIPES, kinds
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -118,7 +118,7 @@ def test_the_bits_and_the_memory_of_layernorm_mlp(name: str) -> None:
     assert saved(ours, x, QUANTIZED[name]) == saved(theirs, x, QUANTIZED[name])
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_a_whole_block_is_one_graph(name: str) -> None:
     module, (x,) = block(), make_inputs([(2, 24, HIDDEN)])
     counter = CompileCounterWithBackend("aot_eager")

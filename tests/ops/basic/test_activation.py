@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from modules import assert_same
 from ops_checks import check, check_compiled, make_inputs, step, unfused
-from recipes import DEVICE, QUANTIZED, RECIPES
+from recipes import DEVICE, QUANTIZED, RECIPES, kinds
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -219,7 +219,7 @@ def test_gives_plain_tensors_without_a_recipe() -> None:
     assert [type(made) for made in spy.gave] == [Tensor, Tensor]
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("recipe", kinds(QUANTIZED))
 def test_compiled_between_linear_layers(recipe: str) -> None:
     sequence = between_linears(ops.SwiGLU(), 2 * F_OUT)
     check_compiled(sequence, [(4, 8, F_IN)], QUANTIZED[recipe], dynamic=recipe in ("delayed", "mxfp8"))

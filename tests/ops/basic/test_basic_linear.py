@@ -11,7 +11,7 @@ import pytest
 import torch
 from modules import Operators, assert_same, compare_compiled, make_input, step
 from ops_checks import check
-from recipes import DEVICE, QUANTIZED, RECIPES
+from recipes import DEVICE, QUANTIZED, RECIPES, kinds
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -60,7 +60,7 @@ def test_equals_the_module(name: str, lead: tuple[int, ...], k: int, n: int) -> 
             assert_as_module(name, step(op, x, RECIPES[name]), step(module, x, RECIPES[name]))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", kinds(RECIPES))
 def test_whole_set(name: str) -> None:
     """Compiled, dynamic, without gradients, two backwards, second derivative, recomputed."""
     check(make_op, [(40, K)], RECIPES[name])
