@@ -186,6 +186,19 @@ def test_what_cannot_be_taken_apart_is_refused() -> None:
         nc.decompose(exported(made("GroupedLinear", "current", "plain"), dynamic=False))
 
 
+@pytest.mark.gpu
+def test_a_program_of_a_gpu_has_the_bits_of_eager_code_and_is_not_taken_apart(tmp_path: Path) -> None:
+    model = nc.Linear(WIDTH, 96, device="cuda", params_dtype=torch.bfloat16).eval().requires_grad_(False)
+    nc.set_recipe(model, RECIPES["current"]())
+    given = tuple(x.to("cuda", torch.bfloat16) for x in inputs(model))
+    program = torch.export.export(model, given)
+    torch.export.save(program, tmp_path / "saved.pt2")
+    again = torch.export.load(tmp_path / "saved.pt2").module()
+    assert torch.equal(again(*given), model(*given))
+    with pytest.raises(ValueError, match="export the model on the CPU"):
+        nc.decompose(program)
+
+
 def test_a_class_that_is_not_defined_here() -> None:
     with pytest.raises(RuntimeError, match="import the module that defines it"):
         quantizer_of_text("('elsewhere:Quantizer', ())")

@@ -13,16 +13,16 @@ from ..tensors import QuantizedTensor
 def decompose(program: ExportedProgram, decomp_table: Any = None) -> ExportedProgram:
     """The program with this library's operators taken apart into those of PyTorch, which compute the same bits.
 
-    On a CPU these are ATen's alone: the file that ``torch.export.save`` writes is loaded and run without narrowcast. On
-    a GPU they are Triton kernels and the library's GEMMs, for AOTInductor to compile. Quantized parameters become
-    their codes and scales, as ``run_decompositions`` makes them.
+    These are ATen's alone: the file that ``torch.export.save`` writes is loaded and run without narrowcast. Quantized
+    parameters become their codes and scales, as ``run_decompositions`` makes them.
 
     Args:
-        program: what ``torch.export.export`` or ``torch.export.load`` returned; it stays as it is.
+        program: of a model on the CPU, as ``torch.export.export`` or ``torch.export.load`` returned it; not modified.
         decomp_table: as ``program.run_decompositions`` takes it, for the operators of PyTorch.
 
     Raises:
-        TypeError: no exported program. ValueError: a quantized parameter that requires a gradient.
+        TypeError: no exported program. ValueError: a model on a GPU, whose operators are kernels of
+        narrowcast, or a quantized parameter that requires a gradient.
         RuntimeError: an operator whose shapes are data, as those of grouped layers are.
     """
     # sympy comes with it, which whoever exports has imported
@@ -31,6 +31,10 @@ def decompose(program: ExportedProgram, decomp_table: Any = None) -> ExportedPro
     if not isinstance(program, ExportedProgram):
         raise TypeError(f"program is a {type(program).__name__}; pass what torch.export.export returns")
     for name, value in program.state_dict.items():
+        if value.is_cuda:
+            raise ValueError(
+                f"{name} is on {value.device}; export the model on the CPU to take its program apart"
+            )
         if isinstance(value, QuantizedTensor) and value.requires_grad:
             raise ValueError(
                 f"{name} is quantized and requires a gradient, and its codes cannot; call model.requires_grad_(False) "
