@@ -117,7 +117,7 @@ def _quantizer(recipe: Recipe | None, stage: Stage, operand: str) -> Quantizer |
     plan = linear_plan(recipe, stage.name, True, True)
     if not plan.quantized:
         return None
-    quantizer = getattr(plan, operand).quantizer
+    quantizer: Any = getattr(plan, operand).quantizer
     if isinstance(quantizer, HybridQuantizer):
         quantizer = quantizer.rowwise_quantizer
     if isinstance(quantizer, IdentityQuantizer):
