@@ -1,8 +1,8 @@
 """What `nc.watch` costs a step: without it, with it between its samples, in a sampled step, and at every=100.
 
-Blocks of a plain feed-forward model, converted; compiled ones share one graph. `overhead_percent` is what every=100
-adds to the mean step, from the medians of the three kinds of step. `same_bits`: the loss and every gradient of the
-same batch, without the watch and in a sampled step.
+Blocks of a plain feed-forward model, converted; compiled ones share one graph. `between_percent` is what the hooks add
+to a step that is not sampled, `samples_percent` what one sample in a hundred adds to the mean step, from medians.
+`same_bits`: the loss and every gradient of the same batch, without the watch and in a sampled step.
 """
 
 from __future__ import annotations
@@ -90,10 +90,11 @@ def case(name: str, recipe: nc.recipe.Recipe, compiled: bool, options: Namespace
     watch.close()
     timed(3)
     again = timed(options.repeats)
-    mean = ((EVERY - 1) * between + sampled) / EVERY
+    base = (plain + again) / 2
     row: Row = {"recipe": name, "code": "compiled" if compiled else "eager", "without_ms": plain}
     row |= {"between_ms": between, "sampled_ms": sampled, "without_again_ms": again}
-    row["overhead_percent"] = (mean / min(plain, again) - 1) * 100
+    row["between_percent"] = (between / base - 1) * 100
+    row["samples_percent"] = (sampled - between) / EVERY / base * 100
     row["same_bits"] = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     print(row, flush=True)
     return row
