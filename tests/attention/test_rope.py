@@ -131,8 +131,10 @@ def test_fused_is_unfused(fmt: str, started: bool, interleaved: bool, dtype: tor
         assert torch.equal(unfused, fused)
 
 
-@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
-def test_a_packed_tensor_is_its_parts(fmt: str) -> None:
+@pytest.mark.parametrize(
+    ("fmt", "by_group"), [("bshd", True), ("bshd", False), ("sbhd", True), ("thd", False)]
+)
+def test_a_packed_tensor_is_its_parts(fmt: str, by_group: bool) -> None:
     g, d, dim_v, heads = 2, 8, 6, 3
     lead = {"bshd": (2, 6), "sbhd": (6, 2), "thd": (6,)}[fmt]
     qkv = torch.randn(*lead, g, heads * d + d + dim_v, requires_grad=True)
@@ -140,9 +142,13 @@ def test_a_packed_tensor_is_its_parts(fmt: str) -> None:
     options = {"cu_seqlens": torch.tensor([0, 4, 6], dtype=torch.int32)} if fmt == "thd" else {}
     options["start_positions"] = torch.tensor([3, 1], dtype=torch.int32)
     widths = [heads * d, d, dim_v]
-    ours = nc.apply_fused_qkv_rotary_pos_emb(qkv, *freqs, widths, fmt, **options)
-    q, k, v = qkv.split(widths, -1)
-    q = q.unflatten(-1, (heads, d)).flatten(-3, -2)
+    ours = nc.apply_fused_qkv_rotary_pos_emb(qkv, *freqs, widths, fmt, **options, by_group=by_group)
+    if by_group:
+        q, k, v = qkv.split(widths, -1)
+        q = q.unflatten(-1, (heads, d)).flatten(-3, -2)
+    else:
+        parts = qkv.flatten(-2).split([g * width for width in widths], -1)
+        q, k, v = (part.unflatten(-1, (-1, width)) for part, width in zip(parts, (d, d, dim_v)))
     expected = [nc.apply_rotary_pos_emb(x, f, fmt, **options) for x, f in zip((q, k), freqs)] + [v]
     for a, b in zip(ours, expected):
         assert torch.equal(a, b)

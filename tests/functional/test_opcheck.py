@@ -255,14 +255,22 @@ def rotate_cases(x: Tensor) -> Iterator[Arguments]:
 def rotate_qkv_cases(x: Tensor) -> Iterator[Arguments]:
     if x.shape[-1] > 1:
         widths = [2 * x.shape[-1], x.shape[-1], x.shape[-1]]
-        yield torch.cat([one_head(x)] * 4, -1), rotary_tables(x, x.shape[-1]) * 2, None, False, False, widths
+        yield (
+            torch.cat([one_head(x)] * 4, -1),
+            rotary_tables(x, x.shape[-1]) * 2,
+            None,
+            False,
+            False,
+            widths,
+            True,
+        )
 
 
 @family("rotate_qkv_backward")
 def rotate_qkv_backward_cases(x: Tensor) -> Iterator[Arguments]:
     k = one_head(x)
     if x.shape[-1] > 1:
-        yield [torch.cat((k, k), 2), k, k + 1], rotary_tables(x, x.shape[-1]) * 2, None, False, True
+        yield [torch.cat((k, k), 2), k, k + 1], rotary_tables(x, x.shape[-1]) * 2, None, False, True, False
 
 
 def norm_family(name: str, tail: Tail) -> None:

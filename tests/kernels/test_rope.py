@@ -47,8 +47,13 @@ def test_one_tensor(
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("sequence_first", [False, True])
 @pytest.mark.parametrize("widths", [(64, 32, 32), (24, 8, 12), (5, 5, 1)])
+@pytest.mark.parametrize("by_group", [True, False])
 def test_a_packed_tensor(
-    widths: tuple[int, int, int], sequence_first: bool, interleaved: bool, device: torch.device
+    by_group: bool,
+    widths: tuple[int, int, int],
+    sequence_first: bool,
+    interleaved: bool,
+    device: torch.device,
 ) -> None:
     lead = (5, 2) if sequence_first else (2, 5)
     qkv = torch.randn(*lead, 3, sum(widths)).bfloat16()
@@ -57,13 +62,13 @@ def test_a_packed_tensor(
     moved = [table.to(device) for table in tables]
     positions = torch.randint(0, 9, (2, 5))
     how = (sequence_first, interleaved)
-    expected = reference.rotate_qkv(qkv, tables, positions, *how, widths)
-    ours = kernels.rope.rotate_qkv(qkv.to(device), moved, positions.to(device), *how, widths)
+    expected = reference.rotate_qkv(qkv, tables, positions, *how, widths, by_group)
+    ours = kernels.rope.rotate_qkv(qkv.to(device), moved, positions.to(device), *how, widths, by_group)
     for a, b in zip(ours, expected):
         assert_bitwise(a, b)
     grads = [torch.randn_like(x) for x in expected]
-    back = kernels.rope.rotate_qkv_backward([x.to(device) for x in grads], moved, None, *how)
-    assert_bitwise(back, reference.rotate_qkv_backward(grads, tables, None, *how))
+    back = kernels.rope.rotate_qkv_backward([x.to(device) for x in grads], moved, None, *how, by_group)
+    assert_bitwise(back, reference.rotate_qkv_backward(grads, tables, None, *how, by_group))
 
 
 def test_nothing_to_turn(device: torch.device) -> None:

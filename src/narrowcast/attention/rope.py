@@ -135,6 +135,7 @@ def apply_fused_qkv_rotary_pos_emb(
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    by_group: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values out of one tensor, queries and keys turned on the way, in one kernel.
 
@@ -143,6 +144,7 @@ def apply_fused_qkv_rotary_pos_emb(
         q_freqs, k_freqs: angles, as of ``apply_rotary_pos_emb``.
         qkv_split_arg_list: widths of queries, key and value in w; the second is the head dim of the first two.
         tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank: as of ``apply_rotary_pos_emb``.
+        by_group: False where in memory all queries of a token come first, then all its keys, then all its values.
 
     Returns:
         Queries (..., g w_q / w_k, w_k), keys (..., g, w_k) and values (..., g, w_v) in the format.
@@ -168,7 +170,7 @@ def apply_fused_qkv_rotary_pos_emb(
     positions = _within(k_freqs, _within(q_freqs, positions))
     rows, first = (qkv[None] if tensor_format == "thd" else qkv), tensor_format == "sbhd"
     tables = (*_tables(q_freqs), *_tables(k_freqs))
-    q, k, v = _RotateQKV.apply(rows, *tables, positions, first, interleaved, widths)
+    q, k, v = _RotateQKV.apply(rows, *tables, positions, first, interleaved, widths, by_group)
     return (q[0], k[0], v[0]) if tensor_format == "thd" else (q, k, v)
 
 
@@ -207,18 +209,19 @@ class _RotateQKV(torch.autograd.Function):
         first: bool,
         interleaved: bool,
         widths: list[int],
+        by_group: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(q_cos, q_sin, k_cos, k_sin, positions)
-        ctx.how = (first, interleaved)
+        ctx.how = (first, interleaved, by_group)
         tables = [q_cos, q_sin, k_cos, k_sin]
-        return functional.rotate_qkv(qkv, tables, positions, first, interleaved, widths)
+        return functional.rotate_qkv(qkv, tables, positions, first, interleaved, widths, by_group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         *tables, positions = ctx.saved_tensors
         dqkv = functional.rotate_qkv_backward(list(grads), tables, positions, *ctx.how)
-        return dqkv, None, None, None, None, None, None, None, None
+        return dqkv, None, None, None, None, None, None, None, None, None
 
 
 def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,8 +44,11 @@ def _rotate_qkv(
     sequence_first: bool,
     interleaved: bool,
     widths: Sequence[int],
+    by_group: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return numerics_for(qkv).rope.rotate_qkv(qkv, tables, positions, sequence_first, interleaved, widths)
+    return numerics_for(qkv).rope.rotate_qkv(
+        qkv, tables, positions, sequence_first, interleaved, widths, by_group
+    )
 
 
 def _fake_qkv(
@@ -55,6 +58,7 @@ def _fake_qkv(
     sequence_first: bool,
     interleaved: bool,
     widths: Sequence[int],
+    by_group: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     (w_q, w_k, w_v), groups = widths, qkv.shape[2]
     shapes = ((groups * w_q // w_k, w_k), (groups, w_k), (groups, w_v))
@@ -63,8 +67,8 @@ def _fake_qkv(
 
 
 rotate_qkv = define(
-    "rotate_qkv(Tensor qkv, Tensor[] tables, Tensor? positions, bool sequence_first, bool interleaved, int[] widths) "
-    "-> (Tensor, Tensor, Tensor)",
+    "rotate_qkv(Tensor qkv, Tensor[] tables, Tensor? positions, bool sequence_first, bool interleaved, int[] widths, "
+    "bool by_group) -> (Tensor, Tensor, Tensor)",
     _rotate_qkv,
     _fake_qkv,
     inlined=always,
@@ -78,9 +82,10 @@ def _rotate_qkv_backward(
     positions: Tensor | None,
     sequence_first: bool,
     interleaved: bool,
+    by_group: bool,
 ) -> Tensor:
     return numerics_for(grads[0]).rope.rotate_qkv_backward(
-        grads, tables, positions, sequence_first, interleaved
+        grads, tables, positions, sequence_first, interleaved, by_group
     )
 
 
@@ -91,8 +96,8 @@ def _fake_qkv_backward(grads: Sequence[Tensor], *_: object) -> Tensor:
 
 
 rotate_qkv_backward = define(
-    "rotate_qkv_backward(Tensor[] grads, Tensor[] tables, Tensor? positions, bool sequence_first, bool interleaved) "
-    "-> Tensor",
+    "rotate_qkv_backward(Tensor[] grads, Tensor[] tables, Tensor? positions, bool sequence_first, bool interleaved, "
+    "bool by_group) -> Tensor",
     _rotate_qkv_backward,
     _fake_qkv_backward,
     inlined=always,

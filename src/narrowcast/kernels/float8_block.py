@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, ElementFormat, cdiv, round_up
 from .codecs import fp8_code, fp8_word, magnitude, magnitude_of_four, pack_codes, reciprocal, to_float32
-from .launch import INTERPRETING, Launcher
+from .launch import INTERPRETING, Launcher, is_traced
 from .scaling import OVERFLOW_BY_DTYPE, power_2_scales, scale_from_amax
-from .sources import Source, load_four_rows, source_of, store_column_sums
+from .sources import Source, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .tiles import is_wide, store_row, store_transposed, tile_grid, tile_position
 
 _BLOCK = tl.constexpr(FLOAT8_BLOCK)
@@ -90,20 +90,25 @@ def _emit_vectors(
     if ROWWISE:
         offsets = row * K + column
         data = data_ptr + (m0 * K + k0)
-        stride = (M + 3) // 4 * 4
-        scales = row_scale_ptr + (tile_k * stride + m0)
-        padded = tl.minimum(stride - m0, _BLOCK).to(tl.int32)
         xs = (x0, x1, x2, x3)
+        inverses = ()
         for j in tl.static_range(4):
             amax = tl.max(magnitude(xs[j], EMULATE), axis=1, keep_dims=True)
             scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
             code = fp8_code(to_float32(xs[j], EMULATE) * scale, E5M2, EMULATE)
             store_row(data + j * K, offsets, code, row + j, column, rows_left, columns_left, EVEN)
-            if EVEN:
-                tl.store(scales + j + row, scale_inv)
-            else:
-                scale_inv = tl.where(row + j < rows_left, scale_inv, 0.0)
-                tl.store(scales + j + row, scale_inv, mask=row + j < padded)
+            inverses = inverses + (tl.reshape(scale_inv, [_BLOCK // 4]),)
+        # Those of consecutive rows side by side: one store of all.
+        even, odd = tl.join(inverses[0], inverses[2]), tl.join(inverses[1], inverses[3])
+        scale_inv = tl.reshape(tl.join(even, odd), [_BLOCK])
+        line = tl.arange(0, _BLOCK)
+        stride = (M + 3) // 4 * 4
+        scales = row_scale_ptr + (tile_k * stride + m0) + line
+        if EVEN:
+            tl.store(scales, scale_inv)
+        else:
+            padded = tl.minimum(stride - m0, _BLOCK).to(tl.int32)
+            tl.store(scales, tl.where(line < rows_left, scale_inv, 0.0), mask=line < padded)
     if COLUMNWISE:
         # Last, so that the tile's registers are free for the exchange between threads.
         store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
@@ -200,6 +205,7 @@ def _quantize_kernel(
     P0: tl.constexpr,
     P1: tl.constexpr,
     P2: tl.constexpr,
+    PAIRED: tl.constexpr,
     WIDE: tl.constexpr,
     E5M2: tl.constexpr,
     ROWWISE: tl.constexpr,
@@ -216,8 +222,6 @@ def _quantize_kernel(
     # The statistics of a norm come from a pass over all rows; the last ones are still in L2: start there.
     REVERSE: tl.constexpr = SOURCE == "norm" or SOURCE == "norm_backward"
     tile_m, tile_k = tile_position(band_bits, REVERSE)
-    if SOURCE == "gated_half_backward":  # tiles that read the same operands run side by side
-        tile_k = tile_k // 2 + tile_k % 2 * (K // (2 * _BLOCK))
     m0 = tile_m * _BLOCK
     k0 = tile_k * _BLOCK
     if m0 >= M:
@@ -225,25 +229,39 @@ def _quantize_kernel(
     if WIDE:
         M = M.to(tl.int64)
         K = K.to(tl.int64)
+    width = K // 2 if PAIRED else K
     rows_left = tl.minimum(M - m0, _BLOCK).to(tl.int32)
-    columns_left = tl.minimum(K - k0, _BLOCK).to(tl.int32)
-    x0, x1, x2, x3, _y0, _y1, _y2, _y3 = load_four_rows(
-        operands, m0, k0, K, rows_left, columns_left, _BLOCK, _BLOCK, SOURCE, FUNCTION, P0, P1, P2, False, EVEN,
+    columns_left = tl.minimum(width - k0, _BLOCK).to(tl.int32)
+    x0, x1, x2, x3, y0, y1, y2, y3 = load_four_rows(
+        operands, m0, k0, K, rows_left, columns_left, _BLOCK, _BLOCK, SOURCE, FUNCTION, P0, P1, P2, PAIRED, EVEN,
         EMULATE,
     )  # fmt: skip
-    if SUMS:
-        store_column_sums(sums_ptr + (m0 // 16 * K + k0), x0, x1, x2, x3, K, rows_left, columns_left, EMULATE)
     emit: tl.constexpr = _emit_square if SQUARE else _emit_vectors
+    if SUMS:
+        sums = sums_ptr + (m0 // 16 * K + k0)
+        store_column_sums(sums, x0, x1, x2, x3, K, rows_left, columns_left, EMULATE)
+        if PAIRED:
+            store_column_sums(sums + width, y0, y1, y2, y3, K, rows_left, columns_left, EMULATE)
     emit(
         x0, x1, x2, x3, epsilon, data_ptr, row_scale_ptr, transpose_ptr, column_scale_ptr, tile_m, k0, M, K,
         rows_left, columns_left, E5M2, ROWWISE, COLUMNWISE, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, WORDS, EMULATE,
     )  # fmt: skip
+    if PAIRED:
+        emit(
+            y0, y1, y2, y3, epsilon, data_ptr, row_scale_ptr, transpose_ptr, column_scale_ptr, tile_m, width + k0, M,
+            K, rows_left, columns_left, E5M2, ROWWISE, COLUMNWISE, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, WORDS,
+            EMULATE,
+        )  # fmt: skip
 
 
 # A thread holds its part of the tile across both directions: few warps with many registers are fastest, unless
 # computing the tile takes many registers too.
 _four_warps = Launcher(_quantize_kernel, num_warps=4)
 _eight_warps = Launcher(_quantize_kernel, num_warps=8)
+# Both halves of a gated activation's gradient: two programs at once on a multiprocessor are fastest, though a few
+# registers spill. The compiler of a graph takes no limit; there more warps are.
+_paired = Launcher(_quantize_kernel, num_warps=8, maxnreg=128)
+_paired_in_graph = Launcher(_quantize_kernel, num_warps=16)
 
 
 def _scale_shapes(M: int, K: int, block_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -287,7 +305,9 @@ def quantize(
     """
     if block_dim not in (1, 2):
         raise ValueError(f"block_dim is {block_dim}; use 1 (blocks of 128) or 2 (tiles of 128 x 128)")
-    source = source_of(x, 2).in_halves(FLOAT8_BLOCK).within_registers()
+    source = source_of(x, 2)
+    paired = pairs_tiles(source.constants, source.shape[-1], FLOAT8_BLOCK)
+    source = source if paired else source.within_registers()
     like = source.operands[0]
     M, K = source.matrix
     row_shape, column_shape = _scale_shapes(M, K, block_dim)
@@ -301,16 +321,19 @@ def quantize(
     if not buffers or M * K == 0:
         return [buffer.zero_() for buffer in buffers]
     sums = source.partial_sums()
-    grid, band_bits = tile_grid(cdiv(M, FLOAT8_BLOCK), cdiv(K, FLOAT8_BLOCK))
-    launcher = _four_warps if block_dim == 1 and not source.is_activation else _eight_warps
+    grid, band_bits = tile_grid(cdiv(M, FLOAT8_BLOCK), cdiv(K // 2 if paired else K, FLOAT8_BLOCK))
+    if paired:
+        launcher = _paired_in_graph if is_traced(like) else _paired
+    else:
+        launcher = _four_warps if block_dim == 1 and not source.is_activation else _eight_warps
     # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
     pointers = (*buffers[:2], *buffers[-2:], buffers[0] if sums is None else sums)
     launcher(
         grid,
         (*source.pointers, *pointers, M, K, band_bits, float(epsilon)),
         (
-            block_dim == 2, sums is not None, *source.constants, is_wide(M, K), fmt.name == "e5m2", rowwise, columnwise,
-            fmt.max, OVERFLOW_BY_DTYPE[str(source.dtype)], power_2, epsilon > 0.0,
+            block_dim == 2, sums is not None, *source.constants, paired, is_wide(M, K), fmt.name == "e5m2", rowwise,
+            columnwise, fmt.max, OVERFLOW_BY_DTYPE[str(source.dtype)], power_2, epsilon > 0.0,
             M % FLOAT8_BLOCK == 0 and K % FLOAT8_BLOCK == 0, M % 4 == 0, INTERPRETING,
         ),
     )  # fmt: skip

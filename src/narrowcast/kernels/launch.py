@@ -197,9 +197,14 @@ def _places(types: tuple[type, ...]) -> tuple[list[int], list[int]]:
     return tensors, ints
 
 
+def is_traced(x: Tensor) -> bool:
+    """Whether a tensor stands for one of a graph that is being traced."""
+    return isinstance(x, _TRACED)
+
+
 def is_aligned(x: Tensor, size: int) -> bool:
     """Whether a tensor starts on a boundary of ``size`` bytes; in a trace, whether it does where its storage does."""
-    if isinstance(x, _TRACED):
+    if is_traced(x):
         return x.storage_offset() * x.element_size() % size == 0
     return x.data_ptr() % size == 0
 

@@ -433,7 +433,7 @@ def statistics(
             (x, other, target, scale, shift, rstd if mean is None else mean, rstd, partials, M, K, float(eps)),
             (
                 layer_norm, residual is not None, zero_centered_gamma, bias is not None, amax_partials,
-                ROWS, LANES, UNROLL, INTERPRETING,
+                ROWS, LANES, 2 * UNROLL if amax_partials else UNROLL, INTERPRETING,
             ),
         )  # fmt: skip
     return (summed, mean, rstd, partials) if amax_partials else (summed, mean, rstd)

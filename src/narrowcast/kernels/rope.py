@@ -144,6 +144,7 @@ def _qkv_kernel(
     REST_Q: tl.constexpr,
     REST_K: tl.constexpr,
     VALUES: tl.constexpr,
+    BY_GROUP: tl.constexpr,
     PLACED: tl.constexpr,
     SEQUENCE_FIRST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -155,11 +156,19 @@ def _qkv_kernel(
     group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[:, None]
     here = group < G
     at = row.to(tl.int64) * G + group
-    whole = qkv_ptr + at * ((Q + 1) * D + V)
+    whole = qkv_ptr + row.to(tl.int64) * G * ((Q + 1) * D + V)
+    if BY_GROUP:  # each group's queries, key and value side by side
+        queries = whole + group * ((Q + 1) * D + V)
+        keys = queries + Q * D
+        values = keys + D
+    else:  # all queries, all keys, all values
+        queries = whole + group * (Q * D)
+        keys = whole + G * Q * D + group * D
+        values = whole + G * (Q + 1) * D + group * V
     table = position * (2 * R_Q)
     j = 0
     while j < Q:
-        part, head = whole + j * D, q_ptr + (at * Q + j) * D
+        part, head = queries + j * D, q_ptr + (at * Q + j) * D
         if INVERSE:
             _turn(head, part, here, q_cos_ptr + table, q_sin_ptr + table, R_Q, D,
                   PAIRS_Q, REST_Q, INTERLEAVED, INVERSE, EMULATE)  # fmt: skip
@@ -168,10 +177,10 @@ def _qkv_kernel(
                   PAIRS_Q, REST_Q, INTERLEAVED, INVERSE, EMULATE)  # fmt: skip
         j += 1
     table = position * (2 * R_K)
-    part, head = whole + Q * D, k_ptr + at * D
+    part, head = keys, k_ptr + at * D
     value = tl.arange(0, VALUES)[None, :]
     inside = here & (value < V)
-    packed, alone = whole + (Q + 1) * D + value, v_ptr + at * V + value
+    packed, alone = values + value, v_ptr + at * V + value
     if INVERSE:
         _turn(head, part, here, k_cos_ptr + table, k_sin_ptr + table, R_K, D,
               PAIRS_K, REST_K, INTERLEAVED, INVERSE, EMULATE)  # fmt: skip
@@ -250,6 +259,7 @@ def rotate_qkv(
     sequence_first: bool,
     interleaved: bool,
     widths: Sequence[int],
+    by_group: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``reference.rope.rotate_qkv``, equal to the byte."""
     check_device(qkv)
@@ -257,7 +267,7 @@ def rotate_qkv(
     groups = qkv.shape[2]
     shapes = ((groups * w_q // w_k, w_k), (groups, w_k), (groups, w_v))
     parts = tuple(torch.empty((*lead, *shape), dtype=qkv.dtype, device=qkv.device) for shape in shapes)
-    _run_qkv(qkv, parts, tables, positions, sequence_first, interleaved, False)
+    _run_qkv(qkv, parts, tables, positions, sequence_first, interleaved, by_group, False)
     return parts[0], parts[1], parts[2]
 
 
@@ -267,13 +277,14 @@ def rotate_qkv_backward(
     positions: Tensor | None,
     sequence_first: bool,
     interleaved: bool,
+    by_group: bool,
 ) -> Tensor:
     """``reference.rope.rotate_qkv_backward``, equal to the byte."""
     q, k, v = (grad.contiguous() for grad in grads)
     check_device(q)
     width = q.shape[2] // k.shape[2] * q.shape[3] + k.shape[3] + v.shape[3]
     qkv = torch.empty((*k.shape[:3], width), dtype=q.dtype, device=q.device)
-    _run_qkv(qkv, (q, k, v), tables, positions, sequence_first, interleaved, True)
+    _run_qkv(qkv, (q, k, v), tables, positions, sequence_first, interleaved, by_group, True)
     return qkv
 
 
@@ -284,6 +295,7 @@ def _run_qkv(
     positions: Tensor | None,
     sequence_first: bool,
     interleaved: bool,
+    by_group: bool,
     inverse: bool,
 ) -> None:
     if not qkv.numel():
@@ -302,6 +314,7 @@ def _run_qkv(
         (per, _pairs(of_q), _pairs(of_k), _rest(dim, of_q), _rest(dim, of_k))
         + (
             max(triton.next_power_of_2(dim_v), 16),
+            by_group,
             placed,
             sequence_first,
             interleaved,

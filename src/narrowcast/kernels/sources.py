@@ -88,12 +88,6 @@ class Source:
         self.column_sums.partials = self.empty((cdiv(M, reduction.PARTIAL_ROWS), K), torch.float32)
         return self.column_sums.partials
 
-    def in_halves(self, tile_columns: int) -> Source:
-        """The source, knowing it where each tile lies in one half of a gated activation's gradient."""
-        if not pairs_tiles(self.constants, self.shape[-1], tile_columns):
-            return self
-        return replace(self, constants=("gated_half_backward", *self.constants[1:]))
-
     def within_registers(self) -> Source:
         """The source itself, or its matrix where computing a tile with scales of its own takes too many registers.
 
@@ -138,7 +132,7 @@ class ColumnSums:
         self.partials: Tensor | None = None
 
 
-_ACTIVATIONS = ("activation", "activation_backward", "gated", "gated_backward", "gated_half_backward")
+_ACTIVATIONS = ("activation", "activation_backward", "gated", "gated_backward")
 _TENSOR = ("tensor", "", 0.0, 0.0, 0.0)
 
 
@@ -424,13 +418,6 @@ def load_source(
         g = to_float32(tl.load(gradient, mask=inside, other=0.0), EMULATE)
         da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2, EMULATE)
         return round_to_dtype(tl.where(second, db, da), DTYPE, EMULATE)
-    elif SOURCE == "gated_half_backward":
-        # Tiles that lie in one half: no element asks which.
-        first = k % (K // 2)
-        da, db = load_pair(
-            operands, m, first, row, column, K // 2, rows_left, columns_left, FUNCTION, P0, P1, P2, EVEN, EMULATE
-        )  # fmt: skip
-        return tl.where(k >= K // 2, db, da)
     elif SOURCE == "norm":
         x = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
         gamma = _load_gamma(operands[1] + k, across, columns_left, P0, EVEN, EMULATE)

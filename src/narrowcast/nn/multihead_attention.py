@@ -346,8 +346,9 @@ class MultiheadAttention(nn.Module):
             of_both, (cu_seqlens, _) = rotation.angles, rotation.cu_seqlens
             parts, widths = mixed.unflatten(-1, (groups, -1)), (per_group * size, size, size)
             turned = apply_fused_qkv_rotary_pos_emb(
-                parts, *of_both, widths, cu_seqlens=cu_seqlens, **rotation.how
-            )
+                parts, *of_both, widths, cu_seqlens=cu_seqlens, by_group=self.qkv_weight_interleaved,
+                **rotation.how,
+            )  # fmt: skip
             return (*turned, normalized)
         if self.qkv_weight_interleaved:
             parts = mixed.unflatten(-1, (groups, per_group + 2, size))
@@ -398,7 +399,7 @@ class MultiheadAttention(nn.Module):
         """Whether queries and keys are turned where the projection has left them."""
         between = self.q_norm is not None and self.qk_norm_before_rope
         one_side = rotation.cu_seqlens[0] is rotation.cu_seqlens[1]
-        return self.attention_type == "self" and self.qkv_weight_interleaved and one_side and not between
+        return self.attention_type == "self" and one_side and not between
 
     def _rotated(self, query: Tensor, key: Tensor, rotation: _Rotation) -> tuple[Tensor, Tensor]:
         of_query, of_key = (

@@ -58,6 +58,7 @@ def rotate_qkv(
     sequence_first: bool,
     interleaved: bool,
     widths: Sequence[int],
+    by_group: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values out of one tensor, the first two turned.
 
@@ -65,12 +66,17 @@ def rotate_qkv(
         qkv: (b, s, g, w_q + w_k + w_v), with ``sequence_first`` (s, b, g, ...).
         tables: cos and sin of queries, cos and sin of keys, as of ``rotate``.
         widths: (w_q, w_k, w_v); w_k is the head dim of queries and keys, and divides w_q.
+        by_group: of each group its queries, key and value; else all queries, then all keys, then all values.
 
     Returns:
         Queries (b, s, g w_q / w_k, w_k), keys (b, s, g, w_k), values (b, s, g, w_v), contiguous.
     """
-    q, k, v = qkv.split(list(widths), -1)
-    q = q.unflatten(-1, (-1, widths[1])).flatten(2, 3)
+    if by_group:
+        q, k, v = qkv.split(list(widths), -1)
+        q = q.unflatten(-1, (-1, widths[1])).flatten(2, 3)
+    else:
+        parts = qkv.flatten(2).split([qkv.shape[2] * width for width in widths], -1)
+        q, k, v = (part.unflatten(-1, (-1, width)) for part, width in zip(parts, (widths[1], *widths[1:])))
     how = (positions, sequence_first, interleaved)
     return (
         rotate(q, tables[0], tables[1], *how),
@@ -85,10 +91,14 @@ def rotate_qkv_backward(
     positions: Tensor | None,
     sequence_first: bool,
     interleaved: bool,
+    by_group: bool,
 ) -> Tensor:
     """Gradient of ``qkv``, contiguous, of those of the three results of ``rotate_qkv``."""
     how = (positions, sequence_first, interleaved, True)
     q = rotate(grads[0], tables[0], tables[1], *how)
     k = rotate(grads[1], tables[2], tables[3], *how)
+    if not by_group:
+        whole = torch.cat([part.flatten(2) for part in (q, k, grads[2])], -1)
+        return whole.unflatten(-1, (k.shape[2], -1))
     groups, width = k.shape[2], q.shape[2] // k.shape[2] * q.shape[3]
     return torch.cat((q.reshape(*q.shape[:2], groups, width), k, grads[2]), -1)
