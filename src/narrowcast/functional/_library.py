@@ -131,9 +131,8 @@ def _with_shortcut(
     state, which has none. It would cost as much as launching a kernel does. Traces, dispatch modes and the profiler do
     see the overload. A graph that is exported holds the overload ``text``, if there is one.
     """
-    overload: Any = packet.default
-    as_text: Any = getattr(packet, "text", None)
-    quantizers = () if as_text is None else _quantizers_at(as_text)
+    overload = packet.default
+    as_text, quantizers = getattr(packet, "text", overload), _quantizers_at(overload)
     arguments = overload._schema.arguments
     first = next(i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type))
     in_list = "List" in str(arguments[first].type)
