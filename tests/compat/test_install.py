@@ -80,10 +80,8 @@ def test_the_real_one_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_absent_names_say_what_replaces_them(te: Any) -> None:
     with pytest.raises(ImportError, match="userbuffers; leave the ub_.*from-transformer-engine"):
         from transformer_engine.pytorch import initialize_ub  # noqa: F401
-    with pytest.raises(ImportError, match=r"reduce_scatter_tensor"):
-        from transformer_engine.pytorch.distributed import (  # noqa: F401
-            reduce_scatter_along_first_dim,
-        )
+    with pytest.raises(ImportError, match=r"torch\.distributed\.all_reduce"):
+        from transformer_engine.pytorch.distributed import symmetric_all_reduce  # noqa: F401
     with pytest.raises(ImportError, match=r"narrowcast is for PyTorch"):
         importlib.import_module("transformer_engine.jax")
     with pytest.raises(AttributeError, match=r"use torch\.optim\.Muon"):

@@ -23,7 +23,8 @@ class Quantize(BasicOperation):
     """Rounds what passes to what its recipe, or that of the autocast in force, can represent; else it does nothing.
 
     The operation that gets the result may have asked for it quantized: then it is quantized as asked, once. Else it
-    gets, or the caller does, a quantized tensor; in compiled code, whose graphs pass on plain tensors, its values.
+    gets, or the caller does, a quantized tensor; in compiled code, whose graphs pass on plain tensors, its values, and
+    of quantizers whose class is not registered as a value, which no graph could take, too.
 
     Args:
         forward: act on the input, which the recipe quantizes as a layer's input.
@@ -89,7 +90,7 @@ class Quantize(BasicOperation):
             return x, ()
         state: DelayedScales = arguments.get("scales") or DelayedScales()
         own = ScaledOperand(chosen.input, state.scale_fwd, state.amax_fwd)
-        if next_op_input_quantizer is None and not torch.compiler.is_compiling():
+        if next_op_input_quantizer is None and chosen.input.value and not torch.compiler.is_compiling():
             quantizer = chosen.input.quantizer
             return quantizer._assemble(quantize(x, quantizer, *own.state(x)), tuple(x.shape), x.dtype), ()
         return _rounded(x, next_op_input_quantizer, own), ()
