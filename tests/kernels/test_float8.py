@@ -106,6 +106,24 @@ def test_flags_and_strides(device: torch.device) -> None:
             assert_bitwise(a, b, name)
 
 
+@pytest.mark.parametrize("kind", ["normal", "special"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(16, 24), (3, 128, 16), (37, 50), (0, 4)], ids=str)
+def test_amax_as_a_graph_takes_it(
+    shape: tuple[int, ...], dtype: torch.dtype, kind: str, device: torch.device
+) -> None:
+    """In the dtype of the tensor, by plain operators where it falls into parts; the same scale comes of it."""
+    x = make(kind, shape, dtype)
+    parts = kernels.float8.amax_parts_in_graph(x.to(device))
+    assert_bitwise(parts.float().amax().reshape(1) if parts.numel() else parts.new_zeros(1), scaling.amax(x))
+    if shape[0] == 16:
+        assert parts.dtype == dtype
+    options = {"power_2": False, "epsilon": 0.0, "rowwise": True, "columnwise": True}
+    actual = kernels.float8.quantize_current(x.to(device), E4M3, amax=parts, **options)
+    for a, b in zip(actual, reference.quantize_current(x, E4M3, amax=None, **options), strict=True):
+        assert_bitwise(a, b)
+
+
 @pytest.mark.parametrize("shape", [(37, 50), (3, 4, 8), (0, 4)], ids=str)
 def test_amax_from_outside(shape: tuple[int, ...], device: torch.device) -> None:
     """As processes that hold parts of a tensor share it: the largest of theirs, and the scale of that."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..formats import FLT_MAX, ElementFormat, cdiv
 from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, scaled_float32
-from .launch import INTERPRETING, Launcher, check_device, check_input
+from .launch import INTERPRETING, Launcher, check_device, check_input, is_traced
 from .scaling import scale_from_amax
 from .sources import Source, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .tiles import (
@@ -45,9 +45,10 @@ def _tensor_scale(
     """The encoding scale: given, or from the amax pass's partial maxima."""
     if CURRENT:
         index = tl.arange(0, PARTIALS)
-        amax = tl.max(tl.load(scale_ptr + index, mask=index < partials, other=0.0), axis=0)
-        return scale_from_amax(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2)
-    return tl.load(scale_ptr)
+        parts = tl.load(scale_ptr + index, mask=index < partials, other=0.0).to(tl.float32)
+        return scale_from_amax(tl.max(parts, axis=0), epsilon, FP8_MAX, OVERFLOW, POWER_2)
+    else:
+        return tl.load(scale_ptr)
 
 
 @triton.jit
@@ -325,11 +326,12 @@ def _run_cast(
     data = like.new_empty(source.shape, dtype=torch.uint8) if rowwise else None
     transpose = like.new_empty((K, *source.shape[:-1]), dtype=torch.uint8) if columnwise else None
     scale_inv = like.new_empty(1, dtype=torch.float32)
-    # The pointer of ``like`` is passed for what is absent: the constants keep the kernel off it.
+    # A small tensor is passed for what is absent: the constants keep the kernel off it. Not ``like``: a compiler that
+    # computes it may write it once for each argument.
     pointers = (
         scale,
-        like if data is None else data,
-        like if transpose is None else transpose,
+        scale if data is None else data,
+        scale if transpose is None else transpose,
         scale_inv,
         scale if amax is None else amax,
     )
@@ -352,7 +354,7 @@ def _run_cast(
         even = M % TILE_ROWS == 0 and width % columns == 0
         _cast_tile(
             grid,
-            (*source.pointers, *pointers, like if sums is None else sums, M, K, band_bits, partials, epsilon),
+            (*source.pointers, *pointers, scale if sums is None else sums, M, K, band_bits, partials, epsilon),
             (
                 *outputs, asks_sums, *rule, *source.constants, paired, TILE_ROWS, columns, even, M % 4 == 0,
                 is_wide(M, K), INTERPRETING,
@@ -433,7 +435,8 @@ def quantize_current(
     partial = source.amax_partials if amax is None else amax
     if partial is None:
         source = source.materialized()
-        partial = amax_parts(source.operands[0])
+        x = source.operands[0]
+        partial = amax_parts_in_graph(x) if is_traced(x) else amax_parts(x)
     return _run_cast(source, partial, fmt, rowwise, columnwise, None, True, power_2, float(epsilon))
 
 
@@ -466,6 +469,21 @@ def amax_parts(x: Tensor) -> Tensor:
     if n:
         _amax((programs, 1, 1), (x, partials, n), (AMAX_BLOCK, INTERPRETING))
     return partials
+
+
+def amax_parts_in_graph(x: Tensor) -> Tensor:
+    """As :func:`amax_parts`, in the dtype of ``x``, as plain operators of the graph that is being traced.
+
+    The compiler takes the maxima in the kernel that writes ``x``, if that is one of its own, so ``x`` is read once
+    less. That kernel may see values before they are rounded; to round the largest is to find the largest rounded,
+    and the dtype of the result asks for it.
+    """
+    n = x.numel()
+    parts = min(n & -n, AMAX_PROGRAMS)
+    if parts < AMAX_PROGRAMS // 16:
+        return amax_parts(x)
+    x = x.contiguous()
+    return torch.where(x == x, x.abs(), 0).reshape(parts, n // parts).amax(1)
 
 
 def transpose(data: Tensor) -> Tensor:
