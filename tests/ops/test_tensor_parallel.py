@@ -27,8 +27,14 @@ ROWS, K, N = 8, 64, 96
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 NAMES = ("none", "delayed", "current", "mxfp8", "nvfp4")
-MODES = [("column", False), ("column", True), ("row", False), ("row", True)]
-COMPILED = [("none", "row", True), ("delayed", "column", True)]
+BARE = "row without bias"  # sums by itself; with a bias, an operation of its own does
+MODES = [(mode, sequence) for mode in ("column", "row", BARE) for sequence in (False, True)]
+COMPILED = [
+    ("none", "row", True),
+    ("current", "row", False),
+    ("none", BARE, True),
+    ("delayed", "column", True),
+]
 Results = dict[str, Tensor]
 
 
@@ -45,23 +51,34 @@ def make_layer(rank: int, mode: str, sequence: bool, group: Any = None) -> ops.L
     layer = ops.Linear(
         K,
         N,
+        bias=mode != BARE,
         device="cpu",
-        tensor_parallel_mode=mode,
+        tensor_parallel_mode=mode.split()[0],
         tensor_parallel_group=group,
         sequence_parallel=sequence,
     )
-    weight, bias = draw(N, K, seed=1), draw(N, seed=2)
     with torch.no_grad():
-        layer.weight.copy_(half(weight, rank, 0 if mode == "column" else 1))
-        layer.bias.copy_(half(bias, rank, 0) if mode == "column" else bias)
+        layer.weight.copy_(half(draw(N, K, seed=1), rank, 0 if mode == "column" else 1))
+        if layer.bias is not None:
+            layer.bias.copy_(half(column_bias(), rank, 0) if mode == "column" else row_bias(rank))
     return layer
 
 
-def whole() -> ops.Linear:
-    layer = ops.Linear(K, N, device="cpu")
+def column_bias() -> Tensor:
+    return draw(N, seed=2)
+
+
+def row_bias(rank: int) -> Tensor:
+    """The bias that a rank adds to its own product."""
+    return draw(N, seed=20 + rank)
+
+
+def whole(mode: str) -> ops.Linear:
+    layer = ops.Linear(K, N, bias=mode != BARE, device="cpu")
     with torch.no_grad():
         layer.weight.copy_(draw(N, K, seed=1))
-        layer.bias.copy_(draw(N, seed=2))
+        if layer.bias is not None:
+            layer.bias.copy_(column_bias() if mode == "column" else sum(map(row_bias, range(WORLD))))
     return layer
 
 
@@ -79,8 +96,8 @@ def train(layer: ops.Linear, forward: Any, x: Tensor, dy: Tensor, recipe: Any) -
     x = x.requires_grad_(True)
     with nc.autocast(enabled=recipe is not None, recipe=recipe):
         y = forward(x)
-    dx, dw, db = torch.autograd.grad(y, (x, layer.weight, layer.bias), dy)
-    return {"y": y.detach(), "dx": dx, "dw": dw, "db": db}
+    wanted = {"dx": x, "dw": layer.weight} | ({} if layer.bias is None else {"db": layer.bias})
+    return {"y": y.detach()} | dict(zip(wanted, torch.autograd.grad(y, (*wanted.values(),), dy), strict=True))
 
 
 def two_steps(
@@ -112,7 +129,8 @@ def run_collectives(rank: int, compiled: bool) -> dict[str, Tensor]:
 
 def run_functional(rank: int, mode: str, sequence: bool) -> bool:
     """Whether the functional form does what the layer does, and its fakes tell what it returns."""
-    layer, (x, dy) = make_layer(rank, mode, sequence).basic_ops[0], operands(rank, mode, sequence, 0)
+    bare = mode if mode == "column" else BARE
+    layer, (x, dy) = make_layer(rank, bare, sequence).basic_ops[0], operands(rank, mode, sequence, 0)
     plan: Any = linear_plan(RECIPES["mxfp8"], "", True, True)
     split = {"tensor_parallel_mode": mode, "sequence_parallel": sequence, "with_quantized_compute": True}
     for kind in ("input", "weight"):
@@ -149,11 +167,33 @@ def gathers(rank: int) -> list[int]:
     return counts
 
 
+def made_of(group: Any) -> list[Any]:
+    """Of row layers with a bias: their operations and shapes, and whether their weights are drawn as without one."""
+    found: list[Any] = []
+    for sequence in (False, True):
+        split = {"device": "cpu", "tensor_parallel_mode": "row", "tensor_parallel_group": group}
+        drawn = []
+        for make in (ops.Linear, ops.BasicLinear):
+            torch.manual_seed(3)
+            drawn.append(make(K, N, sequence_parallel=sequence, **split))
+        layer, bare = drawn
+        same = [torch.equal(layer.weight, bare.weight)]
+        for each in drawn:
+            torch.manual_seed(4)
+            each.reset_parameters()
+        same.append(torch.equal(layer.weight, bare.weight))
+        shapes = {key: tuple(value.shape) for key, value in layer.state_dict().items()}
+        names = [type(op).__name__ for op in layer.basic_ops]
+        found.append((names, shapes, layer.extra_repr(), same, layer.basic_ops[0].extra_repr()))
+    return found
+
+
 def errors(rank: int) -> dict[str, str]:
     """Messages of what cannot be split."""
     attempts = {
         "out": lambda: ops.BasicLinear(K, N + 1, tensor_parallel_mode="column", device="cpu"),
         "in": lambda: ops.BasicLinear(K + 1, N, tensor_parallel_mode="row", device="cpu"),
+        "in, with a bias": lambda: ops.Linear(K + 1, N, tensor_parallel_mode="row", device="cpu"),
         "rows": lambda: ops.ReduceScatter()(torch.zeros(3, 2)),
         "quantized": lambda: make_layer(rank, "column", True)(
             nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3).quantize(torch.zeros(4, K))
@@ -174,7 +214,8 @@ def work(rank: int) -> Any:
     for mode, sequence in MODES:
         for name in NAMES:
             results[name, mode, sequence] = two_steps(rank, mode, sequence, RECIPES[name], False)
-        results["functional", mode, sequence] = run_functional(rank, mode, sequence)
+        if mode != BARE:
+            results["functional", mode, sequence] = run_functional(rank, mode, sequence)
     results["gathers"] = gathers(rank)
     for name, mode, sequence in COMPILED:
         torch._dynamo.reset()
@@ -184,10 +225,7 @@ def work(rank: int) -> Any:
     copied = copy.deepcopy(make_layer(rank, "row", True, group))
     results["copied"] = train(copied, copied, *operands(rank, "row", True, 1), None)["y"]
     single = ops.BasicLinear(K, N, tensor_parallel_mode="row", tensor_parallel_group=alone, device="cpu")
-    results["marked"] = [
-        getattr(make_layer(rank, "row", sequence).bias, "sequence_parallel", False)
-        for sequence in (False, True)
-    ]
+    results["made"] = made_of(group)
     results["alone"] = (single.tensor_parallel_mode, tuple(single.weight.shape))
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -208,12 +246,16 @@ def assembled(parts: list[Results], mode: str, sequence: bool) -> Results:
     if mode == "column":
         split = {"y": 1, "dx": 0 if sequence else None, "dw": 0, "db": 0}
     else:
-        split = {"y": 0 if sequence else None, "dx": 1, "dw": 1, "db": None}
-    for name, dim in split.items():
+        split = {
+            "y": 0 if sequence else None,
+            "dx": 1,
+            "dw": 1,
+            "db": None,
+        }  # all rows' for every process's bias
+    for name in parts[0]:
         a, b = (part[name] for part in parts)
-        if dim is None and name == "db" and sequence:  # each process has the sum over its rows
-            joined[name] = a + b
-        elif dim is None:
+        dim = split[name]
+        if dim is None:
             assert torch.equal(a, b), f"{name} differs between the processes"
             joined[name] = a
         else:
@@ -225,23 +267,24 @@ def assembled(parts: list[Results], mode: str, sequence: bool) -> Results:
 @pytest.mark.parametrize(("mode", "sequence"), MODES)
 def test_is_the_whole_layer(ranks: list[Any], name: str, mode: str, sequence: bool) -> None:
     ours = assembled([rank[name, mode, sequence] for rank in ranks], mode, sequence)
-    layer = whole()
+    layer = whole(mode)
     for seed in (0, 1):
         x, dy = draw(ROWS, K, seed=3 + seed), draw(ROWS, N, seed=5 + seed)
         expected = train(layer, layer, x, dy, RECIPES[name])
     entry = {"none": "fp32_sum_order", "nvfp4": "fp4_layer"}.get(name, "fp8_layer")
+    assert ours.keys() == expected.keys()
     for key in expected:
         assert ours[key].shape == expected[key].shape, key
         assert_close(ours[key], expected[key], entry)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "nvfp4"])  # rounds gradients at random
-@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.parametrize("mode", ["column", "row", BARE])
 def test_sequence_parallel_only_moves_rows(ranks: list[Any], name: str, mode: str) -> None:
     """Gathered first and quantized then, so nothing depends on who had which rows."""
     split, kept = ([rank[name, mode, flag] for rank in ranks] for flag in (True, False))
     ours, theirs = assembled(split, mode, True), assembled(kept, mode, False)
-    for key in ("y", "dx", "dw"):
+    for key in theirs:
         assert torch.equal(ours[key], theirs[key]), key
 
 
@@ -252,7 +295,7 @@ def test_compiled(ranks: list[Any], name: str, mode: str, sequence: bool) -> Non
         assert all(torch.equal(ours[key], theirs[key]) and theirs[key].any() for key in theirs)
 
 
-@pytest.mark.parametrize(("mode", "sequence"), MODES)
+@pytest.mark.parametrize(("mode", "sequence"), [case for case in MODES if case[0] != BARE])
 def test_functional_form(ranks: list[Any], mode: str, sequence: bool) -> None:
     assert all(rank["functional", mode, sequence] for rank in ranks)
 
@@ -268,7 +311,18 @@ def test_groups(ranks: list[Any]) -> None:
         assert all(torch.equal(rank["group"][key], expected[key]) for key in expected)
         assert torch.equal(rank["copied"], expected["y"])
         assert rank["alone"] == (None, (N, K))
-        assert rank["marked"] == [False, True]  # whose gradient is still to be summed over the group
+
+
+def test_a_row_layer_sums_what_has_its_bias(ranks: list[Any]) -> None:
+    shapes = {"basic_ops.0.weight": (N, K // WORLD), "basic_ops.1.bias": (N,)}
+    sizes, local = (
+        f"in_features={K}, out_features={N}, bias=True",
+        f"in_features={K // WORLD}, out_features={N}",
+    )
+    for rank in ranks:
+        for found, collective in zip(rank["made"], ("AllReduce", "ReduceScatter"), strict=True):
+            names = ["BasicLinear", "Bias", collective]
+            assert found == (names, shapes, sizes, [True, True], local)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -290,6 +344,7 @@ def test_what_cannot_be_split(ranks: list[Any]) -> None:
         found = rank["errors"]
         assert found["out"].startswith("ValueError: out_features=97 does not divide among 2 processes")
         assert found["in"].startswith("ValueError: in_features=65 does not divide among 2 processes")
+        assert found["in, with a bias"] == found["in"]
         assert found["rows"].startswith("ValueError: the first dim of shape (3, 2) does not divide")
         assert found["quantized"].startswith(
             "TypeError: the input of a sequence-parallel 'column' layer is quantized"
@@ -305,3 +360,5 @@ def test_one_process_needs_no_group() -> None:
         assert y is not x and torch.equal(y, x) and torch.equal(dx, 2 * x)
     layer = ops.Linear(K, N, device="cpu", tensor_parallel_mode="column", sequence_parallel=True)
     assert layer.basic_ops[0].tensor_parallel_mode is None and tuple(layer.weight.shape) == (N, K)
+    layer = ops.Linear(K, N, device="cpu", tensor_parallel_mode="row", sequence_parallel=True)
+    assert len(layer.basic_ops) == 2 and tuple(layer.weight.shape) == (N, K)

@@ -10,19 +10,24 @@ from torch import Tensor, nn
 
 from .basic.basic_linear import BasicLinear
 from .basic.bias import Bias
+from .basic.collective import AllReduce, ReduceScatter
 from .op import BasicOperation, CompositeOperation
 
 
 class Linear(CompositeOperation):
     """y = x w^T + b as a :class:`BasicLinear` and a :class:`Bias`, quantized as the recipe in force says.
 
+    With ``tensor_parallel_mode="row"`` every process adds its own bias to its product, and a :class:`ReduceScatter`
+    with ``sequence_parallel``, else an :class:`AllReduce`, sums them: y = sum over the processes of (x w^T + b), as in
+    Transformer Engine. What acts is the sum of the biases, and each gets the gradient of that sum, from all rows.
+
     Args:
         in_features, out_features: sizes of the last dim of input and output, of all processes together.
         bias: add a learned (out_features,) bias.
         device, dtype, tensor_parallel_mode, tensor_parallel_group, sequence_parallel, rng_state_tracker_function,
-            accumulate_into_main_grad, name: as for :class:`BasicLinear`. "column" splits the bias, too; "row" adds it
-            behind the sum, and with ``sequence_parallel`` its gradient is that of this process's rows, to be summed
-            over the group: such a bias has the attribute ``sequence_parallel``.
+            accumulate_into_main_grad, name: as for :class:`BasicLinear`. "column" splits the bias, too; "row"
+            gives every process a bias of its own, of all ``out_features``. Without a bias, a "row" layer is one
+            :class:`BasicLinear`, which sums by itself, and gathers gradients quantized.
     Raises:
         as :class:`BasicLinear`.
 
@@ -59,17 +64,21 @@ class Linear(CompositeOperation):
         )
         operations: list[BasicOperation] = [linear]
         if bias:
-            column = linear.parallel.mode == "column"
-            added = Bias(
-                out_features,
-                device=device,
-                dtype=dtype,
-                tensor_parallel=column,
-                tensor_parallel_group=tensor_parallel_group if column else None,
+            parallel = linear.parallel
+            column = parallel.mode == "column"
+            operations.append(
+                Bias(
+                    out_features,
+                    device=device,
+                    dtype=dtype,
+                    tensor_parallel=column,
+                    tensor_parallel_group=tensor_parallel_group if column else None,
+                )
             )
-            if linear.parallel.gathers_grad_output:
-                added.bias.sequence_parallel = True  # type: ignore[attr-defined]
-            operations.append(added)
+            if parallel.mode == "row":
+                linear._leave_sum()
+                collective = ReduceScatter if parallel.sequence_parallel else AllReduce
+                operations.append(collective(tensor_parallel_group))
         super().__init__(operations)
         self.in_features, self.out_features = in_features, out_features
 
@@ -118,7 +127,7 @@ class Linear(CompositeOperation):
     def reset_parameters(self) -> None:
         """Initialise weight and bias; those on the meta device are first made on the default device."""
         operations: Any = self.basic_ops
-        for operation in operations:
+        for operation in operations[:2]:  # a collective behind them has no parameters
             operation.reset_parameters()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -20,7 +20,7 @@ from ...autograd.gemms import (
     linear_forward,
     rows_of,
 )
-from ...autograd.tensor_parallel import local_features, tensor_parallel
+from ...autograd.tensor_parallel import TensorParallel, local_features, tensor_parallel
 from ...dynamo import TensorProto
 from ...functional import calibrate_
 from ...functional.collectives import group_size
@@ -126,6 +126,14 @@ class BasicLinear(LinearLayer, BasicOperation):
     def tensor_parallel_mode(self) -> str | None:
         """How the layer is split; None also for a group of one process."""
         return self.parallel.mode
+
+    def _leave_sum(self) -> None:
+        """Leave the sum of a "row" layer to an operation behind it: what is left multiplies this process's columns.
+
+        The weight is drawn as that of the whole layer still.
+        """
+        self.in_features = self.weight.shape[1]
+        self.parallel, self._parallel = TensorParallel(), None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
