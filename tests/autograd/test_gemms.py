@@ -20,7 +20,7 @@ QUANTIZERS = {
 def test_transposed_buffers_are_those_of_the_quantizer(name: str, shape: tuple[int, int]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     whole = QUANTIZERS[name].quantize(x)
-    made = transposed(whole.rowwise_operand())
+    made = transposed(whole.rowwise_operand(), shape[1])
     for ours, theirs in zip(made, whole.columnwise_operand(), strict=True):
         assert torch.equal(ours, theirs)
         assert ours.stride() == theirs.stride()  # the GEMM of a GPU reads the scales by their strides

@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "4over6_mae": {"four_over_six": True, "e4m3_max": 256},
     "4over6_mse_2d": {"four_over_six": True, "two_d": True, "error_mode": "MSE"},
     "4over6_row_scaled": {"four_over_six": True, "row_scaled": True},
+    "4over6_fast": {"four_over_six": True, "row_scaled": True, "error_mode": "MSE", "fast_error": True},
     "sr": {"seed": 123456789012345},
     "sr_rht": {"seed": 2**62 + 5, "rht": True},
 }
@@ -106,7 +107,6 @@ def test_ragged_in_one_direction(dtype: torch.dtype, device: torch.device) -> No
 def test_refuses_options_that_exclude_each_other(device: torch.device) -> None:
     x = torch.ones(16, 16, device=device)
     for options in (
-        {"rht": True, "two_d": True},
         {"row_scaled": True, "two_d": True},
         {"row_scaled": True, "rht": True},
         {"row_scaled": True, "seed": 1},
@@ -122,6 +122,7 @@ def test_refuses_options_that_exclude_each_other(device: torch.device) -> None:
 def test_supports_the_options_of_the_reference() -> None:
     assert all(kernels.nvfp4.supports(**options) for options in OPTIONS.values())
     assert not kernels.nvfp4.supports(block=32)
+    assert not kernels.nvfp4.supports(two_d=True, rht=True)
     assert not kernels.nvfp4.supports(two_d=True, seed=torch.tensor([1]))
 
 

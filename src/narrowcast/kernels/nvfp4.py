@@ -153,6 +153,7 @@ def _encode_kernel(
     FOUR_OVER_SIX: tl.constexpr,
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
+    FAST_ERROR: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -185,7 +186,7 @@ def _encode_kernel(
         amax = _load_amax(amax_ptr, row_amax_ptr, m0, row, row < rows_left, copies, ROW_SCALED)
         index = (m0 + row) * blocks_k + (tile_k * GROUPS_K + block)
         scale, low, high = encode(
-            xs, amax, seed_ptr, index, 0, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC, EMULATE
+            xs, amax, seed_ptr, index, 0, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, FAST_ERROR, STOCHASTIC, EMULATE
         )
         words = tl.reshape(tl.join(low, high), (TILE_M, 2 * GROUPS_K))
         first = tile_k * GROUPS_K
@@ -202,7 +203,7 @@ def _encode_kernel(
         amax = _load_amax(amaxes, column_amax_ptr, k0, column, column < columns_left, copies, ROW_SCALED)
         index = (k0 + column) * blocks_m + (tile_m * GROUPS_M + block)
         scale, low, high = encode(
-            xs, amax, seed_ptr, index, 1, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC, EMULATE
+            xs, amax, seed_ptr, index, 1, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, FAST_ERROR, STOCHASTIC, EMULATE
         )
         words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (TILE_K, 2 * GROUPS_M))
         first = tile_m * GROUPS_M
@@ -252,7 +253,17 @@ def supports(**options: object) -> bool:
     """
     if options.get("two_d") and (options.get("rht") or options.get("seed") is not None):
         return False
-    known = {"two_d", "rht", "random_signs", "row_scaled", "four_over_six", "e4m3_max", "error_mode", "seed"}
+    known = {
+        "two_d",
+        "rht",
+        "random_signs",
+        "row_scaled",
+        "four_over_six",
+        "e4m3_max",
+        "error_mode",
+        "fast_error",
+        "seed",
+    }
     return options.keys() <= known
 
 
@@ -268,6 +279,7 @@ def quantize(
     four_over_six: bool = False,
     e4m3_max: int = 448,
     error_mode: str = "MAE",
+    fast_error: bool = False,
     seed: Tensor | None = None,
 ) -> list[Tensor]:
     """``reference.nvfp4.quantize``, stochastic rounding included: a pass for amax and one that encodes."""
@@ -309,7 +321,7 @@ def quantize(
         ),
         (
             rowwise, columnwise, two_d, rht, sign_mask, row_scaled, four_over_six, e4m3_max, error_mode == "MSE",
-            seed is not None, *tile,
+            fast_error, seed is not None, *tile,
         ),
     )  # fmt: skip
     return buffers + amaxes

@@ -18,6 +18,7 @@ from .codecs import (
     fp8_code,
     magnitude,
     pack_fp4,
+    product,
     reciprocal,
     round_pair_to_bfloat16,
     to_float32,
@@ -209,13 +210,18 @@ def _encode_candidate(
     xs,
     base,
     amax,
+    global_scale,
     global_inverse,
     EXPAND: tl.constexpr,
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
+    FAST: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One of the two mappings of "4 over 6": block scales, words, and the error of each group."""
+    """One of the two mappings of "4 over 6": block scales, words, and the error of each group.
+
+    ``FAST``: errors of the elements as the global scale enlarges them, which need no division.
+    """
     block_scale = fp8_code(base * EXPAND, False, EMULATE)
     factor, decoded = _element_scale(block_scale, global_inverse, EMULATE)
     divisor = tl.full(base.shape, 6.0 * E4M3_MAX, tl.float32)
@@ -231,8 +237,11 @@ def _encode_candidate(
         # Code to value: the bits are an fp32 with a two-bit exponent, moved into place and scaled up by 2**126.
         bits = ((size & 7) << 22) | (sign & 0x80000000)
         value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
-        difference = tl.div_rn(value * decoded * amax, divisor) - xs[j]
-        term = difference * difference if MSE else tl.abs(difference)
+        if FAST:  # the product of code and scale is exact
+            difference = value * decoded - product(xs[j], global_scale, EMULATE)
+        else:
+            difference = tl.div_rn(value * decoded * amax, divisor) - xs[j]
+        term = product(difference, difference, EMULATE) if MSE else tl.abs(difference)
         error = term if j == 0 else error + term
     low, high = _pack_words(sizes, signs, EMULATE)
     return block_scale, low, high, error
@@ -249,11 +258,16 @@ def _encode_four_over_six(
     TWO_D: tl.constexpr,
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
+    FAST: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     base = tl.div_rn(block_amax, tl.full(block_amax.shape, 6.0, tl.float32)) * scale
-    scale4, low4, high4, error4 = _encode_candidate(xs, base, amax, inverse, 1.5, E4M3_MAX, MSE, EMULATE)
-    scale6, low6, high6, error6 = _encode_candidate(xs, base, amax, inverse, 1.0, E4M3_MAX, MSE, EMULATE)
+    scale4, low4, high4, error4 = _encode_candidate(
+        xs, base, amax, scale, inverse, 1.5, E4M3_MAX, MSE, FAST, EMULATE
+    )
+    scale6, low6, high6, error6 = _encode_candidate(
+        xs, base, amax, scale, inverse, 1.0, E4M3_MAX, MSE, FAST, EMULATE
+    )
     if TWO_D:
         error4 = _over_tile(error4, AXIS, False)
         error6 = _over_tile(error6, AXIS, False)
@@ -307,6 +321,7 @@ def encode(
     FOUR_OVER_SIX: tl.constexpr,
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
+    FAST: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
@@ -325,7 +340,7 @@ def encode(
     scale, inverse = _global_scales(amax, E4M3_MAX, EMULATE)
     if FOUR_OVER_SIX:
         return _encode_four_over_six(
-            xs, block_amax, amax, scale, inverse, AXIS, TWO_D, E4M3_MAX, MSE, EMULATE
+            xs, block_amax, amax, scale, inverse, AXIS, TWO_D, E4M3_MAX, MSE, FAST, EMULATE
         )
     else:
         return _encode_standard(

@@ -36,6 +36,7 @@ class NVFP4Quantizer(AmaxReducing):
         nvfp4_use_4over6: per block, map the amax to 6 or to 4, whichever errs less.
         nvfp4_e4m3_max: 448 or 256, the block-scale value that the tensor's amax maps to.
         nvfp4_4over6_err_mode: "MAE" or "MSE".
+        nvfp4_4over6_err_use_fast_math: compare errors of the scaled elements, without a division.
         with_random_sign_mask: fixed random signs in the rotation.
     Raises:
         ValueError: a combination the format does not define; the message names both options.
@@ -50,6 +51,7 @@ class NVFP4Quantizer(AmaxReducing):
     nvfp4_use_4over6: bool
     nvfp4_e4m3_max: int
     nvfp4_4over6_err_mode: str
+    nvfp4_4over6_err_use_fast_math: bool
     rht_matrix_random_sign_mask_t: int
 
     _storage_class = NVFP4TensorStorage
@@ -80,6 +82,7 @@ class NVFP4Quantizer(AmaxReducing):
         nvfp4_e4m3_max: int = 448,
         nvfp4_4over6_err_mode: str = "MAE",
         with_random_sign_mask: bool = True,
+        nvfp4_4over6_err_use_fast_math: bool = False,
     ) -> None:
         self._freeze(
             dtype=element_dtype_of("fp4_dtype", fp4_dtype, DType.kFloat4E2M1),
@@ -92,6 +95,7 @@ class NVFP4Quantizer(AmaxReducing):
             nvfp4_use_4over6=bool(nvfp4_use_4over6),
             nvfp4_e4m3_max=int(nvfp4_e4m3_max),
             nvfp4_4over6_err_mode=nvfp4_4over6_err_mode,
+            nvfp4_4over6_err_use_fast_math=bool(nvfp4_4over6_err_use_fast_math),
             rht_matrix_random_sign_mask_t=RHT_SIGN_MASK if with_random_sign_mask else 0,
         )
         if amax_reduction_group is not None:
@@ -146,6 +150,7 @@ class NVFP4Quantizer(AmaxReducing):
             "four_over_six": self.nvfp4_use_4over6,
             "e4m3_max": self.nvfp4_e4m3_max,
             "error_mode": self.nvfp4_4over6_err_mode,
+            "fast_error": self.nvfp4_4over6_err_use_fast_math,
             "seed": seed,
         }
 
