@@ -22,6 +22,8 @@ from narrowcast.train.checkpoint import DamagedCheckpoint, _sum_of, load, load_n
 
 SOURCES = Path(nc.__file__).parent
 RUN = {"eval", "exec", "compile", "__import__", "import_module"}
+# its unpickler calls nothing of the file's choice: test_extra_state.py plants a function
+RESTRICTED = "layers/extra_state.py"
 UNPICKLE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml"}
 
 
@@ -30,9 +32,10 @@ def test_no_line_of_the_package_unpickles_or_evaluates() -> None:
     for path in SOURCES.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             place = f"{path.relative_to(SOURCES)}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Import) and UNPICKLE & {
+            unpickles = isinstance(node, ast.Import) and UNPICKLE & {
                 name.name.partition(".")[0] for name in node.names
-            }:
+            }
+            if unpickles and str(path.relative_to(SOURCES)) != RESTRICTED:
                 found.append(place)
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in UNPICKLE:
                 found.append(place)

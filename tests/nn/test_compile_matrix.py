@@ -496,16 +496,6 @@ class Reason:
     modules: tuple[str, ...] = ()
 
 
-# a quantized parameter holds all groups, in a format that grouped parameters have
-UNGROUPED = tuple(
-    Reason(recipes, NotImplementedError, match, (module,))
-    for module, recipes, match in (
-        ("GroupedLinear", tuple(RECIPES), "single_grouped_parameter=True"),
-        ("GroupedLinear(single)", ("delayed", "nvfp4"), "cannot make one grouped parameter"),
-    )
-)
-
-
 IMPOSSIBLE: dict[str, tuple[Reason, ...]] = {
     "quantized_input": (
         Reason(
@@ -515,9 +505,6 @@ IMPOSSIBLE: dict[str, tuple[Reason, ...]] = {
             ("GroupedLinear", "GroupedLinear(single)"),
         ),
     ),
-    "quantized_parameters": UNGROUPED,
-    "quantized_parameters_kept_init": UNGROUPED,
-    "quantized_parameters_fused_wgrad": UNGROUPED,
     "parameters_split_fuse_wgrad_accumulation": (
         Reason(tuple(RECIPES), ValueError, "no parameter has the main_grad of the whole weight"),
     ),
