@@ -60,9 +60,8 @@ class KVCacheManager:
 
     def reset(self) -> None:
         """Forget all sequences; the memory stays."""
-        self.pages: OrderedDict[Hashable, list[int]] = (
-            OrderedDict()
-        )  # of each sequence, in the order of the batch
+        # of each sequence, in the order of the batch
+        self.pages: OrderedDict[Hashable, list[int]] = OrderedDict()
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages that get another owner: a masked NaN of the last one would still spoil sums."""

@@ -129,9 +129,8 @@ class _Scaled:
     ) -> None:
         self.layer, self.stage, self.recipe, self.delayed, self.gather = layer, stage, recipe, delayed, gather
         quantizer: Any = gather.quantizer
-        self.rule: Any = (
-            "state"  # where the scale comes from: state, the amax itself, or what it is computed with
-        )
+        # where the scale comes from: state, the amax itself, or what it is computed with
+        self.rule: Any = "state"
         if isinstance(quantizer, NVFP4Quantizer):
             self.rule = "amax"
         elif not delayed:
@@ -165,9 +164,8 @@ class _Chosen:
         self.ignored = {id(parameter) for parameter in options.get("ignored_params") or ()}
         self.placement = options.get("shard_placement_fn")
         self.uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-        self.given_back: set[nn.Module] = (
-            set()
-        )  # modules whose weights are gathered for forward and backward apart
+        # modules whose weights are gathered for forward and backward apart
+        self.given_back: set[nn.Module] = set()
         self.rows: list[ShardedParameter] = []
         self.scaled: list[_Scaled] = []
         self.directed: set[int] = set()  # ids of the gathers of weights that are gathered by direction
@@ -300,9 +298,8 @@ class _Chosen:
         made = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
         vars(made).update(vars(parameter))  # type: ignore[attr-defined]
         setattr(layer, stage.weight, made)
-        layer._stored_rowwise = (
-            True  # the backward transposes what was gathered, where it has the columns' scales
-        )
+        # the backward transposes what was gathered, where it has the columns' scales
+        layer._stored_rowwise = True
         layer.register_state_dict_post_hook(_SavePlain(stage.weight))
         layer.register_load_state_dict_pre_hook(_Rewrap(stage.weight, gather))
         return gather

@@ -36,9 +36,8 @@ cross_entropy_gradient = define(
 """Gradient (T, V) of the loss whose targets are smoothed over so many columns, in the dtype of ``logits``."""
 
 
-LOGITS_AT_ONCE = (
-    2**27
-)  # 256 MiB in bf16: enough columns for a GEMM at full speed, little beside a model's memory
+# 256 MiB in bf16: enough columns for a GEMM at full speed, little beside a model's memory
+LOGITS_AT_ONCE = 2**27
 LEAST_COLUMNS = 1024
 
 

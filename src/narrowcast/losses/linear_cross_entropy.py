@@ -12,10 +12,6 @@ from ..functional import linear_cross_entropy_gradients, linear_cross_entropy_st
 from ..tensors import QuantizedTensor
 from .token_loss import Smoothing, check_target, mean_loss, token_gradient, token_loss
 
-_LOGITS_AT_ONCE = (
-    2**27
-)  # 256 MiB in bf16: enough columns for a GEMM at full speed, little beside a model's memory
-_LEAST_COLUMNS = 1024
 _REDUCTIONS = ("mean", "sum", "none")
 
 

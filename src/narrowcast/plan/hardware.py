@@ -42,9 +42,8 @@ RECIPES = {
     "current": Rates(1320 * TERA, 1270 * TERA, 1270 * TERA, 1.0, 6.0),
     "block": Rates(1120 * TERA, 1120 * TERA, 925 * TERA, 1.03, 4.06),
 }
-ATTENTION = (
-    350 * TERA
-)  # operations per second of attention in bf16, forward and backward, causal ones counted
+# operations per second of attention in bf16, forward and backward, causal ones counted
+ATTENTION = 350 * TERA
 ELEMENTWISE = 0.75  # share of a copy's bandwidth that norms, activations and quantizing reach
 STOLEN = 20 / 132  # share of the multiprocessors that communication takes while it is overlapped
 RESERVE = 0.92  # share of the memory that a plan may fill

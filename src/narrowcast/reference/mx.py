@@ -71,9 +71,8 @@ def quantize(
     """
     matrix = as_matrix(widen(x))
     packed = fmt.bits < 8
-    size = (
-        matrix.abs() if packed else magnitude(matrix)
-    )  # of packed formats, a NaN becomes the amax of its group
+    # of packed formats, a NaN becomes the amax of its group
+    size = matrix.abs() if packed else magnitude(matrix)
     groups = [(MX_BLOCK, MX_BLOCK)] if two_d else [(1, MX_BLOCK)] * rowwise + [(MX_BLOCK, 1)] * columnwise
     scales = [encode_e8m0(group_max(size, *group).mul_(fmt.max_reciprocal)) for group in groups]
     encode = encode_subbyte_ if packed else encode_float8_
