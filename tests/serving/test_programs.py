@@ -139,6 +139,7 @@ def compiled_ahead(program: Any, path: Path) -> Callable[..., Tensor]:
     return torch._inductor.aoti_load_package(compiled)
 
 
+@pytest.mark.requested
 def test_compiled_ahead_of_time(tmp_path: Path) -> None:
     model = made("Linear", "current", "quantized")
     run = compiled_ahead(exported(model), tmp_path / "compiled.pt2")
