@@ -12,7 +12,6 @@ Before anything is timed, quantized gathers must give the losses of high-precisi
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
 from argparse import Namespace
@@ -23,7 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Row, parser, report, runs_on_gpu
+from harness import Row, is_late, parser, report_of_ranks
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -259,12 +258,12 @@ def timed(make: Callable[[], tuple[Stack, Callable[[], None]]], repeats: int) ->
 
 
 def measure(chosen: Namespace) -> list[Row]:
+    if not chosen.skip_gate:
+        gate()
     rows: list[Row] = []
     began = time.monotonic()
     for name, make in contenders(chosen).items():
-        late = torch.tensor(float(time.monotonic() - began > chosen.budget), device="cuda")
-        dist.all_reduce(late)
-        if late.item():
+        if is_late(began, chosen.budget):
             break
         row: Row = {"contender": name, "GPUs": dist.get_world_size(), **timed(make, chosen.repeats)}
         gc.collect()
@@ -280,20 +279,7 @@ def measure(chosen: Namespace) -> list[Row]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--budget", type=float, default=240, help="seconds after which no contender starts")
-    chosen = options.parse_args()
-    if not runs_on_gpu(chosen):
-        return
-    if "LOCAL_RANK" not in os.environ:
-        print("this benchmark needs two GPUs: torchrun --nproc-per-node 2 benchmarks/bench_fsdp.py")
-        return
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-    if not chosen.skip_gate:
-        gate()
-    rows = measure(chosen)
-    if dist.get_rank() == 0:
-        report("fsdp", rows, chosen)
-    dist.destroy_process_group()
+    report_of_ranks("fsdp", measure, options.parse_args())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from harness import Row, parser, report, runs_on_gpu, spread, time_in_turns
+from harness import Row, captured, parser, report, runs_on_gpu, spread, time_in_turns
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -153,19 +153,6 @@ def layer_rows(case: Case, sizes: list[int], where: Row, chosen: Namespace) -> l
         print(rows[-1], flush=True)
         del x, dy, run, parameters, step, forward
     return rows
-
-
-def captured(step: Step) -> Step:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def milliseconds(step: Step) -> float:

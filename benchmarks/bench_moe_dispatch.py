@@ -11,7 +11,6 @@ one's gradients are compared with the first one's before it is timed.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from argparse import Namespace
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Row, parser, report, runs_on_gpu
+from harness import Row, is_late, parser, report_of_ranks
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -154,9 +153,7 @@ def measure(chosen: Namespace) -> list[Row]:
     expected: dict[str, Tensor] = {}
     began = time.monotonic()
     for name in [name for name in RECIPES if chosen.only in name]:
-        late = torch.tensor(float(time.monotonic() - began > chosen.budget), device="cuda")
-        dist.all_reduce(late)
-        if late.item():
+        if is_late(began, chosen.budget):
             break
         row, found = timed(name, x, dy, expected, chosen.repeats, not chosen.skip_compile)
         expected = expected or found
@@ -171,18 +168,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--tokens", type=int, default=8192, help="rows of each GPU (default 8192)")
     options.add_argument("--budget", type=float, default=240, help="seconds after which no contender starts")
-    chosen = options.parse_args()
-    if not runs_on_gpu(chosen):
-        return
-    if "LOCAL_RANK" not in os.environ:
-        print("this benchmark needs two GPUs: torchrun --nproc-per-node 2 benchmarks/bench_moe_dispatch.py")
-        return
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-    rows = measure(chosen)
-    if dist.get_rank() == 0:
-        report("moe_dispatch", rows, chosen)
-    dist.destroy_process_group()
+    report_of_ranks("moe_dispatch", measure, options.parse_args())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import Row, parser, report, runs_on_gpu
+from harness import Row, captured, parser, report, runs_on_gpu
 from torch import nn
 
 import narrowcast as nc
@@ -54,16 +54,7 @@ def step_on(layer: nn.Module, rows: int, width: int, features: int, replayed: bo
         layer.zero_grad(set_to_none=True)
         layer(x).backward(grad)
 
-    if not replayed:
-        return step
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        step()
-    return graph.replay
+    return captured(step) if replayed else step
 
 
 def milliseconds(step: Callable[[], Any], count: int) -> float:

@@ -2,9 +2,10 @@
 
 from .contenders import SWEEP, Table, compiled, gate, measure, summarize
 from .machine import Row, machine
+from .ranks import is_late, report_of_ranks
 from .report import append, parser, report, runs_on_gpu
 from .shapes import FFN, HIDDEN, TENSORS, Shape
-from .steps import Step, measure_steps, saved_mib, step_of
+from .steps import Step, captured, measure_steps, saved_mib, step_of
 from .timing import ring, spread, time_in_turns, time_ms
 
 __all__ = [
@@ -17,13 +18,16 @@ __all__ = [
     "Step",
     "Table",
     "append",
+    "captured",
     "compiled",
     "gate",
+    "is_late",
     "machine",
     "measure",
     "measure_steps",
     "parser",
     "report",
+    "report_of_ranks",
     "ring",
     "runs_on_gpu",
     "saved_mib",

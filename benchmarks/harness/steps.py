@@ -38,6 +38,20 @@ def step_of(
     return step
 
 
+def captured(step: Callable[[], object]) -> Callable[[], None]:
+    """The replay of a step as a CUDA graph, after three real ones."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def measure_steps(steps: Mapping[str, Step], yardstick: str, repeats: int, device: str) -> list[Row]:
     """One row per contender: milliseconds per step as the host issues them, peak memory, ``share`` of the yardstick.
 
