@@ -57,13 +57,14 @@ def _compiled() -> Any:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, max_logit: bool) -> tuple[Tensor, Tensor | None]:
+    places = _places(scores)
     wanted = AuxRequest(lse=scores.sink is not None, max_scores=max_logit)
     out, aux = flex_attention(
         q,
         k,
         v,
-        score_mod=_score_mod(scores),
-        block_mask=_block_mask(q, k, scores),
+        score_mod=_score_mod(scores, places),
+        block_mask=_block_mask(q, k, scores, places),
         scale=scores.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=wanted,
@@ -100,9 +101,9 @@ def _distance(places: Geometry, b: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return distance - (places.shift[b, 0] if places.q.sequence is None else places.shift[0, q])
 
 
-def _block_mask(q: Tensor, k: Tensor, scores: Scores) -> BlockMask | None:
+def _block_mask(q: Tensor, k: Tensor, scores: Scores, places: Geometry | None) -> BlockMask | None:
     """Which pairs are seen; None where all are."""
-    places, rule, masked_out = _places(scores), scores.rule, scores.masked_out
+    rule, masked_out = scores.rule, scores.masked_out
     if places is None:
         return None
     left, right = rule.window
@@ -138,9 +139,9 @@ def _block_mask(q: Tensor, k: Tensor, scores: Scores) -> BlockMask | None:
     )
 
 
-def _score_mod(scores: Scores) -> Any:
+def _score_mod(scores: Scores, places: Geometry | None) -> Any:
     """What becomes of a score; None where nothing does."""
-    user, tensors, slopes, places = scores.score_mod, scores.tensors, scores.slopes, _places(scores)
+    user, tensors, slopes = scores.score_mod, scores.tensors, scores.slopes
     if user is None and slopes is None:
         return None
 

@@ -51,11 +51,12 @@ def plan_for_rows(plan: LinearPlan, rows: int, groups: int) -> LinearPlan:
     """The plan of a grouped layer for as many rows. Compiled code that does not know them keeps the plan."""
     if plan.few_rows is None:
         return plan
+    few = rows <= FEW_ROWS * groups
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-        return plan.few_rows if guard_or_false(rows <= FEW_ROWS * groups) else plan
-    return plan.few_rows if rows <= FEW_ROWS * groups else plan
+        few = guard_or_false(few)
+    return plan.few_rows if few else plan
 
 
 class GroupedLinearLayer(LinearLayer):
