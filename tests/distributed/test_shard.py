@@ -95,6 +95,8 @@ def kept(mesh: Any) -> dict[str, Any]:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     losses = train(model, 2)
     found["trained"] = type(weight()).__name__
+    with torch.no_grad():  # the head stays gathered in between
+        found["evaluated"] = torch.equal(*(model(torch.ones(4, 64)) for _ in range(2)))
     for assign in (False, True):
         model.load_state_dict(saved, assign=assign)
         found[f"loaded-{assign}"] = type(weight()).__name__
@@ -270,7 +272,7 @@ def test_a_shard_stays_what_it_is(two: list[dict[str, Any]]) -> None:
         assert found["saved"] == {"Tensor"}
         for when in ("made", "trained", "loaded-False", "loaded-True"):
             assert found[when] == ShardedWeight.__name__, when
-        assert found["same-False"] and found["same-True"]
+        assert found["same-False"] and found["same-True"] and found["evaluated"]
         assert found["cast"] == (ShardedWeight.__name__, torch.bfloat16)
 
 

@@ -76,6 +76,14 @@ def quantize_into_cases(x: Tensor) -> Iterator[Arguments]:
         yield x, functional.quantize(x, quantizer, seed), quantizer, noop_flag, seed
 
 
+@family("quantize_rounded")
+def quantize_rounded_cases(x: Tensor) -> Iterator[Arguments]:
+    for quantizer in VARIANTS.values():
+        yield x, torch.bfloat16, quantizer, seed_for(quantizer, x)
+    for tail in delayed_tail(x):
+        yield x, torch.float16, *tail
+
+
 @family("quantize_dbias")
 def quantize_dbias_cases(x: Tensor) -> Iterator[Arguments]:
     for quantizer in VARIANTS.values():

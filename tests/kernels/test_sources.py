@@ -136,6 +136,39 @@ def test_sources(quantize: str, shape: tuple[int, ...], producer: str, device: t
     _check(PRODUCERS[producer](shape, DTYPES[SHAPES.index(shape) % 3]), quantize, device)
 
 
+def _rounded(shape: tuple[int, ...], kind: str, dtype: torch.dtype, to: torch.dtype):
+    x = make(kind, shape, dtype)
+    return lambda numerics, device: numerics.sources.rounded(x.to(device), to)
+
+
+# From fp32 to what a model computes in, to the other dtypes, to itself.
+CONVERSIONS = [
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.float32),
+]
+CONVERSIONS.append((torch.bfloat16, torch.bfloat16))
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("quantize", QUANTIZERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["special", "tiny"])
+def test_rounded(quantize: str, shape: tuple[int, ...], kind: str, device: torch.device) -> None:
+    """A shard in fp32 is quantized as the model's dtype would be; one direction alone takes a kernel of its own."""
+    at = SHAPES.index(shape)
+    for directions in [(True, False), (True, True)][at % 2 :]:
+        _check(_rounded(shape, kind, *CONVERSIONS[at % 4]), quantize, device, directions)
+
+
+def test_rounded_elements_are_written_nowhere(device: torch.device) -> None:
+    source = _rounded((12, 256), "normal", *CONVERSIONS[0])(kernels, device)
+    source.compute = lambda _: pytest.fail("the rounded tensor was written")
+    for quantize in QUANTIZERS:
+        if quantize != "current":  # whose amax is given where it matters
+            QUANTIZERS[quantize](kernels, source, True, False)
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize(
     ("kind", "quantize"), [("normal", "given scale"), ("special", "block 1-D"), ("wide", "mxfp8")]
@@ -215,6 +248,8 @@ def test_refuses_an_unknown_activation(device: torch.device) -> None:
 def test_refuses_what_the_formats_cannot_take(device: torch.device) -> None:
     with pytest.raises(ValueError, match="cannot quantize torch.float64"):
         kernels.sources.tensor(torch.ones(4, 4, dtype=torch.float64, device=device), column_sums=True)
+    with pytest.raises(ValueError, match="cannot quantize torch.int8"):
+        kernels.sources.rounded(torch.ones(4, 4, device=device), torch.int8)
     row = kernels.sources.activation(torch.ones(8, device=device), "silu")
     for name in ("block 1-D", "mxfp8"):
         with pytest.raises(ValueError, match="rank 1; this format needs rank 2"):

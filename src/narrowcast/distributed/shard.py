@@ -103,6 +103,7 @@ def shard(
     if chosen.scaled:
         scales = _Scales(model, chosen.scaled, over, dtype)
         model.register_forward_pre_hook(scales.renew, prepend=True)
+        model.register_forward_pre_hook(scales.observe)
         model.register_forward_hook(scales.record)
     if chosen.directed:
         groups = [group for group in _groups(model) if chosen.directs(group)]
@@ -137,8 +138,12 @@ class _Scaled:
             self.rule = quantizer.dtype, quantizer.force_pow_2_scales, quantizer.amax_epsilon
 
     @property
-    def parameter(self) -> Any:
-        return self.layer._parameters[self.stage.weight]
+    def shard(self) -> Tensor:
+        """What this rank holds of the weight; where that is still gathered, what it was gathered from."""
+        own = local(self.layer._parameters[self.stage.weight])
+        if isinstance(own, ShardedWeight):
+            self._seen = own
+        return self._seen._shard
 
     def state(self, name: str) -> Tensor:
         """The layer's slot of a state of delayed scaling, (1,)."""
@@ -168,6 +173,7 @@ class _Chosen:
         self.given_back: set[nn.Module] = set()
         self.rows: list[ShardedParameter] = []
         self.scaled: list[_Scaled] = []
+        self.quantizers: dict[Any, Any] = {}  # of gathered tensors, by value
         self.directed: set[int] = set()  # ids of the gathers of weights that are gathered by direction
 
     def wrap(self) -> None:
@@ -293,6 +299,8 @@ class _Chosen:
             gather = WeightGather(rowwise.replace(with_amax_reduction=True), rowwise, True)
         else:
             gather = WeightGather(rowwise, rowwise, False, members=members)
+        # equal ones are one object, so that compiled blocks, which compare them before every run, are done at once
+        gather.quantizer = self.quantizers.setdefault(gather.quantizer, gather.quantizer)
         if gather.per_tensor:
             self.scaled.append(_Scaled(layer, stage, recipe, plan.weight.delayed, gather))
         made = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
@@ -312,15 +320,20 @@ class _Scales:
         self, model: nn.Module, weights: list[_Scaled], mesh: Any, dtype: torch.dtype | None
     ) -> None:
         self.model, self.weights, self.mesh, self.dtype = model, weights, mesh, dtype
-        self.amax: Tensor | None = None
-        self.known = False  # the amax is that of the weights as they are; the same on all ranks
+        self.shards: list[Tensor] = []
+        self.of_shards: Tensor | None = None  # their amax
+        self.amax: Tensor | None = None  # of the weights, the same on all ranks
+        self.known = False  # both are of the weights as they are
 
     def renew(self, model: nn.Module, args: Any) -> None:
         """Forward pre-hook, in front of FSDP2's own."""
         if torch._C._current_graph_task_id() != -1:  # a recomputation sees the scales of its forward
             return
         if not self.known:
-            self._reduce()
+            self.shards = [weight.shard for weight in self.weights]
+            self.of_shards = self.amax = None
+            for weight in self.weights:
+                weight.gather.written = False
         # in later forwards of a step the weights are what they were: FSDP2 has no gradients for them before the last
         self.known = torch.is_grad_enabled() and not _synchronizes(model)
         with torch.no_grad():
@@ -328,46 +341,66 @@ class _Scales:
                 renew([layer for layer in model.modules() if isinstance(layer, DelayedLayer)])
             self._set()
 
+    def observe(self, model: nn.Module, args: Any) -> None:
+        """Forward pre-hook behind FSDP2's own, whose streams do not wait for this: it runs beside the first gather."""
+        if self._collects(model):
+            self._of_shards()
+
     @torch.no_grad()
-    def _reduce(self) -> None:
-        shards = [local(weight.parameter)._shard for weight in self.weights]
-        largest = torch.stack([norm.float() for norm in torch._foreach_norm(shards, math.inf)])
-        largest = largest.to(self.mesh.device_type)
-        if self.mesh.size() > 1:
-            torch.distributed.all_reduce(
-                largest, op=torch.distributed.ReduceOp.MAX, group=self.mesh.get_group()
-            )
-        self.amax = largest if self.dtype is None else largest.to(self.dtype).float()
-        for weight in self.weights:
-            weight.gather.written = False
+    def _of_shards(self) -> Tensor:
+        if self.of_shards is None:
+            norms = torch._foreach_norm(self.shards, math.inf)
+            largest = torch.stack([norm.float() for norm in norms])
+            self.of_shards = largest.to(self.mesh.device_type)
+        return self.of_shards
+
+    @torch.no_grad()
+    def _amax(self) -> Tensor:
+        if self.amax is None:
+            largest = self._of_shards()
+            if self.mesh.size() > 1:
+                torch.distributed.all_reduce(
+                    largest, op=torch.distributed.ReduceOp.MAX, group=self.mesh.get_group()
+                )
+            self.amax = largest if self.dtype is None else largest.to(self.dtype).float()
+        return self.amax
 
     def _set(self) -> None:
-        assert self.amax is not None
         by_rule: dict[Any, list[int]] = {}
         for index, weight in enumerate(self.weights):
             by_rule.setdefault(weight.rule, []).append(index)
         for rule, indices in by_rule.items():
-            amax = self.amax if len(by_rule) == 1 else self.amax[indices]
+            if rule == "state":  # copies: a layer may renew its state before its backward gathers again
+                scales = torch.cat([self.weights[index].state("scale") for index in indices])
+                self._hand_out(indices, scales)
+                continue
+            amax = self._amax() if len(by_rule) == 1 else self._amax()[indices]
             if rule == "amax":  # which the gathered tensor holds itself
                 for index, own in zip(indices, amax.split(1)):
                     self.weights[index].gather.scale = self.weights[index].gather.kept = own
                 continue
-            if rule != "state":
-                element, power_2, epsilon = rule
-                largest = ELEMENT_FORMATS[element].max
-                scales = scale_from_amax(amax, largest, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX)
-            else:  # copies: a layer may renew its state before its backward gathers again
-                scales = torch.cat([self.weights[index].state("scale") for index in indices])
-            for index, scale, scale_inv in zip(indices, scales.split(1), reciprocal(scales).split(1)):
-                self.weights[index].gather.scale, self.weights[index].gather.kept = scale, scale_inv
+            element, power_2, epsilon = rule
+            largest = ELEMENT_FORMATS[element].max
+            self._hand_out(
+                indices,
+                scale_from_amax(amax, largest, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX),
+            )
+
+    def _hand_out(self, indices: list[int], scales: Tensor) -> None:
+        for index, scale, scale_inv in zip(indices, scales.split(1), reciprocal(scales).split(1)):
+            self.weights[index].gather.scale, self.weights[index].gather.kept = scale, scale_inv
+
+    def _collects(self, model: nn.Module) -> bool:
+        """Whether a forward that is no recomputation leaves the amax of weights for delayed scaling."""
+        training = model.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        return training and any(weight.delayed for weight in self.weights)
 
     def record(self, model: nn.Module, args: Any, out: Any) -> None:
         """Forward hook: what delayed scaling collects of a weight, once all layers have renewed their state."""
-        if not (model.training and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
-            return
-        assert self.amax is not None
-        found = [(w.state("amax"), own) for w, own in zip(self.weights, self.amax.split(1)) if w.delayed]
-        if found:
+        if self._collects(model):
+            found = [
+                (w.state("amax"), own) for w, own in zip(self.weights, self._amax().split(1)) if w.delayed
+            ]
             torch._foreach_maximum_([amax for amax, _ in found], [own for _, own in found])
 
 

@@ -6,12 +6,13 @@ around an all-gather. What a forward sees in its place is a quantized tensor of 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..functional import grouped_quantize_weights, quantize
+from ..functional import grouped_quantize_weights, quantize_rounded
 from ..quantizers import Quantizer
 from ..tensors import GroupedTensor, GroupedTensorStorage, grouped_layout, overwrite_unseen
 
@@ -65,8 +66,11 @@ class WeightGather:
         moved = moved[:-1] if self.per_tensor else moved
         return max(self.members, 1) * sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in moved)
 
-    def encode(self, shard: Tensor, columnwise: bool) -> list[Tensor]:
+    def encode(self, shard: Tensor, dtype: torch.dtype, columnwise: bool) -> list[Tensor]:
         """Codes of a shard (rows, K), scales of its blocks, and what all ranks have, fp32 (1,); in one direction.
+
+        Args:
+            dtype: of the model's computation, to which the shard is rounded first.
 
         Raises:
             RuntimeError: there is no scale of the weight as it is.
@@ -74,16 +78,16 @@ class WeightGather:
         encoder = self.backward_encoder if columnwise else self.encoder
         assert encoder is not None
         if self.members:
-            return grouped_quantize_weights([shard], encoder, grouped_layout(encoder._storage_name))
+            return grouped_quantize_weights([shard.to(dtype)], encoder, grouped_layout(encoder._storage_name))
         if not self.per_tensor:
-            return quantize(shard, encoder)
+            return quantize_rounded(shard, dtype, encoder)
         if self.scale is None or self.kept is None or self.written:
             raise RuntimeError(
                 "a sharded weight was written to, and has no scale yet: call the model that narrowcast was given to "
                 "shard, not a part of it or unshard(); between microbatches without gradient sync weights must stay"
             )
         # the last was made by the stream of the model, which is also where it is read
-        return [*quantize(shard, self.encoder, None, self.scale)[:-1], self.kept]
+        return [*quantize_rounded(shard, dtype, encoder, None, self.scale)[:-1], self.kept]
 
     def assemble(self, buffers: list[Tensor], shard: Any, dtype: torch.dtype) -> Tensor:
         """The quantized tensor around gathered buffers; ``shard``: shape of a shard."""
@@ -157,9 +161,8 @@ class ShardedWeight(Tensor):
     ) -> tuple[tuple[Tensor, ...], tuple[bool, list[Tensor]]]:
         """(what this rank gives, what it keeps): codes and the scales of its blocks; direction, and what all have."""
         gather = self._gather
-        shard = self._shard if mp_policy.param_dtype is None else self._shard.to(mp_policy.param_dtype)
         columnwise = gather.backward_encoder is not None and torch._C._current_graph_task_id() != -1
-        buffers = gather.encode(shard, columnwise)
+        buffers = gather.encode(self._shard, mp_policy.param_dtype or self._shard.dtype, columnwise)
         # FSDP2 hands only the first of several over where there is nobody to gather from
         given = 1 if mesh.size() == 1 else len(buffers) - gather.per_tensor
         return tuple(buffers[:given]), (columnwise, buffers[given:])
@@ -206,6 +209,12 @@ class ShardedWeight(Tensor):
         for buffer in made:
             buffer.untyped_storage().resize_(0)
         return made
+
+
+# FSDP2 asks for it at every gather of every weight; found out anew, it would cost more than to quantize
+ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    ShardedWeight.fsdp_pre_all_gather
+)
 
 
 def _plain(value: Any, found: list[ShardedWeight]) -> Any:

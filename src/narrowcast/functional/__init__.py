@@ -46,6 +46,7 @@ from .quantize import (
     quantize_into,
     quantize_keeping_amax,
     quantize_operand,
+    quantize_rounded,
 )
 from .quantizer_value import BufferTable, GemmOperand, NativeOperand, QuantizerValue
 from .rope import rotate, rotate_qkv, rotate_qkv_backward
@@ -104,6 +105,7 @@ __all__ = [
     "quantize_into",
     "quantize_keeping_amax",
     "quantize_operand",
+    "quantize_rounded",
     "read_scales",
     "renew_delayed_scaling",
     "renewed_scales",

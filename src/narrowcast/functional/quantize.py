@@ -147,6 +147,27 @@ Passed as ``amax`` without ``scale``, that spares :data:`quantize` the pass over
 """
 
 
+def _quantize_rounded(
+    x: Tensor,
+    dtype: torch.dtype,
+    quantizer: QuantizerValue,
+    seed: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> list[Tensor]:
+    numerics = numerics_for(x)
+    return encode_source(numerics, numerics.sources.rounded(x, dtype), quantizer, seed, scale, amax)
+
+
+quantize_rounded = define(
+    f"quantize_rounded(Tensor x, ScalarType dtype, {QUANTIZER} quantizer, {STATE}) -> Tensor[]",
+    _quantize_rounded,
+    lambda x, dtype, quantizer, *_: describe(x, tuple(x.shape), dtype, quantizer),
+    inlined=always,
+)
+"""As :data:`quantize` of ``x.to(dtype)``, which is written nowhere if the quantizer's kernels take sources."""
+
+
 def _quantize_dbias(
     x: Tensor,
     quantizer: QuantizerValue,

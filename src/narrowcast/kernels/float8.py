@@ -13,7 +13,7 @@ from ..formats import FLT_MAX, ElementFormat, cdiv
 from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, scaled_float32
 from .launch import INTERPRETING, Launcher, check_device, check_input, is_traced
 from .scaling import scale_from_amax
-from .sources import Source, load_four_rows, pairs_tiles, source_of, store_column_sums
+from .sources import Source, convert, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .tiles import (
     is_wide,
     load_row,
@@ -221,6 +221,7 @@ def _cast_kernel(
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
     PARTIALS: tl.constexpr,
+    ROUNDED: tl.constexpr,
     BLOCK: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
@@ -231,7 +232,7 @@ def _cast_kernel(
     start = program.to(tl.int64) * BLOCK
     index = tl.arange(0, BLOCK)
     inside = index < tl.minimum(n - start, BLOCK).to(tl.int32)
-    x = tl.load(x_ptr + start + index, mask=inside, other=0.0)
+    x = convert(tl.load(x_ptr + start + index, mask=inside, other=0.0), ROUNDED, EMULATE)
     if AMAX:
         previous = tl.load(amax_ptr)
     scale = _tensor_scale(scale_ptr, partials, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS)
@@ -340,11 +341,11 @@ def _run_cast(
     outputs = (fmt.name == "e5m2", rowwise, columnwise, amax is not None)
     asks_sums = source.column_sums is not None
     n = M * K
-    if n == 0 or (source.is_tensor and not asks_sums and (transpose is None or M <= 1 or K <= 1)):
+    if n == 0 or (source.is_elementwise and not asks_sums and (transpose is None or M <= 1 or K <= 1)):
         _cast(
             (max(cdiv(n, FLAT_BLOCK), 1), 1, 1),
             (like, *pointers, n, partials, epsilon),
-            (*outputs, *rule, FLAT_BLOCK, INTERPRETING),
+            (*outputs, *rule, source.constants[1] if source.is_elementwise else "", FLAT_BLOCK, INTERPRETING),
         )
     else:
         sums = source.partial_sums()

@@ -229,9 +229,18 @@ def check_input(x: Tensor, min_rank: int) -> None:
         ValueError: ``check_device`` refuses, the dtype is not fp32, bf16 or fp16, or the rank is below ``min_rank``.
     """
     check_device(x)
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"cannot quantize {x.dtype}; use torch.bfloat16, torch.float16 or torch.float32")
+    check_dtype(x.dtype)
     check_rank(x.dim(), min_rank)
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Refuse a dtype that no kernel quantizes.
+
+    Raises:
+        ValueError: it is not fp32, bf16 or fp16.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"cannot quantize {dtype}; use torch.bfloat16, torch.float16 or torch.float32")
 
 
 def check_rank(rank: int, min_rank: int) -> None:

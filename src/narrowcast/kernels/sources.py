@@ -24,7 +24,7 @@ from . import grouped, reduction
 from . import norm as norms
 from .activation import activate, activate_backward, activate_gated, activate_gated_backward
 from .codecs import round_to_dtype, to_float32
-from .launch import check_input, check_rank
+from .launch import check_dtype, check_input, check_rank
 from .norm import norm_gradient, normalize
 from .reduction import fold_pairs
 
@@ -70,6 +70,11 @@ class Source:
     def is_tensor(self) -> bool:
         """Whether the matrix is there already."""
         return self.constants[0] == "tensor"
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element comes from the one at its place in memory: a tensor, as it is or rounded."""
+        return self.constants[0] in ("tensor", "rounded")
 
     @property
     def is_activation(self) -> bool:
@@ -146,6 +151,21 @@ def tensor(x: Tensor, *, column_sums: bool = False) -> Source:
     x = x.contiguous()
     sums = ColumnSums() if column_sums else None
     return Source(tuple(x.shape), x.dtype, (x,), _TENSOR, lambda _: x, column_sums=sums)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Source:
+    """``x.to(dtype)``, bf16, fp16 or fp32, converted on the way in.
+
+    Raises:
+        ValueError: as :func:`tensor`, also of ``dtype``.
+    """
+    check_input(x, 1)
+    check_dtype(dtype)
+    if x.dtype == dtype:
+        return tensor(x)
+    x = x.contiguous()
+    constants = ("rounded", str(dtype).removeprefix("torch."), 0.0, 0.0, 0.0)
+    return Source(tuple(x.shape), dtype, (x,), constants, lambda _: x.to(dtype))
 
 
 def activation(x: Tensor, name: str, **parameters: float) -> Source:
@@ -393,6 +413,8 @@ def load_source(
     offsets = row[:, None] * K + across
     if SOURCE == "tensor":
         return _load(operands[0] + (m * K + k) + offsets, inside, EVEN)
+    elif SOURCE == "rounded":
+        return convert(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), FUNCTION, EMULATE)
     elif SOURCE == "activation":
         a = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
         return round_to_dtype(activate(a, FUNCTION, EMULATE), DTYPE, EMULATE)
@@ -445,6 +467,20 @@ def load_source(
         if not EVEN:
             dx = tl.where(inside, dx, 0.0)
         return round_to_dtype(dx, DTYPE, EMULATE)
+
+
+@triton.jit
+def convert(x, NAME: tl.constexpr, EMULATE: tl.constexpr):
+    """bf16, fp16 or fp32 ``x`` in the dtype of that name; as it is for none."""
+    if NAME == "":
+        return x
+    elif NAME == "bfloat16":
+        return round_to_dtype(to_float32(x, EMULATE), tl.bfloat16, EMULATE)
+    elif NAME == "float16":
+        return round_to_dtype(to_float32(x, EMULATE), tl.float16, EMULATE)
+    else:
+        tl.static_assert(NAME == "float32")
+        return round_to_dtype(to_float32(x, EMULATE), tl.float32, EMULATE)
 
 
 @triton.jit

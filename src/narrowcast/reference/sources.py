@@ -5,6 +5,7 @@ Functions and signatures are those of ``kernels.sources``; a source is a tensor.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from . import activation as _activation
@@ -16,6 +17,11 @@ from . import reduction
 def tensor(x: Tensor, *, column_sums: bool = False) -> Tensor:
     """A tensor as it is."""
     return x
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in another dtype."""
+    return x.to(dtype)
 
 
 def activation(x: Tensor, name: str, **parameters: float) -> Tensor:
