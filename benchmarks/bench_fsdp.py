@@ -3,15 +3,19 @@
     torchrun --nproc-per-node 2 benchmarks/bench_fsdp.py [--save]
 
 Contenders: bf16; torchao's tensorwise recipe, with and without its FP8 all-gather, where it is installed; the recipes
-of this library, with weights gathered in bf16 and quantized. "unsharded": each GPU by itself, in bf16, which sharding
-is measured against. Parameters, the reduction of gradients and AdamW are fp32, computation is bf16. A step is forward,
-backward and optimizer. ``gathered``: bytes that the all-gathers of a step deliver, counted where they are called.
-Before anything is timed, quantized gathers must give the losses of high-precision ones, to the bit.
+of this library, with weights gathered in bf16 and quantized. Parameters, the reduction of gradients and AdamW are fp32,
+computation is bf16; AdamW is PyTorch's fused one, or this library's where the name says FusedAdam. "unsharded": each GPU
+by itself with parameters and moments in bf16, of which AdamW moves as many bytes as of half of them in fp32; that is the
+speed of one GPU, which sharding is measured against. A step is forward, backward and optimizer. Steps follow each other
+without a wait for the GPU, as in training: a time is that of a run of ``--repeats`` steps, divided, the median of three.
+``gathered``: bytes that the all-gathers of a step deliver, counted where they are called. Before anything is timed,
+quantized gathers must give the losses of high-precision ones, to the bit.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import statistics
 import time
 from argparse import Namespace
@@ -155,17 +159,22 @@ def unsharded(recipe: str | None) -> Callable[[], tuple[Stack, Callable[[], None
 def contenders(chosen: Namespace) -> dict[str, Callable[[], tuple[Stack, Callable[[], None]]]]:
     """Makers of a model and of what follows the step of its optimizer, the most telling first."""
     made: dict[str, Any] = {"bf16": lambda: (sharded(Stack(WIDE, False), None), lambda: None)}
-    made |= {f"{recipe}, quantized gather": ours(recipe, True) for recipe in RECIPES}
-    try:
-        import torchao  # noqa: F401
-    except ImportError:
-        pass
-    else:
-        made["torchao tensorwise, FP8 gather"] = of_torchao(True)
-        made["torchao tensorwise"] = of_torchao(False)
+    gathered = {f"{recipe}, quantized gather": ours(recipe, True) for recipe in RECIPES}
+    made |= gathered
+    has_torchao = importlib.util.find_spec("torchao") is not None
+    made |= {"torchao tensorwise": of_torchao(False)} if has_torchao else {}
+    made |= {f"{name}, FusedAdam": make for name, make in (*gathered.items(), ("bf16", made["bf16"]))}
     made |= {"current, unsharded": unsharded("current"), "bf16, unsharded": unsharded(None)}
+    made |= {"torchao tensorwise, FP8 gather": of_torchao(True)} if has_torchao else {}
     made |= {recipe: ours(recipe, False) for recipe in RECIPES}
     return {name: make for name, make in made.items() if chosen.only in name}
+
+
+def optimizer_of(name: str, model: Stack) -> torch.optim.Optimizer:
+    """What steps the parameters of a contender."""
+    if name.endswith("FusedAdam"):
+        return nc.FusedAdam(model.parameters(), lr=1e-5, weight_decay=1e-2)
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
 
 def losses(model: Stack, after: Callable[[], None], shape: tuple[int, ...], steps: int) -> list[float]:
@@ -218,11 +227,11 @@ class Bytes:
         self.patch.stop()
 
 
-def timed(make: Callable[[], tuple[Stack, Callable[[], None]]], repeats: int) -> Row:
+def timed(name: str, make: Callable[[], tuple[Stack, Callable[[], None]]], repeats: int) -> Row:
     torch.compiler.reset()
     model, after = make()
     compiled(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer = optimizer_of(name, model)
     x = torch.randn(BATCH, SEQUENCE, WIDE[0], device="cuda", dtype=torch.bfloat16)
     dy = torch.randn_like(x) / x.numel()
 
@@ -238,15 +247,17 @@ def timed(make: Callable[[], tuple[Stack, Callable[[], None]]], repeats: int) ->
     torch.cuda.reset_peak_memory_stats()
     with Bytes() as gathered:
         step()
-    dist.barrier()
     times = []
-    for _ in range(repeats):
+    for _ in range(3):
+        torch.cuda.synchronize()
+        dist.barrier()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        step()
+        for _ in range(repeats):
+            step()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(start.elapsed_time(end) / repeats)
     ms = torch.tensor(statistics.median(times), device="cuda")
     dist.all_reduce(ms, op=dist.ReduceOp.MAX)  # the slowest GPU says when a step is done
     return {
@@ -265,7 +276,7 @@ def measure(chosen: Namespace) -> list[Row]:
     for name, make in contenders(chosen).items():
         if is_late(began, chosen.budget):
             break
-        row: Row = {"contender": name, "GPUs": dist.get_world_size(), **timed(make, chosen.repeats)}
+        row: Row = {"contender": name, "GPUs": dist.get_world_size(), **timed(name, make, chosen.repeats)}
         gc.collect()
         torch.cuda.empty_cache()
         first = rows[0] if rows else row
