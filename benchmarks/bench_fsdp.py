@@ -3,13 +3,13 @@
     torchrun --nproc-per-node 2 benchmarks/bench_fsdp.py [--save]
 
 Contenders: bf16; torchao's tensorwise recipe, with and without its FP8 all-gather, where it is installed; the recipes
-of this library, with weights gathered in bf16 and quantized. Parameters, the reduction of gradients and AdamW are fp32,
-computation is bf16; AdamW is PyTorch's fused one, or this library's where the name says FusedAdam. "unsharded": each GPU
-by itself with parameters and moments in bf16, of which AdamW moves as many bytes as of half of them in fp32; that is the
-speed of one GPU, which sharding is measured against. A step is forward, backward and optimizer. Steps follow each other
-without a wait for the GPU, as in training: a time is that of a run of ``--repeats`` steps, divided, the median of three.
-``gathered``: bytes that the all-gathers of a step deliver, counted where they are called. Before anything is timed,
-quantized gathers must give the losses of high-precision ones, to the bit.
+of this library, with weights gathered in bf16 and quantized. Parameters, the reduction of gradients and AdamW are
+fp32, computation is bf16; AdamW is PyTorch's fused one, or this library's where the name says FusedAdam. "unsharded":
+each GPU by itself with parameters and moments in bf16, of which AdamW moves as many bytes as of half of them in fp32;
+that is the speed of one GPU, which sharding is measured against. A step is forward, backward and optimizer. Steps
+follow each other without a wait for the GPU, as in training: a time is that of a run of ``--repeats`` steps, divided,
+the median of three. ``gathered``: bytes that the all-gathers of a step deliver, counted where they are called. Before
+anything is timed, quantized gathers must give the losses of high-precision ones, to the bit.
 """
 
 from __future__ import annotations
