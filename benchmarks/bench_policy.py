@@ -1,9 +1,10 @@
 """``policy="auto"`` on 20 sizes: what it chose, and a step of the layer beside one of ``torch.nn.Linear`` in bf16.
 
-Forward and backward with the host's time included, in turns. `share` is the time over that of ``torch.nn.Linear``, of
-the layer that the policy left under the recipe or in high precision and of layers that are always one or the other.
-All have the same weights. The policy times each size first, in a folder of its own, and then it is timed here: a choice
-by chance would show.
+Forward and backward with the host's time included, in turns. `share` is the time over that of ``torch.nn.Linear`` in
+the same turn, the median of the turns: of the layer that the policy left under the recipe or in high precision, of
+layers that are always one or the other, and of a second ``torch.nn.Linear``, which shows how far such times vary.
+All have the same weights and inputs. The policy times each size first, in a folder of its own, and then it is timed
+here: a choice by chance would show.
 With ``--only graphs`` all are replays of CUDA graphs and the policy is ``"auto-graphs"``.
 """
 
@@ -34,7 +35,8 @@ RECIPES = {
     "current": nc.recipe.Float8CurrentScaling(),
     "block": nc.recipe.Float8BlockScaling(),
 }
-SECONDS, WORST = 0.03, 1.02  # of a round; what a choice may cost
+SECONDS, TURNS = 0.01, 2  # of a layer in a turn; turns of each repeat
+WORST = 1.02  # what a choice may cost
 
 
 def layer_of(size: tuple[int, int, int], recipe: nc.recipe.Recipe | None, **options: Any) -> nn.Module:
@@ -45,10 +47,7 @@ def layer_of(size: tuple[int, int, int], recipe: nc.recipe.Recipe | None, **opti
     return layer
 
 
-def step_on(layer: nn.Module, rows: int, width: int, features: int, replayed: bool) -> Callable[[], Any]:
-    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(rows, features, device="cuda", dtype=torch.bfloat16)
-
+def step_on(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor, replayed: bool) -> Callable[[], Any]:
     def step() -> None:
         x.grad = None
         layer.zero_grad(set_to_none=True)
@@ -66,21 +65,22 @@ def milliseconds(step: Callable[[], Any], count: int) -> float:
     return (time.perf_counter() - start) / count * 1e3
 
 
-def in_turns(steps: list[Callable[[], Any]], repeats: int) -> list[float]:
-    """Median milliseconds of the first step, then of each other the share of that.
+def in_turns(steps: list[Callable[[], Any]], turns: int) -> list[float]:
+    """Median milliseconds of the first step, then of each other the median of its shares of that in the same turn.
 
-    Every round begins with another step: the first one after a pause finds a cooler GPU.
+    Every turn begins with another step: the first one after a pause finds a cooler GPU.
     """
     for step in steps:
         milliseconds(step, 4)
     count = max(3, min(100, int(SECONDS * 1e3 / milliseconds(steps[0], 3))))
     times: list[list[float]] = [[] for _ in steps]
-    for turn in range(-(-repeats // len(steps)) * len(steps)):
+    for turn in range(-(-turns // len(steps)) * len(steps)):
         for place in range(len(steps)):
             which = (turn + place) % len(steps)
             times[which].append(milliseconds(steps[which], count))
-    first, *others = (statistics.median(column) for column in times)
-    return [first, *(other / first for other in others)]
+    first, *others = times
+    shares = (statistics.median(a / b for a, b in zip(other, first, strict=True)) for other in others)
+    return [statistics.median(first), *shares]
 
 
 def measure(chosen: Namespace) -> list[Row]:
@@ -93,16 +93,16 @@ def measure(chosen: Namespace) -> list[Row]:
             continue
         for size in SIZES[: chosen.shapes]:
             auto = layer_of(size, recipe, policy=policy, rows=size[0])
-            layers = [
-                nn.Linear(size[1], size[2], bias=False, device="cuda", dtype=torch.bfloat16),
-                auto,
-                layer_of(size, None),
-                layer_of(size, recipe),
-            ]
+            place: Any = {"device": "cuda", "dtype": torch.bfloat16}
+            peers = [nn.Linear(size[1], size[2], bias=False, **place) for _ in range(2)]
+            layers = [*peers, auto, layer_of(size, None), layer_of(size, recipe)]
+            x = torch.randn(size[0], size[1], **place).requires_grad_()
+            grad = torch.randn(size[0], size[2], **place)
             with torch.no_grad():  # numbers decide how much power a GEMM takes, and so how fast it runs
                 for layer in layers[1:]:
                     layer.weight.copy_(layers[0].weight)  # type: ignore[operator, arg-type]
-            ms, *shares = in_turns([step_on(layer, *size, replayed) for layer in layers], chosen.repeats)
+            steps = [step_on(layer, x, grad, replayed) for layer in layers]
+            ms, again, *shares = in_turns(steps, chosen.repeats * TURNS)
             rows.append(
                 {
                     "size": "{}x{}->{}".format(*size),
@@ -110,6 +110,7 @@ def measure(chosen: Namespace) -> list[Row]:
                     "policy": policy,
                     "chosen": "high precision" if auto.recipe is None else name,
                     "bf16_ms": round(ms, 4),
+                    "share_of_bf16_again": round(again, 3),
                     "share": round(shares[0], 3),
                     "share_in_high_precision": round(shares[1], 3),
                     "share_under_the_recipe": round(shares[2], 3),
@@ -117,7 +118,7 @@ def measure(chosen: Namespace) -> list[Row]:
                 }
             )
             print(rows[-1], flush=True)
-            del auto, layers
+            del auto, peers, layers, steps
             torch.cuda.empty_cache()
     return rows
 

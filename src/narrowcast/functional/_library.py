@@ -67,7 +67,7 @@ def define(
         _inline(implementation, inlined, shared),
         lib=_LIBRARY,
     )
-    if QUANTIZER in schema:
+    if QUANTIZER in schema or "ScalarType" in schema:
         _define_text_overload(name, schema, implementation, fake, tags)
     return _with_shortcut(getattr(torch.ops.narrowcast, name), implementation, of_state)
 
@@ -79,27 +79,37 @@ def _define_text_overload(
     fake: Callable[..., Any],
     tags: tuple[torch.Tag, ...],
 ) -> None:
-    """``<name>.text``: the same operator with texts for quantizers, which is what a file can hold of a program."""
-    schema = schema.replace(f"{name}(", f"{name}.text(", 1).replace(f"{QUANTIZER} ", "str ")
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-    at = _quantizers_at(getattr(torch.ops.narrowcast, name).text)
+    """``<name>.text``: the same operator with texts for quantizers, which is what a file can hold of a program.
 
-    def with_quantizers(function: Callable[..., Any]) -> Callable[..., Any]:
+    And for dtypes: what PyTorch 2.11 compiles ahead of time reads their numbers in a file as those of other dtypes.
+    """
+    schema = schema.replace(f"{name}(", f"{name}.text(", 1)
+    schema = schema.replace(f"{QUANTIZER} ", "str ").replace("ScalarType ", "str ")
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    readers = _readers(getattr(torch.ops.narrowcast, name).text)
+
+    def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: function(
-            *(quantizer_of_text(arg) if i in at else arg for i, arg in enumerate(args))
+            *(readers[i](arg) if i in readers else arg for i, arg in enumerate(args))
         )
 
-    run, full_name = with_quantizers(implementation), f"narrowcast::{name}.text"
+    run, full_name = with_values(implementation), f"narrowcast::{name}.text"
     _LIBRARY.impl(f"{name}.text", _without_autocast(run), "CompositeExplicitAutograd")
-    torch.library.register_fake(full_name, _all_on_meta(name, with_quantizers(fake)), lib=_LIBRARY)
+    torch.library.register_fake(full_name, _all_on_meta(name, with_values(fake)), lib=_LIBRARY)
     torch.library.register_torch_dispatch(
         full_name, FunctionalTensorMode, _inline(run, None, shared=False), lib=_LIBRARY
     )
 
 
-def _quantizers_at(overload: Any) -> tuple[int, ...]:
-    arguments = overload._schema.arguments
-    return tuple(i for i, argument in enumerate(arguments) if argument.name.endswith("quantizer"))
+def _readers(overload: Any) -> dict[int, Callable[[str], Any]]:
+    """From the positions of what is a text in ``<name>.text`` alone to what reads it."""
+    names = [argument.name for argument in overload._schema.arguments]
+    kinds = {"quantizer": quantizer_of_text, "dtype": functools.partial(getattr, torch)}
+    return {i: read for i, name in enumerate(names) for kind, read in kinds.items() if name.endswith(kind)}
+
+
+def _text_of(value: Any) -> str:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value._value_text()
 
 
 def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +142,8 @@ def _with_shortcut(
     see the overload. A graph that is exported holds the overload ``text``, if there is one.
     """
     overload = packet.default
-    as_text, quantizers = getattr(packet, "text", overload), _quantizers_at(overload)
+    as_text = getattr(packet, "text", overload)
+    texts_at = () if as_text is overload else tuple(_readers(overload))
     arguments = overload._schema.arguments
     first = next(i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type))
     in_list = "List" in str(arguments[first].type)
@@ -142,9 +153,8 @@ def _with_shortcut(
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
             # the flag itself: Dynamo of PyTorch 2.11 answers is_exporting() with True in whatever it traces
-            if quantizers and torch.compiler._is_exporting_flag:
-                texts = [arg._value_text() if i in quantizers else arg for i, arg in enumerate(args)]
-                return as_text(*texts)
+            if texts_at and torch.compiler._is_exporting_flag:
+                return as_text(*[_text_of(arg) if i in texts_at else arg for i, arg in enumerate(args)])
             return overload(*args)
         if torch.is_grad_enabled() and not of_state:
             return overload(*args)
