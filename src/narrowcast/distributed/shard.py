@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..formats import ELEMENT_FORMATS, FLT_MAX, MX_BLOCK, NVFP4_BLOCK
@@ -123,12 +124,16 @@ def _check_layers(model: nn.Module) -> None:
 
 
 class _Scaled:
-    """A weight with one scale, and where that comes from: the amax of the weight, or the state of its layer."""
+    """A weight with one scale, and where that comes from: the amax of the weight, or the state of its layer.
+
+    Delayed weights of groups have a scale for each of them, of which a rank needs those of its own.
+    """
 
     def __init__(
         self, layer: LinearLayer, stage: Stage, recipe: Recipe, delayed: bool, gather: WeightGather
     ) -> None:
         self.layer, self.stage, self.recipe, self.delayed, self.gather = layer, stage, recipe, delayed, gather
+        self.count = max(gather.members, 1)
         quantizer: Any = gather.quantizer
         # where the scale comes from: state, the amax itself, or what it is computed with
         self.rule: Any = "state"
@@ -146,11 +151,20 @@ class _Scaled:
         return self._seen._shard
 
     def state(self, name: str) -> Tensor:
-        """The layer's slot of a state of delayed scaling, (1,)."""
+        """The weight's scales or amaxes in the layer's state of delayed scaling."""
         full = f"{self.stage.prefix}{name}_fwd"
         if getattr(self.layer, full) is None:
             self.layer._keep_state_of(self.recipe)
-        return getattr(self.layer, full)[WEIGHT_SLOT : WEIGHT_SLOT + 1]
+        return getattr(self.layer, full)[WEIGHT_SLOT * self.count : (WEIGHT_SLOT + 1) * self.count]
+
+    def own(self, mesh: Any) -> range:
+        """Which of its scales are of this rank's shard."""
+        held = max(self.gather.members // mesh.size(), 1)
+        return range(mesh.get_local_rank() * held if self.gather.members else 0, self.count)[:held]
+
+    def parts(self, shard: Tensor) -> list[Tensor]:
+        """What has a scale of its own, of a shard."""
+        return list(shard.unbind()) if self.gather.members else [shard]
 
 
 class _Chosen:
@@ -261,17 +275,15 @@ class _Chosen:
                 return "not sharded by rows"
         rows = parameter.shape[-2]
         if isinstance(layer, GroupedLinearLayer):
-            return self._why_not_in_groups(plan, quantizer, tile, parameter.shape[0], rows)
+            return self._why_not_in_groups(quantizer, tile, parameter.shape[0], rows)
         if rows % (self.ranks * (_TILE if tile else 1)):
             whole = f" of whole {_TILE}-row tiles" if tile else ""
             return f"its {rows} rows are not {self.ranks} equal shards{whole}"
         return ""
 
-    def _why_not_in_groups(self, plan: LinearPlan, quantizer: Any, tile: int, groups: int, rows: int) -> str:
+    def _why_not_in_groups(self, quantizer: Any, tile: int, groups: int, rows: int) -> str:
         if groups % self.ranks:
             return f"its {groups} groups are not {self.ranks} equal shards"
-        if plan.weight.delayed:
-            return "a grouped weight under delayed scaling"
         if isinstance(quantizer, NVFP4Quantizer):
             return "its format keeps groups in one buffer"
         return f"its {rows} rows per group are not whole {_TILE}-row tiles" if tile and rows % _TILE else ""
@@ -292,16 +304,16 @@ class _Chosen:
             gather = WeightGather(rowwise, both, False, backward, members)
             self.directed.add(id(gather))
             layer.register_forward_pre_hook(_NotAgain(gather))
-        elif tile == 0 and not members:
+        elif tile == 0 and (plan.weight.delayed or not members):
             encoder = DelayedFloat8Quantizer(described.dtype, 0, columnwise=False)
-            gather = WeightGather(encoder, rowwise, True)
+            gather = WeightGather(encoder, rowwise, not members, members=members)
         elif tile == NVFP4_BLOCK:
             gather = WeightGather(rowwise.replace(with_amax_reduction=True), rowwise, True)
         else:
             gather = WeightGather(rowwise, rowwise, False, members=members)
         # equal ones are one object, so that compiled blocks, which compare them before every run, are done at once
         gather.quantizer = self.quantizers.setdefault(gather.quantizer, gather.quantizer)
-        if gather.per_tensor:
+        if gather.per_tensor or plan.weight.delayed:
             self.scaled.append(_Scaled(layer, stage, recipe, plan.weight.delayed, gather))
         made = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
         vars(made).update(vars(parameter))  # type: ignore[attr-defined]
@@ -324,6 +336,8 @@ class _Scales:
         self.of_shards: Tensor | None = None  # their amax
         self.amax: Tensor | None = None  # of the weights, the same on all ranks
         self.known = False  # both are of the weights as they are
+        self.counts = [weight.count for weight in weights]
+        self.own = [weight.own(mesh) for weight in weights]
 
     def renew(self, model: nn.Module, args: Any) -> None:
         """Forward pre-hook, in front of FSDP2's own."""
@@ -349,9 +363,13 @@ class _Scales:
     @torch.no_grad()
     def _of_shards(self) -> Tensor:
         if self.of_shards is None:
-            norms = torch._foreach_norm(self.shards, math.inf)
-            largest = torch.stack([norm.float() for norm in norms])
-            self.of_shards = largest.to(self.mesh.device_type)
+            parts = [p for weight, shard in zip(self.weights, self.shards) for p in weight.parts(shard)]
+            largest = torch.stack([norm.float() for norm in torch._foreach_norm(parts, math.inf)])
+            largest = largest.to(self.mesh.device_type)
+            if len(parts) < sum(self.counts):  # of the groups of other ranks this one knows nothing
+                found = zip(self.counts, self.own, largest.split([len(own) for own in self.own]))
+                largest = torch.cat([F.pad(a, (own.start, count - own.stop)) for count, own, a in found])
+            self.of_shards = largest
         return self.of_shards
 
     @torch.no_grad()
@@ -374,7 +392,8 @@ class _Scales:
                 scales = torch.cat([self.weights[index].state("scale") for index in indices])
                 self._hand_out(indices, scales)
                 continue
-            amax = self._amax() if len(by_rule) == 1 else self._amax()[indices]
+            amaxes = self._amax().split(self.counts)
+            amax = self._amax() if len(by_rule) == 1 else torch.cat([amaxes[index] for index in indices])
             if rule == "amax":  # which the gathered tensor holds itself
                 for index, own in zip(indices, amax.split(1)):
                     self.weights[index].gather.scale = self.weights[index].gather.kept = own
@@ -387,8 +406,11 @@ class _Scales:
             )
 
     def _hand_out(self, indices: list[int], scales: Tensor) -> None:
-        for index, scale, scale_inv in zip(indices, scales.split(1), reciprocal(scales).split(1)):
-            self.weights[index].gather.scale, self.weights[index].gather.kept = scale, scale_inv
+        counts = [self.counts[index] for index in indices]
+        for index, scale, scale_inv in zip(indices, scales.split(counts), reciprocal(scales).split(counts)):
+            gather, own = self.weights[index].gather, self.own[index]
+            gather.scale = scale if len(own) == len(scale) else scale[own.start : own.stop]
+            gather.kept = scale_inv
 
     def _collects(self, model: nn.Module) -> bool:
         """Whether a forward that is no recomputation leaves the amax of weights for delayed scaling."""
@@ -398,9 +420,8 @@ class _Scales:
     def record(self, model: nn.Module, args: Any, out: Any) -> None:
         """Forward hook: what delayed scaling collects of a weight, once all layers have renewed their state."""
         if self._collects(model):
-            found = [
-                (w.state("amax"), own) for w, own in zip(self.weights, self._amax().split(1)) if w.delayed
-            ]
+            amaxes = self._amax().split(self.counts)
+            found = [(w.state("amax"), own) for w, own in zip(self.weights, amaxes) if w.delayed]
             torch._foreach_maximum_([amax for amax, _ in found], [own for _, own in found])
 
 

@@ -39,7 +39,7 @@ class WeightGather:
         encoder: quantizes a shard row-wise; with a ``scale`` from outside where the whole tensor has one.
         quantizer: describes the gathered tensor.
         per_tensor: there is one scale or amax, fp32 (1,), which a forward of the model puts into ``scale``, and what
-            the gathered tensor holds of it into ``kept``.
+            the gathered tensor holds of it into ``kept``. Into ``scale`` also those of a delayed weight's own members.
         members: matrices that are quantized each by itself, along the first dim; 0 for one matrix.
         backward_encoder: quantizes a shard column-wise, for a weight that the backward gathers in that direction; None
             where its layer makes the direction from the other.
@@ -77,17 +77,17 @@ class WeightGather:
         """
         encoder = self.backward_encoder if columnwise else self.encoder
         assert encoder is not None
-        if self.members:
-            return grouped_quantize_weights([shard.to(dtype)], encoder, grouped_layout(encoder._storage_name))
-        if not self.per_tensor:
-            return quantize_rounded(shard, dtype, encoder)
-        if self.scale is None or self.kept is None or self.written:
+        if (self.per_tensor or encoder._is_delayed()) and (self.scale is None or self.written):
             raise RuntimeError(
                 "a sharded weight was written to, and has no scale yet: call the model that narrowcast was given to "
                 "shard, not a part of it or unshard(); between microbatches without gradient sync weights must stay"
             )
+        if self.members:
+            layout = grouped_layout(encoder._storage_name)
+            return grouped_quantize_weights([shard.to(dtype)], encoder, layout, None, self.scale)
+        buffers = quantize_rounded(shard, dtype, encoder, None, self.scale)
         # the last was made by the stream of the model, which is also where it is read
-        return [*quantize_rounded(shard, dtype, encoder, None, self.scale)[:-1], self.kept]
+        return [*buffers[:-1], self.kept] if self.kept is not None else buffers
 
     def assemble(self, buffers: list[Tensor], shard: Any, dtype: torch.dtype) -> Tensor:
         """The quantized tensor around gathered buffers; ``shard``: shape of a shard."""
