@@ -55,6 +55,17 @@ def whole(targets):
 targets = traced(lambda x: ops.quantize(x, quantizer))
 assert not whole(targets) and "aten.amax.default" in targets, targets  # for the compiler to take where x is written
 assert not whole(traced(lambda x: ops.act_quantize(x, "swiglu", quantizer)))
+
+
+def adam(x, count=3):
+    kept = [[x.float()] for _ in range(3)]
+    stored = (None, x.new_ones(()), None, None)
+    options = (*stored, 1e-3, count, [0.9, 0.95], 1e-8, 0.1, True, True)
+    ops.adam_(kept[0], [x], *kept[1:], [x.clone()], *options)
+    return [tensor for (tensor,) in kept]
+
+
+assert not whole(traced(adam)) and len(launches(adam)) == 2
 targets = traced(multiply)
 assert not whole(targets) and "aten._scaled_mm.default" in targets, targets
 assert whole(traced(lambda x: multiply(x, emulate=True))) == {"narrowcast.gemm.default"}

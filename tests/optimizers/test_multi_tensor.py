@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast import optimizers as room
-from narrowcast.optimizers.stored import join, split
+from narrowcast.reference.adam import join, split
 from narrowcast.testing import assert_close
 
 apply = room.multi_tensor_applier

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowcast.optimizers.stored import decode, encode, join, split
+from narrowcast.optimizers.stored import decode, encode
+from narrowcast.reference.adam import join, split
 
 ERRORS = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.uint8: 2.0**-4}
 

@@ -138,6 +138,11 @@ class ShardedWeight(Tensor):
         """Rebuild from ``__tensor_flatten__``'s parts."""
         return ShardedWeight(inner_tensors["_shard"], context)
 
+    @classmethod
+    def __metadata_guard__(cls, guarded: WeightGather, given: WeightGather) -> bool:
+        """Whether code that was compiled for one weight serves another; what is guarded is a copy."""
+        return (guarded.encoder, guarded.quantizer) == (given.encoder, given.quantizer)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

@@ -7,6 +7,7 @@ from .activation import (
     act_backward_quantize,
     act_quantize,
 )
+from .adam import adam_
 from .counting import GemmCall, element_of, gemm_call
 from .cross_entropy import (
     cross_entropy_gradient,
@@ -65,6 +66,7 @@ __all__ = [
     "act_backward",
     "act_backward_quantize",
     "act_quantize",
+    "adam_",
     "amax_to_share",
     "calibrate_",
     "cross_entropy_gradient",

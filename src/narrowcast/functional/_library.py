@@ -130,6 +130,7 @@ def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN_IN_LISTS = {*_PLAIN, bool, int, float, str}
 
 
 def _with_shortcut(
@@ -161,6 +162,9 @@ def _with_shortcut(
         x: Any = args[first]
         if in_list:
             x = x[0] if x else None
+            for arg in args:
+                if type(arg) is list and not _PLAIN_IN_LISTS.issuperset(map(type, arg)):
+                    return overload(*args)  # a list of parameters may be one of many kinds
         if type(x) not in _PLAIN or not x.is_cuda or _is_watched():
             return overload(*args)
         result = (run if torch.is_autocast_enabled("cuda") else implementation)(*args)

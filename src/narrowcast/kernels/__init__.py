@@ -18,6 +18,7 @@ AVAILABLE: bool = importlib.util.find_spec("triton") is not None
 
 MODULES = (
     "activation",
+    "adam",
     "cross_entropy",
     "delayed",
     "dequantize",

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.torch_version import TorchVersion
 
+from ..functional import adam_
+from ..reference.adam import join, split
 from ..tensors import DequantizingTensor, QuantizedTensor
-from .adam_step import CORRECTED, AdamOptions, AdamTensors, fused, spelled_out
-from .stored import decode, encode, join, split
+from .stored import decode, encode
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master_param"
 _STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
-_ELEMENTS_AT_ONCE = 2**26  # of a step's fp32 copies: four of them are 1 GiB
+_STEPPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Tensors(NamedTuple):
+    """Of one parameter, as ``functional.adam_`` takes them."""
+
+    weight: Tensor
+    grad: Tensor
+    first: Tensor
+    second: Tensor
+    beside: Tensor | None
 
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam or AdamW with master weights for quantized and bf16 parameters, and moments of few bits.
 
-    ``torch.optim.AdamW(fused=True)`` is the optimizer for fp32 parameters, and works on all others, too; this one is
-    for parameters that are too coarse for a step's change: those of ``nc.quantized_model_init``, or pure bf16. The step
-    is PyTorch's fused one, on fp32 values; what is stored otherwise is decoded before it and encoded after it. In
-    compiled code it is spelled out, for the compiler to fuse with decoding and encoding; use ``capturable`` there.
+    The step is one kernel that reads and writes weights, moments and master weights as they are stored, fp32, bf16 or
+    fp16, and computes in fp32 by PyTorch's formula (``reference.adam.step``); the bits are the same on a CPU and in
+    compiled code. State that has scales is decoded before it and encoded after it. Use ``capturable`` in compiled code.
 
     The master weight of a quantized parameter begins as the unrounded value that it was made from, where
     ``quantized_model_init(preserve_high_precision_init_val=True)`` kept that and the parameter still is its
@@ -199,7 +209,7 @@ class FusedAdam(torch.optim.Optimizer):
             raise NotImplementedError(
                 "compiled code takes no grad_scaler; call grad_scaler.step outside of it"
             )
-        scale, found_inf = (None, None) if grad_scaler is None else _amp_state(self, grad_scaler)
+        inv_scale, found_inf = (None, None) if grad_scaler is None else _amp_state(self, grad_scaler)
         if found_inf is not None and not self.capturable:
             if found_inf.item():
                 return loss
@@ -214,8 +224,7 @@ class FusedAdam(torch.optim.Optimizer):
                     pairs.append((p, grad))
                     if not self.state[p]:
                         self.initialize_state(p, self.store_param_remainders)
-            for chunk in _chunks(pairs):
-                self._step_chunk(group, chunk, scale, found_inf)
+            self._step_group(group, pairs, inv_scale, found_inf)
         return loss
 
     def _gradient(self, p: Tensor) -> Tensor | None:
@@ -224,43 +233,48 @@ class FusedAdam(torch.optim.Optimizer):
             raise RuntimeError("FusedAdam has no sparse gradients; use torch.optim.SparseAdam")
         return grad
 
-    def _step_chunk(
+    def _step_group(
         self,
         group: dict[str, Any],
-        chunk: list[tuple[Tensor, Tensor]],
-        scale: Tensor | None,
+        pairs: list[tuple[Tensor, Tensor]],
+        inv_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Adam on fp32 values of some parameters of one device, written back where they are stored otherwise."""
-        params = [p for p, _ in chunk]
-        device = params[0].device
-        moments = {name: [self.get_unscaled_state(p, name) for p in params] for name in _MOMENTS}
-        weights = [
-            self.get_unscaled_state(p, _MASTER) if _MASTER in self.state[p] else p.detach().float()
-            for p in params
-        ]
-        count = group["step"] if group["bias_correction"] else CORRECTED
-        if isinstance(count, Tensor):
-            count = count.to(device)
-        else:  # filled there, not copied: that would wait
-            count = torch.full((), count, dtype=torch.float32, device=device)
-        grads = [grad.float() for _, grad in chunk]
-        tensors = AdamTensors(weights, grads, moments["exp_avg"], moments["exp_avg_sq"])
-        numbers = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-        options = AdamOptions(*numbers, self.adam_w_mode)
-        if torch.compiler.is_compiling():
-            spelled_out(tensors, count, options)
-        else:
-            fused(tensors, count, options, scale, found_inf)
-        for i, p in enumerate(params):
-            for name in _MOMENTS:
-                self.set_scaled_state(p, name, moments[name][i])
-            if _MASTER in self.state[p]:
-                self.set_scaled_state(p, _MASTER, weights[i])
-                if self.state[p][_MASTER].dtype == torch.int16:
-                    continue  # which has set the parameter
-            if p.dtype != torch.float32 or isinstance(p, DequantizingTensor):
-                p.copy_(_for_parameter(p, weights[i]))
+        """Adam on parameters with their gradients, in one operator where state is stored as that reads it."""
+        alike: dict[Any, list[tuple[Tensor, _Tensors]]] = {}
+        for p, grad in pairs:
+            tensors = self._tensors(p, grad)
+            if self._scales.get(p):  # one by one: there are fp32 copies of what has scales
+                _run(group, [tensors], self.adam_w_mode, inv_scale, found_inf)
+                self._store(p, tensors)
+            else:
+                alike.setdefault((p.device, tensors.beside is None), []).append((p, tensors))
+        for those in alike.values():
+            _run(group, [tensors for _, tensors in those], self.adam_w_mode, inv_scale, found_inf)
+            for p, tensors in those:
+                self._store(p, tensors)
+
+    def _tensors(self, p: Tensor, grad: Tensor) -> _Tensors:
+        """What a step reads and writes of a parameter: what is stored, or else fp32 values for ``_store``."""
+        state, scaled = self.state[p], self._scales.get(p, ())
+        first, second = (
+            self.get_unscaled_state(p, name) if name in scaled else state[name] for name in _MOMENTS
+        )
+        weight, beside = p.detach() if _is_direct(p) else p.detach().float(), None
+        if _MASTER in state and state[_MASTER].dtype == torch.int16:
+            beside = state[_MASTER]
+        elif _MASTER in state:
+            beside = weight if _is_direct(p) else None
+            weight = self.get_unscaled_state(p, _MASTER)
+        return _Tensors(weight, _placed_as(grad, p), first, second, beside)
+
+    def _store(self, p: Tensor, tensors: _Tensors) -> None:
+        """Store what the step could not write in place."""
+        for name in self._scales.get(p, ()):
+            values = {_MASTER: tensors.weight, "exp_avg": tensors.first, "exp_avg_sq": tensors.second}
+            self.set_scaled_state(p, name, values[name])
+        if not _is_direct(p):
+            p.copy_(_for_parameter(p, tensors.weight))
 
     def state_dict(self) -> dict[str, Any]:
         """As PyTorch's, with every state in fp32: a checkpoint does not depend on how state is stored."""
@@ -308,6 +322,53 @@ class FusedAdam(torch.optim.Optimizer):
             yield from group["params"]
 
 
+def _run(
+    group: dict[str, Any],
+    parameters: list[_Tensors],
+    decoupled: bool,
+    inv_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """A step of parameters of one device, all or none of which have something beside them."""
+    *lists, beside = ([_local(x) for x in tensors] for tensors in zip(*parameters))
+    device, lr, count = lists[0][0].device, group["lr"], group["step"]
+    stored_lr, stored_count, inv_scale, found_inf = (
+        x.to(device) if isinstance(x, Tensor) else None for x in (lr, count, inv_scale, found_inf)
+    )
+    adam_(
+        *lists,
+        beside if beside[0] is not None else [],
+        stored_lr,
+        stored_count,
+        inv_scale,
+        found_inf,
+        float(lr) if stored_lr is None else 0.0,
+        count if stored_count is None else 0,
+        list(group["betas"]),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        decoupled,
+        group["bias_correction"],
+    )
+
+
+def _local(x: Any) -> Any:
+    """What this rank holds of a tensor."""
+    return getattr(x, "_local_tensor", x)
+
+
+def _is_direct(p: Tensor) -> bool:
+    """Whether a step reads and writes a parameter as it is stored."""
+    return p.dtype in _STEPPED_DTYPES and not isinstance(_local(p), DequantizingTensor)
+
+
+def _placed_as(grad: Any, p: Any) -> Tensor:
+    """A gradient on the ranks as its parameter is, in a dtype that a step reads."""
+    if hasattr(p, "_local_tensor") and grad.placements != p.placements:
+        grad = grad.redistribute(placements=p.placements)
+    return grad if grad.dtype in _STEPPED_DTYPES else grad.float()
+
+
 _GRAPHS_REFUSE_QUANTIZING_IN_PLACE = TorchVersion(torch.__version__) < "2.13"
 
 
@@ -335,23 +396,8 @@ def _initial_master(param: Tensor) -> Tensor:
     return kept.to(param.device, torch.float32, copy=True) if torch.equal(again, rounded) else rounded
 
 
-def _chunks(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Runs of parameters of one device, and of so few elements that fp32 copies of them are little."""
-    chunk: list[tuple[Tensor, Tensor]] = []
-    elements = 0
-    for p, grad in pairs:
-        full = elements + p.numel() > _ELEMENTS_AT_ONCE
-        if chunk and (full or p.device != chunk[0][0].device):
-            yield chunk
-            chunk, elements = [], 0
-        chunk.append((p, grad))
-        elements += p.numel()
-    if chunk:
-        yield chunk
-
-
 def _amp_state(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> tuple[Tensor | None, Tensor | None]:
-    """(scale that gradients still have, whether one of them is not finite) of a scaler."""
+    """(what gradients are still to be multiplied by, whether one of them is not finite) of a scaler."""
     state = scaler._per_optimizer_states[id(optimizer)]
     unscaled = state["stage"] is OptState.UNSCALED
     found = state["found_inf_per_device"] if unscaled else scaler._check_inf_per_device(optimizer)
@@ -359,7 +405,8 @@ def _amp_state(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> tuple[Te
     if not flags:
         return None, None
     total = torch.stack([flag.to(flags[0].device).reshape(()) for flag in flags]).amax()
-    return (None if unscaled else scaler._get_scale_async()), total
+    scale = None if unscaled else scaler._get_scale_async()
+    return (None if scale is None else scale.double().reciprocal().float()), total
 
 
 def _check_numbers(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adam_step import CORRECTED, AdamOptions, AdamTensors, fused
-from .stored import join, split
+from ..functional import adam_
 
 Lists = Sequence[list[Tensor]]
 
@@ -93,42 +92,35 @@ def multi_tensor_adam(
             in place of the parameters and copied to them. step: this one is counted.
         mode: 0 for Adam, 1 for AdamW. bias_correction: 0 leaves it out. inv_scale: what gradients are multiplied with.
     """
-    grads, params, first, second, *masters = tensor_lists
-    weights = masters[0] if masters else [p.float() for p in params]
-    tensors = AdamTensors(
-        weights, [g.float() for g in grads], [m.float() for m in first], [v.float() for v in second]
+    grads, params, first, second, *others = tensor_lists
+    weights, beside = params, others[0] if others else []
+    if beside and beside[0].dtype != torch.int16:
+        weights, beside = beside, params
+    stored_lr, stored_step = (x.to(weights[0].device) if isinstance(x, Tensor) else None for x in (lr, step))
+    adam_(
+        weights,
+        grads,
+        first,
+        second,
+        beside,
+        stored_lr,
+        stored_step,
+        inv_scale,
+        noop_flag,
+        0.0 if isinstance(lr, Tensor) else float(lr),
+        0 if isinstance(step, Tensor) else step,
+        [beta1, beta2],
+        epsilon,
+        weight_decay,
+        mode == 1,
+        bool(bias_correction),
     )
-    device = params[0].device
-    number = step if bias_correction else CORRECTED
-    count = (
-        number.to(device, torch.float32)
-        if isinstance(number, Tensor)
-        else torch.full((), number, device=device)
-    )
-    options = AdamOptions(lr, (beta1, beta2), epsilon, weight_decay, mode == 1)
-    scale = None if inv_scale is None else 1.0 / inv_scale.float()
-    fused(tensors, count.float(), options, scale, noop_flag.float())
-    for kept, made in ((params, weights), (first, tensors.exp_avg), (second, tensors.exp_avg_sq)):
-        pairs = [(old, new) for old, new in zip(kept, made) if old is not new]
-        if pairs:
-            torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
 
 
 multi_tensor_adam_capturable = multi_tensor_adam_capturable_master = multi_tensor_adam
 """The same; there rate and step are tensors, so that a CUDA graph may hold the step, and ``inv_scale`` is given."""
-
-
-@torch.no_grad()
-def multi_tensor_adam_param_remainder(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *options: Any
-) -> None:
-    """:func:`multi_tensor_adam` of bf16 parameters whose fifth list is the int16 rest of their fp32 master weights."""
-    *lists, remainders = tensor_lists
-    masters = [join(high, low) for high, low in zip(lists[1], remainders)]
-    multi_tensor_adam(chunk_size, noop_flag, [*lists, masters], *options)
-    halves = [split(master) for master in masters]
-    torch._foreach_copy_(lists[1], [high for high, _ in halves])
-    torch._foreach_copy_(remainders, [low for _, low in halves])
+multi_tensor_adam_param_remainder = multi_tensor_adam
+"""The same; there parameters are bf16, and the fifth list is the int16 rest of their fp32 master weights."""
 
 
 @torch.no_grad()

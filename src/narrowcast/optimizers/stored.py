@@ -12,7 +12,6 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 SCALED = {torch.float16: torch.finfo(torch.float16), torch.uint8: torch.finfo(E4M3)}
-_CANONICAL_NAN = float("nan")
 
 
 def encode(values: Tensor, dtype: torch.dtype, is_square: bool) -> tuple[Tensor, Tensor | None]:
@@ -46,16 +45,3 @@ def decode(stored: Tensor, scale: Tensor | None, is_square: bool) -> Tensor:
     codes = stored.view(E4M3) if stored.dtype == torch.uint8 else stored
     values = codes.float() * scale
     return values * values if is_square else values
-
-
-def join(high: Tensor, low: Tensor) -> Tensor:
-    """The fp32 values whose upper 16 bits, rounded, are bf16 ``high`` and whose others are int16 ``low``."""
-    return ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
-
-
-def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 values as (bf16, int16): rounded, ties away from zero, and what :func:`join` needs beside that."""
-    # A GPU's NaN, all ones, would overflow.
-    bits = torch.where(values.isnan(), _CANONICAL_NAN, values).view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)

@@ -2,6 +2,7 @@
 
 from . import (
     activation,
+    adam,
     codecs,
     cross_entropy,
     delayed,
@@ -30,6 +31,7 @@ from . import (
 
 __all__ = [
     "activation",
+    "adam",
     "codecs",
     "cross_entropy",
     "delayed",

@@ -1,0 +1,128 @@
+"""A step of Adam on tensors of few bits: what is stored is widened to fp32, stepped there, and rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .reduction import round_to_dtype
+
+_CANONICAL_NAN = float("nan")
+
+
+def step(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    beside: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    count: int | Tensor,
+    inv_scale: Tensor | None,
+    found_inf: Tensor | None,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    bias_correction: bool,
+) -> None:
+    """Step weights and moments in place, one of each list per parameter.
+
+    Args:
+        weights, grads, first, second: of one shape per parameter and any strides; each fp32, bf16 or fp16.
+        beside: empty, or per parameter what is written besides: the int16 rest of a bf16 weight, with which it is an
+            fp32 value (``join``), or a copy of the weight in fp32, bf16 or fp16.
+        lr: of one element if a tensor. count: of steps, this one included, likewise.
+        inv_scale: of one element; gradients are multiplied by it.
+        found_inf: of one element; where it is not 0, nothing changes.
+        decoupled: weights decay apart from the gradient (AdamW).
+
+    Numerics:
+        g, w, m and v are fp32, every operation rounds to nearest. With d1 = 1 - beta1 and d2 = 1 - beta2 rounded from
+        double precision, and the corrections c(d) = 1 - (1 - d)**count of ``corrections``,
+        m = beta1 m + d1 g and v = beta2 v + d2 (g g); w -= (m (1 / (sqrt(v) + eps r))) (lr r / c(d1)) + (lr decay) w,
+        r = sqrt(c(d2)): the formula of torch.optim with one division and one rounding of w. Without bias correction
+        r and c(d1) are 1. Without ``decoupled`` the last summand is missing, and g is g + decay w. Without decay
+        neither is there. A NaN is that of ``canonical_nan``, in a weight with an int16 rest 0x7FC00000.
+    """
+    if found_inf is not None and bool(found_inf != 0):
+        return
+    beta1, beta2 = betas
+    rate, floor, shrink = factors(lr, count, betas, eps, weight_decay, bias_correction, weights[0].device)
+    for i, (weight, grad, m, v) in enumerate(zip(weights, grads, first, second, strict=True)):
+        rest = beside[i] if beside and beside[i].dtype == torch.int16 else None
+        w = weight.float() if rest is None else join(weight, rest)
+        g = grad.float()
+        if inv_scale is not None:
+            g = g * inv_scale.float()
+        if weight_decay and not decoupled:
+            g = g + w * weight_decay
+        new_m = m.float() * beta1 + g * (1 - beta1)
+        new_v = v.float() * beta2 + g * g * (1 - beta2)
+        change = new_m * (torch.ones_like(g) / (_sqrt(new_v) + floor)) * rate
+        if weight_decay and decoupled:
+            change = change + w * shrink
+        w = w - change
+        m.copy_(round_to_dtype(new_m, m.dtype))
+        v.copy_(round_to_dtype(new_v, v.dtype))
+        if rest is None:
+            weight.copy_(round_to_dtype(w, weight.dtype))
+            if beside:
+                beside[i].copy_(round_to_dtype(w, beside[i].dtype))
+        else:
+            for kept, half in zip((weight, rest), split(w)):
+                kept.copy_(half)
+
+
+def factors(
+    lr: float | Tensor,
+    count: int | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What all parameters of a step share, fp32 without dims: lr r / c(d1), eps r and lr decay of ``step``."""
+    rate = torch.as_tensor(lr, dtype=torch.float32, device=device).reshape(())
+    shrink, floor = rate * weight_decay, torch.full((), eps, device=device)
+    if bias_correction:
+        root = _sqrt(correction(1 - betas[1], int(count))).to(device)
+        rate, floor = rate * root / correction(1 - betas[0], int(count)).to(device), floor * root
+    return rate, floor, shrink
+
+
+def correction(missing: float, count: int) -> Tensor:
+    """1 - (1 - missing)**count in fp32 without dims, by squaring: no difference of nearly equal numbers is taken.
+
+    Numerics:
+        Of two exponents, 1 - (1 - a) (1 - b) is a + b (1 - a); of twice one it is a (2 - a).
+    """
+    total, power = torch.zeros(()), torch.tensor(missing, dtype=torch.float32)
+    while count > 0:
+        if count & 1:
+            total = total + power * (1 - total)
+        power = power * (2 - power)
+        count >>= 1
+    return total
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Rounded to nearest, which PyTorch's of fp32 is not everywhere."""
+    return x.double().sqrt().float()
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """The fp32 values whose upper 16 bits, rounded, are bf16 ``high`` and whose others are int16 ``low``."""
+    return ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 values as (bf16, int16): rounded, ties away from zero, and what :func:`join` needs beside that."""
+    # A GPU's NaN, all ones, would overflow.
+    bits = torch.where(values.isnan(), _CANONICAL_NAN, values).view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)

@@ -1,0 +1,163 @@
+"""The kernel of Adam against the reference, byte for byte, and the reference against PyTorch's."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from reference.checks import assert_bitwise
+from torch import Tensor, nn
+
+from narrowcast import kernels
+from narrowcast.reference import adam as reference
+from narrowcast.testing import assert_close
+
+from .checks import DTYPES
+
+BF16, FP16, FP32 = DTYPES
+SHAPES = [(1,), (17,), (5, 129), (1024,), (3, 1000), (0, 4)]
+OPTIONS: dict[str, Any] = {
+    "lr": 3e-3,
+    "count": 3,
+    "inv_scale": None,
+    "found_inf": None,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "decoupled": True,
+    "bias_correction": True,
+}
+
+
+def state(dtypes: tuple[torch.dtype, ...], beside: torch.dtype | None, seed: int = 0) -> list[list[Tensor]]:
+    """Weights, gradients, both moments and what stands beside."""
+    generator = torch.Generator().manual_seed(seed)
+    columns: list[list[Tensor]] = [[], [], [], [], []]
+    for shape in SHAPES:
+        w, g, m, v = (torch.randn(shape, generator=generator) for _ in range(4))
+        g = g * torch.exp2(torch.randint(-30, 3, shape, generator=generator).float())
+        if len(shape) == 1 and shape[0] > 100:  # not a gradient of numbers, and none at all
+            g[::7], g[1::7], g[2::7] = math.nan, math.inf, 0.0
+            m[2::7], v[2::7] = 0.0, 0.0
+        for column, x, dtype in zip(columns, (w, g, 0.1 * m, v * v), dtypes):
+            column.append(x.to(dtype))
+        if beside is torch.int16:
+            columns[4].append(torch.randint(-32768, 32768, shape, generator=generator).to(torch.int16))
+        elif beside is not None:
+            columns[4].append(torch.zeros(shape, dtype=beside))
+    return columns
+
+
+def compare(columns: list[list[Tensor]], device: torch.device, **changed: Any) -> list[list[Tensor]]:
+    """One step by both, in place on copies; what the reference made."""
+    options = {**OPTIONS, **changed}
+    moved = [[x.to(device, copy=True) for x in column] for column in columns]
+    there = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    reference.step(*columns, **options)
+    kernels.adam.step(*moved, **there)
+    for name, made, expected in zip(("weight", "grad", "first", "second", "beside"), moved, columns):
+        for ours, theirs in zip(made, expected, strict=True):
+            assert_bitwise(ours, theirs, f"{name} {tuple(theirs.shape)}")
+    return columns
+
+
+MIXED = [
+    ((BF16, BF16, BF16, BF16), None),
+    ((FP32, FP32, FP32, FP32), None),
+    ((FP16, FP32, BF16, FP32), None),
+    ((FP32, BF16, FP32, FP32), BF16),
+    ((FP32, FP16, BF16, BF16), FP16),
+    ((FP32, FP32, FP32, FP32), FP32),
+    ((BF16, BF16, FP32, FP32), torch.int16),
+    ((BF16, FP32, BF16, BF16), torch.int16),
+]
+ALL = [
+    *((mix, None) for mix in itertools.product(DTYPES, DTYPES, (FP32, BF16), (FP32, BF16))),
+    *(
+        ((FP32, *mix), beside)
+        for mix in itertools.product(DTYPES, (FP32, BF16), (FP32, BF16))
+        for beside in DTYPES
+    ),
+]
+
+
+@pytest.mark.parametrize("dtypes, beside", MIXED)
+def test_dtypes(dtypes: tuple[torch.dtype, ...], beside: torch.dtype | None, device: torch.device) -> None:
+    compare(state(dtypes, beside), device)
+
+
+@pytest.mark.requested
+@pytest.mark.parametrize("dtypes, beside", ALL)
+def test_all_dtypes(
+    dtypes: tuple[torch.dtype, ...], beside: torch.dtype | None, device: torch.device
+) -> None:
+    compare(state(dtypes, beside), device)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"decoupled": False, "count": 1},
+        {"weight_decay": 0.0, "bias_correction": False},
+        {"lr": torch.tensor(1e-3), "count": torch.tensor(100_000.0), "betas": (0.9, 0.999)},
+        {"count": torch.tensor([7], dtype=torch.int32), "inv_scale": torch.tensor([1 / 3])},
+        {"found_inf": torch.tensor([1], dtype=torch.int32), "inv_scale": torch.tensor(0.5), "eps": 0.0},
+        {"found_inf": torch.tensor(0.0), "eps": 0.0, "betas": (0.0, 0.0)},
+    ],
+)
+def test_options(changed: dict[str, Any], device: torch.device) -> None:
+    before = state((FP32,) * 4, None, 1)
+    after = compare(state((FP32,) * 4, None, 1), device, **changed)
+    stopped = bool(changed.get("found_inf", torch.tensor(0)))
+    assert torch.equal(after[0][0], before[0][0]) == stopped
+
+
+def test_other_strides_and_dtypes(device: torch.device) -> None:
+    columns = state((FP32,) * 4, None)
+    for column in columns[:4]:
+        column[2] = column[2].t().contiguous().t()
+    columns[1][4] = columns[1][4][:, :1].expand(3, 1000)
+    for column in columns:
+        del column[3:4]
+    compare(columns, device)
+    with pytest.raises(ValueError, match="cannot step torch.float64"):
+        kernels.adam.step(
+            *([torch.ones(3, dtype=torch.float64, device=device)] for _ in range(4)), [], **OPTIONS
+        )
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_reference_is_torchs(decoupled: bool) -> None:
+    weights, _, _, _, _ = state((FP32,) * 4, None)
+    twins = [nn.Parameter(w.clone()) for w in weights]
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    options = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.1}
+    optimizer = kind(twins, **options)
+    first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+    for count in range(1, 6):
+        grads = [torch.randn(w.shape) for w in weights]
+        for twin, grad in zip(twins, grads):
+            twin.grad = grad
+        optimizer.step()
+        reference.step(
+            weights,
+            grads,
+            first,
+            second,
+            [],
+            **{**OPTIONS, **options, "count": count, "decoupled": decoupled},
+        )
+    for weight, twin, v in zip(weights, twins, second):
+        if weight.numel():
+            assert_close(weight, twin.detach(), "fp32_sum_order")
+            assert_close(v, optimizer.state[twin]["exp_avg_sq"], "fp32_sum_order")
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9, 0.95, 0.999, 0.99999])
+def test_corrections_are_exact_to_a_few_units(beta: float) -> None:
+    for count in (1, 2, 3, 10, 1000, 12345, 10**6):
+        exact = -math.expm1(count * math.log(beta)) if beta else 1.0
+        assert abs(reference.correction(1 - beta, count).item() / exact - 1) < 2**-20
