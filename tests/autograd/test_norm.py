@@ -36,7 +36,7 @@ def test_the_output_is_kept_where_somebody_reads_it(name: str, settings: NormSet
     for override, keep in ((None, False), (None, True), ("high_precision", False)):
         args = arguments(name, override)
         torch.manual_seed(3)
-        normalized = normalized_operand(x, weight, bias, settings, args, keep)
+        normalized = normalized_operand(x, None, weight, bias, settings, args, keep)
         assert torch.equal(normalized.mean, mean) and torch.equal(normalized.rstd, rstd)
         if keep or override:
             assert normalized.output is not None and torch.equal(normalized.output, expected)

@@ -86,6 +86,20 @@ def test_statistics_are_those_of_their_definitions() -> None:
     assert row["squared_error"] == pytest.approx(error.item(), rel=1e-5)
 
 
+def test_the_sum_with_a_residual_is_what_is_seen() -> None:
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    rows = []
+    for inputs, named in (((x,), {"residual": 2 * x}), ((x + 2 * x,), {})):
+        torch.manual_seed(0)
+        model = nn.Sequential(nc.LayerNormMLP(64, 96, device=DEVICE))
+        nc.set_recipe(model, nc.recipe.Float8CurrentScaling())
+        watch = nc.watch(model)
+        out = model[0](*inputs, **named)
+        (out[0] if named else out).sum().backward()
+        rows.append(watch.step())
+    assert rows[0] == rows[1] and any(one.operand == "fc1_input" for one in rows[0])
+
+
 def test_saturation_is_seen_where_a_scale_is_too_large() -> None:
     recipe = nc.recipe.DelayedScaling(initial_scale="one")
     model = nn.Sequential(nc.Linear(32, 32, device="cpu", bias=False))

@@ -326,6 +326,98 @@ def test_graph_count() -> None:
     assert counter.frame_count <= 2
 
 
+# -- residual ----------------------------------------------------------------------------------------------------------
+
+
+class OfTwoHalves(nn.Module):
+    """The block applied to the sum of the input's halves, which the norm computes, or PyTorch."""
+
+    def __init__(self, mlp: nc.LayerNormMLP, in_the_norm: bool = True) -> None:
+        super().__init__()
+        self.mlp, self.in_the_norm = mlp, in_the_norm
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        added, residual = x.chunk(2)
+        if self.in_the_norm:
+            return self.mlp(added, residual=residual)
+        summed = residual + added
+        out = self.mlp(summed)
+        return (*out, summed) if isinstance(out, tuple) else (out, summed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_residual_is_summed_in_the_norm(name: str, dtype: torch.dtype) -> None:
+    """Results are those of a sum in front, bit for bit; the gradient of the sum is rounded once instead of twice."""
+    checkpoint, also_norm = name in ("current", "none"), name == "delayed"
+    mlp = make_mlp(
+        params_dtype=dtype, checkpoint=checkpoint, return_bias=True, return_layernorm_output=also_norm
+    )
+    x = make_input(H, dtype=dtype)
+    ours = step(OfTwoHalves(mlp), x, RECIPES[name])
+    mlp.reset_delayed_scaling()
+    theirs = step(OfTwoHalves(mlp, in_the_norm=False), x, RECIPES[name])
+    assert len([key for key in ours if key.startswith("out")]) == 3 + also_norm
+    if dtype == torch.bfloat16:
+        grad = ours.pop("d input")
+        assert torch.equal(*grad.chunk(2))
+        assert_close(grad, theirs.pop("d input"), "bf16_output")
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint"),
+    [
+        ("delayed", False),
+        *(pytest.param(*case, marks=pytest.mark.requested) for case in [("delayed", True), ("nvfp4", False)]),
+    ],
+)
+def test_residual_compiled(name: str, checkpoint: bool) -> None:
+    """Without the norm's output it is part of what test_compile_matrix.py compiles."""
+    module = OfTwoHalves(make_mlp(checkpoint=checkpoint, return_layernorm_output=True))
+    compare_compiled(module, H, RECIPES[name], dynamic=checkpoint)
+
+
+@pytest.mark.parametrize("name", ["none", "delayed", "mxfp8"])
+@pytest.mark.parametrize("wanted", ["residual", "added"])
+def test_residual_alone_has_a_gradient(name: str, wanted: str) -> None:
+    mlp = make_mlp()
+    added, residual = (half.detach() for half in make_input(H).chunk(2))
+    both = added.clone().requires_grad_(), residual.clone().requires_grad_()
+    one = residual.requires_grad_() if wanted == "residual" else added.requires_grad_()
+    for parameter in mlp.parameters():
+        parameter.requires_grad_(False)
+    grads = []
+    for inputs, of in ((both, both), ((added, residual), (one,))):
+        mlp.reset_delayed_scaling()
+        with nc.autocast(enabled=name != "none", recipe=RECIPES[name]):
+            out, summed = mlp(inputs[0], residual=inputs[1])
+        grads.append(torch.autograd.grad((out * summed).float().sum(), of))
+    assert torch.equal(grads[1][0], grads[0][0]) and torch.equal(*grads[0])
+
+
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_residual_saves_the_sum_instead_of_the_input(name: str) -> None:
+    mlp, x = make_mlp(), make_input(H)
+    alone = [tensor.nbytes for tensor in saved_by(mlp, x, RECIPES[name])]
+    saved = saved_by(mlp, x, RECIPES[name], residual=x.detach())
+    assert [tensor.nbytes for tensor in saved] == alone
+    assert x.data_ptr() not in {tensor.data_ptr() for tensor in saved}
+    with nc.autocast(recipe=RECIPES[name]):
+        out, summed = mlp(x, residual=x.detach())
+    summed.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.float().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "residual", [torch.zeros(1, H).bfloat16(), torch.zeros(TOKENS, H)], ids=["row", "fp32"]
+)
+def test_another_residual_is_told(residual: Tensor) -> None:
+    with pytest.raises(ValueError, match="residual is .*add them up before the call"):
+        make_mlp()(make_input(H), residual=residual.to(DEVICE))
+
+
 # -- recomputation -----------------------------------------------------------------------------------------------------
 
 

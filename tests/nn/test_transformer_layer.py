@@ -361,6 +361,56 @@ def test_torch_autocast() -> None:
     out.sum().backward()
 
 
+# -- residuals ------------------------------------------------------------------------------------------------------
+
+
+class TakesOneTensor(nn.Module):
+    """A feed-forward block that does not know of residuals."""
+
+    def __init__(self, inner: nc.LayerNormMLP) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
+        return self.inner(inp, is_first_microbatch)
+
+
+RESIDUALS: dict[str, dict[str, Any]] = {
+    "plain": {"bias": False},
+    "dropout": {"hidden_dropout": 0.5, "drop_path_rate": 0.5, "bias": False},
+    "decoder": {"layer_type": "decoder", "apply_residual_connection_post_layernorm": True},
+    "output_layernorm": {"output_layernorm": True, "normalization": "RMSNorm"},
+}
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_the_feed_forward_block_sums_the_residual(name: str) -> None:
+    """The bits of a sum in front of the block, in fp32 those of the gradients, too; and nothing more is saved."""
+    results: list[dict[str, Tensor]] = []
+    saved: list[list[int]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for alone in (False, True):
+            layer = make_layer(params_dtype=dtype, **RESIDUALS[name])
+            if alone:
+                layer.layernorm_mlp = TakesOneTensor(layer.layernorm_mlp)  # type: ignore[assignment]
+            x, inputs, tensors = rows(16, 2).detach().to(dtype).requires_grad_(), {}, {}
+            if name == "decoder":
+                inputs["encoder_output"] = rows(16, 3).detach().to(dtype)
+
+            def keep(tensor: Tensor, tensors: dict[int, int] = tensors) -> Tensor:
+                tensors[tensor.data_ptr()] = tensor.nbytes
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                results.append(step(layer, x, nc.recipe.Float8CurrentScaling(), **inputs))
+            saved.append(sorted(tensors.values()))
+    assert saved[0] == saved[1] and saved[2] == saved[3]
+    ours, theirs = ({key.replace("inner.", ""): value for key, value in one.items()} for one in results[:2])
+    assert_same(ours, theirs)
+    assert torch.equal(results[2]["out0"], results[3]["out0"])
+    assert_close(results[2]["d input"], results[3]["d input"], "fp8_layer")
+
+
 # -- recipes --------------------------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,7 @@ def _forward(
     linear, plan = args.linear, args.linear.plan
     x = inp.reshape(-1, inp.shape[-1])
     normalized = normalized_operand(
-        x, norm_weight, norm_bias, args.norm, linear, args.return_layernorm_output
+        x, None, norm_weight, norm_bias, args.norm, linear, args.return_layernorm_output
     )
     w, saved_weight = weight_operand(weight, linear)
     operand, rows, lead, override = normalized.operand, x.shape[0], inp.shape[:-1], plan.backward_override

@@ -61,7 +61,8 @@ class LayerNormMLPFwdArgs:
 class LayerNormMLPBwdArgs:
     """What the backward reads besides saved tensors; never changed, so that it may run again.
 
-    ``recompute``: how to compute the forward once more, where only its operands were saved.
+    ``recompute``: how to compute the forward once more, where only its operands were saved. ``with_residual``: the
+    norm was that of a sum, which was returned last.
     """
 
     norm: NormSettings
@@ -69,6 +70,7 @@ class LayerNormMLPBwdArgs:
     fc1: LinearBwdArgs
     fc2: LinearBwdArgs
     recompute: Recomputation | None
+    with_residual: bool
 
     @property
     def backward_override(self) -> str | None:
@@ -113,6 +115,7 @@ class _Tensors(NamedTuple):
     fc1_bias: Tensor | None
     fc2_weight: Any
     fc2_bias: Tensor | None
+    residual: Tensor | None
 
 
 class _Saved(NamedTuple):
@@ -133,17 +136,28 @@ class _Saved(NamedTuple):
 
 def _forward(
     tensors: _Tensors, args: LayerNormMLPFwdArgs, features: int, with_fc2: bool = True
-) -> tuple[Any, Tensor | None, _Saved]:
-    """(output (*lead, H), norm output or None, what the backward reads); without fc2's GEMM no output.
+) -> tuple[Any, list[Tensor], Tensor, _Saved]:
+    """(output (*lead, H), what is returned beside it, what was normalized, what the backward reads).
+
+    Without fc2's GEMM there is no output. Beside it: the norm's output where ``args`` ask for it, and the sum with a
+    residual; both (*lead, H).
 
     Args:
         features: rows of fc1's weight.
     """
-    inp, fc1, fc2 = tensors.inp, args.fc1, args.fc2
+    inp, residual, fc1, fc2 = tensors.inp, tensors.residual, args.fc1, args.fc2
     x = inp.reshape(-1, inp.shape[-1])
     normalized = normalized_operand(
-        x, tensors.norm_weight, tensors.norm_bias, args.norm, fc1, args.return_layernorm_output
+        x,
+        None if residual is None else residual.reshape(x.shape),
+        tensors.norm_weight,
+        tensors.norm_bias,
+        args.norm,
+        fc1,
+        args.return_layernorm_output,
     )
+    if residual is not None:
+        inp = normalized.summed.view(inp.shape)
     w1, saved_w1 = weight_operand(tensors.fc1_weight, fc1)
     operand, rows, kept = normalized.operand, x.shape[0], None
     if fc1.parallel is not None:
@@ -162,12 +176,16 @@ def _forward(
         saved_w2,
     )
     if not with_fc2:
-        return None, None, saved
+        return None, [], inp, saved
     out = fprop(fc2, activated, w2, tensors.fc2_bias, rows, inp.shape[-1])
     if fc2.parallel is not None:
         out = fc2.parallel.reduced_output(out)
-    output = normalized.output if args.return_layernorm_output else None
-    return out.view(inp.shape), None if output is None else output.view(inp.shape), saved
+    beside = []
+    if args.return_layernorm_output:
+        beside.append(normalized.output.view(inp.shape))  # type: ignore[union-attr]
+    if residual is not None:
+        beside.append(inp)
+    return out.view(inp.shape), beside, inp, saved
 
 
 def _activated_operand(hidden: Tensor, args: LayerNormMLPFwdArgs) -> tuple[OperandBuffers, Tensor | None]:
@@ -191,17 +209,22 @@ def _backward(
     args: LayerNormMLPBwdArgs,
     saved: list[Any],
     dy: Tensor,
-    grad_normalized: Tensor | None,
+    beside: tuple[Tensor, ...],
     scales: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the seven operands, in their order. Lets go of what was saved on the way, so that it is freed."""
+    """Gradients of the eight operands, in their order. Lets go of what was saved on the way, so that it is freed.
+
+    Args:
+        beside: gradients of what was returned beside the output.
+    """
     fc1, fc2 = args.fc1, args.fc2
+    grad_normalized, grad_summed = (beside[:-1], beside[-1]) if args.with_residual else (beside, None)
     saved, w2 = _parted(saved, fc2.saved_weight[0])
     saved, x2 = _parted(saved, fc2.saved_input[0])
     dw2, d_act, db2 = linear_backward(fc2, dy, x2, w2, scales[1])
     del w2, x2
     if d_act is None:
-        return None, None, None, None, None, dw2, db2
+        return None, None, None, None, None, dw2, db2, None
     saved, w1 = _parted(saved, fc1.saved_weight[0])
     saved, x1 = _parted(saved, fc1.saved_input[0])
     inp, norm_weight, mean, rstd, fc1_out = saved
@@ -210,10 +233,11 @@ def _backward(
     dw1, grad, db1 = _fc1_backward(args, large, x1, w1, scales[0])
     del w1, x1
     if grad is None:
-        return None, None, None, dw1, db1, dw2, db2
-    if grad_normalized is not None:
-        grad = grad + grad_normalized.reshape(grad.shape)
-    return (*norm_gradients(grad, inp, norm_weight, mean, rstd, args.norm), dw1, db1, dw2, db2)
+        return None, None, None, dw1, db1, dw2, db2, None
+    if grad_normalized:
+        grad = grad + grad_normalized[0].reshape(grad.shape)
+    dx, *of_norm = norm_gradients(grad, inp, norm_weight, mean, rstd, args.norm, grad_summed)
+    return dx, *of_norm, dw1, db1, dw2, db2, dx if args.with_residual else None
 
 
 def _parted(tensors: list[Any], count: int) -> tuple[list[Any], list[Any]]:
@@ -286,7 +310,7 @@ def _for_recomputation(
 
 def _recompute(args: LayerNormMLPBwdArgs, again: Recomputation, kept: Sequence[Any], dy: Tensor) -> _Saved:
     """What :func:`_forward` would have saved, without the GEMM of fc2."""
-    tensors, scales, buffers = _Tensors(*kept[:7]), kept[7:9], list(kept[9:])
+    tensors, scales, buffers = _Tensors(*kept[:8]), kept[8:10], list(kept[10:])
     stages = []
     for stage, weight, scale in zip((again.forward.fc1, again.forward.fc2), again.weights, scales):
         workspace = None
@@ -297,7 +321,7 @@ def _recompute(args: LayerNormMLPBwdArgs, again: Recomputation, kept: Sequence[A
         stages.append(replace(stage, workspace=workspace, scales=DelayedScales(scale)))
     forward = replace(again.forward, fc1=stages[0], fc2=stages[1])
     repeated = tensors._replace(norm_weight=after(dy, tensors.norm_weight))
-    _, _, saved = _forward(repeated, forward, args.fc1.shape[0], with_fc2=False)
+    *_, saved = _forward(repeated, forward, args.fc1.shape[0], with_fc2=False)
     if saved.of_norm[1] is not None:
         saved.of_norm[1] = tensors.norm_weight
     return saved
@@ -307,12 +331,13 @@ def _recompute(args: LayerNormMLPBwdArgs, again: Recomputation, kept: Sequence[A
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
-    """Norm, quantized linear layer, activation, quantized linear layer; differentiable in its seven tensors.
+    """Norm, quantized linear layer, activation, quantized linear layer; differentiable in its eight tensors.
 
     Operands: inp (*lead, H); norm weight and bias (H,), no bias for RMSNorm; fc1's weight (F, H), or (2F, H) for a
-    gated activation, and bias; fc2's weight (H, F) and bias; weights plain or quantized, biases may be None; ``args``,
-    which is not modified: where the backward recomputes, its scales are copies. The result is (*lead, H) in the
-    activation dtype, where ``args`` ask for it in a tuple with the norm's output (*lead, H).
+    gated activation, and bias; fc2's weight (H, F) and bias; a residual like inp or None, added in front of the norm;
+    weights plain or quantized, biases may be None; ``args``, which is not modified: where the backward recomputes, its
+    scales are copies. The result is (*lead, H) in the activation dtype; where ``args`` ask for the norm's output
+    (*lead, H), or there is a residual, a tuple with that and with the sum (*lead, H).
     """
 
     @staticmethod
@@ -320,12 +345,12 @@ class LayerNormMLPFunction(torch.autograd.Function):
         tensors, args = _Tensors(*operands[:-1]), operands[-1]
         fc1, fc2, plans = args.fc1, args.fc2, args.forward_plans
         if plans is None:
-            out, normalized, saved = _forward(tensors, args, tensors.fc1_weight.shape[0])
+            out, beside, summed, saved = _forward(tensors, args, tensors.fc1_weight.shape[0])
             recompute, to_save = None, saved.flat()
         else:
             first = replace(args, fc1=replace(fc1, plan=plans[0]), fc2=replace(fc2, plan=plans[1]))
-            out, normalized, saved = _forward(tensors, first, tensors.fc1_weight.shape[0])
-            recompute, to_save = _for_recomputation(tensors, args)
+            out, beside, summed, saved = _forward(tensors, first, tensors.fc1_weight.shape[0])
+            recompute, to_save = _for_recomputation(tensors._replace(inp=summed, residual=None), args)
         ctx.save_for_backward(fc1.scales.scale_bwd, fc2.scales.scale_bwd, *to_save)
         ctx.backward_objects = LayerNormMLPBwdArgs(
             args.norm,
@@ -333,13 +358,14 @@ class LayerNormMLPFunction(torch.autograd.Function):
             linear_bwd_args(fc1, tensors.fc1_weight, tensors.fc1_bias, saved.fc1_input, saved.fc1_weight),
             linear_bwd_args(fc2, tensors.fc2_weight, tensors.fc2_bias, saved.fc2_input, saved.fc2_weight),
             recompute,
+            tensors.residual is not None,
         )
         out = out.view_as(out) if torch.compiler.is_compiling() else out.detach()
-        return out if normalized is None else (out, normalized.view_as(normalized))
+        return (out, *(tensor.view_as(tensor) for tensor in beside)) if beside else out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor, *grad_normalized: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor, *beside: Tensor) -> Any:
         args: LayerNormMLPBwdArgs = ctx.backward_objects
         fc1_scale, fc2_scale, *saved = saved_tensors(ctx)
         dy = grad_output.reshape(-1, grad_output.shape[-1])
@@ -350,5 +376,4 @@ class LayerNormMLPFunction(torch.autograd.Function):
             fc2 = with_saved(args.fc2, computed.fc2_input, computed.fc2_weight)
             args = replace(args, fc1=fc1, fc2=fc2)
             del computed
-        grad_norm = grad_normalized[0] if grad_normalized else None
-        return (*_backward(args, saved, dy, grad_norm, (fc1_scale, fc2_scale)), None)
+        return (*_backward(args, saved, dy, beside, (fc1_scale, fc2_scale)), None)

@@ -28,23 +28,26 @@ class Normalized(NamedTuple):
     """A norm as a GEMM reads it, its statistics, and its output in high precision where that is returned or saved.
 
     ``operand``: None where the GEMM reads the rows of several processes, and these are gathered in high precision.
+    ``summed``: the sum with the residual, empty without one.
     """
 
     operand: OperandBuffers | None
     output: Tensor | None
     mean: Tensor
     rstd: Tensor
+    summed: Tensor
 
 
 def normalized_operand(
     x: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     settings: NormSettings,
     args: LinearFwdArgs,
     keep_output: bool,
 ) -> Normalized:
-    """Norm of ``x`` (M, K) as the input of a GEMM: in one step, unless the output itself is wanted."""
+    """Norm of ``x`` (M, K) or ``x + residual`` as the input of a GEMM: in one step, unless its output is wanted."""
     plan, scale, amax = args.plan, args.scales.scale_fwd, args.scales.amax_fwd
     how = (settings.eps, settings.normalization, settings.zero_centered_gamma)
     if args.parallel is not None and args.parallel.gathers_input:
@@ -55,18 +58,20 @@ def normalized_operand(
             or plan.input.shared is not None
             or plan.backward_override == "high_precision"
         ):
-            output, mean, rstd, _ = norm(x, None, weight, bias, *how)
+            output, mean, rstd, summed = norm(x, residual, weight, bias, *how)
             share = (
                 parallel.share(output, plan.input, plan.input.seed(output), scale, amax) if joins else None
             )
-            return Normalized(share, output, mean, rstd)
+            return Normalized(share, output, mean, rstd, summed)
         scale = parallel.shared_scale(plan.input, scale)
     if keep_output or (plan.needs_weight and plan.backward_override == "high_precision"):
-        output, mean, rstd, _ = norm(x, None, weight, bias, *how)
-        return Normalized(plan.input.quantize(output, scale, amax), output, mean, rstd)
+        output, mean, rstd, summed = norm(x, residual, weight, bias, *how)
+        return Normalized(plan.input.quantize(output, scale, amax), output, mean, rstd, summed)
     quantizer, seed = plan.input.quantizer, draw_seed(x) if plan.input.stochastic else None
-    *buffers, mean, rstd, _ = norm_quantize(x, None, weight, bias, *how, quantizer, seed, scale, amax)
-    return Normalized(plan.input.split(buffers), None, mean, rstd)
+    *buffers, mean, rstd, summed = norm_quantize(
+        x, residual, weight, bias, *how, quantizer, seed, scale, amax
+    )
+    return Normalized(plan.input.split(buffers), None, mean, rstd, summed)
 
 
 class _NormFunction(torch.autograd.Function):
@@ -87,16 +92,23 @@ class _NormFunction(torch.autograd.Function):
 
 
 def norm_gradients(
-    grad: Tensor, inp: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, settings: NormSettings
+    grad: Tensor,
+    inp: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    settings: NormSettings,
+    residual_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx, dweight, dbias) of a norm; no dbias for RMSNorm.
 
     Args:
-        grad: gradient of the output, as many elements as ``inp`` (*lead, K).
+        grad: gradient of the output, as many elements as ``inp`` (*lead, K), which is what was normalized.
         weight, mean, rstd: as given to, and returned by, the forward.
+        residual_grad: what else arrives at ``inp``, added to dx before its one rounding.
     """
     dx, dweight, dbias = norm_backward(
-        grad.reshape(inp.shape), inp, weight, mean, rstd, settings.zero_centered_gamma, None
+        grad.reshape(inp.shape), inp, weight, mean, rstd, settings.zero_centered_gamma, residual_grad
     )
     return dx, dweight, dbias if settings.normalization == "LayerNorm" else None
 

@@ -83,7 +83,7 @@ class _Hooks:
     def __init__(self) -> None:
         self.sampling = False
 
-    def before(self, layer: Any, inputs: tuple[Any, ...]) -> Any:
+    def before(self, layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Observe what the first GEMM reads."""
         if not self.sampling:
             return None
@@ -92,11 +92,14 @@ class _Hooks:
         x = inputs[0]
         if quantizer is None or isinstance(x, QuantizedTensor):
             return None
-        seen = layer._normalize(x.detach()) if isinstance(layer, NormLinearLayer) else x.detach()
+        seen, residual = x.detach(), named.get("residual")
+        if residual is not None:
+            seen = seen + residual.detach()
+        if isinstance(layer, NormLinearLayer):
+            seen = layer._normalize(seen)
         into = getattr(layer, _INPUT)
-        return _Observed.apply(x, seen, quantizer, getattr(layer, f"{stage.prefix}scale_fwd"), into), *inputs[
-            1:
-        ]
+        x = _Observed.apply(x, seen, quantizer, getattr(layer, f"{stage.prefix}scale_fwd"), into)
+        return (x, *inputs[1:]), named
 
     def after(self, layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
         """Have the gradient of the output observed, which the last GEMMs' backward reads."""
@@ -139,7 +142,7 @@ class Watch:
                 layer.register_buffer(
                     name, torch.full((len(OBSERVED),), math.nan, device=device), persistent=False
                 )
-            self._handles.append(layer.register_forward_pre_hook(self._hooks.before))
+            self._handles.append(layer.register_forward_pre_hook(self._hooks.before, with_kwargs=True))
             self._handles.append(layer.register_forward_hook(self._hooks.after))
         self._hooks.sampling = True
         torch.compiler.reset()  # graphs are not guarded on hooks: those of before would go on without them

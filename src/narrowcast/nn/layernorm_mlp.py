@@ -162,20 +162,30 @@ class LayerNormMLP(NormLinearLayer):
             f"activation={self.activation.activation}, checkpoint={self.checkpoint}"
         )
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, *, residual: Tensor | None = None
+    ) -> Any:
         """Apply the block.
 
         Args:
             inp: (*lead, hidden_size).
             is_first_microbatch: None quantizes the weights on every call; True quantizes them and keeps the result;
                 False uses the kept ones.
+            residual: shape and dtype of ``inp``; the block is applied to ``inp + residual``, which the norm's kernel
+                computes, as its backward adds the gradient of the sum.
         Returns:
-            (*lead, hidden_size); with ``return_bias`` and ``return_layernorm_output`` a tuple of output, fc2's bias
-            and norm output (*lead, hidden_size).
+            (*lead, hidden_size); with ``return_bias``, ``return_layernorm_output`` and ``residual`` a tuple of output,
+            fc2's bias, norm output (*lead, hidden_size) and sum (*lead, hidden_size).
+        Raises:
+            ValueError: a residual of another shape, dtype or device.
         """
         inp = checked_input(inp, self.hidden_size, "hidden_size", self.fc1_weight)
+        if residual is not None:
+            _check_residual(residual, inp)
         recipe = self._recipe_in_force()
         if recipe is None:
+            if residual is not None:
+                inp = inp + residual
             if self.checkpoint and torch.is_grad_enabled():
                 # the parameters are arguments for autograd to notice when they are changed before the recomputation
                 out, normalized = checkpoint(
@@ -185,11 +195,11 @@ class LayerNormMLP(NormLinearLayer):
                 out, normalized = self._in_high_precision(inp, is_first_microbatch)
             if self._bias_behind:
                 out = self._with_bias_behind(out, self.fc2_bias)
-            return self._returned(out, self.fc2_bias, normalized)
+            return self._returned(out, self.fc2_bias, normalized, () if residual is None else (inp,))
         fc2, fc1 = self._stages
         fc1_weight, fc1_bias, fc2_weight = self.fc1_weight, self.fc1_bias, self.fc2_weight
         fc2_bias = None if self.return_bias or self._bias_behind else self.fc2_bias
-        of_norm = self._norm_has_backward(inp)
+        of_norm = self._norm_has_backward(inp) or (residual is not None and residual.requires_grad)
         of_fc1 = of_norm or fc1_weight.requires_grad or (fc1_bias is not None and fc1_bias.requires_grad)
         plans = (
             self._plan(recipe, fc1, of_norm, fc1_weight),
@@ -214,15 +224,16 @@ class LayerNormMLP(NormLinearLayer):
             forward_plans,
         )
         norm = (self.layer_norm_weight, self.layer_norm_bias)
-        operands = (inp, *norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias, args)
+        operands = (inp, *norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, args)
         if plans[0].eager_only or plans[1].eager_only:
             result = in_eager(LayerNormMLPFunction.apply, *operands)
         else:
             result = LayerNormMLPFunction.apply(*operands)
-        result = (result, None) if isinstance(result, Tensor) else result
+        out, *beside = (result,) if isinstance(result, Tensor) else result
         if self._bias_behind:
-            result = (self._with_bias_behind(result[0], self.fc2_bias), result[1])
-        return self._returned(result[0], self.fc2_bias, result[1])
+            out = self._with_bias_behind(out, self.fc2_bias)
+        normalized, beside = (beside[0], beside[1:]) if self.return_layernorm_output else (None, beside)
+        return self._returned(out, self.fc2_bias, normalized, beside)
 
     def _in_high_precision(
         self, inp: Tensor, first: bool | None, *_parameters: Tensor
@@ -235,6 +246,15 @@ class LayerNormMLP(NormLinearLayer):
             fc2, activate(hidden, self.activation), self.fc2_weight, bias, first
         )
         return out, normalized
+
+
+def _check_residual(residual: Tensor, inp: Tensor) -> None:
+    ours, theirs = ((one.shape, one.dtype, one.device) for one in (inp, residual))
+    if ours != theirs:
+        raise ValueError(
+            f"residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}, the input {inp.dtype} "
+            f"{tuple(inp.shape)} on {inp.device}; make them alike, or add them up before the call"
+        )
 
 
 def _check_repeatable(plan: LinearPlan, name: str) -> None:

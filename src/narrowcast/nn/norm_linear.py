@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,14 +70,16 @@ class NormLinearLayer(LinearLayer):
             or (bias is not None and bias.requires_grad)
         )
 
-    def _returned(self, out: Tensor, bias: Tensor | None, normalized: Tensor | None) -> Any:
-        """The output alone, or a tuple with the bias and the norm's output as they were asked for."""
+    def _returned(
+        self, out: Tensor, bias: Tensor | None, normalized: Tensor | None, beside: Sequence[Tensor] = ()
+    ) -> Any:
+        """The output alone, or a tuple with the bias and the norm's output as they were asked for, and ``beside``."""
         if self.return_layernorm_output_gathered and self._shares_rows:
             normalized = gathered(normalized, self._split_over(self._stages[-1].prefix))  # type: ignore[arg-type]
         extra = ((bias,) if self.return_bias else ()) + (
             (normalized,) if self.return_layernorm_output else ()
         )
-        return (out, *extra) if extra else out
+        return (out, *extra, *beside) if extra or beside else out
 
 
 def check_gathered_output(asked: bool, sequence_parallel: bool) -> None:

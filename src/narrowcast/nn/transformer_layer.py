@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -298,28 +298,34 @@ class TransformerLayer(nn.Module):
         )  # fmt: skip
         if self.parallel_attention_mlp:
             mlp = self.layernorm_mlp(hidden_states, is_first_microbatch)
-            return self._add(attended + mlp, None, hidden_states)
-        hidden_states = self._add_to_residual(attended, hidden_states)
+            return hidden_states + self._dropped(attended + mlp)
         if self.layer_type == "decoder":
+            added, residual = self._addends(attended, hidden_states)
+            hidden_states = residual + added
             attended = self.inter_attention(
                 hidden_states, enc_dec_attn_mask, encoder_output, attn_mask_type=enc_dec_attn_mask_type,
                 window_size=enc_dec_window_size, bottom_right_diagonal=enc_dec_bottom_right_diagonal, **both,
             )  # fmt: skip
-            hidden_states = self._add_to_residual(attended, hidden_states)
-        out = self._add_to_residual(self.layernorm_mlp(hidden_states, is_first_microbatch), hidden_states)
+        added, residual = self._addends(attended, hidden_states)
+        # torch.autocast leaves the residual in fp32, and what is added to it, where that has a bias
+        one_dtype = attended[0].dtype == added.dtype == residual.dtype
+        if one_dtype and isinstance(self.layernorm_mlp, LayerNormMLP):
+            *fed, hidden_states = self.layernorm_mlp(added, is_first_microbatch, residual=residual)
+        else:
+            hidden_states = residual + added
+            fed = self.layernorm_mlp(hidden_states, is_first_microbatch)
+        added, residual = self._addends(fed, hidden_states)
+        out = residual + added
         return self.layernorm(out) if self.output_layernorm else out
 
-    def _add_to_residual(self, part: tuple[Tensor | None, ...], hidden_states: Tensor) -> Tensor:
-        """What a part returned beside its bias, added to its input, or to the norm's output where it returned that."""
+    def _addends(self, part: Sequence[Any], hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """What a part adds, and to what: to its input, or to the norm's output where it returned that."""
         out, bias, *normalized = part
-        return self._add(out, bias, normalized[0] if normalized else hidden_states)
+        added = self._dropped(out if bias is None else out + bias)
+        return added, normalized[0] if normalized else hidden_states
 
-    def _add(self, out: Any, bias: Tensor | None, residual: Any) -> Tensor:
-        """residual + drop_path(dropout(out + bias))"""
-        if bias is not None:
-            out = out + bias
+    def _dropped(self, added: Tensor) -> Tensor:
+        """drop_path(dropout(added))"""
         if self.hidden_dropout:
-            out = F.dropout(out, self.hidden_dropout, self.training)
-        if self.drop_path is not None:
-            out = self.drop_path(out)
-        return residual + out
+            added = F.dropout(added, self.hidden_dropout, self.training)
+        return added if self.drop_path is None else self.drop_path(added)
