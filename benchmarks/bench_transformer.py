@@ -2,7 +2,7 @@
 
 The bf16 peer of the block is plain PyTorch (RMSNorm, linear layers, scaled_dot_product_attention, SwiGLU), compiled as
 ours are. Decoding compares our layers in bf16 with the same whose weights were made FP8 once; a step
-gives one token and is a CUDA graph. ``--only`` chooses contenders: "block", "steps" or "decode" in their names.
+gives one token and is a CUDA graph. ``--only`` chooses contenders by how their names begin: "block", "steps, delayed".
 """
 
 from __future__ import annotations
@@ -162,15 +162,24 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
-def steps(name: str, repeats: int) -> Row:
-    """Training steps of four blocks with embedding, head in bf16, and AdamW, compiled whole."""
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
+    # the same stored bytes: moments of the parameters' dtype
+    "FusedAdam": lambda p: nc.optimizers.FusedAdam(
+        p, lr=1e-4, weight_decay=0.01, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16
+    ),
+}
+
+
+def steps(name: str, optimizer_name: str, repeats: int) -> Row:
+    """Training steps of four blocks with embedding and head in bf16, and an optimizer; compiled but for that."""
     fresh()
     model, positions = Model(name), angles(WIDE, LENGTH)
     if name not in ("torch bf16", "narrowcast bf16"):
         nc.set_recipe(
             model, {"blocks": RECIPES[name]}
         )  # the model is what is called: it renews delayed scaling
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     run = torch.compile(model, fullgraph=True)
     words = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), device="cuda")
     inputs, targets = words[:, :-1].contiguous(), words[:, 1:].contiguous()
@@ -185,11 +194,15 @@ def steps(name: str, repeats: int) -> Row:
     losses = [step().item() for _ in range(6)]
     seconds = timed(step, repeats)
     row: Row = {
-        "contender": f"steps, {name}",
+        "contender": contender_of_steps(name, optimizer_name),
         "ms": seconds * 1e3,
         "tokens_per_second": BATCH * LENGTH / seconds,
     }
     return row | {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "loss_after_6": losses[-1]}
+
+
+def contender_of_steps(name: str, optimizer_name: str) -> str:
+    return f"steps, {name}" if optimizer_name == "AdamW" else f"steps, {name}, {optimizer_name}"
 
 
 @torch.inference_mode()
@@ -238,7 +251,12 @@ def measure(options: argparse.Namespace) -> list[Row]:
     cases: dict[str, tuple[str, Callable[[], Row]]] = {}
     for name in RECIPES:
         cases[f"block, {name}"] = "block, torch bf16", lambda name=name: block(name, options.repeats)
-        cases[f"steps, {name}"] = "steps, torch bf16", lambda name=name: steps(name, options.repeats)
+    for optimizer in OPTIMIZERS:
+        for name in RECIPES if optimizer == "AdamW" else ("torch bf16", "delayed", "current"):
+            cases[contender_of_steps(name, optimizer)] = (
+                "steps, torch bf16",
+                lambda name=name, optimizer=optimizer: steps(name, optimizer, options.repeats),
+            )
     for batch in (1, 64):
         for name in ("narrowcast bf16", "current", "block-scaled"):
             base = f"decode {batch}, narrowcast bf16"
@@ -248,7 +266,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
             )
     rows = []
     for name, (_, run) in cases.items():
-        if not options.only or options.only in name:
+        if name.startswith(options.only):
             try:
                 rows.append(run())
             except Exception as error:  # the others are measured all the same, and the row says what happened
