@@ -173,7 +173,7 @@ def contenders(chosen: Namespace) -> dict[str, Callable[[], tuple[Stack, Callabl
 def optimizer_of(name: str, model: Stack) -> torch.optim.Optimizer:
     """What steps the parameters of a contender."""
     if name.endswith("FusedAdam"):
-        return nc.FusedAdam(model.parameters(), lr=1e-5, weight_decay=1e-2)
+        return nc.optimizers.FusedAdam(model.parameters(), lr=1e-5, weight_decay=1e-2)
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
 
