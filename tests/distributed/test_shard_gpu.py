@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from narrowcast.distributed import shard
+from narrowcast.optimizers import FusedAdam
 
 from .blocks import make_model, train
 from .test_data_parallel import fsdp2
@@ -47,3 +48,14 @@ def test_bits(recipe: str, compiled: bool, mesh: Any) -> None:
             fsdp2(model, mesh, mp_policy=policy)
         losses.append(train(model, width=256))
     assert losses[0] == losses[1]
+
+
+def test_fused_adam_steps_shards(mesh: Any) -> None:
+    """Its kernel writes to what a sharded weight holds, which stands beside plain shards of biases and norms."""
+    losses = []
+    for quantized in (False, True):
+        model: Any = make_model("current", 256, 512, 1, device="cuda")
+        receipt = shard(model, mesh, blocks=model.blocks, quantized_gather=quantized)
+        assert any(one.quantized for one in receipt.parameters) == quantized
+        losses.append(train(model, width=256, optimizer=FusedAdam(model.parameters(), lr=1e-3)))
+    assert losses[0] == losses[1] and losses[0][-1] != losses[0][0]
