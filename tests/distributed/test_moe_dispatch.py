@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from ranks import run_ranks
 from reference.checks import assert_bitwise
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 import narrowcast as nc
+from narrowcast.distributed.moe_exchange import by_expert
 from narrowcast.testing import assert_close
 
 WORLD, SECONDS = 2, 240
@@ -27,6 +30,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "exact block": {"quantizer": BLOCK},
     "fixed": {"quantizer": None, "capacity": 24},
     "fixed mxfp8": {"quantizer": MX, "capacity": 30, "align_size": 16},
+}
+PARTED = {
+    "exact": {"align_size": 16},
+    "fixed": {"capacity": 30, "align_size": 16},
+    "dropped": {"capacity": 10},
 }
 EVERYWHERE = {"quantizer": MX, "combine_quantizer": MX, "grad_quantizer": MX}
 # tokens of each rank, and the experts that nobody goes to
@@ -97,6 +105,17 @@ def whole(load: str, quantizer: Any) -> Results:
     return results_of(y, x, logits, experts, grad)
 
 
+def in_parts(layer: nc.distributed.MoEDispatch) -> Any:
+    """What a layer does, from its public parts."""
+
+    def forward(x: Tensor, probs: Tensor, routing: Tensor, rows: int, experts: Any) -> Tensor:
+        copies, row_map = nc.moe_permute(x, routing, rows)
+        arrived, splits, route = layer.dispatch(copies, routing.sum(0))
+        return nc.moe_unpermute(layer.combine(experts(arrived, splits), route), row_map, probs)
+
+    return forward
+
+
 def compiled(rank: int, options: dict[str, Any]) -> tuple[list[Results], int]:
     """Several routings through one graph, and how many graphs there were."""
     torch._dynamo.reset()
@@ -121,6 +140,9 @@ def work(rank: int) -> Any:
     results["everywhere"] = share(rank, "even", layer)
     layer = nc.distributed.MoEDispatch(EXPERTS, quantizer=None, capacity=10)
     results["dropped"] = share(rank, "even", layer)
+    for name, options in PARTED.items():
+        layer = nc.distributed.MoEDispatch(EXPERTS, **options)
+        results["parts", name] = share(rank, "uneven", layer), share(rank, "uneven", in_parts(layer))
     return results
 
 
@@ -167,6 +189,44 @@ def test_rows_that_do_not_fit_are_dropped(ranks: list[Any]) -> None:
     kept = (ours["y"] == theirs["y"]).all(1)
     assert ours["y"].isfinite().all() and ours["dx"].isfinite().all() and ours["dweights"].isfinite().all()
     assert 0 < int(kept.sum()) < len(kept)
+
+
+@pytest.mark.parametrize("name", PARTED)
+def test_is_its_parts(ranks: list[Any], name: str) -> None:
+    """Tokens quantized before they are copied, and added up where they arrive: the same bits."""
+    for rank in ranks:
+        whole, parts = rank["parts", name]
+        for key in parts:
+            assert_bitwise(whole[key], parts[key], key)
+
+
+def test_search_is_in_memory() -> None:
+    """Inductor of PyTorch 2.11 cannot lower a search of a view of what is not in memory."""
+    searched = []
+
+    def record(graph: Any, inputs: Any) -> Any:
+        nodes = [node for node in graph.graph.nodes if node.target is torch.ops.aten.searchsorted.Tensor]
+        searched.extend(node.args[0].target for node in nodes)
+        return make_boxed_func(graph.forward)
+
+    came = torch.tensor([[5, 0, 40, 3], [17, 16, 0, 1]])
+    starts = came.cumsum(1) - came + torch.tensor([[0], [50]])
+    in_graph = torch.compile(by_expert, fullgraph=True, backend=aot_autograd(fw_compiler=record))
+    source, splits = in_graph(came, starts, 160, 16)
+    assert searched == [torch.ops.aten.cumsum.default]
+    assert splits.tolist() == [32, 16, 48, 16]
+    rows = [
+        range(5),
+        range(50, 67),
+        [-1] * 10,
+        range(67, 83),
+        range(5, 45),
+        [-1] * 8,
+        range(45, 48),
+        [83],
+        [-1] * 60,
+    ]
+    assert source.tolist() == [row for part in rows for row in part]
 
 
 def test_one_process_needs_no_group() -> None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..formats import DType
 from ..functional import moe_positions
-from ..moe import moe_permute, moe_unpermute
+from ..moe import moe_unpermute
+from ..moe.permutation import checked_row_map
 from ..quantizers import MXFP8Quantizer, Quantizer
 from .moe_exchange import Exchange, Route, by_expert, exact_counts, group_of, wire_of
 
@@ -91,9 +92,7 @@ class MoEDispatch(nn.Module):
                 f"tokens_per_expert is {tokens_per_expert.dtype} of shape {tuple(tokens_per_expert.shape)}; pass "
                 f"integers ({self.num_experts},)"
             )
-        counts = tokens_per_expert.to(torch.int64).view(self.there.ranks, self.num_local_experts)
-        plan = self._exact if self.capacity is None else self._fixed
-        route, splits = plan(counts, rows.shape[0])
+        route, splits = self._plan(tokens_per_expert, rows.shape[0])
         return Exchange.apply(rows, route, self.there, self.back), splits, route
 
     def combine(self, rows: Tensor, route: Route) -> Tensor:
@@ -116,7 +115,7 @@ class MoEDispatch(nn.Module):
         num_out_tokens: int,
         experts: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """A whole mixture: permute, dispatch, experts, combine, add up.
+        """A whole mixture: permute, dispatch, experts, combine, add up; the same bits with fewer passes over the rows.
 
         Args:
             x: (T, K). probs, routing_map: (T, E), as ``fused_topk_with_score_function`` returns them.
@@ -126,9 +125,22 @@ class MoEDispatch(nn.Module):
         Returns:
             (T, N).
         """
-        rows, row_map = moe_permute(x, routing_map, num_out_tokens)
-        arrived, splits, route = self.dispatch(rows, routing_map.sum(0))
-        return moe_unpermute(self.combine(experts(arrived, splits), route), row_map, probs)
+        row_map = checked_row_map(x, routing_map, num_out_tokens, "MoEDispatch")
+        route, splits = self._plan(routing_map.sum(0), num_out_tokens)
+        if route.before_back is not None:
+            row_map = torch.where(row_map < 0, -1, route.before_back[row_map])
+        # Tokens are quantized once, whatever the number of their experts, and copied to where they leave from; what
+        # comes back is added up where it arrives.
+        there = route._replace(before=moe_positions(row_map, sum(route.sent)), before_back=row_map)
+        arrived = Exchange.apply(x, there, self.there, self.back)
+        home = route._replace(before=None, before_back=None).reversed()
+        return moe_unpermute(
+            Exchange.apply(experts(arrived, splits), home, self.home, self.back), row_map, probs
+        )
+
+    def _plan(self, tokens_per_expert: Tensor, rows: int) -> tuple[Route, Tensor]:
+        counts = tokens_per_expert.to(torch.int64).view(self.there.ranks, self.num_local_experts)
+        return (self._exact if self.capacity is None else self._fixed)(counts, rows)
 
     def _exact(self, counts: Tensor, rows: int) -> tuple[Route, Tensor]:
         """Rows as many as there are; the one place that reads from the device."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..functional import dequantize, moe_spread, quantize
+from ..functional import dequantize, moe_collect, moe_spread, quantize
 from ..quantizers import Quantizer
 
 
@@ -34,7 +34,11 @@ class Wire:
 
 
 class Route(NamedTuple):
-    """Where rows go before and after they travel, and back; each None where they stay, else int32, -1 for zeros."""
+    """Where rows go before and after they travel, and back; each None where they stay, else int32, -1 for zeros.
+
+    Tokens that travel to several places have positions as ``before`` and their row map (T, C) as ``before_back``; on
+    the way back each becomes the sum of its rows.
+    """
 
     before: Tensor | None
     before_back: Tensor | None
@@ -84,7 +88,7 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wire: Wi
 def travel(x: Tensor, route: Route, wire: Wire) -> Tensor:
     """The rows (R, K) at the other end, in the dtype of ``x``; quantized on the way where the wire says so."""
     if wire.quantizer is None:
-        return _moved(x, route, wire)
+        return _added(_moved(x, route, wire), route)
     data, scales = quantize(x, wire.quantizer)
     scales = scales[:, : x.shape[0]].t().contiguous() if wire.transposed else scales[: x.shape[0]]
     data, scales = _moved(data, route, wire), _moved(scales, route, wire)
@@ -92,14 +96,20 @@ def travel(x: Tensor, route: Route, wire: Wire) -> Tensor:
         scales = F.pad(scales.t(), (0, -data.shape[0] % 4)).contiguous()
     else:
         scales = F.pad(scales, (0, 0, 0, -data.shape[0] % 128))
-    return dequantize([data, scales], wire.quantizer, False, x.dtype, [data.shape[0], x.shape[1]])
+    shape = [data.shape[0], x.shape[1]]
+    return _added(dequantize([data, scales], wire.quantizer, False, x.dtype, shape), route)
 
 
 def _moved(x: Tensor, route: Route, wire: Wire) -> Tensor:
     if route.before is not None:
-        x = moe_spread(x, route.before, 1)
+        back = route.before_back
+        x = moe_spread(x, route.before, 1 if back is None or back.dim() == 1 else back.shape[1])
     x = all_to_all(x, route.received, route.sent, wire)
-    return x if route.after is None else moe_spread(x, route.after, 1)
+    return x if route.after is None or route.after.dim() == 2 else moe_spread(x, route.after, 1)
+
+
+def _added(x: Tensor, route: Route) -> Tensor:
+    return x if route.after is None or route.after.dim() == 1 else moe_collect(x, route.after, None)
 
 
 class Exchange(torch.autograd.Function):
@@ -137,14 +147,16 @@ def by_expert(received: Tensor, starts: Tensor, rows: int, align_size: int) -> t
     Returns:
         For every row of the result the row that it is, int32 (rows,), -1 for padding; the padded rows of each expert.
     """
-    sizes = (received.sum(0) + (align_size - 1)) // align_size * align_size
-    begins = sizes.cumsum(0) - sizes  # of each expert
-    places = (begins + received.cumsum(0) - received).t().reshape(-1)  # of each expert's rows of each rank
+    padding = -received.sum(0) % align_size
+    # the rows of each rank for the first expert, its padding, those for the second one and so on, then what is left
+    chunks = torch.cat([received, padding.unsqueeze(0)]).t().reshape(-1)
+    first = F.pad(F.pad(starts, (0, 0, 0, 1), value=-1).t().reshape(-1), (0, 1), value=-1)
+    # A running sum lies in memory; of a view of what does not, Inductor (PyTorch 2.11) cannot search.
+    ends = chunks.cumsum(0)
     row = torch.arange(rows, device=received.device)
-    chunk = torch.searchsorted(places, row, right=True) - 1
-    within = row - places[chunk]
-    source = starts.t().reshape(-1)[chunk] + within
-    return torch.where(within < received.t().reshape(-1)[chunk], source, -1).to(torch.int32), sizes
+    chunk = torch.searchsorted(ends, row, right=True)
+    begin, origin = F.pad(ends, (1, 0))[chunk], first[chunk]
+    return torch.where(origin < 0, -1, origin + row - begin).to(torch.int32), received.sum(0) + padding
 
 
 def group_of(group: Any) -> tuple[str, int]:

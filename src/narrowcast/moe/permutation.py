@@ -47,15 +47,13 @@ def moe_permute(
         positive with "mask". TypeError: a quantized input whose rows share scales. RuntimeError: a quantized input in
         compiled code.
     """
-    _check(inp, "moe_permute")
-    _check_map(routing_map, map_type, inp.shape[0])
     if map_type == "mask":
-        _check_rows(num_out_tokens, inp.shape[0])
-        row_map, rows = row_map_of_mask(routing_map), num_out_tokens
+        row_map, rows = checked_row_map(inp, routing_map, num_out_tokens, "moe_permute"), num_out_tokens
     else:
-        row_map = row_map_of_indices(routing_map)
+        _check(inp, "moe_permute")
+        _check_map(routing_map, map_type, inp.shape[0])
         rows = num_out_tokens if num_out_tokens > 0 else routing_map.numel()
-    row_map = kept(row_map, rows)
+        row_map = kept(row_map_of_indices(routing_map), rows)
     return Permute.apply(inp, row_map, moe_positions(row_map, rows)), row_map
 
 
@@ -77,11 +75,8 @@ def moe_permute_with_probs(
     Raises (before any kernel):
         ValueError: as :func:`moe_permute`, or ``probs`` of another shape than the map.
     """
-    _check(inp, "moe_permute_with_probs")
-    _check_map(routing_map, "mask", inp.shape[0])
+    row_map = checked_row_map(inp, routing_map, num_out_tokens, "moe_permute_with_probs")
     _check_probs(probs, routing_map)
-    _check_rows(num_out_tokens, inp.shape[0])
-    row_map = kept(row_map_of_mask(routing_map), num_out_tokens)
     positions = moe_positions(row_map, num_out_tokens)
     return Permute.apply(inp, row_map, positions), PermuteProbs.apply(probs, row_map, positions), row_map
 
@@ -203,6 +198,21 @@ def moe_unpermute(
         raise ValueError(f"restore_shape is {tuple(restore_shape)}; the tokens of this map are {shape}")
     out = Unpermute.apply(inp, merging_probs, kept(row_id_map, inp.shape[0]))
     return out if restore_shape is None else out.view(tuple(restore_shape))
+
+
+def checked_row_map(inp: Any, routing_map: Tensor, num_out_tokens: int, name: str) -> Tensor:
+    """The row map of a mask, of so many rows.
+
+    Args:
+        inp, routing_map, num_out_tokens: as in :func:`moe_permute`. name: of who asks, for errors.
+
+    Raises:
+        As :func:`moe_permute`.
+    """
+    _check(inp, name)
+    _check_map(routing_map, "mask", inp.shape[0])
+    _check_rows(num_out_tokens, inp.shape[0])
+    return kept(row_map_of_mask(routing_map), num_out_tokens)
 
 
 def _padded(row_map: Tensor, offsets: Tensor) -> Tensor:
