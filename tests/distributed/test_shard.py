@@ -167,13 +167,14 @@ def operations(mesh: Any) -> tuple[Any, Any]:
 
 
 class Experts(torch.nn.Module):
-    """Two layers of four groups, of which one is empty."""
+    """Two layers of four groups, of which one is empty: their weights in one parameter, and in one each."""
 
     def __init__(self, recipe: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        make = lambda: nc.GroupedLinear(4, 128, 128, device="cpu", single_grouped_weight=True)  # noqa: E731
-        self.blocks = torch.nn.ModuleList([make(), make()])
+        width = 256 if recipe == "block" else 128
+        make = lambda one: nc.GroupedLinear(4, width, width, device="cpu", single_grouped_weight=one)  # noqa: E731
+        self.blocks = torch.nn.ModuleList([make(True), make(recipe == "mxfp8")])
         self.register_buffer("splits", torch.tensor([7, 9, 0, 16]))
         nc.set_recipe(self, QUANTIZED[recipe])
 
@@ -187,7 +188,8 @@ def grouped(recipe: str, mesh: Any) -> dict[str, Any]:
     """Layers of groups with quantized gathers and without."""
     plain, model = fsdp2(Experts(recipe), mesh), Experts(recipe)
     receipt = shard(model, mesh, blocks=model.blocks, recompute=False)
-    losses = train(model, width=128), train(plain, width=128)
+    width = model.blocks[0].in_features
+    losses = train(model, width=width), train(plain, width=width)
     pairs = zip(values(model).values(), values(plain).values(), strict=True)
     equal = all(torch.equal(a, b) for a, b in pairs)
     return {"losses": losses, "equal": equal, "share": receipt.gathered_bytes / receipt.plain_bytes}
@@ -263,7 +265,7 @@ def test_the_bits_of_quantizing_what_was_gathered(name: str, two: list[dict[str,
 
 @pytest.mark.parametrize("recipe", GROUPED)
 def test_groups(recipe: str, two: list[dict[str, Any]]) -> None:
-    """Whole groups on every rank, each with scales of its own."""
+    """Whole groups on every rank, or rows of each, with scales of their own."""
     for result in of_all(two, f"grouped {recipe}"):
         ours, theirs = result["losses"]
         assert ours == theirs and result["equal"] and result["share"] < 0.27
@@ -322,7 +324,7 @@ def test_what_is_gathered_in_high_precision_and_why(one: Any) -> None:
         nc.Linear(32, 48, device="cpu", recipe=QUANTIZED["mxfp8"]),
         nc.Linear(48, 48, device="cpu"),
         nc.Linear(48, 100, device="cpu", recipe=QUANTIZED["block"]),
-        nc.GroupedLinear(2, 100, 32, device="cpu", recipe=QUANTIZED["current"]),
+        nc.GroupedLinear(2, 100, 32, device="cpu", recipe=QUANTIZED["mxfp8"]),
         nc.Linear(
             32, 32, device="cpu", recipe=nc.recipe.Float8CurrentScaling(backward_override="high_precision")
         ),

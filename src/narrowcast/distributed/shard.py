@@ -130,10 +130,18 @@ class _Scaled:
     """
 
     def __init__(
-        self, layer: LinearLayer, stage: Stage, recipe: Recipe, delayed: bool, gather: WeightGather
+        self,
+        layer: LinearLayer,
+        stage: Stage,
+        name: str,
+        recipe: Recipe,
+        delayed: bool,
+        gather: WeightGather,
     ) -> None:
-        self.layer, self.stage, self.recipe, self.delayed, self.gather = layer, stage, recipe, delayed, gather
-        self.count = max(gather.members, 1)
+        self.layer, self.stage, self.name, self.recipe = layer, stage, name, recipe
+        self.delayed, self.gather, self.count = delayed, gather, max(gather.members, 1)
+        group = layer._parts[stage.weight].index(name) if stage.weight in layer._parts else 0
+        self.first_slot = WEIGHT_SLOT * layer._groups + group
         quantizer: Any = gather.quantizer
         # where the scale comes from: state, the amax itself, or what it is computed with
         self.rule: Any = "state"
@@ -145,7 +153,7 @@ class _Scaled:
     @property
     def shard(self) -> Tensor:
         """What this rank holds of the weight; where that is still gathered, what it was gathered from."""
-        own = local(self.layer._parameters[self.stage.weight])
+        own = local(self.layer._parameters[self.name])
         if isinstance(own, ShardedWeight):
             self._seen = own
         return self._seen._shard
@@ -155,7 +163,7 @@ class _Scaled:
         full = f"{self.stage.prefix}{name}_fwd"
         if getattr(self.layer, full) is None:
             self.layer._keep_state_of(self.recipe)
-        return getattr(self.layer, full)[WEIGHT_SLOT * self.count : (WEIGHT_SLOT + 1) * self.count]
+        return getattr(self.layer, full)[self.first_slot : self.first_slot + self.count]
 
     def own(self, mesh: Any) -> range:
         """Which of its scales are of this rank's shard."""
@@ -209,7 +217,7 @@ class _Chosen:
                     "no weight of a low-precision GEMM" if found is None else self._why_not(*found, parameter)
                 )
                 if found is not None and not reason:
-                    gather = self._wrap(*found, parameter)
+                    gather = self._wrap(*found, name, parameter)
                 kind = self.dtype if self.dtype and parameter.is_floating_point() else parameter.dtype
                 plain, shape = parameter.numel() * kind.itemsize, tuple(parameter.shape)
                 moved = plain if gather is None else gather.bytes(shape)
@@ -227,11 +235,8 @@ class _Chosen:
             return ""
         if not self.wanted:
             return "quantized_gather=False"
-        if stage.weight in layer._parts:
-            grouped = isinstance(layer, GroupedLinearLayer)
-            return (
-                "a weight of one group: use single_grouped_weight=True" if grouped else "a part of a weight"
-            )
+        if stage.weight in layer._parts and not isinstance(layer, GroupedLinearLayer):
+            return "a part of a weight"
         if recipe is None:
             return "its layer has no recipe"
         if hasattr(parameter, "_local_tensor"):
@@ -258,6 +263,11 @@ class _Chosen:
             return "its quantizer has numerics of its own"
         if tile is None:
             return "its format quantizes rows and columns differently: two copies, as many bytes as in bf16"
+        if tile == 1 and isinstance(layer, GroupedLinearLayer) and parameter.dim() == 2:
+            return (
+                "its format quantizes rows and columns differently, and it is one group: use "
+                "single_grouped_weight=True"
+            )
         if tile == 1 and isinstance(
             layer, FusibleOperation
         ):  # whose forward nothing can watch for running again
@@ -274,21 +284,21 @@ class _Chosen:
             if placement is not None and getattr(placement, "dim", None) != 0:
                 return "not sharded by rows"
         rows = parameter.shape[-2]
-        if isinstance(layer, GroupedLinearLayer):
-            return self._why_not_in_groups(quantizer, tile, parameter.shape[0], rows)
+        if isinstance(layer, GroupedLinearLayer) and isinstance(quantizer, NVFP4Quantizer):
+            return "its format keeps groups in one buffer"
+        if parameter.dim() == 3:
+            return self._why_not_in_groups(tile, parameter.shape[0], rows)
         if rows % (self.ranks * (_TILE if tile else 1)):
             whole = f" of whole {_TILE}-row tiles" if tile else ""
             return f"its {rows} rows are not {self.ranks} equal shards{whole}"
         return ""
 
-    def _why_not_in_groups(self, quantizer: Any, tile: int, groups: int, rows: int) -> str:
+    def _why_not_in_groups(self, tile: int, groups: int, rows: int) -> str:
         if groups % self.ranks:
             return f"its {groups} groups are not {self.ranks} equal shards"
-        if isinstance(quantizer, NVFP4Quantizer):
-            return "its format keeps groups in one buffer"
         return f"its {rows} rows per group are not whole {_TILE}-row tiles" if tile and rows % _TILE else ""
 
-    def _wrap(self, layer: LinearLayer, stage: Stage, parameter: Any) -> WeightGather:
+    def _wrap(self, layer: LinearLayer, stage: Stage, name: str, parameter: Any) -> WeightGather:
         if isinstance(parameter, QuantizedTensor):
             stored: Any = parameter._quantizer
             stored = stored.with_usage(rowwise=True, columnwise=False)
@@ -297,7 +307,7 @@ class _Chosen:
         plan = linear_plan(recipe, stage.name, True, True)
         described: Any = weight_quantizer(recipe, stage.name)
         tile, rowwise = _tile(described), described.with_usage(rowwise=True, columnwise=False)
-        members = parameter.shape[0] if isinstance(layer, GroupedLinearLayer) else 0
+        members = parameter.shape[0] if parameter.dim() == 3 else 0
         if tile == 1:
             both = described.with_usage(rowwise=True, columnwise=True)
             backward = described.with_usage(rowwise=False, columnwise=True)
@@ -314,14 +324,14 @@ class _Chosen:
         # equal ones are one object, so that compiled blocks, which compare them before every run, are done at once
         gather.quantizer = self.quantizers.setdefault(gather.quantizer, gather.quantizer)
         if gather.per_tensor or plan.weight.delayed:
-            self.scaled.append(_Scaled(layer, stage, recipe, plan.weight.delayed, gather))
+            self.scaled.append(_Scaled(layer, stage, name, recipe, plan.weight.delayed, gather))
         made = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
         vars(made).update(vars(parameter))  # type: ignore[attr-defined]
-        setattr(layer, stage.weight, made)
+        setattr(layer, name, made)
         # the backward transposes what was gathered, where it has the columns' scales
         layer._stored_rowwise = True
-        layer.register_state_dict_post_hook(_SavePlain(stage.weight))
-        layer.register_load_state_dict_pre_hook(_Rewrap(stage.weight, gather))
+        layer.register_state_dict_post_hook(_SavePlain(name))
+        layer.register_load_state_dict_pre_hook(_Rewrap(name, gather))
         return gather
 
 
