@@ -159,11 +159,11 @@ def unsharded(recipe: str | None) -> Callable[[], tuple[Stack, Callable[[], None
 def contenders(chosen: Namespace) -> dict[str, Callable[[], tuple[Stack, Callable[[], None]]]]:
     """Makers of a model and of what follows the step of its optimizer, the most telling first."""
     made: dict[str, Any] = {"bf16": lambda: (sharded(Stack(WIDE, False), None), lambda: None)}
-    gathered = {f"{recipe}, quantized gather": ours(recipe, True) for recipe in RECIPES}
-    made |= gathered
+    made |= {f"{recipe}, quantized gather": ours(recipe, True) for recipe in RECIPES}
     has_torchao = importlib.util.find_spec("torchao") is not None
     made |= {"torchao tensorwise": of_torchao(False)} if has_torchao else {}
-    made |= {f"{name}, FusedAdam": make for name, make in (*gathered.items(), ("bf16", made["bf16"]))}
+    for name in ("current, quantized gather", "delayed, quantized gather", "bf16"):
+        made[f"{name}, FusedAdam"] = made[name]
     made |= {"current, unsharded": unsharded("current"), "bf16, unsharded": unsharded(None)}
     made |= {"torchao tensorwise, FP8 gather": of_torchao(True)} if has_torchao else {}
     made |= {recipe: ours(recipe, False) for recipe in RECIPES}
