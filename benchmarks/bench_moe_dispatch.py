@@ -5,12 +5,14 @@
 Experts of 4096 -> 2 x 14336 -> SwiGLU -> 4096, two per token, ``--tokens`` rows on each GPU, a fixed capacity of 1.25
 times an even share, so that nothing is read from the device: one step of each contender runs in CUDA's sync debug mode
 "error". ``torch bf16`` sends rows in bf16 and multiplies with ``grouped_mm``; it permutes as the others do. The others
-are ``MoEDispatch`` and ``GroupedLinear``, rows sent as MXFP8 except in "narrowcast bf16". All are compiled, and each
-one's gradients are compared with the first one's before it is timed.
+are ``MoEDispatch``, ``GroupedLinear`` and ``ops.SwiGLU``, rows sent as MXFP8 except in "narrowcast bf16". All run in
+eager code, compiled, and replayed as CUDA graphs of the eager step; each one's gradients are compared with those of the
+first one before it is timed.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from argparse import Namespace
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Row, is_late, parser, report_of_ranks
+from harness import Row, captured, is_late, parser, report_of_ranks
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -34,7 +36,8 @@ RECIPES: dict[str, Callable[[], nc.recipe.Recipe] | None] = {
     "block": nc.recipe.Float8BlockScaling,
     "narrowcast bf16": None,
 }
-STEPS = 5  # of a contender before the next one's turn
+MODES = ("eager", "captured", "compiled")
+STEPS = 5  # between two looks at the clock
 
 
 class Experts(nn.Module):
@@ -46,12 +49,12 @@ class Experts(nn.Module):
         options["single_grouped_parameter"] = True
         self.up = nc.GroupedLinear(count, HIDDEN, 2 * FFN, **options)
         self.down = nc.GroupedLinear(count, FFN, HIDDEN, **options)
+        self.activation = nc.ops.SwiGLU()
         self.plain = plain
 
     def forward(self, rows: Tensor, splits: Tensor) -> Tensor:
         if not self.plain:
-            gate, up = self.up(rows, splits).chunk(2, -1)
-            return self.down(F.silu(gate) * up, splits)
+            return self.down(self.activation(self.up(rows, splits)), splits)
         ends = splits.cumsum(0).to(torch.int32)
         gate, up = F.grouped_mm(rows, self.up.weight.transpose(-2, -1), offs=ends).chunk(2, -1)
         return F.grouped_mm(F.silu(gate) * up, self.down.weight.transpose(-2, -1), offs=ends)
@@ -74,7 +77,7 @@ class Mixture(nn.Module):
         return x + self.dispatch(x, probs, routing, x.shape[0] * TOPK, self.experts)
 
 
-def step_of(name: str, x: Tensor, dy: Tensor, compiled: bool = True) -> tuple[Mixture, Callable[[], None]]:
+def step_of(name: str, x: Tensor, dy: Tensor, compiled: bool) -> tuple[Mixture, Callable[[], None]]:
     torch.manual_seed(0)
     model = Mixture(name, x.shape[0])
     with torch.no_grad():
@@ -109,7 +112,7 @@ def without_host(step: Callable[[], None]) -> None:
 
 
 def timed(
-    name: str, x: Tensor, dy: Tensor, expected: dict[str, Tensor], repeats: int, compiled: bool
+    name: str, x: Tensor, dy: Tensor, expected: dict[str, Tensor], repeats: int, mode: str
 ) -> tuple[Row, dict[str, Tensor]]:
     """A row, and the gradients.
 
@@ -117,10 +120,13 @@ def timed(
         AssertionError: a gradient is too far from what was expected.
     """
     torch.compiler.reset()
-    model, step = step_of(name, x, dy, compiled)
+    model, step = step_of(name, x, dy, mode == "compiled")
     for _ in range(3):
         step()
     without_host(step)
+    if mode == "captured":
+        step = captured(step)
+        step()
     grads = {"dx": x.grad, "up": model.experts.up.weight.grad, "down": model.experts.down.weight.grad}
     found = {key: grad.clone() for key, grad in grads.items() if grad is not None}
     errors = {key: relative_error(found[key], expected[key]) for key in expected}
@@ -138,7 +144,7 @@ def timed(
         times.append(begin.elapsed_time(end) / STEPS)
     ms = torch.tensor(statistics.median(times), device="cuda")
     dist.all_reduce(ms, op=dist.ReduceOp.MAX)
-    row: Row = {"contender": name, "GPUs": dist.get_world_size(), "ms": round(ms.item(), 2)}
+    row: Row = {"contender": name, "mode": mode, "GPUs": dist.get_world_size(), "ms": round(ms.item(), 2)}
     row["largest error"] = round(max(errors.values(), default=0.0), 4)
     row["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return row, found
@@ -152,12 +158,16 @@ def measure(chosen: Namespace) -> list[Row]:
     rows: list[Row] = []
     expected: dict[str, Tensor] = {}
     began = time.monotonic()
-    for name in [name for name in RECIPES if chosen.only in name]:
+    names = [name for name in RECIPES if chosen.only in name]
+    modes = [mode for mode in MODES if mode != "compiled" or not chosen.skip_compile]
+    firsts: dict[str, Row] = {}
+    for mode, name in itertools.product(modes, names):
         if is_late(began, chosen.budget):
             break
-        row, found = timed(name, x, dy, expected, chosen.repeats, not chosen.skip_compile)
+        row, found = timed(name, x, dy, expected, chosen.repeats, mode)
         expected = expected or found
-        row["times torch bf16"] = round(rows[0]["ms"] / row["ms"], 3) if rows else 1.0  # type: ignore[operator]
+        first = firsts.setdefault(mode, row)
+        row["times torch bf16"] = round(first["ms"] / row["ms"], 3)  # type: ignore[operator]
         rows.append(row)
         if dist.get_rank() == 0:
             print(f"{time.monotonic() - began:.0f} s", row, flush=True)

@@ -47,7 +47,7 @@ def captured(step: Callable[[], object]) -> Callable[[], None]:
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog is another thread
         step()
     return graph.replay
 

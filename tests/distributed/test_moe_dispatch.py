@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fixed": {"quantizer": None, "capacity": 24},
     "fixed mxfp8": {"quantizer": MX, "capacity": 30, "align_size": 16},
 }
-PARTED = {
+PARTED: dict[str, dict[str, Any]] = {
     "exact": {"align_size": 16},
     "fixed": {"capacity": 30, "align_size": 16},
     "dropped": {"capacity": 10},
