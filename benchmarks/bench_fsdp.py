@@ -159,12 +159,14 @@ def unsharded(recipe: str | None) -> Callable[[], tuple[Stack, Callable[[], None
 def contenders(chosen: Namespace) -> dict[str, Callable[[], tuple[Stack, Callable[[], None]]]]:
     """Makers of a model and of what follows the step of its optimizer, the most telling first."""
     made: dict[str, Any] = {"bf16": lambda: (sharded(Stack(WIDE, False), None), lambda: None)}
-    made |= {f"{recipe}, quantized gather": ours(recipe, True) for recipe in RECIPES}
+    for recipe in ("current", "delayed"):
+        made[f"{recipe}, quantized gather"] = ours(recipe, True)
     has_torchao = importlib.util.find_spec("torchao") is not None
     made |= {"torchao tensorwise": of_torchao(False)} if has_torchao else {}
+    made["current, unsharded"] = unsharded("current")
     for name in ("current, quantized gather", "delayed, quantized gather", "bf16"):
         made[f"{name}, FusedAdam"] = made[name]
-    made |= {"current, unsharded": unsharded("current"), "bf16, unsharded": unsharded(None)}
+    made |= {"block, quantized gather": ours("block", True), "bf16, unsharded": unsharded(None)}
     made |= {"torchao tensorwise, FP8 gather": of_torchao(True)} if has_torchao else {}
     made |= {recipe: ours(recipe, False) for recipe in RECIPES}
     return {name: make for name, make in made.items() if chosen.only in name}
