@@ -108,16 +108,16 @@ def test_flags_and_strides(device: torch.device) -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "special"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(16, 24), (3, 128, 16), (37, 50), (0, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 24), (3, 700, 16), (37, 50), (0, 4)], ids=str)
 def test_amax_as_a_graph_takes_it(
     shape: tuple[int, ...], dtype: torch.dtype, kind: str, device: torch.device
 ) -> None:
-    """In the dtype of the tensor, by plain operators where it falls into parts; the same scale comes of it."""
+    """In the dtype of the tensor, by plain operators, at most as many as a kernel makes; the same scale comes of it."""
     x = make(kind, shape, dtype)
     parts = kernels.float8.amax_parts_in_graph(x.to(device))
     assert_bitwise(parts.float().amax().reshape(1) if parts.numel() else parts.new_zeros(1), scaling.amax(x))
-    if shape[0] == 16:
-        assert parts.dtype == dtype
+    if x.numel():
+        assert parts.dtype == dtype and parts.numel() <= kernels.float8.AMAX_PROGRAMS
     options = {"power_2": False, "epsilon": 0.0, "rowwise": True, "columnwise": True}
     actual = kernels.float8.quantize_current(x.to(device), E4M3, amax=parts, **options)
     for a, b in zip(actual, reference.quantize_current(x, E4M3, amax=None, **options), strict=True):

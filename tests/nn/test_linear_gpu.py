@@ -143,3 +143,21 @@ def test_compiled_layers_that_read_one_input_quantize_it_once(name: str) -> None
         assert torch.equal(actual, one)
     launches = len(re.findall(r"_cast_tile_kernel\w*\.run\(", code))
     assert launches == (3 if name == "delayed" else 1), code
+
+
+@pytest.mark.parametrize("producer", ["pointwise", "norm"])
+def test_compiled_current_scaling_reads_what_the_compiler_writes_once(producer: str) -> None:
+    """The amax comes out of the kernel that writes the input, a norm's too."""
+    layer = nc.set_recipe(nc.Linear(512, 256, device="cuda", dtype=torch.bfloat16), QUANTIZED["current"])
+    x = torch.randn(4, 64, 512, device="cuda", dtype=torch.bfloat16)
+
+    def forward(x: Tensor) -> Tensor:
+        h = x + x if producer == "pointwise" else torch.nn.functional.rms_norm(x, (512,))
+        return layer(h)
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        out, (code, *_) = run_and_get_code(torch.compile(forward, fullgraph=True), x)
+        if producer == "pointwise":
+            assert torch.equal(out, forward(x))
+    assert len(re.findall(r"triton_\w+\.run\(", code)) == 1, code

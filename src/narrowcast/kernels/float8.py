@@ -475,16 +475,17 @@ def amax_parts(x: Tensor) -> Tensor:
 def amax_parts_in_graph(x: Tensor) -> Tensor:
     """As :func:`amax_parts`, in the dtype of ``x``, as plain operators of the graph that is being traced.
 
-    The compiler takes the maxima in the kernel that writes ``x``, if that is one of its own, so ``x`` is read once
-    less. That kernel may see values before they are rounded; to round the largest is to find the largest rounded,
-    and the dtype of the result asks for it.
+    Row by row first: so the compiler takes the maxima in the kernel that writes ``x``, if that is one of its own,
+    a norm's included, which goes over rows anyway, and ``x`` is read once less. That kernel may see values before they
+    are rounded; to round the largest is to find the largest rounded, and the dtype of the result asks for it.
     """
-    n = x.numel()
-    parts = min(n & -n, AMAX_PROGRAMS)
-    if parts < AMAX_PROGRAMS // 16:
+    if not x.numel():
         return amax_parts(x)
-    x = x.contiguous()
-    return torch.where(x == x, x.abs(), 0).reshape(parts, n // parts).amax(1)
+    maxima = torch.where(x == x, x.abs(), 0).amax(-1).reshape(-1)
+    rows = maxima.numel()
+    if rows <= AMAX_PROGRAMS:
+        return maxima
+    return maxima.reshape(min(rows & -rows, AMAX_PROGRAMS), -1).amax(1)
 
 
 def transpose(data: Tensor) -> Tensor:
