@@ -15,7 +15,7 @@ from recipes import QUANTIZED
 
 import narrowcast as nc
 from narrowcast.distributed import shard
-from narrowcast.distributed.sharded_weight import ShardedWeight, local
+from narrowcast.distributed.sharded_weight import ShardedWeight, WeightGather, local
 from narrowcast.nn import quantize_weight, scatter_workspace
 
 from .blocks import Model, make_model, train
@@ -340,6 +340,20 @@ def test_what_is_gathered_in_high_precision_and_why(one: Any) -> None:
     assert reasons["5.weight"] == "" and reasons["5.bias"]
     assert "5.weight" in str(receipt) and "over 1 ranks" in str(receipt)
     assert receipt.plain_bytes - receipt.gathered_bytes == 3 * 32 * 32
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_a_shard_is_quantized_once_for_forward_and_backward(recipe: str, one: Any) -> None:
+    model: Any = make(recipe)
+    receipt = shard(model, one, blocks=model.blocks)
+    quantized = sum(parameter.quantized for parameter in receipt.parameters)
+    gathers = [local(p)._gather for p in model.parameters() if isinstance(local(p), ShardedWeight)]
+    with mock.patch.object(WeightGather, "encode", autospec=True, side_effect=WeightGather.encode) as encode:
+        train(model, 2, width=SIZES.get(recipe, (64,))[0])
+        assert encode.call_count == 2 * quantized
+    with torch.no_grad():
+        model(torch.ones(4, SIZES.get(recipe, (64,))[0]))
+    assert len(gathers) == quantized and not any(gather.given for gather in gathers)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

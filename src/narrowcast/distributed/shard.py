@@ -96,8 +96,9 @@ def shard(
     policy = options.get("mp_policy")
     dtype = None if policy is None else policy.param_dtype
     chosen = _Chosen(model, over.size(), recipe, quantized_gather, dtype, options)
-    if not recompute and reshard is not False:
+    if reshard is not False:
         chosen.given_back = {m for block in ([model] if reshard else blocks) for m in block.modules()}
+    chosen.recompute = recompute
     chosen.wrap()
     for block in (*blocks, model):
         fully_shard(block, mesh=mesh, **options)
@@ -106,6 +107,8 @@ def shard(
         model.register_forward_pre_hook(scales.renew, prepend=True)
         model.register_forward_pre_hook(scales.observe)
         model.register_forward_hook(scales.record)
+    if chosen.kept:
+        model.register_forward_pre_hook(functools.partial(_keep_codes, chosen.kept), prepend=True)
     if chosen.directed:
         groups = [group for group in _groups(model) if chosen.directs(group)]
         model.register_forward_pre_hook(functools.partial(_check_given_back, groups), prepend=True)
@@ -193,9 +196,11 @@ class _Chosen:
         self.uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
         # modules whose weights are gathered for forward and backward apart
         self.given_back: set[nn.Module] = set()
+        self.recompute = True
         self.rows: list[ShardedParameter] = []
         self.scaled: list[_Scaled] = []
         self.quantizers: dict[Any, Any] = {}  # of gathered tensors, by value
+        self.kept: list[WeightGather] = []  # of which a backward gathers what its forward did
         self.directed: set[int] = set()  # ids of the gathers of weights that are gathered by direction
 
     def wrap(self) -> None:
@@ -272,7 +277,7 @@ class _Chosen:
             layer, FusibleOperation
         ):  # whose forward nothing can watch for running again
             return "its format quantizes rows and columns differently, and it is an operation"
-        if tile == 1 and layer not in self.given_back:
+        if tile == 1 and (self.recompute or layer not in self.given_back):
             return (
                 "its format quantizes rows and columns differently: gathered by direction with recompute=False, in a "
                 "block that reshards after its forward"
@@ -323,6 +328,8 @@ class _Chosen:
             gather = WeightGather(rowwise, rowwise, False, members=members)
         # equal ones are one object, so that compiled blocks, which compare them before every run, are done at once
         gather.quantizer = self.quantizers.setdefault(gather.quantizer, gather.quantizer)
+        if tile != 1 and layer in self.given_back:
+            self.kept.append(gather)
         if gather.per_tensor or plan.weight.delayed:
             self.scaled.append(_Scaled(layer, stage, name, recipe, plan.weight.delayed, gather))
         made = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
@@ -465,6 +472,13 @@ def _groups(model: nn.Module) -> list[Any]:
 def _synchronizes(model: nn.Module) -> bool:
     """Whether the backward of this forward reduces gradients over ranks."""
     return any(group.reduce_grads for group in _groups(model))
+
+
+def _keep_codes(gathers: list[WeightGather], model: nn.Module, args: Any) -> None:
+    """Forward pre-hook: shards are quantized once for a forward and its backward, where there is one."""
+    if torch._C._current_graph_task_id() == -1:
+        for gather in gathers:
+            gather.keeps, gather.given = torch.is_grad_enabled(), None
 
 
 def _check_given_back(groups: list[Any], model: nn.Module, args: Any) -> None:

@@ -59,6 +59,8 @@ class WeightGather:
         self.kept: Tensor | None = None
         self.written = False  # since the scale was taken
         self.columns_arrived = False  # what was gathered last is column-wise
+        self.keeps = False  # of the forward that runs, for its backward: what this rank gave
+        self.given: Any = None
 
     def bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes that a gather moves: the codes, and the scales of blocks."""
@@ -165,12 +167,21 @@ class ShardedWeight(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[bool, list[Tensor]]]:
         """(what this rank gives, what it keeps): codes and the scales of its blocks; direction, and what all have."""
-        gather = self._gather
-        columnwise = gather.backward_encoder is not None and torch._C._current_graph_task_id() != -1
+        gather, given_before = self._gather, self._gather.given
+        in_backward = torch._C._current_graph_task_id() != -1
+        gather.given = None
+        if in_backward and given_before is not None:  # quantized again it would be the same
+            for buffer in given_before[0] if self._shard.is_cuda else ():
+                buffer.record_stream(torch.cuda.current_stream(buffer.device))
+            return given_before
+        columnwise = gather.backward_encoder is not None and in_backward
         buffers = gather.encode(self._shard, mp_policy.param_dtype or self._shard.dtype, columnwise)
         # FSDP2 hands only the first of several over where there is nobody to gather from
         given = 1 if mesh.size() == 1 else len(buffers) - gather.per_tensor
-        return tuple(buffers[:given]), (columnwise, buffers[given:])
+        result = tuple(buffers[:given]), (columnwise, buffers[given:])
+        if gather.keeps and not in_backward:
+            gather.given = result
+        return result
 
     @torch.no_grad()
     def fsdp_post_all_gather(
