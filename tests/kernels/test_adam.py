@@ -18,7 +18,19 @@ from narrowcast.testing import assert_close
 from .checks import DTYPES
 
 BF16, FP16, FP32 = DTYPES
-SHAPES = [(1,), (17,), (5, 129), (1024,), (3, 1000), (0, 4)]
+# Sizes that 16 divides go eight to a launch.
+SHAPES = [
+    (1,),
+    (17,),
+    (5, 129),
+    (1024,),
+    (3, 1000),
+    (0, 4),
+    (16,),
+    (2, 24),
+    (4096,),
+    *((5, 16 * k) for k in range(1, 6)),
+]
 OPTIONS: dict[str, Any] = {
     "lr": 3e-3,
     "count": 3,

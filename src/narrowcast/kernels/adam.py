@@ -6,7 +6,9 @@ count alone, one program computes beforehand, so that neither has to be known on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -15,9 +17,10 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import product, reciprocal, round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import INTERPRETING, Launcher, check_device, is_aligned, is_traced
 
 BLOCK = 1024
+AT_ONCE = 8
 _NOTHING, _COPY, _REST = 0, 1, 2
 _NO_DECAY, _OF_GRADIENTS, _OF_WEIGHTS = 0, 1, 2
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,35 +71,46 @@ def _factors_kernel(
 
 
 @triton.jit
+def _pick(i, x0, x1, x2, x3, x4, x5, x6, x7):
+    low = tl.where(i == 0, x0, tl.where(i == 1, x1, tl.where(i == 2, x2, x3)))
+    high = tl.where(i == 4, x4, tl.where(i == 5, x5, tl.where(i == 6, x6, x7)))
+    return tl.where(i < 4, low, high)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["s1", "s2", "s3", "s4", "s5", "s6", "s7"])
 def _step_kernel(
-    weight_ptr,
-    grad_ptr,
-    first_ptr,
-    second_ptr,
-    beside_ptr,
-    factors_ptr,
-    inv_scale_ptr,
-    found_inf_ptr,
-    beta1,
-    missing1,
-    beta2,
-    missing2,
-    decay,
-    n,
-    BESIDE: tl.constexpr,
-    DECAY: tl.constexpr,
-    SCALED: tl.constexpr,
-    STOPPABLE: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EMULATE: tl.constexpr,
+    w0, w1, w2, w3, w4, w5, w6, w7,
+    g0, g1, g2, g3, g4, g5, g6, g7,
+    m0, m1, m2, m3, m4, m5, m6, m7,
+    v0, v1, v2, v3, v4, v5, v6, v7,
+    b0, b1, b2, b3, b4, b5, b6, b7,
+    n0, n1, n2, n3, n4, n5, n6, n7,
+    s1, s2, s3, s4, s5, s6, s7,
+    factors_ptr, inv_scale_ptr, found_inf_ptr, beta1, missing1, beta2, missing2, decay,
+    BESIDE: tl.constexpr, DECAY: tl.constexpr, SCALED: tl.constexpr, STOPPABLE: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    if WIDE:
-        program = program.to(tl.int64)
+    """Eight tensors, their programs one after another: those of the second from ``s1`` on, and so forth."""
     if STOPPABLE:
         if tl.load(found_inf_ptr) != 0:
             return
+    program = tl.program_id(0)
+    i = (
+        (program >= s1).to(tl.int32) + (program >= s2).to(tl.int32) + (program >= s3).to(tl.int32)
+        + (program >= s4).to(tl.int32) + (program >= s5).to(tl.int32) + (program >= s6).to(tl.int32)
+        + (program >= s7).to(tl.int32)
+    )
+    weight_ptr = _pick(i, w0, w1, w2, w3, w4, w5, w6, w7)
+    grad_ptr = _pick(i, g0, g1, g2, g3, g4, g5, g6, g7)
+    first_ptr = _pick(i, m0, m1, m2, m3, m4, m5, m6, m7)
+    second_ptr = _pick(i, v0, v1, v2, v3, v4, v5, v6, v7)
+    beside_ptr = _pick(i, b0, b1, b2, b3, b4, b5, b6, b7)
+    n = _pick(i, n0, n1, n2, n3, n4, n5, n6, n7)
+    program -= _pick(i, 0, s1, s2, s3, s4, s5, s6, s7)
+    # fmt: on
+    if WIDE:
+        program = program.to(tl.int64)
     at = program * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
@@ -158,7 +172,7 @@ def step(
     decoupled: bool,
     bias_correction: bool,
 ) -> None:
-    """``reference.adam.step``, equal to the byte, a launch per parameter.
+    """``reference.adam.step``, equal to the byte, a launch for eight parameters of the same dtypes.
 
     Raises:
         ValueError: ``check_device`` refuses, or a tensor is of another dtype.
@@ -180,21 +194,58 @@ def step(
     )
     numbers = (betas[0], missing1, betas[1], missing2, weight_decay)
     flags = (decay, inv_scale is not None, found_inf is not None)
-    for i, (weight, grad, m, v) in enumerate(zip(weights, grads, first, second, strict=True)):
-        n = weight.numel()
-        kept = (weight, m, v, *beside[i : i + 1])
-        w, m, v, *other = dense = [x if x.is_contiguous() else x.contiguous() for x in kept]
-        kind = _NOTHING if not other else _REST if other[0].dtype == torch.int16 else _COPY
-        _check_dtypes((grad, *(dense[:3] if kind == _REST else dense)))
-        if n:
-            _step(
-                (cdiv(n, BLOCK), 1, 1),
-                (w, grad.contiguous(), m, v, other[0] if other else factors, *shared, *numbers, n),
-                (kind, *flags, n >= _FEW, BLOCK, INTERPRETING),
-            )
-        for x, written in zip(kept, dense):
-            if x is not written:
-                x.copy_(written)
+    alike: dict[Any, list[list[Tensor]]] = {}
+    copies: list[tuple[Tensor, Tensor]] = []
+    columns = (weights, grads, first, second, beside or [factors] * len(weights))
+    for i, given in enumerate(zip(*columns, strict=True)):
+        n = given[0].numel()
+        if not n:
+            continue
+        tensors = [x if x.is_contiguous() else x.contiguous() for x in given]
+        copies += [(x, made) for x, made in zip(given, tensors) if x is not made and x is not given[1]]
+        key: Any = tuple([x.dtype for x in tensors])
+        if n % 16 or n >= _FEW or not _are_aligned(tensors):
+            key = i  # alone: of every such combination there would be a variant
+        alike.setdefault(key, []).append(tensors)
+    for those in alike.values():
+        for at in range(0, len(those), AT_ONCE):
+            _launch(those[at : at + AT_ONCE], shared, numbers, flags, bool(beside))
+    for x, made in copies:
+        x.copy_(made)
+
+
+def _launch(
+    those: list[list[Tensor]],
+    shared: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    flags: tuple[Any, ...],
+    beside: bool,
+) -> None:
+    """A step of up to eight parameters of the same dtypes."""
+    sizes = [tensors[0].numel() for tensors in those]
+    ends = list(itertools.accumulate(cdiv(n, BLOCK) for n in sizes))
+    missing = AT_ONCE - len(those)
+    if missing:  # no program is of these
+        those = those + [[x.new_empty(0) for x in those[0]]] * missing
+        sizes += sizes[:1] * missing
+        ends += ends[-1:] * missing
+    other = those[0][4]
+    kind = _NOTHING if not beside else _REST if other.dtype == torch.int16 else _COPY
+    _check_dtypes(those[0] if kind == _COPY else those[0][:4])
+    _step(
+        (ends[-1], 1, 1),
+        (*itertools.chain(*zip(*those)), *sizes, *ends[:-1], *shared, *numbers),
+        (kind, *flags, max(sizes) >= _FEW, BLOCK, INTERPRETING),
+    )
+
+
+def _are_aligned(tensors: Sequence[Tensor]) -> bool:
+    if is_traced(tensors[0]):
+        return all(is_aligned(x, 16) for x in tensors)
+    bits = 0
+    for x in tensors:
+        bits |= x.data_ptr()
+    return bits % 16 == 0
 
 
 def _check_dtypes(tensors: Sequence[Tensor]) -> None:

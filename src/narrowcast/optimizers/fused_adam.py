@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -241,40 +241,41 @@ class FusedAdam(torch.optim.Optimizer):
         found_inf: Tensor | None,
     ) -> None:
         """Adam on parameters with their gradients, in one operator where state is stored as that reads it."""
-        alike: dict[Any, list[tuple[Tensor, _Tensors]]] = {}
+        alike: dict[Any, list[_Tensors]] = {}
+        rounded: list[tuple[Tensor, Tensor]] = []
         for p, grad in pairs:
-            tensors = self._tensors(p, grad)
-            if self._scales.get(p):  # one by one: there are fp32 copies of what has scales
+            scaled, direct = self._scales.get(p, ()), _is_direct(p)
+            tensors = self._tensors(p, grad, scaled, direct)
+            if scaled:  # one by one: there are fp32 copies of what has scales
                 _run(group, [tensors], self.adam_w_mode, inv_scale, found_inf)
-                self._store(p, tensors)
-            else:
-                alike.setdefault((p.device, tensors.beside is None), []).append((p, tensors))
+                values = {_MASTER: tensors.weight, "exp_avg": tensors.first, "exp_avg_sq": tensors.second}
+                for name in scaled:
+                    self.set_scaled_state(p, name, values[name])
+                if not direct:
+                    p.copy_(_for_parameter(p, tensors.weight))
+                continue
+            alike.setdefault((p.device, tensors.beside is None), []).append(tensors)
+            if not direct:
+                rounded.append((p, tensors.weight))
         for those in alike.values():
-            _run(group, [tensors for _, tensors in those], self.adam_w_mode, inv_scale, found_inf)
-            for p, tensors in those:
-                self._store(p, tensors)
+            _run(group, those, self.adam_w_mode, inv_scale, found_inf)
+        for p, weight in rounded:
+            p.copy_(_for_parameter(p, weight))
 
-    def _tensors(self, p: Tensor, grad: Tensor) -> _Tensors:
-        """What a step reads and writes of a parameter: what is stored, or else fp32 values for ``_store``."""
-        state, scaled = self.state[p], self._scales.get(p, ())
-        first, second = (
+    def _tensors(self, p: Tensor, grad: Tensor, scaled: Container[str], direct: bool) -> _Tensors:
+        """What a step reads and writes of a parameter: what is stored, or fp32 values of what has scales."""
+        state = self.state[p]
+        first, second = [
             self.get_unscaled_state(p, name) if name in scaled else state[name] for name in _MOMENTS
-        )
-        weight, beside = p.detach() if _is_direct(p) else p.detach().float(), None
-        if _MASTER in state and state[_MASTER].dtype == torch.int16:
-            beside = state[_MASTER]
-        elif _MASTER in state:
-            beside = weight if _is_direct(p) else None
+        ]
+        if _MASTER not in state:
+            weight, beside = p.detach() if direct else p.detach().float(), None
+        elif state[_MASTER].dtype == torch.int16:
+            weight, beside = p.detach(), state[_MASTER]
+        else:
             weight = self.get_unscaled_state(p, _MASTER)
+            beside = p.detach() if direct else None
         return _Tensors(weight, _placed_as(grad, p), first, second, beside)
-
-    def _store(self, p: Tensor, tensors: _Tensors) -> None:
-        """Store what the step could not write in place."""
-        for name in self._scales.get(p, ()):
-            values = {_MASTER: tensors.weight, "exp_avg": tensors.first, "exp_avg_sq": tensors.second}
-            self.set_scaled_state(p, name, values[name])
-        if not _is_direct(p):
-            p.copy_(_for_parameter(p, tensors.weight))
 
     def state_dict(self) -> dict[str, Any]:
         """As PyTorch's, with every state in fp32: a checkpoint does not depend on how state is stored."""
