@@ -7,7 +7,8 @@ count alone, one program computes beforehand, so that neither has to be known on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ AT_ONCE = 8
 _NOTHING, _COPY, _REST = 0, 1, 2
 _NO_DECAY, _OF_GRADIENTS, _OF_WEIGHTS = 0, 1, 2
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPE_OF = operator.attrgetter("dtype")
 _FEW = 2**31 - 2**16  # elements that 32 bits count, a block more included
 
 
@@ -194,61 +196,63 @@ def step(
     )
     numbers = (betas[0], missing1, betas[1], missing2, weight_decay)
     flags = (decay, inv_scale is not None, found_inf is not None)
-    alike: dict[Any, list[list[Tensor]]] = {}
-    copies: list[tuple[Tensor, Tensor]] = []
-    columns = (weights, grads, first, second, beside or [factors] * len(weights))
-    for i, given in enumerate(zip(*columns, strict=True)):
-        n = given[0].numel()
-        if not n:
-            continue
-        tensors = [x if x.is_contiguous() else x.contiguous() for x in given]
-        copies += [(x, made) for x, made in zip(given, tensors) if x is not made and x is not given[1]]
-        key: Any = tuple([x.dtype for x in tensors])
-        if n % 16 or n >= _FEW or not _are_aligned(tensors):
-            key = i  # alone: of every such combination there would be a variant
-        alike.setdefault(key, []).append(tensors)
-    for those in alike.values():
-        for at in range(0, len(those), AT_ONCE):
-            _launch(those[at : at + AT_ONCE], shared, numbers, flags, bool(beside))
-    for x, made in copies:
-        x.copy_(made)
+    given = [[*column] for column in (weights, grads, first, second, beside or [factors] * len(weights))]
+    columns = [[x if x.is_contiguous() else x.contiguous() for x in column] for column in given]
+    alike: dict[Any, list[int]] = {}
+    for i, (n, *dtypes, aligned) in enumerate(
+        zip(map(Tensor.numel, weights), *(map(_DTYPE_OF, column) for column in columns), _are_aligned(columns))
+    ):
+        # Alone goes what has no wide loads: there would be a variant for every combination of such tensors.
+        together = aligned and n % 16 == 0 and n < _FEW
+        alike.setdefault(tuple(dtypes) if together else i, []).append(i)
+    for places in alike.values():
+        for at in range(0, len(places), AT_ONCE):
+            eight = [[column[i] for i in places[at : at + AT_ONCE]] for column in columns]
+            _launch(eight, shared, numbers, flags, bool(beside))
+    for column, made in zip(given, columns):
+        for x, dense in zip(column, made):
+            if x is not dense and column is not given[1]:
+                x.copy_(dense)
 
 
 def _launch(
-    those: list[list[Tensor]],
+    columns: list[list[Tensor]],
     shared: tuple[Tensor, ...],
     numbers: tuple[float, ...],
     flags: tuple[Any, ...],
     beside: bool,
 ) -> None:
     """A step of up to eight parameters of the same dtypes."""
-    sizes = [tensors[0].numel() for tensors in those]
+    sizes = [weight.numel() for weight in columns[0]]
+    if not any(sizes):
+        return
     ends = list(itertools.accumulate(cdiv(n, BLOCK) for n in sizes))
-    missing = AT_ONCE - len(those)
+    missing = AT_ONCE - len(sizes)
     if missing:  # no program is of these
-        those = those + [[x.new_empty(0) for x in those[0]]] * missing
+        columns = [column + [column[0].new_empty(0)] * missing for column in columns]
         sizes += sizes[:1] * missing
         ends += ends[-1:] * missing
-    other = those[0][4]
-    kind = _NOTHING if not beside else _REST if other.dtype == torch.int16 else _COPY
-    _check_dtypes(those[0] if kind == _COPY else those[0][:4])
+    other = columns[4][0].dtype
+    kind = _NOTHING if not beside else _REST if other == torch.int16 else _COPY
+    _check_dtypes(column[0] for column in columns[: 5 if kind == _COPY else 4])
     _step(
         (ends[-1], 1, 1),
-        (*itertools.chain(*zip(*those)), *sizes, *ends[:-1], *shared, *numbers),
+        (*itertools.chain(*columns), *sizes, *ends[:-1], *shared, *numbers),
         (kind, *flags, max(sizes) >= _FEW, BLOCK, INTERPRETING),
     )
 
 
-def _are_aligned(tensors: Sequence[Tensor]) -> bool:
-    if is_traced(tensors[0]):
-        return all(is_aligned(x, 16) for x in tensors)
-    bits = 0
-    for x in tensors:
-        bits |= x.data_ptr()
-    return bits % 16 == 0
+def _are_aligned(columns: list[list[Tensor]]) -> Iterable[bool]:
+    """Of each parameter whether all of its tensors are."""
+    if is_traced(columns[0][0]):
+        return [all(is_aligned(x, 16) for x in tensors) for tensors in zip(*columns)]
+    bits: Iterable[int] = map(Tensor.data_ptr, columns[0])
+    for column in columns[1:]:
+        bits = map(operator.or_, bits, map(Tensor.data_ptr, column))
+    return [address % 16 == 0 for address in bits]
 
 
-def _check_dtypes(tensors: Sequence[Tensor]) -> None:
+def _check_dtypes(tensors: Iterable[Tensor]) -> None:
     for x in tensors:
         if x.dtype not in _DTYPES:
             raise ValueError(f"cannot step {x.dtype}; use torch.float32, torch.bfloat16 or torch.float16")

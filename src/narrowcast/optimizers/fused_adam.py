@@ -181,14 +181,14 @@ class FusedAdam(torch.optim.Optimizer):
             return
         dtype = self.dtypes[state_name]
         stored, scale = encode(unscaled_state, dtype, state_name == "exp_avg_sq")
-        scales = self._scales.setdefault(param, {})
-        for kept, key, made in ((state, state_name, stored), (scales, state_name, scale)):
-            if made is None or made is kept.get(key):
-                continue
-            if key in kept:  # a CUDA graph reads it there
-                kept[key].copy_(made)
-            else:
-                kept[key] = made
+        kept = [(state, stored)]
+        if scale is not None:
+            kept.append((self._scales.setdefault(param, {}), scale))
+        for where, made in kept:
+            if state_name not in where:
+                where[state_name] = made
+            elif made is not where[state_name]:  # a CUDA graph reads it there
+                where[state_name].copy_(made)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: GradScaler | None = None) -> Any:  # type: ignore[override]
@@ -244,7 +244,8 @@ class FusedAdam(torch.optim.Optimizer):
         alike: dict[Any, list[_Tensors]] = {}
         rounded: list[tuple[Tensor, Tensor]] = []
         for p, grad in pairs:
-            scaled, direct = self._scales.get(p, ()), _is_direct(p)
+            direct = _is_direct(p)
+            scaled = self._scales.get(p, ()) if self._scales else ()
             tensors = self._tensors(p, grad, scaled, direct)
             if scaled:  # one by one: there are fp32 copies of what has scales
                 _run(group, [tensors], self.adam_w_mode, inv_scale, found_inf)
@@ -331,7 +332,9 @@ def _run(
     found_inf: Tensor | None,
 ) -> None:
     """A step of parameters of one device, all or none of which have something beside them."""
-    *lists, beside = ([_local(x) for x in tensors] for tensors in zip(*parameters))
+    if any(hasattr(tensors.weight, "_local_tensor") for tensors in parameters):
+        parameters = [_Tensors(*[_local(x) for x in tensors]) for tensors in parameters]
+    *lists, beside = ([*column] for column in zip(*parameters))
     device, lr, count = lists[0][0].device, group["lr"], group["step"]
     stored_lr, stored_count, inv_scale, found_inf = (
         x.to(device) if isinstance(x, Tensor) else None for x in (lr, count, inv_scale, found_inf)
