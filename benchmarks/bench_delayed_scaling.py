@@ -26,7 +26,7 @@ State = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 def fused(scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor]) -> None:
-    renew_delayed_scaling(scales, histories, amaxes, E4M3.max, 0, "max")
+    renew_delayed_scaling(scales, histories, amaxes, *([rule] * len(scales) for rule in (E4M3.max, 0, "max")))
 
 
 def loop(scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor]) -> None:

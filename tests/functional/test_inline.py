@@ -27,15 +27,15 @@ ops = torch.ops.narrowcast
 quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
 
 
-def graph_of(function, device="cuda", mode=None):
+def graph_of(function, device="cuda", mode=None, rows=128):
     with FakeTensorMode():
-        x = torch.empty(128, 256, dtype=torch.bfloat16, device=device)
+        x = torch.empty(rows, 256, dtype=torch.bfloat16, device=device)
     wrapped = dispatch_functionalize(function, mode or FunctionalTensorMode())
     return make_fx(wrapped, tracing_mode="fake")(x).graph
 
 
-def traced(function, device="cuda", mode=None):
-    return {str(node.target) for node in graph_of(function, device, mode).nodes if node.op == "call_function"}
+def traced(function, device="cuda", mode=None, rows=128):
+    return {str(node.target) for node in graph_of(function, device, mode, rows).nodes if node.op == "call_function"}
 
 
 def launches(function):
@@ -52,8 +52,10 @@ def whole(targets):
     return {target for target in targets if target.startswith("narrowcast.")}
 
 
-targets = traced(lambda x: ops.quantize(x, quantizer))
+targets = traced(lambda x: ops.quantize(x, quantizer), rows=512)
 assert not whole(targets) and "aten.amax.default" in targets, targets  # for the compiler to take where x is written
+assert "aten.amax.default" not in traced(lambda x: ops.quantize(x, quantizer))  # of few elements the cast finds it
+assert len(launches(lambda x: ops.quantize(x, quantizer))) == 1
 assert not whole(traced(lambda x: ops.act_quantize(x, "swiglu", quantizer)))
 
 
@@ -83,6 +85,21 @@ assert torch._inductor.config.static_launch_user_defined_triton_kernels  # by de
 with torch._inductor.config.patch(static_launch_user_defined_triton_kernels=False):
     traced(multiply)
     assert not torch._inductor.config.static_launch_user_defined_triton_kernels
+# a layer renews its scales in one launch, unless the compiler is to repeat it in the backward
+def renewing(x):
+    scales, histories, amaxes = (
+        [x.new_ones(*lead, n, dtype=torch.float32) for n in (3, 2)] for lead in ((), (16,), ())
+    )
+    return ops.renewed_scales(scales, histories, amaxes, [448.0, 57344.0], [0, 0], ["max", "max"])
+
+
+assert len(launches(renewing)) == 1 and whole(traced(renewing)) == {"narrowcast.starts_a_step.default"}
+with torch.fx.traceback.preserve_node_meta():
+    torch.fx.traceback.current_meta["recompute"] = 1
+    assert whole(traced(renewing)) == {"narrowcast.renewed_scales.default"}
+    torch.fx.traceback.current_meta.clear()
+with torch._functorch.config.patch(activation_memory_budget=0.5):
+    assert whole(traced(renewing)) == {"narrowcast.renewed_scales.default"}
 # readers of one input share its quantization, unless it was written to, or they hand the codes to a user
 once = len(launches(lambda x: ops.quantize_operand(x, quantizer)))
 

@@ -398,7 +398,7 @@ def renew_delayed_scaling_cases(x: Tensor) -> Iterator[Arguments]:
         histories = [torch.rand(5, n, device=x.device) for n in (3, 1, 3)]
         # that amaxes are zeroed is not declared, which opcheck would report: here they are zero already
         amaxes = [torch.zeros(n, device=x.device) for n in (3, 1, 3)]
-        yield scales, histories, amaxes, 448.0, 0, algorithm
+        yield scales, histories, amaxes, [448.0] * 3, [0] * 3, [algorithm] * 3
 
 
 @family("adam_")
@@ -416,6 +416,11 @@ def adam_cases(x: Tensor) -> Iterator[Arguments]:
 @family("read_scales")
 def read_scales_cases(x: Tensor) -> Iterator[Arguments]:
     yield ([torch.ones(n, device=x.device) for n in (3, 2)],)
+
+
+@family("starts_a_step")
+def starts_a_step_cases(x: Tensor) -> Iterator[Arguments]:
+    yield (x.device,)
 
 
 @family("renewed_scales")

@@ -82,18 +82,30 @@ def test_a_cast_without_outputs_takes_the_amax(dtype: torch.dtype, device: torch
         assert_bitwise(taken, scaling.amax(x), str(tuple(x.shape)))
 
 
-@pytest.mark.parametrize(("length", "n"), [(1, 3), (2, 40), (65, 5), (1100, 3)])
-def test_renewing_in_place_equals_the_reference(length: int, n: int, device: torch.device) -> None:
-    for algo in ("max", "most_recent"):
-        history, scale, amax = torch.rand(length, n), torch.rand(n), torch.rand(n)
-        amax[1 % n], amax[2 % n] = 0.0, math.nan
-        expected = [x.clone() for x in (scale, history, amax)]
-        actual = [x.to(device) for x in (scale, history, amax)]
-        options = {"fp8_max": 448.0, "margin": 0, "algo": algo}
-        reference.renew(*expected, **options)
-        kernels.delayed.renew(*actual, **options)
-        for a, b in zip(actual, expected, strict=True):
-            assert_bitwise(a, b, f"{length} {n} {algo}")
+@pytest.mark.parametrize("lengths", [(1,), (2, 2, 2), (65, 3), (1100, 1024)], ids=str)
+def test_renewing_in_place_equals_the_reference(lengths: tuple[int, ...], device: torch.device) -> None:
+    for algos, copies, starts in (("max", False, None), ("most_recent", True, 1), ("max", True, 0)):
+        widths = (3, 40, 5)[: len(lengths)]
+        states = [
+            [torch.rand(n) for n in widths],
+            [torch.rand(length, n) for length, n in zip(lengths, widths)],
+            [torch.rand(n) for n in widths],
+        ]
+        for amax in states[2]:
+            amax[1], amax[2] = 0.0, math.nan
+        expected, actual = ([[x.clone() for x in some] for some in states] for _ in range(2))
+        actual = [[x.to(device) for x in some] for some in actual]
+        options = {"fp8_maxes": [448.0, 57344.0, 448.0][: len(lengths)], "margins": [0, 1, 0][: len(lengths)]}
+        options |= {"algos": [algos, "max", "max"][: len(lengths)], "copies": copies}
+        flag = None if starts is None else torch.tensor([starts], dtype=torch.int32)
+        read = reference.renew(*expected, **options, starts=flag)
+        copied = kernels.delayed.renew(*actual, **options, starts=None if flag is None else flag.to(device))
+        if starts == 0:
+            assert all(torch.equal(a, b) for a, b in zip(expected[0], states[0], strict=True))
+        for a, b in zip(
+            [*itertools.chain(*actual), *copied], [*itertools.chain(*expected), *read], strict=True
+        ):
+            assert_bitwise(a, b, f"{lengths} {algos}")
 
 
 @pytest.mark.parametrize("sizes", [(3,), (3, 2), (130, 1, 260)])

@@ -90,6 +90,27 @@ def test_ragged(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     check_current(shape, "wide", dtype, device, E5M2, power_2=True, epsilon=0.5)
 
 
+def test_an_amax_pass_gives_the_scale_that_the_cast_finds(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of small tensors every program of the cast reads all elements; others have partial maxima."""
+    for small in (0, kernels.float8.SMALL):
+        monkeypatch.setattr(kernels.float8, "SMALL", small)
+        for kind in ("special", "wide"):
+            check_current((130, 190), kind, torch.bfloat16, device)
+        check_current((5, 7), "normal", torch.float32, device, directions=(True, False))
+        check_current((24,), "tiny", torch.float16, device, power_2=True)
+        nothing = torch.full((3, 40), float("nan"))
+        expected = reference.quantize_current(
+            nothing, E4M3, power_2=False, epsilon=0.0, rowwise=True, columnwise=True
+        )
+        actual = kernels.float8.quantize_current(
+            nothing.to(device), E4M3, power_2=False, epsilon=0.0, rowwise=True, columnwise=True
+        )
+        for a, b in zip(actual, expected, strict=True):
+            assert_bitwise(a, b)
+
+
 def test_flags_and_strides(device: torch.device) -> None:
     x = make("normal", (34, 20), torch.bfloat16)
     scale = torch.tensor([2.5])

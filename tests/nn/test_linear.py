@@ -181,8 +181,9 @@ def test_a_weight_quantized_again_has_the_same_codes(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients))  # type: ignore[arg-type]
 
 
-def test_a_weight_changed_before_the_backward_is_told() -> None:
-    """As by ``torch.nn.Linear``: the backward reads the weight itself."""
+def test_a_weight_changed_before_the_backward_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by ``torch.nn.Linear``: the backward reads the weight itself, unless it is small."""
+    monkeypatch.setattr("narrowcast.layers.linear_layer.SMALL_WEIGHT", 0)
     module, x = layer(), torch.randn(16, 48, requires_grad=True)
     with nc.autocast(recipe=QUANTIZED["current"]):
         y = module(x)
@@ -190,6 +191,30 @@ def test_a_weight_changed_before_the_backward_is_told() -> None:
         module.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_small_weights_are_quantized_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For both of their GEMMs; gradients are the same bits as where the backward quantizes the weight again."""
+    results, saved = [], []
+    for limit in (1 << 17, 0):
+        monkeypatch.setattr("narrowcast.layers.linear_layer.SMALL_WEIGHT", limit)
+        module, seen = layer(), []
+        for _ in range(2):  # delayed scaling learns its scales in the first
+            x = torch.randn(16, 48, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            torch.manual_seed(3)  # rounding of the gradient
+            with (
+                torch.autograd.graph.saved_tensors_hooks(
+                    lambda t, seen=seen: seen.append(t) or t, lambda t: t
+                ),
+                nc.autocast(recipe=QUANTIZED[name]),
+            ):
+                y = module(x)
+            results.append(torch.autograd.grad(y.square().sum(), [x, module.weight]))
+        saved.append(any(t.data_ptr() == module.weight.data_ptr() for t in seen))
+    assert saved == [False, True]
+    for first, second in zip(results[:2], results[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_saved_buffers_die_with_the_backward() -> None:

@@ -140,6 +140,8 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
         return operand.split(buffers), SavedOperand(kept, None)
     seed = draw_seed(weight) if operand.stochastic else None
     w = operand.split(quantize(weight, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
+    if w.columnwise:  # made only where dgrad reads it
+        return w, SavedOperand(w.columnwise, w.quantizer)
     if again is None:
         return w, saved_operand(w, weight, plan.needs_input, override)
     kept = [weight, scales.scale_fwd] if again.delayed else [weight]

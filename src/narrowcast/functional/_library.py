@@ -146,7 +146,9 @@ def _with_shortcut(
     as_text = getattr(packet, "text", overload)
     texts_at = () if as_text is overload else tuple(_readers(overload))
     arguments = overload._schema.arguments
-    first = next(i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type))
+    first = next((i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)), None)
+    if first is None:
+        return overload  # type: ignore[no-any-return]
     in_list = "List" in str(arguments[first].type)
     run = _without_autocast(implementation)
     written = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]

@@ -2,65 +2,62 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..formats import E4M3
 from ._library import always, define
 from .numerics import numerics_for
 
-# As many layers are renewed one by one, in a launch each; to join more takes ten, of which most only copy.
-_FEW = 6
+# As many states are renewed where they are, two in a launch; to join more takes ten, of which most only copy.
+_FEW = 16
 
 
 def _renew(
     scales: list[Tensor],
     histories: list[Tensor],
     amaxes: list[Tensor],
-    fp8_max: float,
-    margin: int,
-    algorithm: str,
+    fp8_maxes: list[float],
+    margins: list[int],
+    algorithms: list[str],
 ) -> None:
-    lengths = {history.shape[0] for history in histories}
-    if len(lengths) > 1:
-        raise ValueError(f"histories have {sorted(lengths)} rows; renew histories of one length in one call")
-    layers_by_width: dict[int, list[int]] = {}
-    for layer, scale in enumerate(scales):
-        layers_by_width.setdefault(scale.numel(), []).append(layer)
-    for layers in layers_by_width.values():
-        alike = [[tensors[layer] for layer in layers] for tensors in (scales, histories, amaxes)]
-        _renew_alike(alike[0], alike[1], alike[2], fp8_max, margin, algorithm)
+    if not scales:
+        return
+    delayed = numerics_for(scales[0]).delayed
+    if len(scales) <= _FEW and _in_place(scales, histories, amaxes):
+        rules = {"fp8_maxes": fp8_maxes, "margins": margins, "algos": algorithms}
+        delayed.renew(scales, histories, amaxes, **rules, copies=False)
+        return
+    groups: dict[Any, list[int]] = {}
+    for at, rule in enumerate(zip(fp8_maxes, margins, algorithms)):
+        groups.setdefault((histories[at].shape, rule), []).append(at)
+    for (_, (fp8_max, margin, algorithm)), places in groups.items():
+        some = [[states[at] for at in places] for states in (scales, histories, amaxes)]
+        _renew_alike(delayed, some[0], some[1], some[2], fp8_max=fp8_max, margin=margin, algo=algorithm)
 
 
 def _renew_alike(
-    scales: list[Tensor],
-    histories: list[Tensor],
-    amaxes: list[Tensor],
-    fp8_max: float,
-    margin: int,
-    algorithm: str,
+    delayed: Any, scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor], **rule: Any
 ) -> None:
-    """All layers of one width as the columns of one state; copied back whole, which takes one launch for many."""
-    delayed = numerics_for(scales[0]).delayed
-    in_place = all(state.is_contiguous() for state in (*scales, *histories, *amaxes))
-    if in_place and len(scales) <= _FEW:
-        for scale, history, amax in zip(scales, histories, amaxes):
-            delayed.renew(scale, history, amax, fp8_max=fp8_max, margin=margin, algo=algorithm)
-        return
+    """States of one shape as the columns of one; copied back whole, which takes one launch for many."""
     history = torch.stack(histories, dim=1)  # (L, layers, n)
     torch.stack(amaxes, out=history[0])
-    joined = torch.cat(scales)
-    scale, renewed = delayed.update(
-        joined, history.flatten(1), fp8_max=fp8_max, margin=margin, algo=algorithm
-    )
+    scale, renewed = delayed.update(torch.cat(scales), history.flatten(1), **rule)
     torch._foreach_copy_(scales, list(scale.view(len(scales), -1).unbind()))
     torch._foreach_copy_(histories, list(renewed.view(history.shape).transpose(0, 1).contiguous().unbind()))
     torch._foreach_zero_(amaxes)
 
 
+def _in_place(scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor]) -> bool:
+    return all(state.is_contiguous() for state in (*scales, *histories, *amaxes))
+
+
 renew_delayed_scaling = define(
-    "renew_delayed_scaling(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor[] amaxes, float fp8_max, int margin, "
-    "str algorithm) -> ()",
+    "renew_delayed_scaling(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor[] amaxes, float[] fp8_maxes, "
+    "int[] margins, str[] algorithms) -> ()",
     _renew,
     lambda *_: None,
     of_state=True,
@@ -71,13 +68,13 @@ Every amax becomes row 0 of its history, and is then zeroed, which the schema do
 :mod:`.quantize`). A tensor whose amax is 0 was not used: it keeps its scale and its history.
 
 Args:
-    scales: fp32 (n,) each; histories: fp32 (L, n), of one L; amaxes: fp32 (n,). All on one device.
-    fp8_max: the largest value of the element format.
-    margin: the scale is 2**-margin below the one that maps amax to ``fp8_max``.
-    algorithm: "max" or "most_recent".
+    scales: fp32 (n,) each; histories: fp32 (L, n); amaxes: fp32 (n,). All on one device.
+    fp8_maxes: the largest value of each one's element format.
+    margins: the scale is 2**-margin below the one that maps amax to that.
+    algorithms: "max" or "most_recent".
 
 Raises:
-    ValueError: histories of several lengths, or an unknown algorithm.
+    ValueError: an unknown algorithm.
 """
 
 
@@ -99,6 +96,20 @@ the compiler moves what only the backward reads into the backward.
 """
 
 
+starts_a_step = define(
+    "starts_a_step(Device device) -> Tensor",
+    lambda device: torch.full(
+        (1,), torch._C._current_graph_task_id() == -1, dtype=torch.int32, device=device
+    ),
+    lambda device: torch.empty(1, dtype=torch.int32, device=device),
+    of_state=True,
+)
+"""int32 (1,) on ``device``: 0 inside a backward, whose forwards are recomputations, else 1.
+
+What the layers of a graph ask that renew their own scales; all of them get one answer, when the graph runs.
+"""
+
+
 def _renewed_scales(
     scales: list[Tensor],
     histories: list[Tensor],
@@ -107,12 +118,28 @@ def _renewed_scales(
     margins: list[int],
     algorithms: list[str],
 ) -> list[Tensor]:
-    # a backward recomputes: it sees the scales of the first forward
-    if torch._C._current_graph_task_id() == -1:
-        for state in zip(scales, histories, amaxes, fp8_maxes, margins, algorithms):
-            scale, history, amax, fp8_max, margin, algorithm = state
-            _renew_alike([scale], [history], [amax], fp8_max, margin, algorithm)
+    starts = None
+    if isinstance(scales[0], FunctionalTensor):
+        starts = starts_a_step(scales[0].device) if scales[0].is_cuda else None
+    elif torch._C._current_graph_task_id() != -1:
+        return _read_scales(scales)
+    if _in_place(scales, histories, amaxes):
+        rules = {"fp8_maxes": fp8_maxes, "margins": margins, "algos": algorithms}
+        return numerics_for(scales[0]).delayed.renew(
+            scales, histories, amaxes, **rules, copies=True, starts=starts
+        )  # type: ignore[no-any-return]
+    _renew(scales, histories, amaxes, fp8_maxes, margins, algorithms)
     return _read_scales(scales)
+
+
+def _runs_once(scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor], *_: Any) -> bool:
+    """Whether a graph may hold the renewal itself: the compiler will not have its backward repeat it."""
+    # only compiled code needs them, and they have been imported there
+    from torch._functorch import config
+    from torch.fx import traceback
+
+    repeats = "recompute" in traceback.current_meta or config.activation_memory_budget != 1.0
+    return not repeats and _in_place(scales, histories, amaxes)
 
 
 renewed_scales = define(
@@ -120,12 +147,13 @@ renewed_scales = define(
     "str[] algorithms) -> Tensor[]",
     _renewed_scales,
     lambda scales, *_: _read_scales_fake(scales),
+    inlined=_runs_once,
     of_state=True,
 )
 """Renew the state of a layer that renews its own, one entry per direction, and read its scales.
 
-As :data:`renew_delayed_scaling` renews, but inside a backward only copies. No write is declared: order is given by the
-data flow through the result.
+As :data:`renew_delayed_scaling` renews, but inside a backward, which recomputes and sees the scales of the first
+forward, only copies. No write is declared: order is given by the data flow through the result.
 """
 
 

@@ -1,8 +1,9 @@
-"""Delayed scaling: one launch advances scales and amax histories of many tensors, another copies a layer's scales."""
+"""Delayed scaling: one launch advances scales and histories of many tensors, or a layer's and copies its scales."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -10,41 +11,30 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLT_MAX, cdiv
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import Launcher, check_device
 
 COLUMNS = 8  # 32 bytes of a history's row
 ROWS = 1024  # at once, at most: a program that walks down a history in steps waits for memory at each of them
-COPY_BLOCK = 128
 _FLT_MAX = tl.constexpr(FLT_MAX)
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "history_ptr", "reduced_ptr"])
-def _update_kernel(
-    scale_ptr,
+@triton.jit
+def _advance(
+    scale,
     history_ptr,
-    reduced_ptr,
-    new_scale_ptr,
     new_history_ptr,
+    last,
+    column,
+    inside,
     scaled_max,
     L,
     n,
-    REDUCED: tl.constexpr,
     IN_PLACE: tl.constexpr,
     MAXIMUM: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < n
-    last = tl.load(history_ptr + column, mask=inside, other=0.0)
-    if IN_PLACE:
-        last = tl.load(reduced_ptr + column, mask=inside, other=0.0)
-    elif REDUCED:
-        reduced = tl.load(reduced_ptr + column, mask=inside, other=0.0)
-        last = tl.where(reduced != 0.0, reduced, last)
+    """Roll some columns of a history and return their new scales; ``IN_PLACE``: ``last`` becomes row 0 before."""
     used = last != 0.0  # true for NaN as well
-
     amax = last
     if MAXIMUM:
         amax = tl.where(last == last, last, 0.0)
@@ -69,29 +59,119 @@ def _update_kernel(
             new_history_ptr + index * n + column[None, :], tl.where(used[None, :], rolled, old), mask=here
         )
         start += ROWS
-
-    scale = tl.load(scale_ptr + column, mask=inside, other=1.0)
-    quotient = tl.minimum(tl.div_rn(tl.full(amax.shape, 0.0, tl.float32) + scaled_max, amax), _FLT_MAX)
-    renewed = tl.where(used & (amax > 0.0) & (amax < float("inf")), quotient, scale)
-    tl.store(new_scale_ptr + column, renewed, mask=inside)
-    if IN_PLACE:
-        tl.debug_barrier()
-        tl.store(reduced_ptr + column, tl.zeros(last.shape, tl.float32), mask=inside)
+    largest = tl.full(amax.shape, 0.0, tl.float32) + tl.cast(scaled_max, tl.float32)
+    quotient = tl.minimum(tl.div_rn(largest, amax), _FLT_MAX)
+    return tl.where(used & (amax > 0.0) & (amax < float("inf")), quotient, scale)
 
 
-@triton.jit(do_not_specialize_on_alignment=["first_ptr", "first_copy_ptr", "second_ptr", "second_copy_ptr"])
-def _copy_kernel(
-    first_ptr, first_copy_ptr, second_ptr, second_copy_ptr, first_size, second_size, BLOCK: tl.constexpr
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "history_ptr", "reduced_ptr"])
+def _update_kernel(
+    scale_ptr,
+    history_ptr,
+    reduced_ptr,
+    new_scale_ptr,
+    new_history_ptr,
+    scaled_max,
+    L,
+    n,
+    REDUCED: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first = tl.load(first_ptr + index, mask=index < first_size, other=0.0)
-    second = tl.load(second_ptr + index, mask=index < second_size, other=0.0)
-    tl.store(first_copy_ptr + index, first, mask=index < first_size)
-    tl.store(second_copy_ptr + index, second, mask=index < second_size)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < n
+    last = tl.load(history_ptr + column, mask=inside, other=0.0)
+    if REDUCED:
+        reduced = tl.load(reduced_ptr + column, mask=inside, other=0.0)
+        last = tl.where(reduced != 0.0, reduced, last)
+    scale = tl.load(scale_ptr + column, mask=inside, other=1.0)
+    scale = _advance(
+        scale, history_ptr, new_history_ptr, last, column, inside, scaled_max, L, n, False, MAXIMUM, ROWS
+    )  # fmt: skip
+    tl.store(new_scale_ptr + column, scale, mask=inside)
+
+
+@triton.jit
+def _renew_columns(
+    scale_ptr,
+    history_ptr,
+    amax_ptr,
+    copy_ptr,
+    starts_ptr,
+    scaled_max,
+    L,
+    n,
+    RENEW: tl.constexpr,
+    ASKS: tl.constexpr,
+    COPY: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < n
+    scale = tl.load(scale_ptr + column, mask=inside, other=1.0)
+    if RENEW:
+        written = inside
+        if ASKS:
+            written = column < n * tl.load(starts_ptr)  # 0 or 1
+        last = tl.load(amax_ptr + column, mask=written, other=0.0)
+        scale = _advance(
+            scale, history_ptr, history_ptr, last, column, written, scaled_max, L, n, True, MAXIMUM, ROWS
+        )  # fmt: skip
+        tl.debug_barrier()  # scale and amax have been read by all threads
+        tl.store(scale_ptr + column, scale, mask=written)
+        tl.store(amax_ptr + column, tl.zeros(last.shape, tl.float32), mask=written)
+    if COPY:
+        tl.store(copy_ptr + column, scale, mask=inside)
+
+
+_STATE = [
+    f"{which}_{what}_ptr" for which in ("first", "second") for what in ("scale", "history", "amax", "copy")
+]
+
+
+@triton.jit(do_not_specialize_on_alignment=_STATE)
+def _renew_kernel(
+    first_scale_ptr,
+    first_history_ptr,
+    first_amax_ptr,
+    first_copy_ptr,
+    second_scale_ptr,
+    second_history_ptr,
+    second_amax_ptr,
+    second_copy_ptr,
+    starts_ptr,
+    first_max,
+    second_max,
+    first_L,
+    second_L,
+    first_n,
+    second_n,
+    RENEW: tl.constexpr,
+    ASKS: tl.constexpr,
+    COPY: tl.constexpr,
+    BOTH: tl.constexpr,
+    FIRST_MAXIMUM: tl.constexpr,
+    SECOND_MAXIMUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    if tl.program_id(1) == 0:
+        _renew_columns(
+            first_scale_ptr, first_history_ptr, first_amax_ptr, first_copy_ptr, starts_ptr, first_max, first_L,
+            first_n, RENEW, ASKS, COPY, FIRST_MAXIMUM, ROWS, COLUMNS,
+        )  # fmt: skip
+    elif BOTH:
+        _renew_columns(
+            second_scale_ptr, second_history_ptr, second_amax_ptr, second_copy_ptr, starts_ptr, second_max,
+            second_L, second_n, RENEW, ASKS, COPY, SECOND_MAXIMUM, ROWS, COLUMNS,
+        )  # fmt: skip
 
 
 _update = Launcher(_update_kernel, num_warps=8)
-_copy = Launcher(_copy_kernel, num_warps=1)
+_renew = Launcher(_renew_kernel, num_warps=8, undeclared=tuple(name for name in _STATE if "copy" not in name))
 
 
 def update(
@@ -104,57 +184,84 @@ def update(
     reduced_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``reference.delayed.update``; new scales and history are contiguous."""
-    scale, history = scale.contiguous(), history.contiguous()
-    reduced = scale if reduced_amax is None else reduced_amax.contiguous()
-    renewed = torch.empty_like(scale), torch.empty_like(history)
-    largest = math.ldexp(fp8_max, -margin)
-    _advance(scale, history, reduced, renewed, largest, algo, reduced_amax is not None, False)
-    return renewed
-
-
-def renew(scale: Tensor, history: Tensor, amax: Tensor, *, fp8_max: float, margin: int, algo: str) -> None:
-    """``reference.delayed.renew``; all tensors contiguous."""
-    _advance(scale, history, amax, (scale, history), math.ldexp(fp8_max, -margin), algo, False, True)
-
-
-def _advance(
-    scale: Tensor,
-    history: Tensor,
-    amax: Tensor,
-    into: tuple[Tensor, Tensor],
-    largest: float,
-    algo: str,
-    reduced: bool,
-    in_place: bool,
-) -> None:
     check_device(scale)
-    if algo not in ("max", "most_recent"):
-        raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max' or 'most_recent'")
-    L, n = history.shape
+    scale, history = scale.contiguous(), history.contiguous()
+    reduced = None if reduced_amax is None else reduced_amax.contiguous()
+    renewed = torch.empty_like(scale), torch.empty_like(history)
+    maximum, (L, n) = _takes_maximum(algo), history.shape
     if n:
         _update(
             (cdiv(n, COLUMNS), 1, 1),
-            (scale, history, amax, *into, largest, L, n),
-            (
-                reduced, in_place, algo == "max", min(triton.next_power_of_2(max(L, 1)), ROWS), COLUMNS, INTERPRETING,
-            ),
-        )  # fmt: skip
+            (scale, history, reduced, *renewed, math.ldexp(fp8_max, -margin), L, n),
+            (reduced is not None, maximum, _rows_at_once(L), COLUMNS),
+        )
+    return renewed
+
+
+def renew(
+    scales: list[Tensor],
+    histories: list[Tensor],
+    amaxes: list[Tensor],
+    *,
+    fp8_maxes: list[float],
+    margins: list[int],
+    algos: list[str],
+    copies: bool,
+    starts: Tensor | None = None,
+) -> list[Tensor]:
+    """``reference.delayed.renew``, two states in a launch: those of a layer's forward and backward.
+
+    All tensors are contiguous.
+    """
+    largest = [math.ldexp(fp8_max, -margin) for fp8_max, margin in zip(fp8_maxes, margins)]
+    return _run(scales, copies, histories, amaxes, largest, [_takes_maximum(algo) for algo in algos], starts)
 
 
 def copy_scales(scales: list[Tensor]) -> list[Tensor]:
-    """``reference.delayed.copy_scales``, two vectors in a launch: those of a layer's forward and backward."""
-    copies = [torch.empty_like(scale) for scale in scales]
+    """``reference.delayed.copy_scales``, two vectors in a launch."""
+    nothing: list[None] = [None] * len(scales)
+    return _run(scales, True, nothing, nothing, [0.0] * len(scales), [False] * len(scales), None)
+
+
+def _run(
+    scales: list[Tensor],
+    copying: bool,
+    histories: list[Any],
+    amaxes: list[Any],
+    largest: list[float],
+    maxima: list[bool],
+    starts: Tensor | None,
+) -> list[Tensor]:
+    copies: list[Any] = [torch.empty_like(scale) if copying else None for scale in scales]
+    lengths = [0 if history is None else history.shape[0] for history in histories]
+    sizes = [scale.numel() for scale in scales]
     for at in range(0, len(scales), 2):
-        first, first_copy = scales[at], copies[at]
-        second, second_copy = (
-            (scales[at + 1], copies[at + 1]) if at + 1 < len(scales) else (first, first_copy)
-        )
-        check_device(first)
-        sizes = (first.numel(), second.numel())
-        if max(sizes):
-            _copy(
-                (cdiv(max(sizes), COPY_BLOCK), 1, 1),
-                (first, first_copy, second, second_copy, *sizes),
-                (COPY_BLOCK,),
-            )
-    return copies
+        first, second = at, min(at + 1, len(scales) - 1)
+        check_device(scales[at])
+        size, both = max(sizes[first], sizes[second]), second > first
+        if size:
+            _renew(
+                (cdiv(size, COLUMNS), 1 + both, 1),
+                (
+                    scales[first], histories[first], amaxes[first], copies[first],
+                    *(scales[second], histories[second], amaxes[second], copies[second])[: 4 * both],
+                    *(None,) * (4 - 4 * both),
+                    starts, largest[first], largest[second], lengths[first], lengths[second], sizes[first],
+                    sizes[second],
+                ),
+                (
+                    histories[first] is not None, starts is not None, copying, both, maxima[first], maxima[second],
+                    _rows_at_once(max(lengths[first], lengths[second])), COLUMNS,
+                ),
+            )  # fmt: skip
+    return copies if copying else []
+
+
+def _takes_maximum(algo: str) -> bool:
+    if algo not in ("max", "most_recent"):
+        raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max' or 'most_recent'")
+    return algo == "max"
+
+
+def _rows_at_once(length: int) -> int:
+    return min(triton.next_power_of_2(max(length, 1)), ROWS)

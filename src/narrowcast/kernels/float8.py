@@ -28,25 +28,55 @@ TILE_COLUMNS = 128
 PAIRED_COLUMNS = 64  # of each half, for the gradient of a gated activation
 FLAT_BLOCK = 8192
 AMAX_BLOCK = 8192
+_AMAX_BLOCK = tl.constexpr(AMAX_BLOCK)
 AMAX_PROGRAMS = 1024  # at most; a cast program reads all their partial results at once
+SMALL = 1 << 16
+"""Elements up to which every program of a cast finds the amax of the whole tensor itself: it reads them all, out of L2,
+in the time that the amax pass would have taken beside it, and the host launches one kernel in place of two."""
+
+
+@triton.jit
+def _largest_magnitude(x_ptr, start, step, n, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
+    """max|x| of every ``step / BLOCK``-th block of a contiguous tensor, from ``start`` on; NaN ignored."""
+    QUARTER: tl.constexpr = BLOCK // 4
+    index = tl.arange(0, QUARTER)
+    largest = tl.zeros([QUARTER], tl.float32)
+    while start < n:
+        left = tl.minimum(n - start, BLOCK).to(tl.int32)
+        tile = x_ptr + start
+        x0 = tl.load(tile + index, mask=index < left, other=0.0)
+        x1 = tl.load(tile + QUARTER + index, mask=index + QUARTER < left, other=0.0)
+        x2 = tl.load(tile + 2 * QUARTER + index, mask=index + 2 * QUARTER < left, other=0.0)
+        x3 = tl.load(tile + 3 * QUARTER + index, mask=index + 3 * QUARTER < left, other=0.0)
+        largest = tl.maximum(largest, magnitude_of_four(x0, x1, x2, x3, EMULATE))
+        start += step
+    return tl.max(largest, axis=0)
 
 
 @triton.jit
 def _tensor_scale(
     scale_ptr,
     partials,
+    x_ptr,
+    n,
     epsilon,
     CURRENT: tl.constexpr,
     FP8_MAX: tl.constexpr,
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
     PARTIALS: tl.constexpr,
+    EMULATE: tl.constexpr,
 ):
-    """The encoding scale: given, or from the amax pass's partial maxima."""
+    """The encoding scale: given, from the amax pass's partial maxima, or without any (0) from the whole tensor."""
     if CURRENT:
-        index = tl.arange(0, PARTIALS)
-        parts = tl.load(scale_ptr + index, mask=index < partials, other=0.0).to(tl.float32)
-        return scale_from_amax(tl.max(parts, axis=0), epsilon, FP8_MAX, OVERFLOW, POWER_2)
+        if PARTIALS == 0:
+            start = tl.full([], 0, tl.int32)
+            largest = _largest_magnitude(x_ptr, start, _AMAX_BLOCK, n, _AMAX_BLOCK, EMULATE)
+        else:
+            index = tl.arange(0, PARTIALS)
+            parts = tl.load(scale_ptr + index, mask=index < partials, other=0.0).to(tl.float32)
+            largest = tl.max(parts, axis=0)
+        return scale_from_amax(largest, epsilon, FP8_MAX, OVERFLOW, POWER_2)
     else:
         return tl.load(scale_ptr)
 
@@ -180,7 +210,9 @@ def _cast_tile_kernel(
     )  # fmt: skip
     if AMAX:
         previous = tl.load(amax_ptr)
-    scale = _tensor_scale(scale_ptr, partials, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS)
+    scale = _tensor_scale(
+        scale_ptr, partials, operand_0, M * K, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS, EMULATE
+    )  # fmt: skip
     if AMAX:
         size = magnitude_of_four(x0, x1, x2, x3, EMULATE)
         if PAIRED:
@@ -235,7 +267,9 @@ def _cast_kernel(
     x = convert(tl.load(x_ptr + start + index, mask=inside, other=0.0), ROUNDED, EMULATE)
     if AMAX:
         previous = tl.load(amax_ptr)
-    scale = _tensor_scale(scale_ptr, partials, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS)
+    scale = _tensor_scale(
+        scale_ptr, partials, x_ptr, n, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS, EMULATE
+    )  # fmt: skip
     if AMAX:
         _accumulate_amax(amax_ptr, previous, tl.max(magnitude(x, EMULATE), axis=0))
     code = fp8_code(scaled_float32(x, scale, CURRENT, EMULATE), E5M2, EMULATE)
@@ -250,22 +284,10 @@ def _cast_kernel(
 @triton.jit
 def _amax_kernel(x_ptr, partials_ptr, n, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
     # Programs stride through the tensor together, so that its end is what the last reads leave in L2.
-    QUARTER: tl.constexpr = BLOCK // 4
     program = tl.program_id(0)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
-    start = program.to(tl.int64) * BLOCK
-    index = tl.arange(0, QUARTER)
-    largest = tl.zeros([QUARTER], tl.float32)
-    while start < n:
-        left = tl.minimum(n - start, BLOCK).to(tl.int32)
-        tile = x_ptr + start
-        x0 = tl.load(tile + index, mask=index < left, other=0.0)
-        x1 = tl.load(tile + QUARTER + index, mask=index + QUARTER < left, other=0.0)
-        x2 = tl.load(tile + 2 * QUARTER + index, mask=index + 2 * QUARTER < left, other=0.0)
-        x3 = tl.load(tile + 3 * QUARTER + index, mask=index + 3 * QUARTER < left, other=0.0)
-        largest = tl.maximum(largest, magnitude_of_four(x0, x1, x2, x3, EMULATE))
-        start += step
-    tl.store(partials_ptr + program, tl.max(largest, axis=0))
+    largest = _largest_magnitude(x_ptr, program.to(tl.int64) * BLOCK, step, n, BLOCK, EMULATE)
+    tl.store(partials_ptr + program, largest)
 
 
 @triton.jit(do_not_specialize=["band_bits"])
@@ -312,7 +334,7 @@ _transpose = Launcher(_transpose_kernel, num_warps=4)
 
 def _run_cast(
     source: Source,
-    scale: Tensor,
+    scale: Tensor | None,
     fmt: ElementFormat,
     rowwise: bool,
     columnwise: bool,
@@ -321,23 +343,18 @@ def _run_cast(
     power_2: bool,
     epsilon: float,
 ) -> list[Tensor]:
-    """Cast with ``scale``, or where ``current`` with the scale of the amax that ``scale`` has partial maxima of."""
+    """Cast with ``scale``, or where ``current`` with the scale of the amax.
+
+    That is of the partial maxima in ``scale``, or without them of the tensor, which is small then.
+    """
     like = source.operands[0]
     M, K = source.matrix
     data = like.new_empty(source.shape, dtype=torch.uint8) if rowwise else None
     transpose = like.new_empty((K, *source.shape[:-1]), dtype=torch.uint8) if columnwise else None
     scale_inv = like.new_empty(1, dtype=torch.float32)
-    # A small tensor is passed for what is absent: the constants keep the kernel off it. Not ``like``: a compiler that
-    # computes it may write it once for each argument.
-    pointers = (
-        scale,
-        scale if data is None else data,
-        scale if transpose is None else transpose,
-        scale_inv,
-        scale if amax is None else amax,
-    )
-    partials = scale.numel() if current else 1
-    rule = (current, fmt.max, FLT_MAX, power_2 and current, 1 << max(partials - 1, 0).bit_length())
+    pointers = (scale, data, transpose, scale_inv, amax)
+    partials = scale.numel() if current and scale is not None else 0
+    rule = (current, fmt.max, FLT_MAX, power_2 and current, partials and 1 << (partials - 1).bit_length())
     outputs = (fmt.name == "e5m2", rowwise, columnwise, amax is not None)
     asks_sums = source.column_sums is not None
     n = M * K
@@ -355,7 +372,7 @@ def _run_cast(
         even = M % TILE_ROWS == 0 and width % columns == 0
         _cast_tile(
             grid,
-            (*source.pointers, *pointers, scale if sums is None else sums, M, K, band_bits, partials, epsilon),
+            (*source.pointers, *pointers, sums, M, K, band_bits, partials, epsilon),
             (
                 *outputs, asks_sums, *rule, *source.constants, paired, TILE_ROWS, columns, even, M % 4 == 0,
                 is_wide(M, K), INTERPRETING,
@@ -406,7 +423,9 @@ def quantize_current(
     columnwise: bool,
     amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """Encode with the scale of the tensor's own amax: an amax pass and a cast pass, no host synchronisation.
+    """Encode with the scale of the tensor's own amax, no host synchronisation: an amax pass and a cast pass.
+
+    Of a small tensor the cast pass alone.
 
     Args:
         x: (*lead, K), rank >= 1, bf16, fp16 or fp32, any strides; or a source of it.
@@ -437,7 +456,8 @@ def quantize_current(
     if partial is None:
         source = source.materialized()
         x = source.operands[0]
-        partial = amax_parts_in_graph(x) if is_traced(x) else amax_parts(x)
+        if x.numel() > SMALL:
+            partial = amax_parts_in_graph(x) if is_traced(x) else amax_parts(x)
     return _run_cast(source, partial, fmt, rowwise, columnwise, None, True, power_2, float(epsilon))
 
 

@@ -49,14 +49,14 @@ take the backward a tenth of the time of all GEMMs there, and ever more with few
 
 def plan_for_rows(plan: LinearPlan, rows: int, groups: int) -> LinearPlan:
     """The plan of a grouped layer for as many rows. Compiled code that does not know them keeps the plan."""
-    if plan.few_rows is None:
+    if plan.weight_once is None:
         return plan
     few = rows <= FEW_ROWS * groups
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_or_false
 
         few = guard_or_false(few)
-    return plan.few_rows if few else plan
+    return plan.weight_once if few else plan
 
 
 class GroupedLinearLayer(LinearLayer):

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 INPUT_SLOT, WEIGHT_SLOT, OUTPUT_SLOT = 0, 1, 2
 GRAD_OUTPUT_SLOT, GRAD_INPUT_SLOT = 0, 1
 
+SMALL_WEIGHT = 1 << 17
+"""Elements up to which a weight is quantized once for both of its GEMMs: one more launch in the backward would take
+longer than what it does, and what is saved is a byte per element."""
+
 
 @dataclass(frozen=True)
 class LinearPlan:
@@ -34,8 +38,8 @@ class LinearPlan:
     several microbatches. ``original_input``: column-wise alone, for a backward that quantizes the input again
     (``save_original_input``). ``output``, ``grad_input``: what the layer hands to its neighbours. ``forward_state``,
     ``backward_state``: the delayed scaling that renews the state of each direction; None where the layer keeps none.
-    ``eager_only``: why it cannot be part of a graph, "" where it can. ``few_rows``: the plan with ``kept_weight`` in
-    place of ``weight`` and ``weight_again``, where these differ; for grouped layers.
+    ``eager_only``: why it cannot be part of a graph, "" where it can. ``weight_once``: the plan with ``kept_weight``
+    in place of ``weight`` and ``weight_again``, where these differ: for small weights, and few rows of grouped layers.
     """
 
     quantized: bool
@@ -58,7 +62,7 @@ class LinearPlan:
     forward_state: DelayedScaling | None
     backward_state: DelayedScaling | None
     eager_only: str = ""
-    few_rows: LinearPlan | None = None
+    weight_once: LinearPlan | None = None
 
 
 def linear_plan(
@@ -164,7 +168,7 @@ def _build(
     )
     if not again:
         return plan
-    return replace(plan, few_rows=replace(plan, weight=plan.kept_weight, weight_again=None))
+    return replace(plan, weight_once=replace(plan, weight=plan.kept_weight, weight_again=None))
 
 
 def eager_only(quantizers: Iterable[Quantizer]) -> str:

@@ -122,20 +122,37 @@ def _scale(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
     return torch.where((amax > 0.0) & (amax < math.inf), quotient, scale)
 
 
-def renew(scale: Tensor, history: Tensor, amax: Tensor, *, fp8_max: float, margin: int, algo: str) -> None:
-    """Advance the state of one layer in place: ``amax`` becomes row 0 of the history, and is then zeroed.
+def renew(
+    scales: list[Tensor],
+    histories: list[Tensor],
+    amaxes: list[Tensor],
+    *,
+    fp8_maxes: list[float],
+    margins: list[int],
+    algos: list[str],
+    copies: bool,
+    starts: Tensor | None = None,
+) -> list[Tensor]:
+    """Advance states in place: ``amax`` becomes row 0 of its history, and is then zeroed.
 
     Args:
-        scale, amax: fp32 (n,). history: fp32 (L, n). fp8_max, margin, algo: as :func:`update`.
+        scales, amaxes: fp32 (n,) each. histories: fp32 (L, n). fp8_maxes, margins, algos: as :func:`update`.
+        copies: return copies of the scales.
+        starts: int32 (1,); where it is 0 nothing is advanced.
 
     Raises:
         ValueError: an unknown ``algo``.
     """
-    history[0].copy_(amax)
-    renewed_scale, renewed_history = update(scale, history, fp8_max=fp8_max, margin=margin, algo=algo)
-    scale.copy_(renewed_scale)
-    history.copy_(renewed_history)
-    amax.zero_()
+    if starts is None or starts.item():
+        for scale, history, amax, fp8_max, margin, algo in zip(
+            scales, histories, amaxes, fp8_maxes, margins, algos
+        ):
+            history[0].copy_(amax)
+            renewed_scale, renewed_history = update(scale, history, fp8_max=fp8_max, margin=margin, algo=algo)
+            scale.copy_(renewed_scale)
+            history.copy_(renewed_history)
+            amax.zero_()
+    return copy_scales(scales) if copies else []
 
 
 def copy_scales(scales: list[Tensor]) -> list[Tensor]:

@@ -65,7 +65,7 @@ def first_scale(recipe: DelayedScaling, mode: Mode) -> float:
 
 
 def renew(owners: Iterable[DelayedState]) -> None:
-    """Renew scales from the amax that was collected, in a few launches for all of a recipe, direction and device.
+    """Renew scales from the amax that was collected, in a few launches for all of a device.
 
     What collected nothing keeps history and scale.
     """
@@ -73,21 +73,15 @@ def renew(owners: Iterable[DelayedState]) -> None:
     for owner in owners:
         for slots in owner.delayed_slots():
             if not slots.scale.is_meta:
-                key = (slots.recipe, slots.mode, slots.scale.device, slots.amax_history.shape[0])
+                key: tuple[Any, ...] = (slots.scale.device,)
+                if asks_callables(slots.recipe):
+                    key += (slots.recipe, slots.mode, slots.amax_history.shape[0])
                 groups.setdefault(key, []).append(slots)
-    for group in groups.values():
-        if asks_callables(group[0].recipe):
+    for key, group in groups.items():
+        if len(key) > 1:
             _renew_with_callables(group)
         else:
-            recipe = group[0].recipe
-            renew_delayed_scaling(
-                [slots.scale for slots in group],
-                [slots.amax_history for slots in group],
-                [slots.amax for slots in group],
-                group[0].fp8_max,
-                recipe.margin,
-                recipe.amax_compute_algo,
-            )
+            renew_delayed_scaling(*_states_and_rules(group))
 
 
 def renew_and_read(states: list[DelayedSlots]) -> list[Tensor]:
@@ -96,13 +90,18 @@ def renew_and_read(states: list[DelayedSlots]) -> list[Tensor]:
         for state in states:
             _renew_with_callables([state])
         return read_scales([state.scale for state in states])
-    return renewed_scales(
-        [state.scale for state in states],
-        [state.amax_history for state in states],
-        [state.amax for state in states],
-        [state.fp8_max for state in states],
-        [state.recipe.margin for state in states],
-        [state.recipe.amax_compute_algo for state in states],
+    return renewed_scales(*_states_and_rules(states))  # type: ignore[no-any-return]
+
+
+def _states_and_rules(group: list[DelayedSlots]) -> tuple[list[Any], ...]:
+    """What the operators that renew take of each state."""
+    return (
+        [slots.scale for slots in group],
+        [slots.amax_history for slots in group],
+        [slots.amax for slots in group],
+        [slots.fp8_max for slots in group],
+        [slots.recipe.margin for slots in group],
+        [slots.recipe.amax_compute_algo for slots in group],
     )
 
 
