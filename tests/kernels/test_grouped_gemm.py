@@ -218,3 +218,112 @@ def test_native_equals_decoded(
             torch.bfloat16, group_sizes, biases, torch.float32, *sizes, None, False, True,
         )  # fmt: skip
         assert_near(native, decoded)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [[130, 0, 77, 300], [1000, 3, 0, 512, 129], [0, 0]], ids=str)
+def test_warps_of_two_kinds_add_up_in_the_same_order(
+    splits: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hopper's kernel gives the bits of the general one: any format, scaling and accumulation, rows left over."""
+    groups, K, N = len(splits), 368, 208
+    rows, starts = sum(splits) + 40, padded(splits, 128)
+    length = sum(starts) + 128
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    inside = torch.zeros(length, dtype=torch.bool, device=device)
+    for start, size in zip([sum(starts[:group]) for group in range(groups)], splits, strict=True):
+        inside[start : start + size] = True
+    group_sizes = torch.tensor(splits, device=device)
+    used = []
+    general = kernel._faster
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for scaled in (False, True):
+            whole = max(rows, length) if scaled else rows
+            left, right = random(whole, K).to(dtype), random(groups, N, K).to(torch.float8_e4m3fn)
+            a, b = (torch.where(inside, random(n, length), torch.zeros(())).to(dtype) for n in (N, K))
+            of_rows = (
+                (random(3, whole).t(), random(groups, 2, 3)) if scaled else (random(groups), random(groups))
+            )
+            of_columns = (
+                (random(length // 128, N).t(), random(length // 128, K).t())
+                if scaled
+                else (random(groups), random(groups))
+            )
+            bias = random(groups, N)
+            for out, fast in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):
+                if fast and scaled:
+                    continue
+                results = []
+                for faster in (general, lambda *_: None):
+                    monkeypatch.setattr(kernel, "_faster", faster)
+                    used.append(faster(left, right, 128, (1, 128) if scaled else None) is not None)
+                    common: dict[str, Any] = {"dtype": out, "fast_accumulation": fast}
+                    results.append(
+                        (
+                            kernel.rows(
+                                left, of_rows[0], right, of_rows[1], group_sizes, bias, left_block=1,
+                                right_block=128 if scaled else 1, alignment=128 if scaled else 1, rows=rows, columns=N,
+                                **common,
+                            ),
+                            kernel.contraction(
+                                a, of_columns[0], b, of_columns[1], group_sizes, left_block=1, right_block=1,
+                                alignment=128, **common,
+                            ),
+                        )
+                    )  # fmt: skip
+                for actual, expected in zip(*results, strict=True):
+                    assert torch.equal(actual, expected), (dtype, scaled, out, fast)
+    assert any(used) == (torch.cuda.get_device_capability(device)[0] == 9)
+
+
+def test_one_matrix_holds_all_groups() -> None:
+    """Which the loads need: below each other, or beside each other where no step reads of two groups."""
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper.tma", reason="needs Gluon")
+    from narrowcast.kernels import grouped_hopper as hopper
+
+    below, beside = codes((3, 20, 48), 0), codes((20, 3, 128), 1).transpose(0, 1)
+    for right, shape in ((below, [60, 48]), (beside[..., :100], [20, 2 * 128 + 100])):
+        matrix = hopper._matrix_of(right)
+        assert matrix is not None and matrix[0] == shape
+        held = right.as_strided(shape, (right.stride(1), 1)).float()
+        for group, own in enumerate(right):
+            row, column = group * matrix[1], group * matrix[2]
+            assert torch.equal(held[row : row + 20, column : column + own.shape[1]], own.float())
+    assert hopper._matrix_of(codes((20, 3, 48), 1).transpose(0, 1)) is None
+    left, narrow = codes((8, 48), 2), codes((8, 40), 2)
+    assert hopper.takes(left, below, 1, None) and not hopper.takes(left, below, 1, (1, 1))
+    assert not hopper.takes(narrow, below, 1, None) and not hopper.takes(left[:0], below, 1, None)
+    assert hopper.takes(left, left, 128, (1, 1)) and not hopper.takes(left, left, 16, None)
+
+
+def test_hopper_kernel_compiles_without_a_gpu() -> None:
+    """Its language is Triton's experimental one: what changes there is seen here."""
+    gluon = pytest.importorskip("triton.experimental.gluon._runtime", reason="needs Gluon, of Triton 3.6")
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from narrowcast.kernels import grouped_hopper
+
+    launched = grouped_hopper._grouped_kernel
+    height, width, stages = grouped_hopper.TILE
+    constants = {
+        "CONTRACTION": False, "BLOCK_SCALED": False, "PROMOTED": True, "BIAS": True, "ALIGNMENT": 1, "TILE_M": height,
+        "TILE_N": width, "TILE_K": 128, "STAGES": stages, "BAND": 8,
+    }  # fmt: skip
+    tiles = {"left": f"fp8e5[{height}", "right": f"fp8e4nv[{width}"}
+    pointers = {"out_ptr": "*bf16", "bias_ptr": "*bf16", "splits_ptr": "*i64"}
+    signature = (
+        {name: "i32" for name in launched.arg_names} | pointers | dict.fromkeys(constants, "constexpr")
+    )
+    signature |= {"left_scale_ptr": "*fp32", "right_scale_ptr": "*fp32"}
+    signature |= {name: f"tensordesc<{tile},128],{grouped_hopper.CODES!r}>" for name, tile in tiles.items()}
+    places = {(launched.arg_names.index(name),): value for name, value in constants.items()}
+    source = gluon.GluonASTSource(launched, signature, places)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": False}
+    )
+    assert "wgmma.mma_async" in compiled.asm["ptx"] and compiled.metadata.shared <= 232448

@@ -77,6 +77,17 @@ def test_every_size_of_one_kind_shares_a_variant() -> None:
     assert len({launch.specialization((n,))[0] for n in range(2, 2000)}) == 2
 
 
+def test_descriptors_of_one_dtype_and_tile_share_a_variant() -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def key(dtype: torch.dtype, rows: int, tile: int) -> Any:
+        codes = torch.empty(rows, 32, dtype=dtype)
+        return launch.specialization((TensorDescriptor(codes, [rows, 32], [32, 1], [tile, 32]),))[0]
+
+    assert key(torch.uint8, 64, 16) == key(torch.uint8, 128, 16)
+    assert len({key(torch.uint8, 64, 16), key(torch.int8, 64, 16), key(torch.uint8, 64, 32)}) == 3
+
+
 def test_unknown_argument_raises() -> None:
     with pytest.raises(TypeError, match="cannot take an argument of <class 'str'>; pass a tensor"):
         launch.specialization(("relu",))

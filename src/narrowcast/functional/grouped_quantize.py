@@ -32,7 +32,7 @@ from .numerics import numerics_for
 from .quantize import STATE, encode, encode_source
 from .quantizer_value import QuantizerValue
 
-ALIGNMENT = {"tensor": 16, "padded": 128, "split": 1}
+ALIGNMENT = {"tensor": 128, "padded": 128, "split": 1}
 """Rows that groups are padded to, by layout; of the tensor layout in the transposed codes."""
 
 _ARENA_ALIGNMENT = 16

@@ -9,6 +9,7 @@ for, partial sums are added to fp32 registers every 128 of the contraction, and 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -24,9 +25,7 @@ TILE_M = 128
 TILE_N = 128
 # With scales per row on both sides: in this shape a thread need not load each of its own.
 VECTORS_TILE = (64, 256)
-# Twice the columns, for half of the reads of the left operand: without a second accumulator for the promotion there are
-# registers for all of them at once, with one for half of them after the other.
-WIDE_TILE_N = 256
+WIDE_TILE_N = 256  # for half of the reads of the left operand, where no registers go to partial sums
 TILE_K = 128
 BAND = 8
 PROMOTION = 128
@@ -122,26 +121,6 @@ def _product(
 
 
 @triton.jit
-def _product_in_halves(
-    left, right, second, length, EVEN: tl.constexpr, PROMOTION: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """As :func:`_product` without block scales, for two sets of ``TILE_N`` columns: ``right`` and ``second``."""
-    total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    second_total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for step in tl.range(0, tl.cdiv(length, TILE_K)):
-        a = _load_codes(left, length - step * TILE_K, EVEN, TILE_K)
-        b = _load_codes(right, length - step * TILE_K, EVEN, TILE_K)
-        second_b = _load_codes(second, length - step * TILE_K, EVEN, TILE_K)
-        total = tl.dot(a, tl.trans(b), total, max_num_imprecise_acc=PROMOTION)
-        second_total = tl.dot(a, tl.trans(second_b), second_total, max_num_imprecise_acc=PROMOTION)
-        left += TILE_K
-        right += TILE_K
-        second += TILE_K
-    return total, second_total
-
-
-@triton.jit
 def _starts(ends, index):
     """Where groups begin that end at ``ends``: where the one in front does."""
     in_front = tl.max(tl.where(index[None, :] < index[:, None], ends[None, :], 0), axis=1)
@@ -197,12 +176,10 @@ def _rows_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-    HALVES: tl.constexpr,
     BAND: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
-    WIDTH: tl.constexpr = TILE_N // 2 if HALVES else TILE_N
     index = tl.arange(0, GROUPS)
     ends, padded_ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
     # The rows behind the last group are one more group, whose contraction is empty: it becomes zeros.
@@ -220,7 +197,7 @@ def _rows_kernel(
         m0, n0 = _tile_origin(tile - first, size, N, TILE_M, TILE_N, BAND)
         member = tl.minimum(group, groups - 1).to(tl.int64)
         row = m0 + tl.arange(0, TILE_M)
-        column = n0 + tl.arange(0, WIDTH)
+        column = n0 + tl.arange(0, TILE_N)
         # rows past the end repeat the last one
         left_row = (padded_start + tl.minimum(row, size - 1)).to(tl.int64)
         right_row_index = tl.minimum(column, N - 1).to(tl.int64)
@@ -228,31 +205,18 @@ def _rows_kernel(
         left = left_ptr + left_row[:, None] * K + step
         right = right_ptr + member * right_group + right_row_index[:, None] * right_row + step
         length = tl.where(group < groups, K, 0)
-        if HALVES:
-            scale = tl.load(left_scale_ptr + member) * tl.load(right_scale_ptr + member)
-            second_index = tl.minimum(column + WIDTH, N - 1).to(tl.int64)
-            second = right_ptr + member * right_group + second_index[:, None] * right_row + step
-            total, second_total = _product_in_halves(
-                left, right, second, length, EVEN, PROMOTION, TILE_M, WIDTH, TILE_K
-            )  # fmt: skip
-            _store_rows_of_group(
-                second_total * scale, out_ptr, bias_ptr, member, group < groups, start, row, size, column + WIDTH, N,
-                BIAS, OUT, EMULATE,
-            )  # fmt: skip
-            total *= scale
+        left_scale = left_scale_ptr + (left_row // LEFT_BLOCK) * left_scale_row
+        right_scale = right_scale_ptr + member * right_scale_group
+        if RIGHT_BLOCK % TILE_N == 0:  # one scale for all columns of the tile
+            right_scale += (n0 // RIGHT_BLOCK).to(tl.int64) * right_scale_row
         else:
-            left_scale = left_scale_ptr + (left_row // LEFT_BLOCK) * left_scale_row
-            right_scale = right_scale_ptr + member * right_scale_group
-            if RIGHT_BLOCK % TILE_N == 0:  # one scale for all columns of the tile
-                right_scale += (n0 // RIGHT_BLOCK).to(tl.int64) * right_scale_row
-            else:
-                right_scale += (right_row_index // RIGHT_BLOCK) * right_scale_row
-            total = _product(
-                left, right, left_scale, right_scale, length, left_scale_step, right_scale_step, BLOCK_SCALED,
-                RIGHT_BLOCK % TILE_N == 0, EVEN, PROMOTION, TILE_M, TILE_N, TILE_K,
-            )  # fmt: skip
-            if not BLOCK_SCALED:
-                total *= tl.load(left_scale_ptr + member) * tl.load(right_scale_ptr + member)
+            right_scale += (right_row_index // RIGHT_BLOCK) * right_scale_row
+        total = _product(
+            left, right, left_scale, right_scale, length, left_scale_step, right_scale_step, BLOCK_SCALED,
+            RIGHT_BLOCK % TILE_N == 0, EVEN, PROMOTION, TILE_M, TILE_N, TILE_K,
+        )  # fmt: skip
+        if not BLOCK_SCALED:
+            total *= tl.load(left_scale_ptr + member) * tl.load(right_scale_ptr + member)
         _store_rows_of_group(
             total, out_ptr, bias_ptr, member, group < groups, start, row, size, column, N, BIAS, OUT, EMULATE
         )
@@ -286,12 +250,10 @@ def _contraction_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-    HALVES: tl.constexpr,
     BAND: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
-    WIDTH: tl.constexpr = TILE_N // 2 if HALVES else TILE_N
     index = tl.arange(0, GROUPS)
     _, ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
     ends = tl.minimum(ends, P)
@@ -304,34 +266,23 @@ def _contraction_kernel(
         length = _pick((ends - starts) // ALIGNMENT, index, group) * ALIGNMENT
         m0, n0 = _tile_origin(tile - group * per_group, M, N, TILE_M, TILE_N, BAND)
         row = m0 + tl.arange(0, TILE_M)
-        column = n0 + tl.arange(0, WIDTH)
+        column = n0 + tl.arange(0, TILE_N)
         left_row = tl.minimum(row, M - 1).to(tl.int64)
         right_row = tl.minimum(column, N - 1).to(tl.int64)
         step = start + tl.arange(0, TILE_K)[None, :]
         left = left_ptr + left_row[:, None] * P + step
         right = right_ptr + right_row[:, None] * P + step
         target = out_ptr + (group.to(tl.int64) * M + row)[:, None] * N + column[None, :]
-        if HALVES:
-            second_row = tl.minimum(column + WIDTH, N - 1).to(tl.int64)
-            total, second_total = _product_in_halves(
-                left, right, right_ptr + second_row[:, None] * P + step, length, ALIGNMENT % TILE_K == 0, PROMOTION,
-                TILE_M, WIDTH, TILE_K,
-            )  # fmt: skip
-            scale = tl.load(left_scale_ptr + group) * tl.load(right_scale_ptr + group)
-            inside = (row < M)[:, None] & (column + WIDTH < N)[None, :]
-            tl.store(target + WIDTH, round_to_dtype(second_total * scale, OUT, EMULATE), mask=inside)
-            total *= scale
-        else:
-            block = start // TILE_K
-            total = _product(
-                left, right,
-                left_scale_ptr + (left_row // LEFT_BLOCK) * left_scale_row + block * left_scale_step,
-                right_scale_ptr + (right_row // RIGHT_BLOCK) * right_scale_row + block * right_scale_step,
-                length, left_scale_step, right_scale_step, BLOCK_SCALED, False, ALIGNMENT % TILE_K == 0, PROMOTION,
-                TILE_M, TILE_N, TILE_K,
-            )  # fmt: skip
-            if not BLOCK_SCALED:
-                total *= tl.load(left_scale_ptr + group) * tl.load(right_scale_ptr + group)
+        block = start // TILE_K
+        total = _product(
+            left, right,
+            left_scale_ptr + (left_row // LEFT_BLOCK) * left_scale_row + block * left_scale_step,
+            right_scale_ptr + (right_row // RIGHT_BLOCK) * right_scale_row + block * right_scale_step,
+            length, left_scale_step, right_scale_step, BLOCK_SCALED, False, ALIGNMENT % TILE_K == 0, PROMOTION,
+            TILE_M, TILE_N, TILE_K,
+        )  # fmt: skip
+        if not BLOCK_SCALED:
+            total *= tl.load(left_scale_ptr + group) * tl.load(right_scale_ptr + group)
         inside = (row < M)[:, None] & (column < N)[None, :]
         tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
 
@@ -422,9 +373,15 @@ def rows(
     if out.numel() == 0:
         return out
     block_scaled = left_scale.dim() > 1
+    faster = _faster(left, right, alignment, (left_block, right_block) if block_scaled else None)
+    if faster is not None:
+        bias = None if bias is None else bias.contiguous()
+        operands = left, left_scale, right, right_scale, splits, bias
+        faster.multiply(out, *operands, alignment, _programs(left.device), fast_accumulation)
+        return out
     strides = (right.stride(0), right.stride(1))
     strides += (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0, 0)
-    tile_n = TILE_N if block_scaled else WIDE_TILE_N
+    tile_n = WIDE_TILE_N if fast_accumulation and not block_scaled else TILE_N
     most_tiles = (cdiv(rows, TILE_M) + groups + 1) * cdiv(columns, tile_n)
     bias = None if bias is None else bias.contiguous()
     _rows(
@@ -436,7 +393,7 @@ def rows(
         (
             block_scaled, left_block, right_block, alignment, bias is not None, K % TILE_K == 0,
             None if fast_accumulation else PROMOTION, triton.next_power_of_2(groups + 1), TILE_M, tile_n, TILE_K,
-            not (block_scaled or fast_accumulation), BAND, INTERPRETING,
+            BAND, INTERPRETING,
         ),
     )  # fmt: skip
     return out
@@ -476,15 +433,20 @@ def contraction(
     out = torch.empty((groups, M, N), dtype=dtype, device=left.device)
     if out.numel() == 0:
         return out
+    faster = _faster(left, right, alignment, (left_block, right_block) if block_scaled else None)
+    if faster is not None:
+        operands = left, left_scale, right, right_scale, splits, None
+        faster.multiply(out, *operands, alignment, _programs(left.device), fast_accumulation)
+        return out
     strides = (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0)
-    tile_m, tile_n = VECTORS_TILE if block_scaled else (TILE_M, WIDE_TILE_N)
+    wide = WIDE_TILE_N if fast_accumulation else TILE_N
+    tile_m, tile_n = VECTORS_TILE if block_scaled else (TILE_M, wide)
     _contraction(
         (min(groups * cdiv(M, tile_m) * cdiv(N, tile_n), _programs(left.device)), 1, 1),
         (out, left, left_scale, right, right_scale, splits, M, N, P, groups, *strides),
         (
             block_scaled, left_block, right_block, alignment, None if fast_accumulation else PROMOTION,
-            triton.next_power_of_2(max(groups, 1)), tile_m, tile_n, TILE_K, not (block_scaled or fast_accumulation),
-            BAND, INTERPRETING,
+            triton.next_power_of_2(max(groups, 1)), tile_m, tile_n, TILE_K, BAND, INTERPRETING,
         ),
     )  # fmt: skip
     return out
@@ -554,6 +516,24 @@ def _check(left: Tensor, right: Tensor, right_rank: int) -> None:
             )
     if not left.is_contiguous():
         raise ValueError(f"left has strides {left.stride()}; give a contiguous matrix")
+
+
+def _faster(left: Tensor, right: Tensor, alignment: int, blocks: tuple[int, int] | None) -> Any:
+    """The module that multiplies these operands faster, or None."""
+    module = _of_this_gpu(left.device)
+    return module if module is not None and module.takes(left, right, alignment, blocks) else None
+
+
+@functools.cache
+def _of_this_gpu(device: torch.device) -> Any:
+    """The module of kernels for this kind of GPU alone, or None."""
+    if INTERPRETING or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        from . import grouped_hopper
+    except ImportError:  # a Triton without the language that it is written in
+        return None
+    return grouped_hopper
 
 
 @functools.cache

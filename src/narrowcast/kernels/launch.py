@@ -155,7 +155,7 @@ def specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[An
     """What Triton may compile a variant of a kernel for, and what a compiled one takes.
 
     Args:
-        arguments: run-time arguments of a kernel: tensors, ints, floats, bools and None.
+        arguments: run-time arguments of a kernel: tensors, descriptors of tensors, ints, floats, bools and None.
 
     Returns:
         Kinds, of which equal ones mean an equal variant: the arguments' types; of a tensor its dtype and whether it
@@ -167,7 +167,7 @@ def specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[An
         TypeError: an argument of another kind.
     """
     types = tuple(map(type, arguments))
-    tensors, ints = _places(types)
+    tensors, ints, descriptors = _places(types)
     kinds: list[Any] = [types]
     values, bits = list(arguments), 0
     for at in tensors:
@@ -181,20 +181,22 @@ def specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[An
         value = values[at]
         # Numbers that nobody else has: 2 and 3 stand for all of 32 bits that 16 divides or does not.
         kinds.append(value if value < 2 or value >= 2**31 else 2 + (value % 16 == 0))
+    kinds += [(values[at].base.dtype, *values[at].block_shape) for at in descriptors]
     return tuple(kinds), values
 
 
 @functools.cache
-def _places(types: tuple[type, ...]) -> tuple[list[int], list[int]]:
-    """Where arguments of these types are tensors, and where they are ints."""
+def _places(types: tuple[type, ...]) -> tuple[list[int], list[int], list[int]]:
+    """Where arguments of these types are tensors, where they are ints, and where descriptors of tensors."""
     tensors = [at for at, kind in enumerate(types) if issubclass(kind, Tensor)]
     ints = [at for at, kind in enumerate(types) if kind is int]
+    descriptors = [at for at, kind in enumerate(types) if kind.__name__ == "TensorDescriptor"]
     for kind in types:
-        if not issubclass(kind, (Tensor, int, float, type(None))):
+        if not issubclass(kind, (Tensor, int, float, type(None))) and kind.__name__ != "TensorDescriptor":
             raise TypeError(
                 f"a kernel cannot take an argument of {kind}; pass a tensor, int, float, bool or None"
             )
-    return tensors, ints
+    return tensors, ints, descriptors
 
 
 def is_traced(x: Tensor) -> bool:
