@@ -309,10 +309,10 @@ def test_hopper_kernel_compiles_without_a_gpu() -> None:
     from narrowcast.kernels import grouped_hopper
 
     launched = grouped_hopper._grouped_kernel
-    height, width, stages = grouped_hopper.TILE
+    height, width, stages, part = grouped_hopper.TILE
     constants = {
         "CONTRACTION": False, "BLOCK_SCALED": False, "PROMOTED": True, "BIAS": True, "ALIGNMENT": 1, "TILE_M": height,
-        "TILE_N": width, "TILE_K": 128, "STAGES": stages, "BAND": 8,
+        "TILE_N": width, "TILE_K": 128, "STAGES": stages, "BAND": 8, "WIDTH": part,
     }  # fmt: skip
     tiles = {"left": f"fp8e5[{height}", "right": f"fp8e4nv[{width}"}
     pointers = {"out_ptr": "*bf16", "bias_ptr": "*bf16", "splits_ptr": "*i64"}

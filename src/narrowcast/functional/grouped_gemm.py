@@ -11,7 +11,7 @@ wgrad    grad_output, columnwise          input, columnwise               [G, N,
 Operands lie as ``grouped_quantize`` left them. On CPU, and on a GPU when emulation is asked for, every group is
 multiplied as ``narrowcast::gemm`` would multiply it. Otherwise large groups whose sizes the host knows go one by one to
 the library's GEMM (``grouped_loop``), per-tensor E4M3 without fast accumulation to ``scaled_grouped_mm``, which takes
-no other pair here, and the rest to the Triton kernel, faster than that one with fast accumulation at every size that
+no other pair here, and the rest to the Triton kernels, faster than that one with fast accumulation at every size that
 was measured; nothing waits for the splits. All three add up products of the same codes in fp32, in
 another order: the choice changes last bits, as the library's own choice of a kernel does.
 """

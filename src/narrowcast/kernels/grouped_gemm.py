@@ -3,7 +3,8 @@
 Both operands are K-major: rows of codes whose last dim is the contraction. Programs stay on their multiprocessor and
 take tile after tile of all groups; where a group starts is computed from the splits on the device, so nothing waits
 for them. On Hopper the tensor cores accumulate FP8 in registers of about 14 bits: unless fast accumulation is asked
-for, partial sums are added to fp32 registers every 128 of the contraction, and scaled there with block scales.
+for, partial sums are added to fp32 registers every 128 of the contraction, and scaled there with block scales. What
+``grouped_hopper`` takes it multiplies there, to the same bits.
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ from .launch import Launcher
 
 TILE_K = 128
 BAND = 8
-TILE = BLOCK_ROWS_TILE = (128, 256, 4)
-BLOCK_CONTRACTION_TILE = (128, 128, 6)
-"""Rows and columns of a tile, and buffers in the ring."""
+TILE = (128, 256, 4, 128)
+BLOCK_ROWS_TILE = (128, 256, 4, 64)
+BLOCK_CONTRACTION_TILE = (128, 128, 6, 128)
+"""Rows and columns of a tile, buffers in the ring, columns of a partial sum, for which registers must be left."""
 
 warpgroup_mma = hopper.warpgroup_mma
 warpgroup_mma_wait = hopper.warpgroup_mma_wait
@@ -77,22 +78,9 @@ def _load(
     tile = gl.program_id(0)
     zero = gl.to_tensor(0)
     group, end, first, start, padded, size = _groups_in_front(
-        tile,
-        zero - 1,
-        zero,
-        zero,
-        zero,
-        zero,
-        zero,
-        splits_ptr,
-        rows,
-        M,
-        across,
-        groups,
-        CONTRACTION,
-        ALIGNMENT,
+        tile, zero - 1, zero, zero, zero, zero, zero, splits_ptr, rows, M, across, groups, CONTRACTION, ALIGNMENT,
         TILE_M,
-    )
+    )  # fmt: skip
     at = 0
     while group <= groups - CONTRACTION:
         if CONTRACTION:
@@ -154,55 +142,73 @@ def _store(
 
 
 @gluon.jit
+def _scales(
+    left, right, columns, left_step, right_step, right_row, step, BLOCK_SCALED: gl.constexpr,
+    CONTRACTION: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Block scales of one step: of rows, and for every part of the ``columns`` that there are, or of its block."""
+    a = gl.to_tensor(0.0)
+    b = ()
+    if BLOCK_SCALED:
+        a = gl.load(left + step * left_step)
+        right += step * right_step
+        for part in gl.static_range(PARTS):
+            if CONTRACTION:
+                column = part * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+                b = b + (gl.load(right + column * right_row, mask=column < columns, other=0.0),)
+            else:
+                b = b + (gl.load(right + gl.minimum(part * WIDTH, columns - 1) // 128 * right_row),)
+    return a, b
+
+
+@gluon.jit
 def _tile_product(
-    left_scale, right_scale, second_right_scale, left_scale_step, right_scale_step, lefts, rights, full, free, at,
+    left_scale, right_scale, columns, left_scale_step, right_scale_step, right_scale_row, lefts, rights, full, free, at,
     steps, HALF: gl.constexpr, CONTRACTION: gl.constexpr, BLOCK_SCALED: gl.constexpr, PROMOTED: gl.constexpr,
-    TWO: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, WIDTH: gl.constexpr,
+    PARTS: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """fp32 sums over the ``steps`` that are loaded ``at`` and after, without scales or with those of blocks."""
     HEIGHT: gl.constexpr = TILE_M // 2
     nothing = gl.zeros([HEIGHT, WIDTH], gl.float32, LAYOUT)
-    total = nothing
-    second_total = nothing
+    totals = ()
+    for _ in gl.static_range(PARTS):
+        totals = totals + (nothing,)
+    # Scales of blocks arrive a step ahead of their use; the last ones once more.
+    a_scale, b_scales = _scales(
+        left_scale, right_scale, columns, left_scale_step, right_scale_step, right_scale_row, 0, BLOCK_SCALED,
+        CONTRACTION, PARTS, LAYOUT, WIDTH,
+    )  # fmt: skip
     for step in range(steps):
         stage = at % STAGES
-        if BLOCK_SCALED:
-            a_scale = gl.load(left_scale + step * left_scale_step)
-            b_scale = gl.load(right_scale + step * right_scale_step)
-            if TWO:
-                second_b_scale = gl.load(second_right_scale + step * right_scale_step)
+        ahead = gl.minimum(step + 1, steps - 1)
+        next_a_scale, next_b_scales = _scales(
+            left_scale, right_scale, columns, left_scale_step, right_scale_step, right_scale_row, ahead, BLOCK_SCALED,
+            CONTRACTION, PARTS, LAYOUT, WIDTH,
+        )  # fmt: skip
         mbarrier.wait(full.index(stage), (at // STAGES) & 1)
         a = lefts.index(stage).slice(HALF * HEIGHT, HEIGHT, dim=0)
-        b = rights.index(stage).slice(0, WIDTH, dim=0).permute((1, 0))
-        if TWO:
-            second_b = rights.index(stage).slice(WIDTH, WIDTH, dim=0).permute((1, 0))
-        if PROMOTED:
-            partial = warpgroup_mma(a, b, nothing, use_acc=False, is_async=True)
-            partial = warpgroup_mma_wait(0, deps=[partial])
-            if not TWO:
-                mbarrier.arrive(free.index(stage), count=1)
-            if BLOCK_SCALED:
-                total = _scaled(partial, a_scale, b_scale, total, CONTRACTION)
-            else:
-                total += partial
-            if TWO:
-                partial = warpgroup_mma(a, second_b, nothing, use_acc=False, is_async=True)
+        sums = ()
+        for part in gl.static_range(PARTS):
+            b = rights.index(stage).slice(part * WIDTH, WIDTH, dim=0).permute((1, 0))
+            if PROMOTED:
+                partial = warpgroup_mma(a, b, nothing, use_acc=False, is_async=True)
                 partial = warpgroup_mma_wait(0, deps=[partial])
-                mbarrier.arrive(free.index(stage), count=1)
+                if part == PARTS - 1:
+                    mbarrier.arrive(free.index(stage), count=1)
                 if BLOCK_SCALED:
-                    second_total = _scaled(partial, a_scale, second_b_scale, second_total, CONTRACTION)
+                    sums = sums + (_scaled(partial, a_scale, b_scales[part], totals[part], CONTRACTION),)
                 else:
-                    second_total += partial
-        else:
-            total = warpgroup_mma(a, b, total, is_async=True)
-            if TWO:
-                second_total = warpgroup_mma(a, second_b, second_total, is_async=True)
-                total, second_total = warpgroup_mma_wait(0, deps=[total, second_total])
+                    sums = sums + (totals[part] + partial,)
             else:
-                total = warpgroup_mma_wait(0, deps=[total])
+                sums = sums + (warpgroup_mma(a, b, totals[part], is_async=True),)
+        if not PROMOTED:
+            sums = warpgroup_mma_wait(0, deps=sums)
             mbarrier.arrive(free.index(stage), count=1)
+        totals = sums
+        a_scale = next_a_scale
+        b_scales = next_b_scales
         at += 1
-    return total, second_total, at
+    return totals, at
 
 
 @gluon.jit
@@ -211,12 +217,10 @@ def _multiply(
     HALF: gl.constexpr,
     CONTRACTION: gl.constexpr, BLOCK_SCALED: gl.constexpr, PROMOTED: gl.constexpr, BIAS: gl.constexpr,
     ALIGNMENT: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
-    BAND: gl.constexpr,
+    BAND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Four of the multiplying warps: the first or second ``HALF`` of every tile's rows."""
-    # Columns of an accumulator: registers for the sums of two, and for the partial sums of one of them.
-    WIDTH: gl.constexpr = 128
-    TWO: gl.constexpr = TILE_N > WIDTH
+    PARTS: gl.constexpr = TILE_N // WIDTH
     HEIGHT: gl.constexpr = TILE_M // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     left_scale_row, left_scale_step, right_scale_group, right_scale_row, right_scale_step = strides
@@ -230,7 +234,6 @@ def _multiply(
     )  # fmt: skip
     at = zero
     down = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, LAYOUT))
-    along = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     while group <= groups - CONTRACTION:
         member = gl.minimum(group, groups - 1)
         if CONTRACTION:
@@ -243,32 +246,27 @@ def _multiply(
             steps = gl.where(group < groups, gl.cdiv(K, TILE_K), 0)
         m0, n0 = _origin(tile - first, height, across, TILE_M, TILE_N, BAND)
         m0 += HALF * HEIGHT
+        first_scale = gl.where(steps > 0, padded, 0)
         left_scale = left_scale_ptr + gl.minimum(m0 + down, height - 1) * left_scale_row
         right_scale = right_scale_ptr + member * right_scale_group
-        second_right_scale = right_scale
         if CONTRACTION:
-            left_scale += padded // TILE_K * left_scale_step
-            right_scale += padded // TILE_K * right_scale_step
-            second_right_scale = right_scale + gl.minimum(n0 + WIDTH + along, N - 1) * right_scale_row
-            right_scale += gl.minimum(n0 + along, N - 1) * right_scale_row
+            left_scale += first_scale // TILE_K * left_scale_step
+            right_scale += first_scale // TILE_K * right_scale_step + n0 * right_scale_row
         else:
-            left_scale += padded * left_scale_row
-            second_right_scale += gl.minimum(n0 + WIDTH, N - 1) // 128 * right_scale_row
+            left_scale += first_scale * left_scale_row
             right_scale += n0 // 128 * right_scale_row
-        total, second_total, at = _tile_product(
-            left_scale, right_scale, second_right_scale, left_scale_step, right_scale_step, lefts, rights, full, free,
-            at, steps, HALF, CONTRACTION, BLOCK_SCALED, PROMOTED, TWO, TILE_M, STAGES, LAYOUT, WIDTH,
+        totals, at = _tile_product(
+            left_scale, right_scale, N - n0, left_scale_step, right_scale_step, right_scale_row, lefts, rights, full,
+            free, at, steps, HALF, CONTRACTION, BLOCK_SCALED, PROMOTED, PARTS, TILE_M, STAGES, LAYOUT, WIDTH,
         )  # fmt: skip
-        if not BLOCK_SCALED:
-            scale = gl.load(left_scale_ptr + member) * gl.load(right_scale_ptr + member)
-            total *= scale
-            second_total *= scale
         bias = bias_ptr + member.to(gl.int64) * N
         biases = gl.where(group < groups, N, 0)  # the rows behind the last group get none
-        _store(total, out_ptr, bias, biases, out_start, m0, n0, height, N, BIAS, HEIGHT, WIDTH)
-        if TWO:
+        for part in gl.static_range(PARTS):
+            total = totals[part]
+            if not BLOCK_SCALED:
+                total *= gl.load(left_scale_ptr + member) * gl.load(right_scale_ptr + member)
             _store(
-                second_total, out_ptr, bias, biases, out_start, m0, n0 + WIDTH, height, N, BIAS, HEIGHT, WIDTH
+                total, out_ptr, bias, biases, out_start, m0, n0 + part * WIDTH, height, N, BIAS, HEIGHT, WIDTH
             )
         tile += gl.num_programs(0)
         group, end, first, start, padded, size = _groups_in_front(
@@ -311,6 +309,7 @@ def _grouped_kernel(
     TILE_K: gl.constexpr,
     STAGES: gl.constexpr,
     BAND: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):
     lefts = gl.allocate_shared_memory(left.dtype, [STAGES, TILE_M, TILE_K], left.layout)
     rights = gl.allocate_shared_memory(right.dtype, [STAGES, TILE_N, TILE_K], right.layout)
@@ -329,7 +328,7 @@ def _grouped_kernel(
                 (
                     out_ptr, left_scale_ptr, right_scale_ptr, bias_ptr, splits_ptr, lefts, rights, full, free, numbers,
                     strides, 0, CONTRACTION, BLOCK_SCALED, PROMOTED, BIAS, ALIGNMENT, TILE_M, TILE_N, TILE_K, STAGES,
-                    BAND,
+                    BAND, WIDTH,
                 ),
             ),
             (
@@ -337,7 +336,7 @@ def _grouped_kernel(
                 (
                     out_ptr, left_scale_ptr, right_scale_ptr, bias_ptr, splits_ptr, lefts, rights, full, free, numbers,
                     strides, 1, CONTRACTION, BLOCK_SCALED, PROMOTED, BIAS, ALIGNMENT, TILE_M, TILE_N, TILE_K, STAGES,
-                    BAND,
+                    BAND, WIDTH,
                 ),
             ),
             (
@@ -412,9 +411,9 @@ def multiply(
         assert matrix is not None  # ``takes`` has seen to it
         M, (shape, down, across) = rows, matrix
     strides: tuple[int, ...] = (0, 0, 0, 0, 0)
-    tile_m, tile_n, stages = TILE
+    tile_m, tile_n, stages, width = TILE
     if block_scaled:
-        tile_m, tile_n, stages = BLOCK_CONTRACTION_TILE if contraction else BLOCK_ROWS_TILE
+        tile_m, tile_n, stages, width = BLOCK_CONTRACTION_TILE if contraction else BLOCK_ROWS_TILE
         strides = (*left_scale.stride(), *([0] if contraction else []), *right_scale.stride())
     lefts, rights = _tiles(left, list(left.shape), tile_m), _tiles(right, shape, tile_n)
     _grouped(
@@ -425,7 +424,7 @@ def multiply(
         ),
         (
             contraction, block_scaled, block_scaled or not fast_accumulation, bias is not None, alignment, tile_m,
-            tile_n, TILE_K, stages, BAND,
+            tile_n, TILE_K, stages, BAND, width,
         ),
     )  # fmt: skip
 
