@@ -138,7 +138,7 @@ BLOCK: dict[str, Any] = {"block_dim": 1, "power_2": True, "epsilon": 0.0, **BOTH
 def _normalized() -> Any:
     weight = torch.ones(256, dtype=torch.bfloat16)
     options = {"eps": 1e-5, "normalization": "RMSNorm", "zero_centered_gamma": False}
-    return sources.normalized(X, None, weight, None, with_amax=True, **options)[0]
+    return sources.normalized(X, None, weight, None, wanted="amax", **options)[0]
 
 
 # What runs, functions from its entry to the compiled kernel's start, and launches.

@@ -47,21 +47,22 @@ def check(
 
     source = x if summed is None else summed
     gamma = {"zero_centered_gamma": zero_centered_gamma}
-    statistics = on(device, weight, shift, mean, rstd)
-    (y,) = compare(
-        lambda x: [kernels.norm.forward(x, *statistics, **gamma)],
-        lambda x: [reference.forward(x, weight, shift, mean, rstd, **gamma)],
-        source,
+    y = reference.forward(source, weight, shift, mean, rstd, **gamma)
+    vectors, moved = on(device, weight, shift), on(device, other)[0]
+    compare(
+        lambda x: present(*kernels.norm.normalized(x, *vectors, **options, **gamma, residual=moved)),
+        lambda x: present(y, summed, mean, rstd),
+        x,
         device,
         what,
     )
     *with_amax, partials = kernels.norm.statistics(
-        x.to(device), *statistics[:2], **options, **gamma, residual=on(device, other)[0], amax_partials=True
+        x.to(device), *vectors, **options, **gamma, residual=moved, amax_partials=True
     )
     for actual, expected in zip(present(*with_amax), present(summed, mean, rstd), strict=True):
         assert_bitwise(actual, expected, what)
     assert 1 <= partials.numel() <= 1024
-    assert_bitwise(partials.amax().reshape(1), scaling.amax(y.cpu()), f"amax of {what}")
+    assert_bitwise(partials.amax().reshape(1), scaling.amax(y), f"amax of {what}")
 
     sums = reference.gradient_statistics(grad, source, weight, mean, rstd, **gamma)
     arguments = on(device, weight, mean, rstd)
@@ -173,14 +174,15 @@ def test_refuses(device: torch.device) -> None:
         kernels.norm.statistics(x, eps=EPS, normalization="RMSNorm", residual=x.half())
     with pytest.raises(ValueError, match="amax_partials needs the weight"):
         kernels.norm.statistics(x, eps=EPS, normalization="RMSNorm", amax_partials=True)
+    options = {"eps": EPS, "normalization": "RMSNorm", **gamma}
     with pytest.raises(ValueError, match="got torch.float64"):
-        kernels.norm.forward(x.double(), weight, None, None, rstd, **gamma)
+        kernels.norm.normalized(x.double(), weight, None, **options)
     with pytest.raises(ValueError, match="weight is torch.float64"):
-        kernels.norm.forward(x, weight.double(), None, None, rstd, **gamma)
-    with pytest.raises(ValueError, match="rstd is torch.bfloat16"):
-        kernels.norm.forward(x, weight, None, None, rstd.bfloat16(), **gamma)
+        kernels.norm.normalized(x, weight.double(), None, **options)
     with pytest.raises(ValueError, match=r"weight has shape \(2,\), expected \(4,\)"):
-        kernels.norm.forward(x, rstd, None, None, rstd, **gamma)
+        kernels.norm.normalized(x, rstd, None, **options)
+    with pytest.raises(ValueError, match="rstd is torch.bfloat16"):
+        kernels.norm.gradient_statistics(x, x, weight, None, rstd.bfloat16(), **gamma)
     with pytest.raises(ValueError, match=r"rstd has shape \(4,\), expected \(2,\)"):
         kernels.norm.gradient_statistics(x, x, weight, None, weight, **gamma)
     with pytest.raises(ValueError, match=r"residual_grad has shape \(1, 4\), expected \(2, 4\)"):
@@ -204,8 +206,7 @@ def test_more_than_two_billion_elements(device: torch.device) -> None:
     x = torch.empty((2**20 + 3, 2056), dtype=torch.bfloat16, device=device).normal_()
     weight = torch.randn(2056, dtype=torch.bfloat16, device=device)
     gamma = {"zero_centered_gamma": False}
-    _, mean, rstd = kernels.norm.statistics(x, eps=EPS, normalization="LayerNorm")
-    y = kernels.norm.forward(x, weight, None, mean, rstd, **gamma)
+    y, _, mean, rstd = kernels.norm.normalized(x, weight, None, eps=EPS, normalization="LayerNorm", **gamma)
     c1, c2, _, _ = kernels.norm.gradient_statistics(y, x, weight, mean, rstd, **gamma)
     dx = kernels.norm.backward(y, x, weight, mean, rstd, c1, c2, **gamma)
     last = x[-100:].cpu()

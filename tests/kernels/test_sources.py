@@ -83,7 +83,7 @@ def _norm(normalization: str, shape: tuple[int, ...], kind: str, dtype: torch.dt
     def build(numerics, device):
         moved = {name: None if t is None else t.to(device) for name, t in operands.items()}
         options = {"eps": 1e-5, "normalization": normalization, "zero_centered_gamma": centered}
-        return numerics.sources.normalized(**moved, **options, with_amax=not centered)[0]
+        return numerics.sources.normalized(**moved, **options, wanted="source" if centered else "amax")[0]
 
     return build
 
@@ -213,6 +213,17 @@ def test_norms(
     device: torch.device,
 ) -> None:
     _check(direction(normalization, (35, 40), "wide", dtype, centered), quantize, device, directions)
+
+
+def test_a_norm_wanted_as_a_matrix_is_one(device: torch.device) -> None:
+    operands = _norm_operands((5, 40), "normal", torch.bfloat16, "LayerNorm")
+    moved = {name: None if t is None else t.to(device) for name, t in operands.items()}
+    options = {"eps": 1e-5, "normalization": "LayerNorm", "zero_centered_gamma": False, "wanted": "matrix"}
+    source, *statistics = kernels.sources.normalized(**moved, **options)
+    assert source.is_tensor
+    expected = reference.sources.normalized(**operands, **options)
+    for a, b in zip((source.operands[0], *statistics), expected, strict=True):
+        assert_bitwise(a, b)
 
 
 @pytest.mark.parametrize("quantize", QUANTIZERS)

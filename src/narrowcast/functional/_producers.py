@@ -22,8 +22,9 @@ class Producer:
 
     ``inputs``: schemas of the arguments before the quantizer. ``options``: of those after it, with their defaults.
     ``like``: index of the input whose dtype and device the result has.
-    ``source(numerics, with_amax, *inputs, *options)``: the result as a source of ``numerics``, and the further outputs.
-    ``with_amax``: a pass before the one that quantizes should take the amax, if there is such a pass.
+    ``source(numerics, wanted, *inputs, *options)``: the result as a source of ``numerics``, and the further outputs.
+    ``wanted``: "source", or what a pass before the one that quantizes, if there is one, should leave: the result's
+    "amax", or the result itself, the "matrix".
     ``shape(*inputs, *options)``: shape of the result. ``further(*inputs, *options)``: empty further outputs.
     ``further_count``: how many they are.
     ``sums``: the quantizing form has a last option ``column_sums``, true by default, that the plain form lacks: the
@@ -47,7 +48,7 @@ def define_plain(producer: Producer) -> Operator:
 
     def run(*given: Any) -> Any:
         numerics = numerics_for(given[producer.like])
-        source, further = producer.source(numerics, False, *given, *defaults[len(given) - count :])
+        source, further = producer.source(numerics, "matrix", *given, *defaults[len(given) - count :])
         result = numerics.sources.materialize(source)
         return (result, *further) if further else result
 
@@ -76,10 +77,12 @@ def define_quantizing(producer: Producer) -> Operator:
         *arguments, seed, scale, amax = (*given, *defaults[len(given) - count - 1 :])
         quantizer = arguments.pop(count)
         numerics = numerics_for(arguments[producer.like])
-        source, further = producer.source(numerics, quantizer._needs_amax, *arguments)
+        takes = quantizer._takes_sources
+        wanted = "matrix" if not takes else "amax" if quantizer._needs_amax else "source"
+        source, further = producer.source(numerics, wanted, *arguments)
         sums = producer.sums and arguments[-1]
         # as encode_source(), in line: these operators run much
-        x = source if quantizer._takes_sources else numerics.sources.materialize(source)
+        x = source if takes else numerics.sources.materialize(source)
         if scale is not None and quantizer._is_delayed():
             buffers = quantizer._encode_scaled(numerics, x, scale, amax)
         else:

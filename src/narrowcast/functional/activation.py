@@ -39,7 +39,7 @@ def output_shape(x: Tensor, activation: str) -> tuple[int, ...]:
 
 
 def _activated(
-    numerics: ModuleType, with_amax: bool, x: Tensor, activation: str, parameters: Sequence[float]
+    numerics: ModuleType, wanted: str, x: Tensor, activation: str, parameters: Sequence[float]
 ) -> tuple[Any, tuple[Tensor, ...]]:
     return numerics.sources.activation(x, activation, **named_parameters(activation, parameters)), ()
 
@@ -62,7 +62,7 @@ act_quantize = define_quantizing(_ACT)
 
 def _gradient(
     numerics: ModuleType,
-    with_amax: bool,
+    wanted: str,
     grad: Tensor,
     x: Tensor,
     activation: str,

@@ -22,7 +22,7 @@ def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
 
 def _normalized(
     numerics: ModuleType,
-    with_amax: bool,
+    wanted: str,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -40,7 +40,7 @@ def _normalized(
         eps=eps,
         normalization=normalization,
         zero_centered_gamma=zero_centered_gamma,
-        with_amax=with_amax,
+        wanted=wanted,
     )
     return source, (_or_empty(mean, rstd), rstd, _or_empty(summed, x))
 
@@ -87,7 +87,7 @@ norm_quantize = define_quantizing(_NORM)
 
 def _gradient(
     numerics: ModuleType,
-    with_amax: bool,
+    wanted: str,
     grad: Tensor,
     x: Tensor,
     weight: Tensor,

@@ -79,13 +79,14 @@ def _load_chunks(
     EMULATE: tl.constexpr,
 ):
     """Consecutive chunks of the rows at ``base``, summed with the residual, in their dtype."""
+    ONCE: tl.constexpr = "evict_first" if RESIDUAL else ""  # what is read again is their sum
     chunks = ()
     for j in tl.static_range(UNROLL):
         offsets = column + j * column.shape[1]
         inside = here & (offsets < K)
-        x = tl.load(x_ptr + base + offsets, mask=inside, other=0.0)
+        x = tl.load(x_ptr + base + offsets, mask=inside, other=0.0, eviction_policy=ONCE)
         if RESIDUAL:
-            residual = tl.load(residual_ptr + base + offsets, mask=inside, other=0.0)
+            residual = tl.load(residual_ptr + base + offsets, mask=inside, other=0.0, eviction_policy=ONCE)
             x = round_to_dtype(to_float32(x, EMULATE) + to_float32(residual, EMULATE), x.dtype, EMULATE)
         chunks = chunks + (x,)
     return chunks
@@ -97,8 +98,64 @@ def _row_mean(lanes, K):
     return tl.div_rn(total, tl.full(total.shape, K, tl.float32))
 
 
+@triton.jit
+def _row_statistics(
+    x_ptr,
+    residual_ptr,
+    summed_ptr,
+    mean_ptr,
+    rstd_ptr,
+    first,
+    here,
+    lane,
+    M,
+    K,
+    eps,
+    LAYER_NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Mean and reciprocal deviation of the rows from ``first`` on; stored, like their sums with the residual."""
+    row = first + tl.arange(0, lane.shape[0])
+    base = row[:, None] * K
+    lanes = tl.zeros(lane.shape, tl.float32)
+    k = 0
+    while k < K:
+        chunks = _load_chunks(x_ptr, residual_ptr, base, k + lane, here, K, RESIDUAL, UNROLL, EMULATE)
+        for j in tl.static_range(UNROLL):
+            if RESIDUAL:
+                column = k + j * lane.shape[1] + lane
+                tl.store(summed_ptr + base + column, chunks[j], mask=here & (column < K))
+            value = to_float32(chunks[j], EMULATE)
+            if LAYER_NORM:
+                lanes += value
+            else:
+                lanes += product(value, value, EMULATE)
+        k += UNROLL * lane.shape[1]
+    mean = _row_mean(lanes, K)
+    variance = mean
+    if RESIDUAL:
+        tl.debug_barrier()  # from here on the sums are read, by whichever thread
+    if LAYER_NORM:
+        tl.store(mean_ptr + row, round_to_dtype(mean, tl.float32, EMULATE), mask=row < M)
+        lanes = tl.zeros(lane.shape, tl.float32)
+        k = 0
+        while k < K:
+            chunks = _load_chunks(summed_ptr, summed_ptr, base, k + lane, here, K, False, UNROLL, EMULATE)
+            for j in tl.static_range(UNROLL):
+                inside = here & (k + j * lane.shape[1] + lane < K)
+                d = tl.where(inside, to_float32(chunks[j], EMULATE) - mean[:, None], 0.0)
+                lanes += product(d, d, EMULATE)
+            k += UNROLL * lane.shape[1]
+        variance = _row_mean(lanes, K)
+    rstd = reciprocal(tl.sqrt_rn(variance + tl.cast(eps, tl.float32)), EMULATE)
+    tl.store(rstd_ptr + row, round_to_dtype(rstd, tl.float32, EMULATE), mask=row < M)
+    return mean, rstd
+
+
 @triton.jit(do_not_specialize_on_alignment=["bias_ptr", "mean_ptr", "rstd_ptr", "partials_ptr"])
-def _statistics_kernel(
+def _norm_kernel(
     x_ptr,
     residual_ptr,
     summed_ptr,
@@ -106,6 +163,7 @@ def _statistics_kernel(
     bias_ptr,
     mean_ptr,
     rstd_ptr,
+    y_ptr,
     partials_ptr,
     M,
     K,
@@ -114,6 +172,7 @@ def _statistics_kernel(
     RESIDUAL: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     BIAS: tl.constexpr,
+    WRITE: tl.constexpr,
     AMAX: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
@@ -126,55 +185,29 @@ def _statistics_kernel(
     first = tl.program_id(0).to(tl.int64) * ROWS
     while first < M:
         here = row < tl.minimum(M - first, ROWS).to(tl.int32)
-        base = (first + row) * K
-        lanes = tl.zeros([ROWS, LANES], tl.float32)
-        k = 0
-        while k < K:
-            chunks = _load_chunks(x_ptr, residual_ptr, base, k + lane, here, K, RESIDUAL, UNROLL, EMULATE)
-            for j in tl.static_range(UNROLL):
-                if RESIDUAL:
-                    column = k + j * LANES + lane
-                    tl.store(summed_ptr + base + column, chunks[j], mask=here & (column < K))
-                value = to_float32(chunks[j], EMULATE)
-                if LAYER_NORM:
-                    lanes += value
-                else:
-                    lanes += product(value, value, EMULATE)
-            k += UNROLL * LANES
-        mean = _row_mean(lanes, K)
-        store = (first + tl.arange(0, ROWS)) < M
-        if LAYER_NORM:
-            tl.store(
-                mean_ptr + first + tl.arange(0, ROWS), round_to_dtype(mean, tl.float32, EMULATE), mask=store
-            )
-            lanes = tl.zeros([ROWS, LANES], tl.float32)
+        mean, rstd = _row_statistics(
+            x_ptr, residual_ptr, summed_ptr, mean_ptr, rstd_ptr, first, here, lane, M, K, eps, LAYER_NORM, RESIDUAL,
+            UNROLL, EMULATE,
+        )  # fmt: skip
+        if WRITE or AMAX:
+            base = (first + row) * K
             k = 0
             while k < K:
-                chunks = _load_chunks(x_ptr, residual_ptr, base, k + lane, here, K, RESIDUAL, UNROLL, EMULATE)
-                for j in tl.static_range(UNROLL):
-                    inside = here & (k + j * LANES + lane < K)
-                    d = tl.where(inside, to_float32(chunks[j], EMULATE) - mean[:, None], 0.0)
-                    lanes += product(d, d, EMULATE)
-                k += UNROLL * LANES
-            variance = _row_mean(lanes, K)
-        else:
-            variance = mean
-        rstd = reciprocal(tl.sqrt_rn(variance + tl.cast(eps, tl.float32)), EMULATE)
-        tl.store(rstd_ptr + first + tl.arange(0, ROWS), round_to_dtype(rstd, tl.float32, EMULATE), mask=store)
-        if AMAX:
-            k = 0
-            while k < K:
-                chunks = _load_chunks(x_ptr, residual_ptr, base, k + lane, here, K, RESIDUAL, UNROLL, EMULATE)
+                chunks = _load_chunks(summed_ptr, summed_ptr, base, k + lane, here, K, False, UNROLL, EMULATE)
                 for j in tl.static_range(UNROLL):
                     column = k + j * LANES + lane
+                    inside = here & (column < K)
                     gamma = _load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)
                     beta = gamma
                     if BIAS:
                         beta = _load_vector(bias_ptr, column, K, EMULATE)
                     value = to_float32(chunks[j], EMULATE)
                     y = normalize(value, mean[:, None], rstd[:, None], gamma, beta, LAYER_NORM, BIAS, EMULATE)
-                    size = magnitude(round_to_dtype(y, chunks[j].dtype, EMULATE), EMULATE)
-                    largest = tl.maximum(largest, tl.where(here & (column < K), size, 0.0))
+                    y = round_to_dtype(y, chunks[j].dtype, EMULATE)
+                    if WRITE:
+                        tl.store(y_ptr + base + column, y, mask=inside)
+                    if AMAX:
+                        largest = tl.maximum(largest, tl.where(inside, magnitude(y, EMULATE), 0.0))
                 k += UNROLL * LANES
         first += tl.num_programs(0).to(tl.int64) * ROWS
     if AMAX:
@@ -195,39 +228,6 @@ def _tile_position(K, TILE_ROWS: tl.constexpr, LANES: tl.constexpr):
 def _load_rows(pointer, row, M):
     """One value per row, as a column."""
     return tl.load(pointer + row, mask=row < M, other=0.0)[:, None]
-
-
-@triton.jit(do_not_specialize_on_alignment=["bias_ptr", "mean_ptr", "rstd_ptr"])
-def _forward_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    mean_ptr,
-    rstd_ptr,
-    y_ptr,
-    M,
-    K,
-    LAYER_NORM: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    BIAS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    row, column = _tile_position(K, TILE_ROWS, LANES)
-    inside = (row < M)[:, None] & (column < K)
-    offsets = row[:, None] * K + column
-    x = to_float32(tl.load(x_ptr + offsets, mask=inside, other=0.0), EMULATE)
-    gamma = _load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)
-    beta = gamma
-    if BIAS:
-        beta = _load_vector(bias_ptr, column, K, EMULATE)
-    rstd = _load_rows(rstd_ptr, row, M)
-    mean = rstd
-    if LAYER_NORM:
-        mean = _load_rows(mean_ptr, row, M)
-    y = normalize(x, mean, rstd, gamma, beta, LAYER_NORM, BIAS, EMULATE)
-    tl.store(y_ptr + offsets, round_to_dtype(y, y_ptr.dtype.element_ty, EMULATE), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "c1_ptr", "c2_ptr"])
@@ -341,8 +341,7 @@ def _gradient_statistics_kernel(
         _store_row_mean(c2_ptr, c2, row, M, K, EMULATE)
 
 
-_statistics = Launcher(_statistics_kernel, num_warps=4)
-_forward = Launcher(_forward_kernel, num_warps=4)
+_norm = Launcher(_norm_kernel, num_warps=4)
 _backward = Launcher(_backward_kernel, num_warps=4)
 _gradient_statistics = Launcher(_gradient_statistics_kernel, num_warps=1)
 
@@ -377,16 +376,18 @@ def statistics(
     residual: Tensor | None = None,
     zero_centered_gamma: bool = False,
     amax_partials: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Mean and reciprocal standard deviation of every row, and if asked the largest normalized magnitudes.
 
     Args:
         x: (*lead, K), bf16, fp16 or fp32, any strides.
-        weight, bias, zero_centered_gamma: of the norm, used for ``amax_partials``.
+        weight, bias, zero_centered_gamma: of the norm, used for ``amax_partials`` and ``into``.
         eps: added to the variance.
         normalization: "LayerNorm" or "RMSNorm".
         residual: shape and dtype of ``x``, added to it first.
-        amax_partials: also return maxima over parts of ``|forward(...)|``, NaN ignored.
+        amax_partials: also return maxima over parts of the magnitudes of ``normalized``'s result, NaN ignored.
+        into: where to write ``normalized``'s result, contiguous, of shape and dtype of ``x``.
 
     Returns:
         ``(summed, mean, rstd)``, shape of ``x`` or None, fp32 (M,) or None, fp32 (M,); with ``amax_partials`` also
@@ -397,89 +398,86 @@ def statistics(
             normalization, or ``amax_partials`` without a weight.
 
     Numerics:
-        Equal to ``reference.norm.statistics``; the largest partial is the amax of ``forward``'s result.
+        Equal to ``reference.norm.statistics``; the largest partial is the amax of ``normalized``'s result.
     """
     M, K = _sizes(x)
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"unknown normalization {normalization!r}; use one of {', '.join(NORMALIZATIONS)}")
     _check(tuple(x.shape), dtypes=(x.dtype,), residual=residual)
     _check((K,), weight=weight, bias=bias)
-    if amax_partials and weight is None:
+    if weight is None and (amax_partials or into is not None):
         raise ValueError("amax_partials needs the weight, got None; pass the norm's weight and bias")
     layer_norm = normalization == "LayerNorm"
     x = x.contiguous()
-    summed = None
-    if residual is not None:
-        residual = residual.contiguous()
-        summed = torch.empty_like(x)
+    summed = None if residual is None else torch.empty_like(x)
     mean = torch.empty(M, dtype=torch.float32, device=x.device) if layer_norm else None
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     programs = min(cdiv(M, ROWS), PROGRAMS)
-    if layer_norm or amax_partials:
-        in_work = ROWS * K * x.element_size() * (1 if residual is None else 2)
+    again = amax_partials or into is not None
+    if layer_norm or again:
+        in_work = ROWS * K * x.element_size()
         programs = min(programs, max(REREAD_BYTES // max(in_work, 1), PROGRAMS // 4))
     # The kernel writes no partial where no program runs.
-    partials = (
-        torch.empty(programs, dtype=torch.float32, device=x.device) if programs else x.new_zeros(1).float()
-    )
+    partials = rstd if not amax_partials else rstd.new_empty(programs) if programs else rstd.new_zeros(1)
     if programs:
         # An absent tensor passes another one: the constants keep the kernel from touching it.
         scale = x if weight is None else weight.contiguous()
-        shift = scale if bias is None else bias.contiguous()
-        other = x if residual is None else residual
-        target = x if summed is None else summed
-        _statistics(
+        pointers = (
+            x,
+            x if residual is None else residual.contiguous(),
+            x if summed is None else summed,  # read again
+            scale,
+            scale if bias is None else bias.contiguous(),
+            rstd if mean is None else mean,
+            rstd,
+            x if into is None else into,
+            partials,
+        )
+        _norm(
             (programs, 1, 1),
-            (x, other, target, scale, shift, rstd if mean is None else mean, rstd, partials, M, K, float(eps)),
+            (*pointers, M, K, float(eps)),
             (
-                layer_norm, residual is not None, zero_centered_gamma, bias is not None, amax_partials,
-                ROWS, LANES, 2 * UNROLL if amax_partials else UNROLL, INTERPRETING,
+                layer_norm, residual is not None, zero_centered_gamma, bias is not None, into is not None,
+                amax_partials, ROWS, LANES, 2 * UNROLL if again else UNROLL, INTERPRETING,
             ),
         )  # fmt: skip
     return (summed, mean, rstd, partials) if amax_partials else (summed, mean, rstd)
 
 
-def forward(
+def normalized(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
     *,
+    eps: float,
+    normalization: str,
     zero_centered_gamma: bool,
-) -> Tensor:
-    """Normalize with given statistics.
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Normalize; the result and what :func:`statistics` returns.
 
     Args:
-        x: (*lead, K), bf16, fp16 or fp32, any strides.
-        weight: (K,), one of these dtypes.
+        x, residual, eps, normalization: as given to :func:`statistics`.
+        weight: (K,), bf16, fp16 or fp32.
         bias: (K,), or None.
-        mean: fp32 (M,), or None for RMSNorm.
-        rstd: fp32 (M,).
         zero_centered_gamma: the factor is ``1 + weight``.
 
     Returns:
-        Shape and dtype of ``x``.
+        ``(y, summed, mean, rstd)``, y in shape and dtype of ``x``.
 
     Raises:
-        ValueError: a tensor the kernels cannot reach, another dtype, rank 0, or shapes that do not fit.
+        ValueError: as :func:`statistics`.
 
     Numerics:
-        Equal to ``reference.norm.forward``.
+        Equal to ``reference.norm.normalized``.
     """
-    M, K = _sizes(x)
-    _check((K,), weight=weight, bias=bias)
-    _check((M,), dtypes=(torch.float32,), mean=mean, rstd=rstd)
-    x, weight = x.contiguous(), weight.contiguous()
+    x = x.contiguous()
     y = torch.empty_like(x)
-    if x.numel():
-        shift = weight if bias is None else bias.contiguous()
-        _forward(
-            (cdiv(M, TILE_ROWS) * cdiv(K, LANES), 1, 1),
-            (x, weight, shift, rstd if mean is None else mean, rstd, y, M, K),
-            (mean is not None, zero_centered_gamma, bias is not None, TILE_ROWS, LANES, INTERPRETING),
-        )
-    return y
+    summed, mean, rstd = statistics(
+        x, weight, bias, eps=eps, normalization=normalization, residual=residual,
+        zero_centered_gamma=zero_centered_gamma, into=y,
+    )  # fmt: skip
+    return y, summed, mean, rstd  # type: ignore[return-value]
 
 
 def gradient_statistics(
@@ -495,13 +493,17 @@ def gradient_statistics(
 
     Args:
         grad: gradient of the result, shape of ``x``; bf16, fp16 or fp32, any strides.
-        x, weight, mean, rstd, zero_centered_gamma: as given to ``forward``.
+        x: what was normalized, the sum with the residual if there was one.
+        weight: (K,), bf16, fp16 or fp32.
+        mean: fp32 (M,), or None for RMSNorm.
+        rstd: fp32 (M,).
+        zero_centered_gamma: the factor is ``1 + weight``.
 
     Returns:
         ``(c1, c2, dweight, dbias)``, fp32 (M,), (M,) or None, (K,), (K,) or None; None for RMSNorm.
 
     Raises:
-        ValueError: as ``forward``, or a gradient of another shape.
+        ValueError: a tensor the kernels cannot reach, another dtype, rank 0, or shapes that do not fit.
 
     Numerics:
         Equal to ``reference.norm.gradient_statistics``.
@@ -554,7 +556,7 @@ def backward(
         Shape and dtype of ``x``.
 
     Raises:
-        ValueError: as ``forward``, or a gradient of another shape.
+        ValueError: a tensor the kernels cannot reach, another dtype, rank 0, or shapes that do not fit.
 
     Numerics:
         Equal to ``reference.norm.backward``.

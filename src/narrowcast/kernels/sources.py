@@ -216,13 +216,21 @@ def normalized(
     eps: float,
     normalization: str,
     zero_centered_gamma: bool,
-    with_amax: bool = False,
+    wanted: str = "source",
 ) -> tuple[Source, Tensor | None, Tensor, Tensor | None]:
-    """``norm.forward`` of ``x``, or of ``x + residual``, computed on the way in: (source, mean, rstd, sum).
+    """``norm.normalized``, computed on the way in: (source, mean, rstd, sum).
 
     Args:
-        with_amax: take the amax of the result in the pass that takes the statistics.
+        wanted: "source"; or that the pass over all rows that takes the statistics also takes the result's "amax", or
+            writes the result, the "matrix".
     """
+    norm = partial(
+        norms.normalized, x, weight, bias, eps=eps, normalization=normalization,
+        zero_centered_gamma=zero_centered_gamma, residual=residual,
+    )  # fmt: skip
+    if wanted == "matrix":
+        y, summed, mean, rstd = norm()
+        return tensor(y), mean, rstd, summed
     summed, mean, rstd, *amax_partials = norms.statistics(
         x,
         eps=eps,
@@ -231,7 +239,7 @@ def normalized(
         weight=weight,
         bias=bias,
         zero_centered_gamma=zero_centered_gamma,
-        amax_partials=with_amax,
+        amax_partials=wanted == "amax",
     )
     inner = x.contiguous() if summed is None else summed
     weight = weight.contiguous()
@@ -241,7 +249,7 @@ def normalized(
         # An absent vector passes another one: the constants keep the kernel from reading it.
         (inner, weight, rstd, rstd if mean is None else mean, weight if bias is None else bias.contiguous()),
         ("norm", normalization, zero_centered_gamma, bias is not None, 0.0),
-        lambda _: norms.forward(inner, weight, bias, mean, rstd, zero_centered_gamma=zero_centered_gamma),
+        lambda _: norm()[0],
         *amax_partials,
     )
     return source, mean, rstd, summed

@@ -89,6 +89,23 @@ def forward(
     return round_to_dtype(y, x.dtype).view(x.shape)
 
 
+def normalized(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    normalization: str,
+    zero_centered_gamma: bool,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """``(y, summed, mean, rstd)``: :func:`statistics`, then :func:`forward` with them."""
+    summed, mean, rstd = statistics(x, eps=eps, normalization=normalization, residual=residual)
+    inner = x if summed is None else summed
+    y = forward(inner, weight, bias, mean, rstd, zero_centered_gamma=zero_centered_gamma)
+    return y, summed, mean, rstd
+
+
 def gradient_statistics(
     grad: Tensor,
     x: Tensor,

@@ -45,12 +45,18 @@ def normalized(
     eps: float,
     normalization: str,
     zero_centered_gamma: bool,
-    with_amax: bool = False,
+    wanted: str = "source",
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """``norm.forward`` of ``x``, or of ``x + residual``: (y, mean, rstd, sum)."""
-    summed, mean, rstd = _norm.statistics(x, eps=eps, normalization=normalization, residual=residual)
-    inner = x if summed is None else summed
-    y = _norm.forward(inner, weight, bias, mean, rstd, zero_centered_gamma=zero_centered_gamma)
+    """``norm.normalized``: (y, mean, rstd, sum)."""
+    y, summed, mean, rstd = _norm.normalized(
+        x,
+        weight,
+        bias,
+        eps=eps,
+        normalization=normalization,
+        zero_centered_gamma=zero_centered_gamma,
+        residual=residual,
+    )
     return y, mean, rstd, summed
 
 
