@@ -125,7 +125,8 @@ def measure(
     x = torch.randn(rows, in_features, **place).requires_grad_()
     grad = torch.randn(rows, out_features, **place)
     plain = nn.Linear(in_features, out_features, bias=False, **place)
-    own = set_recipe(Linear(in_features, out_features, bias=False, **place), recipe)
+    own = Linear(in_features, out_features, bias=False, **place)
+    set_recipe(own, recipe)
     with torch.no_grad():  # numbers decide how much power a GEMM takes, and so how fast it runs
         own.weight.copy_(plain.weight)
     with torch.cuda.device(x.device), torch.enable_grad():
