@@ -149,7 +149,7 @@ def test_compiled_layers_that_read_one_input_quantize_it_once(name: str) -> None
 def test_compiled_current_scaling_reads_what_the_compiler_writes_once(producer: str) -> None:
     """The amax comes out of the kernel that writes the input, a norm's too."""
     layer = nc.set_recipe(nc.Linear(512, 256, device="cuda", dtype=torch.bfloat16), QUANTIZED["current"])
-    x = torch.randn(4, 64, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(4, 256, 512, device="cuda", dtype=torch.bfloat16)
 
     def forward(x: Tensor) -> Tensor:
         h = x + x if producer == "pointwise" else torch.nn.functional.rms_norm(x, (512,))
