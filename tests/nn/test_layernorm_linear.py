@@ -88,6 +88,45 @@ def test_gradient_of_the_returned_norm_output_counts(name: str) -> None:
     compare_composed(make_layer(return_layernorm_output=True), RECIPES[name], steps=2)
 
 
+class WithInput(nn.Module):
+    """The input beside the output, as the layer returns it, or as it came."""
+
+    def __init__(self, layer: nc.LayerNormLinear, by_the_layer: bool = True) -> None:
+        super().__init__()
+        self.layer, self.by_the_layer = layer, by_the_layer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.by_the_layer:
+            return self.layer(x, return_input=True)
+        out = self.layer(x)
+        return (*out, x) if isinstance(out, tuple) else (out, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradient_of_the_returned_input_is_added(name: str, dtype: torch.dtype) -> None:
+    """By the norm's backward: it is rounded once instead of twice."""
+    layer = make_layer(params_dtype=dtype, return_layernorm_output=name in ("delayed", "mxfp8"))
+    x = make_input(K, dtype=dtype)
+    ours = step(WithInput(layer), x, RECIPES[name])
+    layer.reset_delayed_scaling()
+    theirs = step(WithInput(layer, by_the_layer=False), x, RECIPES[name])
+    if dtype == torch.bfloat16:
+        assert_close(ours.pop("d input"), theirs.pop("d input"), "bf16_output")
+    assert_same(ours, theirs)
+
+
+def test_returned_input_compiled() -> None:
+    compare_compiled(WithInput(make_layer(return_layernorm_output=True)), K, RECIPES["delayed"], steps=1)
+
+
+def test_returned_input_keeps_its_dtype() -> None:
+    layer, x = make_layer(params_dtype=torch.float32), make_input(K, dtype=torch.float32)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out, same = layer(x, return_input=True)
+    assert out.dtype == torch.bfloat16 and same is x
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_other_dtypes(name: str, dtype: torch.dtype) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import plain_transformer as plain
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from modules import assert_same, randomized, step
 from recipes import DEVICE, EMULATE, QUANTIZED
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import narrowcast as nc
 from narrowcast.testing import assert_close
@@ -364,15 +366,16 @@ def test_torch_autocast() -> None:
 # -- residuals ------------------------------------------------------------------------------------------------------
 
 
-class TakesOneTensor(nn.Module):
-    """A feed-forward block that does not know of residuals."""
+class Alone(nn.Module):
+    """A part that does not know of residuals."""
 
-    def __init__(self, inner: nc.LayerNormMLP) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
-        return self.inner(inp, is_first_microbatch)
+    def forward(self, inp: Tensor, *others: Any, **named: Any) -> Any:
+        assert "residual" not in named and "return_input" not in named
+        return self.inner(inp, *others, **named)
 
 
 RESIDUALS: dict[str, dict[str, Any]] = {
@@ -380,19 +383,23 @@ RESIDUALS: dict[str, dict[str, Any]] = {
     "dropout": {"hidden_dropout": 0.5, "drop_path_rate": 0.5, "bias": False},
     "decoder": {"layer_type": "decoder", "apply_residual_connection_post_layernorm": True},
     "output_layernorm": {"output_layernorm": True, "normalization": "RMSNorm"},
+    "parallel": {"parallel_attention_mlp": True},
 }
 
 
 @pytest.mark.parametrize("name", RESIDUALS)
-def test_the_feed_forward_block_sums_the_residual(name: str) -> None:
-    """The bits of a sum in front of the block, in fp32 those of the gradients, too; and nothing more is saved."""
+def test_the_norms_sum_the_residual_and_its_gradients(name: str) -> None:
+    """The bits of sums between the parts, in fp32 those of the gradients, too; and nothing more is saved."""
     results: list[dict[str, Tensor]] = []
     saved: list[list[int]] = []
     for dtype in (torch.float32, torch.bfloat16):
         for alone in (False, True):
             layer = make_layer(params_dtype=dtype, **RESIDUALS[name])
             if alone:
-                layer.layernorm_mlp = TakesOneTensor(layer.layernorm_mlp)  # type: ignore[assignment]
+                own = layer.self_attention if name == "plain" else layer
+                for part in {"layernorm_qkv", "self_attention", "inter_attention"} & set(own._modules):
+                    setattr(own, part, Alone(getattr(own, part)))
+                layer.layernorm_mlp = Alone(layer.layernorm_mlp)  # type: ignore[assignment]
             x, inputs, tensors = rows(16, 2).detach().to(dtype).requires_grad_(), {}, {}
             if name == "decoder":
                 inputs["encoder_output"] = rows(16, 3).detach().to(dtype)
@@ -409,6 +416,25 @@ def test_the_feed_forward_block_sums_the_residual(name: str) -> None:
     assert_same(ours, theirs)
     assert torch.equal(results[2]["out0"], results[3]["out0"])
     assert_close(results[2]["d input"], results[3]["d input"], "fp8_layer")
+
+
+def test_one_sum_is_left_to_the_compiler() -> None:
+    """That of the output: the norms' kernels sum the other residual, and both gradients of residuals."""
+    sums: dict[str, int] = {}
+
+    def count(graph: torch.fx.GraphModule, name: str) -> Any:
+        sums[name] = sum(node.target is torch.ops.aten.add.Tensor for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: count(graph, "forward"),
+        bw_compiler=lambda graph, inputs: count(graph, "backward"),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    layer = make_layer(params_dtype=torch.bfloat16, bias=False, fuse_qkv_params=True)
+    x = rows(16, 2).detach().bfloat16().requires_grad_()
+    step(layer, x, nc.recipe.Float8CurrentScaling(), torch.compile(layer, fullgraph=True, backend=backend))
+    assert sums == {"forward": 1, "backward": 0}
 
 
 # -- recipes --------------------------------------------------------------------------------------------------------

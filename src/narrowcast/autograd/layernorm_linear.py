@@ -34,6 +34,7 @@ class LayerNormLinearFwdArgs:
     norm: NormSettings
     linear: LinearFwdArgs
     return_layernorm_output: bool
+    return_input: bool
 
 
 def _forward(
@@ -72,7 +73,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
 
     Operands: inp (*lead, K); norm weight and bias (K,), no bias for RMSNorm; weight (N, K), plain or quantized; bias
     (N,) or None; ``args``, which is not modified. The result is (*lead, N) in the activation dtype, where ``args`` ask
-    for it in a tuple with the norm's output (*lead, K).
+    for them in a tuple with the norm's output (*lead, K) and the input.
     """
 
     @staticmethod
@@ -92,20 +93,22 @@ class LayerNormLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(
             *of_norm, args.linear.scales.scale_bwd, *saved_input.tensors, *saved_weight.tensors
         )
-        ctx.backward_objects, ctx.norm = linear, args.norm
+        ctx.backward_objects, ctx.norm, ctx.returned_input = linear, args.norm, args.return_input
         out = out.view_as(out) if torch.compiler.is_compiling() else out.detach()
-        return out if normalized is None else (out, normalized.view_as(normalized))
+        beside = ([] if normalized is None else [normalized]) + ([inp] if args.return_input else [])
+        return (out, *(tensor.view_as(tensor) for tensor in beside)) if beside else out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor, *grad_normalized: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor, *beside: Tensor) -> Any:
         args: LinearBwdArgs = ctx.backward_objects
         inp, norm_weight, mean, rstd, scale_bwd, *saved = saved_tensors(ctx)
         count, dy = args.saved_input[0], grad_output.reshape(-1, grad_output.shape[-1])
         dw, grad, db = linear_backward(args, dy, saved[:count], saved[count:], scale_bwd)
+        grad_normalized, grad_input = (beside[:-1], beside[-1]) if ctx.returned_input else (beside, None)
         if grad is None:
             return None, None, None, dw, db, None
         if grad_normalized:
             grad = grad + grad_normalized[0].reshape(grad.shape)
-        dx, dnorm_weight, dnorm_bias = norm_gradients(grad, inp, norm_weight, mean, rstd, ctx.norm)
-        return dx, dnorm_weight, dnorm_bias, dw, db, None
+        of_norm = norm_gradients(grad, inp, norm_weight, mean, rstd, ctx.norm, grad_input)
+        return *of_norm, dw, db, None

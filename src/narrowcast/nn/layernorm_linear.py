@@ -147,6 +147,8 @@ class LayerNormLinear(NormLinearLayer):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
+        *,
+        return_input: bool = False,
     ) -> Any:
         """Apply the layer.
 
@@ -156,14 +158,19 @@ class LayerNormLinear(NormLinearLayer):
                 False uses the kept one.
             fp8_output: return a quantized tensor, as the recipe quantizes outputs.
             fp8_grad: quantize the gradient of the input, as the recipe quantizes such.
+            return_input: return the input, too, for a residual: the gradient that arrives there is added by the
+                kernel of the norm's backward.
         Returns:
-            (*lead, out_features); with ``return_bias`` and ``return_layernorm_output`` a tuple of output, bias and
-            norm output (*lead, in_features).
+            (*lead, out_features); with ``return_bias``, ``return_layernorm_output`` and ``return_input`` a tuple of
+            output, bias, norm output (*lead, in_features) and input.
         Raises:
             RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe.
         """
         weight, learned_bias = self._whole("weight"), self._whole("bias")
-        inp = checked_input(inp, self.in_features, "in_features", weight)
+        given, inp = inp, checked_input(inp, self.in_features, "in_features", weight)
+        passes = (
+            return_input and given.dtype == inp.dtype
+        )  # through the boundary, unless torch.autocast has cast it
         bias = None if self.return_bias else learned_bias
         stage, recipe, first = self._stages[0], self._recipe_in_force(), is_first_microbatch
         hands_over = fp8_output or fp8_grad
@@ -172,10 +179,10 @@ class LayerNormLinear(NormLinearLayer):
                 raise needs_recipe("fp8_output" if fp8_output else "fp8_grad")
             normalized = self._normalize(inp)
             out = self._linear_in_high_precision(stage, normalized, weight, bias, first)
-            return self._returned(out, learned_bias, normalized)
+            return self._returned(out, learned_bias, normalized, (given,) if return_input else ())
         plan = self._plan(recipe, stage, self._norm_has_backward(inp), weight, hands_over=hands_over)
         linear = self._fwd_args(stage, plan, inp.dtype, weight, bias, first)
-        args = LayerNormLinearFwdArgs(self.norm, linear, self.return_layernorm_output)
+        args = LayerNormLinearFwdArgs(self.norm, linear, self.return_layernorm_output, passes)
         if fp8_grad and inp.requires_grad:
             inp = quantize_input_gradient(inp, plan.grad_input, linear.scales)
         norm_weight, norm_bias = self.layer_norm_weight, self.layer_norm_bias
@@ -186,7 +193,10 @@ class LayerNormLinear(NormLinearLayer):
             result = in_eager(LayerNormLinearFunction.apply, *operands)
         else:
             result = LayerNormLinearFunction.apply(*operands)
-        out, normalized = (result, None) if isinstance(result, Tensor) else result
+        out, *beside = (result,) if isinstance(result, Tensor) else result
+        normalized, beside = (beside[0], beside[1:]) if self.return_layernorm_output else (None, beside)
         if fp8_output:
             out = quantize_output(out, plan.output, linear.scales)
-        return self._returned(out, learned_bias, normalized)
+        if return_input and not passes:
+            beside = (given,)
+        return self._returned(out, learned_bias, normalized, beside)

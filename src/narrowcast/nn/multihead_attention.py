@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -237,6 +237,7 @@ class MultiheadAttention(nn.Module):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        return_input: bool = False,
     ) -> Any:
         """Apply the layer.
 
@@ -246,10 +247,11 @@ class MultiheadAttention(nn.Module):
             is_first_microbatch: as in :class:`Linear`.
             inference_params: the KV cache; self attention only, with a padding mask and without gradients.
             rotary_pos_emb: fp32 angles (s, 1, 1, d) for queries and keys, or a pair of them.
+            return_input: return ``hidden_states``, too, as :class:`LayerNormLinear` does.
             others: as :class:`DotProductAttention` takes them; None is what the layer was made with.
         Returns:
-            the shape of ``hidden_states``; with ``return_bias`` and ``return_layernorm_output`` a tuple of output, bias
-            and norm output.
+            the shape of ``hidden_states``; with ``return_bias``, ``return_layernorm_output`` and ``return_input`` a
+            tuple of output, bias, norm output and ``hidden_states``.
         Raises:
             ValueError: inputs that do not fit the format, ``encoder_output`` in self attention or missing in cross
             attention, a KV cache in cross attention or without ``layer_number``; and those of the parts.
@@ -263,11 +265,13 @@ class MultiheadAttention(nn.Module):
             rotation = self._rotation(rotary_pos_emb, inference_params, of_query, of_key)
         packed = rotation is not None and self._rotates_packed(rotation)
         if self.attention_type == "self":
-            query, key, value, normalized = self._self_operands(
-                hidden_states, first, rotation if packed else None
+            query, key, value, beside = self._self_operands(
+                hidden_states, first, rotation if packed else None, return_input
             )
         else:
-            query, key, value, normalized = self._cross_operands(hidden_states, encoder_output, first)
+            query, key, value, beside = self._cross_operands(
+                hidden_states, encoder_output, first, return_input
+            )
         if self.q_norm is not None and self.qk_norm_before_rope:
             query, key = self.q_norm(query), self.k_norm(key)  # type: ignore[misc]
         if rotation is not None and not packed:
@@ -297,9 +301,9 @@ class MultiheadAttention(nn.Module):
             pad_between_seqs=pad_between_seqs,
         )
         out = self.proj(context, is_first_microbatch=first)
-        if not self.return_layernorm_output:
+        if not beside:
             return out
-        return (*out, normalized) if self.return_bias else (out, normalized)
+        return (*out, *beside) if self.return_bias else (out, *beside)
 
     def _check_input(
         self, hidden_states: Tensor, encoder_output: Tensor | None, inference_params: Any
@@ -327,19 +331,27 @@ class MultiheadAttention(nn.Module):
         """(*lead, heads * d) -> (*lead, heads, d)."""
         return x.unflatten(-1, (-1, self.kv_channels))
 
+    def _projected(
+        self, norm: str, linear: str, hidden_states: Tensor, first: bool | None, return_input: bool
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """What the first projection returns, of either name, and what is to be returned beside: norm output, input."""
+        projection = getattr(self, norm if self.input_layernorm else linear)
+        if return_input and isinstance(projection, LayerNormLinear):
+            mixed, *beside = projection(hidden_states, is_first_microbatch=first, return_input=True)
+            return mixed, beside
+        mixed = projection(hidden_states, is_first_microbatch=first)
+        mixed, beside = (mixed[0], mixed[1:]) if self.return_layernorm_output else (mixed, [])
+        return mixed, [*beside, hidden_states] if return_input else beside
+
     def _self_operands(
-        self, hidden_states: Tensor, first: bool | None, rotation: _Rotation | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Query, key and value, each (*lead, heads, d), and the norm's output where that is returned.
+        self, hidden_states: Tensor, first: bool | None, rotation: _Rotation | None, return_input: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+        """Query, key and value, each (*lead, heads, d), and what is returned beside the output.
 
         Args:
             rotation: of queries and keys that are turned while they are taken apart.
         """
-        normalized = None
-        projection: Any = self.layernorm_qkv if self.input_layernorm else self.qkv
-        mixed = projection(hidden_states, is_first_microbatch=first)
-        if self.return_layernorm_output:
-            mixed, normalized = mixed
+        mixed, beside = self._projected("layernorm_qkv", "qkv", hidden_states, first, return_input)
         heads, groups = self.num_attention_heads, self.num_gqa_groups
         per_group, size = heads // groups, self.kv_channels
         if rotation is not None:
@@ -349,31 +361,27 @@ class MultiheadAttention(nn.Module):
                 parts, *of_both, widths, cu_seqlens=cu_seqlens, by_group=self.qkv_weight_interleaved,
                 **rotation.how,
             )  # fmt: skip
-            return (*turned, normalized)
+            return (*turned, beside)
         if self.qkv_weight_interleaved:
             parts = mixed.unflatten(-1, (groups, per_group + 2, size))
             query, key, value = parts.split((per_group, 1, 1), -2)
-            return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2), normalized
+            return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2), beside
         parts = self._heads(mixed)
         query, key, value = parts.split((heads, groups, groups), -2)
-        return query, key, value, normalized
+        return query, key, value, beside
 
     def _cross_operands(
-        self, hidden_states: Tensor, encoder_output: Tensor | None, first: bool | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        self, hidden_states: Tensor, encoder_output: Tensor | None, first: bool | None, return_input: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
         """The same, with keys and values of the encoder's output."""
-        normalized = None
         mixed = self.key_value(encoder_output, is_first_microbatch=first)
         if self.qkv_weight_interleaved:
             parts = mixed.unflatten(-1, (self.num_gqa_groups, 2 * self.kv_channels))
             key, value = parts.chunk(2, -1)
         else:
             key, value = self._heads(mixed).chunk(2, -2)
-        projection: Any = self.layernorm_query if self.input_layernorm else self.query_layer
-        query = projection(hidden_states, is_first_microbatch=first)
-        if self.return_layernorm_output:
-            query, normalized = query
-        return self._heads(query), key, value, normalized
+        query, beside = self._projected("layernorm_query", "query_layer", hidden_states, first, return_input)
+        return self._heads(query), key, value, beside
 
     def _rotation(
         self,

@@ -291,20 +291,21 @@ class TransformerLayer(nn.Module):
             max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, fast_zero_fill=fast_zero_fill,
             pad_between_seqs=pad_between_seqs,
         )  # fmt: skip
-        attended = self.self_attention(
-            hidden_states, attention_mask, attn_mask_type=self_attn_mask_type, window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal, inference_params=inference_params,
+        attended, hidden_states = self._attended(
+            self.self_attention, hidden_states, attention_mask, attn_mask_type=self_attn_mask_type,
+            window_size=window_size, bottom_right_diagonal=bottom_right_diagonal, inference_params=inference_params,
             rotary_pos_emb=rotary_pos_emb, **both,
         )  # fmt: skip
         if self.parallel_attention_mlp:
             mlp = self.layernorm_mlp(hidden_states, is_first_microbatch)
-            return hidden_states + self._dropped(attended + mlp)
+            return hidden_states + self._dropped(attended[0] + mlp)
         if self.layer_type == "decoder":
             added, residual = self._addends(attended, hidden_states)
             hidden_states = residual + added
-            attended = self.inter_attention(
-                hidden_states, enc_dec_attn_mask, encoder_output, attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size, bottom_right_diagonal=enc_dec_bottom_right_diagonal, **both,
+            attended, hidden_states = self._attended(
+                self.inter_attention, hidden_states, enc_dec_attn_mask, encoder_output,
+                attn_mask_type=enc_dec_attn_mask_type, window_size=enc_dec_window_size,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal, **both,
             )  # fmt: skip
         added, residual = self._addends(attended, hidden_states)
         # torch.autocast leaves the residual in fp32, and what is added to it, where that has a bias
@@ -317,6 +318,16 @@ class TransformerLayer(nn.Module):
         added, residual = self._addends(fed, hidden_states)
         out = residual + added
         return self.layernorm(out) if self.output_layernorm else out
+
+    def _attended(
+        self, part: nn.Module, hidden_states: Tensor, *given: Any, **named: Any
+    ) -> tuple[Sequence[Any], Tensor]:
+        """What an attention returns, and the input, whose gradient as a residual its norm's backward adds."""
+        if isinstance(part, MultiheadAttention) and not part.return_layernorm_output:
+            *attended, hidden_states = part(hidden_states, *given, return_input=True, **named)
+        else:
+            attended = part(hidden_states, *given, **named)
+        return (attended,) if isinstance(attended, Tensor) else attended, hidden_states
 
     def _addends(self, part: Sequence[Any], hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """What a part adds, and to what: to its input, or to the norm's output where it returned that."""
