@@ -12,8 +12,13 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..formats import FLOAT8_BLOCK
@@ -26,12 +31,8 @@ BLOCK_ROWS_TILE = (128, 256, 4, 64)
 BLOCK_CONTRACTION_TILE = (128, 128, 6, 128)
 """Rows and columns of a tile, buffers in the ring, columns of a partial sum, for which registers must be left."""
 
-warpgroup_mma = hopper.warpgroup_mma
-warpgroup_mma_wait = hopper.warpgroup_mma_wait
-fence_async_shared = hopper.fence_async_shared
-load_tile = (
-    tma.async_copy_global_to_shared if "async_load" not in tma.__all__ else tma.async_load
-)  # as of Triton 3.7
+# its name up to Triton 3.6, and since
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 CODES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
