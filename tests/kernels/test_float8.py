@@ -129,7 +129,7 @@ def test_flags_and_strides(device: torch.device) -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "special"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(16, 24), (3, 700, 16), (37, 50), (0, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 24), (3, 700, 16), (37, 50), (3, 5120), (0, 4)], ids=str)
 def test_amax_as_a_graph_takes_it(
     shape: tuple[int, ...], dtype: torch.dtype, kind: str, device: torch.device
 ) -> None:

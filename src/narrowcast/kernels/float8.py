@@ -30,6 +30,7 @@ FLAT_BLOCK = 8192
 AMAX_BLOCK = 8192
 _AMAX_BLOCK = tl.constexpr(AMAX_BLOCK)
 AMAX_PROGRAMS = 1024  # at most; a cast program reads all their partial results at once
+AMAX_CHUNK = 1024  # of a row, in a graph
 SMALL = 1 << 16
 """Elements up to which every program of a cast finds the amax of the whole tensor itself: it reads them all, out of L2,
 in the time that the amax pass would have taken beside it, and the host launches one kernel in place of two."""
@@ -501,11 +502,14 @@ def amax_parts_in_graph(x: Tensor) -> Tensor:
     """
     if not x.numel():
         return amax_parts(x)
-    maxima = torch.where(x == x, x.abs(), 0).amax(-1).reshape(-1)
-    rows = maxima.numel()
-    if rows <= AMAX_PROGRAMS:
+    magnitudes = torch.where(x == x, x.abs(), 0)
+    if x.shape[-1] > 4 * AMAX_CHUNK and x.shape[-1] % AMAX_CHUNK == 0:  # wider than most norms: a warp holds a chunk
+        magnitudes = magnitudes.unflatten(-1, (-1, AMAX_CHUNK))
+    maxima = magnitudes.amax(-1).reshape(-1)
+    count = maxima.numel()
+    if count <= AMAX_PROGRAMS:
         return maxima
-    return maxima.reshape(min(rows & -rows, AMAX_PROGRAMS), -1).amax(1)
+    return maxima.reshape(min(count & -count, AMAX_PROGRAMS), -1).amax(1)
 
 
 def transpose(data: Tensor) -> Tensor:
