@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -173,3 +176,38 @@ def test_corrections_are_exact_to_a_few_units(beta: float) -> None:
     for count in (1, 2, 3, 10, 1000, 12345, 10**6):
         exact = -math.expm1(count * math.log(beta)) if beta else 1.0
         assert abs(reference.correction(1 - beta, count).item() / exact - 1) < 2**-20
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from narrowcast.kernels.adam import _factors_kernel, _step_kernel
+
+def compiled(kernel, constants, **types):
+    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | types
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+flags = dict(STORED_LR=False, STORED_COUNT=False, CORRECTED=True, EMULATE=False)
+numbers = dict.fromkeys(("lr", "missing1", "missing2", "eps", "decay"), "fp64")
+texts = [compiled(_factors_kernel, flags, factors_ptr="*fp32", **numbers)]
+flags = dict(BESIDE=0, DECAY=2, SCALED=False, STOPPABLE=False, WIDE=False, BLOCK=1024, EMULATE=False)
+tensors = {name: "*bf16" for name in _step_kernel.arg_names if name[0] in "wgmvb" and name[1:].isdigit()}
+tensors |= dict.fromkeys(("factors_ptr", "inv_scale_ptr", "found_inf_ptr"), "*fp32")
+numbers = dict.fromkeys(("beta1", "missing1", "beta2", "missing2", "decay"), "fp64")
+texts.append(compiled(_step_kernel, flags, **tensors, **numbers))
+for text in texts:
+    assert not any(f"{operation}.f64" in text for operation in ("add", "sub", "mul", "fma", "div", "sqrt"))
+"""
+
+
+def test_numbers_of_a_compiled_graph_are_fp32_before_they_are_used() -> None:
+    """Inductor hands them over as fp64; compiled for a GPU in a process that does not interpret."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -123,7 +123,7 @@ def test_compiled_layers_that_read_one_input_quantize_it_once(name: str) -> None
     """Delayed scaling has a scale per layer, so there each does; no bit differs from eager code."""
     torch.manual_seed(0)
     layers = torch.nn.ModuleList(
-        nc.Linear(512, n, bias=False, device="cuda", dtype=torch.bfloat16) for n in (512, 128, 256)
+        nc.Linear(512, n, bias=False, device="cuda", dtype=torch.bfloat16) for n in (1024, 512, 768)
     )
     nc.set_recipe(layers, QUANTIZED[name])
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -160,4 +160,4 @@ def test_compiled_current_scaling_reads_what_the_compiler_writes_once(producer: 
         out, (code, *_) = run_and_get_code(torch.compile(forward, fullgraph=True), x)
         if producer == "pointwise":
             assert torch.equal(out, forward(x))
-    assert len(re.findall(r"triton_\w+\.run\(", code)) == 1, code
+    assert len(re.findall(r"triton_\w+\.run\(", code)) == 2, code  # the other one: the weight's amax

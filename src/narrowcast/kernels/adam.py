@@ -32,7 +32,7 @@ _FEW = 2**31 - 2**16  # elements that 32 bits count, a block more included
 @triton.jit
 def _correction(missing, count, EMULATE: tl.constexpr):
     """``reference.adam.correction``, (1,)."""
-    power = tl.full((1,), 0.0, tl.float32) + missing
+    power = tl.full((1,), 0.0, tl.float32) + tl.cast(missing, tl.float32)
     total = tl.full((1,), 0.0, tl.float32)
     while count > 0:
         total = tl.where(count % 2 == 1, total + product(power, 1.0 - total, EMULATE), total)
@@ -41,7 +41,7 @@ def _correction(missing, count, EMULATE: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _factors_kernel(
     factors_ptr,
     lr,
@@ -56,11 +56,11 @@ def _factors_kernel(
     EMULATE: tl.constexpr,
 ):
     if STORED_LR:
-        lr = tl.load(lr).to(tl.float32)
-    rate = tl.full((1,), 0.0, tl.float32) + lr
-    floor = tl.full((1,), 0.0, tl.float32) + eps
+        lr = tl.load(lr)
+    rate = tl.full((1,), 0.0, tl.float32) + tl.cast(lr, tl.float32)
+    floor = tl.full((1,), 0.0, tl.float32) + tl.cast(eps, tl.float32)
     here = factors_ptr + tl.arange(0, 1)
-    tl.store(here + 2, rate * decay)
+    tl.store(here + 2, rate * tl.cast(decay, tl.float32))
     if CORRECTED:
         if STORED_COUNT:
             count = tl.load(count).to(tl.int32)
@@ -126,6 +126,12 @@ def _step_kernel(
     else:
         w = to_float32(weight, EMULATE)
 
+    # in compiled graphs numbers arrive as fp64
+    beta1 = tl.cast(beta1, tl.float32)
+    missing1 = tl.cast(missing1, tl.float32)
+    beta2 = tl.cast(beta2, tl.float32)
+    missing2 = tl.cast(missing2, tl.float32)
+    decay = tl.cast(decay, tl.float32)
     if SCALED:
         g = product(g, tl.load(inv_scale_ptr).to(tl.float32), EMULATE)
     if DECAY == 1:

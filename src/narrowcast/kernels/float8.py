@@ -32,8 +32,8 @@ _AMAX_BLOCK = tl.constexpr(AMAX_BLOCK)
 AMAX_PROGRAMS = 1024  # at most; a cast program reads all their partial results at once
 AMAX_CHUNK = 1024  # of a row, in a graph
 SMALL = 1 << 16
-"""Elements up to which every program of a cast finds the amax of the whole tensor itself: it reads them all, out of L2,
-in the time that the amax pass would have taken beside it, and the host launches one kernel in place of two."""
+"""Elements up to which every program of a cast finds the amax of the whole tensor itself, and the host launches one
+kernel in place of two. They are read out of L2: at most 4 us more of an H200's time, and less than a launch costs the host."""
 
 
 @triton.jit
