@@ -33,7 +33,7 @@ AMAX_PROGRAMS = 1024  # at most; a cast program reads all their partial results 
 AMAX_CHUNK = 1024  # of a row, in a graph
 SMALL = 1 << 16
 """Elements up to which every program of a cast finds the amax of the whole tensor itself, and the host launches one
-kernel in place of two. They are read out of L2: at most 4 us more of an H200's time, and less than a launch costs the host."""
+kernel in place of two. They are read out of L2: at most 4 us more of an H200, less than a launch costs the host."""
 
 
 @triton.jit
@@ -503,7 +503,9 @@ def amax_parts_in_graph(x: Tensor) -> Tensor:
     if not x.numel():
         return amax_parts(x)
     magnitudes = torch.where(x == x, x.abs(), 0)
-    if x.shape[-1] > 4 * AMAX_CHUNK and x.shape[-1] % AMAX_CHUNK == 0:  # wider than most norms: a warp holds a chunk
+    if (
+        x.shape[-1] > 4 * AMAX_CHUNK and x.shape[-1] % AMAX_CHUNK == 0
+    ):  # wider than most norms: a warp holds a chunk
         magnitudes = magnitudes.unflatten(-1, (-1, AMAX_CHUNK))
     maxima = magnitudes.amax(-1).reshape(-1)
     count = maxima.numel()
