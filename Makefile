@@ -6,8 +6,6 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
 bin := $(VENV)/bin
-# Threads that wait sleep: by default they spin, and slow down everything where other programs share the cores.
-export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test lint docs bench plots soak
 .NOTPARALLEL:
@@ -16,6 +14,9 @@ export OMP_WAIT_POLICY ?= PASSIVE
 demo: $(VENV)/.installed-train
 	$(bin)/narrowcast demo $(DEMO_ARGS)
 
+# Threads of the programs that tests start sleep when they wait: by default they spin, which is faster for one program alone
+# (half of the demo's time) and slows down all where several share the cores.
+test: export OMP_WAIT_POLICY ?= PASSIVE
 # One thread per worker: more would only fight over the cores. A worker that is done takes tests from the other's end,
 # so that most files, and what their tests share, stay in one worker.
 test: $(VENV)/.installed-test
