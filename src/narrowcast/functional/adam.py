@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ._library import always, define
@@ -26,8 +28,6 @@ def _adam(
     decoupled: bool,
     bias_correction: bool,
 ) -> None:
-    if not weights:
-        return
     numerics_for(weights[0]).adam.step(
         weights,
         grads,
@@ -46,7 +46,7 @@ def _adam(
     )
 
 
-adam_ = define(
+_adam_ = define(
     "adam_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] beside, "
     "Tensor? stored_lr, Tensor? stored_count, Tensor? inv_scale, Tensor? found_inf, float lr, SymInt count, "
     "float[] betas, float eps, float weight_decay, bool decoupled, bool bias_correction) -> ()",
@@ -54,7 +54,45 @@ adam_ = define(
     lambda *_: None,
     inlined=always,
 )
-"""Step weights and moments in place, and write what stands beside the weights, as ``reference.adam.step``.
 
-Rate and count are those that are stored, on the device, where there are any, else the numbers.
-"""
+
+def adam_(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    beside: list[Tensor],
+    *,
+    lr: float | Tensor,
+    count: int | Tensor,
+    inv_scale: Tensor | None,
+    found_inf: Tensor | None,
+    betas: Sequence[float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    bias_correction: bool,
+) -> None:
+    """Step weights and moments in place, and write what stands beside the weights, as ``reference.adam.step``.
+
+    Rate and count may be tensors, which are read on the weights' device.
+    """
+    if not weights:
+        return
+    device = weights[0].device
+    stored = [x.to(device) if isinstance(x, Tensor) else None for x in (lr, count, inv_scale, found_inf)]
+    _adam_(
+        weights,
+        grads,
+        first,
+        second,
+        beside,
+        *stored,
+        0.0 if isinstance(lr, Tensor) else float(lr),
+        0 if isinstance(count, Tensor) else count,
+        list(betas),
+        float(eps),
+        float(weight_decay),
+        decoupled,
+        bias_correction,
+    )

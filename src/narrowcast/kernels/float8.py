@@ -503,9 +503,8 @@ def amax_parts_in_graph(x: Tensor) -> Tensor:
     if not x.numel():
         return amax_parts(x)
     magnitudes = torch.where(x == x, x.abs(), 0)
-    if (
-        x.shape[-1] > 4 * AMAX_CHUNK and x.shape[-1] % AMAX_CHUNK == 0
-    ):  # wider than most norms: a warp holds a chunk
+    # wider than most norms: a warp holds a chunk
+    if x.shape[-1] > 4 * AMAX_CHUNK and x.shape[-1] % AMAX_CHUNK == 0:
         magnitudes = magnitudes.unflatten(-1, (-1, AMAX_CHUNK))
     maxima = magnitudes.amax(-1).reshape(-1)
     count = maxima.numel()

@@ -334,25 +334,22 @@ def _run(
     """A step of parameters of one device, all or none of which have something beside them."""
     if any(hasattr(tensors.weight, "_local_tensor") for tensors in parameters):
         parameters = [_Tensors(*[_local(x) for x in tensors]) for tensors in parameters]
-    *lists, beside = ([*column] for column in zip(*parameters))
-    device, lr, count = lists[0][0].device, group["lr"], group["step"]
-    stored_lr, stored_count, inv_scale, found_inf = (
-        x.to(device) if isinstance(x, Tensor) else None for x in (lr, count, inv_scale, found_inf)
-    )
+    weights, grads, first, second, beside = ([*column] for column in zip(*parameters))
     adam_(
-        *lists,
+        weights,
+        grads,
+        first,
+        second,
         beside if beside[0] is not None else [],
-        stored_lr,
-        stored_count,
-        inv_scale,
-        found_inf,
-        float(lr) if stored_lr is None else 0.0,
-        count if stored_count is None else 0,
-        list(group["betas"]),
-        float(group["eps"]),
-        float(group["weight_decay"]),
-        decoupled,
-        group["bias_correction"],
+        lr=group["lr"],
+        count=group["step"],
+        inv_scale=inv_scale,
+        found_inf=found_inf,
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=decoupled,
+        bias_correction=group["bias_correction"],
     )
 
 

@@ -96,24 +96,21 @@ def multi_tensor_adam(
     weights, beside = params, others[0] if others else []
     if beside and beside[0].dtype != torch.int16:
         weights, beside = beside, params
-    stored_lr, stored_step = (x.to(weights[0].device) if isinstance(x, Tensor) else None for x in (lr, step))
     adam_(
         weights,
         grads,
         first,
         second,
         beside,
-        stored_lr,
-        stored_step,
-        inv_scale,
-        noop_flag,
-        0.0 if isinstance(lr, Tensor) else float(lr),
-        0 if isinstance(step, Tensor) else step,
-        [beta1, beta2],
-        epsilon,
-        weight_decay,
-        mode == 1,
-        bool(bias_correction),
+        lr=lr,
+        count=step,
+        inv_scale=inv_scale,
+        found_inf=noop_flag,
+        betas=(beta1, beta2),
+        eps=epsilon,
+        weight_decay=weight_decay,
+        decoupled=mode == 1,
+        bias_correction=bool(bias_correction),
     )
 
 
