@@ -30,6 +30,7 @@ from ..state import (
     register_delayed,
     renew,
     renew_and_read,
+    scales_read_in_checkpoint,
     starts_a_step,
 )
 from .extra_state import delayed_state, take_extra_state
@@ -240,7 +241,7 @@ class DelayedLayer(RecipeOwner):
             scales.scale_fwd, scales.amax_fwd = fwd.scale, fwd.amax if collects else None
         if bwd is not None:
             scales.scale_bwd, scales.amax_bwd = bwd.scale, bwd.amax if collects else None
-        read = None if torch.compiler.is_compiling() else THREAD.state.read
+        read = None if torch.compiler.is_compiling() else scales_read_in_checkpoint()
         if read is not None:
             scales.scale_fwd, scales.scale_bwd = read.take() or read.keep(_copies(fwd, bwd, renews))
             scales.amax_fwd = fwd.amax if fwd is not None and self.training and read.collects else None

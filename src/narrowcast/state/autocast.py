@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import threading
 import warnings
@@ -308,6 +309,30 @@ class ReadScales:
         return scales if self.around is None else self.around.keep(scales)
 
 
+def scales_read_in_checkpoint() -> ReadScales | None:
+    """What the checkpointed function has read that runs now, be the checkpoint ours or, in eager code, PyTorch's own.
+
+    PyTorch's says to nobody which forward it repeats, but the hooks of its non-reentrant form hold the frame of that
+    forward. Where they are not found, under hooks of the user's or in the reentrant form, None.
+    """
+    if THREAD.state.read is not None or not torch.is_grad_enabled():
+        return THREAD.state.read
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    pack = None if hooks is None else inspect.unwrap(hooks[0])
+    if getattr(pack, "__module__", None) != torch.utils.checkpoint.__name__:
+        return None
+    held = inspect.getclosurevars(pack).nonlocals  # type: ignore[arg-type]
+    frame, run = held.get("frame"), held.get("gid")
+    if "target_frame_ref" in held:
+        frame = held["target_frame_ref"]()
+    if frame is None:
+        return None
+    reads = frame.__dict__.setdefault("_narrowcast_reads", {None: ReadScales([], False, True, None)})
+    if run not in reads:
+        reads[run] = ReadScales(reads[None].kept, True, True, None)
+    return reads[run]  # type: ignore[no-any-return]
+
+
 def is_fp8_activation_recompute_enabled() -> bool:
     """Whether the code that runs now is inside of :func:`checkpoint`, under a recipe of an autocast."""
     return THREAD.state.read is not None and is_fp8_enabled()
@@ -348,8 +373,8 @@ def checkpoint(
     """``torch.utils.checkpoint`` whose recomputation runs under the recipe of the first forward.
 
     PyTorch's own does, too: a layer that runs inside a backward, outside of any autocast, runs under the recipe of its
-    last forward. This one also holds where a layer ran under several; and, in eager code, where delayed scaling was
-    renewed between the forward and its recomputation: that reads the scales of its forward.
+    last forward. This one also holds where a layer ran under several; and, in eager code, reentrant or nested, where
+    delayed scaling was renewed between the forward and its recomputation: that reads the scales of its forward.
 
     Args:
         function: what to recompute in the backward.
