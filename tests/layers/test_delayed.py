@@ -222,6 +222,14 @@ def test_recomputation_changes_nothing(how: str, use_reentrant: bool) -> None:
     assert_same(steps(once, how, None, recomputed=use_reentrant), steps(once, how, None))
 
 
+@pytest.mark.parametrize("how", ["own", "set_recipe"])
+def test_a_compiled_model_that_plain_pytorch_recomputes_renews_once(how: str) -> None:
+    def around(model: nn.Module, run: Run, how: str, x: Tensor) -> None:
+        once(model, lambda y: checkpoint(run, y, use_reentrant=False), how, x)  # type: ignore[arg-type,return-value]
+
+    assert_same(steps(around, how, "aot_eager"), steps(once, how, None))
+
+
 class Nested(Net):
     """One of ours around ours."""
 

@@ -24,7 +24,7 @@ def _renew(
     margins: list[int],
     algorithms: list[str],
 ) -> None:
-    if not scales:
+    if not scales or torch._C._current_graph_task_id() != -1:  # a graph that runs again inside a backward
         return
     delayed = numerics_for(scales[0]).delayed
     if len(scales) <= _FEW and _in_place(scales, histories, amaxes):
@@ -65,7 +65,8 @@ renew_delayed_scaling = define(
 """Renew the delayed scaling of many layers from the amaxes they collected, by the rule of ``reference.delayed.update``.
 
 Every amax becomes row 0 of its history, and is then zeroed, which the schema does not declare (see
-:mod:`.quantize`). A tensor whose amax is 0 was not used: it keeps its scale and its history.
+:mod:`.quantize`). A tensor whose amax is 0 was not used: it keeps its scale and its history. Nothing is renewed inside
+a backward, which recomputes and sees the scales of the first forward.
 
 Args:
     scales: fp32 (n,) each; histories: fp32 (L, n); amaxes: fp32 (n,). All on one device.
