@@ -38,8 +38,7 @@ DTYPE = torch.bfloat16
 def _small_or_large_weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every second test weights count as large: the backward quantizes them again."""
     if len(request.node.name) % 2:
-        monkeypatch.setattr("narrowcast.layers.linear_layer.SMALL_WEIGHT", 0)
-        monkeypatch.setattr("narrowcast.ops.basic.basic_linear.SMALL_WEIGHT", 0)
+        monkeypatch.setattr("narrowcast.recipe.plan.SMALL_WEIGHT", 0)
 
 
 # -- modules --------------------------------------------------------------------------------------------------------

@@ -332,7 +332,7 @@ def test_frozen_weight_runs_no_wgrad() -> None:
 def test_saves_the_input_and_one_byte_per_element_of_the_norm(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("narrowcast.layers.linear_layer.SMALL_WEIGHT", 0)
+    monkeypatch.setattr("narrowcast.recipe.plan.SMALL_WEIGHT", 0)
     layer, x = make_layer(256, 128), make_input(256, 128)
     saved: list[Tensor] = []
 

@@ -447,7 +447,7 @@ def test_recomputation_saves_the_seven_operands(name: str) -> None:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_saves_little_without_recomputation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Besides parameters: input and fc1's output in high precision, the rest in a byte per element or less."""
-    monkeypatch.setattr("narrowcast.layers.linear_layer.SMALL_WEIGHT", 0)
+    monkeypatch.setattr("narrowcast.recipe.plan.SMALL_WEIGHT", 0)
     mlp, x = make_mlp(128, 256), make_input(128, 128)
     parameters = {parameter.data_ptr() for parameter in mlp.parameters()}
     saved = [t for t in saved_by(mlp, x, RECIPES[name]) if t.data_ptr() not in parameters]

@@ -183,7 +183,7 @@ def test_a_weight_quantized_again_has_the_same_codes(name: str) -> None:
 
 def test_a_weight_changed_before_the_backward_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by ``torch.nn.Linear``: the backward reads the weight itself, unless it is small."""
-    monkeypatch.setattr("narrowcast.layers.linear_layer.SMALL_WEIGHT", 0)
+    monkeypatch.setattr("narrowcast.recipe.plan.SMALL_WEIGHT", 0)
     module, x = layer(), torch.randn(16, 48, requires_grad=True)
     with nc.autocast(recipe=QUANTIZED["current"]):
         y = module(x)
@@ -198,7 +198,7 @@ def test_small_weights_are_quantized_once(name: str, monkeypatch: pytest.MonkeyP
     """For both of their GEMMs; gradients are the same bits as where the backward quantizes the weight again."""
     results, saved = [], []
     for limit in (1 << 17, 0):
-        monkeypatch.setattr("narrowcast.layers.linear_layer.SMALL_WEIGHT", limit)
+        monkeypatch.setattr("narrowcast.recipe.plan.SMALL_WEIGHT", limit)
         module, seen = layer(), []
         for _ in range(2):  # delayed scaling learns its scales in the first
             x = torch.randn(16, 48, generator=torch.Generator().manual_seed(1)).requires_grad_()

@@ -14,6 +14,7 @@ from reference.checks import normal
 
 import narrowcast as nc
 from narrowcast.dynamo import register_value_opaque_quantizer
+from narrowcast.functional.quantizer_value import quantizer_of_text
 from narrowcast.quantizers import DelayedFloat8Quantizer
 from narrowcast.quantizers.value import _rebuild_quantizer, value_fields
 
@@ -74,6 +75,14 @@ def test_the_key_names_every_field_and_survives_text(quantizer: nc.Quantizer) ->
     assert all(type(value) in (bool, int, float, str) for _, value in items)
     assert eval(repr(key)) == key
     hash(key)
+
+
+@pytest.mark.parametrize("quantizer", VALUES.values(), ids=VALUES)
+def test_a_file_of_a_program_names_no_module_of_the_library(quantizer: nc.Quantizer) -> None:
+    """So that a file is read by a version in which the class stands elsewhere."""
+    text = quantizer._value_text()
+    assert text.startswith(f"('narrowcast:{type(quantizer).__name__}', ")
+    assert quantizer_of_text(text) == quantizer
 
 
 @pytest.mark.parametrize("quantizer", VALUES.values(), ids=VALUES)

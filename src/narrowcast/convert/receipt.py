@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..recipe import SMALL_WEIGHT, Recipe, linear_plan
+from ..recipe import Recipe, linear_plan
 from .find import Found, FoundNorm, Weight, gemm_modules
 from .recording import NamedWeight, RanGemms, Recorder
 from .show import as_html, as_rich, as_text
@@ -292,9 +292,8 @@ def _expected_bytes(one: Decision, weight: Weight) -> tuple[int, float, float]:
     """(quantized weights held for the backward, saved per token, saved per token without conversion), in bytes."""
     recipe: Any = one.recipe
     trains = weight.tensor.requires_grad
-    plan = linear_plan(recipe, one.role_name, True, trains)
-    if weight.groups == 1 and weight.rows * weight.columns <= SMALL_WEIGHT:
-        plan = plan.weight_once or plan
+    elements = weight.rows * weight.columns if weight.groups == 1 else None
+    plan = linear_plan(recipe, one.role_name, True, trains, weight_elements=elements)
     dtype, size = weight.tensor.dtype, weight.tensor.element_size()
     plain = size * weight.columns * weight.per_token if trains else 0.0
     if plan.backward_override == "high_precision":

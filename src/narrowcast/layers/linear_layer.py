@@ -23,7 +23,7 @@ from ..autograd import (
 from ..functional import calibrate_, is_current, kept_weight, note_kept
 from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import Operand, OperandBuffers, buffers_of
-from ..recipe import INPUT_SLOT, SMALL_WEIGHT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
+from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
 from ..tensors import QuantizedTensor
 from ..tensors.storage import resolve_storage_class
@@ -225,15 +225,15 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             raise refused_in_transform(
                 self.name or type(self).__name__, ", or no recipe: narrowcast.autocast(enabled=False)"
             )
-        plan = linear_plan(
+        return linear_plan(
             recipe,
             stage.name,
             grad and needs_input,
             grad and weight.requires_grad,
             save_original_input,
             hands_over,
+            weight_elements=weight.numel(),
         )
-        return plan.weight_once or plan if weight.numel() <= SMALL_WEIGHT else plan
 
     def _fwd_args(
         self,

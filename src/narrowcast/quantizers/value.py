@@ -7,7 +7,6 @@ import typing
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..functional.quantizer_value import CLASSES
-from ..tensors.storage import storage_identifier
 
 if TYPE_CHECKING:
     from .quantizer import Quantizer
@@ -52,8 +51,13 @@ def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...])
 
 
 def class_identifier(cls: type[Quantizer]) -> str:
-    """Module and qualified name, with a number where another class has them already (a notebook cell run again)."""
-    name = identifier = storage_identifier(cls)
+    """Module and qualified name, with a number where another class has them already (a notebook cell run again).
+
+    Of the library's own classes the package in place of the module: files of programs hold it, and modules move.
+    """
+    package, *inside = cls.__module__.split(".")
+    module = package if inside and package == __name__.split(".")[0] else cls.__module__
+    name = identifier = f"{module}:{cls.__qualname__}"
     number = 1
     while identifier in CLASSES:
         number += 1

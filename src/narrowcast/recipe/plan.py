@@ -73,6 +73,7 @@ def linear_plan(
     save_original_input: bool = False,
     hands_over: bool = False,
     module_type: str = "linear",
+    weight_elements: int | None = None,
 ) -> LinearPlan:
     """The plan of a linear layer: built once, then read off the recipe.
 
@@ -84,6 +85,7 @@ def linear_plan(
             plan says that it is not done.
         hands_over: the layer quantizes its output or the gradient of its input.
         module_type: of the layer, in those roles, too: "linear" or "grouped_linear".
+        weight_elements: how many the weight has; those of a small one are quantized once. None: never once.
     Raises:
         ValueError: ``save_original_input`` under delayed scaling, or what a custom recipe's factory returned.
     """
@@ -99,6 +101,8 @@ def linear_plan(
         plan = _build(recipe, name, needs_input, needs_weight, save_original_input, hands_over, module_type)
         if not compiling:
             remember(recipe, key, plan)
+    if weight_elements is not None and weight_elements <= SMALL_WEIGHT:
+        return plan.weight_once or plan
     return plan
 
 

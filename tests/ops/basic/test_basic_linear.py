@@ -133,7 +133,7 @@ def test_under_torch_autocast(name: str) -> None:
 def test_saves_the_payload_and_nothing_in_high_precision(
     name: str, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("narrowcast.ops.basic.basic_linear.SMALL_WEIGHT", 0)
+    monkeypatch.setattr("narrowcast.recipe.plan.SMALL_WEIGHT", 0)
     op, x = make_op(256, 128), make_input(256, 128)
     saved: list[Tensor] = []
 

@@ -27,7 +27,7 @@ from ...functional.collectives import group_size
 from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
 from ...layers.parameters import random_numbers_of
 from ...quantizers import Operand, Quantizer
-from ...recipe import INPUT_SLOT, SMALL_WEIGHT, WEIGHT_SLOT, LinearPlan, Mode, Recipe, linear_plan
+from ...recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Mode, Recipe, linear_plan
 from ...roles import QuantizerRole
 from ...state import THREAD
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
@@ -179,9 +179,8 @@ class BasicLinear(LinearLayer, BasicOperation):
         return plan.grad_output if plan.backward_override is None else None
 
     def _plan_of(self, recipe: Recipe | None, requires_grad: bool, input_requires_grad: bool) -> LinearPlan:
-        needs_weight = requires_grad and self.weight.requires_grad
-        plan = linear_plan(recipe, self.name, requires_grad and input_requires_grad, needs_weight)
-        return plan.weight_once or plan if self.weight.numel() <= SMALL_WEIGHT else plan
+        wanted = requires_grad and input_requires_grad, requires_grad and self.weight.requires_grad
+        return linear_plan(recipe, self.name, *wanted, weight_elements=self.weight.numel())
 
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         recipe = self._recipe_in_force()
