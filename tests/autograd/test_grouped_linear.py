@@ -1,0 +1,51 @@
+"""The boundary of grouped linear layers: each group is what a linear layer of its own computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recipes import DEVICE, QUANTIZED
+from torch import Tensor
+
+from narrowcast.autograd import (
+    DelayedScales,
+    Groups,
+    LinearFunction,
+    LinearFwdArgs,
+    LinearWgrad,
+    grouped_linear,
+)
+from narrowcast.recipe import linear_plan
+
+DTYPE = torch.bfloat16
+SIZES = [32, 0, 64]
+
+
+def operands() -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """(input, weights, biases)."""
+    place = {"device": DEVICE, "dtype": DTYPE}
+    x = torch.randn(sum(SIZES), 32, **place, requires_grad=True)  # type: ignore[call-overload]
+    weights = [torch.randn(48, 32, **place, requires_grad=True) for _ in SIZES]  # type: ignore[call-overload]
+    return x, weights, [torch.randn(48, **place, requires_grad=True) for _ in SIZES]  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("name", ["current", "mxfp8", "block"])
+def test_groups_are_linear_layers(name: str, known: bool) -> None:
+    x, weights, biases = operands()
+    plan = linear_plan(QUANTIZED[name], "", True, True)
+    args = LinearFwdArgs(plan, DTYPE, DelayedScales(), None, LinearWgrad(), True)
+    groups = Groups(
+        3, 48, 32, True, True, SIZES if known else None, known, [None] * len(SIZES), [""] * len(SIZES)
+    )
+    y = grouped_linear(x, torch.tensor(SIZES, device=DEVICE), weights, biases, args, groups)
+    ours = torch.autograd.grad(y.float().square().sum(), [x, *weights, *biases])
+    rows = x.split(SIZES)
+    alone = [LinearFunction.apply(w, part, b, args) for w, part, b in zip(weights, rows, biases) if len(part)]
+    expected = torch.cat(alone)
+    theirs = torch.autograd.grad(
+        expected.float().square().sum(), [x, *weights, *biases], allow_unused=True, materialize_grads=True
+    )
+    assert torch.equal(y, expected)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
