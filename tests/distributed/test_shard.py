@@ -15,8 +15,9 @@ from recipes import QUANTIZED
 
 import narrowcast as nc
 from narrowcast.distributed import shard
-from narrowcast.distributed.sharded_weight import ShardedWeight, WeightGather, local
+from narrowcast.distributed.sharded_weight import ShardedWeight, WeightGather
 from narrowcast.nn import quantize_weight, scatter_workspace
+from narrowcast.tensors import local
 
 from .blocks import Model, make_model, train
 from .ranks_checks import of_all, run_checks

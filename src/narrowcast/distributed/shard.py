@@ -25,9 +25,9 @@ from ..quantizers import (
 from ..recipe import WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..reference.scaling import reciprocal, scale_from_amax
 from ..state import checked_recipe, renew
-from ..tensors import QuantizedTensor
+from ..tensors import QuantizedTensor, local
 from .shard_receipt import ShardedParameter, ShardReceipt
-from .sharded_weight import ShardedWeight, WeightGather, like, local
+from .sharded_weight import ShardedWeight, WeightGather, like
 
 _TILE = 128
 _PER_TENSOR = (Float8CurrentScalingQuantizer, DelayedFloat8Quantizer)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..functional import grouped_quantize_weights, quantize_rounded
 from ..quantizers import Quantizer
-from ..tensors import GroupedTensor, GroupedTensorStorage, grouped_layout, overwrite_unseen
+from ..tensors import GroupedTensor, GroupedTensorStorage, grouped_layout, local, overwrite_unseen
 
 aten = torch.ops.aten
 
@@ -239,11 +239,6 @@ def _plain(value: Any, found: list[ShardedWeight]) -> Any:
         found.append(value)
         return value._shard
     return [_plain(one, found) for one in value] if isinstance(value, (list, tuple)) else value
-
-
-def local(tensor: Any) -> Any:
-    """What this rank holds of a tensor."""
-    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
 
 
 def like(sharded: Any, own: Tensor) -> Any:

@@ -37,7 +37,23 @@ class _Rotation(NamedTuple):
     how: dict[str, Any]
 
 
-class MultiheadAttention(nn.Module):
+class OfParts(nn.Module):
+    """Base of modules whose parameters are those of their children."""
+
+    def reset_parameters(self) -> None:
+        """Initialise parameters and state where they are; on the meta device nothing."""
+        for child in self.children():
+            if hasattr(child, "reset_parameters"):
+                child.reset_parameters()  # type: ignore[operator]
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Give the parts the process group of their tensor parallelism, where it was not known before."""
+        for child in self.children():
+            if hasattr(child, "set_tensor_parallel_group"):
+                child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]
+
+
+class MultiheadAttention(OfParts):
     """Multi-head attention: norm and QKV projection, attention, output projection.
 
     The projections run under the recipe in force, the attention itself in the dtype of its operands. Parameters have
@@ -207,12 +223,6 @@ class MultiheadAttention(nn.Module):
             f"hidden_size={self.hidden_size}, heads={self.num_attention_heads}, groups={self.num_gqa_groups}, "
             f"kv_channels={self.kv_channels}, {self.attention_type}, {self.qkv_format}"
         )
-
-    def reset_parameters(self) -> None:
-        """Initialise parameters and state where they are; on the meta device nothing."""
-        for child in self.children():
-            if hasattr(child, "reset_parameters"):
-                child.reset_parameters()  # type: ignore[operator]
 
     def forward(
         self,
@@ -415,12 +425,6 @@ class MultiheadAttention(nn.Module):
             for part, angles, cu_seqlens in zip((query, key), rotation.angles, rotation.cu_seqlens)
         )
         return of_query, of_key
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Give the projections the process group of their tensor parallelism, where it was not known before."""
-        for child in self.children():
-            if hasattr(child, "set_tensor_parallel_group"):
-                child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]
 
 
 def _check_kind(

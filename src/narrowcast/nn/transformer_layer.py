@@ -15,7 +15,7 @@ from ..layers.neutral import TransformerOptions, check_neutral
 from ..layers.parameters import parameter_dtype
 from ..recipe import Recipe
 from .layernorm_mlp import LayerNormMLP
-from .multihead_attention import MultiheadAttention, RotaryEmbedding, ranks_of
+from .multihead_attention import MultiheadAttention, OfParts, RotaryEmbedding, ranks_of
 from .norm import LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class DropPath(nn.Module):
         return f"rate={self.rate}, batch_dim={self.batch_dim}"
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(OfParts):
     """A Transformer layer: self attention, in a decoder attention to an encoder, and a feed-forward block.
 
     Norms are in front of each part and fused with the GEMM behind them; residuals go around. All GEMMs run under the
@@ -223,18 +223,6 @@ class TransformerLayer(nn.Module):
                     raise ValueError(
                         f"parallel_attention_mlp=True does not go with {label}; leave one of them out"
                     )
-
-    def reset_parameters(self) -> None:
-        """Initialise parameters and state where they are; on the meta device nothing."""
-        for child in self.children():
-            if hasattr(child, "reset_parameters"):
-                child.reset_parameters()  # type: ignore[operator]
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Give the parts the process group of their tensor parallelism, where it was not known before."""
-        for child in self.children():
-            if hasattr(child, "set_tensor_parallel_group"):
-                child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]
 
     def forward(
         self,

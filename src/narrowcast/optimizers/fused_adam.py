@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 from ..functional import adam_
 from ..reference.adam import join, split
-from ..tensors import DequantizingTensor, QuantizedTensor
+from ..tensors import DequantizingTensor, QuantizedTensor, local
 from .stored import decode, encode
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -333,7 +333,7 @@ def _run(
 ) -> None:
     """A step of parameters of one device, all or none of which have something beside them."""
     if any(hasattr(tensors.weight, "_local_tensor") for tensors in parameters):
-        parameters = [_Tensors(*[_local(x) for x in tensors]) for tensors in parameters]
+        parameters = [_Tensors(*[local(x) for x in tensors]) for tensors in parameters]
     weights, grads, first, second, beside = ([*column] for column in zip(*parameters))
     adam_(
         weights,
@@ -353,14 +353,9 @@ def _run(
     )
 
 
-def _local(x: Any) -> Any:
-    """What this rank holds of a tensor."""
-    return getattr(x, "_local_tensor", x)
-
-
 def _is_direct(p: Tensor) -> bool:
     """Whether a step reads and writes a parameter as it is stored."""
-    return p.dtype in _STEPPED_DTYPES and not isinstance(_local(p), DequantizingTensor)
+    return p.dtype in _STEPPED_DTYPES and not isinstance(local(p), DequantizingTensor)
 
 
 def _placed_as(grad: Any, p: Any) -> Tensor:

@@ -29,7 +29,7 @@ from .named import (
     NVFP4Tensor,
     NVFP4TensorStorage,
 )
-from .quantized_tensor import QuantizedTensor, overwrite_unseen, rebuild_quantized_tensor, storage_of
+from .quantized_tensor import QuantizedTensor, local, overwrite_unseen, rebuild_quantized_tensor, storage_of
 from .saving import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from .storage import QuantizedTensorStorage
 
@@ -71,6 +71,7 @@ __all__ = [
     "TensorOrQuantized",
     "grouped_layout",
     "grouped_storage_of",
+    "local",
     "overwrite_unseen",
     "prepare_for_saving",
     "quantize_members",

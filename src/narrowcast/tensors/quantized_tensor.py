@@ -160,7 +160,7 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
             scale = all_gather_outputs[1] if metadata is None else metadata.clone()
             return self._quantizer._assemble([codes, scale], tuple(codes.shape), param_dtype), ()  # type: ignore[attr-defined]
         if metadata is not None:
-            overwrite_unseen(getattr(out, "_local_tensor", out).rowwise_operand()[-1:], [metadata])
+            overwrite_unseen(local(out).rowwise_operand()[-1:], [metadata])
         return None
 
     def _tile(self) -> int:
@@ -345,6 +345,11 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     buffers = {argument: getattr(tensor, attribute) for attribute, argument in cls._FLATTEN_TENSOR_BUFFERS}
     bare = resolve_storage_class(cls._BARE_NAME)
     return bare(quantizer=tensor._quantizer, fake_dtype=tensor.dtype, shape=None, **buffers)
+
+
+def local(tensor: Any) -> Any:
+    """What this rank holds of a tensor: of a DTensor its part."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 @torch.no_grad()
