@@ -245,7 +245,9 @@ class Ours(Net):
 
 @pytest.mark.parametrize("order", [two_outstanding_forwards, two_backwards, a_backward_after_a_later_step])
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("kind, use_reentrant", [(Net, False), (Ours, False), (Ours, True), (Nested, False)])
+@pytest.mark.parametrize(
+    "kind, use_reentrant", [(Net, False), (Net, True), (Ours, False), (Ours, True), (Nested, False)]
+)
 def test_a_recomputation_reads_the_scales_of_its_forward(
     kind: Any, use_reentrant: bool, how: str, order: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -241,7 +241,7 @@ class DelayedLayer(RecipeOwner):
             scales.scale_fwd, scales.amax_fwd = fwd.scale, fwd.amax if collects else None
         if bwd is not None:
             scales.scale_bwd, scales.amax_bwd = bwd.scale, bwd.amax if collects else None
-        read = None if torch.compiler.is_compiling() else scales_read_in_checkpoint()
+        read = None if torch.compiler.is_compiling() else scales_read_in_checkpoint(self.training)
         if read is not None:
             scales.scale_fwd, scales.scale_bwd = read.take() or read.keep(_copies(fwd, bwd, renews))
             scales.amax_fwd = fwd.amax if fwd is not None and self.training and read.collects else None

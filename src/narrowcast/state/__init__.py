@@ -5,20 +5,16 @@ from .autocast import (
     AutocastState,
     autocast,
     checked_recipe,
-    checkpoint,
     fp8_autocast,
     fp8_model_init,
     get_autocast_state,
     get_default_recipe,
     get_fp8_group,
     get_fp8_recipe,
-    in_fp8_activation_recompute_phase,
-    is_fp8_activation_recompute_enabled,
     is_fp8_calibration,
     is_fp8_enabled,
     quantized_model_init,
     register_delayed,
-    scales_read_in_checkpoint,
     set_autocast_state,
     starts_a_step,
     with_fp8_parameters,
@@ -41,6 +37,12 @@ from .recipe_state import (
     MXFP8BlockScalingRecipeState,
     NVFP4BlockScalingRecipeState,
     RecipeState,
+)
+from .recompute import (
+    checkpoint,
+    in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled,
+    scales_read_in_checkpoint,
 )
 
 __all__ = [
