@@ -169,6 +169,21 @@ def test_meta_parameters_are_made_at_the_first_forward() -> None:
     assert layer.weight.any() and not layer.bias.is_meta
 
 
+@pytest.mark.parametrize("name", ["none", "mxfp8"])
+def test_a_list_on_the_meta_device_tells_shapes_and_then_trains(name: str) -> None:
+    kind: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
+    layers = ops.Sequential(ops.RMSNorm(K, **kind), ops.Linear(K, N, **kind), ops.SwiGLU())
+    grouped = ops.GroupedLinear(2, K, N, **kind)
+    with nc.autocast(enabled=name != "none", recipe=RECIPES[name]):
+        x, splits = torch.empty(64, K, **kind), torch.tensor([24, 40])
+        for y, width in ((layers(x), N // 2), (grouped(x, splits), N)):
+            assert y.is_meta and y.shape == (64, width)
+        assert all(parameter.is_meta for parameter in layers.parameters())
+        y = layers(*make_inputs([(*LEAD, K)]))
+    y.sum().backward()
+    assert all(parameter.grad is not None for parameter in layers.parameters())
+
+
 @pytest.mark.parametrize("name", ["current", "nvfp4"])
 def test_quantized_weight(name: str) -> None:
     with nc.quantized_model_init(recipe=RECIPES[name]):

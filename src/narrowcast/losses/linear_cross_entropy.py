@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..functional import linear_cross_entropy_gradients, linear_cross_entropy_statistics
+from ..layers.parameters import casts
 from ..tensors import QuantizedTensor
 from .token_loss import Smoothing, check_target, mean_loss, token_gradient, token_loss
 
@@ -99,9 +100,8 @@ def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     """The operands in one dtype, checked."""
     if isinstance(weight, QuantizedTensor):
         weight = weight.dequantize()
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    if casts(hidden):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or not weight.shape[0]:

@@ -314,16 +314,16 @@ class OperationFuser:
             raise refused_in_transform("a list of operations")
         if torch.compiler.is_compiling():
             _make_features_static(input_)
+        elif not self._ran and input_.device.type != "meta":
+            for op in self.basic_ops:
+                op.pre_first_fuser_forward()  # may make parameters
+            self._ran = True
         params: list[list[Tensor]] = []
         operands = [input_]
         for op in self.basic_ops:
             params.append(list(op.parameters()))
             operands += params[-1]
         first = self._first_with_backward(input_, extra_inputs, params)
-        if not self._ran and not torch.compiler.is_compiling():
-            for op in self.basic_ops:
-                op.pre_first_fuser_forward()
-            self._ran = True
         for op, at in self._preparing:
             op.pre_fuser_forward(requires_grad=at >= first)
         call = self._call(first, input_, params, basic_op_kwargs)

@@ -15,6 +15,7 @@ from ...autograd.arguments import DelayedScales
 from ...autograd.grouped_linear import biases_of_rows, grouped_backward, grouped_bwd_args, grouped_forward
 from ...layers import GroupedLinearLayer, parameter_device, positive
 from ...layers.grouped_layer import plan_for_rows, rows_of_buffer
+from ...layers.parameters import casts
 from ...recipe import LinearPlan, Mode, linear_plan
 from ...roles import QuantizerRole
 from ...tensors import TensorOrQuantized
@@ -264,8 +265,8 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
 
     def activation_dtype(self, input_dtype: torch.dtype) -> torch.dtype:
         """Dtype of the output, and of the input as the GEMMs take it."""
-        kind = self._parts_of("weight")[0].device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input_dtype
+        weight = self._parts_of("weight")[0]
+        return torch.get_autocast_dtype(weight.device.type) if casts(weight) else input_dtype
 
     def _call_args(
         self,

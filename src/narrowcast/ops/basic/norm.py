@@ -120,10 +120,6 @@ class NormOperation(NormParameters, BasicOperation):
         x = plain_input(input_)
         weight: Any = self.weight
         bias: Any = self.bias
-        if weight.is_meta:
-            raise RuntimeError(
-                "parameters are on the meta device; call to_empty() and reset_parameters() first"
-            )
         self.check_input(x)
         return normalize(x, weight, bias, self.settings, next_op_input_quantizer, requires_grad)
 
