@@ -118,6 +118,18 @@ def test_recomputing_saves_less(config: TrainConfig, corpus: Corpus) -> None:
     assert sizes[1] < 0.7 * sizes[0]
 
 
+def test_backward_runs_in_the_calling_thread_and_leaves_autograd_as_it_was(
+    config: TrainConfig, corpus: Corpus
+) -> None:
+    trainer = Trainer(config, corpus)
+    seen: list[bool] = []
+    next(trainer.model.parameters()).register_hook(
+        lambda grad: seen.append(torch._C._is_multithreading_enabled())
+    )
+    trainer.step(0)
+    assert seen == [False] and torch._C._is_multithreading_enabled()
+
+
 def test_layers_have_the_recipes_of_their_patterns(config: TrainConfig, corpus: Corpus) -> None:
     table = nc.recipe.recipes_to_json(
         {"blocks.1": nc.recipe.MXFP8BlockScaling(), "head": nc.recipe.Float8CurrentScaling()}
