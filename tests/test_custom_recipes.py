@@ -169,7 +169,7 @@ def test_high_precision_gradient() -> None:
 
 def columnwise_value(tensor: Any) -> torch.Tensor:
     """What the column-wise buffers of a quantized tensor hold."""
-    storage = tensor.columnwise_view()
+    storage = tensor._view_of(tensor._COLUMNWISE_BUFFERS)
     return storage.dequantize(dtype=torch.float32)
 
 

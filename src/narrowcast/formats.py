@@ -10,7 +10,6 @@ format's published values are written down once.
 """
 
 import enum
-import math
 import struct
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -75,16 +74,6 @@ class ElementFormat:
     nan_codes: tuple[int, ...]
     torch_dtype: str | None
     dtype: DType
-
-    @property
-    def min_normal(self) -> float:
-        """The smallest normal magnitude, ``2**(1 - bias)``."""
-        return math.ldexp(1.0, 1 - self.bias)
-
-    @property
-    def min_subnormal(self) -> float:
-        """The smallest non-zero magnitude, ``2**(1 - bias - mantissa_bits)``."""
-        return math.ldexp(1.0, 1 - self.bias - self.mantissa_bits)
 
 
 @dataclass(frozen=True)

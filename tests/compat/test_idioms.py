@@ -149,8 +149,8 @@ def test_parts_stay_quantized(name: str) -> None:
         for attribute, (shape, _) in described.items():
             assert getattr(part, attribute).shape == shape, (how, attribute)
         if part.dim() == 2 and how != "cpu":
-            columnwise = part.detach().columnwise_view()
-            whole = weight.detach().columnwise_view().dequantize()
+            columnwise = part.detach()._view_of(part._COLUMNWISE_BUFFERS)
+            whole = weight.detach()._view_of(weight._COLUMNWISE_BUFFERS).dequantize()
             cut = whole[:, 128:] if how == "columns" else whole[128:] if how != "split" else whole[:128]
             assert torch.equal(columnwise.dequantize(), cut), how
             with torch.no_grad(), pytest.raises(RuntimeError, match="through a view of a quantized tensor"):

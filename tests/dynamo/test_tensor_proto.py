@@ -195,7 +195,7 @@ def test_bare_storages_report_their_nominal_dtype() -> None:
 @one_of_each
 def test_a_view_of_one_direction_describes_that_direction(name: str) -> None:
     tensor = ONE_OF_EACH[name].quantize(normal((32, 48), BF16))
-    for view in (tensor.rowwise_view(), tensor.columnwise_view()):
+    for view in (tensor._view_of(tensor._ROWWISE_BUFFERS), tensor._view_of(tensor._COLUMNWISE_BUFFERS)):
         described = to_tensor_proto(view)
         assert described.inner_names() == tuple(buffers(view))
         assert [tuple(t.shape) for t in described.create_inner_tensors()] == [

@@ -166,8 +166,8 @@ def test_views_share_buffers_and_keep_one_direction(name: str, internal: bool) -
     quantizer = WITH_DELAYED[name].replace(internal=internal)
     tensor = quantize(quantizer, normal((32, 48), BF16))
     for view, operand, side in (
-        (tensor.rowwise_view(), tensor.rowwise_operand(), "rowwise"),
-        (tensor.columnwise_view(), tensor.columnwise_operand(), "columnwise"),
+        (tensor._view_of(tensor._ROWWISE_BUFFERS), tensor.rowwise_operand(), "rowwise"),
+        (tensor._view_of(tensor._COLUMNWISE_BUFFERS), tensor.columnwise_operand(), "columnwise"),
     ):
         assert not isinstance(view, torch.Tensor) and type(view) is type(tensor)._bare_class()
         assert list(map(id, buffers(view).values())) == list(map(id, operand))

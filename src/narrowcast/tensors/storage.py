@@ -279,15 +279,8 @@ class QuantizedTensorStorage:
             "with rowwise=True"
         )
 
-    def rowwise_view(self) -> QuantizedTensorStorage:
-        """Bare storage that shares only the row-wise operand's buffers; traceable, keeps the quantizer as it is."""
-        return self._view_of(self._ROWWISE_BUFFERS)
-
-    def columnwise_view(self) -> QuantizedTensorStorage:
-        """Bare storage that shares only the column-wise operand's buffers; traceable, keeps the quantizer as it is."""
-        return self._view_of(self._COLUMNWISE_BUFFERS)
-
     def _view_of(self, attributes: tuple[str, ...]) -> QuantizedTensorStorage:
+        """Bare storage that shares only these buffers; traceable, keeps the quantizer as it is."""
         view = self._bare_class()(
             quantizer=self._quantizer, fake_dtype=self._dtype, shape=self._given_shape()
         )
