@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from typing import Any
 
@@ -41,6 +42,20 @@ def in_eager(function: Any, *operands: Any, **options: Any) -> Any:
     if "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it would take seconds
         function = torch.compiler.disable(function)
     return function(*operands, **options)
+
+
+def once_differentiable(backward: Any) -> Any:
+    """PyTorch's decorator of this name for the backward of an autograd function, where gradients are recorded.
+
+    Where none are, as in most backwards, there is nothing that it would do; entering it is no less than a launch.
+    """
+    recorded = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        return (recorded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return run
 
 
 # whether eager code is inside a transform of torch.func; not for traced code

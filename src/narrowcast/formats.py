@@ -162,6 +162,7 @@ E3M2 = ElementFormat(
 )
 E8M0 = ScaleFormat(name="e8m0", bits=8, bias=127, max_code=254, nan_code=255)
 
+FLOAT8_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 ELEMENT_FORMATS: dict[DType, ElementFormat] = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E2M1, E2M3, E3M2)}
 
 FLT_MAX = float.fromhex("0x1.FFFFFEp127")

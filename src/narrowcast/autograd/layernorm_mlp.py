@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .._tracing import once_differentiable
 from ..functional import act, act_backward, act_backward_quantize, act_quantize, draw_seed
 from ..quantizers import OperandBuffers, Quantizer, buffers_of
 from ..recipe import LinearPlan

@@ -130,7 +130,7 @@ def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_PLAIN_IN_LISTS = {*_PLAIN, bool, int, float, str}
+_PLAIN_ALONE = frozenset(_PLAIN)
 
 
 def _with_shortcut(
@@ -150,6 +150,7 @@ def _with_shortcut(
     if first is None:
         return overload  # type: ignore[no-any-return]
     in_list = "List" in str(arguments[first].type)
+    lists = [i for i, argument in enumerate(arguments) if str(argument.type) == "List[Tensor]"]
     run = _without_autocast(implementation)
     written = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
 
@@ -164,12 +165,17 @@ def _with_shortcut(
         x: Any = args[first]
         if in_list:
             x = x[0] if x else None
-            for arg in args:
-                if type(arg) is list and not _PLAIN_IN_LISTS.issuperset(map(type, arg)):
+            for i in lists:
+                if not _PLAIN_ALONE.issuperset(map(type, args[i])):
                     return overload(*args)  # a list of parameters may be one of many kinds
-        if type(x) not in _PLAIN or not x.is_cuda or _is_watched():
+        if (
+            type(x) not in _PLAIN
+            or not x.is_cuda
+            or torch._C._len_torch_dispatch_stack()
+            or torch.autograd._profiler_enabled()
+        ):
             return overload(*args)
-        result = (run if torch.is_autocast_enabled("cuda") else implementation)(*args)
+        result = (run if torch._C._is_any_autocast_enabled() else implementation)(*args)
         for i in written:  # as the dispatcher does for saved tensors to be found out of date
             if args[i] is not None:
                 torch.autograd.graph.increment_version(args[i])
@@ -269,10 +275,6 @@ def _is_static_on_gpu(given: Iterable[Any]) -> bool:
 def always(*_: Any) -> bool:
     """For ``inlined``: wherever shapes and devices allow."""
     return True
-
-
-def _is_watched() -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0 or torch.autograd._profiler_enabled()
 
 
 def _without_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:

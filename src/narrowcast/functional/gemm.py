@@ -35,8 +35,8 @@ from .swizzle import swizzle_scales
 
 COLUMNWISE = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
 _SCALING = {
-    "1x128": ScalingType.BlockWise1x128,
-    "128x128": ScalingType.BlockWise128x128,
+    "1x128": [ScalingType.BlockWise1x128.value],
+    "128x128": [ScalingType.BlockWise128x128.value],
 }
 # How scaled_mm names scales that lie in tiles, and their dtype; NVFP4 has one of the tensor above those of blocks.
 _TILED = {
@@ -225,7 +225,7 @@ def _multiplies_natively(a: NativeOperand, b: NativeOperand) -> bool:
         available = _device.is_mxfp8_available if a.scaling == "1x32" else _device.is_nvfp4_available
         e5m2 = a.data.dtype == b.data.dtype == torch.float8_e5m2
         return a.scaling == b.scaling and not e5m2 and bool(available())
-    left, right = a.data.dtype == torch.float8_e5m2, b.data.dtype == torch.float8_e5m2
+    left, right = a.data.dtype is torch.float8_e5m2, b.data.dtype is torch.float8_e5m2
     # block scaling takes E4M3 alone, per-tensor scaling E5M2 on one side
     refused = (left and right) or (a.scaling != "tensor" and (left or right))
     return (a.scaling, b.scaling) in _NATIVE_PAIRS and not refused
@@ -297,8 +297,10 @@ def _multiply_per_tensor(
     fast_accumulation: bool,
     out: Tensor | None,
 ) -> Tensor:
-    # the library takes any number of rows on the left: a ragged batch is not copied
-    left, right = _pad_to(a.data, 1, 16), _pad_to(b.data, 16, 16)
+    left, right = a.data, b.data
+    if left.shape[1] % 16 or right.shape[0] % 16:
+        # the library takes any number of rows on the left: a ragged batch is not copied
+        left, right = _pad_to(left, 1, 16), _pad_to(right, 16, 16)
     # the older of the library's two entries: F.scaled_mm takes a third more of the host's time to reach the same GEMM
     return torch._scaled_mm(
         left,
@@ -314,20 +316,15 @@ def _multiply_per_tensor(
 
 def _multiply_in_blocks(a: NativeOperand, b: NativeOperand, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     left, right = _pad_to(a.data, 16, 128), _pad_to(b.data, 128, 128)
-    if out is not None:  # what F.scaled_mm calls, which takes no memory to write to
-        recipes = [_SCALING[a.scaling].value], [_SCALING[b.scaling].value]
+    scales = [_pad_scale(a, left)], [_pad_scale(b, right)]
+    recipes = _SCALING[a.scaling], _SCALING[b.scaling]
+    # what F.scaled_mm calls, which takes no memory to write to and as much of the host's time again
+    if out is not None:
         return torch.ops.aten._scaled_mm_v2.out(
-            left, right.t(), [_pad_scale(a, left)], recipes[0], [], [_pad_scale(b, right)], recipes[1], [],
-            None, dtype, out=out,
-        )  # fmt: skip
-    return F.scaled_mm(
-        left,
-        right.t(),
-        _pad_scale(a, left),
-        _SCALING[a.scaling],
-        _pad_scale(b, right),
-        _SCALING[b.scaling],
-        output_dtype=dtype,
+            left, right.t(), scales[0], recipes[0], [], scales[1], recipes[1], [], None, dtype, out=out
+        )
+    return torch._scaled_mm_v2(
+        left, right.t(), scales[0], recipes[0], [], scales[1], recipes[1], [], None, dtype
     )
 
 

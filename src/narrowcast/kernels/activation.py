@@ -375,7 +375,7 @@ def _chunks(x: Tensor, gated: bool) -> tuple[tuple[int, int, int], int, int, int
     # Without halves the rows do not matter: all is one long row.
     F = x.shape[-1] // 2 if gated else x.numel()
     rows = x.numel() // (2 * F) if gated else 1
-    block = min(BLOCK, max(triton.next_power_of_2(F), 64)) if gated else FLAT_BLOCK
+    block = min(BLOCK, max(1 << (F - 1).bit_length(), 64)) if gated else FLAT_BLOCK
     chunks = cdiv(F, block)
     return (rows * chunks, 1, 1), F, chunks, block
 

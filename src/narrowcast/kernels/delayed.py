@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLT_MAX, cdiv
-from .launch import Launcher, check_device
+from .launch import PLAIN, TENSOR, Launch, Launcher, beside, check_device
 
 COLUMNS = 8  # 32 bytes of a history's row
 ROWS = 1024  # at once, at most: a program that walks down a history in steps waits for memory at each of them
@@ -232,29 +233,46 @@ def _run(
     maxima: list[bool],
     starts: Tensor | None,
 ) -> list[Tensor]:
-    copies: list[Any] = [torch.empty_like(scale) if copying else None for scale in scales]
-    lengths = [0 if history is None else history.shape[0] for history in histories]
-    sizes = [scale.numel() for scale in scales]
+    check_device(scales[0])
+    new, copies = beside(scales[0]), []
+    launch_of = _launch if type(scales[0]) in PLAIN else _launch.__wrapped__
     for at in range(0, len(scales), 2):
-        first, second = at, min(at + 1, len(scales) - 1)
-        check_device(scales[at])
-        size, both = max(sizes[first], sizes[second]), second > first
-        if size:
-            _renew(
-                (cdiv(size, COLUMNS), 1 + both, 1),
-                (
-                    scales[first], histories[first], amaxes[first], copies[first],
-                    *(scales[second], histories[second], amaxes[second], copies[second])[: 4 * both],
-                    *(None,) * (4 - 4 * both),
-                    starts, largest[first], largest[second], lengths[first], lengths[second], sizes[first],
-                    sizes[second],
-                ),
-                (
-                    histories[first] is not None, starts is not None, copying, both, maxima[first], maxima[second],
-                    _rows_at_once(max(lengths[first], lengths[second])), COLUMNS,
-                ),
-            )  # fmt: skip
-    return copies if copying else []
+        pair = range(at, min(at + 2, len(scales)))
+        rules, tensors = [], []
+        for one in pair:
+            scale, history, amax = scales[one], histories[one], amaxes[one]
+            size, length = scale.shape[0], 0
+            tensors.append(scale)
+            if history is not None:
+                length = history.shape[0]
+                tensors += (history, amax)
+            if copying:
+                copies.append(new((size,), (1,), torch.float32))
+                tensors.append(copies[-1])
+            rules.append((size, length, largest[one], maxima[one]))
+        if starts is not None:
+            tensors.append(starts)
+        launch = launch_of(tuple(rules), histories[at] is not None, starts is not None, copying)
+        if launch is not None:
+            launch(tensors)
+    return copies
+
+
+@functools.lru_cache(maxsize=256)
+def _launch(
+    rules: tuple[tuple[int, int, float, bool], ...], renewing: bool, asks: bool, copying: bool
+) -> Launch | None:
+    """The launch for one state or two, each of a size, a length of its history, and a rule; None for empty ones."""
+    sizes, lengths, largest, maxima = zip(*(rules[0], rules[-1]))
+    both, size = len(rules) > 1, max(sizes)
+    if not size:
+        return None
+    one = [TENSOR, *[TENSOR if renewing else None] * 2, TENSOR if copying else None]
+    arguments = [
+        *one, *(one if both else [None] * 4), TENSOR if asks else None, *largest, *lengths, *sizes,
+    ]  # fmt: skip
+    options = (renewing, asks, copying, both, *maxima, _rows_at_once(max(lengths)), COLUMNS)
+    return Launch(_renew, (cdiv(size, COLUMNS), 1 + both, 1), arguments, options)
 
 
 def _takes_maximum(algo: str) -> bool:
@@ -264,4 +282,4 @@ def _takes_maximum(algo: str) -> bool:
 
 
 def _rows_at_once(length: int) -> int:
-    return min(triton.next_power_of_2(max(length, 1)), ROWS)
+    return min(1 << (max(length, 1) - 1).bit_length(), ROWS)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import FLT_MAX, ElementFormat, cdiv
+from ..formats import FLOAT8_FORMATS, FLT_MAX, ElementFormat, cdiv
 from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, scaled_float32
-from .launch import INTERPRETING, Launcher, check_device, check_input, is_traced
+from .launch import (
+    INTERPRETING,
+    PLAIN,
+    TENSOR,
+    Launch,
+    Launcher,
+    beside,
+    check_device,
+    check_input,
+    contiguous,
+    is_traced,
+)
 from .scaling import scale_from_amax
 from .sources import Source, convert, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .tiles import (
@@ -333,6 +346,57 @@ _amax = Launcher(_amax_kernel, num_warps=4)
 _transpose = Launcher(_transpose_kernel, num_warps=4)
 
 
+@functools.lru_cache(maxsize=1024)
+def _cast_launch(
+    shape: tuple[int, ...],
+    constants: tuple[Any, ...],
+    operands: int,
+    fmt: str,
+    rowwise: bool,
+    columnwise: bool,
+    given: tuple[bool, bool, bool],
+    current: bool,
+    power_2: bool,
+    partials: int,
+    epsilon: float,
+) -> tuple[Launch, int, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """(the launch, how many operands it takes, shape and strides of the data, and of the transpose).
+
+    Args:
+        shape, constants, operands: of the source. given: whether there are a scale, an amax and column sums.
+        partials: how many partial maxima the scale is.
+    """
+    M, K = math.prod(shape[:-1]), shape[-1]
+    has_scale, has_amax, asks_sums = given
+    rule = (
+        current, FLOAT8_FORMATS[fmt].max, FLT_MAX, power_2 and current, partials and 1 << (partials - 1).bit_length(),
+    )  # fmt: skip
+    outputs = (fmt == "e5m2", rowwise, columnwise, has_amax)
+    pointers = [TENSOR if there else None for there in (has_scale, rowwise, columnwise, True, has_amax)]
+    n, elementwise = M * K, constants[0] in ("tensor", "rounded")
+    if n == 0 or (elementwise and not asks_sums and (not columnwise or M <= 1 or K <= 1)):
+        operands, launcher = 1, _cast
+        grid = (max(cdiv(n, FLAT_BLOCK), 1), 1, 1)
+        arguments = [TENSOR, *pointers, n, partials, epsilon]
+        options = (*outputs, *rule, constants[1] if elementwise else "", FLAT_BLOCK, INTERPRETING)
+    else:
+        launcher, paired = _cast_tile, pairs_tiles(constants, K, PAIRED_COLUMNS)
+        width, columns = (K // 2, PAIRED_COLUMNS) if paired else (K, TILE_COLUMNS)
+        grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(width, columns))
+        even = M % TILE_ROWS == 0 and width % columns == 0
+        sums = TENSOR if asks_sums else None
+        absent = [None] * (8 - operands)
+        arguments = [
+            *[TENSOR] * operands, *absent, *pointers, sums, M, K, band_bits, partials, epsilon,
+        ]  # fmt: skip
+        options = (
+            *outputs, asks_sums, *rule, *constants, paired, TILE_ROWS, columns, even, M % 4 == 0, is_wide(M, K),
+            INTERPRETING,
+        )  # fmt: skip
+    launch = Launch(launcher, grid, arguments, options)
+    return launch, operands, contiguous(shape), contiguous((K, *shape[:-1]))
+
+
 def _run_cast(
     source: Source,
     scale: Tensor | None,
@@ -348,38 +412,28 @@ def _run_cast(
 
     That is of the partial maxima in ``scale``, or without them of the tensor, which is small then.
     """
-    like = source.operands[0]
-    M, K = source.matrix
-    data = like.new_empty(source.shape, dtype=torch.uint8) if rowwise else None
-    transpose = like.new_empty((K, *source.shape[:-1]), dtype=torch.uint8) if columnwise else None
-    scale_inv = like.new_empty(1, dtype=torch.float32)
-    pointers = (scale, data, transpose, scale_inv, amax)
-    partials = scale.numel() if current and scale is not None else 0
-    rule = (current, fmt.max, FLT_MAX, power_2 and current, partials and 1 << (partials - 1).bit_length())
-    outputs = (fmt.name == "e5m2", rowwise, columnwise, amax is not None)
-    asks_sums = source.column_sums is not None
-    n = M * K
-    if n == 0 or (source.is_elementwise and not asks_sums and (transpose is None or M <= 1 or K <= 1)):
-        _cast(
-            (max(cdiv(n, FLAT_BLOCK), 1), 1, 1),
-            (like, *pointers, n, partials, epsilon),
-            (*outputs, *rule, source.constants[1] if source.is_elementwise else "", FLAT_BLOCK, INTERPRETING),
-        )
-    else:
-        sums = source.partial_sums()
-        paired = pairs_tiles(source.constants, K, PAIRED_COLUMNS)
-        width, columns = (K // 2, PAIRED_COLUMNS) if paired else (K, TILE_COLUMNS)
-        grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(width, columns))
-        even = M % TILE_ROWS == 0 and width % columns == 0
-        _cast_tile(
-            grid,
-            (*source.pointers, *pointers, sums, M, K, band_bits, partials, epsilon),
-            (
-                *outputs, asks_sums, *rule, *source.constants, paired, TILE_ROWS, columns, even, M % 4 == 0,
-                is_wide(M, K), INTERPRETING,
-            ),
-        )  # fmt: skip
-    return [buffer for buffer in (data, transpose, scale_inv) if buffer is not None]
+    operands = source.operands
+    like, sums = operands[0], None if source.column_sums is None else source.partial_sums()
+    # the sizes of a trace may be symbols, which nothing remembers
+    launch_of = _cast_launch if type(like) in PLAIN else _cast_launch.__wrapped__
+    launch, count, rows, columns = launch_of(
+        source.shape, source.constants, len(operands), fmt.name, rowwise, columnwise,
+        (scale is not None, amax is not None, sums is not None),
+        current, power_2, scale.numel() if current and scale is not None else 0, epsilon,
+    )  # fmt: skip
+    new, buffers = beside(like), []
+    if rowwise:
+        buffers.append(new(*rows, torch.uint8))
+    if columnwise:
+        buffers.append(new(*columns, torch.uint8))
+    buffers.append(new((1,), (1,), torch.float32))
+    tensors = [*operands[:count], *buffers] if scale is None else [*operands[:count], scale, *buffers]
+    if amax is not None:
+        tensors.append(amax)
+    if sums is not None:
+        tensors.append(sums)
+    launch(tensors)
+    return buffers
 
 
 def quantize(
@@ -449,13 +503,15 @@ def quantize_current(
     source = source_of(x, 1)
     # All of the matrix must be seen before any of it can be encoded. An activation is written and read back; the
     # gradient of a gated one, twice as wide, is computed twice: that moves less, and takes no memory.
-    if pairs_tiles(source.constants, source.shape[-1], PAIRED_COLUMNS):
-        source = source if amax is not None else source.with_amax()
-    elif source.is_activation and amax is None:
-        source = source.materialized_with_amax()
+    if amax is None and not source.is_tensor:
+        if pairs_tiles(source.constants, source.shape[-1], PAIRED_COLUMNS):
+            source = source.with_amax()
+        elif source.is_activation:
+            source = source.materialized_with_amax()
+        elif source.amax_partials is None:
+            source = source.materialized()
     partial = source.amax_partials if amax is None else amax
     if partial is None:
-        source = source.materialized()
         x = source.operands[0]
         if x.numel() > SMALL:
             partial = amax_parts_in_graph(x) if is_traced(x) else amax_parts(x)

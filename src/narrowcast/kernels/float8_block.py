@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, ElementFormat, cdiv, round_up
+from ..formats import (
+    FLOAT8_BLOCK,
+    FLOAT8_BLOCK_SCALE_ALIGNMENT,
+    FLOAT8_FORMATS,
+    ElementFormat,
+    cdiv,
+    round_up,
+)
 from .codecs import fp8_code, fp8_word, magnitude, magnitude_of_four, pack_codes, reciprocal, to_float32
-from .launch import INTERPRETING, Launcher, is_traced
+from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, beside, contiguous, is_traced
 from .scaling import OVERFLOW_BY_DTYPE, power_2_scales, scale_from_amax
-from .sources import Source, load_four_rows, pairs_tiles, source_of, store_column_sums
+from .sources import ACTIVATIONS, Source, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .tiles import is_wide, store_row, store_transposed, tile_grid, tile_position
 
 _BLOCK = tl.constexpr(FLOAT8_BLOCK)
@@ -272,6 +283,49 @@ def _scale_shapes(M: int, K: int, block_dim: int) -> tuple[tuple[int, int], tupl
     return (blocks_k, round_up(M, alignment)), (blocks_m, round_up(K, alignment))
 
 
+@functools.lru_cache(maxsize=1024)
+def _launch(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    constants: tuple[Any, ...],
+    operands: int,
+    sums: bool,
+    fmt: str,
+    rowwise: bool,
+    columnwise: bool,
+    block_dim: int,
+    power_2: bool,
+    epsilon: float,
+    traced: bool,
+) -> tuple[Launch | None, list[Any]]:
+    """(the launch, None where there is nothing to do; shape, strides and dtype of each buffer)."""
+    M, K = math.prod(shape[:-1]), shape[-1]
+    row_shape, column_shape = _scale_shapes(M, K, block_dim)
+    layouts = []
+    if rowwise:
+        layouts += [(*contiguous(shape), torch.uint8), (*contiguous(row_shape), torch.float32)]
+    if columnwise:
+        codes = (*contiguous((K, *shape[:-1])), torch.uint8)
+        layouts += [codes, (*contiguous(column_shape), torch.float32)]
+    if not layouts or M * K == 0:
+        return None, layouts
+    paired = pairs_tiles(constants, K, FLOAT8_BLOCK)
+    grid, band_bits = tile_grid(cdiv(M, FLOAT8_BLOCK), cdiv(K // 2 if paired else K, FLOAT8_BLOCK))
+    if paired:
+        launcher = _paired_in_graph if traced else _paired
+    else:
+        launcher = _four_warps if block_dim == 1 and constants[0] not in ACTIVATIONS else _eight_warps
+    arguments = [
+        *[TENSOR] * operands, *[None] * (8 - operands), *[TENSOR] * 5, M, K, band_bits, epsilon,
+    ]  # fmt: skip
+    options = (
+        block_dim == 2, sums, *constants, paired, is_wide(M, K), fmt == "e5m2", rowwise, columnwise,
+        FLOAT8_FORMATS[fmt].max, OVERFLOW_BY_DTYPE[str(dtype)], power_2, epsilon > 0.0,
+        M % FLOAT8_BLOCK == 0 and K % FLOAT8_BLOCK == 0, M % 4 == 0, INTERPRETING,
+    )  # fmt: skip
+    return Launch(launcher, grid, arguments, options), layouts
+
+
 def quantize(
     x: Tensor | Source,
     fmt: ElementFormat,
@@ -306,35 +360,21 @@ def quantize(
     if block_dim not in (1, 2):
         raise ValueError(f"block_dim is {block_dim}; use 1 (blocks of 128) or 2 (tiles of 128 x 128)")
     source = source_of(x, 2)
-    paired = pairs_tiles(source.constants, source.shape[-1], FLOAT8_BLOCK)
-    source = source if paired else source.within_registers()
-    like = source.operands[0]
-    M, K = source.matrix
-    row_shape, column_shape = _scale_shapes(M, K, block_dim)
-    buffers: list[Tensor] = []
-    if rowwise:
-        buffers.append(like.new_empty(source.shape, dtype=torch.uint8))
-        buffers.append(like.new_empty(row_shape, dtype=torch.float32))
-    if columnwise:
-        buffers.append(like.new_empty((K, *source.shape[:-1]), dtype=torch.uint8))
-        buffers.append(like.new_empty(column_shape, dtype=torch.float32))
-    if not buffers or M * K == 0:
-        return [buffer.zero_() for buffer in buffers]
-    sums = source.partial_sums()
-    grid, band_bits = tile_grid(cdiv(M, FLOAT8_BLOCK), cdiv(K // 2 if paired else K, FLOAT8_BLOCK))
-    if paired:
-        launcher = _paired_in_graph if is_traced(like) else _paired
-    else:
-        launcher = _four_warps if block_dim == 1 and not source.is_activation else _eight_warps
-    # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
-    pointers = (*buffers[:2], *buffers[-2:], buffers[0] if sums is None else sums)
-    launcher(
-        grid,
-        (*source.pointers, *pointers, M, K, band_bits, float(epsilon)),
-        (
-            block_dim == 2, sums is not None, *source.constants, paired, is_wide(M, K), fmt.name == "e5m2", rowwise,
-            columnwise, fmt.max, OVERFLOW_BY_DTYPE[str(source.dtype)], power_2, epsilon > 0.0,
-            M % FLOAT8_BLOCK == 0 and K % FLOAT8_BLOCK == 0, M % 4 == 0, INTERPRETING,
-        ),
+    if not (source.is_tensor or pairs_tiles(source.constants, source.shape[-1], FLOAT8_BLOCK)):
+        source = source.within_registers()
+    operands = source.operands
+    like, sums = operands[0], source.column_sums is not None
+    # the sizes of a trace may be symbols, which nothing remembers
+    launch_of = _launch if type(like) in PLAIN else _launch.__wrapped__
+    launch, layouts = launch_of(
+        source.shape, source.dtype, source.constants, len(operands), sums, fmt.name, rowwise, columnwise, block_dim,
+        power_2, float(epsilon), is_traced(like),
     )  # fmt: skip
+    new = beside(like)
+    buffers = [new(*layout) for layout in layouts]
+    if launch is None:
+        return [buffer.zero_() for buffer in buffers]
+    # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
+    pointers = (*buffers[:2], *buffers[-2:], source.partial_sums() if sums else buffers[0])
+    launch([*operands, *pointers])  # type: ignore[list-item]
     return buffers

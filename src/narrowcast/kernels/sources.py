@@ -79,7 +79,7 @@ class Source:
     @property
     def is_activation(self) -> bool:
         """Whether an activation or its gradient is computed on the way in, which takes many registers."""
-        return self.constants[0] in _ACTIVATIONS
+        return self.constants[0] in ACTIVATIONS
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An output beside the operands."""
@@ -137,7 +137,7 @@ class ColumnSums:
         self.partials: Tensor | None = None
 
 
-_ACTIVATIONS = ("activation", "activation_backward", "gated", "gated_backward")
+ACTIVATIONS = ("activation", "activation_backward", "gated", "gated_backward")
 _TENSOR = ("tensor", "", 0.0, 0.0, 0.0)
 
 
@@ -332,7 +332,8 @@ def source_of(x: Tensor | Source, min_rank: int) -> Source:
     if isinstance(x, Source):
         check_rank(len(x.shape), min_rank)
         return x
-    check_rank(x.dim(), min_rank)
+    if min_rank > 1:
+        check_rank(x.dim(), min_rank)
     return tensor(x)
 
 

@@ -51,12 +51,12 @@ class Format(enum.Enum):
         """The element format of forward tensors."""
         return _ELEMENTS["E4M3" if self is Format.HYBRID else self.value]
 
-    @property
+    @functools.cached_property
     def max_fwd(self) -> float:
         """Largest value of forward tensors."""
         return self.element.max
 
-    @property
+    @functools.cached_property
     def max_bwd(self) -> float:
         """Largest value of backward tensors."""
         return E5M2.max if self is Format.HYBRID else self.element.max

@@ -89,7 +89,7 @@ def linear_plan(
     Raises:
         ValueError: ``save_original_input`` under delayed scaling, or what a custom recipe's factory returned.
     """
-    flags = f"_plan_{needs_input:d}{needs_weight:d}{save_original_input:d}{hands_over:d}_"
+    flags = _FLAGS[8 * needs_input + 4 * needs_weight + 2 * save_original_input + hands_over]
     if recipe is None:
         return _IN_HIGH_PRECISION[flags]
     key = flags + module_type + recipe.plan_name(name)
@@ -210,12 +210,8 @@ def _in_high_precision(needs_input: bool, needs_weight: bool) -> LinearPlan:
     )
 
 
+# needs_input, needs_weight, save_original_input, hands_over
+_FLAGS = tuple(f"_plan_{bits:04b}_" for bits in range(16))
 _IN_HIGH_PRECISION = {
-    f"_plan_{needs_input:d}{needs_weight:d}{original:d}{hands_over:d}_": _in_high_precision(
-        needs_input, needs_weight
-    )
-    for needs_input in (False, True)
-    for needs_weight in (False, True)
-    for original in (False, True)
-    for hands_over in (False, True)
+    flags: _in_high_precision(bool(bits & 8), bool(bits & 4)) for bits, flags in enumerate(_FLAGS)
 }
