@@ -6,6 +6,8 @@ Device functions take and give fp32, unrounded, of any shape; ``KIND`` is a name
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import magnitude, product, reciprocal, round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, check_device
 
 BLOCK = 1024
 FLAT_BLOCK = 2048
@@ -370,14 +372,29 @@ def numbers(activation: str, params: Mapping[str, float]) -> tuple[float, float,
     return first, second, third
 
 
-def _chunks(x: Tensor, gated: bool) -> tuple[tuple[int, int, int], int, int, int]:
-    """Grid over the rows in chunks, the length of a row, its chunks, and elements per chunk."""
+@functools.lru_cache(maxsize=1024)
+def _launch(
+    shape: tuple[int, ...],
+    activation: str,
+    parameters: tuple[float, float, float],
+    gradient: bool,
+    stores: bool,
+    amax: bool,
+) -> Launch:
+    """The launch for an input of that shape: its rows, in chunks."""
+    gated, elements = KINDS[activation].gated, math.prod(shape)
     # Without halves the rows do not matter: all is one long row.
-    F = x.shape[-1] // 2 if gated else x.numel()
-    rows = x.numel() // (2 * F) if gated else 1
+    F = shape[-1] // 2 if gated else elements
+    rows = elements // (2 * F) if gated else 1
     block = min(BLOCK, max(1 << (F - 1).bit_length(), 64)) if gated else FLAT_BLOCK
     chunks = cdiv(F, block)
-    return (rows * chunks, 1, 1), F, chunks, block
+    launcher, options = (_backward, (stores, amax)) if gradient else (_forward, (amax,))
+    return Launch(
+        launcher,
+        (rows * chunks, 1, 1),
+        [*[TENSOR] * (3 + gradient), F, chunks, *parameters],
+        (activation, gated, *options, block, INTERPRETING),
+    )
 
 
 def amax_slots(x: Tensor) -> Tensor:
@@ -396,12 +413,11 @@ def forward(x: Tensor, activation: str, amax: Tensor | None = None, **params: fl
     width = x.shape[-1] // 2 if kind.gated else x.shape[-1]
     y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     if x.numel():
-        grid, F, chunks, block = _chunks(x, kind.gated)
-        _forward(
-            grid,
-            (x, y, x if amax is None else amax, F, chunks, *numbers(activation, params)),
-            (activation, kind.gated, amax is not None, block, INTERPRETING),
+        launch_of = _launch if type(x) in PLAIN else _launch.__wrapped__
+        launch = launch_of(
+            tuple(x.shape), activation, numbers(activation, params), False, True, amax is not None
         )
+        launch([x, y, x if amax is None else amax])
     return y
 
 
@@ -411,17 +427,16 @@ def backward(grad: Tensor, x: Tensor, activation: str, amax: Tensor | None = Non
     Args:
         amax: as ``forward`` takes it.
     """
-    kind = checked(x, activation, params)
+    checked(x, activation, params)
     check_gradient(grad, x, activation)
     x, grad = x.contiguous(), grad.contiguous()
     dx = torch.empty_like(x)
     if x.numel():
-        grid, F, chunks, block = _chunks(x, kind.gated)
-        _backward(
-            grid,
-            (x, grad, dx, x if amax is None else amax, F, chunks, *numbers(activation, params)),
-            (activation, kind.gated, True, amax is not None, block, INTERPRETING),
+        launch_of = _launch if type(x) in PLAIN else _launch.__wrapped__
+        launch = launch_of(
+            tuple(x.shape), activation, numbers(activation, params), True, True, amax is not None
         )
+        launch([x, grad, dx, x if amax is None else amax])
     return dx
 
 
@@ -433,11 +448,6 @@ def backward_amax(grad: Tensor, x: Tensor, activation: str, parameters: tuple[fl
     """
     slots = amax_slots(x)
     if x.numel():
-        gated = KINDS[activation].gated
-        grid, F, chunks, block = _chunks(x, gated)
-        _backward(
-            grid,
-            (x, grad, x, slots, F, chunks, *parameters),
-            (activation, gated, False, True, block, INTERPRETING),
-        )
+        launch_of = _launch if type(x) in PLAIN else _launch.__wrapped__
+        launch_of(tuple(x.shape), activation, parameters, True, False, True)([x, grad, x, slots])
     return slots

@@ -543,10 +543,16 @@ def amax_parts(x: Tensor) -> Tensor:
     check_input(x, 0)
     x, n = x.contiguous(), x.numel()
     programs = parts_of(n)
-    partials = x.new_empty(programs, dtype=torch.float32)
+    partials = beside(x)((programs,), (1,), torch.float32)
     if n:
-        _amax((programs, 1, 1), (x, partials, n), (AMAX_BLOCK, INTERPRETING))
+        launch_of = _amax_launch if type(x) in PLAIN else _amax_launch.__wrapped__
+        launch_of(n, programs)([x, partials])
     return partials
+
+
+@functools.lru_cache(maxsize=1024)
+def _amax_launch(n: int, programs: int) -> Launch:
+    return Launch(_amax, (programs, 1, 1), [TENSOR, TENSOR, n], (AMAX_BLOCK, INTERPRETING))
 
 
 def amax_parts_in_graph(x: Tensor) -> Tensor:

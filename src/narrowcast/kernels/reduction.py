@@ -7,6 +7,8 @@ make, and ``column_sum`` adds those.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, check_device
 
 PARTIAL_ROWS = 16
 FOLDED_ROWS = 128
@@ -70,6 +72,13 @@ def _fold_kernel(
 _fold = Launcher(_fold_kernel, num_warps=4)
 
 
+@functools.lru_cache(maxsize=1024)
+def _launch(M: int, K: int, rows: int) -> Launch:
+    tiles = cdiv(K, FOLD_COLUMNS)
+    options = (FOLDED_ROWS, FOLD_COLUMNS, INTERPRETING)
+    return Launch(_fold, (tiles * rows, 1, 1), [TENSOR, TENSOR, M, K, tiles], options)
+
+
 def column_sum(x: Tensor) -> Tensor:
     """``reference.reduction.column_sum`` of (M, K) fp32, bf16 or fp16, of the values in fp32.
 
@@ -82,14 +91,11 @@ def column_sum(x: Tensor) -> Tensor:
     x = x.contiguous()
     while True:
         M, K = x.shape
-        sums = torch.empty((cdiv(M, FOLDED_ROWS) or 1, K), dtype=torch.float32, device=x.device)
+        rows = cdiv(M, FOLDED_ROWS) or 1
+        sums = torch.empty((rows, K), dtype=torch.float32, device=x.device)
         if K:
-            tiles = cdiv(K, FOLD_COLUMNS)
-            _fold(
-                (tiles * sums.shape[0], 1, 1),
-                (x, sums, M, K, tiles),
-                (FOLDED_ROWS, FOLD_COLUMNS, INTERPRETING),
-            )
-        if sums.shape[0] == 1:
+            launch_of = _launch if type(x) in PLAIN else _launch.__wrapped__
+            launch_of(M, K, rows)([x, sums])
+        if rows == 1:
             return sums[0]
         x = sums

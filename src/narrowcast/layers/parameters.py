@@ -80,16 +80,17 @@ def checked_input(
         ValueError: another last dim, or none. TypeError: another dtype than the weight's, outside torch.autocast.
         RuntimeError: another device.
     """
-    if inp.shape[-1:] != (features,):
+    shape, device = inp.shape, inp.device
+    if not shape or shape[-1] != features:
         raise ValueError(
             f"input has shape {tuple(inp.shape)}; its last dim must be {label}={features}, "
             f"the weight is {tuple(weight.shape)}"
         )
-    if inp.device != weight.device:
+    if device != weight.device:
         raise RuntimeError(
             f"input is on {inp.device}, the parameters are on {weight.device}; {remedy(weight)}"
         )
-    kind = inp.device.type
+    kind = device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         if quantized_as_it_is and isinstance(inp, QuantizedTensor):
             return inp
