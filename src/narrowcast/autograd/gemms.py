@@ -387,7 +387,8 @@ def linear_backward(
             args, grad_output.reshape(rows, grad_output.shape[-1]), inp, weight
         )
     else:
-        dy, grad_bias, operand = grad_output.reshape(rows, grad_output.shape[-1]), None, plan.grad_output
+        dy = grad_output if len(lead) == 1 else grad_output.reshape(rows, grad_output.shape[-1])
+        grad_bias, operand = None, plan.grad_output
         seed = draw_seed(dy) if operand.stochastic else None
         if args.needs_bias:
             *buffers, sums = quantize_dbias(dy, operand.quantizer, seed, scale_bwd, args.amax_bwd)
@@ -398,7 +399,9 @@ def linear_backward(
         del buffers
         gradients = quantized_gradients(args, quantized, grad_bias, inp, weight, rows)
     wgrad, dgrad, grad_bias = gradients
-    return wgrad, None if dgrad is None else dgrad.view(*lead, args.shape[1]), grad_bias
+    if len(lead) != 1 and dgrad is not None:
+        dgrad = dgrad.view(*lead, args.shape[1])
+    return wgrad, dgrad, grad_bias
 
 
 def _gradients_of_share(

@@ -112,7 +112,8 @@ def _gradient(
         zero_centered_gamma=zero_centered_gamma,
         residual_grad=residual_grad,
     )
-    return source, (dweight.to(weight.dtype), _or_empty(dbias, dweight).to(weight.dtype))
+    dbias = weight.new_empty(0) if dbias is None else dbias.to(weight.dtype)
+    return source, (dweight.to(weight.dtype), dbias)
 
 
 def _parameter_gradients_fake(

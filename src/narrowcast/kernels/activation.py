@@ -332,10 +332,10 @@ def checked(x: Tensor, activation: str, params: Mapping[str, float]) -> Kind:
     if activation not in KINDS:
         raise ValueError(f"unknown activation {activation!r}; use one of {', '.join(KINDS)}")
     kind = KINDS[activation]
-    unknown = sorted(params.keys() - kind.numbers.keys())
+    unknown = params.keys() - kind.numbers.keys() if params else ()
     if unknown:
         raise ValueError(
-            f"{activation} has no parameter {unknown[0]!r}; it takes {', '.join(kind.numbers) or 'none'}"
+            f"{activation} has no parameter {min(unknown)!r}; it takes {', '.join(kind.numbers) or 'none'}"
         )
     _check_readable(x, activation)
     if x.dim() == 0 or (kind.gated and x.shape[-1] % 2):
@@ -367,6 +367,8 @@ def check_gradient(grad: Tensor, x: Tensor, activation: str) -> None:
 
 def numbers(activation: str, params: Mapping[str, float]) -> tuple[float, float, float]:
     """The numbers of an activation as the kernels take them: in their order, given or default, then unused zeros."""
+    if not KINDS[activation].numbers:
+        return 0.0, 0.0, 0.0
     merged = {**KINDS[activation].numbers, **params}
     first, second, third, *_ = (*(float(merged[name]) for name in KINDS[activation].numbers), 0.0, 0.0, 0.0)
     return first, second, third

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -102,14 +102,19 @@ class Source:
 
     def materialized(self) -> Source:
         """The source of the matrix written to memory."""
-        return self if self.is_tensor else replace(tensor(self.compute(None)), column_sums=self.column_sums)
+        if self.is_tensor:
+            return self
+        written = tensor(self.compute(None))
+        written.column_sums = self.column_sums
+        return written
 
     def with_amax(self) -> Source:
-        """The source with ``amax_partials``, for which a gated activation's gradient is computed, but not written."""
+        """The source, now with ``amax_partials``, for which a gated activation's gradient is computed, but not written."""
         kind, name, *numbers = self.constants
         assert kind == "gated_backward"
         x, grad = self.operands
-        return replace(self, amax_partials=activations.backward_amax(grad, x, name, tuple(numbers)))  # type: ignore[arg-type]
+        self.amax_partials = activations.backward_amax(grad, x, name, tuple(numbers))  # type: ignore[arg-type]
+        return self
 
     def materialized_with_amax(self) -> Source:
         """The source of the matrix written to memory, with ``amax_partials`` from the same pass.
@@ -118,7 +123,8 @@ class Source:
         """
         partials = activations.amax_slots(self.operands[0])
         written = tensor(self.compute(partials))
-        return replace(written, column_sums=self.column_sums, amax_partials=partials)
+        written.column_sums, written.amax_partials = self.column_sums, partials
+        return written
 
 
 def pairs_tiles(constants: tuple[str, str, float, float, float], columns: int, tile_columns: int) -> bool:
