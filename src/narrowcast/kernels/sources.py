@@ -109,7 +109,7 @@ class Source:
         return written
 
     def with_amax(self) -> Source:
-        """The source, now with ``amax_partials``, for which a gated activation's gradient is computed, but not written."""
+        """The source, now with ``amax_partials``: a gated activation's gradient, computed for them, but not written."""
         kind, name, *numbers = self.constants
         assert kind == "gated_backward"
         x, grad = self.operands
