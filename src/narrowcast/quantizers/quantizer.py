@@ -315,7 +315,7 @@ class Quantizer(Sealable, QuantizerValue):
         return True
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
-        layout = self._storage_class._LAYOUT if self._storage_name else self._format_layout()
+        layout = self._format_layout()
         if not layout.native:
             return None
         data, scale_inv = buffers
