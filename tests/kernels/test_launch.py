@@ -184,6 +184,56 @@ def test_few_functions_until_the_kernel_starts(
     assert max(variant.depths) <= most, variant.depths
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for the GPU")
+def test_a_kept_launch_starts_the_variant_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled once for each set of dtypes and alignments, as without it; what is started then takes addresses."""
+    compiled: list[tuple[Any, ...]] = []
+    started: list[tuple[Any, ...]] = []
+
+    class Variant(_Variant):
+        def run(self, *arguments: Any) -> None:
+            started.append(arguments)
+
+    def compile_(*arguments: Any, **_: Any) -> _Variant:
+        compiled.append(arguments)
+        return Variant()
+
+    class Kernel:
+        def __getitem__(self, _: Any) -> Callable[..., _Variant]:
+            return compile_
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    launcher = launch.Launcher(Kernel(), num_warps=4)
+    arguments = [launch.TENSOR, None, launch.TENSOR, 32, 0.5]
+    one, other = (launch.Launch(launcher, (size, 1, 1), arguments, ("relu",)) for size in (2, 3))
+    x, y = torch.empty(33), torch.nn.Parameter(torch.empty(64, dtype=torch.bfloat16))
+    for kept, tensors, kinds in (
+        (one, [x, y], 1),
+        (one, [x[4:], y], 1),
+        (one, [x[1:], y], 2),
+        (one, [x[2:], y], 2),
+        (one, [x, y[1:]], 3),
+        (one, [x.to(torch.int32), y], 4),
+        (other, [x, y], 4),
+        (other, [x[1:], y], 4),
+    ):
+        kept(tensors)  # compiled here, or by an earlier launch
+        started.clear()
+        kept(tensors)
+        assert len(compiled) == kinds
+        grid, (stream, _, _, *hooks), values = started[0][:3], started[0][3:9], started[0][9:]
+        assert grid == kept.grid and stream == 7 and hooks == [None] * 3
+        assert values == (tensors[0].data_ptr(), None, tensors[1].data_ptr(), 32, 0.5, "relu")
+
+
+def test_memory_is_laid_out_as_by_new_empty() -> None:
+    for shape in ((), (5,), (2, 3, 4), (3, 0, 2), (0, 7)):
+        size, strides = launch.contiguous(shape)
+        made, expected = launch.beside(X)(size, strides, torch.uint8), X.new_empty(shape, dtype=torch.uint8)
+        assert strides == expected.stride() == made.stride() and made.shape == expected.shape
+        assert made.dtype == torch.uint8 and made.device == X.device
+
+
 TRACED = """
 import torch
 import torch._higher_order_ops.triton_kernel_wrap as wrap
