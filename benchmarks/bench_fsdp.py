@@ -4,9 +4,10 @@
 
 Contenders: bf16; torchao's tensorwise recipe, with and without its FP8 all-gather, where it is installed; the recipes
 of this library, with weights gathered in bf16 and quantized. Parameters, the reduction of gradients and AdamW are
-fp32, computation is bf16; AdamW is PyTorch's fused one, or this library's where the name says FusedAdam. "unsharded":
-each GPU by itself with parameters and moments in bf16, of which AdamW moves as many bytes as of half of them in fp32;
-that is the speed of one GPU, which sharding is measured against. A step is forward, backward and optimizer. Steps
+fp32, computation is bf16; AdamW is PyTorch's fused one, or this library's where the name says FusedAdam. The last layer
+stays gathered between forward and backward, which reads it at once. "unsharded": each GPU by itself with parameters and
+moments in bf16, of which AdamW moves as many bytes as of half of them in fp32; that is the speed of one GPU, which
+sharding is measured against. A step is forward, backward and optimizer. Steps
 follow each other without a wait for the GPU, as in training: a time is that of a run of ``--repeats`` steps, divided,
 the median of three. ``gathered``: bytes that the all-gathers of a step deliver, counted where they are called. Before
 anything is timed, quantized gathers must give the losses of high-precision ones, to the bit.
@@ -115,6 +116,7 @@ def sharded(model: Stack, quantized: bool | None) -> Stack:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     else:
         nc.distributed.shard(model, mesh, blocks=model.layers, quantized_gather=quantized, mp_policy=policy)
+    model.layers[-1].set_reshard_after_forward(False)  # type: ignore[operator]
     return model
 
 
@@ -163,9 +165,15 @@ def contenders(chosen: Namespace) -> dict[str, Callable[[], tuple[Stack, Callabl
         made[f"{recipe}, quantized gather"] = ours(recipe, True)
     has_torchao = importlib.util.find_spec("torchao") is not None
     made |= {"torchao tensorwise": of_torchao(False)} if has_torchao else {}
-    made["current, unsharded"] = unsharded("current")
-    for name in ("current, quantized gather", "delayed, quantized gather", "bf16"):
+    made |= {f"{recipe}, unsharded": unsharded(recipe) for recipe in ("delayed", "current")}
+    for name in (
+        "delayed, quantized gather",
+        "delayed, unsharded",
+        "current, quantized gather",
+        "current, unsharded",
+    ):
         made[f"{name}, FusedAdam"] = made[name]
+    made["bf16, FusedAdam"] = made["bf16"]
     made |= {"block, quantized gather": ours("block", True), "bf16, unsharded": unsharded(None)}
     made |= {"torchao tensorwise, FP8 gather": of_torchao(True)} if has_torchao else {}
     made |= {recipe: ours(recipe, False) for recipe in RECIPES}

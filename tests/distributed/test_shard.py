@@ -167,6 +167,33 @@ def operations(mesh: Any) -> tuple[Any, Any]:
     return losses[0], losses[1]
 
 
+def reduced(mesh: Any, microbatches: int) -> dict[str, Any]:
+    """Gradients of other rows on every rank, reduced in fp32 by FSDP2 and by ``shard``; elements of 16 bits sent."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    gradients, sent = [], 0
+    for own in (False, True):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(512, 768), torch.nn.Linear(768, 9), torch.nn.Linear(9, 32)]
+        model: Any = torch.nn.Sequential(*layers)  # large, uneven and small gradients
+        if own:
+            shard(model, blocks=layers[1:2], **options)
+        else:
+            fully_shard(layers[1], **options)
+            fully_shard(model, **options)
+        rows = torch.Generator().manual_seed(dist.get_rank())
+        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged:
+            for _ in range(2):
+                model.zero_grad()
+                for left in reversed(range(microbatches)):
+                    model.set_requires_gradient_sync(not left)
+                    model(torch.randn(16, 512, generator=rows)).float().square().mean().backward()
+        gradients.append([local(parameter.grad).clone() for parameter in model.parameters()])
+        sent += sum(call.args[1].numel() for call in exchanged.call_args_list)
+    return {"equal": all(map(torch.equal, *gradients)), "sent": sent}
+
+
 class Experts(torch.nn.Module):
     """Two layers of four groups, of which one is empty: their weights in one parameter, and in one each."""
 
@@ -227,6 +254,8 @@ def checks_of_two(folder: str) -> dict[str, Any]:
     for recipe in GROUPED:
         checks[f"grouped {recipe}"] = lambda recipe=recipe: grouped(recipe, mesh)
     checks["operations"] = lambda: operations(mesh)
+    for count in (1, 2):
+        checks[f"reduced {count}"] = lambda count=count: reduced(mesh, count)
     return checks
 
 

@@ -50,6 +50,9 @@ def shard(
     The bits are those of quantizing the gathered weight. Per-tensor scales take one all-reduce for all weights, in the
     forward of ``model``; none in later forwards of a step under ``model.set_requires_gradient_sync(False)``.
 
+    Where ``mp_policy`` computes in 16 bits and reduces in fp32, gradients travel in 16 bits and are summed in fp32: the
+    sums that FSDP2 makes of gradients in fp32. ``set_custom_reduce_scatter`` puts another reduction in its place.
+
     A weight is gathered quantized where its recipe has one scale for the tensor (``Float8CurrentScaling``,
     ``DelayedScaling``), or square tiles (``Float8BlockScaling``, ``NVFP4BlockScaling``, ``MXFP8BlockScaling`` with
     ``enable_2d_quantization``), and rows that divide into equal shards, with tiles of whole 128 rows. Plain
@@ -112,6 +115,9 @@ def shard(
     if chosen.directed:
         groups = [group for group in _groups(model) if chosen.directs(group)]
         model.register_forward_pre_hook(functools.partial(_check_given_back, groups), prepend=True)
+    halves = dtype in (torch.bfloat16, torch.float16)
+    if over.size() > 1 and halves and policy.reduce_dtype == torch.float32:  # type: ignore[union-attr]
+        _exchange_gradients([*blocks, model])
     return ShardReceipt(tuple(chosen.rows), over.size())
 
 
@@ -472,6 +478,21 @@ def _groups(model: nn.Module) -> list[Any]:
 def _synchronizes(model: nn.Module) -> bool:
     """Whether the backward of this forward reduces gradients over ranks."""
     return any(group.reduce_grads for group in _groups(model))
+
+
+def _exchange_gradients(modules: list[Any]) -> None:
+    """Have FSDP2 reduce by exchange; the model comes last."""
+    from .gradient_exchange import GradientExchange
+
+    exchange, model = GradientExchange(), modules[-1]
+    for module in modules:
+        module.set_custom_reduce_scatter(exchange)
+
+    def begin(model: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            exchange.begin(_synchronizes(model))
+
+    model.register_forward_pre_hook(begin)
 
 
 def _keep_codes(gathers: list[WeightGather], model: nn.Module, args: Any) -> None:

@@ -1,0 +1,110 @@
+"""``GradientExchange``: FSDP2's reduction of gradients in fp32, for which 16 bits per element travel.
+
+FSDP2 casts what 16-bit computation leaves as gradients to fp32, copies it into one buffer, and reduces and scatters
+that. Here each rank is sent the others' gradients of its shard as they were computed, large ones from where they lie,
+and sums them in fp32. The cast adds nothing, so it is the same sum; of more than two ranks perhaps in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+_LARGE = 1 << 18  # bytes to one rank; what is smaller travels together
+
+
+class _Unreduced(Tensor):
+    """Stands for the buffer that FSDP2 copies gradients into, and holds the gradients themselves.
+
+    FSDP2 keeps it until they were reduced, and with it the gradients' memory.
+    """
+
+    @staticmethod
+    def __new__(cls, gradients: list[Tensor], size: Any, dtype: torch.dtype, device: Any) -> _Unreduced:
+        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[attr-defined]
+
+    def __init__(self, gradients: list[Tensor], size: Any, dtype: torch.dtype, device: Any) -> None:
+        self.gradients = gradients
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The two things that FSDP2 does to the buffer: view it as a row for each rank, and fill it."""
+        if func is torch.ops.aten.view.default:
+            buffer, (rows, _) = args
+            return cls(buffer.gradients, (rows, buffer.numel() // rows), buffer.dtype, buffer.device)
+        if func is torch.ops.fsdp.chunk_cat.default:
+            kwargs["out"].gradients.extend(args[0])
+            return None
+        raise NotImplementedError(f"{func} of gradients that are not reduced yet")
+
+
+class GradientExchange(DefaultReduceScatter):
+    """For ``FSDPModule.set_custom_reduce_scatter`` of modules that compute in 16 bits and reduce in fp32.
+
+    Gradients that an earlier backward of the step left are in fp32 already, and reduced as FSDP2 does.
+    """
+
+    def __init__(self) -> None:
+        self._accumulates = self._leaves = False
+        self._unreduced: _Unreduced | None = None
+
+    def begin(self, reduces: bool) -> None:
+        """A forward begins; ``reduces``: its backward does. Ranks do alike, whichever have gradients by then."""
+        self._accumulates, self._leaves = self._leaves, not reduces
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What stands for the gradients of modules that are reduced; when it was filled, memory for their sums."""
+        if self._unreduced is not None and self._unreduced.gradients:
+            self._unreduced = None
+            return super().allocate(size, dtype=dtype, device=device)
+        self._unreduced = _Unreduced([], size, dtype, device)
+        return self._unreduced
+
+    def __call__(  # type: ignore[override]
+        self, output_tensor: Tensor, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        """Put this rank's part of the ranks' sum, or mean, into ``output_tensor``, in the stream that this runs in."""
+        gradients, ranks = input_tensor.gradients, group.size()
+        summed = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.AVG: torch.mean}.get(op)
+        if self._accumulates or summed is None or gradients[0].dtype == output_tensor.dtype:
+            buffer = torch.empty(input_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
+            torch._chunk_cat(gradients, 0, ranks, out=buffer.view(ranks, -1))
+            return super().__call__(output_tensor, buffer, group, op, async_op)
+        for received, part in _exchanged(gradients, output_tensor, group):
+            summed(received, 0, dtype=part.dtype, out=part)
+        return None
+
+
+def _exchanged(gradients: list[Tensor], output: Tensor, group: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what all ranks have of a gradient's part of this rank, (ranks, elements), and that part of the output."""
+    ranks = group.size()
+    counts = [-(-one.shape[0] // ranks) * one[0].numel() for one in gradients]  # as FSDP2 pads them
+    parts = output.split(counts)
+    sent: list[tuple[Any, Tensor, list[int], list[Tensor]]] = []
+
+    def send(rows: Tensor, counts: list[int], parts: list[Tensor]) -> None:
+        received = torch.empty_like(rows)
+        work = dist.all_to_all_single(received, rows, group=group, async_op=True)
+        sent.append((work, received, counts, parts))
+
+    small: list[int] = []
+    for index, (gradient, count, part) in enumerate(zip(gradients, counts, parts)):
+        if gradient.shape[0] % ranks or count * gradient.itemsize < _LARGE:
+            small.append(index)
+        else:
+            send(gradient.contiguous().view(ranks, count), [count], [part])
+    if small:
+        together = [counts[index] for index in small]
+        rows = output.new_empty(ranks, sum(together), dtype=gradients[0].dtype)
+        torch._chunk_cat([gradients[index] for index in small], 0, ranks, out=rows)
+        send(rows, together, [parts[index] for index in small])
+    for work, received, lengths, places in sent:  # what came is summed while the next is on its way
+        work.wait()
+        yield from zip(received.split(lengths, dim=1), places)
