@@ -89,3 +89,17 @@ def test_every_shape_and_kind(device: torch.device) -> None:
     for shape, kind, dtype in grid([shape for shape in SHAPES_2D if len(shape) == 2]):
         check(shape, kind, dtype, device)
     check((70_000, 40), "normal", torch.bfloat16, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("ranks", "rank", "n"), [(2, 0, 40000), (2, 1, 7), (3, 1, 17000), (4, 3, 1), (2, 0, 0)]
+)
+def test_rank_sum(ranks: int, rank: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
+    rows = make("normal", (ranks, n), dtype)
+    expected, others = torch.empty(n), rows[[i for i in range(ranks) if i != rank]]
+    reference.rank_sum(rows[rank], others, rank, ranks, expected)
+    found = torch.empty(n, device=device)
+    kernels.reduction.rank_sum(rows[rank].to(device), others.to(device), rank, ranks, found)
+    assert torch.equal(found.cpu(), expected)
+    torch.testing.assert_close(expected, rows.float().mean(0))

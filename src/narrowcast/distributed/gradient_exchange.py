@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from ..functional.numerics import numerics_for
+
 _LARGE = 1 << 18  # bytes to one rank; what is smaller travels together
 
 
@@ -72,39 +74,50 @@ class GradientExchange(DefaultReduceScatter):
     ) -> Any:
         """Put this rank's part of the ranks' sum, or mean, into ``output_tensor``, in the stream that this runs in."""
         gradients, ranks = input_tensor.gradients, group.size()
-        summed = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.AVG: torch.mean}.get(op)
-        if self._accumulates or summed is None or gradients[0].dtype == output_tensor.dtype:
+        divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: ranks}.get(op)
+        if self._accumulates or divisor is None or gradients[0].dtype == output_tensor.dtype:
             buffer = torch.empty(input_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
             torch._chunk_cat(gradients, 0, ranks, out=buffer.view(ranks, -1))
             return super().__call__(output_tensor, buffer, group, op, async_op)
-        for received, part in _exchanged(gradients, output_tensor, group):
-            summed(received, 0, dtype=part.dtype, out=part)
+        for own, others, part in _exchanged(gradients, output_tensor, group):
+            numerics_for(own).reduction.rank_sum(own, others, group.rank(), divisor, part)
         return None
 
 
-def _exchanged(gradients: list[Tensor], output: Tensor, group: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what all ranks have of a gradient's part of this rank, (ranks, elements), and that part of the output."""
+def _exchanged(
+    gradients: list[Tensor], output: Tensor, group: Any
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield, of this rank's part of a gradient, its own values, the others' (ranks - 1, n), and the sum's place."""
     ranks = group.size()
     counts = [-(-one.shape[0] // ranks) * one[0].numel() for one in gradients]  # as FSDP2 pads them
     parts = output.split(counts)
-    sent: list[tuple[Any, Tensor, list[int], list[Tensor]]] = []
-
-    def send(rows: Tensor, counts: list[int], parts: list[Tensor]) -> None:
-        received = torch.empty_like(rows)
-        work = dist.all_to_all_single(received, rows, group=group, async_op=True)
-        sent.append((work, received, counts, parts))
-
     small: list[int] = []
+    sent: list[tuple[Any, Tensor, Tensor, Tensor]] = []
     for index, (gradient, count, part) in enumerate(zip(gradients, counts, parts)):
         if gradient.shape[0] % ranks or count * gradient.itemsize < _LARGE:
             small.append(index)
         else:
-            send(gradient.contiguous().view(ranks, count), [count], [part])
+            sent.append((*_send(gradient.contiguous().view(ranks, count), group), part))
+    together = [counts[index] for index in small]
+    rows = output.new_empty(ranks, sum(together), dtype=gradients[0].dtype)
     if small:
-        together = [counts[index] for index in small]
-        rows = output.new_empty(ranks, sum(together), dtype=gradients[0].dtype)
         torch._chunk_cat([gradients[index] for index in small], 0, ranks, out=rows)
-        send(rows, together, [parts[index] for index in small])
-    for work, received, lengths, places in sent:  # what came is summed while the next is on its way
-        work.wait()
-        yield from zip(received.split(lengths, dim=1), places)
+        sent.append((*_send(rows, group), rows.new_empty(rows.shape[1], dtype=output.dtype)))
+    for works, own, others, part in sent:  # what came is summed while the next is on its way
+        for work in works:
+            work.wait()
+        yield own, others, part
+    if small:
+        torch._foreach_copy_([parts[index] for index in small], sent[-1][-1].split(together))
+
+
+def _send(rows: Tensor, group: Any) -> tuple[Any, Tensor, Tensor]:
+    """Send every rank its row: (what to wait for, this rank's own row, the rows that come from the others)."""
+    ranks, rank = group.size(), group.rank()
+    others = rows.new_empty(ranks - 1, rows.shape[1])
+    transfers = []
+    for step in range(1, ranks):  # each at another rank's turn
+        to, of = (rank + step) % ranks, (rank - step) % ranks
+        transfers.append(dist.P2POp(dist.isend, rows[to], group=group, group_peer=to))
+        transfers.append(dist.P2POp(dist.irecv, others[of - (of > rank)], group=group, group_peer=of))
+    return dist.batch_isend_irecv(transfers), rows[rank], others

@@ -21,6 +21,10 @@ from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, check_device
 PARTIAL_ROWS = 16
 FOLDED_ROWS = 128
 FOLD_COLUMNS = 64
+RANKS_BLOCK = 16384
+# They run beside GEMMs, which are as slow as the last of their programs to find a processor: so many reach most of the
+# memory's bandwidth and leave the others free.
+RANKS_PROGRAMS = 48
 
 
 @triton.jit
@@ -99,3 +103,40 @@ def column_sum(x: Tensor) -> Tensor:
         if rows == 1:
             return sums[0]
         x = sums
+
+
+@triton.jit
+def _rank_sum_kernel(
+    own_ptr, others_ptr, out_ptr, n, rank, others, divisor, BLOCK: tl.constexpr, EMULATE: tl.constexpr
+):
+    programs = tl.num_programs(0)
+    for turn in range(tl.cdiv(n, BLOCK * programs)):
+        at = (tl.program_id(0).to(tl.int64) + turn * programs) * BLOCK + tl.arange(0, BLOCK)
+        own = tl.load(own_ptr + at, mask=at < n, other=0.0)
+        total = tl.zeros([BLOCK], tl.float32)
+        other_ptr = others_ptr + at
+        for _ in range(rank):
+            total += to_float32(tl.load(other_ptr, mask=at < n, other=0.0), EMULATE)
+            other_ptr += n
+        total += to_float32(own, EMULATE)
+        for _ in range(rank, others):
+            total += to_float32(tl.load(other_ptr, mask=at < n, other=0.0), EMULATE)
+            other_ptr += n
+        tl.store(out_ptr + at, tl.div_rn(total, tl.full([BLOCK], divisor, tl.float32)), mask=at < n)
+
+
+_rank_sum = Launcher(_rank_sum_kernel, num_warps=32)
+
+
+def rank_sum(own: Tensor, others: Tensor, rank: int, divisor: int, out: Tensor) -> None:
+    """``reference.reduction.rank_sum``, of contiguous tensors.
+
+    Raises:
+        ValueError: tensors the kernels cannot reach.
+    """
+    check_device(own)
+    n = own.numel()
+    if n:
+        programs = min(cdiv(n, RANKS_BLOCK), RANKS_PROGRAMS)
+        arguments = own, others, out, n, rank, others.shape[0], divisor
+        _rank_sum((programs, 1, 1), arguments, (RANKS_BLOCK, INTERPRETING))

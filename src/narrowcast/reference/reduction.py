@@ -78,3 +78,19 @@ def round_to_dtype(v: Tensor, dtype: torch.dtype) -> Tensor:
         What overflows becomes infinite.
     """
     return canonical_nan(v.to(dtype))
+
+
+def rank_sum(own: Tensor, others: Tensor, rank: int, divisor: int, out: Tensor) -> None:
+    """Sum of what every rank has, over a divisor, into ``out``.
+
+    Args:
+        own: what this rank has, bf16 or fp16, shape (n,). others: what the others have, in their order, (ranks - 1, n).
+        rank: which of them this is. out: fp32, shape (n,).
+
+    Numerics:
+        In fp32, from zero, in the order of the ranks; then one division.
+    """
+    total = torch.zeros_like(out)
+    for row in (*others[:rank], own, *others[rank:]):
+        total += row
+    torch.div(total, divisor, out=out)
