@@ -125,6 +125,23 @@ def test_one_program_takes_many_rows(device: torch.device, monkeypatch: pytest.M
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("residual", [False, True], ids=["no_residual", "residual"])
+@pytest.mark.parametrize("normalization", reference.NORMALIZATIONS)
+def test_rows_that_stay_in_registers(normalization: str, residual: bool, device: torch.device) -> None:
+    dtype, shape = (torch.float16, (3, 4096)) if residual else (torch.bfloat16, (3, 2305))
+    x, other = make("special", shape, dtype), make("wide", shape, dtype, 1) if residual else None
+    weight, bias = make("normal", shape[1:], dtype, 2), make("normal", shape[1:], torch.float32, 3)
+    options = {"eps": EPS, "normalization": normalization}
+    gamma = {"zero_centered_gamma": residual}
+    expected = reference.normalized(x, weight, bias, residual=other, **options, **gamma)
+    moved, vectors = on(device, x, other), on(device, weight, bias)
+    actual = kernels.norm.normalized(moved[0], *vectors, residual=moved[1], **options, **gamma)
+    alone = kernels.norm.statistics(moved[0], residual=moved[1], **options)
+    assert len(present(*actual)) == len(present(*expected))
+    for a, b in zip(present(*actual, *alone), present(*expected, *expected[1:]), strict=True):
+        assert_bitwise(a, b)
+
+
 def test_amax_ignores_nan_and_sees_the_rounded_result(device: torch.device) -> None:
     x = make("normal", (5, 40), torch.bfloat16)
     x[2] = float("nan")

@@ -37,6 +37,25 @@ def to_float32(x, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def to_float32_for(x, USE: tl.constexpr, EMULATE: tl.constexpr):
+    """``to_float32`` of a bf16 tensor that is widened for other uses, too, each with a name of its own.
+
+    The compiler would take them for one, whose result stays in registers from the first use to the last, twice as wide.
+    """
+    if EMULATE or x.dtype != tl.bfloat16:
+        return to_float32(x, EMULATE)
+    else:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000; // " + USE,
+            "=&r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
 def magnitude(x, EMULATE: tl.constexpr):
     """|x| as fp32 for a maximum that ignores NaN: on a GPU the maximum itself does, the interpreter's does not.
 

@@ -1,8 +1,4 @@
-"""LayerNorm and RMSNorm: the sums over rows and columns, and the elementwise steps as device functions and kernels.
-
-A warp takes a row at a time: 256 lanes, eight of a row's elements per thread, are 16-byte loads of bf16 and the lanes
-of ``reference.reduction.row_sum``, so a lane's sum stays in one thread.
-"""
+"""LayerNorm and RMSNorm: their launches, and the kernels of their gradients."""
 
 from __future__ import annotations
 
@@ -14,32 +10,21 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
-from .codecs import magnitude, product, reciprocal, round_to_dtype, to_float32
+from .codecs import product, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_device
-from .reduction import column_sum, fold_lanes, fold_rows
+from .norm_rows import kept_kernel, load_gamma, norm_kernel, row_mean
+from .reduction import column_sum, fold_rows
 
 LANES = 256
 ROWS = 4
 TILE_ROWS = 8
 GRADIENT_ROWS = 8  # of a warp that sums the gradient of gamma
 UNROLL = 4  # chunks of a row that are requested at once
+KEPT_CHUNKS = range(9, 17)  # of a row that a warp keeps in registers: with fewer or more of them not measured
 PROGRAMS = 1024  # at most; a cast program reads the amax partials of all at once
 REREAD_BYTES = 32 * 2**20  # rows in work that are read again should still be in L2
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@triton.jit
-def normalize(
-    x, mean, rstd, gamma, beta, LAYER_NORM: tl.constexpr, BIAS: tl.constexpr, EMULATE: tl.constexpr
-):
-    """``((x - mean) * rstd) * gamma + beta`` of fp32 tensors that broadcast; RMSNorm reads no mean."""
-    if LAYER_NORM:
-        x = x - mean
-    y = product(x * rstd, gamma, EMULATE)
-    if BIAS:
-        y = y + beta
-    return y
 
 
 @triton.jit
@@ -50,168 +35,6 @@ def norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM: tl.constexpr, EMU
     else:
         projection = product(x * rstd, c1, EMULATE)
     return product(product(g, gamma, EMULATE) - projection, rstd, EMULATE)
-
-
-@triton.jit
-def _load_vector(pointer, column, K, EMULATE: tl.constexpr):
-    """Entries of a weight or bias; with ``column`` of a tile's whole shape they arrive in the tile's layout."""
-    return to_float32(tl.load(pointer + column, mask=column < K, other=0.0), EMULATE)
-
-
-@triton.jit
-def _load_gamma(weight_ptr, column, K, ZERO_CENTERED: tl.constexpr, EMULATE: tl.constexpr):
-    gamma = _load_vector(weight_ptr, column, K, EMULATE)
-    if ZERO_CENTERED:
-        gamma = gamma + 1.0
-    return gamma
-
-
-@triton.jit
-def _load_chunks(
-    x_ptr,
-    residual_ptr,
-    base,
-    column,
-    here,
-    K,
-    RESIDUAL: tl.constexpr,
-    UNROLL: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    """Consecutive chunks of the rows at ``base``, summed with the residual, in their dtype."""
-    ONCE: tl.constexpr = "evict_first" if RESIDUAL else ""  # what is read again is their sum
-    chunks = ()
-    for j in tl.static_range(UNROLL):
-        offsets = column + j * column.shape[1]
-        inside = here & (offsets < K)
-        x = tl.load(x_ptr + base + offsets, mask=inside, other=0.0, eviction_policy=ONCE)
-        if RESIDUAL:
-            residual = tl.load(residual_ptr + base + offsets, mask=inside, other=0.0, eviction_policy=ONCE)
-            x = round_to_dtype(to_float32(x, EMULATE) + to_float32(residual, EMULATE), x.dtype, EMULATE)
-        chunks = chunks + (x,)
-    return chunks
-
-
-@triton.jit
-def _row_mean(lanes, K):
-    total = fold_lanes(lanes)
-    return tl.div_rn(total, tl.full(total.shape, K, tl.float32))
-
-
-@triton.jit
-def _row_statistics(
-    x_ptr,
-    residual_ptr,
-    summed_ptr,
-    mean_ptr,
-    rstd_ptr,
-    first,
-    here,
-    lane,
-    M,
-    K,
-    eps,
-    LAYER_NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    UNROLL: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    """Mean and reciprocal deviation of the rows from ``first`` on; stored, like their sums with the residual."""
-    row = first + tl.arange(0, lane.shape[0])
-    base = row[:, None] * K
-    lanes = tl.zeros(lane.shape, tl.float32)
-    k = 0
-    while k < K:
-        chunks = _load_chunks(x_ptr, residual_ptr, base, k + lane, here, K, RESIDUAL, UNROLL, EMULATE)
-        for j in tl.static_range(UNROLL):
-            if RESIDUAL:
-                column = k + j * lane.shape[1] + lane
-                tl.store(summed_ptr + base + column, chunks[j], mask=here & (column < K))
-            value = to_float32(chunks[j], EMULATE)
-            if LAYER_NORM:
-                lanes += value
-            else:
-                lanes += product(value, value, EMULATE)
-        k += UNROLL * lane.shape[1]
-    mean = _row_mean(lanes, K)
-    variance = mean
-    if RESIDUAL:
-        tl.debug_barrier()  # from here on the sums are read, by whichever thread
-    if LAYER_NORM:
-        tl.store(mean_ptr + row, round_to_dtype(mean, tl.float32, EMULATE), mask=row < M)
-        lanes = tl.zeros(lane.shape, tl.float32)
-        k = 0
-        while k < K:
-            chunks = _load_chunks(summed_ptr, summed_ptr, base, k + lane, here, K, False, UNROLL, EMULATE)
-            for j in tl.static_range(UNROLL):
-                inside = here & (k + j * lane.shape[1] + lane < K)
-                d = tl.where(inside, to_float32(chunks[j], EMULATE) - mean[:, None], 0.0)
-                lanes += product(d, d, EMULATE)
-            k += UNROLL * lane.shape[1]
-        variance = _row_mean(lanes, K)
-    rstd = reciprocal(tl.sqrt_rn(variance + tl.cast(eps, tl.float32)), EMULATE)
-    tl.store(rstd_ptr + row, round_to_dtype(rstd, tl.float32, EMULATE), mask=row < M)
-    return mean, rstd
-
-
-@triton.jit(do_not_specialize_on_alignment=["bias_ptr", "mean_ptr", "rstd_ptr", "partials_ptr"])
-def _norm_kernel(
-    x_ptr,
-    residual_ptr,
-    summed_ptr,
-    weight_ptr,
-    bias_ptr,
-    mean_ptr,
-    rstd_ptr,
-    y_ptr,
-    partials_ptr,
-    M,
-    K,
-    eps,
-    LAYER_NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    BIAS: tl.constexpr,
-    WRITE: tl.constexpr,
-    AMAX: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    UNROLL: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    row = tl.arange(0, ROWS)[:, None]
-    lane = tl.broadcast_to(tl.arange(0, LANES)[None, :], [ROWS, LANES])
-    largest = tl.zeros([ROWS, LANES], tl.float32)
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    while first < M:
-        here = row < tl.minimum(M - first, ROWS).to(tl.int32)
-        mean, rstd = _row_statistics(
-            x_ptr, residual_ptr, summed_ptr, mean_ptr, rstd_ptr, first, here, lane, M, K, eps, LAYER_NORM, RESIDUAL,
-            UNROLL, EMULATE,
-        )  # fmt: skip
-        if WRITE or AMAX:
-            base = (first + row) * K
-            k = 0
-            while k < K:
-                chunks = _load_chunks(summed_ptr, summed_ptr, base, k + lane, here, K, False, UNROLL, EMULATE)
-                for j in tl.static_range(UNROLL):
-                    column = k + j * LANES + lane
-                    inside = here & (column < K)
-                    gamma = _load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)
-                    beta = gamma
-                    if BIAS:
-                        beta = _load_vector(bias_ptr, column, K, EMULATE)
-                    value = to_float32(chunks[j], EMULATE)
-                    y = normalize(value, mean[:, None], rstd[:, None], gamma, beta, LAYER_NORM, BIAS, EMULATE)
-                    y = round_to_dtype(y, chunks[j].dtype, EMULATE)
-                    if WRITE:
-                        tl.store(y_ptr + base + column, y, mask=inside)
-                    if AMAX:
-                        largest = tl.maximum(largest, tl.where(inside, magnitude(y, EMULATE), 0.0))
-                k += UNROLL * LANES
-        first += tl.num_programs(0).to(tl.int64) * ROWS
-    if AMAX:
-        tl.store(partials_ptr + tl.program_id(0), tl.max(largest))
 
 
 @triton.jit
@@ -255,7 +78,7 @@ def _backward_kernel(
     offsets = row[:, None] * K + column
     x = to_float32(tl.load(x_ptr + offsets, mask=inside, other=0.0), EMULATE)
     g = to_float32(tl.load(grad_ptr + offsets, mask=inside, other=0.0), EMULATE)
-    gamma = _load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)
+    gamma = load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)
     rstd = _load_rows(rstd_ptr, row, M)
     c1 = _load_rows(c1_ptr, row, M)
     mean = rstd
@@ -292,7 +115,7 @@ def _load_statistics(mean_ptr, rstd_ptr, row, M, LAYER_NORM: tl.constexpr):
 
 @triton.jit
 def _store_row_mean(pointer, lanes, row, M, K, EMULATE: tl.constexpr):
-    tl.store(pointer + row, round_to_dtype(_row_mean(lanes, K), tl.float32, EMULATE), mask=row < M)
+    tl.store(pointer + row, round_to_dtype(row_mean(lanes, K), tl.float32, EMULATE), mask=row < M)
 
 
 @triton.jit(do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "c1_ptr", "c2_ptr"])
@@ -327,7 +150,7 @@ def _gradient_statistics_kernel(
         inside = (row < M)[:, None] & (column < K)[None, :]
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
         g = tl.load(grad_ptr + offsets, mask=inside, other=0.0)
-        gamma = _load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)[None, :]
+        gamma = load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)[None, :]
         g, weighted, projected, wdy = _gradient_terms(x, g, mean, rstd, gamma, inside, LAYER_NORM, EMULATE)
         c1 += projected
         # a thread has all rows of its columns: these sums stay in registers
@@ -341,7 +164,8 @@ def _gradient_statistics_kernel(
         _store_row_mean(c2_ptr, c2, row, M, K, EMULATE)
 
 
-_norm = Launcher(_norm_kernel, num_warps=4)
+_norm = Launcher(norm_kernel, num_warps=4)
+_kept = Launcher(kept_kernel, num_warps=1)
 _backward = Launcher(_backward_kernel, num_warps=4)
 _gradient_statistics = Launcher(_gradient_statistics_kernel, num_warps=1)
 
@@ -431,16 +255,18 @@ def statistics(
             rstd if mean is None else mean,
             rstd,
             x if into is None else into,
-            partials,
         )
-        _norm(
-            (programs, 1, 1),
-            (*pointers, M, K, float(eps)),
-            (
-                layer_norm, residual is not None, zero_centered_gamma, bias is not None, into is not None,
-                amax_partials, ROWS, LANES, 2 * UNROLL if again else UNROLL, INTERPRETING,
-            ),
-        )  # fmt: skip
+        options = (layer_norm, residual is not None, zero_centered_gamma, bias is not None, into is not None)
+        chunks = cdiv(K, LANES)
+        if chunks in KEPT_CHUNKS and x.element_size() == 2 and (layer_norm or again) and not amax_partials:
+            _kept((M, 1, 1), (*pointers, K, float(eps)), (*options, LANES, chunks, INTERPRETING))
+        else:
+            unroll = 2 * UNROLL if again else UNROLL
+            _norm(
+                (programs, 1, 1),
+                (*pointers, partials, M, K, float(eps)),
+                (*options, amax_partials, ROWS, LANES, unroll, INTERPRETING),
+            )
     return (summed, mean, rstd, partials) if amax_partials else (summed, mean, rstd)
 
 

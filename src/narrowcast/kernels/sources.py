@@ -25,7 +25,8 @@ from . import norm as norms
 from .activation import activate, activate_backward, activate_gated, activate_gated_backward
 from .codecs import round_to_dtype, to_float32
 from .launch import check_dtype, check_input, check_rank
-from .norm import norm_gradient, normalize
+from .norm import norm_gradient
+from .norm_rows import normalize
 from .reduction import fold_pairs
 
 _ABSENT = (None,) * 8
