@@ -379,11 +379,11 @@ def join_weights_cases(x: Tensor) -> Iterator[Arguments]:
             yield buffers, quantizer, layout, columnwise, 2, *rows.shape, x.dtype
 
 
-@family("grouped_amax")
-def grouped_amax_cases(x: Tensor) -> Iterator[Arguments]:
-    rows = x.flatten(0, -2)
-    yield ([rows, 2 * rows],)
-    yield ([torch.stack([rows, rows])],)
+@family("grouped_quantize_keeping_amax")
+def grouped_quantize_keeping_amax_cases(x: Tensor) -> Iterator[Arguments]:
+    rows, quantizer = x.flatten(0, -2), VARIANTS["current"]
+    yield [rows, 2 * rows], quantizer
+    yield [torch.stack([rows, rows])], quantizer
 
 
 @family("splits_on_device")

@@ -49,7 +49,8 @@ def test_current(case, device: torch.device) -> None:
             "epsilon": 0.0,
             "rowwise": rowwise,
             "columnwise": columnwise,
-            "alignment": 16,
+            "alignment": 128 if rowwise and columnwise else 16,  # groups of 16 rows take two passes
+            "keep_amax": rowwise,
         }
         compare(
             lambda source, o=options, f=fmt: kernels.grouped_quantize.quantize_current(
@@ -61,6 +62,49 @@ def test_current(case, device: torch.device) -> None:
             x,
             device,
         )
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_current_with_amaxes_of_groups_ahead(
+    ahead: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [300, 0, 129, 128]
+    x = make("wide", (sum(sizes) - 30, 130), torch.bfloat16)  # the splits are more than the rows
+    monkeypatch.setattr(kernels.grouped_current, "AHEAD_BYTES", ahead * x.numel() * x.element_size() // 4)
+    options = {"groups": 4, "power_2": False, "epsilon": 0.0, "rowwise": True, "columnwise": True}
+    splits = torch.tensor(sizes)
+    for source, at in ((x, splits), (x[:384].reshape(4, 96, 130), None)):
+        compare(
+            lambda y, at=at: kernels.grouped_quantize.quantize_current(
+                y, None if at is None else at.to(device), E4M3, alignment=128, **options
+            ),
+            lambda y, at=at: reference.grouped_quantize.quantize_current(
+                y, at, E4M3, alignment=128, **options
+            ),
+            source,
+            device,
+        )
+
+
+@pytest.mark.gpu
+def test_current_in_many_programs_at_once() -> None:
+    """What one launch gives with thousands of programs in flight is what given amaxes give."""
+    options = {"groups": 32, "power_2": False, "epsilon": 0.0, "rowwise": True, "columnwise": True}
+    x = torch.randn(16384, 1408, device="cuda").mul_(torch.rand(16384, 1, device="cuda")).bfloat16()
+    for source, splits in (
+        (x, torch.randint(0, 1000, (32,), device="cuda")),
+        (x.view(32, 512, 1408), None),
+    ):
+        for _ in range(20):
+            *buffers, amax = kernels.grouped_quantize.quantize_current(
+                source, splits, E4M3, alignment=128, keep_amax=True, **options
+            )
+            again = kernels.grouped_quantize.quantize_current(
+                source, splits, E4M3, alignment=128, amax=amax, **options
+            )
+            assert all(torch.equal(a, b) for a, b in zip(buffers, again, strict=True))
+        if splits is None:
+            assert torch.equal(amax, source.abs().amax((1, 2)).float())
 
 
 @pytest.mark.parametrize("case", cases()[::2], ids=str)

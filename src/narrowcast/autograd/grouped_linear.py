@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..functional import (
-    grouped_amax,
     grouped_column_sum,
     grouped_dequantize,
     grouped_gemm,
     grouped_mm,
     grouped_quantize,
+    grouped_quantize_keeping_amax,
     grouped_quantize_weights,
     operand_of,
 )
@@ -172,9 +172,10 @@ def _weight_operands(weights: list[Tensor], args: LinearFwdArgs) -> tuple[Operan
     """The weights as fprop reads them, and what to save of them for dgrad: as ``gemms.weight_operand``."""
     plan, weight, scale, amax = args.plan, args.workspace, args.scales.scale_fwd, args.scales.amax_fwd
     again = plan.weight_again if weight is None else None
-    if weight is None:
-        if again is not None and again.current:
-            scale, amax = None, grouped_amax(weights)
+    if again is not None and again.current:
+        *buffers, amax = grouped_quantize_keeping_amax(weights, plan.weight.quantizer)
+        weight = _by_direction(buffers, plan.weight, grouped_layout(plan.weight.storage_name))
+    elif weight is None:
         weight = quantize_weights(weights, plan.weight, scale, amax)
     if again is None:
         return weight, saved_operand(weight, None, plan.needs_input, plan.backward_override).tensors

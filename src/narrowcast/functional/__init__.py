@@ -20,10 +20,10 @@ from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
 from .grouped_gemm import grouped_dequantize, grouped_gemm, grouped_mm
 from .grouped_quantize import (
-    grouped_amax,
     grouped_calibrate_,
     grouped_column_sum,
     grouped_quantize,
+    grouped_quantize_keeping_amax,
     grouped_quantize_weights,
     join_weights,
     operand_of,
@@ -77,13 +77,13 @@ __all__ = [
     "gemm",
     "gemm_accumulate_",
     "gemm_call",
-    "grouped_amax",
     "grouped_calibrate_",
     "grouped_column_sum",
     "grouped_dequantize",
     "grouped_gemm",
     "grouped_mm",
     "grouped_quantize",
+    "grouped_quantize_keeping_amax",
     "grouped_quantize_weights",
     "is_current",
     "join_weights",

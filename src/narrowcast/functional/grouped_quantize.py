@@ -50,20 +50,26 @@ def operand_of(buffers: list[Tensor], layout: str, columnwise: bool) -> list[Ten
 class _GroupedNumerics:
     """Numerics whose ``float8`` functions work on groups: what a quantizer that knows no groups is handed.
 
-    ``scale``, ``amax``: (G,), taken in the place of the one slot that a delayed quantizer reads.
+    ``scale``, ``amax``: (G,), taken in the place of the one slot that a delayed quantizer reads. ``keep_amax``: what
+    current scaling took is returned behind the buffers.
     """
 
     def __init__(
-        self, x: Tensor, splits: Tensor | None, groups: int, scale: Tensor | None, amax: Tensor | None
+        self,
+        x: Tensor,
+        splits: Tensor | None,
+        groups: int,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+        keep_amax: bool = False,
     ):
         self.float8 = self
         self.numerics, self.splits, self.groups = numerics_for(x).grouped_quantize, splits, groups
-        self.scale, self.amax = scale, amax
+        self.scale, self.amax, self.keep_amax = scale, amax, keep_amax
 
     def quantize_current(self, x: Tensor, fmt: Any, **options: Any) -> list[Tensor]:
-        return self.numerics.quantize_current(
-            x, self.splits, fmt, groups=self.groups, alignment=ALIGNMENT["tensor"], **options
-        )
+        options |= {"groups": self.groups, "alignment": ALIGNMENT["tensor"], "keep_amax": self.keep_amax}
+        return self.numerics.quantize_current(x, self.splits, fmt, **options)
 
     def quantize(
         self, x: Tensor, scale: Tensor, fmt: Any, *, amax: Tensor | None, **options: Any
@@ -288,14 +294,26 @@ Args:
 """
 
 
-grouped_amax = define(
-    "grouped_amax(Tensor[] weights) -> Tensor",
-    lambda weights: numerics_for(weights[0]).grouped_quantize.amaxes(
-        stack(weights).contiguous(), None, _stacked_shape(weights)[0]
-    ),
-    lambda weights: weights[0].new_empty((_stacked_shape(weights)[0],), dtype=torch.float32),
+def _keeping_amax(weights: list[Tensor], quantizer: QuantizerValue) -> list[Tensor]:
+    x = stack(weights)
+    return quantizer._encode(_GroupedNumerics(x, None, x.shape[0], keep_amax=True), x, None)  # type: ignore[arg-type]
+
+
+def _keeping_amax_fake(weights: list[Tensor], quantizer: QuantizerValue) -> list[Tensor]:
+    shape = _stacked_shape(weights)
+    amax = weights[0].new_empty((shape[0],), dtype=torch.float32)
+    return [*_describe(weights[0], shape, shape[0], quantizer, "tensor"), amax]
+
+
+grouped_quantize_keeping_amax = define(
+    f"grouped_quantize_keeping_amax(Tensor[] weights, {QUANTIZER} quantizer) -> Tensor[]",
+    _keeping_amax,
+    _keeping_amax_fake,
 )
-"""max|w| of G weights, or of one (G, N, K): fp32 (G,). Passed as ``amax`` without ``scale`` it spares a pass."""
+"""As :data:`grouped_quantize_weights` in the tensor layout under current scaling, and max|w| of each weight, fp32 (G,).
+
+Given as ``amax`` without ``scale`` that spares a later call its pass.
+"""
 
 
 grouped_column_sum = define(

@@ -193,6 +193,16 @@ def scaled_float32(x, scale, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def fp8_codes(x0, x1, x2, x3, scale, E5M2: tl.constexpr, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
+    """Codes of four rows."""
+    c0 = fp8_code(scaled_float32(x0, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    c1 = fp8_code(scaled_float32(x1, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    c2 = fp8_code(scaled_float32(x2, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    c3 = fp8_code(scaled_float32(x3, scale, CURRENT, EMULATE), E5M2, EMULATE)
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def pack_codes(c0, c1, c2, c3, EMULATE: tl.constexpr):
     """One word per element position: byte ``j`` is the code at that position of ``c<j>``."""
     if EMULATE:

@@ -13,23 +13,32 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLT_MAX, ElementFormat, cdiv, round_up
+from . import grouped_current
 from .codecs import (
-    fp8_code,
+    fp8_codes,
     magnitude,
     magnitude_of_four,
     pack_codes,
     round_to_dtype,
-    scaled_float32,
     to_float32,
 )
 from .launch import INTERPRETING, Launcher, check_device, check_input
 from .scaling import scale_from_amax
-from .tiles import is_wide, load_row, store_row, store_transposed, tile_grid, tile_position
+from .tiles import (
+    is_wide,
+    load_row,
+    load_rows,
+    store_row,
+    store_rows,
+    store_transposed,
+    tile_grid,
+    tile_position,
+)
 
 TILE_ROWS = 64
 TILE_COLUMNS = 128
-AMAX_ROWS = 16
-AMAX_COLUMNS = 512
+AMAX_ROWS = 32
+AMAX_COLUMNS = 256
 BLOCK_ROWS = 64  # whose order of summation ``reference.reduction`` fixes
 FOLD_COLUMNS = 128
 
@@ -127,35 +136,6 @@ def _locate(splits_ptr, row, T, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.cons
 
 
 @triton.jit
-def _load_rows(pointer, K, left, inside):
-    """Four interleaved rows, of which as many are there as are ``left``."""
-    x0 = tl.load(pointer, mask=inside & (left > 0), other=0.0)
-    x1 = tl.load(pointer + K, mask=inside & (left > 1), other=0.0)
-    x2 = tl.load(pointer + 2 * K, mask=inside & (left > 2), other=0.0)
-    x3 = tl.load(pointer + 3 * K, mask=inside & (left > 3), other=0.0)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _codes(x0, x1, x2, x3, scale, E5M2: tl.constexpr, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
-    """Codes of four rows."""
-    c0 = fp8_code(scaled_float32(x0, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    c1 = fp8_code(scaled_float32(x1, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    c2 = fp8_code(scaled_float32(x2, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    c3 = fp8_code(scaled_float32(x3, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def _store_rows(pointer, c0, c1, c2, c3, K, left, inside):
-    """Store four interleaved rows, as many as are ``left``."""
-    tl.store(pointer, c0, mask=inside & (left > 0))
-    tl.store(pointer + K, c1, mask=inside & (left > 1))
-    tl.store(pointer + 2 * K, c2, mask=inside & (left > 2))
-    tl.store(pointer + 3 * K, c3, mask=inside & (left > 3))
-
-
-@triton.jit
 def _store_inverses(
     scale_inv_ptr,
     scale_ptr,
@@ -228,7 +208,7 @@ def _cast_kernel(
         group, source, left = _locate(splits_ptr, m0 + quad, T, groups, ALIGNMENT, GROUPS)
         tile = x_ptr + (source[:, None] * K + k0 + column)
         mask = (column < columns_left) & (group < groups)[:, None]
-        x0, x1, x2, x3 = _load_rows(tile, K, left, mask)
+        x0, x1, x2, x3 = load_rows(tile, K, left, mask, "")
         loaded = tl.load(scale_ptr + group, mask=group < groups, other=1.0)
         scale = _encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
     else:
@@ -245,11 +225,11 @@ def _cast_kernel(
     if AMAX:
         _raise_amax(amax_ptr, group, tl.max(magnitude_of_four(x0, x1, x2, x3, EMULATE), axis=1), groups)
 
-    c0, c1, c2, c3 = _codes(x0, x1, x2, x3, scale, E5M2, CURRENT, EMULATE)
+    c0, c1, c2, c3 = fp8_codes(x0, x1, x2, x3, scale, E5M2, CURRENT, EMULATE)
     if ROWWISE:
         if RAGGED:
             data = data_ptr + (source[:, None] * K + k0 + column)
-            _store_rows(data, c0, c1, c2, c3, K, left, column < columns_left)
+            store_rows(data, c0, c1, c2, c3, K, left, column < columns_left)
         else:
             data = data_ptr + (member * rows * K + m0 * K + k0)
             store_row(data, offsets, c0, row, column, rows_left, columns_left, EVEN)
@@ -429,12 +409,21 @@ def quantize_current(
     columnwise: bool,
     alignment: int,
     amax: Tensor | None = None,
+    keep_amax: bool = False,
 ) -> list[Tensor]:
-    """``reference.grouped_quantize.quantize_current``: an amax pass and a cast pass, no host synchronisation."""
+    """``reference.grouped_quantize.quantize_current``: no host synchronisation.
+
+    Small groups are read from memory once; of larger ones a pass takes the amaxes and another one writes the codes.
+    """
     _check(x, splits, alignment)
     x = x.contiguous()
+    if amax is None and grouped_current.takes(x, splits, groups, alignment):
+        return grouped_current.quantize(
+            x, splits, fmt, groups, power_2, epsilon, rowwise, columnwise, alignment, keep_amax
+        )
     amax = amaxes(x, splits, groups) if amax is None else amax
-    return _run_cast(x, splits, amax, fmt, rowwise, columnwise, alignment, None, True, power_2, epsilon)
+    buffers = _run_cast(x, splits, amax, fmt, rowwise, columnwise, alignment, None, True, power_2, epsilon)
+    return [*buffers, amax] if keep_amax else buffers
 
 
 def column_sum(x: Tensor, splits: Tensor) -> Tensor:

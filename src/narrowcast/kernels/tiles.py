@@ -84,3 +84,22 @@ def store_transposed(
         for j in tl.static_range(4):
             inside = (column < columns_left) & (group * 4 + j < rows_left)
             tl.store(target + j, (transposed >> (8 * j)).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def load_rows(pointer, K, left, inside, EVICTION: tl.constexpr):
+    """Four interleaved rows, of which as many are there as are ``left``."""
+    x0 = tl.load(pointer, mask=inside & (left > 0), other=0.0, eviction_policy=EVICTION)
+    x1 = tl.load(pointer + K, mask=inside & (left > 1), other=0.0, eviction_policy=EVICTION)
+    x2 = tl.load(pointer + 2 * K, mask=inside & (left > 2), other=0.0, eviction_policy=EVICTION)
+    x3 = tl.load(pointer + 3 * K, mask=inside & (left > 3), other=0.0, eviction_policy=EVICTION)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def store_rows(pointer, c0, c1, c2, c3, K, left, inside):
+    """Store four interleaved rows, as many as are ``left``."""
+    tl.store(pointer, c0, mask=inside & (left > 0))
+    tl.store(pointer + K, c1, mask=inside & (left > 1))
+    tl.store(pointer + 2 * K, c2, mask=inside & (left > 2))
+    tl.store(pointer + 3 * K, c3, mask=inside & (left > 3))

@@ -79,6 +79,7 @@ def quantize_current(
     columnwise: bool,
     alignment: int,
     amax: Tensor | None = None,
+    keep_amax: bool = False,
 ) -> list[Tensor]:
     """Quantize every group with the scale of its own amax.
 
@@ -88,6 +89,7 @@ def quantize_current(
         power_2: round the scales down to powers of two.
         epsilon: lower bound of an amax.
         amax: ``amaxes(x, splits, groups)``, where that is known.
+        keep_amax: return the amaxes behind the buffers.
 
     Raises:
         TypeError: ``x`` has another dtype.
@@ -97,7 +99,8 @@ def quantize_current(
     """
     amax = amaxes(x, splits, groups) if amax is None else amax
     scale = scaling.scale_from_amax(amax, fmt.max, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX)
-    return quantize(x, splits, scale, fmt, rowwise=rowwise, columnwise=columnwise, alignment=alignment)
+    buffers = quantize(x, splits, scale, fmt, rowwise=rowwise, columnwise=columnwise, alignment=alignment)
+    return [*buffers, amax] if keep_amax else buffers
 
 
 def amaxes(x: Tensor, splits: Tensor | None, groups: int) -> Tensor:
