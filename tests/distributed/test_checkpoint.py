@@ -21,7 +21,7 @@ from narrowcast.distributed import load_checkpoint, save_checkpoint, shard
 
 from .blocks import make_model, train
 from .ranks_checks import of_all, run_checks
-from .test_shard import against_plain
+from .test_shard import against_plain, stored
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed"),
@@ -29,8 +29,13 @@ pytestmark = [
 ]
 
 # what is saved: recipe, whether weights are gathered quantized
-CASES = {"delayed": ("delayed", True), "block": ("block", True), "plain": ("current", False)}
-SHAPES = {"block": (512, 512, 1)}
+CASES = {
+    "delayed": ("delayed", True),
+    "block": ("block", True),
+    "plain": ("current", False),
+    "stored": ("mxfp8", True),
+}
+SHAPES = {"block": (512, 512, 1), "stored": (128, 128, 1)}
 BEFORE, AFTER = 3, 3
 
 
@@ -38,9 +43,12 @@ def make(case: str, mesh: Any) -> tuple[Any, Any, int]:
     """(model, optimizer, width)."""
     recipe, quantized = CASES[case]
     shape = SHAPES.get(case, (64, 96, 2))
-    model: Any = make_model(recipe, *shape)
+    model: Any = make_model(recipe, *shape, quantized=case == "stored")
     if mesh is not None:
         shard(model, mesh, blocks=model.blocks, quantized_gather=quantized)
+    if case == "stored":
+        optimizer = nc.optimizers.FusedAdam(model.parameters(), lr=1e-3, master_weights=True)
+        return model, optimizer, shape[0]
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3), shape[0]
 
 
@@ -109,6 +117,7 @@ def checks_of(folder: str, ranks: int) -> dict[str, Any]:
         hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         for recipe in ("delayed", "block"):
             checks[f"hybrid {recipe}"] = lambda recipe=recipe: against_plain(recipe, hybrid)
+        checks["hybrid stored"] = lambda: stored("nvfp4", "loaded", hybrid)
         return checks
     checks = {case: lambda case=case: save(case, place, mesh) for case in CASES}
     checks["asynchronous"] = lambda: save("delayed", place, mesh, True)
@@ -167,6 +176,12 @@ def test_hybrid_sharding(recipe: str, four: list[dict[str, Any]]) -> None:
     for result in of_all(four, f"hybrid {recipe}"):
         assert result["losses"] == result["expected"] and result["equal"]
         assert result["losses"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_hybrid_sharding_of_stored_weights(four: list[dict[str, Any]]) -> None:
+    for result in of_all(four, "hybrid stored"):
+        assert result["losses"] == pytest.approx(result["expected"], rel=1e-5)
+        assert "NVFP4Tensor" in result["seen"]
 
 
 def test_saved_while_training_goes_on(two: list[dict[str, Any]]) -> None:

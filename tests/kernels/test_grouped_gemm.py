@@ -263,7 +263,8 @@ def test_warps_of_two_kinds_add_up_in_the_same_order(
                 results = []
                 for faster in (general, lambda *_: None):
                     monkeypatch.setattr(kernel, "_faster", faster)
-                    used.append(faster(left, right, 128, (1, 128) if scaled else None) is not None)
+                    blocks = (1, 128) if scaled else None
+                    used.append(faster(left, right, of_rows[1], N, 128, blocks) is not None)
                     common: dict[str, Any] = {"dtype": out, "fast_accumulation": fast}
                     results.append(
                         (
@@ -297,10 +298,15 @@ def test_one_matrix_holds_all_groups() -> None:
             row, column = group * matrix[1], group * matrix[2]
             assert torch.equal(held[row : row + 20, column : column + own.shape[1]], own.float())
     assert hopper._matrix_of(codes((20, 3, 48), 1).transpose(0, 1)) is None
-    left, narrow = codes((8, 48), 2), codes((8, 40), 2)
-    assert hopper.takes(left, below, 1, None) and not hopper.takes(left, below, 1, (1, 1))
-    assert not hopper.takes(narrow, below, 1, None) and not hopper.takes(left[:0], below, 1, None)
-    assert hopper.takes(left, left, 128, (1, 1)) and not hopper.takes(left, left, 16, None)
+    left, narrow, one = codes((8, 48), 2), codes((8, 40), 2), torch.ones(1)
+    assert hopper.takes(left, below, one, 16, 1, None) and not hopper.takes(left, below, one, 20, 1, None)
+    assert not hopper.takes(left, below, one, 16, 1, (1, 1))
+    assert not hopper.takes(narrow, below, one, 16, 1, None)
+    assert not hopper.takes(left[:0], below, one, 16, 1, None)
+    assert hopper.takes(left, left, one, 8, 128, None) and not hopper.takes(left, left, one, 8, 16, None)
+    of_columns = torch.ones(1, 8)  # as the copy engine reads them, and as it does not
+    assert hopper.takes(left, left, of_columns.t(), 8, 128, (1, 1))
+    assert not hopper.takes(left, left, torch.ones(8, 2), 8, 128, (1, 1))
 
 
 COMPILED = """
@@ -308,17 +314,28 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from narrowcast.kernels import grouped_hopper as hopper
-kernel, (height, width, stages, part) = hopper._grouped_kernel, hopper.TILE
-constants = dict(CONTRACTION=False, BLOCK_SCALED=False, PROMOTED=True, BIAS=True, ALIGNMENT=1, TILE_M=height,
-                 TILE_N=width, TILE_K=128, STAGES=stages, BAND=8, WIDTH=part)
-signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
-    out_ptr="*bf16", bias_ptr="*bf16", splits_ptr="*i64", left_scale_ptr="*fp32", right_scale_ptr="*fp32",
-    left=f"tensordesc<fp8e5[{height},128],{hopper.CODES!r}>",
-    right=f"tensordesc<fp8e4nv[{width},128],{hopper.CODES!r}>")
-source = GluonASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()})
-options = dict(num_warps=4, enable_fp_fusion=False)
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-assert "wgmma.mma_async" in compiled.asm["ptx"] and compiled.metadata.shared <= 232448
+kernel = hopper._grouped_kernel
+at = {name: (index,) for index, name in enumerate(kernel.arg_names)}
+for contraction, (height, width, stagings), stages in (
+    (False, hopper.BLOCK_ROWS_TILE, 6), (True, hopper.BLOCK_CONTRACTION_TILE, 3),
+):
+    constants = dict(CONTRACTION=contraction, BLOCK_SCALED=True, PROMOTED=True, BIAS=False, ALIGNMENT=128,
+                     TILE_M=height, TILE_N=width, TILE_K=128, STAGES=stages, BAND=8, WIDTH=128, STAGINGS=stagings,
+                     left_scale_row=1, **{"right_scale_row" if contraction else "right_scale_step": 1})
+    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
+        out_ptr="*bf16", bias_ptr="*bf16", splits_ptr="*i64", left_scale_ptr="*fp32", right_scale_ptr="*fp32",
+        out=f"tensordesc<bf16[{height // 2},128],{hopper.RESULTS[16]!r}>",
+        left=f"tensordesc<fp8e5[{height},128],{hopper.CODES!r}>",
+        right=f"tensordesc<fp8e4nv[{width},128],{hopper.CODES!r}>",
+        scales=f"tensordesc<fp32[{width}],{hopper.SCALES!r}>")
+    whole = ("out_ptr", "rows", "M", "N", "K", "right_rows", "left_scale_step")
+    source = GluonASTSource(kernel, signature, {at[name]: value for name, value in constants.items()},
+                            {at[name]: [["tt.divisibility", 16]] for name in whole})
+    options = dict(num_warps=4, enable_fp_fusion=False)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert "wgmma.mma_async" in compiled.asm["ptx"] and compiled.metadata.shared <= 232448, compiled.metadata.shared
+    spills = compiled.asm["sass"].count("STL")
+    assert spills < 16, spills  # of what is needed between the loops; 64 partial sums of a thread are not among them
 """
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from quantizers.catalog import ONE_OF_EACH, assert_same_buffers, quantize
+from quantizers.catalog import E4M3, ONE_OF_EACH, assert_same_buffers, quantize
 from reference.checks import normal
 from torch import Tensor, nn
 
@@ -154,7 +154,7 @@ def mesh() -> Iterator[Any]:
 )
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_sharding_is_refused(mesh: Any, kind: str, recipe: nc.recipe.Recipe) -> None:
-    """FSDP1, and FSDP2 with most formats, would go on with plain values, and nobody would know."""
+    """FSDP1, and FSDP2 with groups in one tensor, would go on with plain values, and nobody would know."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
     def make() -> nn.Module:
@@ -169,7 +169,7 @@ def test_sharding_is_refused(mesh: Any, kind: str, recipe: nc.recipe.Recipe) -> 
             model, sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu")
         ),
     ]
-    if kind == "grouped" or "MXFP8" in type(recipe).__name__:
+    if kind == "grouped":
         ways.append(lambda: fully_shard(model, mesh=mesh))
     for shard in ways:
         with pytest.raises(
@@ -177,3 +177,49 @@ def test_sharding_is_refused(mesh: Any, kind: str, recipe: nc.recipe.Recipe) -> 
         ):
             shard()
     fully_shard(make(), mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "rows", "reason"),
+    [
+        (nc.MXFP8Quantizer(E4M3), 48, "its 96 rows are not equal shards of whole 32-row blocks"),
+        (
+            nc.NVFP4Quantizer(with_2d_quantization=True),
+            24,
+            "its 96 rows are not equal shards of whole 16-row",
+        ),
+        (nc.Float8CurrentScalingQuantizer(E4M3), 40, "its 96 rows are not equal shards;"),
+        (
+            nc.NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False),
+            48,
+            "not quantized apart from each other",
+        ),
+    ],
+    ids=["mxfp8", "nvfp4", "current", "rows"],
+)
+def test_rows_that_are_no_shards(quantizer: nc.Quantizer, rows: int, reason: str) -> None:
+    weight = quantizer.quantize(torch.ones(96, 64))
+    with pytest.raises(RuntimeError, match=f"FSDP cannot shard a .*{reason}"):
+        weight.check_rows(rows)
+
+
+def test_a_forward_that_fsdp_calls_is_not_its_sharding(mesh: Any) -> None:
+    """Slices there are those of the model."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nc.MXFP8Quantizer(E4M3).quantize(torch.randn(64, 32))
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) @ self.weight[:32].dequantize()
+
+    model = Model()
+    x = torch.ones(2, 32)
+    expected = model(x)
+    wrapped = FullyShardedDataParallel(
+        model, sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu")
+    )
+    assert torch.equal(wrapped(x), expected)

@@ -47,7 +47,7 @@ def replace_raw_data(tensor: QuantizedTensor, new_raw_data: Tensor) -> None:
 
 @torch.no_grad()
 def quantize_master_weights(
-    model_weights: Sequence[QuantizedTensor],
+    model_weights: Sequence[Tensor],
     master_weights: Sequence[Tensor | None],
     start_offsets: Sequence[int | None],
     group: Any = None,
@@ -60,8 +60,12 @@ def quantize_master_weights(
     ``_data`` or ``_rowwise_data`` (and ``_columnwise_data`` of MXFP8), then call :func:`post_all_gather_processing`.
     One collective, whatever the number of weights. There is a plain copy of every weight for a moment.
 
+    A weight that FSDP2 shards is told from one of which every rank has the whole: it is written where it is, there is
+    nothing to gather after it, and scales that all shards have in common are found over the ranks of its mesh.
+
     Args:
-        model_weights: matrices (N, K) of per-tensor FP8, 128x128 tiles, MXFP8, or NVFP4 in 16x16 tiles.
+        model_weights: matrices (N, K) of per-tensor FP8, 128x128 tiles, MXFP8, or NVFP4 in 16x16 tiles; sharded by
+            FSDP2, of any format.
         master_weights: of each, this rank's consecutive elements, fp32 of any shape; None where it has none. They are
             rounded to the dtype of the weight first, as they would be for a layer that is not stored quantized.
         start_offsets: the first of these elements in the weight, counted over its rows; None with None.
@@ -71,8 +75,9 @@ def quantize_master_weights(
         manual_post_all_gather_processing: taken; here it is always yours to call, for weights of which no rank holds
             the whole.
     Raises:
-        ValueError: lists of different lengths, a shard outside of its weight, a format whose codes of a shard depend on
-        more than the magnitudes of its groups, or a shard of 4-bit codes that begins or ends within a byte.
+        ValueError: lists of different lengths, a shard outside of its weight, or other than the rows that FSDP2 gave
+        this rank, a format whose codes of a shard depend on more than the magnitudes of its groups, or a shard of 4-bit
+        codes that begins or ends within a byte.
         TypeError: a weight that is not quantized.
     """
     shards = fsdp_shard_model_weights or [None] * len(model_weights)
@@ -82,10 +87,12 @@ def quantize_master_weights(
             f"got {len(model_weights)} model_weights, {len(master_weights)} master_weights, {len(start_offsets)} "
             f"start_offsets and {len(shards)} fsdp_shard_model_weights; give one of each per weight"
         )
-    parts = [
-        _Part(_checked(weight, master, start), _placed(weight, master, start), start or 0, into)
-        for weight, master, start, into in zip(model_weights, master_weights, start_offsets, shards)
-    ]
+    parts = []
+    for weight, master, start, into in zip(model_weights, master_weights, start_offsets, shards):
+        if hasattr(weight, "_local_tensor"):
+            _write_shard(weight, master, start, into)
+            continue
+        parts.append(_Part(_checked(weight, master, start), _placed(weight, master, start), start or 0, into))
     agreed = _reduce([amax for part in parts for amax in _largest(part)], group)
     for part in parts:
         _write(part, [agreed.pop(0) for _ in _groups(part.weight._quantizer)])
@@ -119,6 +126,22 @@ class _Part(NamedTuple):
     values: tuple[Tensor, int] | None
     start: int
     into: Any
+
+
+def _write_shard(weight: Any, master: Tensor | None, start: int | None, into: Any) -> None:
+    """Write this rank's rows of a weight that FSDP2 shards."""
+    own: Any = weight._local_tensor
+    _check_tensor(own, "quantize_master_weights")
+    spread = [dim for dim, placement in enumerate(weight.placements) if placement.is_shard()]
+    first = sum(weight.device_mesh.get_local_rank(dim) * own.numel() for dim in spread)
+    size = None if master is None else master.numel()
+    if master is None or (size, start) != (own.numel(), first) or into is not None:
+        raise ValueError(
+            f"a master weight of {size} elements at start_offset={start} is not this rank's shard of a weight that "
+            f"FSDP2 shards; give its {own.numel()} elements and {first}, and no fsdp_shard_model_weights"
+        )
+    own.clear_high_precision_init_val()
+    own.quantize_(master.detach().view(own.shape).to(own.dtype))
 
 
 def _check_tensor(weight: Any, function: str) -> None:
@@ -158,7 +181,7 @@ def _per_byte(weight: QuantizedTensor) -> int:
     return 2 if weight.rowwise_operand()[0].shape[-1] < weight.shape[-1] else 1
 
 
-def _placed(weight: QuantizedTensor, master: Tensor | None, start: int | None) -> tuple[Tensor, int] | None:
+def _placed(weight: Tensor, master: Tensor | None, start: int | None) -> tuple[Tensor, int] | None:
     if master is None or not master.numel():
         return None
     values = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)

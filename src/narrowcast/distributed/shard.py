@@ -58,7 +58,8 @@ def shard(
     ``enable_2d_quantization``), and rows that divide into equal shards, with tiles of whole 128 rows. Plain
     ``MXFP8BlockScaling`` quantizes rows and columns differently: such weights are gathered by direction, row-wise for
     the forward and column-wise for the backward, where ``recompute=False`` says that no forward runs in a backward. All
-    others are gathered as FSDP2 does, and their layers quantize them; the receipt says why.
+    others are gathered as FSDP2 does, and their layers quantize them; the receipt says why. Weights that are stored
+    quantized have shards of codes and scales, and are gathered so in every case.
 
     Args:
         model: every rank the same, with recipes; on the meta device, too. It must be what is called.
@@ -74,6 +75,7 @@ def shard(
     Raises:
         ValueError: a layer with ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, whose gradients go past FSDP2's
         reduction; a ``reshard_after_forward`` of ranks; a block that is no part of the model. TypeError: no recipe.
+        RuntimeError: a weight that is stored quantized, and whose rows are not equal shards of whole blocks.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -98,6 +100,7 @@ def shard(
     over = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 and mesh.mesh_dim_names else mesh
     policy = options.get("mp_policy")
     dtype = None if policy is None else policy.param_dtype
+    _check_stored(model, over.size(), options.get("ignored_params") or ())
     chosen = _Chosen(model, over.size(), recipe, quantized_gather, dtype, options)
     if reshard is not False:
         chosen.given_back = {m for block in ([model] if reshard else blocks) for m in block.modules()}
@@ -130,6 +133,18 @@ def _check_layers(model: nn.Module) -> None:
                         f"{name or type(layer).__name__} has {option}=True, which goes past FSDP2's reduction of "
                         f"gradients; make it without"
                     )
+
+
+def _check_stored(model: nn.Module, ranks: int, ignored: Iterable[Any]) -> None:
+    """Before anything is changed, what FSDP2 would find out in the middle of the model."""
+    left = {id(parameter) for parameter in ignored}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedTensor) and id(parameter) not in left:
+            rows, rest = divmod(parameter.shape[0], ranks)
+            try:
+                parameter.check_rows(0 if rest else rows)
+            except RuntimeError as error:
+                raise RuntimeError(f"{name}: {error}") from None
 
 
 class _Scaled:
@@ -224,14 +239,15 @@ class _Chosen:
                     continue
                 full = f"{module_name}.{name}" if module_name else name
                 found, gather = stages.get((id(module), name)), None
-                reason = (
-                    "no weight of a low-precision GEMM" if found is None else self._why_not(*found, parameter)
-                )
-                if found is not None and not reason:
-                    gather = self._wrap(*found, name, parameter)
+                stored = isinstance(parameter, QuantizedTensor)  # FSDP2 gathers its codes
+                reason = "" if stored or found is not None else "no weight of a low-precision GEMM"
+                if found is not None and not stored:
+                    reason = self._why_not(*found, parameter)
+                    gather = None if reason else self._wrap(*found, name, parameter)
                 kind = self.dtype if self.dtype and parameter.is_floating_point() else parameter.dtype
                 plain, shape = parameter.numel() * kind.itemsize, tuple(parameter.shape)
                 moved = plain if gather is None else gather.bytes(shape)
+                moved = parameter.gathered_bytes() if stored else moved
                 self.rows.append(ShardedParameter(full, shape, reason, moved, plain))
 
     def directs(self, group: Any) -> bool:
@@ -242,8 +258,6 @@ class _Chosen:
     def _why_not(self, layer: LinearLayer, stage: Stage, parameter: Any) -> str:
         """What stands in the way of gathering a weight quantized, "" for nothing."""
         recipe = layer.recipe or self.recipe
-        if isinstance(parameter, QuantizedTensor):  # FSDP2 shards and gathers its codes, or refuses it
-            return ""
         if not self.wanted:
             return "quantized_gather=False"
         if stage.weight in layer._parts and not isinstance(layer, GroupedLinearLayer):
@@ -295,8 +309,8 @@ class _Chosen:
             if placement is not None and getattr(placement, "dim", None) != 0:
                 return "not sharded by rows"
         rows = parameter.shape[-2]
-        if isinstance(layer, GroupedLinearLayer) and isinstance(quantizer, NVFP4Quantizer):
-            return "its format keeps groups in one buffer"
+        if parameter.dim() == 3 and isinstance(quantizer, NVFP4Quantizer):
+            return "its format keeps groups in one buffer: use single_grouped_weight=False"
         if parameter.dim() == 3:
             return self._why_not_in_groups(tile, parameter.shape[0], rows)
         if rows % (self.ranks * (_TILE if tile else 1)):
@@ -310,10 +324,6 @@ class _Chosen:
         return f"its {rows} rows per group are not whole {_TILE}-row tiles" if tile and rows % _TILE else ""
 
     def _wrap(self, layer: LinearLayer, stage: Stage, name: str, parameter: Any) -> WeightGather:
-        if isinstance(parameter, QuantizedTensor):
-            stored: Any = parameter._quantizer
-            stored = stored.with_usage(rowwise=True, columnwise=False)
-            return WeightGather(stored, stored, stored._format_layout().native == "tensor")
         recipe: Any = layer.recipe or self.recipe
         plan = linear_plan(recipe, stage.name, True, True)
         described: Any = weight_quantizer(recipe, stage.name)
@@ -342,7 +352,7 @@ class _Chosen:
         vars(made).update(vars(parameter))  # type: ignore[attr-defined]
         setattr(layer, name, made)
         # the backward transposes what was gathered, where it has the columns' scales
-        layer._stored_rowwise = True
+        gather.makes_columns = not layer._takes_rows(gather.quantizer._storage_name)
         layer.register_state_dict_post_hook(_SavePlain(name))
         layer.register_load_state_dict_pre_hook(_Rewrap(name, gather))
         return gather

@@ -55,6 +55,7 @@ class WeightGather:
     ) -> None:
         self.encoder, self.quantizer, self.per_tensor = encoder, quantizer, per_tensor
         self.backward_encoder, self.members = backward_encoder, members
+        self.makes_columns = False  # of what arrived, for a layer whose backward does not
         self.scale: Tensor | None = None
         self.kept: Tensor | None = None
         self.written = False  # since the scale was taken
@@ -198,9 +199,19 @@ class ShardedWeight(Tensor):
         if out is None:
             buffers = [*all_gather_outputs, *(tensor.clone() for tensor in kept)]
             others = [] if gather.backward_encoder is None else self._other_direction(buffers)
-            return gather.assemble([*buffers, *others], self.shape, param_dtype), tuple(others)
+            made: Any = gather.assemble([*buffers, *others], self.shape, param_dtype)
+            if gather.makes_columns:
+                made.update_usage(columnwise_usage=True)
+                others = made.columnwise_operand()[:2]
+            return made, tuple(others)
         whole = [buffer for buffer in local(out).get_data_tensors() if buffer is not None]
-        if gather.backward_encoder is None:
+        if gather.makes_columns:
+            made = gather.assemble([*all_gather_outputs, *kept], self.shape, param_dtype)
+            made.update_usage(columnwise_usage=True)
+            pairs = [*zip(whole, made.get_data_tensors(), strict=True)]
+            stale = [pair for pair in pairs if all(pair[1] is not output for output in all_gather_outputs)]
+            overwrite_unseen([held for held, _ in stale], [fresh for _, fresh in stale])
+        elif gather.backward_encoder is None:
             overwrite_unseen(whole[len(all_gather_outputs) :], kept)
         elif columnwise:
             rows, columns = whole[:2], whole[2:]

@@ -374,7 +374,8 @@ def rows(
     if out.numel() == 0:
         return out
     block_scaled = left_scale.dim() > 1
-    faster = _faster(left, right, alignment, (left_block, right_block) if block_scaled else None)
+    blocks = (left_block, right_block) if block_scaled else None
+    faster = _faster(left, right, right_scale, columns, alignment, blocks)
     if faster is not None:
         bias = None if bias is None else bias.contiguous()
         operands = left, left_scale, right, right_scale, splits, bias
@@ -434,7 +435,8 @@ def contraction(
     out = torch.empty((groups, M, N), dtype=dtype, device=left.device)
     if out.numel() == 0:
         return out
-    faster = _faster(left, right, alignment, (left_block, right_block) if block_scaled else None)
+    blocks = (left_block, right_block) if block_scaled else None
+    faster = _faster(left, right, right_scale, N, alignment, blocks)
     if faster is not None:
         operands = left, left_scale, right, right_scale, splits, None
         faster.multiply(out, *operands, alignment, _programs(left.device), fast_accumulation)
@@ -519,10 +521,10 @@ def _check(left: Tensor, right: Tensor, right_rank: int) -> None:
         raise ValueError(f"left has strides {left.stride()}; give a contiguous matrix")
 
 
-def _faster(left: Tensor, right: Tensor, alignment: int, blocks: tuple[int, int] | None) -> Any:
+def _faster(left: Tensor, *operands: Any) -> Any:
     """The module that multiplies these operands faster, or None."""
     module = _of_this_gpu(left.device)
-    return module if module is not None and module.takes(left, right, alignment, blocks) else None
+    return module if module is not None and module.takes(left, *operands) else None
 
 
 @functools.cache

@@ -4,7 +4,8 @@
 interpreter. The sums are the same ones in the same order. What Triton's language leaves to its compiler is said here:
 one warp brings codes into a ring of buffers, two groups of four warps multiply a half of the tile's rows each. They
 wait for nothing but these codes, so while one of them adds up partial sums or stores, the other keeps the tensor cores
-busy.
+busy; with block scales, a partial sum of rows is added up beside the product of the group's own next step. Results
+leave through shared memory, which the copy engine empties while the next tile is multiplied.
 """
 
 from __future__ import annotations
@@ -25,15 +26,24 @@ from ..formats import FLOAT8_BLOCK
 from .launch import Launcher
 
 TILE_K = 128
-BAND = 8
-TILE = (128, 256, 4, 128)
-BLOCK_ROWS_TILE = (128, 256, 4, 64)
-BLOCK_CONTRACTION_TILE = (128, 128, 6, 128)
-"""Rows and columns of a tile, buffers in the ring, columns of a partial sum, for which registers must be left."""
+BAND = 16
+TILE = (128, 256, 1)
+BLOCK_ROWS_TILE = (128, 128, 1)
+BLOCK_CONTRACTION_TILE = (128, 256, 2)
+"""Rows and columns of a tile, and how many parts of bf16 results are on their way out at once."""
+WIDTH = 128
+"""Columns of such a part, and of a partial sum."""
+SHARED_MEMORY = 231424
+"""Bytes that buffers may have; a block may have 1024 more, for barriers and alignment."""
 
-# its name up to Triton 3.6, and since
+# their names up to Triton 3.6, and since
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 CODES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+RESULTS = {
+    bits: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for bits in (16, 32)
+}
 
 
 @gluon.jit
@@ -69,11 +79,11 @@ def _origin(tile, rows, across, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BAND
 
 @gluon.jit
 def _load(
-    left, right, splits_ptr, lefts, rights, full, free, numbers, right_rows, right_columns,
-    CONTRACTION: gl.constexpr, ALIGNMENT: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-    TILE_K: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+    left, right, scales, splits_ptr, lefts, rights, right_scales, full, free, numbers, right_rows, right_columns,
+    scales_step, SCALES: gl.constexpr, CONTRACTION: gl.constexpr, ALIGNMENT: gl.constexpr, TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: the codes of every step of every tile, as soon as there is room in the ring."""
+    """The loading warp: codes, and ``SCALES`` of columns, of every step as soon as there is room in the ring."""
     rows, M, N, K, groups = numbers
     across = gl.cdiv(N, TILE_N)
     tile = gl.program_id(0)
@@ -102,9 +112,12 @@ def _load(
             stage = at % STAGES
             mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
             loaded = full.index(stage)
-            mbarrier.expect(loaded, (TILE_M + TILE_N) * TILE_K)
+            mbarrier.expect(loaded, (TILE_M + TILE_N) * TILE_K + 4 * TILE_N * SCALES)
             load_tile(left, [left_row, left_column + step * TILE_K], loaded, lefts.index(stage))
             load_tile(right, [right_row, right_column + step * TILE_K], loaded, rights.index(stage))
+            if SCALES:
+                scale = (right_column // TILE_K + step) * scales_step + n0
+                load_tile(scales, [scale], loaded, right_scales.index(stage))
             at += 1
         tile += gl.num_programs(0)
         group, end, first, start, padded, size = _groups_in_front(
@@ -126,99 +139,139 @@ def _scaled(partial, left_scale, right_scale, total, CONTRACTION: gl.constexpr):
 
 @gluon.jit
 def _store(
-    total, out_ptr, bias_ptr, biases, start, row, column, rows, N, BIAS: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr,
+    total, out_ptr, out, staging, bias_ptr, biases, start, row, column, rows, N, BIAS: gl.constexpr,
+    HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Add the bias and store at ``row`` and ``column`` of a group that starts at ``start`` and has ``rows``."""
     OUT: gl.constexpr = out_ptr.dtype.element_ty
     if BIAS:
-        at = column + gl.arange(0, TILE_N, layout=gl.SliceLayout(0, total.type.layout))
+        at = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, total.type.layout))
         total += gl.load(bias_ptr + at, mask=at < biases, other=0.0).to(OUT).to(gl.float32)[None, :]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    value = gl.convert_layout(total.to(OUT), LAYOUT)
-    row += gl.arange(0, TILE_M, layout=gl.SliceLayout(1, LAYOUT))
-    column += gl.arange(0, TILE_N, layout=gl.SliceLayout(0, LAYOUT))
-    target = out_ptr + (start + row).to(gl.int64)[:, None] * N + column[None, :]
-    gl.store(target, value, mask=(row < rows)[:, None] & (column < N)[None, :])
+    staging.store(total.to(OUT))
+    fence_async_shared()
+    if row + HEIGHT <= rows:
+        store_tile(out, [start + row, column], staging)
+    else:  # what lies behind is another group's
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        down = row + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, LAYOUT))
+        along = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+        target = out_ptr + (start + down).to(gl.int64)[:, None] * N + along[None, :]
+        gl.store(target, staging.load(LAYOUT), mask=(down < rows)[:, None] & (along < N)[None, :])
 
 
 @gluon.jit
-def _scales(
-    left, right, columns, left_step, right_step, right_row, step, BLOCK_SCALED: gl.constexpr,
-    CONTRACTION: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr, WIDTH: gl.constexpr,
+def _product(
+    left, right, at, nothing, HALF: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Block scales of one step: of rows, and for every part of the ``columns`` that there are, or of its block."""
-    a = gl.to_tensor(0.0)
-    b = ()
-    if BLOCK_SCALED:
-        a = gl.load(left + step * left_step)
-        right += step * right_step
-        for part in gl.static_range(PARTS):
-            if CONTRACTION:
-                column = part * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-                b = b + (gl.load(right + column * right_row, mask=column < columns, other=0.0),)
-            else:
-                b = b + (gl.load(right + gl.minimum(part * WIDTH, columns - 1) // 128 * right_row),)
-    return a, b
+    """Start one step's product of a half of the rows and a part of the columns."""
+    a = left.index(at % STAGES).slice(HALF * HEIGHT, HEIGHT, dim=0)
+    b = right.index(at % STAGES).slice(PART * WIDTH, WIDTH, dim=0).permute((1, 0))
+    return warpgroup_mma(a, b, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_steps(
+    total, nothing, left_scale, right_scale, left_scale_step, right_scale_step, lefts, rights, full, free, at, step,
+    COUNT: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Add ``COUNT`` steps, scaled; the tensor cores multiply the next one meanwhile."""
+    a_scales = ()
+    b_scales = ()
+    for i in gl.static_range(COUNT):
+        a_scales = a_scales + (gl.load(left_scale + (step + i) * left_scale_step),)
+        b_scales = b_scales + (gl.load(right_scale + (step + i) * right_scale_step),)
+    mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
+    partials = (_product(lefts, rights, at, nothing, HALF, 0, STAGES, HEIGHT, WIDTH),)
+    for i in gl.static_range(COUNT):
+        if i < COUNT - 1:
+            mbarrier.wait(full.index((at + 1) % STAGES), ((at + 1) // STAGES) & 1)
+            partials = partials + (_product(lefts, rights, at + 1, nothing, HALF, 0, STAGES, HEIGHT, WIDTH),)
+        partial = warpgroup_mma_wait(1 if i < COUNT - 1 else 0, deps=[partials[i]])
+        mbarrier.arrive(free.index(at % STAGES), count=1)
+        total = _scaled(partial, a_scales[i], b_scales[i], total, False)
+        # Added up here, where it waits for nothing: LLVM would do it after the last product, with registers for each.
+        total = warpgroup_mma_wait(1 if i < COUNT - 1 else 0, deps=[total])
+        at += 1
+    return total, at, step + COUNT
+
+
+@gluon.jit
+def _scaled_rows(
+    left_scale, right_scale, left_scale_step, right_scale_step, lefts, rights, full, free, at, steps,
+    HALF: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """fp32 sums over the ``steps`` that are loaded ``at`` and after, with scales of rows and one of the columns."""
+    nothing = gl.zeros([HEIGHT, WIDTH], gl.float32, LAYOUT)
+    total = nothing
+    step = gl.to_tensor(0)
+    for _ in range(steps // 4):
+        total, at, step = _add_steps(
+            total, nothing, left_scale, right_scale, left_scale_step, right_scale_step, lefts, rights, full, free, at,
+            step, 4, HALF, STAGES, HEIGHT, WIDTH,
+        )  # fmt: skip
+    for _ in range(steps % 4):
+        total, at, step = _add_steps(
+            total, nothing, left_scale, right_scale, left_scale_step, right_scale_step, lefts, rights, full, free, at,
+            step, 1, HALF, STAGES, HEIGHT, WIDTH,
+        )  # fmt: skip
+    return (total,), at
 
 
 @gluon.jit
 def _tile_product(
-    left_scale, right_scale, columns, left_scale_step, right_scale_step, right_scale_row, lefts, rights, full, free, at,
-    steps, HALF: gl.constexpr, CONTRACTION: gl.constexpr, BLOCK_SCALED: gl.constexpr, PROMOTED: gl.constexpr,
-    PARTS: gl.constexpr, TILE_M: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, WIDTH: gl.constexpr,
+    left_scale, left_scale_step, lefts, rights, right_scales, full, free, at, steps, HALF: gl.constexpr,
+    SCALES: gl.constexpr, PROMOTED: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr,
+    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """fp32 sums over the ``steps`` that are loaded ``at`` and after, without scales or with those of blocks."""
-    HEIGHT: gl.constexpr = TILE_M // 2
+    """fp32 sums over the ``steps`` that are loaded ``at`` and after; with ``SCALES``, of rows and columns."""
     nothing = gl.zeros([HEIGHT, WIDTH], gl.float32, LAYOUT)
     totals = ()
     for _ in gl.static_range(PARTS):
         totals = totals + (nothing,)
-    # Scales of blocks arrive a step ahead of their use; the last ones once more.
-    a_scale, b_scales = _scales(
-        left_scale, right_scale, columns, left_scale_step, right_scale_step, right_scale_row, 0, BLOCK_SCALED,
-        CONTRACTION, PARTS, LAYOUT, WIDTH,
-    )  # fmt: skip
+    a_scale = gl.to_tensor(0.0)
+    if SCALES:  # those of rows arrive a step ahead of their use, the last ones once more
+        a_scale = gl.load(left_scale)
     for step in range(steps):
         stage = at % STAGES
-        ahead = gl.minimum(step + 1, steps - 1)
-        next_a_scale, next_b_scales = _scales(
-            left_scale, right_scale, columns, left_scale_step, right_scale_step, right_scale_row, ahead, BLOCK_SCALED,
-            CONTRACTION, PARTS, LAYOUT, WIDTH,
-        )  # fmt: skip
-        mbarrier.wait(full.index(stage), (at // STAGES) & 1)
-        a = lefts.index(stage).slice(HALF * HEIGHT, HEIGHT, dim=0)
+        next_a_scale = a_scale
+        if SCALES:
+            next_a_scale = gl.load(left_scale + gl.minimum(step + 1, steps - 1) * left_scale_step)
         sums = ()
         for part in gl.static_range(PARTS):
-            b = rights.index(stage).slice(part * WIDTH, WIDTH, dim=0).permute((1, 0))
+            # Waited for once more where it is there: a jump, across which ptxas does not move additions to the next
+            # product, whose partial sum would then need registers of its own.
+            if part == 0 or (PROMOTED and not SCALES):
+                mbarrier.wait(full.index(stage), (at // STAGES) & 1)
             if PROMOTED:
-                partial = warpgroup_mma(a, b, nothing, use_acc=False, is_async=True)
+                partial = _product(lefts, rights, at, nothing, HALF, part, STAGES, HEIGHT, WIDTH)
                 partial = warpgroup_mma_wait(0, deps=[partial])
-                if part == PARTS - 1:
-                    mbarrier.arrive(free.index(stage), count=1)
-                if BLOCK_SCALED:
-                    sums = sums + (_scaled(partial, a_scale, b_scales[part], totals[part], CONTRACTION),)
+                if SCALES:
+                    columns = right_scales.index(stage).slice(part * WIDTH, WIDTH, dim=0)
+                    b_scale = columns.load(gl.SliceLayout(0, LAYOUT))
+                    total = _scaled(partial, a_scale, b_scale, totals[part], True)
                 else:
-                    sums = sums + (totals[part] + partial,)
+                    total = totals[part] + partial
+                sums = sums + (warpgroup_mma_wait(0, deps=[total]),)  # as in ``_add_steps``
             else:
+                a = lefts.index(stage).slice(HALF * HEIGHT, HEIGHT, dim=0)
+                b = rights.index(stage).slice(part * WIDTH, WIDTH, dim=0).permute((1, 0))
                 sums = sums + (warpgroup_mma(a, b, totals[part], is_async=True),)
         if not PROMOTED:
             sums = warpgroup_mma_wait(0, deps=sums)
-            mbarrier.arrive(free.index(stage), count=1)
+        mbarrier.arrive(free.index(stage), count=1)
         totals = sums
         a_scale = next_a_scale
-        b_scales = next_b_scales
         at += 1
     return totals, at
 
 
 @gluon.jit
 def _multiply(
-    out_ptr, left_scale_ptr, right_scale_ptr, bias_ptr, splits_ptr, lefts, rights, full, free, numbers, strides,
-    HALF: gl.constexpr,
-    CONTRACTION: gl.constexpr, BLOCK_SCALED: gl.constexpr, PROMOTED: gl.constexpr, BIAS: gl.constexpr,
-    ALIGNMENT: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
-    BAND: gl.constexpr, WIDTH: gl.constexpr,
+    out_ptr, out, stagings, left_scale_ptr, right_scale_ptr, bias_ptr, splits_ptr, lefts, rights, right_scales, full,
+    free, numbers, strides, HALF: gl.constexpr, CONTRACTION: gl.constexpr, BLOCK_SCALED: gl.constexpr,
+    PROMOTED: gl.constexpr, BIAS: gl.constexpr, ALIGNMENT: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+    TILE_K: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, WIDTH: gl.constexpr, STAGINGS: gl.constexpr,
 ):  # fmt: skip
     """Four of the multiplying warps: the first or second ``HALF`` of every tile's rows."""
     PARTS: gl.constexpr = TILE_N // WIDTH
@@ -249,31 +302,42 @@ def _multiply(
         m0 += HALF * HEIGHT
         first_scale = gl.where(steps > 0, padded, 0)
         left_scale = left_scale_ptr + gl.minimum(m0 + down, height - 1) * left_scale_row
-        right_scale = right_scale_ptr + member * right_scale_group
         if CONTRACTION:
             left_scale += first_scale // TILE_K * left_scale_step
-            right_scale += first_scale // TILE_K * right_scale_step + n0 * right_scale_row
         else:
             left_scale += first_scale * left_scale_row
-            right_scale += n0 // 128 * right_scale_row
-        totals, at = _tile_product(
-            left_scale, right_scale, N - n0, left_scale_step, right_scale_step, right_scale_row, lefts, rights, full,
-            free, at, steps, HALF, CONTRACTION, BLOCK_SCALED, PROMOTED, PARTS, TILE_M, STAGES, LAYOUT, WIDTH,
-        )  # fmt: skip
+        right_scale = right_scale_ptr + member * right_scale_group + n0 // 128 * right_scale_row
+        if not BLOCK_SCALED:
+            scale = gl.load(left_scale_ptr + member) * gl.load(right_scale_ptr + member)
+        if BLOCK_SCALED and not CONTRACTION:
+            totals, at = _scaled_rows(
+                left_scale, right_scale, left_scale_step, right_scale_step, lefts, rights, full, free, at, steps, HALF,
+                STAGES, HEIGHT, WIDTH, LAYOUT,
+            )  # fmt: skip
+        else:
+            totals, at = _tile_product(
+                left_scale, left_scale_step, lefts, rights, right_scales, full, free, at, steps, HALF, BLOCK_SCALED,
+                PROMOTED, PARTS, STAGES, HEIGHT, WIDTH, LAYOUT,
+            )  # fmt: skip
         bias = bias_ptr + member.to(gl.int64) * N
         biases = gl.where(group < groups, N, 0)  # the rows behind the last group get none
         for part in gl.static_range(PARTS):
             total = totals[part]
             if not BLOCK_SCALED:
-                total *= gl.load(left_scale_ptr + member) * gl.load(right_scale_ptr + member)
+                total *= scale
+            if part % STAGINGS == 0:
+                tma.store_wait(0)  # until the engine has read what is in them
+            staging = stagings.index(HALF * STAGINGS + part % STAGINGS)
             _store(
-                total, out_ptr, bias, biases, out_start, m0, n0 + part * WIDTH, height, N, BIAS, HEIGHT, WIDTH
-            )
+                total, out_ptr, out, staging, bias, biases, out_start, m0, n0 + part * WIDTH, height, N, BIAS, HEIGHT,
+                WIDTH,
+            )  # fmt: skip
         tile += gl.num_programs(0)
         group, end, first, start, padded, size = _groups_in_front(
             tile, group, end, first, start, padded, size, splits_ptr, rows, M, across, groups, CONTRACTION, ALIGNMENT,
             TILE_M,
         )  # fmt: skip
+    tma.store_wait(0)
 
 
 @gluon.jit(
@@ -282,10 +346,12 @@ def _multiply(
 )
 def _grouped_kernel(
     out_ptr,
+    out,
     left,
     left_scale_ptr,
     right,
     right_scale_ptr,
+    scales,
     bias_ptr,
     splits_ptr,
     rows,
@@ -311,11 +377,17 @@ def _grouped_kernel(
     STAGES: gl.constexpr,
     BAND: gl.constexpr,
     WIDTH: gl.constexpr,
+    STAGINGS: gl.constexpr,
 ):
+    SCALES: gl.constexpr = BLOCK_SCALED and CONTRACTION
     lefts = gl.allocate_shared_memory(left.dtype, [STAGES, TILE_M, TILE_K], left.layout)
     rights = gl.allocate_shared_memory(right.dtype, [STAGES, TILE_N, TILE_K], right.layout)
+    stagings = gl.allocate_shared_memory(out.dtype, [2 * STAGINGS, TILE_M // 2, WIDTH], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    right_scales = full
+    if SCALES:
+        right_scales = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_N], scales.layout)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)  # by both groups of multiplying warps
@@ -327,24 +399,25 @@ def _grouped_kernel(
             (
                 _multiply,
                 (
-                    out_ptr, left_scale_ptr, right_scale_ptr, bias_ptr, splits_ptr, lefts, rights, full, free, numbers,
-                    strides, 0, CONTRACTION, BLOCK_SCALED, PROMOTED, BIAS, ALIGNMENT, TILE_M, TILE_N, TILE_K, STAGES,
-                    BAND, WIDTH,
+                    out_ptr, out, stagings, left_scale_ptr, right_scale_ptr, bias_ptr, splits_ptr, lefts, rights,
+                    right_scales, full, free, numbers, strides, 0, CONTRACTION, BLOCK_SCALED, PROMOTED, BIAS,
+                    ALIGNMENT, TILE_M, TILE_N, TILE_K, STAGES, BAND, WIDTH, STAGINGS,
                 ),
             ),
             (
                 _multiply,
                 (
-                    out_ptr, left_scale_ptr, right_scale_ptr, bias_ptr, splits_ptr, lefts, rights, full, free, numbers,
-                    strides, 1, CONTRACTION, BLOCK_SCALED, PROMOTED, BIAS, ALIGNMENT, TILE_M, TILE_N, TILE_K, STAGES,
-                    BAND, WIDTH,
+                    out_ptr, out, stagings, left_scale_ptr, right_scale_ptr, bias_ptr, splits_ptr, lefts, rights,
+                    right_scales, full, free, numbers, strides, 1, CONTRACTION, BLOCK_SCALED, PROMOTED, BIAS,
+                    ALIGNMENT, TILE_M, TILE_N, TILE_K, STAGES, BAND, WIDTH, STAGINGS,
                 ),
             ),
             (
                 _load,
                 (
-                    left, right, splits_ptr, lefts, rights, full, free, numbers, right_rows, right_columns,
-                    CONTRACTION, ALIGNMENT, TILE_M, TILE_N, TILE_K, STAGES, BAND,
+                    left, right, scales, splits_ptr, lefts, rights, right_scales, full, free, numbers, right_rows,
+                    right_columns, right_scale_step, SCALES, CONTRACTION, ALIGNMENT, TILE_M, TILE_N, TILE_K, STAGES,
+                    BAND,
                 ),
             ),
         ],
@@ -356,20 +429,31 @@ def _grouped_kernel(
 _grouped = Launcher(_grouped_kernel, num_warps=4)
 
 
-def takes(left: Tensor, right: Tensor, alignment: int, blocks: tuple[int, int] | None) -> bool:
+def takes(
+    left: Tensor,
+    right: Tensor,
+    right_scale: Tensor,
+    columns: int,
+    alignment: int,
+    blocks: tuple[int, int] | None,
+) -> bool:
     """Whether :func:`multiply` takes these operands.
 
     Args:
-        left: (T, K) or (M, P). right: (G, N, K) or (N, P). alignment: that groups along the contraction start at.
+        left: (T, K) or (M, P). right: (G, N, K) or (N, P). columns: of the result.
+        alignment: that groups along the contraction start at.
         blocks: rows of a block of the left and the right scales, or None where a scale is a group's.
     """
-    if not (left.numel() and right.numel()) or (left.data_ptr() | right.data_ptr()) % 16:
+    if not (left.numel() and right.numel()) or (left.data_ptr() | right.data_ptr()) % 16 or columns % 8:
         return False
     if any(pitch % 16 for pitch in (left.stride(0), *right.stride()[:-1])):
         return False
-    if right.dim() == 2:  # what a step reads beyond a group's end must be zero
-        return blocks in (None, (1, 1)) and alignment % TILE_K == 0
-    return blocks in (None, (1, FLOAT8_BLOCK)) and _matrix_of(right) is not None
+    if right.dim() == 3:
+        return blocks in (None, (1, FLOAT8_BLOCK)) and _matrix_of(right) is not None
+    if blocks is not None and (right_scale.stride(0) != 1 or right_scale.data_ptr() % 16):
+        return False
+    # what a step reads beyond a group's end must be zero
+    return blocks in (None, (1, 1)) and alignment % TILE_K == 0
 
 
 def _matrix_of(right: Tensor) -> tuple[list[int], int, int] | None:
@@ -411,21 +495,33 @@ def multiply(
         matrix = _matrix_of(right)
         assert matrix is not None  # ``takes`` has seen to it
         M, (shape, down, across) = rows, matrix
-    strides: tuple[int, ...] = (0, 0, 0, 0, 0)
-    tile_m, tile_n, stages, width = TILE
+    in_ring = contraction and block_scaled  # the right scales, too
+    tile_m, tile_n, stagings = TILE
     if block_scaled:
-        tile_m, tile_n, stages, width = BLOCK_CONTRACTION_TILE if contraction else BLOCK_ROWS_TILE
-        strides = (*left_scale.stride(), *([0] if contraction else []), *right_scale.stride())
+        tile_m, tile_n, stagings = BLOCK_CONTRACTION_TILE if contraction else BLOCK_ROWS_TILE
+    out_size = out.element_size()
+    stagings = stagings if out_size == 2 else 1
+    room = SHARED_MEMORY - stagings * tile_m * WIDTH * out_size
+    stages = room // ((tile_m + tile_n) * TILE_K + 4 * tile_n * in_ring)
     lefts, rights = _tiles(left, list(left.shape), tile_m), _tiles(right, shape, tile_n)
+    results = TensorDescriptor(
+        out, [out.numel() // N, N], [N, 1], [tile_m // 2, WIDTH], RESULTS[8 * out_size]
+    )
+    scales, strides = lefts, (0, 0, 0, 0, 0)
+    if block_scaled:
+        strides = (*left_scale.stride(), *([0] if contraction else []), *right_scale.stride())
+    if in_ring:
+        entries = (right_scale.shape[1] - 1) * right_scale.stride(1) + N
+        scales = TensorDescriptor(right_scale, [entries], [1], [tile_n], SCALES)
     _grouped(
         (programs, 1, 1),
         (
-            out, lefts, left_scale, rights, right_scale, left_scale if bias is None else bias, splits, rows, M, N, K,
-            splits.shape[0], down, across, *strides,
+            out, results, lefts, left_scale, rights, right_scale, scales, left_scale if bias is None else bias, splits,
+            rows, M, N, K, splits.shape[0], down, across, *strides,
         ),
         (
             contraction, block_scaled, block_scaled or not fast_accumulation, bias is not None, alignment, tile_m,
-            tile_n, TILE_K, stages, BAND, width,
+            tile_n, TILE_K, stages, BAND, WIDTH, stagings,
         ),
     )  # fmt: skip
 

@@ -117,7 +117,7 @@ class GroupedLinearLayer(LinearLayer):
         sizes = (num_gemms, out_features, in_features)
         self._add_groups("weight", torch.empty(sizes, dtype=dtype, device=place))
         self._add_groups("bias", torch.empty(sizes[:2], dtype=dtype, device=place) if bias else None)
-        if place.type != "meta":
+        if place.type != "meta" or (self._init_recipe is not None and not self.single_grouped_weight):
             self.reset_parameters()
         self._prepare_for_recipe()
 
@@ -165,7 +165,7 @@ class GroupedLinearLayer(LinearLayer):
     def _reset_weights(self, stage: Stage) -> None:
         weights, quantized = self._parts_of("weight"), self._init_recipe is not None
         if quantized and not self.single_grouped_weight:
-            weights = [torch.empty(w.shape, dtype=w.dtype, device=w.device) for w in weights]
+            weights = [torch.zeros_like(w) for w in weights]  # plain, and sharded as they are
         values: Any = weights
         if self.single_grouped_weight:  # group by group, so that both forms start from the same values
             whole: Any = weights[0]
@@ -180,7 +180,7 @@ class GroupedLinearLayer(LinearLayer):
                 value.normal_(0.0, INIT_STD)
             else:
                 stage.init_method(value)
-        if quantized and not weights[0].is_meta:
+        if quantized and not (self.single_grouped_weight and weights[0].is_meta):
             self._quantize_weight(weights if not self.single_grouped_weight else [whole])
 
     @torch.no_grad()
@@ -207,17 +207,32 @@ class GroupedLinearLayer(LinearLayer):
     def _quantize_weight(self, values: list[Tensor]) -> None:
         """Register the quantization of all weights, one (G, N, K) or G of (N, K), in place of the parameters."""
         quantizer: Any = self._stored_as()
+        if self.single_grouped_weight and hasattr(self.weight, "_local_tensor"):
+            raise RuntimeError(
+                f"FSDP shards {self.name or type(self).__name__}, but not the one tensor that its groups are to be "
+                "quantized into; use single_grouped_weight=False, or make it without quantized_model_init"
+            )
         for name, value in zip(self._parts.get("weight", ["weight"]), values, strict=True):
+            held: Any = self._parameters[name]
+            if hasattr(value, "_local_tensor"):  # FSDP2 has the parameter
+                held.copy_(value)
+                continue
             if self.single_grouped_weight:
                 made: Any = GroupedTensor(quantize_members([value], quantizer))
+            elif value.is_meta:
+                made = quantizer.make_empty(tuple(value.shape), dtype=value.dtype, device=value.device)
             else:
                 made = quantizer.quantize(value)
-            held = self._parameters[name]
             parameter: Any = nn.Parameter(made, held is None or held.requires_grad)
-            if self._init_preserve:
+            if self._init_preserve and not value.is_meta:
                 parameter._high_precision_init_val = value.cpu()
             self.register_parameter(name, parameter)
             _mark_partition(parameter, "weight", self.parallel_mode)
+
+    def _takes_rows(self, storage_name: str) -> bool:
+        # the backward transposes groups that lie in common buffers, not those that lie each by itself
+        self._stored_rowwise = grouped_layout(storage_name) != "split"
+        return self._stored_rowwise
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import Operand, OperandBuffers, buffers_of
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
-from ..tensors import QuantizedTensor
+from ..tensors import QuantizedTensor, dequantized, local
 from ..tensors.storage import resolve_storage_class
 from .delayed import DelayedLayer
 from .parameters import (
@@ -146,8 +146,10 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     def _reset_linear(self, stage: Stage) -> None:
         """Initialise the parameters of a stage where they are; a weight that is to be stored quantized, now is."""
         parts = self._parts_of(stage.weight)
-        value = parts[0]
-        if self._init_recipe is not None or len(parts) > 1:
+        value: Any = parts[0]
+        if self._init_recipe is not None:
+            value = torch.zeros_like(value)  # plain, and sharded as the parameter is
+        elif len(parts) > 1:
             rows = sum(part.shape[0] for part in parts)
             value = torch.empty(rows, value.shape[1], dtype=value.dtype, device=value.device)
         with random_numbers_of(self.get_rng_state_tracker, self.rng_tracker_name):
@@ -155,7 +157,9 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
                 value.normal_(0.0, INIT_STD)
             else:
                 stage.init_method(value)
-        if self._init_recipe is not None and not value.is_meta:
+        if self._init_recipe is not None and hasattr(value, "_local_tensor"):
+            parts[0].copy_(value)  # FSDP2 has the parameter
+        elif self._init_recipe is not None:
             parameter = quantize_parameter(
                 value, self._init_recipe, self._init_preserve, stage.name, self._init_columnwise
             )
@@ -208,6 +212,11 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         return self._is_weight(name) or any(
             name in self._parts.get(stage.bias, [stage.bias]) for stage in self._stages
         )
+
+    def _takes_rows(self, storage_name: str) -> bool:
+        """Whether row-wise data are enough of a weight of this format, whose column-wise data follow; it notes that."""
+        self._stored_rowwise = True
+        return True
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 
@@ -477,10 +486,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if keep_vars:  # the parameters themselves: all of their bits
             return
         for name, parameter in self._parameters.items():
-            if isinstance(parameter, QuantizedTensor):
-                destination[prefix + name] = parameter.detach().dequantize()
-            elif isinstance(getattr(parameter, "_local_tensor", None), QuantizedTensor):
-                destination[prefix + name] = _dequantized_shard(parameter)
+            if isinstance(local(parameter), QuantizedTensor):
+                destination[prefix + name] = dequantized(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_fp8_workspaces": dict.fromkeys(self._fp8_workspaces)}
@@ -495,17 +502,6 @@ def _accumulate_rows(parameters: list[Tensor], grad: Tensor) -> None:
     for parameter, own in zip(parameters, grad.split([parameter.shape[0] for parameter in parameters])):
         if parameter.requires_grad:
             accumulate(parameter, own)
-
-
-def _dequantized_shard(parameter: Any) -> Tensor:
-    return torch.distributed.tensor.DTensor.from_local(  # type: ignore[attr-defined]  # there, as the parameter is
-        parameter._local_tensor.detach().dequantize(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _plain(tensor: Tensor) -> Tensor:

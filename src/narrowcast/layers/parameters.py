@@ -203,11 +203,14 @@ def quantize_parameter(
     """Quantized parameter holding ``value`` (N, K) in the format of the recipe's weights.
 
     Args:
+        value: on the meta device, too.
         preserve: keep a CPU copy of ``value`` on the parameter.
         name: of the layer, for a custom recipe's role.
         columnwise: with the data that only a backward reads.
     """
     quantizer = weight_quantizer(recipe, name).with_usage(columnwise=columnwise)
+    if value.is_meta:
+        return nn.Parameter(quantizer.make_empty(tuple(value.shape), dtype=value.dtype, device=value.device))
     parameter: Any = nn.Parameter(quantizer.quantize(value.detach()), requires_grad=True)
     if preserve:
         parameter._high_precision_init_val = value.detach().cpu()

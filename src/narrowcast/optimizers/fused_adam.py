@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 from ..functional import adam_
 from ..reference.adam import join, split
-from ..tensors import DequantizingTensor, QuantizedTensor, local
+from ..tensors import DequantizingTensor, QuantizedTensor, dequantized, local
 from .stored import decode, encode
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -134,10 +134,11 @@ class FusedAdam(torch.optim.Optimizer):
         Raises:
             RuntimeError: as the class.
         """
-        quantized = isinstance(param, DequantizingTensor)
+        own = local(param)
+        quantized = isinstance(own, DequantizingTensor)
         if quantized and not self.master_weights:
             raise RuntimeError(
-                f"a parameter is a {type(param).__name__}, which is too coarse for a step; use master_weights=True"
+                f"a parameter is a {type(own).__name__}, which is too coarse for a step; use master_weights=True"
             )
         if store_param_remainders and not quantized and param.dtype != torch.bfloat16:
             raise RuntimeError(
@@ -381,8 +382,10 @@ def _for_parameter(p: Tensor, weight: Tensor) -> Tensor:
 
 def _initial_master(param: Tensor) -> Tensor:
     """What the master weight of a parameter begins as, fp32."""
-    if not isinstance(param, DequantizingTensor):
+    if not isinstance(local(param), DequantizingTensor):
         return param.detach().float()
+    if not isinstance(param, DequantizingTensor):  # a shard, which does not have the value that was kept
+        return dequantized(param, torch.float32)
     rounded = param._plain(torch.float32)
     kept = param.get_high_precision_init_val()
     if kept is None:

@@ -29,8 +29,9 @@ from .named import (
     NVFP4Tensor,
     NVFP4TensorStorage,
 )
-from .quantized_tensor import QuantizedTensor, local, overwrite_unseen, rebuild_quantized_tensor, storage_of
+from .quantized_tensor import QuantizedTensor, rebuild_quantized_tensor, storage_of
 from .saving import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx, restore_from_saved
+from .sharding import dequantized, local, overwrite_unseen
 from .storage import QuantizedTensorStorage
 
 _WRAPPERS = (
@@ -69,6 +70,7 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "TensorOrQuantized",
+    "dequantized",
     "grouped_layout",
     "grouped_storage_of",
     "local",

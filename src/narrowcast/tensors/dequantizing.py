@@ -6,7 +6,6 @@ the end, so a write through it would be lost: :class:`DequantizedView` refuses i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -285,31 +284,3 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             if isinstance(target, DequantizingTensor):
                 target._overwrite(source)
     return pytree.tree_map_only(Tensor, lambda returned: originals.get(id(returned), returned), result)
-
-
-def check_not_sharded(tensor: Any, reason: str = "") -> None:
-    """Refuse FSDP, which would go on with plain values: to be called where it reads a parameter.
-
-    Args:
-        reason: why FSDP2 cannot shard this tensor either.
-    Raises:
-        RuntimeError: the caller is FSDP.
-    """
-    caller = sharding_caller()
-    if caller:
-        why = reason if caller == "FSDP2" and reason else "it would go on with plain values"
-        raise RuntimeError(
-            f"FSDP cannot shard a {type(tensor).__name__}: {why}; build the model without quantized_model_init and "
-            "shard that, a recipe then quantizes the gathered weights"
-        )
-
-
-def sharding_caller() -> str:
-    """ "FSDP1" or "FSDP2" inside a call of theirs, else "": they shard parameters by operators that everybody uses."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.startswith("torch.distributed.fsdp"):
-            return "FSDP2" if name.startswith("torch.distributed.fsdp._fully_shard") else "FSDP1"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""

@@ -20,7 +20,8 @@ from ..functional import (
     operand_of,
 )
 from ..functional.grouped_quantize import group_operands
-from .dequantizing import DequantizingTensor, Handler, check_not_sharded, read_only
+from .dequantizing import DequantizingTensor, Handler, read_only
+from .sharding import check_not_sharded
 from .storage import QuantizedTensorStorage, resolve_storage_class
 
 aten = torch.ops.aten

@@ -8,6 +8,7 @@ its scale when it is transposed.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from .. import formats
 from ..formats import NVFP4_BLOCK, DType, cdiv
@@ -36,6 +37,9 @@ class Float8TensorStorage(_Float8Elements):
     def _transpose_invalid(self) -> bool:
         return self._transpose is None  # type: ignore[attr-defined]
 
+    def _turns(self) -> bool:
+        return True
+
     def _create_columnwise(self) -> None:
         self._transpose = transpose_codes(self._data)  # type: ignore[attr-defined]
 
@@ -48,6 +52,9 @@ class Float8BlockwiseQTensorStorage(_Float8Elements):
     @property
     def _is_2D_scaled(self) -> bool:
         return self._quantizer.block_scaling_dim == 2  # type: ignore[attr-defined]
+
+    def _turns(self) -> bool:
+        return self._is_2D_scaled
 
     def _create_columnwise(self) -> None:
         if not self._is_2D_scaled:
@@ -66,6 +73,9 @@ class MXFP8TensorStorage(_Float8Elements):
     """MXFP8: data uint8 in logical shape for both directions; scales E8M0 bytes, padded to 128 x 4."""
 
     _LAYOUT = formats.MXFP8
+
+    def _turns(self) -> bool:
+        return self._quantizer.with_2d_quantization  # type: ignore[attr-defined]
 
 
 class MXFP6TensorStorage(QuantizedTensorStorage):
@@ -97,6 +107,11 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
     @property
     def _nvfp4_use_4over6(self) -> bool:
         return self._quantizer.nvfp4_use_4over6  # type: ignore[attr-defined]
+
+    def _turns(self) -> bool:
+        """Not where the choice of a scale, or rounding, is made anew in each direction."""
+        q: Any = self._quantizer
+        return q.with_2d_quantization and not (q.with_rht or q.nvfp4_use_4over6 or q.stochastic_rounding)
 
     def _create_columnwise(self) -> None:
         if not self._quantizer.with_2d_quantization or self._quantizer.with_rht:  # type: ignore[attr-defined]

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..functional import QuantizerValue
-from .dequantizing import DequantizingTensor, Handler, check_not_sharded, read_only, sharding_caller
+from .dequantizing import DequantizingTensor, Handler, read_only
+from .sharding import ShardedRows
 from .storage import QuantizedTensorStorage, flatten_context, resolve_storage_class
 
 aten = torch.ops.aten
@@ -32,7 +33,7 @@ def _handles(*overloads: Any) -> Callable[[Handler], Handler]:
     return register
 
 
-class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
+class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
     """Base of the tensor wrappers; concrete classes add a storage class for the buffers.
 
     Args:
@@ -115,9 +116,6 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
             setattr(self, attribute, getattr(source, attribute))
         self._quantizer, self._dtype = source._quantizer, source._dtype
 
-    _shards: Any = None
-    """Of a shard that has one scale with all others: group of their ranks, over which writes reduce the amax."""
-
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
         """Overwrite the buffers with the quantization of ``tensor``; of a shard every rank must.
 
@@ -131,52 +129,6 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
         reducing.update_quantized(tensor, self, noop_flag=noop_flag, amax_reduction_group=self._shards)
         self._mark_written()
         return self
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What ``fully_shard`` gathers of these rows: their codes, and the scales of blocks."""
-        module._stored_rowwise = True  # the backward transposes what was gathered
-        codes, scale = self.rowwise_operand()
-        if self._tile() == 0:
-            if mesh.size() > 1:
-                self._shards = mesh.get_group()
-            return (codes,), scale
-        # only the first of several is handed over where there is nobody to gather from
-        return (codes, scale), scale if mesh.size() == 1 else None
-
-    @torch.no_grad()
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: Tensor | None,
-        param_dtype: torch.dtype,
-        *,
-        out: Any = None,
-    ) -> Any:
-        """The whole tensor; with ``out`` in the one of the first time, whose codes are there."""
-        codes = all_gather_outputs[0]
-        if out is None:
-            scale = all_gather_outputs[1] if metadata is None else metadata.clone()
-            return self._quantizer._assemble([codes, scale], tuple(codes.shape), param_dtype), ()  # type: ignore[attr-defined]
-        if metadata is not None:
-            overwrite_unseen(local(out).rowwise_operand()[-1:], [metadata])
-        return None
-
-    def _tile(self) -> int:
-        """Rows that share a scale; 0 for all of them."""
-        return self._quantizer._format_layout().scale_group[0]  # type: ignore[attr-defined]
-
-    def _rows(self, first: int, count: int) -> QuantizedTensor:
-        """Some rows as a tensor that shares the row-wise buffers, as FSDP2 shards."""
-        codes, scale = (buffer.detach() for buffer in self.rowwise_operand())
-        tile = self._tile()
-        if tile:
-            scale = scale[first // tile : (first + count) // tile]
-        quantizer: Any = self._quantizer.with_usage(rowwise=True, columnwise=False)  # type: ignore[attr-defined]
-        made = quantizer._assemble([codes[first : first + count], scale], (count, self.shape[1]), self.dtype)
-        made._shards = self._shards
-        return made
 
     def _part(self, dim: int, first: int, count: int) -> QuantizedTensor | None:
         """Some rows, or columns, of a matrix as a quantized tensor to read; None where blocks do not end there."""
@@ -225,22 +177,6 @@ class QuantizedTensor(QuantizedTensorStorage, DequantizingTensor):
     def copy_from_storage(self, source: QuantizedTensorStorage) -> None:
         self._check_whole()
         QuantizedTensorStorage.copy_from_storage(self, source)
-
-    def _check_shards(self, rows: int) -> None:
-        """
-        Raises:
-            RuntimeError: shards of so many rows are not to be had, as FSDP asks for.
-        """
-        tile, reason = self._tile(), ""
-        native = self._quantizer._format_layout().native  # type: ignore[attr-defined]
-        if native not in ("tensor", "128x128") or self.dim() != 2:
-            reason = "its rows and columns are quantized differently"
-        elif rows % max(tile, 1) or self.shape[0] % rows:
-            reason = f"its {self.shape[0]} rows are not equal shards" + (
-                f" of whole {tile}-row tiles" * (tile > 1)
-            )
-        if reason or sharding_caller() == "FSDP1":
-            check_not_sharded(self, reason)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Write through the dequantized value: a view of it would take the write and lose it.
@@ -347,19 +283,6 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     return bare(quantizer=tensor._quantizer, fake_dtype=tensor.dtype, shape=None, **buffers)
 
 
-def local(tensor: Any) -> Any:
-    """What this rank holds of a tensor: of a DTensor its part."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-@torch.no_grad()
-def overwrite_unseen(buffers: list[Tensor], values: list[Tensor]) -> None:
-    """Overwrite unseen by autograd: a backward that saved a scale reads that of the codes that were gathered since."""
-    for buffer, value in zip(buffers, values, strict=True):
-        with torch.autograd._unsafe_preserve_version_counter(buffer):
-            buffer.copy_(value)
-
-
 def rebuild_quantized_tensor(
     cls: type[QuantizedTensor], metadata: dict[str, Any], is_parameter: bool
 ) -> QuantizedTensor:
@@ -427,18 +350,15 @@ def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
 
 @_handles(aten.new_zeros.default)
 def _new_zeros(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tensor:
-    if sharding_caller():
-        tensor._check_shards(size[0])
-        quantizer: Any = tensor._quantizer.with_usage(rowwise=True, columnwise=False)  # type: ignore[attr-defined]
-        return quantizer.make_empty(tuple(size), dtype=tensor.dtype, device=tensor.device)
+    if tensor._asked_for_shards():
+        return tensor._empty_shard(size)
     return torch.zeros(size, **{"dtype": tensor.dtype, "device": tensor.device, **kwargs})
 
 
 @_handles(aten.split.Tensor)
 def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
-    if dim == 0 and sharding_caller():
-        tensor._check_shards(size)
-        return [tensor._rows(first, size) for first in range(0, tensor.shape[0], size)]
+    if dim == 0 and tensor._asked_for_shards():
+        return tensor._shards_of(size)
     sizes = (
         [min(size, tensor.shape[dim] - first) for first in range(0, tensor.shape[dim], size)] if size else []
     )
@@ -464,8 +384,8 @@ def _split_into(func: Any, tensor: QuantizedTensor, sizes: Sequence[int], dim: i
 
 @_handles(aten.slice.Tensor)
 def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, *bounds: Any) -> Tensor:
-    if dim == 0 and sharding_caller():
-        return tensor._rows(0, tensor.shape[0])  # all of it: shards are equal
+    if dim == 0 and tensor._asked_for_shards():
+        return tensor._like(lambda buffer: buffer)  # all of it: shards are equal
     dim = dim % tensor.dim()
     first, last, step = [*bounds, *(None, None, 1)[len(bounds) :]]
     first, last, _ = slice(first, last).indices(tensor.shape[dim])
@@ -476,7 +396,15 @@ def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, *bounds: Any) -> Te
 @_handles(aten.empty_like.default)
 def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
-    return tensor._quantizer.make_empty(tuple(tensor.shape), dtype=dtype, device=device)  # type: ignore[attr-defined]
+    made = tensor._quantizer.make_empty(tuple(tensor.shape), dtype=dtype, device=device)  # type: ignore[attr-defined]
+    made._shards = tensor._shards
+    return made
+
+
+@_handles(aten.zeros_like.default)
+def _zeros_like(func: Any, tensor: QuantizedTensor, *, memory_format: Any = None, **kwargs: Any) -> Tensor:
+    """Without a look at the values, which on the meta device are none."""
+    return torch.zeros(tensor.shape, **{"dtype": tensor.dtype, "device": tensor.device, **kwargs})
 
 
 @_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
@@ -489,8 +417,7 @@ def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tenso
         and (same := tensor._regrouped(tuple(size))) is not None
     ):
         return same
-    if len(size) == 1 and sharding_caller():
-        tensor._check_shards(tensor.shape[0])
+    if len(size) == 1 and tensor._asked_for_shards():
         return type(tensor).make_like(tensor, shape=(tensor.numel(),))  # not read by FSDP2
     values = func(tensor._plain(), size, **kwargs)
     return read_only(values) if func.is_view else values

@@ -267,6 +267,10 @@ class QuantizedTensorStorage:
                 setattr(self, attribute, None)
         self._quantizer = self._quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)  # type: ignore[attr-defined]
 
+    def _turns(self) -> bool:
+        """Whether column-wise data are the row-wise ones turned round, so that either direction is enough to keep."""
+        return False
+
     def _create_columnwise(self) -> None:
         raise RuntimeError(
             f"{type(self).__name__} cannot make column-wise data from row-wise data: quantizing again would change "

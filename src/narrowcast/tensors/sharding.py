@@ -1,0 +1,251 @@
+"""Quantized tensors whose rows FSDP2 spreads over ranks: shards are codes and scales of whole blocks, gathered as such.
+
+``fully_shard`` parts a parameter by operators that all code uses, so what runs for these asks whether it is the caller.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..formats import Buffer, Layout
+
+
+class ShardedRows:
+    """What a quantized matrix needs to be sharded by rows: the part of ``QuantizedTensor`` that FSDP2 calls.
+
+    A rank's shard has the buffers of its rows, in both directions where one does not follow from the other. A gather
+    moves those that lie by rows; what all rows share, such as the amax of the matrix, every rank has.
+    """
+
+    _shards: Any = None
+    """Of a shard that has one scale with all others: group of their ranks, over which writes reduce the amax."""
+
+    def fsdp_pre_all_gather(
+        self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, bool, list[Tensor]]]:
+        """(what this rank gives, the shape of the whole, whether its columns are to be made, and what it keeps)."""
+        # in other modules than the library's nothing reads columns
+        makes_columns = (
+            self._turns() and hasattr(module, "_takes_rows") and not module._takes_rows(self._BARE_NAME)
+        )
+        given, moving = [], 0
+        for buffer, held in _by_rows(self):
+            along, _, entries, _ = _place(buffer, self.shape[0])
+            moving += along >= 0
+            given.append(
+                held if along < 0 else held.narrow(along, 0, entries).contiguous()
+            )  # without padding
+        # FSDP2 hands only the first of several over where there is nobody to gather from
+        moving = 1 if mesh.size() == 1 else moving
+        return tuple(given[:moving]), (outer_size, makes_columns, given[moving:])
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(
+        self: Any,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: tuple[torch.Size, bool, list[Tensor]],
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """The whole tensor; with ``out`` in the one of the first time, whose buffers are there."""
+        shape, makes_columns, kept = metadata
+        arrived = zip(_by_rows(self), [*all_gather_outputs, *kept], strict=True)
+        values = {
+            buffer.attribute: _whole(buffer, value, self.shape[0], tuple(shape))
+            for (buffer, _), value in arrived
+        }
+        if out is None:  # shared ones are this rank's, which writes to them
+            own = {id(value) for value in kept}
+            values = {name: value.clone() if id(value) in own else value for name, value in values.items()}
+        buffers = [values[buffer.attribute] for buffer, _ in _held(self)]
+        whole = self._quantizer._assemble(buffers, tuple(shape), param_dtype)
+        if makes_columns:
+            whole.update_usage(columnwise_usage=True)
+        # all but the memory of FSDP2, which the gather itself wrote to, is to be filled again by the next
+        memory = {id(value) for value in all_gather_outputs}
+        made = [(buffer, held) for buffer, held in _held(whole) if id(held) not in memory]
+        if out is None:
+            return whole, tuple(held for buffer, held in made if _place(buffer, shape[0])[0] >= 0)
+        first = local(out)
+        overwrite_unseen([getattr(first, buffer.attribute) for buffer, _ in made], [held for _, held in made])
+        return None
+
+    def gathered_bytes(self: Any) -> int:
+        """Bytes that a gather of all shards moves, of this whole tensor."""
+        places = [(held, _place(buffer, self.shape[0])) for buffer, held in _held(self._rows_alone())]
+        return sum(held.narrow(along, 0, count).nbytes for held, (along, _, count, _) in places if along >= 0)
+
+    def check_rows(self: Any, rows: int) -> None:
+        """
+        Raises:
+            RuntimeError: the matrix has no equal shards of so many rows each, in whole blocks.
+        """
+        layout, block = self._quantizer._format_layout(), _block_rows(self._quantizer._format_layout())
+        if self.dim() != 2 or not layout.joins[0]:
+            reason = "its rows are not quantized apart from each other"
+        elif not rows or self.shape[0] % rows or rows % block:
+            reason = f"its {self.shape[0]} rows are not equal shards" + f" of whole {block}-row blocks" * (
+                block > 1
+            )
+        else:
+            return
+        raise cannot_shard(self, reason)
+
+    def _rows_alone(self: Any) -> Any:
+        """The same tensor without the column-wise data, where those follow from the row-wise ones."""
+        same = self._like(lambda buffer: buffer)
+        same.update_usage(columnwise_usage=False if same._turns() else None)
+        return same
+
+    def _asked_for_shards(self) -> bool:
+        """Whether FSDP2 asks.
+
+        Raises:
+            RuntimeError: FSDP1 does.
+        """
+        caller = sharding_caller()
+        if caller == "FSDP1":
+            check_not_sharded(self)
+        return caller == "FSDP2"
+
+    def _shards_of(self: Any, rows: int) -> list[Any]:
+        """Its shards of so many rows, which share its buffers."""
+        self.check_rows(rows)
+        alone = self._rows_alone()
+        return [alone._part(0, first, rows) for first in range(0, self.shape[0], rows)]
+
+    def _empty_shard(self: Any, size: Sequence[int]) -> Any:
+        """An uninitialised shard, which FSDP2 fills; on the meta device, too."""
+        ranks, group = sharding_ranks()
+        if list(size) != [self.shape[0] // ranks, *self.shape[1:]]:
+            raise cannot_shard(self, f"{list(size)} of its {list(self.shape)} is no equal share of rows")
+        self.check_rows(size[0])
+        quantizer = self._rows_alone()._quantizer
+        made = quantizer.make_empty(tuple(size), dtype=self.dtype, device=self.device)
+        return share_amax(made, group if ranks > 1 else None)
+
+
+def share_amax(shard: Any, group: Any) -> Any:
+    """Have a shard agree with those of other ranks on what all rows share, whenever it is written to; the shard itself.
+
+    Args:
+        group: of the ranks that hold shards; None for one alone.
+    """
+    if any(_place(buffer, shard.shape[0])[0] < 0 for buffer, _ in _held(shard)):
+        shard._shards = group
+    return shard
+
+
+def local(tensor: Any) -> Any:
+    """What this rank holds of a tensor: of a DTensor its part."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def dequantized(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """The values of a quantized tensor, or of a DTensor of such shards, which then are spread as they are."""
+    own = local(tensor)
+    if own is tensor:
+        return own.detach().dequantize(dtype=dtype)
+    return torch.distributed.tensor.DTensor.from_local(  # type: ignore[attr-defined]  # there, as the other is
+        own.detach().dequantize(dtype=dtype),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+@torch.no_grad()
+def overwrite_unseen(buffers: list[Tensor], values: list[Tensor]) -> None:
+    """Overwrite unseen by autograd: a backward that saved a scale reads that of the codes that were gathered since."""
+    for buffer, value in zip(buffers, values, strict=True):
+        with torch.autograd._unsafe_preserve_version_counter(buffer):
+            buffer.copy_(value)
+
+
+def cannot_shard(tensor: Any, reason: str) -> RuntimeError:
+    """The error where a quantized tensor cannot be sharded."""
+    return RuntimeError(
+        f"FSDP cannot shard a {type(tensor).__name__}: {reason}; build the model without quantized_model_init and "
+        "shard that, a recipe then quantizes the gathered weights"
+    )
+
+
+def check_not_sharded(tensor: Any) -> None:
+    """Refuse FSDP, which would go on with plain values: to be called where it reads a parameter.
+
+    Raises:
+        RuntimeError: the caller is FSDP.
+    """
+    if sharding_caller():
+        raise cannot_shard(tensor, "it would go on with plain values")
+
+
+def sharding_caller() -> str:
+    """ "FSDP1" or "FSDP2" inside a call of theirs, else "": they shard parameters by operators that everybody uses."""
+    for name, _ in _frames():
+        if name.startswith("torch.distributed.fsdp"):
+            return "FSDP2" if name.startswith("torch.distributed.fsdp._fully_shard") else "FSDP1"
+    return ""
+
+
+def sharding_ranks() -> tuple[int, Any]:
+    """(over how many ranks FSDP2, which calls, shards a parameter, their group)."""
+    for name, frame in _frames():
+        if name.startswith("torch.distributed.fsdp._fully_shard"):
+            spread = getattr(frame.f_locals.get("self"), "mesh_info", None)
+            if spread is not None:  # of replicas alone there is no group
+                return getattr(spread, "shard_mesh_size", 1), getattr(spread, "shard_process_group", None)
+    return 1, None
+
+
+def _frames() -> Iterator[tuple[str, Any]]:
+    """(module, frame) of the callers, up to a module that runs forward: what that does is not FSDP's doing."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and (name := frame.f_globals.get("__name__", "")) != "torch.nn.modules.module":
+        yield name, frame
+        frame = frame.f_back
+
+
+def _held(tensor: Any) -> list[tuple[Buffer, Tensor]]:
+    layout = tensor._quantizer._format_layout()
+    pairs = [(buffer, getattr(tensor, buffer.attribute)) for buffer in layout.buffers]
+    return [(buffer, held) for buffer, held in pairs if held is not None]
+
+
+def _by_rows(tensor: Any) -> list[tuple[Buffer, Tensor]]:
+    """Those that lie by rows, then those that all rows share."""
+    return sorted(_held(tensor), key=lambda pair: _place(pair[0], tensor.shape[0])[0] < 0)
+
+
+def _place(buffer: Buffer, rows: int) -> tuple[int, int, int, int]:
+    place = buffer.part(0, rows, False)
+    assert place is not None  # rows begin at the first
+    return place
+
+
+def _block_rows(layout: Layout) -> int:
+    """Rows that no shard parts, whichever the direction."""
+    extents = [extent for buffer in layout.buffers for extent in buffer.shape if extent.size == "M"]
+    return max((extent.group if extent.bits == 8 else extent.multiple for extent in extents), default=1)
+
+
+def _whole(buffer: Buffer, gathered: Tensor, rows: int, shape: tuple[int, ...]) -> Tensor:
+    """A buffer of the whole tensor from those of all shards, one below the other and without padding."""
+    along, _, entries, _ = _place(buffer, rows)
+    if along < 0:
+        return gathered
+    ranks = shape[0] // rows
+    if along == 1 and ranks > 1:
+        gathered = gathered.view(ranks, -1, entries).transpose(0, 1).reshape(-1, ranks * entries)
+    missing = buffer.sizes(shape)[along] - gathered.shape[along]
+    padding = (0, 0) * (gathered.dim() - 1 - along) + (0, missing)
+    return F.pad(gathered, padding) if missing else gathered
