@@ -426,6 +426,30 @@ def test_one_rank(recipe: str, one: Any) -> None:
     assert result["reductions"] == 0
 
 
+@pytest.mark.parametrize("recipe", ["current", "nvfp4", "mxfp8"])
+def test_stored_weights_that_are_tied_and_cast(recipe: str, one: Any) -> None:
+    """Both layers read what is gathered; another dtype leaves the codes as they are."""
+    from torch.distributed.fsdp import fully_shard
+
+    def make_tied() -> Any:
+        torch.manual_seed(0)
+        with nc.quantized_model_init(recipe=QUANTIZED[recipe]):
+            model = torch.nn.Sequential(*(nc.Linear(64, 64, device="cpu") for _ in range(2)))
+        model[1].weight = model[0].weight
+        nc.set_recipe(model, QUANTIZED[recipe])
+        return model
+
+    plain, model = make_tied(), make_tied()
+    fully_shard(model, mesh=one)
+    losses = []
+    for made in (plain, model, plain.to(torch.bfloat16), model.to(torch.bfloat16)):
+        torch.manual_seed(0)
+        losses.append(train(made, 2))
+    assert losses[0] == losses[1] and losses[2] == losses[3]
+    weight = local(model[0].weight)
+    assert isinstance(weight, nc.QuantizedTensor) and weight.dtype == torch.bfloat16
+
+
 def test_what_is_gathered_in_high_precision_and_why(one: Any) -> None:
     model = torch.nn.Sequential(
         nc.Linear(32, 48, device="cpu", recipe=QUANTIZED["mxfp8"]),

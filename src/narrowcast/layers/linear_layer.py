@@ -470,7 +470,14 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
 
     def _apply(self, fn: Any, recurse: bool = True) -> LinearLayer:
         self._drop_workspaces()
+        shards = {name: local(p) for name, p in self._parameters.items() if hasattr(p, "_local_tensor")}
         super()._apply(fn, recurse)
+        for name, shard in shards.items():
+            moved: Any = self._parameters[name]
+            if isinstance(shard, QuantizedTensor) and not isinstance(local(moved), QuantizedTensor):
+                moved._local_tensor = shard._with_values(
+                    local(moved)
+                )  # a DTensor in another dtype became plain
         for store in self.wgrad_stores.values():
             store.ticket = fn(store.ticket)
         self._prepare_parameters()

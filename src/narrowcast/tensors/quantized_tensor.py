@@ -253,7 +253,9 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
             arguments["shape"] = tuple(shape)
         if dtype is not None:
             arguments["fake_dtype"] = dtype
-        return cls(**arguments)
+        made = cls(**arguments)
+        made._shards = tensor._shards
+        return made
 
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """Wrapper around the same buffers with another nominal dtype; nothing is requantized."""

@@ -123,10 +123,17 @@ class ShardedRows:
 
     def _empty_shard(self: Any, size: Sequence[int]) -> Any:
         """An uninitialised shard, which FSDP2 fills; on the meta device, too."""
-        ranks, group = sharding_ranks()
+        told = _sharded_parameter()
+        spread = told.mesh_info  # of replicas alone it has no group
+        ranks, group = getattr(spread, "shard_mesh_size", 1), getattr(spread, "shard_process_group", None)
         if list(size) != [self.shape[0] // ranks, *self.shape[1:]]:
             raise cannot_shard(self, f"{list(size)} of its {list(self.shape)} is no equal share of rows")
         self.check_rows(size[0])
+        for module in (
+            told._module_info.shared_modules if self._turns() else ()
+        ):  # a gather tells only the first
+            if hasattr(module, "_takes_rows"):
+                module._takes_rows(self._BARE_NAME)
         quantizer = self._rows_alone()._quantizer
         made = quantizer.make_empty(tuple(size), dtype=self.dtype, device=self.device)
         return share_amax(made, group if ranks > 1 else None)
@@ -197,14 +204,14 @@ def sharding_caller() -> str:
     return ""
 
 
-def sharding_ranks() -> tuple[int, Any]:
-    """(over how many ranks FSDP2, which calls, shards a parameter, their group)."""
-    for name, frame in _frames():
-        if name.startswith("torch.distributed.fsdp._fully_shard"):
-            spread = getattr(frame.f_locals.get("self"), "mesh_info", None)
-            if spread is not None:  # of replicas alone there is no group
-                return getattr(spread, "shard_mesh_size", 1), getattr(spread, "shard_process_group", None)
-    return 1, None
+def _sharded_parameter() -> Any:
+    """What FSDP2, which calls, knows of the parameter that it shards: its modules, and over which ranks."""
+    return next(
+        frame.f_locals["self"]
+        for name, frame in _frames()
+        if name.startswith("torch.distributed.fsdp._fully_shard")
+        and hasattr(frame.f_locals.get("self"), "_module_info")
+    )
 
 
 def _frames() -> Iterator[tuple[str, Any]]:
