@@ -148,24 +148,19 @@ class _Experts(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, sizes: tuple[int, ...], layers: Any, device: str) -> None:
+    def __init__(self, sizes: tuple[int, ...], device: str) -> None:
         super().__init__()
         _, width, _, self.heads, self.key_heads, *_ = sizes
         self.size = width // self.heads
         features = (self.heads + 2 * self.key_heads) * self.size
-        if layers is None:
-            place: dict[str, Any] = {"device": device, "dtype": BF16}
-            norm, qkv = nn.RMSNorm(width, **place), nn.Linear(width, features, bias=False, **place)
-            self.qkv: nn.Module = nn.Sequential(norm, qkv)
-            self.out = nn.Linear(width, width, bias=False, **place)
-        else:
-            place = {"device": device, "params_dtype": BF16, "bias": False}
-            self.qkv = layers.LayerNormLinear(width, features, normalization="RMSNorm", **place)
-            self.out = layers.Linear(width, width, **place)
+        place: dict[str, Any] = {"device": device, "dtype": BF16}
+        self.norm = nn.RMSNorm(width, **place)
+        self.qkv = nn.Linear(width, features, bias=False, **place)
+        self.out = nn.Linear(width, width, bias=False, **place)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         counts = (self.heads, self.key_heads, self.key_heads)
-        parts = self.qkv(x).split([count * self.size for count in counts], -1)
+        parts = self.qkv(self.norm(x)).split([count * self.size for count in counts], -1)
         q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
         q, k = _turned(q, cosine, sine), _turned(k, cosine, sine)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -177,30 +172,69 @@ def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
 
 
+class _Block(nn.Module):
+    """Attention and feed-forward block of plain PyTorch."""
+
+    def __init__(self, sizes: tuple[int, ...], device: str) -> None:
+        super().__init__()
+        _, width, hidden, *_ = sizes
+        self.attention = _Attention(sizes, device)
+        self.feed_forward = _FeedForward(width, hidden, device)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        x = x + self.attention(x, cosine, sine)
+        return x + self.feed_forward(x)
+
+
+def _block(sizes: tuple[int, ...], layers: Any, device: str) -> nn.Module:
+    if layers is None:
+        return _Block(sizes, device)
+    _, width, hidden, heads, key_heads, *_ = sizes
+    return layers.TransformerLayer(
+        width,
+        hidden,
+        heads,
+        key_heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fuse_qkv_params=True,
+        qkv_weight_interleaved=False,
+        bias=False,
+        activation="swiglu",
+        normalization="RMSNorm",
+        attn_input_format="bshd",
+        params_dtype=BF16,
+        device=device,
+    )
+
+
 class _Model(nn.Module):
     """A Llama-like language model with its loss; embedding and head in bf16."""
 
     def __init__(self, sizes: tuple[int, ...], layers: Any, device: str) -> None:
         super().__init__()
-        count, width, hidden, heads, *_, length = sizes
+        count, width, _, heads, *_, length = sizes
         place: dict[str, Any] = {"device": device, "dtype": BF16}
-        block = Work("", "feed-forward", (0, width, hidden))
         self.embedding = nn.Embedding(VOCABULARY, width, **place)
-        self.attention = nn.ModuleList(_Attention(sizes, layers, device) for _ in range(count))
-        self.feed_forward = nn.ModuleList(build(block, layers, device) for _ in range(count))
+        self.blocks = nn.ModuleList(_block(sizes, layers, device) for _ in range(count))
         self.norm, self.head = nn.RMSNorm(width, **place), nn.Linear(width, VOCABULARY, bias=False, **place)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
         half = torch.arange(0, width // heads, 2, device=device) / (width // heads)
         angles = torch.outer(torch.arange(length, device=device).float(), 10000.0**-half)
-        self.register_buffer("cosine", angles.cos().to(BF16), persistent=False)
-        self.register_buffer("sine", angles.sin().to(BF16), persistent=False)
+        if layers is None:
+            positions = {"cosine": angles.cos().to(BF16), "sine": angles.sin().to(BF16)}
+        else:
+            positions = {"rotary_pos_emb": torch.cat([angles, angles], -1)[:, None, None]}
+        for name, tensor in positions.items():
+            self.register_buffer(name, tensor, persistent=False)
+        self.positions = tuple(positions)
 
     def forward(self, tokens: Tensor, wanted: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        for attention, feed_forward in zip(self.attention, self.feed_forward):
-            x = x + attention(x, self.cosine, self.sine)
-            x = x + feed_forward(x)
+        positions = {name: getattr(self, name) for name in self.positions}
+        for block in self.blocks:
+            x = block(x, **positions)
         logits = self.head(self.norm(x)).flatten(0, 1).float()
         return F.cross_entropy(logits, wanted.flatten())
