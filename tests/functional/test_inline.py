@@ -118,6 +118,19 @@ assert len(launches(twice(ops.quantize))) == 2 * once
 assert len(launches(twice(ops.quantize_operand, written=True))) == 2 * once
 rowwise = quantizer.with_usage(columnwise=False)
 assert len(launches(twice(ops.quantize_operand, quantizers=(quantizer, rowwise)))) == 2 * once
+# the amax of a gradient is taken by the kernel that writes it, and holds until it is written to
+def after_its_kernel(change):
+    def run(x):
+        q, k, table = x.view(2, 128, 8, 64), x.new_empty(2, 128, 2, 64), x.new_ones(128, 64, dtype=torch.float32)
+        dqkv = ops.rotate_qkv_backward([q, k, k], [table] * 4, None, False, False, False)
+        return ops.quantize(change(dqkv).view(256, -1), quantizer)[0].view(torch.int8) + 1
+
+    return {str(node.target) for node in graph_of(run, rows=512).nodes}
+
+
+assert "aten.abs.default" not in after_its_kernel(lambda dqkv: dqkv)
+assert "aten.abs.default" in after_its_kernel(lambda dqkv: dqkv.add_(1))
+assert "aten.abs.default" in after_its_kernel(lambda dqkv: dqkv + 1)
 # what a launch reads is computed once, for all of its readers
 for node in launches(lambda x: ops.quantize(x * 2, quantizer)):
     read = [given for name, given in node.kwargs["kwargs"].items() if name in ("x_ptr", "operand_0", "sums_ptr")]

@@ -158,6 +158,28 @@ def test_amax_ignores_nan_and_sees_the_rounded_result(device: torch.device) -> N
     assert_bitwise(partials, torch.zeros(1))
 
 
+@pytest.mark.parametrize("normalization", reference.NORMALIZATIONS)
+def test_the_amax_of_a_gradient(
+    normalization: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that writes it takes it for a graph: of what is rounded, and NaN counts for nothing."""
+    taken: list[torch.Tensor] = []
+    monkeypatch.setattr(kernels.norm, "takes_amax", lambda x: True)
+    monkeypatch.setattr(kernels.norm, "keep_amax", lambda x, maxima: taken.extend((x, maxima)))
+    x, grad, other = (make("normal", (19, 300), torch.bfloat16, seed=seed) for seed in range(3))
+    grad[8:16] = float("nan")  # all rows of a program, so that its maximum is one over nothing but NaN
+    weight = make("normal", (300,), torch.float32, seed=3)
+    _, mean, rstd = reference.statistics(x, eps=EPS, normalization=normalization)
+    gamma = {"zero_centered_gamma": True}
+    c1, c2, *_ = reference.gradient_statistics(grad, x, weight, mean, rstd, **gamma)
+    arguments = on(device, grad, x, weight, mean, rstd, c1, c2)
+    dx = kernels.norm.backward(*arguments, residual_grad=other.to(device), **gamma)
+    expected = reference.backward(grad, x, weight, mean, rstd, c1, c2, residual_grad=other, **gamma)
+    assert_bitwise(dx, expected)
+    assert taken[0] is dx
+    assert_bitwise(taken[1].amax().reshape(1), scaling.amax(expected))
+
+
 def test_strides(device: torch.device) -> None:
     x, grad = make("normal", (34, 20), torch.bfloat16), make("normal", (34, 20), torch.float32, seed=1)
     weight = make("normal", (20,), torch.float16, seed=2)

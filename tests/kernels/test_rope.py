@@ -8,6 +8,7 @@ from reference.checks import assert_bitwise, assert_fresh
 
 from narrowcast import kernels
 from narrowcast.reference import rope as reference
+from narrowcast.reference import scaling
 
 from .checks import DTYPES
 
@@ -54,7 +55,11 @@ def test_a_packed_tensor(
     sequence_first: bool,
     interleaved: bool,
     device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    taken: list[torch.Tensor] = []  # by the kernel of the gradient, for a graph
+    monkeypatch.setattr(kernels.rope, "takes_amax", lambda x: True)
+    monkeypatch.setattr(kernels.rope, "keep_amax", lambda x, maxima: taken.extend((x, maxima)))
     lead = (5, 2) if sequence_first else (2, 5)
     qkv = torch.randn(*lead, 3, sum(widths)).bfloat16()
     of_q, of_k = torch.randn(2, 9, widths[1] // 2 * 2), torch.randn(2, 9, 4)
@@ -69,6 +74,8 @@ def test_a_packed_tensor(
     grads = [torch.randn_like(x) for x in expected]
     back = kernels.rope.rotate_qkv_backward([x.to(device) for x in grads], moved, None, *how, by_group)
     assert_bitwise(back, reference.rotate_qkv_backward(grads, tables, None, *how, by_group))
+    assert len(taken) == 2 and taken[0] is back
+    assert_bitwise(taken[1].amax().reshape(1), scaling.amax(back))
 
 
 def test_nothing_to_turn(device: torch.device) -> None:

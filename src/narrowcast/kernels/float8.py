@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..formats import FLOAT8_FORMATS, FLT_MAX, ElementFormat, cdiv
 from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, scaled_float32
+from .graph_amax import in_parts, kept_amax
 from .launch import (
     INTERPRETING,
     PLAIN,
@@ -556,23 +557,23 @@ def _amax_launch(n: int, programs: int) -> Launch:
 
 
 def amax_parts_in_graph(x: Tensor) -> Tensor:
-    """As :func:`amax_parts`, in the dtype of ``x``, as plain operators of the graph that is being traced.
+    """As :func:`amax_parts`, in fp32 or the dtype of ``x``, in the graph that is being traced.
 
-    Row by row first: so the compiler takes the maxima in the kernel that writes ``x``, if that is one of its own,
-    a norm's included, which goes over rows anyway, and ``x`` is read once less. That kernel may see values before they
-    are rounded; to round the largest is to find the largest rounded, and the dtype of the result asks for it.
+    What the kernel that wrote ``x`` took of it, if it is one that does. Else plain operators, row by row first: so the
+    compiler takes the maxima in the kernel that writes ``x``, if that is one of its own, a norm's included, which goes
+    over rows anyway, and ``x`` is read once less. That kernel may see values before they are rounded; to round the
+    largest is to find the largest rounded, and the dtype of the result asks for it.
     """
     if not x.numel():
         return amax_parts(x)
+    kept = kept_amax(x)
+    if kept is not None:
+        return kept
     magnitudes = torch.where(x == x, x.abs(), 0)
     # wider than most norms: a warp holds a chunk
     if x.shape[-1] > 4 * AMAX_CHUNK and x.shape[-1] % AMAX_CHUNK == 0:
         magnitudes = magnitudes.unflatten(-1, (-1, AMAX_CHUNK))
-    maxima = magnitudes.amax(-1).reshape(-1)
-    count = maxima.numel()
-    if count <= AMAX_PROGRAMS:
-        return maxima
-    return maxima.reshape(min(count & -count, AMAX_PROGRAMS), -1).amax(1)
+    return in_parts(magnitudes.amax(-1).reshape(-1))
 
 
 def transpose(data: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
-from .codecs import product, round_to_dtype, to_float32
+from .codecs import magnitude, product, round_to_dtype, to_float32
+from .graph_amax import keep_amax, takes_amax
 from .launch import INTERPRETING, Launcher, check_device
 from .norm_rows import kept_kernel, load_gamma, norm_kernel, row_mean
 from .reduction import column_sum, fold_rows
@@ -53,7 +54,7 @@ def _load_rows(pointer, row, M):
     return tl.load(pointer + row, mask=row < M, other=0.0)[:, None]
 
 
-@triton.jit(do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "c1_ptr", "c2_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "c1_ptr", "c2_ptr", "partials_ptr"])
 def _backward_kernel(
     x_ptr,
     grad_ptr,
@@ -64,11 +65,13 @@ def _backward_kernel(
     c1_ptr,
     c2_ptr,
     dx_ptr,
+    partials_ptr,
     M,
     K,
     LAYER_NORM: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    AMAX: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     LANES: tl.constexpr,
     EMULATE: tl.constexpr,
@@ -89,7 +92,11 @@ def _backward_kernel(
     dx = norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM, EMULATE)
     if RESIDUAL:
         dx = dx + to_float32(tl.load(residual_grad_ptr + offsets, mask=inside, other=0.0), EMULATE)
-    tl.store(dx_ptr + offsets, round_to_dtype(dx, dx_ptr.dtype.element_ty, EMULATE), mask=inside)
+    dx = round_to_dtype(dx, dx_ptr.dtype.element_ty, EMULATE)
+    tl.store(dx_ptr + offsets, dx, mask=inside)
+    if AMAX:
+        largest = tl.max(tl.where(inside, magnitude(dx, EMULATE), 0.0))
+        tl.store(partials_ptr + tl.program_id(0), tl.maximum(largest, 0.0))  # of nothing but NaN it is NaN
 
 
 @triton.jit
@@ -396,16 +403,21 @@ def backward(
     if x.numel():
         other = x if residual_grad is None else residual_grad.contiguous()
         rows = (rstd if mean is None else mean, rstd, c1, c1 if c2 is None else c2)
+        programs = cdiv(M, TILE_ROWS) * cdiv(K, LANES)
+        partials = dx.new_empty(programs, dtype=torch.float32) if takes_amax(dx) else None
         _backward(
-            (cdiv(M, TILE_ROWS) * cdiv(K, LANES), 1, 1),
-            (x, grad, other, weight, *rows, dx, M, K),
+            (programs, 1, 1),
+            (x, grad, other, weight, *rows, dx, dx if partials is None else partials, M, K),
             (
                 mean is not None,
                 zero_centered_gamma,
                 residual_grad is not None,
+                partials is not None,
                 TILE_ROWS,
                 LANES,
                 INTERPRETING,
             ),
         )
+        if partials is not None:
+            keep_amax(dx, partials)
     return dx

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
-from .codecs import product, round_to_dtype, to_float32
+from .codecs import magnitude, product, round_to_dtype, to_float32
+from .graph_amax import keep_amax, takes_amax
 from .launch import INTERPRETING, Launcher, check_device
 
 TILE = 1024
@@ -39,7 +40,10 @@ def _turn(
     INVERSE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Heads that begin at the pointers ``x_ptr`` and ``y_ptr`` (heads, 1), where ``here`` (heads, 1) says so."""
+    """Heads that begin at the pointers ``x_ptr`` and ``y_ptr`` (heads, 1), where ``here`` (heads, 1) says so.
+
+    Returns magnitudes of what is written, (heads, PAIRS), the largest among them.
+    """
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     i = tl.arange(0, PAIRS)[None, :]
     inside = i < R
@@ -58,12 +62,17 @@ def _turn(
     b = _widened(tl.load(x_ptr + second, mask=inside, other=0.0), EMULATE)
     y_a = product(c_a, a, EMULATE) - product(s_a, b, EMULATE)
     y_b = product(c_b, b, EMULATE) + product(s_b, a, EMULATE)
-    tl.store(y_ptr + first, round_to_dtype(y_a, DTYPE, EMULATE), mask=inside)
-    tl.store(y_ptr + second, round_to_dtype(y_b, DTYPE, EMULATE), mask=inside)
+    y_a, y_b = round_to_dtype(y_a, DTYPE, EMULATE), round_to_dtype(y_b, DTYPE, EMULATE)
+    tl.store(y_ptr + first, y_a, mask=inside)
+    tl.store(y_ptr + second, y_b, mask=inside)
+    size = tl.where(inside, tl.maximum(magnitude(y_a, EMULATE), magnitude(y_b, EMULATE)), 0.0)
     if REST:
         behind = 2 * R + tl.arange(0, REST)[None, :]
         inside = (behind < D) & here
-        tl.store(y_ptr + behind, tl.load(x_ptr + behind, mask=inside, other=0.0), mask=inside)
+        rest = tl.load(x_ptr + behind, mask=inside, other=0.0)
+        tl.store(y_ptr + behind, rest, mask=inside)
+        size = tl.maximum(size, tl.max(magnitude(rest, EMULATE), axis=1)[:, None])
+    return size
 
 
 @triton.jit
@@ -124,6 +133,7 @@ def _qkv_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    partials_ptr,
     q_cos_ptr,
     q_sin_ptr,
     k_cos_ptr,
@@ -149,6 +159,7 @@ def _qkv_kernel(
     SEQUENCE_FIRST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
+    AMAX: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -166,12 +177,14 @@ def _qkv_kernel(
         keys = whole + G * Q * D + group * D
         values = whole + G * (Q + 1) * D + group * V
     table = position * (2 * R_Q)
+    largest = tl.zeros([GROUPS, PAIRS_Q], tl.float32)
     j = 0
     while j < Q:
         part, head = queries + j * D, q_ptr + (at * Q + j) * D
         if INVERSE:
-            _turn(head, part, here, q_cos_ptr + table, q_sin_ptr + table, R_Q, D,
-                  PAIRS_Q, REST_Q, INTERLEAVED, INVERSE, EMULATE)  # fmt: skip
+            size = _turn(head, part, here, q_cos_ptr + table, q_sin_ptr + table, R_Q, D,
+                         PAIRS_Q, REST_Q, INTERLEAVED, INVERSE, EMULATE)  # fmt: skip
+            largest = tl.maximum(largest, size)
         else:
             _turn(part, head, here, q_cos_ptr + table, q_sin_ptr + table, R_Q, D,
                   PAIRS_Q, REST_Q, INTERLEAVED, INVERSE, EMULATE)  # fmt: skip
@@ -182,9 +195,14 @@ def _qkv_kernel(
     inside = here & (value < V)
     packed, alone = values + value, v_ptr + at * V + value
     if INVERSE:
-        _turn(head, part, here, k_cos_ptr + table, k_sin_ptr + table, R_K, D,
-              PAIRS_K, REST_K, INTERLEAVED, INVERSE, EMULATE)  # fmt: skip
-        tl.store(packed, tl.load(alone, mask=inside, other=0.0), mask=inside)
+        size = _turn(head, part, here, k_cos_ptr + table, k_sin_ptr + table, R_K, D,
+                     PAIRS_K, REST_K, INTERLEAVED, INVERSE, EMULATE)  # fmt: skip
+        v = tl.load(alone, mask=inside, other=0.0)
+        tl.store(packed, v, mask=inside)
+        if AMAX:
+            of_k = tl.maximum(tl.max(size), tl.max(magnitude(v, EMULATE)))
+            program = row * tl.num_programs(1) + tl.program_id(1)
+            tl.store(partials_ptr + program, tl.maximum(tl.max(largest), of_k))
     else:
         _turn(part, head, here, k_cos_ptr + table, k_sin_ptr + table, R_K, D,
               PAIRS_K, REST_K, INTERLEAVED, INVERSE, EMULATE)  # fmt: skip
@@ -307,9 +325,25 @@ def _run_qkv(
     groups, dim, dim_v = k.shape[2], k.shape[3], v.shape[3]
     of_q, of_k = tables[0].shape[1], tables[2].shape[1]
     per = _heads_per_program(groups, min(_pairs(of_q), _pairs(of_k)))
+    programs = s * b * cdiv(groups, per)
+    partials = qkv.new_empty(programs, dtype=torch.float32) if inverse and takes_amax(qkv) else None
     _qkv(
         (s * b, cdiv(groups, per), 1),
-        (qkv, q, k, v, *tables, positions, s, b, groups, q.shape[2] // groups, dim, dim_v)
+        (
+            qkv,
+            q,
+            k,
+            v,
+            qkv if partials is None else partials,
+            *tables,
+            positions,
+            s,
+            b,
+            groups,
+            q.shape[2] // groups,
+            dim,
+            dim_v,
+        )
         + (of_q // 2, of_k // 2, _by_row(positions) if placed else 0),
         (per, _pairs(of_q), _pairs(of_k), _rest(dim, of_q), _rest(dim, of_k))
         + (
@@ -319,6 +353,9 @@ def _run_qkv(
             sequence_first,
             interleaved,
             inverse,
+            partials is not None,
             INTERPRETING,
         ),
     )
+    if partials is not None:
+        keep_amax(qkv, partials)

@@ -1,0 +1,53 @@
+"""Maxima of a tensor that the kernel which wrote it took on the way, found again by what quantizes the tensor.
+
+Only in a graph that is being traced, which holds both. Eager code does without: to look tensors up would cost the host
+more than it saves the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _detect_infra_mode
+
+PARTS = 1024  # at most; a cast program reads all of them at once
+
+
+def takes_amax(x: Tensor) -> bool:
+    """Whether a kernel that writes a tensor like ``x`` should take its maxima."""
+    return isinstance(x, FunctionalTensor) and x.numel() > 0
+
+
+def keep_amax(x: Tensor, maxima: Tensor) -> None:
+    """``maxima``, fp32, hold the largest magnitude of ``x``, NaN ignored, until ``x`` is written to."""
+    # with the tensor, so that it lives on and no other takes over its identity
+    _made()[_identity(x)] = (maxima, x)
+
+
+def kept_amax(x: Tensor) -> Tensor | None:
+    """What :func:`keep_amax` was given for ``x`` or a tensor of the same elements, at most ``PARTS`` of them."""
+    if not isinstance(x, FunctionalTensor):
+        return None
+    maxima, _ = _made().get(_identity(x), (None, None))
+    return None if maxima is None else in_parts(maxima)
+
+
+def in_parts(maxima: Tensor) -> Tensor:
+    """Maxima of maxima: at most ``PARTS``, as plain operators of the graph that is being traced."""
+    count = maxima.numel()
+    return maxima if count <= PARTS else maxima.reshape(min(count & -count, PARTS), -1).amax(1)
+
+
+def _made() -> dict[Any, Any]:
+    """Of the graph that is being traced, and as long as its trace."""
+    mode = _detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    return vars(mode).setdefault("_narrowcast_amax", {})
+
+
+def _identity(x: Tensor) -> Any:
+    inner = x.elem  # type: ignore[attr-defined]
+    storage, written = inner.untyped_storage()._cdata, torch._functionalize_mutation_counter(inner)
+    return storage, written, x.dtype, x.numel()
