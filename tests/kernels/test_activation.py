@@ -8,7 +8,7 @@ from reference.checks import assert_bitwise, assert_fresh, awkward_layouts
 
 from narrowcast import kernels
 from narrowcast.reference import activation as reference
-from narrowcast.reference import reduction
+from narrowcast.reference import reduction, scaling
 
 from .checks import DTYPES, KINDS, SHAPES, compare, grid, make
 
@@ -62,6 +62,21 @@ def patterns() -> torch.Tensor:
     bits = torch.cat([edges, *(edges + middle + shift for middle in (2**12, 2**15) for shift in (-1, 0, 1))])
     bits = torch.cat([bits, torch.randint(-(2**31), 2**31, bits.shape)])
     return bits[: bits.numel() // 1024 * 1024].clamp(-(2**31), 2**31 - 1).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("width", [130, 4096])
+def test_amax(width: int, device: torch.device) -> None:
+    """Of the result and of a gradient that is not written, in blocks of either size."""
+    x, grad = (
+        make("special", (3, width), torch.bfloat16),
+        make("normal", (3, width // 2), torch.bfloat16, seed=1),
+    )
+    slots = kernels.activation.amax_slots(x.to(device))
+    y = kernels.activation.forward(x.to(device), "swiglu", slots)
+    assert_bitwise(y, reference.forward(x, "swiglu"))
+    assert_bitwise(slots.amax().reshape(1), scaling.amax(y.cpu()))
+    slots = kernels.activation.backward_amax(grad.to(device), x.to(device), "swiglu", (0.0, 0.0, 0.0))
+    assert_bitwise(slots.amax().reshape(1), scaling.amax(reference.backward(grad, x, "swiglu")))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

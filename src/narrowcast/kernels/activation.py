@@ -21,6 +21,7 @@ from .codecs import magnitude, product, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, check_device
 
 BLOCK = 1024
+AMAX_BLOCK = 2048  # with the amax, where it divides a row: 16 elements of a thread
 FLAT_BLOCK = 2048
 AMAX_SLOTS = 256  # so many programs raise the amax at once without waiting for each other
 _SLOTS = tl.constexpr(AMAX_SLOTS)
@@ -388,7 +389,8 @@ def _launch(
     # Without halves the rows do not matter: all is one long row.
     F = shape[-1] // 2 if gated else elements
     rows = elements // (2 * F) if gated else 1
-    block = min(BLOCK, max(1 << (F - 1).bit_length(), 64)) if gated else FLAT_BLOCK
+    at_most = AMAX_BLOCK if amax and F % AMAX_BLOCK == 0 else BLOCK
+    block = min(at_most, max(1 << (F - 1).bit_length(), 64)) if gated else FLAT_BLOCK
     chunks = cdiv(F, block)
     launcher, options = (_backward, (stores, amax)) if gradient else (_forward, (amax,))
     return Launch(

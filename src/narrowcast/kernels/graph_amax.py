@@ -14,11 +14,15 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _detect_infra_mode
 
 PARTS = 1024  # at most; a cast program reads all of them at once
+_NAME = "_narrowcast_amax"
 
 
 def takes_amax(x: Tensor) -> bool:
-    """Whether a kernel that writes a tensor like ``x`` should take its maxima."""
-    return isinstance(x, FunctionalTensor) and x.numel() > 0
+    """Whether a kernel that writes ``x`` should take its maxima: somebody asked for those of a tensor before.
+
+    Who does quantizes with current scaling, in the forward or the gradient that a backward begins with.
+    """
+    return isinstance(x, FunctionalTensor) and x.numel() > 0 and _NAME in vars(_mode())
 
 
 def keep_amax(x: Tensor, maxima: Tensor) -> None:
@@ -28,9 +32,9 @@ def keep_amax(x: Tensor, maxima: Tensor) -> None:
 
 
 def kept_amax(x: Tensor) -> Tensor | None:
-    """What :func:`keep_amax` was given for ``x`` or a tensor of the same elements, at most ``PARTS`` of them."""
-    if not isinstance(x, FunctionalTensor):
-        return None
+    """What :func:`keep_amax` was given for ``x`` or a tensor of which it is a view, at most ``PARTS`` of them."""
+    if not isinstance(x, FunctionalTensor) or x.storage_offset() or not x.is_contiguous():
+        return None  # of as many elements it is the whole tensor
     maxima, _ = _made().get(_identity(x), (None, None))
     return None if maxima is None else in_parts(maxima)
 
@@ -41,10 +45,13 @@ def in_parts(maxima: Tensor) -> Tensor:
     return maxima if count <= PARTS else maxima.reshape(min(count & -count, PARTS), -1).amax(1)
 
 
+def _mode() -> Any:
+    """What traces the graph, and lives as long as that takes."""
+    return _detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
 def _made() -> dict[Any, Any]:
-    """Of the graph that is being traced, and as long as its trace."""
-    mode = _detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
-    return vars(mode).setdefault("_narrowcast_amax", {})
+    return vars(_mode()).setdefault(_NAME, {})
 
 
 def _identity(x: Tensor) -> Any:
