@@ -33,10 +33,12 @@ def keep_amax(x: Tensor, maxima: Tensor) -> None:
 
 def kept_amax(x: Tensor) -> Tensor | None:
     """What :func:`keep_amax` was given for ``x`` or a tensor of which it is a view, at most ``PARTS`` of them."""
-    if not isinstance(x, FunctionalTensor) or x.storage_offset() or not x.is_contiguous():
-        return None  # of as many elements it is the whole tensor
+    if not isinstance(x, FunctionalTensor):
+        return None
     maxima, _ = _made().get(_identity(x), (None, None))
-    return None if maxima is None else in_parts(maxima)
+    if maxima is None or x.storage_offset() or not x.is_contiguous():
+        return None  # of as many elements it is the whole tensor
+    return in_parts(maxima)
 
 
 def in_parts(maxima: Tensor) -> Tensor:
