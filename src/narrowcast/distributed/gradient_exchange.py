@@ -16,35 +16,9 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from ..functional.numerics import numerics_for
+from .stand_in import Contents, StandIn
 
 _LARGE = 1 << 18  # bytes to one rank; what is smaller travels together
-
-
-class _Unreduced(Tensor):
-    """Stands for the buffer that FSDP2 copies gradients into, and holds the gradients themselves.
-
-    FSDP2 keeps it until they were reduced, and with it the gradients' memory.
-    """
-
-    @staticmethod
-    def __new__(cls, gradients: list[Tensor], size: Any, dtype: torch.dtype, device: Any) -> _Unreduced:
-        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[attr-defined]
-
-    def __init__(self, gradients: list[Tensor], size: Any, dtype: torch.dtype, device: Any) -> None:
-        self.gradients = gradients
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The two things that FSDP2 does to the buffer: view it as a row for each rank, and fill it."""
-        if func is torch.ops.aten.view.default:
-            buffer, (rows, _) = args
-            return cls(buffer.gradients, (rows, buffer.numel() // rows), buffer.dtype, buffer.device)
-        if func is torch.ops.fsdp.chunk_cat.default:
-            kwargs["out"].gradients.extend(args[0])
-            return None
-        raise NotImplementedError(f"{func} of gradients that are not reduced yet")
 
 
 class GradientExchange(DefaultReduceScatter):
@@ -55,7 +29,7 @@ class GradientExchange(DefaultReduceScatter):
 
     def __init__(self) -> None:
         self._accumulates = self._leaves = False
-        self._unreduced: _Unreduced | None = None
+        self._contents = Contents()  # of the next buffer
 
     def begin(self, reduces: bool) -> None:
         """A forward begins; ``reduces``: its backward does. Ranks do alike, whichever have gradients by then."""
@@ -63,17 +37,16 @@ class GradientExchange(DefaultReduceScatter):
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """What stands for the gradients of modules that are reduced; when it was filled, memory for their sums."""
-        if self._unreduced is not None and self._unreduced.gradients:
-            self._unreduced = None
+        if self._contents.tensors:
+            self._contents = Contents()
             return super().allocate(size, dtype=dtype, device=device)
-        self._unreduced = _Unreduced([], size, dtype, device)
-        return self._unreduced
+        return StandIn(self._contents, size, dtype, device)
 
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         """Put this rank's part of the ranks' sum, or mean, into ``output_tensor``, in the stream that this runs in."""
-        gradients, ranks = input_tensor.gradients, group.size()
+        gradients, ranks = input_tensor.contents.tensors, group.size()
         divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: ranks}.get(op)
         if self._accumulates or divisor is None or gradients[0].dtype == output_tensor.dtype:
             buffer = torch.empty(input_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)

@@ -118,6 +118,8 @@ def shard(
     if chosen.directed:
         groups = [group for group in _groups(model) if chosen.directs(group)]
         model.register_forward_pre_hook(functools.partial(_check_given_back, groups), prepend=True)
+    if over.size() > 1 and chosen.placed:
+        _gather_in_place([*blocks, model], chosen.placed)
     halves = dtype in (torch.bfloat16, torch.float16)
     if over.size() > 1 and halves and policy.reduce_dtype == torch.float32:  # type: ignore[union-attr]
         _exchange_gradients([*blocks, model])
@@ -222,6 +224,7 @@ class _Chosen:
         self.scaled: list[_Scaled] = []
         self.quantizers: dict[Any, Any] = {}  # of gathered tensors, by value
         self.kept: list[WeightGather] = []  # of which a backward gathers what its forward did
+        self.placed: list[WeightGather] = []  # of weights whose codes always arrive in the same memory
         self.directed: set[int] = set()  # ids of the gathers of weights that are gathered by direction
 
     def wrap(self) -> None:
@@ -344,6 +347,8 @@ class _Chosen:
             gather = WeightGather(rowwise, rowwise, False, members=members)
         # equal ones are one object, so that compiled blocks, which compare them before every run, are done at once
         gather.quantizer = self.quantizers.setdefault(gather.quantizer, gather.quantizer)
+        if tile != 1:
+            self.placed.append(gather)
         if tile != 1 and layer in self.given_back:
             self.kept.append(gather)
         if gather.per_tensor or plan.weight.delayed:
@@ -488,6 +493,23 @@ def _groups(model: nn.Module) -> list[Any]:
 def _synchronizes(model: nn.Module) -> bool:
     """Whether the backward of this forward reduces gradients over ranks."""
     return any(group.reduce_grads for group in _groups(model))
+
+
+def _gather_in_place(modules: list[Any], gathers: list[WeightGather]) -> None:
+    """Have FSDP2 gather codes to where they are read; the model comes last."""
+    from .gather_in_place import GatherInPlace
+
+    in_place, model = GatherInPlace(), modules[-1]
+    for module in modules:
+        module.set_custom_all_gather(in_place)
+    for gather in gathers:
+        gather.in_place = in_place
+
+    def begin(model: nn.Module, args: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            in_place.begin(next(model.parameters()).device)
+
+    model.register_forward_pre_hook(begin, prepend=True)
 
 
 def _exchange_gradients(modules: list[Any]) -> None:

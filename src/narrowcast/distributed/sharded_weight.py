@@ -62,6 +62,7 @@ class WeightGather:
         self.columns_arrived = False  # what was gathered last is column-wise
         self.keeps = False  # of the forward that runs, for its backward: what this rank gave
         self.given: Any = None
+        self.in_place: Any = None  # a ``GatherInPlace``
 
     def bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes that a gather moves: the codes, and the scales of blocks."""
@@ -168,6 +169,12 @@ class ShardedWeight(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[bool, list[Tensor]]]:
         """(what this rank gives, what it keeps): codes and the scales of its blocks; direction, and what all have."""
+        result = self._given(mesh, mp_policy)
+        if self._gather.in_place is not None:
+            self._gather.in_place.send(self._gather, result[0][0])
+        return result
+
+    def _given(self, mesh: Any, mp_policy: Any) -> tuple[tuple[Tensor, ...], tuple[bool, list[Tensor]]]:
         gather, given_before = self._gather, self._gather.given
         in_backward = torch._C._current_graph_task_id() != -1
         gather.given = None
@@ -197,6 +204,8 @@ class ShardedWeight(Tensor):
         (columnwise, kept), gather = metadata, self._gather
         gather.columns_arrived = columnwise
         if out is None:
+            if gather.in_place is not None:
+                gather.in_place.arrived(gather, all_gather_outputs[0])
             buffers = [*all_gather_outputs, *(tensor.clone() for tensor in kept)]
             others = [] if gather.backward_encoder is None else self._other_direction(buffers)
             made: Any = gather.assemble([*buffers, *others], self.shape, param_dtype)

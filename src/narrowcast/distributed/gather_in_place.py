@@ -1,0 +1,144 @@
+"""``GatherInPlace``: FSDP2's all-gather of weights that are gathered quantized, without its copies.
+
+FSDP2 copies what it sends into one buffer, and every weight out of the gathered one, in the stream of the model. Here
+codes travel from where they lie to where layers read them. The memory there is FSDP2's, taken from the allocator for
+the stream of the model and given back behind each block, so nothing may arrive before that stream is through with it.
+FSDP2's forward gathers a block when the one before was launched; for it to arrive meanwhile, its memory is taken before
+that launch.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+from .stand_in import Contents, StandIn
+
+
+class GatherInPlace(DefaultAllGather):
+    """For ``FSDPModule.set_custom_all_gather`` of the modules of one model."""
+
+    def __init__(self) -> None:
+        self._places: dict[
+            Any, Tensor
+        ] = {}  # FSDP2's memory of the codes of a whole weight, by its ``WeightGather``
+        self._sent: dict[int, Tensor] = {}  # those places by the address of what this rank gives
+        self._next: dict[
+            int, list[Tensor]
+        ] = {}  # by a block's first place, the places of the block behind it
+        self._last: int | None = None  # first place of the block that this forward gathered last
+        self._ready: tuple[int, Any] | None = None  # first place of a block whose memory is taken; since when
+        self._stream: Any = None  # of the model
+
+    def __deepcopy__(self, memo: Any) -> GatherInPlace:
+        """Itself: compiled code guards a copy of what a sharded weight holds."""
+        return self
+
+    def begin(self, device: torch.device) -> None:
+        """A forward of the model begins."""
+        self._last = self._ready = None
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def send(self, weight: Any, codes: Tensor) -> None:
+        """A shard's codes will be gathered next."""
+        if weight in self._places:
+            self._sent[codes.data_ptr()] = self._places[weight]
+
+    def arrived(self, weight: Any, codes: Tensor) -> None:
+        """A whole weight's codes were copied, the first time, to where they will always be."""
+        self._places[weight] = codes
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What stands for the gathered weights, once there is a place for one."""
+        if dtype == torch.uint8 and self._sent:
+            return StandIn(_Gathered(self), size, dtype, device)
+        self._sent.clear()
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def __call__(  # type: ignore[override]
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Any:
+        """Gather in the stream that this runs in: codes to their places, all else together."""
+        if not isinstance(output_tensor, StandIn):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        gathered: Any = output_tensor.contents
+        places = [self._sent.get(one.data_ptr()) for one in gathered.tensors]
+        self._sent.clear()
+        gathered.places = [place for place in places if place is not None]
+        if gathered.places:
+            self._take(gathered.places)
+        pairs = [
+            (p.view(-1).view(torch.uint8), one) for p, one in zip(places, gathered.tensors) if p is not None
+        ]
+        gathered.others = [index for index, place in enumerate(places) if place is None]
+        if gathered.others:
+            gathered.given = torch.cat([gathered.tensors[index] for index in gathered.others])
+            gathered.got = gathered.given.new_empty(group.size(), gathered.given.numel())
+            pairs.append((gathered.got.view(-1), gathered.given))
+        counted = tuple(place for place, _ in pairs if not place.is_inference())
+        with (
+            torch.autograd._unsafe_preserve_version_counter(counted) if counted else nullcontext(),
+            dist._coalescing_manager(group=group),
+        ):
+            for place, one in pairs:
+                dist.all_gather_into_tensor(place, one, group=group)
+        return None
+
+    def _take(self, places: list[Tensor]) -> None:
+        """Give memory to the places of a block, and wait until the stream of the model is through with it."""
+        first, ready, self._ready = id(places[0]), self._ready, None
+        if _in_forward():
+            if self._last is not None:
+                self._next[self._last] = places
+            self._last = first
+        if self._stream is None:
+            _allocate(places)
+        elif _in_forward() and ready is not None and ready[0] == first:
+            torch.cuda.current_stream().wait_event(ready[1])
+        else:  # in a backward, which gathers a block before the one in front of it is launched, or mistaken
+            with torch.cuda.stream(self._stream):
+                _allocate(places)
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def take_next(self, places: list[Tensor]) -> None:
+        """Give memory to what the last forward gathered behind these; in the stream of the model."""
+        following = self._next.get(id(places[0]))
+        if self._stream is not None and _in_forward() and following is not None:
+            _allocate(following)
+            self._ready = id(following[0]), torch.cuda.current_stream().record_event()
+
+
+class _Gathered(Contents):
+    """Weights on their way: places, and what has none."""
+
+    def __init__(self, gather: GatherInPlace) -> None:
+        super().__init__()
+        self.gather = gather
+        self.places: list[Tensor] = []
+        self.others: list[int] = []
+        self.given: Any = None
+        self.got: Any = None
+
+    def copy_out(self, out: list[Tensor]) -> None:
+        if self.others:
+            sizes = [self.tensors[index].numel() for index in self.others]
+            torch.split_with_sizes_copy(self.got, sizes, dim=1, out=[out[index] for index in self.others])
+        if self.places:
+            self.gather.take_next(self.places)
+
+
+def _in_forward() -> bool:
+    return torch._C._current_graph_task_id() == -1
+
+
+def _allocate(places: list[Tensor]) -> None:
+    """As FSDP2 does, which then finds it done."""
+    for place in places:
+        storage = place.untyped_storage()
+        if storage.size() != place.nbytes:
+            storage.resize_(place.nbytes)
