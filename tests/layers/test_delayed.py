@@ -230,6 +230,26 @@ def test_a_compiled_model_that_plain_pytorch_recomputes_renews_once(how: str) ->
     assert_same(steps(around, how, "aot_eager"), steps(once, how, None))
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_parts_that_are_called_without_the_model_renew_their_own(backend: str | None) -> None:
+    """Until the model itself is called in training."""
+    model, own = built("set_recipe"), built("own")
+
+    def parts(x: Tensor) -> Tensor:
+        return Net.forward(model, x)  # as a pipeline does: no hook of the model runs
+
+    run = parts if backend is None else torch.compile(parts, fullgraph=True, backend=backend)
+    for step in range(3):
+        ours, theirs = batch(step), batch(step)
+        run(ours).square().sum().backward()
+        own(theirs).square().sum().backward()
+        assert_same(snapshot(model, ours), snapshot(own, theirs))
+    model.eval()(batch(0))
+    assert not model.first._renewed_by_root
+    model.train()(batch(0))
+    assert model.first._renewed_by_root and not copy.deepcopy(model.first)._renewed_by_root
+
+
 class Nested(Net):
     """One of ours around ours."""
 

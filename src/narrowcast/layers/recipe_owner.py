@@ -66,8 +66,11 @@ class RecipeOwner(nn.Module):
         return recipe
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickling and deep copies: without the last forward's recipe, which may be that of an autocast."""
-        return {**self.__dict__, "_last_recipe": self._recipe}
+        """State for pickling and deep copies: without the last forward's recipe, which may be that of an autocast.
+
+        And without the model, of which the copy need not be a part.
+        """
+        return {**self.__dict__, "_last_recipe": self._recipe, "_renewed_by_root": False}
 
 
 def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:

@@ -31,8 +31,8 @@ def set_recipe(
 ) -> nn.Module:
     """Give every low-precision layer of a model its own recipe; no ``autocast`` is needed then.
 
-    ``model`` renews the scales of its delayed layers at the start of each of its training forwards, so it should be
-    what is called.
+    ``model`` renews the scales of its delayed layers at the start of each of its training forwards, in a few launches.
+    As long as only parts of it are called, the layers renew their own. Call the one or the other.
 
     Args:
         model: the model, or any part of one.
@@ -100,12 +100,13 @@ def matching_names(pattern: str, names: Iterable[str], model: nn.Module, kind: s
 
 
 def renew_from(model: nn.Module) -> None:
-    """Have ``model`` renew the scales of its delayed layers from now on."""
+    """Have ``model`` renew the scales of its delayed layers, from the first time that it is called in training.
+
+    Until then they renew their own: a pipeline, or ``checkpoint_sequential``, calls its parts alone.
+    """
     delayed = [
         layer for layer in model.modules() if isinstance(layer, DelayedLayer) and layer.delayed_slots()
     ]
-    for layer in delayed:
-        layer._renewed_by_root = True
     hooks: Any = model._forward_pre_hooks
     if delayed and renew_layers not in hooks.values():
         model.register_forward_pre_hook(renew_layers)
@@ -133,16 +134,26 @@ def renew_layers(model: nn.Module, args: Any = ()) -> None:
     """
     layers = [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
     if torch.compiler.is_compiling():
-        torch._dynamo.comptime.comptime(_refuse_in_checkpoint)  # type: ignore[attr-defined]
+        torch._dynamo.comptime.comptime(_renewed_by_root_while_tracing)  # type: ignore[attr-defined]
     elif torch._C._current_graph_task_id() != -1:
         return
+    else:
+        _renewed_by_root(model, layers)
     if model.training:
         renew(layers)
 
 
-def _refuse_in_checkpoint(context: Any) -> None:
+def _renewed_by_root(model: nn.Module, layers: list[DelayedLayer]) -> None:
+    if model.training:
+        for layer in layers:
+            layer.__dict__["_renewed_by_root"] = True
+
+
+def _renewed_by_root_while_tracing(context: Any) -> None:
+    model, layers = traced_local(context, "model"), traced_local(context, "layers")
+    _renewed_by_root(model, layers)
     tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
-    delayed = any(layer._delayed for layer in traced_local(context, "layers"))
+    delayed = any(layer._delayed for layer in layers)
     if tracer.parent is not None and delayed:
         raise RuntimeError(
             "the model that set_recipe was called with renews its scales inside a compiled torch.utils.checkpoint, "
