@@ -70,7 +70,7 @@ def magnitude(x, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def _larger(a, b, EMULATE: tl.constexpr):
+def larger(a, b, EMULATE: tl.constexpr):
     """Of two tensors, the larger magnitudes, with any sign and in the dtype they came in; NaN is ignored."""
     if EMULATE:
         return tl.maximum(magnitude(a, EMULATE), magnitude(b, EMULATE))
@@ -89,9 +89,9 @@ def _larger(a, b, EMULATE: tl.constexpr):
 @triton.jit
 def magnitude_of_four(x0, x1, x2, x3, EMULATE: tl.constexpr):
     """The largest of four magnitudes as fp32, under the rules of ``magnitude``."""
-    low = _larger(x0, x1, EMULATE)
-    high = _larger(x2, x3, EMULATE)
-    return magnitude(_larger(low, high, EMULATE), EMULATE)
+    low = larger(x0, x1, EMULATE)
+    high = larger(x2, x3, EMULATE)
+    return magnitude(larger(low, high, EMULATE), EMULATE)
 
 
 @triton.jit

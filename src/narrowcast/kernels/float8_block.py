@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..formats import (
     round_up,
 )
 from .codecs import fp8_code, fp8_word, magnitude, magnitude_of_four, pack_codes, reciprocal, to_float32
-from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, beside, contiguous, is_traced
+from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, beside, contiguous, for_hopper, is_traced
 from .scaling import OVERFLOW_BY_DTYPE, power_2_scales, scale_from_amax
 from .sources import ACTIVATIONS, Source, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .tiles import is_wide, store_row, store_transposed, tile_grid, tile_position
@@ -297,8 +298,12 @@ def _launch(
     power_2: bool,
     epsilon: float,
     traced: bool,
+    hopper: ModuleType | None,
 ) -> tuple[Launch | None, list[Any]]:
-    """(the launch, None where there is nothing to do; shape, strides and dtype of each buffer)."""
+    """(the launch, None where there is nothing to do; shape, strides and dtype of each buffer).
+
+    ``hopper``: ``gated_hopper``, if that may have a launch.
+    """
     M, K = math.prod(shape[:-1]), shape[-1]
     row_shape, column_shape = _scale_shapes(M, K, block_dim)
     layouts = []
@@ -309,6 +314,12 @@ def _launch(
         layouts += [codes, (*contiguous(column_shape), torch.float32)]
     if not layouts or M * K == 0:
         return None, layouts
+    if hopper is not None:
+        faster = hopper.launch(
+            shape, dtype, constants, sums, fmt, rowwise, columnwise, block_dim, power_2, epsilon
+        )
+        if faster is not None:
+            return faster, layouts
     paired = pairs_tiles(constants, K, FLOAT8_BLOCK)
     grid, band_bits = tile_grid(cdiv(M, FLOAT8_BLOCK), cdiv(K // 2 if paired else K, FLOAT8_BLOCK))
     if paired:
@@ -364,11 +375,14 @@ def quantize(
         source = source.within_registers()
     operands = source.operands
     like, sums = operands[0], source.column_sums is not None
+    traced = is_traced(like)
+    gated = source.constants[0] in ("gated", "gated_backward") and not traced
+    hopper = for_hopper("gated_hopper", like.device) if gated else None
     # the sizes of a trace may be symbols, which nothing remembers
     launch_of = _launch if type(like) in PLAIN else _launch.__wrapped__
     launch, layouts = launch_of(
         source.shape, source.dtype, source.constants, len(operands), sums, fmt.name, rowwise, columnwise, block_dim,
-        power_2, float(epsilon), is_traced(like),
+        power_2, float(epsilon), traced, hopper,
     )  # fmt: skip
     new = beside(like)
     buffers = [new(*layout) for layout in layouts]

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..formats import FLOAT8_BLOCK, cdiv
 from .codecs import round_to_dtype, to_float32
 from .grouped_quantize import group_ends
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import INTERPRETING, Launcher, check_device, for_hopper
 
 TILE_M = 128
 TILE_N = 128
@@ -523,20 +523,8 @@ def _check(left: Tensor, right: Tensor, right_rank: int) -> None:
 
 def _faster(left: Tensor, *operands: Any) -> Any:
     """The module that multiplies these operands faster, or None."""
-    module = _of_this_gpu(left.device)
+    module = for_hopper("grouped_hopper", left.device)
     return module if module is not None and module.takes(left, *operands) else None
-
-
-@functools.cache
-def _of_this_gpu(device: torch.device) -> Any:
-    """The module of kernels for this kind of GPU alone, or None."""
-    if INTERPRETING or torch.cuda.get_device_capability(device)[0] != 9:
-        return None
-    try:
-        from . import grouped_hopper
-    except ImportError:  # a Triton without the language that it is written in
-        return None
-    return grouped_hopper
 
 
 @functools.cache

@@ -14,6 +14,7 @@ the tensors is settled, per shape and options.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -270,6 +271,17 @@ def _places(types: tuple[type, ...]) -> tuple[list[int], list[int], list[int]]:
                 f"a kernel cannot take an argument of {kind}; pass a tensor, int, float, bool or None"
             )
     return tensors, ints, descriptors
+
+
+@functools.cache
+def for_hopper(name: str, device: torch.device) -> Any:
+    """The module of that name, of kernels in Triton's Gluon that are for this kind of GPU alone, or None elsewhere."""
+    if INTERPRETING or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        return importlib.import_module(f"{__package__}.{name}")
+    except ImportError:  # a Triton without the language that it is written in
+        return None
 
 
 def is_traced(x: Tensor) -> bool:
