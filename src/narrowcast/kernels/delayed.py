@@ -214,14 +214,13 @@ def renew(
 
     All tensors are contiguous.
     """
-    largest = [math.ldexp(fp8_max, -margin) for fp8_max, margin in zip(fp8_maxes, margins)]
-    return _run(scales, copies, histories, amaxes, largest, [_takes_maximum(algo) for algo in algos], starts)
+    return _run(scales, copies, histories, amaxes, list(zip(fp8_maxes, margins, algos)), starts)
 
 
 def copy_scales(scales: list[Tensor]) -> list[Tensor]:
     """``reference.delayed.copy_scales``, two vectors in a launch."""
     nothing: list[None] = [None] * len(scales)
-    return _run(scales, True, nothing, nothing, [0.0] * len(scales), [False] * len(scales), None)
+    return _run(scales, True, nothing, nothing, [(0.0, 0, "max")] * len(scales), None)
 
 
 def _run(
@@ -229,8 +228,7 @@ def _run(
     copying: bool,
     histories: list[Any],
     amaxes: list[Any],
-    largest: list[float],
-    maxima: list[bool],
+    rules: list[tuple[float, int, str]],
     starts: Tensor | None,
 ) -> list[Tensor]:
     check_device(scales[0])
@@ -238,7 +236,7 @@ def _run(
     launch_of = _launch if type(scales[0]) in PLAIN else _launch.__wrapped__
     for at in range(0, len(scales), 2):
         pair = range(at, min(at + 2, len(scales)))
-        rules, tensors = [], []
+        states, tensors = [], []
         for one in pair:
             scale, history, amax = scales[one], histories[one], amaxes[one]
             size, length = scale.shape[0], 0
@@ -249,10 +247,10 @@ def _run(
             if copying:
                 copies.append(new((size,), (1,), torch.float32))
                 tensors.append(copies[-1])
-            rules.append((size, length, largest[one], maxima[one]))
+            states.append((size, length, *rules[one]))
         if starts is not None:
             tensors.append(starts)
-        launch = launch_of(tuple(rules), histories[at] is not None, starts is not None, copying)
+        launch = launch_of(tuple(states), histories[at] is not None, starts is not None, copying)
         if launch is not None:
             launch(tensors)
     return copies
@@ -260,11 +258,13 @@ def _run(
 
 @functools.lru_cache(maxsize=256)
 def _launch(
-    rules: tuple[tuple[int, int, float, bool], ...], renewing: bool, asks: bool, copying: bool
+    states: tuple[tuple[int, int, float, int, str], ...], renewing: bool, asks: bool, copying: bool
 ) -> Launch | None:
     """The launch for one state or two, each of a size, a length of its history, and a rule; None for empty ones."""
-    sizes, lengths, largest, maxima = zip(*(rules[0], rules[-1]))
-    both, size = len(rules) > 1, max(sizes)
+    sizes, lengths, *_ = zip(*(states[0], states[-1]))
+    largest = [math.ldexp(fp8_max, -margin) for _, _, fp8_max, margin, _ in (states[0], states[-1])]
+    maxima = [_takes_maximum(algo) for *_, algo in (states[0], states[-1])]
+    both, size = len(states) > 1, max(sizes)
     if not size:
         return None
     one = [TENSOR, *[TENSOR if renewing else None] * 2, TENSOR if copying else None]
