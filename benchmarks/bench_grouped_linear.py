@@ -2,20 +2,16 @@
 
 `layer` rows time a step of ``GroupedLinear``, splits on the host or on the device: eager, compiled, and as replays of a
 CUDA graph, each beside a bf16 ``grouped_mm`` in the same mode, with the peak of memory. Every recipe's gradients are
-first compared with bf16's. The other rows time one grouped GEMM on operands quantized before: the library's, the Triton
-kernel and the loop of the library's GEMM on the same bytes, and bf16 ``grouped_mm``. Splits are equal, or skewed: half
-of the groups have a tenth of the rows.
+first compared with bf16's. The other rows time one grouped GEMM on operands quantized before, and bf16 ``grouped_mm``.
+Splits are equal, or skewed: half of the groups have a tenth of the rows.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
-import math
 import statistics
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +23,6 @@ import narrowcast as nc
 from narrowcast import functional
 from narrowcast.tensors import grouped_layout
 from narrowcast.testing import assert_close
-
-grouped_gemm = importlib.import_module("narrowcast.functional.grouped_gemm")
-grouped_loop = importlib.import_module("narrowcast.functional.grouped_loop")
 
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
 RECIPES: dict[str, nc.recipe.Recipe | None] = {
@@ -217,7 +210,6 @@ class Operands(NamedTuple):
 
     tensors: tuple[Tensor, Tensor, Tensor]
     splits: Tensor
-    sizes: list[int]
     quantized: dict[str, tuple[list[Tensor], list[Tensor], list[Tensor]]]
 
 
@@ -235,23 +227,11 @@ def operands(case: Case, skewed: bool) -> tuple[Tensor, Operands]:
             functional.grouped_quantize_weights([w], of_w, layout),
             functional.grouped_quantize(dy, splits, of_dy, layout),
         )
-    return x, Operands((x, w, dy), splits, splits.tolist(), quantized)
+    return x, Operands((x, w, dy), splits, quantized)
 
 
 def layout_of(scaling: str) -> str:
     return grouped_layout(QUANTIZERS[scaling][0]._storage_name)
-
-
-@contextmanager
-def multiplied_by(way: str) -> Iterator[None]:
-    """Groups are multiplied by the "library" at once, by "Triton", or one by one in a "loop", whatever their sizes."""
-    before = grouped_gemm.LIBRARY_PER_TENSOR, grouped_loop.PRODUCTS
-    grouped_gemm.LIBRARY_PER_TENSOR = way == "library"
-    grouped_loop.PRODUCTS = dict.fromkeys(grouped_loop.PRODUCTS, 0.0 if way == "loop" else math.inf)
-    try:
-        yield
-    finally:
-        grouped_gemm.LIBRARY_PER_TENSOR, grouped_loop.PRODUCTS = before
 
 
 def gemms(case: Case, kind: str) -> dict[str, Step]:
@@ -262,32 +242,30 @@ def gemms(case: Case, kind: str) -> dict[str, Step]:
         b = given.tensors[right]
         return functional.grouped_mm(kind, given.tensors[left], [b], given.splits, [], True, torch.bfloat16)
 
-    def quantized(scaling: str, fast: bool, way: str) -> Step:
+    def quantized(scaling: str, fast: bool) -> Step:
         layout, quantizers = layout_of(scaling), QUANTIZERS[scaling]
 
         def run(_: Tensor, given: Operands) -> Tensor:
             made = given.quantized[scaling]
-            with multiplied_by(way):
-                return functional.grouped_gemm(
-                    kind,
-                    functional.operand_of(made[left], layout, left_columnwise),
-                    quantizers[left],
-                    layout,
-                    torch.bfloat16,
-                    functional.operand_of(made[right], layout, right_columnwise),
-                    quantizers[right],
-                    layout,
-                    torch.bfloat16,
-                    given.splits,
-                    [],
-                    torch.bfloat16,
-                    case.tokens,
-                    case.out_features,
-                    case.in_features,
-                    given.sizes if way == "loop" else None,
-                    fast,
-                    False,
-                )
+            return functional.grouped_gemm(
+                kind,
+                functional.operand_of(made[left], layout, left_columnwise),
+                quantizers[left],
+                layout,
+                torch.bfloat16,
+                functional.operand_of(made[right], layout, right_columnwise),
+                quantizers[right],
+                layout,
+                torch.bfloat16,
+                given.splits,
+                [],
+                torch.bfloat16,
+                case.tokens,
+                case.out_features,
+                case.in_features,
+                fast,
+                False,
+            )
 
         return run
 
@@ -295,12 +273,8 @@ def gemms(case: Case, kind: str) -> dict[str, Step]:
     scalings = ["per-tensor e4m3", *(["per-tensor e5m2 gradient"] if kind != "fprop" else [])]
     for fast in (False, True):
         for scaling in scalings:
-            name = f"{scaling}, fast" if fast else scaling
-            for way in ("library", "Triton", "loop"):
-                if way != "library" or (scaling == "per-tensor e4m3" and not fast):  # it takes no other here
-                    table[f"{name}, {way}"] = quantized(scaling, fast, way)
-    for way in ("Triton", "loop"):
-        table[f"128-block, {way}"] = quantized("128-block", False, way)
+            table[f"{scaling}, fast" if fast else scaling] = quantized(scaling, fast)
+    table["128-block"] = quantized("128-block", False)
     return table
 
 

@@ -14,8 +14,6 @@ import narrowcast as nc
 from narrowcast import functional
 from narrowcast.tensors import grouped_layout
 
-module = importlib.import_module("narrowcast.functional.grouped_gemm")
-loop = importlib.import_module("narrowcast.functional.grouped_loop")
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
 K, N = 48, 144
 
@@ -67,7 +65,6 @@ class Case:
         dtype: torch.dtype = torch.bfloat16,
         emulate: bool = False,
         with_bias: bool = True,
-        sizes: list[int] | None = None,
     ) -> tuple[Any, ...]:
         left, right, a, b = KINDS[kind]
         operands = []
@@ -75,7 +72,7 @@ class Case:
             operand = functional.operand_of(self.made[index], self.layout, columnwise)
             operands += [operand, self.quantizers[index], self.layout, torch.bfloat16]
         biases = [self.bias] if kind == "fprop" and with_bias else []
-        return (kind, *operands, self.splits, biases, dtype, self.rows, self.N, self.K, sizes, False, emulate)
+        return (kind, *operands, self.splits, biases, dtype, self.rows, self.N, self.K, False, emulate)
 
     def multiply(self, kind: str, **kwargs: Any) -> Tensor:
         return functional.grouped_gemm(*self.arguments(kind, **kwargs))
@@ -144,76 +141,6 @@ def test_stacking_copies_only_what_lies_apart() -> None:
     assert stack([whole]).data_ptr() == whole.data_ptr()
 
 
-def in_loop(case: Case, kind: str, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """The product by the loop, whatever the sizes."""
-    left, right, a, b = KINDS[kind]
-    operands = []
-    for index, columnwise in ((left, a), (right, b)):
-        buffers = functional.operand_of(case.made[index], case.layout, columnwise)
-        operand = module._Operand(buffers, case.quantizers[index], case.layout, torch.bfloat16)
-        weights = len(case.weights) if index == 1 else 0
-        operands.append(module._native(operand, columnwise, weights))
-    shape = module._Sizes(case.rows, case.N, case.K).of_result(kind, len(case.weights))
-    alignment = module.ALIGNMENT["padded" if operands[0].block_scaled else "tensor"]
-    bias = case.bias if kind == "fprop" else None
-    return loop.multiply_in_loop(
-        kind, *operands, case.splits.tolist(), bias, dtype, shape, alignment, fast
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["e4m3", "hybrid"])
-def test_the_loop_equals_the_decoded_groups(name: str, kind: str) -> None:
-    """Rows that are no multiple of 16, empty groups, rows behind the last."""
-    case = Case(name, [20, 0, 13, 32])
-    out, decoded = in_loop(case, kind, torch.bfloat16), case.multiply(kind, emulate=True)
-    assert out.shape == decoded.shape and out.is_contiguous()
-    assert (out.float() - decoded.float()).abs().max() <= 2e-2 * float(decoded.float().abs().max())
-
-
-def test_large_groups_of_aligned_features_go_one_by_one() -> None:
-    codes, scale = torch.empty(0), torch.empty(0)
-    tensor = loop.GroupedOperand(codes, scale, False, 1)
-    rows, tiles = loop.GroupedOperand(codes, scale, True, 1), loop.GroupedOperand(codes, scale, True, 128)
-    for kind in KINDS:
-        other = rows if kind == "wgrad" else tiles
-        for a, b in ((tensor, tensor), (rows, other)):
-            assert loop.prefers_loop(kind, a, b, [2048] * 8, 14336, 4096)
-            assert not loop.prefers_loop(kind, a, b, [2048] * 8, 14336 + 8, 4096)
-            assert not loop.prefers_loop(kind, a, b, [64] * 8, 512, 512)
-            assert not loop.prefers_loop(kind, a, b, [0, 0], 14336, 4096)
-        assert not loop.prefers_loop(kind, tiles, other, [2048] * 8, 14336, 4096)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", NATIVE)
-def test_the_loop_equals_linear_layers_bit_for_bit(name: str, dtype: torch.dtype) -> None:
-    """Every group's product is that of ``gemm`` on the group alone."""
-    case = Case(name, [130, 0, 256, 8], sizes=(256, 384))
-    for kind in KINDS:
-        out = in_loop(case, kind, dtype)
-        left, right, a, b = KINDS[kind]
-        start = 0
-        for group, size in enumerate(case.splits.tolist()):
-            at = slice(start, start + size)
-            start += size
-            if not size:
-                continue
-            parts: list[Any] = []
-            for index, columnwise in ((left, a), (right, b)):
-                own = case.weights[group] if index == 1 else case.inputs[index][at].contiguous()
-                quantizer = case.quantizers[index]
-                storage = quantizer.replace(internal=True).quantize(own)
-                operand = storage.columnwise_operand() if columnwise else storage.rowwise_operand()
-                parts += [operand, quantizer]
-            place = out[group] if kind == "wgrad" else out[at]
-            bias = case.bias[group] if kind == "fprop" else None
-            expected = functional.gemm(kind, *parts, bias, dtype, *place.shape, False, False)
-            assert torch.equal(place, expected), (kind, group)
-        assert (out[1 if kind == "wgrad" else slice(start, None)] == 0).all()
-
-
 def test_refuses_another_kind() -> None:
     case = Case("e4m3", [4])
     with pytest.raises(ValueError, match="kind is 'forward'"):
@@ -222,12 +149,8 @@ def test_refuses_another_kind() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [[24, 0, 9], [130, 20, 5], [0, 0, 0], [512, 256, 128]], ids=str)
-@pytest.mark.parametrize("library", [False, True], ids=["triton", "library"])
 @pytest.mark.parametrize("name", NATIVE)
-def test_native_equals_decoded(
-    name: str, library: bool, splits: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "LIBRARY_PER_TENSOR", library)
+def test_native_equals_decoded(name: str, splits: list[int]) -> None:
     for sizes in ((K, N), (50, 70), (512, 256)):
         case = Case(name, splits, sizes=sizes)
         for kind in KINDS:

@@ -503,7 +503,7 @@ def grouped_column_sum_cases(x: Tensor) -> Iterator[Arguments]:
 def grouped_gemm_cases(x: Tensor) -> Iterator[Arguments]:
     for rows, splits in group_rows(x):
         weights = x.new_ones(3, 24, rows.shape[1])
-        tail = (rows.shape[0], 24, rows.shape[1], None, False, x.is_cuda)
+        tail = (rows.shape[0], 24, rows.shape[1], False, x.is_cuda)
         for quantizer in ONE_OF_EACH.values():
             layout_ = grouped_layout(quantizer._storage_name)
             made = [

@@ -127,13 +127,6 @@ def test_finish_rows(dtype: torch.dtype, with_bias: bool, device: torch.device) 
     assert torch.equal(actual.cpu(), expected)
 
 
-def test_scale_of_rows(device: torch.device) -> None:
-    scale, splits = scales((4,), 0), torch.tensor([3, 0, 1030, 2])
-    actual = kernel.scale_of_rows(scale.to(device), splits.to(device), 1040)
-    expected = torch.cat([scale.repeat_interleave(splits), torch.zeros(5)])
-    assert torch.equal(actual.cpu(), expected)
-
-
 def test_refuses(device: torch.device) -> None:
     left, right, scale = (
         codes((4, 32), 0).to(device),
@@ -177,12 +170,9 @@ QUANTIZERS = {  # of input, weight and grad_output
 
 @pytest.mark.parametrize("splits", [[24, 0, 9], [130, 20, 5]], ids=str)
 @pytest.mark.parametrize("scaling", QUANTIZERS)
-def test_native_equals_decoded(
-    splits: list[int], scaling: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_native_equals_decoded(splits: list[int], scaling: str, device: torch.device) -> None:
     """What the operator hands the kernels is what it decodes."""
     module = importlib.import_module("narrowcast.functional.grouped_gemm")
-    monkeypatch.setattr(module, "LIBRARY_PER_TENSOR", False)
     K, N, rows, groups = 48, 144, sum(splits) + 4, len(splits)
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(rows, n, generator=generator).bfloat16().to(device) for n in (K, N))
@@ -213,12 +203,11 @@ def test_native_equals_decoded(
             bias if biases else None,
             torch.float32,
             module._Sizes(*sizes),
-            None,
             fast_accumulation=False,
         )
         decoded = functional.grouped_gemm(
             kind, operands[0], quantizers[left], layout, torch.bfloat16, operands[1], quantizers[right], layout,
-            torch.bfloat16, group_sizes, biases, torch.float32, *sizes, None, False, True,
+            torch.bfloat16, group_sizes, biases, torch.float32, *sizes, False, True,
         )  # fmt: skip
         assert_near(native, decoded)
 

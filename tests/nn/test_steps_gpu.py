@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 import narrowcast as nc
 
 pytestmark = pytest.mark.gpu
-loop = importlib.import_module("narrowcast.functional.grouped_loop")
 
 RECIPES: dict[str, nc.recipe.Recipe] = {
     "delayed": nc.recipe.DelayedScaling(amax_history_len=4),
@@ -115,10 +113,8 @@ def test_compiled_steps_equal_eager_ones(name: str, renewed_by: str, backend: st
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("name", NATIVE)
-def test_reduce_overhead(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reduce_overhead(name: str, kind: str) -> None:
     """Weights that change between replays are read; so do optimizers change them."""
-    # groups whose sizes the host knows go one by one, small as they are
-    monkeypatch.setattr(loop, "PRODUCTS", dict.fromkeys(loop.PRODUCTS, 0))
     torch.manual_seed(0)
     model = MODELS[kind]()
     eager, graphed = (nc.set_recipe(copy.deepcopy(model), RECIPES[name]) for _ in range(2))
@@ -139,10 +135,8 @@ def change_weights(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("name", NATIVE)
-def test_captured_step(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_step(name: str, kind: str) -> None:
     """Forward and backward in one graph; replays go on from the state that eager steps would go on from."""
-    # groups whose sizes the host knows go one by one, small as they are
-    monkeypatch.setattr(loop, "PRODUCTS", dict.fromkeys(loop.PRODUCTS, 0))
     torch.manual_seed(0)
     model = MODELS[kind]()
     eager, captured = (nc.set_recipe(copy.deepcopy(model), RECIPES[name]) for _ in range(2))

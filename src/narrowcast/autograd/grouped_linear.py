@@ -41,9 +41,9 @@ class Groups:
     """What a grouped linear layer reads besides what a linear layer reads.
 
     ``count`` (G), ``out_features``, ``in_features``: of every weight. ``split_weights``, ``split_biases``: they are one
-    tensor per group, else one for all. ``sizes``: the splits where the host knows them, else None. ``covered``: they
-    are known to sum to the rows. ``main_grads``, ``dummies``: of each weight, what ``LinearWgrad`` has of one. ``out``
-    (T, N), ``dgrad_out`` (T, K): memory of the caller that results are written to.
+    tensor per group, else one for all. ``covered``: the splits are known to sum to the rows. ``main_grads`` and
+    ``dummies``: of each weight, what ``LinearWgrad`` has of one. ``out`` (T, N), ``dgrad_out`` (T, K): memory of the
+    caller that results are written to.
     """
 
     count: int
@@ -51,7 +51,6 @@ class Groups:
     in_features: int
     split_weights: bool
     split_biases: bool
-    sizes: list[int] | None
     covered: bool
     main_grads: list[Tensor | None]
     dummies: list[str]
@@ -158,7 +157,7 @@ def _forward_quantized(
     left = inp.rowwise, inp.quantizer, grouped_layout(plan.input.storage_name), args.dtype
     right = weight.rowwise, weight.quantizer, grouped_layout(plan.weight.storage_name), weights[0].dtype
     sizes = x.shape[0], groups.out_features, groups.in_features
-    how = groups.sizes, plan.fast_fprop, plan.emulate
+    how = plan.fast_fprop, plan.emulate
     out = grouped_gemm("fprop", *left, *right, splits, biases, args.dtype, *sizes, *how)
     if override == "high_precision":
         return out, [x] if plan.needs_weight else [], weights if plan.needs_input else []
@@ -313,7 +312,7 @@ def _quantized_gradients(
         left = grad.rowwise, grad.quantizer, grouped_layout(plan.grad_output.storage_name), dy.dtype
         layout = grouped_layout(plan.weight.storage_name)
         right = *_columnwise_weights(args, weight), layout, args.weight_dtype
-        how = groups.sizes, plan.fast_dgrad, plan.emulate
+        how = plan.fast_dgrad, plan.emulate
         dgrad = grouped_gemm("dgrad", *left, *right, splits, [], args.dtype, dy.shape[0], *args.shape, *how)
         del left, right
     if not torch.compiler.is_compiling():  # the memory is free for the weight gradients
@@ -335,7 +334,6 @@ def _quantized_gradients(
         args.wgrad.overwrite,
         plan.fast_wgrad,
         plan.emulate,
-        groups.sizes,
     )
     return dgrad, *_weight_gradients(args, groups, deferred)
 
@@ -407,7 +405,7 @@ def compute_grouped_wgrad(deferred: DeferredWgrad, shape: tuple[int, int], dtype
     inp_layout = grouped_layout(deferred.inp_quantizer._storage_name)  # type: ignore[attr-defined]
     left = deferred.grad, deferred.grad_quantizer, grad_layout, like.dtype
     right = inp, deferred.inp_quantizer, inp_layout, like.dtype
-    how = deferred.sizes, deferred.fast_accumulation, deferred.emulate
+    how = deferred.fast_accumulation, deferred.emulate
     return grouped_gemm("wgrad", *left, *right, splits, [], dtype, like.shape[0], *shape, *how)
 
 

@@ -73,7 +73,5 @@ class ExpertsLayer(LinearLayer):
         needs_bias = torch.is_grad_enabled() and any(bias.requires_grad for bias in biases)
         scales = self._scales(stage.prefix, plan)
         args = LinearFwdArgs(plan, x.dtype, scales, None, LinearWgrad(), needs_bias)
-        groups = Groups(
-            self._groups, weight.shape[1], weight.shape[2], False, False, None, False, [None], [""]
-        )
+        groups = Groups(self._groups, weight.shape[1], weight.shape[2], False, False, False, [None], [""])
         return grouped_linear(x, splits, [weight], biases, args, groups)

@@ -266,12 +266,8 @@ def multiply_native(
     rows: int,
     columns: int,
     fast_accumulation: bool,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """``a @ b.T`` on the tensor cores, zero-padding what the library GEMM needs aligned; rows may be strided.
-
-    ``out``: contiguous memory (rows, columns) of ``dtype`` for an aligned product of FP8 operands; None for new memory.
-    """
+    """``a @ b.T`` on the tensor cores, zero-padding what the library GEMM needs aligned; rows may be strided."""
     if rows == 0 or columns == 0 or a.data.shape[1] == 0:
         out = a.data.new_zeros((rows, columns), dtype=dtype)
         return out if bias is None else out + bias.to(dtype)
@@ -279,12 +275,12 @@ def multiply_native(
         return _multiply_plain(a.data, b.data.to(a.data.dtype), bias, dtype)
     if a.scaling == "tensor":
         fused = bias is not None and dtype != torch.float32  # the library adds no bias to fp32
-        product = _multiply_per_tensor(a, b, bias if fused else None, dtype, fast_accumulation, out)
+        product = _multiply_per_tensor(a, b, bias if fused else None, dtype, fast_accumulation)
     elif a.scaling in _TILED:
         fused, product = False, _multiply_in_tiles(a, b, dtype)
     else:
         # Rounded before the bias: a product kept in fp32 for one rounding would take 1.7 times as long.
-        fused, product = False, _multiply_in_blocks(a, b, dtype, out)
+        fused, product = False, _multiply_in_blocks(a, b, dtype)
     out = product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
     return out if bias is None or fused else out.add_(bias.to(dtype))
 
@@ -295,7 +291,6 @@ def _multiply_per_tensor(
     bias: Tensor | None,
     dtype: torch.dtype,
     fast_accumulation: bool,
-    out: Tensor | None,
 ) -> Tensor:
     left, right = a.data, b.data
     if left.shape[1] % 16 or right.shape[0] % 16:
@@ -310,19 +305,14 @@ def _multiply_per_tensor(
         bias=None if bias is None else _pad_bias(bias.to(dtype), right.shape[0]),
         out_dtype=dtype,
         use_fast_accum=fast_accumulation,
-        **({} if out is None else {"out": out}),
     )
 
 
-def _multiply_in_blocks(a: NativeOperand, b: NativeOperand, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def _multiply_in_blocks(a: NativeOperand, b: NativeOperand, dtype: torch.dtype) -> Tensor:
     left, right = _pad_to(a.data, 16, 128), _pad_to(b.data, 128, 128)
     scales = [_pad_scale(a, left)], [_pad_scale(b, right)]
     recipes = _SCALING[a.scaling], _SCALING[b.scaling]
-    # what F.scaled_mm calls, which takes no memory to write to and as much of the host's time again
-    if out is not None:
-        return torch.ops.aten._scaled_mm_v2.out(
-            left, right.t(), scales[0], recipes[0], [], scales[1], recipes[1], [], None, dtype, out=out
-        )
+    # what F.scaled_mm calls, which takes as much of the host's time again
     return torch._scaled_mm_v2(
         left, right.t(), scales[0], recipes[0], [], scales[1], recipes[1], [], None, dtype
     )

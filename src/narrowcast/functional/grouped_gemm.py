@@ -9,11 +9,9 @@ wgrad    grad_output, columnwise          input, columnwise               [G, N,
 =======  ===============================  ==============================  ===========
 
 Operands lie as ``grouped_quantize`` left them. On CPU, and on a GPU when emulation is asked for, every group is
-multiplied as ``narrowcast::gemm`` would multiply it. Otherwise large groups whose sizes the host knows go one by one to
-the library's GEMM (``grouped_loop``), per-tensor E4M3 without fast accumulation to ``scaled_grouped_mm``, which takes
-no other pair here, and the rest to the Triton kernels, faster than that one with fast accumulation at every size that
-was measured; nothing waits for the splits. All three add up products of the same codes in fp32, in
-another order: the choice changes last bits, as the library's own choice of a kernel does.
+multiplied as ``narrowcast::gemm`` would multiply it. Otherwise one Triton kernel multiplies all groups; nothing waits
+for the splits. It adds up products of the same codes in fp32, in another order: last bits differ, as they do between
+the library's own kernels.
 """
 
 from __future__ import annotations
@@ -24,21 +22,29 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType
 
 from .. import kernels, reference
 from ..formats import FLOAT8_BLOCK
 from ._library import QUANTIZER, define
 from .gemm import gemm, gemm_directions, no_native_gemm
-from .grouped_loop import GroupedOperand, multiply_in_loop, prefers_loop
 from .grouped_quantize import ALIGNMENT, group_operands, stack
 from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
 
-LIBRARY_PER_TENSOR: bool = True
-"""Whether per-tensor E4M3 is multiplied by ``scaled_grouped_mm`` where that is faster; else by the Triton kernel."""
-
 _BLOCK_OF = {"1x128": 1, "128x128": 128}
+
+
+class _Native(NamedTuple):
+    """What kernels and library read of the groups of an operand.
+
+    ``codes``: rows of groups (T or P, contraction); columns of groups (rows, P); weights (G, rows, contraction).
+    ``scale``: (G,), or of ``block`` rows x 128 each: (row blocks, contraction blocks), of weights with G before.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    block_scaled: bool
+    block: int
 
 
 class _Operand(NamedTuple):
@@ -79,7 +85,6 @@ def _grouped_gemm(
     rows: int,
     out_features: int,
     in_features: int,
-    sizes: list[int] | None,
     fast_accumulation: bool,
     emulate: bool,
 ) -> Tensor:
@@ -89,7 +94,7 @@ def _grouped_gemm(
     bias = _stacked(biases)
     if emulate or not left[0].is_cuda:
         return _multiply_each(kind, a, b, splits, bias, dtype, whole, fast_accumulation, emulate)
-    return _multiply_native(kind, a, b, splits, bias, dtype, whole, sizes, fast_accumulation)
+    return _multiply_native(kind, a, b, splits, bias, dtype, whole, fast_accumulation)
 
 
 def _grouped_gemm_fake(kind: str, left: list[Tensor], *arguments: Any) -> Tensor:
@@ -101,7 +106,7 @@ def _grouped_gemm_fake(kind: str, left: list[Tensor], *arguments: Any) -> Tensor
 grouped_gemm = define(
     f"grouped_gemm(str kind, Tensor[] left, {QUANTIZER} left_quantizer, str left_layout, ScalarType left_dtype, "
     f"Tensor[] right, {QUANTIZER} right_quantizer, str right_layout, ScalarType right_dtype, Tensor splits, "
-    "Tensor[] biases, ScalarType dtype, SymInt rows, SymInt out_features, SymInt in_features, SymInt[]? sizes, "
+    "Tensor[] biases, ScalarType dtype, SymInt rows, SymInt out_features, SymInt in_features, "
     "bool fast_accumulation, bool emulate) -> Tensor",
     _grouped_gemm,
     _grouped_gemm_fake,
@@ -112,12 +117,10 @@ Args:
     kind: "fprop", "dgrad" or "wgrad".
     left, right: operands of the kind's directions, as ``operand_of`` finds them; with quantizer, layout and the dtype
         of what was quantized.
-    splits: int32 or int64 (G,) on the operands' device: rows of each group.
+    splits: int32 or int64 (G,) on the operands' device: rows of each group. Rows beyond their sum become zero.
     biases: G of (N,), or one (G, N), or none; in fprop alone.
     dtype: of the result.
     rows, out_features, in_features: T, N, K.
-    sizes: the splits where the host knows them, non-negative and at most ``rows`` together; None where it does not.
-        Rows beyond their sum become zero.
     fast_accumulation: let per-tensor FP8 accumulate in the tensor cores' short registers.
     emulate: on a GPU, decode and multiply in bf16; that reads the splits on the host.
 
@@ -200,27 +203,21 @@ def _multiply_native(
     bias: Tensor | None,
     dtype: torch.dtype,
     whole: _Sizes,
-    sizes: list[int] | None,
     fast_accumulation: bool,
 ) -> Tensor:
-    """On the codes as they are: large groups one by one, else all of them at once."""
+    """On the codes as they are."""
     left_columnwise, right_columnwise = gemm_directions(kind)
     a = _native(left, left_columnwise, 0)
     b = _native(right, right_columnwise, 0 if kind == "wgrad" else splits.shape[0])
     if a is None or b is None or a.block_scaled != b.block_scaled:
         raise RuntimeError(no_native_gemm("grouped GEMM", left.quantizer, right.quantizer))
-    if sizes is not None and prefers_loop(kind, a, b, sizes, *whole[1:]):
-        shape = whole.of_result(kind, splits.shape[0])
-        alignment = ALIGNMENT["padded" if a.block_scaled else "tensor"]
-        return multiply_in_loop(kind, a, b, sizes, bias, dtype, shape, alignment, fast_accumulation)
     if kind == "wgrad":
         return _weight_gradients(a, b, splits, dtype, fast_accumulation)
     columns = whole.out_features if kind == "fprop" else whole.in_features
-    covered = sizes is not None and sum(sizes) == whole.rows
-    return _rows(a, b, splits, bias, dtype, whole.rows, columns, covered, fast_accumulation)
+    return _rows(a, b, splits, bias, dtype, whole.rows, columns, fast_accumulation)
 
 
-def _native(operand: _Operand, columnwise: bool, weights: int) -> GroupedOperand | None:
+def _native(operand: _Operand, columnwise: bool, weights: int) -> _Native | None:
     """The operand as the kernels read it, or None when they do not; ``weights``: how many, 0 for groups of rows."""
     quantizer = operand.quantizer
     if operand.layout == "split":
@@ -228,7 +225,7 @@ def _native(operand: _Operand, columnwise: bool, weights: int) -> GroupedOperand
     if operand.layout == "tensor":
         codes, scale = operand.buffers
         native = quantizer._native_operand([codes.view(-1, codes.shape[-1]), scale], columnwise)
-        return None if native is None else GroupedOperand(native.data.view(codes.shape), scale, False, 1)
+        return None if native is None else _Native(native.data.view(codes.shape), scale, False, 1)
     native = quantizer._native_operand(operand.buffers, columnwise)
     if native is None or native.scaling not in _BLOCK_OF:
         return None
@@ -244,37 +241,21 @@ def _native(operand: _Operand, columnwise: bool, weights: int) -> GroupedOperand
         scale = scale.narrow(dim, 0, weights * blocks).unflatten(dim, (weights, blocks))
         if columnwise:
             codes, scale = codes.transpose(0, 1), scale.transpose(0, 1)
-    return GroupedOperand(codes, scale, True, block)
+    return _Native(codes, scale, True, block)
 
 
 def _rows(
-    a: GroupedOperand,
-    b: GroupedOperand,
+    a: _Native,
+    b: _Native,
     splits: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
     rows: int,
     columns: int,
-    covered: bool,
     fast_accumulation: bool,
 ) -> Tensor:
     if rows == 0 or columns == 0:
         return a.codes.new_zeros((rows, columns), dtype=dtype)
-    if _library_takes(a, b, dtype, fast_accumulation) and columns % 16 == 0:
-        out = F.scaled_grouped_mm(  # type: ignore[attr-defined]
-            a.codes,
-            b.codes.transpose(-2, -1),
-            kernels.grouped_gemm.scale_of_rows(a.scale, splits, rows),
-            ScalingType.RowWise,
-            _for_each(b.scale, columns),
-            ScalingType.RowWise,
-            offs=splits.cumsum(0, dtype=torch.int32),
-            output_dtype=dtype,
-            use_fast_accum=False,
-        )
-        if bias is not None or not covered:
-            kernels.grouped_gemm.finish_rows_(out, splits, bias)
-        return out
     return kernels.grouped_gemm.rows(
         a.codes,
         a.scale,
@@ -293,23 +274,9 @@ def _rows(
 
 
 def _weight_gradients(
-    a: GroupedOperand, b: GroupedOperand, splits: Tensor, dtype: torch.dtype, fast_accumulation: bool
+    a: _Native, b: _Native, splits: Tensor, dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
-    out_features, in_features = a.codes.shape[0], b.codes.shape[0]
     alignment = ALIGNMENT["padded" if a.block_scaled else "tensor"]
-    if _library_takes(a, b, dtype, fast_accumulation) and in_features % 16 == 0:
-        padded = (splits + (alignment - 1)).div(alignment, rounding_mode="floor").mul(alignment)
-        return F.scaled_grouped_mm(  # type: ignore[attr-defined]
-            a.codes,
-            b.codes.t(),
-            _for_each(a.scale, out_features).view(-1),
-            ScalingType.RowWise,
-            _for_each(b.scale, in_features).view(-1),
-            ScalingType.RowWise,
-            offs=padded.cumsum(0, dtype=torch.int32),
-            output_dtype=dtype,
-            use_fast_accum=False,
-        )
     return kernels.grouped_gemm.contraction(
         a.codes,
         a.scale,
@@ -322,19 +289,6 @@ def _weight_gradients(
         dtype=dtype,
         fast_accumulation=fast_accumulation,
     )
-
-
-def _for_each(scale: Tensor, count: int) -> Tensor:
-    """(G, count): every group's scale for each of its rows or columns."""
-    return scale.unsqueeze(1).expand(-1, count).contiguous()
-
-
-def _library_takes(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accumulation: bool) -> bool:
-    if fast_accumulation or not LIBRARY_PER_TENSOR:
-        return False
-    both_e4m3 = a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn
-    aligned = a.codes.shape[-1] % 16 == 0 and b.codes.shape[-1] % 16 == 0
-    return not a.block_scaled and both_e4m3 and aligned and dtype == torch.bfloat16
 
 
 def _grouped_mm(

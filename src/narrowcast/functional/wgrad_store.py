@@ -29,7 +29,6 @@ class DeferredWgrad(NamedTuple):
     overwrite: bool
     fast_accumulation: bool
     emulate: bool
-    sizes: list[int] | None = None  # rows of each group, of a grouped layer whose splits the host knows
 
 
 _KEYS = itertools.count()
@@ -108,7 +107,7 @@ def _defer_wgrad_fake(store: str, grad: list[Tensor], *_: Any) -> Tensor:
 
 _defer_op = define(
     f"defer_wgrad(str store, Tensor[] grad, {QUANTIZER} grad_quantizer, Tensor[] inp, {QUANTIZER} inp_quantizer, "
-    "Tensor? grad_bias, bool overwrite, bool fast_accumulation, bool emulate, SymInt[]? sizes=None) -> Tensor",
+    "Tensor? grad_bias, bool overwrite, bool fast_accumulation, bool emulate) -> Tensor",
     _defer_wgrad,
     _defer_wgrad_fake,
     # two equal calls are two entries: never merged, never recomputed

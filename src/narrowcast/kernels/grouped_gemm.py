@@ -325,19 +325,9 @@ def _finish_kernel(
     tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "groups"], do_not_specialize_on_alignment=["scale_ptr", "splits_ptr"])
-def _scale_kernel(rows_ptr, scale_ptr, splits_ptr, T, groups, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
-    group = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
-    scale = tl.load(scale_ptr + group, mask=group < groups, other=0.0)
-    tl.store(rows_ptr + row, scale, mask=row < T)
-
-
 _rows = Launcher(_rows_kernel, num_warps=8, num_stages=4)
 _contraction = Launcher(_contraction_kernel, num_warps=8, num_stages=4)
 _finish = Launcher(_finish_kernel, num_warps=4)
-_scale = Launcher(_scale_kernel, num_warps=4)
 
 
 def rows(
@@ -479,32 +469,6 @@ def finish_rows_(out: Tensor, splits: Tensor, bias: Tensor | None) -> None:
         (out, out if bias is None else bias, splits, T, N, groups),
         (bias is not None, triton.next_power_of_2(max(groups, 1)), ROWS, COLUMNS, INTERPRETING),
     )
-
-
-def scale_of_rows(scale: Tensor, splits: Tensor, rows: int) -> Tensor:
-    """The scale of every row's group, 0 behind the last one.
-
-    Args:
-        scale: fp32 (G,).
-        splits: int32 or int64 (G,) on the device of ``scale``.
-        rows: length of the result.
-
-    Returns:
-        fp32 (rows,).
-
-    Raises:
-        ValueError: a tensor the kernel cannot reach.
-    """
-    check_device(scale)
-    groups = splits.shape[0]
-    out = torch.empty(rows, dtype=torch.float32, device=scale.device)
-    if rows:
-        _scale(
-            (cdiv(rows, COLUMNS), 1, 1),
-            (out, scale, splits, rows, groups),
-            (triton.next_power_of_2(max(groups, 1)), COLUMNS),
-        )
-    return out
 
 
 def _check(left: Tensor, right: Tensor, right_rank: int) -> None:

@@ -247,7 +247,6 @@ class GroupedLinearLayer(LinearLayer):
         scales: DelayedScales,
         dtype: torch.dtype,
         needs_bias: bool,
-        sizes: list[int] | None,
         covered: bool,
         is_first_microbatch: bool | None = None,
         out: Tensor | None = None,
@@ -267,7 +266,7 @@ class GroupedLinearLayer(LinearLayer):
             wgrad.ticket = wgrad.store.ticket
         split = not self.single_grouped_weight, not self.single_grouped_bias
         shape = self.num_gemms, self.out_features, self.in_features
-        groups = Groups(*shape, *split, sizes, covered, main_grads, dummies, out, dgrad_out)
+        groups = Groups(*shape, *split, covered, main_grads, dummies, out, dgrad_out)
         transpose = (
             self._stored_rowwise
             and workspace is not None
@@ -399,8 +398,8 @@ class GroupedLinearLayer(LinearLayer):
 
     def _checked_splits(
         self, splits: Sequence[int] | Tensor, x: Tensor, label: str = "m_splits"
-    ) -> tuple[Tensor, list[int] | None, bool]:
-        """The splits on the device of ``x`` and, where the host knows them, on it; whether they sum to its rows."""
+    ) -> tuple[Tensor, bool]:
+        """The splits on the device of ``x``; whether the host knows that they sum to its rows."""
         known: list[int] | None = None
         if not isinstance(splits, Tensor):
             if not hasattr(splits, "__len__") or not all(
@@ -422,17 +421,14 @@ class GroupedLinearLayer(LinearLayer):
             raise ValueError(
                 f"{label} has {length} entries; give one for each of the {self.num_gemms} groups"
             )
-        covered = False
         if known is not None:
             total = sum(known)
             if any(split < 0 for split in known) or total > x.shape[0]:
                 raise ValueError(
                     f"{label} is {known}; use non-negative numbers whose sum is at most the {x.shape[0]} rows"
                 )
-            covered = total == x.shape[0]
-        if known is not None:
-            return splits_on_device(x.detach(), known), known, covered
-        return splits.to(x.device, non_blocking=True), None, False  # type: ignore[union-attr]
+            return splits_on_device(x.detach(), known), total == x.shape[0]
+        return splits.to(x.device, non_blocking=True), False  # type: ignore[union-attr]
 
     # -- state dict --------------------------------------------------------------------------------------------------
 

@@ -169,7 +169,7 @@ class GroupedLinear(GroupedLinearLayer):
         weights, biases = self._parts_of("weight"), self._parts_of("bias")
         inp = self._checked_input(inp, weights[0])
         x = inp.reshape(-1, self.in_features)
-        splits, sizes, covered = self._checked_splits(m_splits, x)
+        splits, covered = self._checked_splits(m_splits, x)
         out = rows_of_buffer(out, "out", (*inp.shape[:-1], self.out_features), inp.dtype, inp.device, inp)
         waits = inp if self.delay_wgrad_compute else None  # backward_dw reads the input after the backward
         dgrad_out = rows_of_buffer(dgrad_out, "dgrad_out", inp.shape, inp.dtype, inp.device, waits)
@@ -192,7 +192,7 @@ class GroupedLinear(GroupedLinearLayer):
         self._calibrate_groups(scales.amax_fwd, x, splits, weights)
         needs_bias = grad and any(bias.requires_grad for bias in added)
         args, groups = self._grouped_args(
-            plan, scales, x.dtype, needs_bias, sizes, covered, is_first_microbatch, out, dgrad_out
+            plan, scales, x.dtype, needs_bias, covered, is_first_microbatch, out, dgrad_out
         )
         operands = (inp, splits, weights, added, args, groups)
         y = in_eager(grouped_linear, *operands) if plan.eager_only else grouped_linear(*operands)

@@ -199,11 +199,9 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         weights, biases = self._parts_of("weight"), self._parts_of("bias")
         inp = self._checked_input(input_, weights[0])  # type: ignore[arg-type]
         x = inp.reshape(-1, self.in_features)
-        splits, sizes, covered = self._checked_splits(extra_inputs[0], x, "the tensor of splits")
+        splits, covered = self._checked_splits(extra_inputs[0], x, "the tensor of splits")
         bias_scales = self._checked_scales(extra_inputs, inp)
-        args, groups = self._call_args(
-            inp.dtype, x.shape[0], kwargs, requires_grad, save_input, sizes, covered
-        )
+        args, groups = self._call_args(inp.dtype, x.shape[0], kwargs, requires_grad, save_input, covered)
         groups.out, groups.dgrad_out = self._checked_buffers(inp, **kwargs)
         self._calibrate_groups(args.scales.amax_fwd, x, splits, weights)
         out, saved_input, saved_weight = grouped_forward(
@@ -231,7 +229,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
     ) -> None:
         """Put on the context what :meth:`gradients` reads; arguments as of :meth:`compute`, which made ``tensors``."""
         dtype, biases = self.activation_dtype(input_dtype), self._parts_of("bias")
-        args, groups = self._call_args(dtype, rows, kwargs, True, save_input, None, False)
+        args, groups = self._call_args(dtype, rows, kwargs, True, save_input, False)
         place = kwargs.get("grad_input")
         groups.dgrad_out = None if place is None else place.view(-1, self.in_features)
         ctx.save_for_backward(*tensors)
@@ -275,7 +273,6 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         kwargs: dict[str, Any],
         requires_grad: bool,
         save_input: bool,
-        sizes: list[int] | None,
         covered: bool,
     ) -> tuple[LinearFwdArgs, Groups]:
         """What the GEMMs read besides their operands; ``kwargs``: of the call, or without plan to look one up."""
@@ -285,7 +282,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         plan = plan_for_rows(plan, rows, self.num_gemms)
         needs_bias = requires_grad and any(bias.requires_grad for bias in self._parts_of("bias"))
         scales = kwargs.get("scales") or DelayedScales()
-        return self._grouped_args(plan, scales, dtype, needs_bias, sizes, covered)
+        return self._grouped_args(plan, scales, dtype, needs_bias, covered)
 
     def _checked_buffers(
         self,
