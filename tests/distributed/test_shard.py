@@ -267,8 +267,8 @@ class Experts(torch.nn.Module):
     def __init__(self, recipe: str, stored: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        width = 256 if recipe == "block" or (recipe == "nvfp4" and not stored) else 128
-        one = (False, False) if stored or recipe == "nvfp4" else (True, recipe == "mxfp8")
+        width = 256 if recipe in SIZES and (recipe == "block" or not stored) else 128
+        one = (False, False) if stored or recipe == "nvfp4" else (True, False)
         with nc.quantized_model_init(enabled=stored, recipe=QUANTIZED[recipe]):
             self.blocks = torch.nn.ModuleList(
                 nc.GroupedLinear(4, width, width, device="cpu", single_grouped_weight=single)
@@ -478,7 +478,7 @@ def test_what_is_gathered_in_high_precision_and_why(one: Any) -> None:
     assert "rows and columns differently" in reasons["0.weight"]
     assert reasons["1.weight"] == "its layer has no recipe"
     assert reasons["2.weight"] == "its 100 rows are not 1 equal shards of whole 128-row tiles"
-    assert "single_grouped_weight=True" in reasons["3.weight0"]
+    assert "recompute=False" in reasons["3.weight0"]
     assert "high precision" in reasons["4.weight"]
     assert reasons["5.weight"] == "" and reasons["5.bias"]
     assert "5.weight" in str(receipt) and "over 1 ranks" in str(receipt)

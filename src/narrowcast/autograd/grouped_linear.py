@@ -22,6 +22,7 @@ from ..functional import (
     grouped_quantize,
     grouped_quantize_keeping_amax,
     grouped_quantize_weights,
+    join_weights,
     operand_of,
 )
 from ..functional.wgrad_store import DeferredWgrad
@@ -182,9 +183,13 @@ def _weight_operands(weights: list[Tensor], args: LinearFwdArgs) -> tuple[Operan
     return weight, weights if state is None else [*weights, state]
 
 
-def _columnwise_weights(args: LinearBwdArgs, saved: list[Tensor]) -> tuple[list[Tensor], Quantizer]:
+def _columnwise_weights(
+    args: LinearBwdArgs, saved: list[Tensor], layout: str, count: int
+) -> tuple[list[Tensor], Quantizer]:
     """The column-wise weights and what reads them, from what :func:`_weight_operands` saved."""
     quantizer, again = args.saved_weight[1], args.plan.weight_again
+    if quantizer is not None and len(saved) > 2:  # each by itself, as the parameters have them
+        return join_weights(saved, quantizer, layout, True, count, *args.shape, args.weight_dtype), quantizer
     if quantizer is not None:
         return _transposed(saved, args.shape) if args.transpose_weight else saved, quantizer
     assert again is not None  # else they would be saved quantized
@@ -311,7 +316,7 @@ def _quantized_gradients(
     if plan.needs_input:
         left = grad.rowwise, grad.quantizer, grouped_layout(plan.grad_output.storage_name), dy.dtype
         layout = grouped_layout(plan.weight.storage_name)
-        right = *_columnwise_weights(args, weight), layout, args.weight_dtype
+        right = *_columnwise_weights(args, weight, layout, groups.count), layout, args.weight_dtype
         how = plan.fast_dgrad, plan.emulate
         dgrad = grouped_gemm("dgrad", *left, *right, splits, [], args.dtype, dy.shape[0], *args.shape, *how)
         del left, right

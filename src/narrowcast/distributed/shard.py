@@ -291,11 +291,13 @@ class _Chosen:
             return "its quantizer has numerics of its own"
         if tile is None:
             return "its format quantizes rows and columns differently: two copies, as many bytes as in bf16"
-        if tile == 1 and isinstance(layer, GroupedLinearLayer) and parameter.dim() == 2:
-            return (
-                "its format quantizes rows and columns differently, and it is one group: use "
-                "single_grouped_weight=True"
-            )
+        if (
+            tile == 1
+            and isinstance(layer, GroupedLinearLayer)
+            and parameter.dim() == 2
+            and layer.num_gemms == 1
+        ):
+            return "its format quantizes rows and columns differently, and it is the only group"
         if tile == 1 and isinstance(
             layer, FusibleOperation
         ):  # whose forward nothing can watch for running again

@@ -489,7 +489,11 @@ def grouped_buffers_of(tensor: GroupedTensor) -> OperandBuffers:
 
 
 def joined_buffers_of(weights: list[Any]) -> OperandBuffers:
-    """Weights that were quantized one by one as the operand of all of them, in buffers of its own."""
+    """Weights that were quantized one by one as the operand of all of them.
+
+    Row-wise in buffers of its own; column-wise those of the weights, first ones first, which the backward joins: a copy
+    would be kept until then, and what FSDP2 gathers may be there only then. Of one weight alone both are joined.
+    """
     storages = [storage_of(weight) for weight in weights]
     first, (rows, columns) = storages[0], weights[0].shape
     usages, layout = first.get_usages(), grouped_layout(weights[0]._BARE_NAME)
@@ -498,7 +502,9 @@ def joined_buffers_of(weights: list[Any]) -> OperandBuffers:
     for columnwise, there in ((False, usages["rowwise"]), (True, usages["columnwise"])):
         own = [s.columnwise_operand() if columnwise else s.rowwise_operand() for s in storages if there]
         buffers = [buffer.detach() for same in zip(*own) for buffer in same]
-        operands.append(join_weights(buffers, first._quantizer, layout, columnwise, *how) if there else [])
+        if there and not (columnwise and len(weights) > 1):
+            buffers = join_weights(buffers, first._quantizer, layout, columnwise, *how)
+        operands.append(buffers)
     return OperandBuffers(operands[0], operands[1], first._quantizer)  # type: ignore[arg-type]
 
 
