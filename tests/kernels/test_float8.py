@@ -135,7 +135,7 @@ def test_amax_as_a_graph_takes_it(
 ) -> None:
     """In the dtype of the tensor, by plain operators, at most as many as a kernel makes; the same scale comes of it."""
     x = make(kind, shape, dtype)
-    parts = kernels.float8.amax_parts_in_graph(x.to(device))
+    parts = kernels.graph_amax.amax_parts_in_graph(x.to(device))
     assert_bitwise(parts.float().amax().reshape(1) if parts.numel() else parts.new_zeros(1), scaling.amax(x))
     if x.numel():
         assert parts.dtype == dtype and parts.numel() <= kernels.float8.AMAX_PROGRAMS

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..formats import FLOAT8_FORMATS, FLT_MAX, ElementFormat, cdiv
 from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, scaled_float32
-from .graph_amax import in_parts, kept_amax
+from .graph_amax import amax_parts_in_graph
 from .launch import (
     INTERPRETING,
     PLAIN,
@@ -44,7 +44,6 @@ FLAT_BLOCK = 8192
 AMAX_BLOCK = 8192
 _AMAX_BLOCK = tl.constexpr(AMAX_BLOCK)
 AMAX_PROGRAMS = 1024  # at most; a cast program reads all their partial results at once
-AMAX_CHUNK = 1024  # of a row, in a graph
 SMALL = 1 << 16
 """Elements up to which every program of a cast finds the amax of the whole tensor itself, and the host launches one
 kernel in place of two. They are read out of L2: at most 4 us more of an H200, less than a launch costs the host."""
@@ -554,26 +553,6 @@ def amax_parts(x: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=1024)
 def _amax_launch(n: int, programs: int) -> Launch:
     return Launch(_amax, (programs, 1, 1), [TENSOR, TENSOR, n], (AMAX_BLOCK, INTERPRETING))
-
-
-def amax_parts_in_graph(x: Tensor) -> Tensor:
-    """As :func:`amax_parts`, in fp32 or the dtype of ``x``, in the graph that is being traced.
-
-    What the kernel that wrote ``x`` took of it, if it is one that does. Else plain operators, row by row first: so the
-    compiler takes the maxima in the kernel that writes ``x``, if that is one of its own, a norm's included, which goes
-    over rows anyway, and ``x`` is read once less. That kernel may see values before they are rounded; to round the
-    largest is to find the largest rounded, and the dtype of the result asks for it.
-    """
-    if not x.numel():
-        return amax_parts(x)
-    kept = kept_amax(x)
-    if kept is not None:
-        return kept
-    magnitudes = torch.where(x == x, x.abs(), 0)
-    # wider than most norms: a warp holds a chunk
-    if x.shape[-1] > 4 * AMAX_CHUNK and x.shape[-1] % AMAX_CHUNK == 0:
-        magnitudes = magnitudes.unflatten(-1, (-1, AMAX_CHUNK))
-    return in_parts(magnitudes.amax(-1).reshape(-1))
 
 
 def transpose(data: Tensor) -> Tensor:

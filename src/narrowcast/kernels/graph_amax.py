@@ -1,4 +1,4 @@
-"""Maxima of a tensor that the kernel which wrote it took on the way, found again by what quantizes the tensor.
+"""Maxima of a tensor in a graph: those that the kernel which wrote it took on the way, or a plain reduction.
 
 Only in a graph that is being traced, which holds both. Eager code does without: to look tensors up would cost the host
 more than it saves the GPU.
@@ -14,6 +14,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _detect_infra_mode
 
 PARTS = 1024  # at most; a cast program reads all of them at once
+CHUNK = 1024  # of a row
 _NAME = "_narrowcast_amax"
 
 
@@ -39,6 +40,26 @@ def kept_amax(x: Tensor) -> Tensor | None:
     if maxima is None or x.storage_offset() or not x.is_contiguous():
         return None  # of as many elements it is the whole tensor
     return in_parts(maxima)
+
+
+def amax_parts_in_graph(x: Tensor) -> Tensor:
+    """Maxima of parts of a tensor, fp32 or of its dtype, none for an empty one, in the graph that is being traced.
+
+    What the kernel that wrote ``x`` took of it, if it is one that does. Else plain operators, row by row first: so the
+    compiler takes the maxima in the kernel that writes ``x``, if that is one of its own, a norm's included, which goes
+    over rows anyway, and ``x`` is read once less. That kernel may see values before they are rounded; to round the
+    largest is to find the largest rounded, and the dtype of the result asks for it.
+    """
+    if not x.numel():
+        return x.new_empty(0, dtype=torch.float32)
+    kept = kept_amax(x)
+    if kept is not None:
+        return kept
+    magnitudes = torch.where(x == x, x.abs(), 0)
+    # wider than most norms: a warp holds a chunk
+    if x.shape[-1] > 4 * CHUNK and x.shape[-1] % CHUNK == 0:
+        magnitudes = magnitudes.unflatten(-1, (-1, CHUNK))
+    return in_parts(magnitudes.amax(-1).reshape(-1))
 
 
 def in_parts(maxima: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 An amax must be known before the first code is written, so every element is read twice. Groups have scales of their own:
 one that is small beside the GPU's cache, and that is quantized soon after its amax was taken, is read from there.
-Programs are numbered in the order in which a GPU starts them: the amaxes of the first few groups, then by turns the
-amaxes of a later group and the codes of an earlier one. A program waits only for programs of smaller numbers.
+Programs are numbered in the order in which they begin: the amaxes of the first few groups, then by turns the amaxes of
+a later group and the codes of an earlier one. A program waits only for programs of smaller numbers, which have begun
+and so will end, whatever order the GPU starts programs in.
 """
 
 from __future__ import annotations
@@ -160,10 +161,11 @@ def _current_kernel(
     EMULATE: tl.constexpr,
 ):
     # ``T``: rows of ``x`` in all. ``rows``: of the transposed codes, all groups padded; without RAGGED of a matrix.
+    # ``done_ptr``: parts of each group whose amax is taken, then how many programs have begun.
     BAND_ROWS: tl.constexpr = 2 * TILE_ROWS
-    number = tl.program_id(0)
     across = tl.cdiv(K, TILE_COLUMNS)
     done_ptr = done_ptr.to(tl.pointer_type(tl.int32))
+    number = tl.atomic_add(done_ptr + groups, 1, sem="relaxed")
     if RAGGED:
         index = tl.arange(0, GROUPS)
         size, bands = _sizes(splits_ptr, index, 0, T, groups, BAND_ROWS)
@@ -185,17 +187,14 @@ def _current_kernel(
             RAGGED, BAND_ROWS, TILE_COLUMNS, EMULATE,
         )  # fmt: skip
         return
-    group, start, end, first, count = _group_of(
-        task // (2 * across), size, bands, rows, T, groups, RAGGED, BAND_ROWS
-    )
     band = task // (2 * across)
     place = task - band * (2 * across)
+    group, start, end, first, count = _group_of(band, size, bands, rows, T, groups, RAGGED, BAND_ROWS)
     k0 = (place >> 1).to(tl.int64) * TILE_COLUMNS
     row_in_group = (band - first).to(tl.int64) * BAND_ROWS + (place & 1) * TILE_ROWS
+    m0 = row_in_group
     if RAGGED:
-        m0 = band.to(tl.int64) * BAND_ROWS + (place & 1) * TILE_ROWS
-    else:
-        m0 = row_in_group
+        m0 += first.to(tl.int64) * BAND_ROWS
     if m0 >= rows:
         return
     rows_left = tl.minimum(rows - m0, TILE_ROWS).to(tl.int32)
@@ -218,9 +217,7 @@ def _current_kernel(
         store_rows(data_ptr + source + offsets, c0, c1, c2, c3, K, left, there)
     if COLUMNWISE:
         words = pack_codes(c0, c1, c2, c3, EMULATE)
-        target = transpose_ptr
-        if not RAGGED:
-            target += start * K
+        target = transpose_ptr + (0 if RAGGED else start * K)
         store_transposed(target, words, m0, k0, rows, rows_left, columns_left, WORDS, EVEN)
     if (row_in_group == 0) & (k0 == 0):
         tl.store(scale_inv_ptr + group, tl.div_rn(1.0, scale), mask=group < groups)
@@ -256,10 +253,10 @@ def quantize(
     data = torch.empty(x.shape, dtype=torch.uint8, device=x.device) if rowwise else None
     transpose = torch.empty(shape, dtype=torch.uint8, device=x.device) if columnwise else None
     scale_inv = torch.empty(groups, dtype=torch.float32, device=x.device)
-    # The amaxes, and how many parts of each are taken. One launch clears both, unless the amaxes live on.
-    shapes = [(groups,), (groups,)] if keep_amax else [(2, groups)]
-    cleared = [torch.zeros(shape, dtype=torch.float32, device=x.device) for shape in shapes]
-    amax, done = cleared if keep_amax else cleared[0].unbind()
+    # The amaxes and what is counted. One launch clears both, unless the amaxes live on.
+    sizes = [groups, groups + 1] if keep_amax else [2 * groups + 1]
+    cleared = [torch.zeros(size, dtype=torch.float32, device=x.device) for size in sizes]
+    amax, done = cleared if keep_amax else cleared[0].split([groups, groups + 1])
     bands = cdiv(rows, BAND_ROWS) * (groups if splits is None else 1)
     ahead = min(AHEAD_BYTES * groups // (x.numel() * x.element_size()), groups)
     even = rows % TILE_ROWS == 0 and K % TILE_COLUMNS == 0
