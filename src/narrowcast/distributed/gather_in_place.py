@@ -33,7 +33,8 @@ class GatherInPlace(DefaultAllGather):
         ] = {}  # by a block's first place, the places of the block behind it
         self._last: int | None = None  # first place of the block that this forward gathered last
         self._ready: tuple[int, Any] | None = None  # first place of a block whose memory is taken; since when
-        self._stream: Any = None  # of the model
+        self._begun = False
+        self._stream: Any = None  # of the model, on a GPU
 
     def __deepcopy__(self, memo: Any) -> GatherInPlace:
         """Itself: compiled code guards a copy of what a sharded weight holds."""
@@ -41,12 +42,12 @@ class GatherInPlace(DefaultAllGather):
 
     def begin(self, device: torch.device) -> None:
         """A forward of the model begins."""
-        self._last = self._ready = None
+        self._last, self._ready, self._begun = None, None, True
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def send(self, weight: Any, codes: Tensor) -> None:
         """A shard's codes will be gathered next."""
-        if weight in self._places:
+        if self._begun and weight in self._places:
             self._sent[codes.data_ptr()] = self._places[weight]
 
     def arrived(self, weight: Any, codes: Tensor) -> None:
@@ -80,14 +81,17 @@ class GatherInPlace(DefaultAllGather):
             gathered.given = torch.cat([gathered.tensors[index] for index in gathered.others])
             gathered.got = gathered.given.new_empty(group.size(), gathered.given.numel())
             pairs.append((gathered.got.view(-1), gathered.given))
+        async_op = (
+            async_op and self._stream is not None
+        )  # gloo writes when it counts as a change of the weight
         counted = tuple(place for place, _ in pairs if not place.is_inference())
         with (
             torch.autograd._unsafe_preserve_version_counter(counted) if counted else nullcontext(),
-            dist._coalescing_manager(group=group),
+            dist._coalescing_manager(group=group, async_ops=async_op) as transfers,
         ):
             for place, one in pairs:
-                dist.all_gather_into_tensor(place, one, group=group)
-        return None
+                dist.all_gather_into_tensor(place, one, group=group, async_op=async_op)
+        return transfers.works[0] if async_op else None
 
     def _take(self, places: list[Tensor]) -> None:
         """Give memory to the places of a block, and wait until the stream of the model is through with it."""
