@@ -126,20 +126,21 @@ def test_compiled_layers_that_read_one_input_quantize_it_once(name: str) -> None
         nc.Linear(512, n, bias=False, device="cuda", dtype=torch.bfloat16) for n in (1024, 512, 768)
     )
     nc.set_recipe(layers, QUANTIZED[name])
+    twins = copy.deepcopy(layers)  # as they are before their first step
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
-    def forward(x: Tensor) -> list[Tensor]:
+    def forward(layers: torch.nn.ModuleList, x: Tensor) -> list[Tensor]:
         h = x + x  # exact, and the compiler's to compute
         return [layer(h) for layer in layers]
 
-    def numbers(outs: list[Tensor]) -> list[Tensor]:
+    def numbers(layers: torch.nn.ModuleList, outs: list[Tensor]) -> list[Tensor]:
         gradients = torch.autograd.grad([out.float().square().sum() for out in outs], [*layers.parameters()])
         return [*(out.detach() for out in outs), *gradients]
 
-    expected = numbers(forward(x))
+    expected = numbers(layers, forward(layers, x))
     torch.compiler.reset()
-    outs, (code, *_) = run_and_get_code(torch.compile(forward, fullgraph=True), x)
-    for actual, one in zip(numbers(outs), expected, strict=True):
+    outs, (code, *_) = run_and_get_code(torch.compile(forward, fullgraph=True), twins, x)
+    for actual, one in zip(numbers(twins, outs), expected, strict=True):
         assert torch.equal(actual, one)
     launches = len(re.findall(r"_cast_tile_kernel\w*\.run\(", code))
     assert launches == (3 if name == "delayed" else 1), code
