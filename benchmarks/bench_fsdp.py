@@ -183,7 +183,9 @@ def contenders(chosen: Namespace) -> dict[str, Callable[[], tuple[Stack, Callabl
 def optimizer_of(name: str, model: Stack) -> torch.optim.Optimizer:
     """What steps the parameters of a contender."""
     if name.endswith("FusedAdam"):
-        return nc.optimizers.FusedAdam(model.parameters(), lr=1e-5, weight_decay=1e-2)
+        dtype = next(model.parameters()).dtype  # as PyTorch's, whose moments have that of the parameters
+        moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+        return nc.optimizers.FusedAdam(model.parameters(), lr=1e-5, weight_decay=1e-2, **moments)
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
 

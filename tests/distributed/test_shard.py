@@ -490,13 +490,21 @@ def test_a_shard_is_quantized_once_for_forward_and_backward(recipe: str, one: An
     model: Any = make(recipe)
     receipt = shard(model, one, blocks=model.blocks)
     quantized = sum(parameter.quantized for parameter in receipt.parameters)
-    gathers = [local(p)._gather for p in model.parameters() if isinstance(local(p), ShardedWeight)]
+    gathers, of_last = (
+        [local(p)._gather for p in part.parameters() if isinstance(local(p), ShardedWeight)]
+        for part in (model, model.blocks[-1])
+    )
     with mock.patch.object(WeightGather, "encode", autospec=True, side_effect=WeightGather.encode) as encode:
         train(model, 2, width=SIZES.get(recipe, (64,))[0])
         assert encode.call_count == 2 * quantized
     with torch.no_grad():
         model(torch.ones(4, SIZES.get(recipe, (64,))[0]))
     assert len(gathers) == quantized and not any(gather.given for gather in gathers)
+    for again in (True, False):  # its codes are read by the backward as well, or by the forward alone
+        model.blocks[-1].set_reshard_after_forward(again)
+        model(torch.ones(4, SIZES.get(recipe, (64,))[0])).sum().backward()
+        model(torch.ones(4, SIZES.get(recipe, (64,))[0]))
+        assert of_last and {bool(gather.given) for gather in of_last} == {again}
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -113,10 +113,11 @@ def shard(
         model.register_forward_pre_hook(scales.renew, prepend=True)
         model.register_forward_pre_hook(scales.observe)
         model.register_forward_hook(scales.record)
-    if chosen.kept:
-        model.register_forward_pre_hook(functools.partial(_keep_codes, chosen.kept), prepend=True)
-    if chosen.directed:
-        groups = [group for group in _groups(model) if chosen.directs(group)]
+    gathers = [(group, _gathers_of(group)) for group in _groups(model)]
+    if chosen.placed:
+        model.register_forward_pre_hook(functools.partial(_keep_codes, gathers), prepend=True)
+    groups = [group for group, found in gathers if any(one.backward_encoder is not None for one in found)]
+    if groups:
         model.register_forward_pre_hook(functools.partial(_check_given_back, groups), prepend=True)
     if over.size() > 1 and chosen.placed:
         _gather_in_place([*blocks, model], chosen.placed)
@@ -223,9 +224,7 @@ class _Chosen:
         self.rows: list[ShardedParameter] = []
         self.scaled: list[_Scaled] = []
         self.quantizers: dict[Any, Any] = {}  # of gathered tensors, by value
-        self.kept: list[WeightGather] = []  # of which a backward gathers what its forward did
         self.placed: list[WeightGather] = []  # of weights whose codes always arrive in the same memory
-        self.directed: set[int] = set()  # ids of the gathers of weights that are gathered by direction
 
     def wrap(self) -> None:
         """Put shards that are gathered quantized in the place of the weights that can be."""
@@ -252,11 +251,6 @@ class _Chosen:
                 moved = plain if gather is None else gather.bytes(shape)
                 moved = parameter.gathered_bytes() if stored else moved
                 self.rows.append(ShardedParameter(full, shape, reason, moved, plain))
-
-    def directs(self, group: Any) -> bool:
-        """Whether a group of FSDP2's has a weight that is gathered by direction."""
-        shards = [local(one.sharded_param) for one in group.fsdp_params]
-        return any(isinstance(own, ShardedWeight) and id(own._gather) in self.directed for own in shards)
 
     def _why_not(self, layer: LinearLayer, stage: Stage, parameter: Any) -> str:
         """What stands in the way of gathering a weight quantized, "" for nothing."""
@@ -338,7 +332,6 @@ class _Chosen:
             both = described.with_usage(rowwise=True, columnwise=True)
             backward = described.with_usage(rowwise=False, columnwise=True)
             gather = WeightGather(rowwise, both, False, backward, members)
-            self.directed.add(id(gather))
             layer.register_forward_pre_hook(_NotAgain(gather))
         elif tile == 0 and (plan.weight.delayed or not members):
             encoder = DelayedFloat8Quantizer(described.dtype, 0, columnwise=False)
@@ -351,8 +344,6 @@ class _Chosen:
         gather.quantizer = self.quantizers.setdefault(gather.quantizer, gather.quantizer)
         if tile != 1:
             self.placed.append(gather)
-        if tile != 1 and layer in self.given_back:
-            self.kept.append(gather)
         if gather.per_tensor or plan.weight.delayed:
             self.scaled.append(_Scaled(layer, stage, name, recipe, plan.weight.delayed, gather))
         made = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
@@ -529,11 +520,19 @@ def _exchange_gradients(modules: list[Any]) -> None:
     model.register_forward_pre_hook(begin)
 
 
-def _keep_codes(gathers: list[WeightGather], model: nn.Module, args: Any) -> None:
-    """Forward pre-hook: shards are quantized once for a forward and its backward, where there is one."""
+def _gathers_of(group: Any) -> list[WeightGather]:
+    """How weights are gathered quantized that FSDP2 gathers together."""
+    shards = [local(one.sharded_param) for one in group.fsdp_params]
+    return [own._gather for own in shards if isinstance(own, ShardedWeight)]
+
+
+def _keep_codes(groups: list[tuple[Any, list[WeightGather]]], model: nn.Module, args: Any) -> None:
+    """Forward pre-hook: shards are quantized once for a forward and its backward, where that gathers again."""
     if torch._C._current_graph_task_id() == -1:
-        for gather in gathers:
-            gather.keeps, gather.given = torch.is_grad_enabled(), None
+        for group, gathers in groups:
+            keeps = torch.is_grad_enabled() and group.post_forward_mesh_info is not None
+            for gather in gathers:
+                gather.keeps, gather.given = keeps and gather.backward_encoder is None, None
 
 
 def _check_given_back(groups: list[Any], model: nn.Module, args: Any) -> None:
