@@ -113,12 +113,7 @@ def shard(
         model.register_forward_pre_hook(scales.renew, prepend=True)
         model.register_forward_pre_hook(scales.observe)
         model.register_forward_hook(scales.record)
-    gathers = [(group, _gathers_of(group)) for group in _groups(model)]
-    if chosen.placed:
-        model.register_forward_pre_hook(functools.partial(_keep_codes, gathers), prepend=True)
-    groups = [group for group, found in gathers if any(one.backward_encoder is not None for one in found)]
-    if groups:
-        model.register_forward_pre_hook(functools.partial(_check_given_back, groups), prepend=True)
+    _watch_gathers(model)
     if over.size() > 1 and chosen.placed:
         _gather_in_place([*blocks, model], chosen.placed)
     halves = dtype in (torch.bfloat16, torch.float16)
@@ -518,6 +513,15 @@ def _exchange_gradients(modules: list[Any]) -> None:
             exchange.begin(_synchronizes(model))
 
     model.register_forward_pre_hook(begin)
+
+
+def _watch_gathers(model: nn.Module) -> None:
+    """Have forwards tell how weights are gathered quantized what their backward will need."""
+    gathers = [(group, _gathers_of(group)) for group in _groups(model)]
+    model.register_forward_pre_hook(functools.partial(_keep_codes, gathers), prepend=True)
+    groups = [group for group, found in gathers if any(one.backward_encoder is not None for one in found)]
+    if groups:
+        model.register_forward_pre_hook(functools.partial(_check_given_back, groups), prepend=True)
 
 
 def _gathers_of(group: Any) -> list[WeightGather]:

@@ -131,35 +131,13 @@ def _take_amax(
     do_not_specialize_on_alignment=["splits_ptr", "scale_inv_ptr", "amax_ptr", "done_ptr"],
 )
 def _current_kernel(
-    x_ptr,
-    splits_ptr,
-    data_ptr,
-    transpose_ptr,
-    scale_inv_ptr,
-    amax_ptr,
-    done_ptr,
-    T,
-    K,
-    rows,
-    groups,
-    ahead,
+    x_ptr, splits_ptr, data_ptr, transpose_ptr, scale_inv_ptr, amax_ptr, done_ptr, T, K, rows, groups, ahead,
     epsilon,
-    E5M2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    POWER_2: tl.constexpr,
-    RAGGED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
-    WORDS: tl.constexpr,
-    WIDE: tl.constexpr,
-    EVICTION: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
+    E5M2: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, FP8_MAX: tl.constexpr,
+    OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, RAGGED: tl.constexpr, GROUPS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
+    WIDE: tl.constexpr, EVICTION: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
     # ``T``: rows of ``x`` in all. ``rows``: of the transposed codes, all groups padded; without RAGGED of a matrix.
     # ``done_ptr``: parts of each group whose amax is taken, then how many programs have begun.
     BAND_ROWS: tl.constexpr = 2 * TILE_ROWS
