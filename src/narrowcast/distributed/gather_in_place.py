@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
+from ..state import starts_a_step
 from .stand_in import Contents, StandIn
 
 
@@ -24,13 +25,11 @@ class GatherInPlace(DefaultAllGather):
     """For ``FSDPModule.set_custom_all_gather`` of the modules of one model."""
 
     def __init__(self) -> None:
-        self._places: dict[
-            Any, Tensor
-        ] = {}  # FSDP2's memory of the codes of a whole weight, by its ``WeightGather``
+        # FSDP2's memory of the codes of a whole weight, by its ``WeightGather``
+        self._places: dict[Any, Tensor] = {}
         self._sent: dict[int, Tensor] = {}  # those places by the address of what this rank gives
-        self._next: dict[
-            int, list[Tensor]
-        ] = {}  # by a block's first place, the places of the block behind it
+        # by a block's first place, the places of the block behind it
+        self._next: dict[int, list[Tensor]] = {}
         self._last: int | None = None  # first place of the block that this forward gathered last
         self._ready: tuple[int, Any] | None = None  # first place of a block whose memory is taken; since when
         self._begun = False
@@ -81,9 +80,8 @@ class GatherInPlace(DefaultAllGather):
             gathered.given = torch.cat([gathered.tensors[index] for index in gathered.others])
             gathered.got = gathered.given.new_empty(group.size(), gathered.given.numel())
             pairs.append((gathered.got.view(-1), gathered.given))
-        async_op = (
-            async_op and self._stream is not None
-        )  # gloo writes when it counts as a change of the weight
+        # gloo writes when it counts as a change of the weight
+        async_op = async_op and self._stream is not None
         counted = tuple(place for place, _ in pairs if not place.is_inference())
         with (
             torch.autograd._unsafe_preserve_version_counter(counted) if counted else nullcontext(),
@@ -96,13 +94,13 @@ class GatherInPlace(DefaultAllGather):
     def _take(self, places: list[Tensor]) -> None:
         """Give memory to the places of a block, and wait until the stream of the model is through with it."""
         first, ready, self._ready = id(places[0]), self._ready, None
-        if _in_forward():
+        if starts_a_step():
             if self._last is not None:
                 self._next[self._last] = places
             self._last = first
         if self._stream is None:
             _allocate(places)
-        elif _in_forward() and ready is not None and ready[0] == first:
+        elif starts_a_step() and ready is not None and ready[0] == first:
             torch.cuda.current_stream().wait_event(ready[1])
         else:  # in a backward, which gathers a block before the one in front of it is launched, or mistaken
             with torch.cuda.stream(self._stream):
@@ -112,7 +110,7 @@ class GatherInPlace(DefaultAllGather):
     def take_next(self, places: list[Tensor]) -> None:
         """Give memory to what the last forward gathered behind these; in the stream of the model."""
         following = self._next.get(id(places[0]))
-        if self._stream is not None and _in_forward() and following is not None:
+        if self._stream is not None and starts_a_step() and following is not None:
             _allocate(following)
             self._ready = id(following[0]), torch.cuda.current_stream().record_event()
 
@@ -134,10 +132,6 @@ class _Gathered(Contents):
             torch.split_with_sizes_copy(self.got, sizes, dim=1, out=[out[index] for index in self.others])
         if self.places:
             self.gather.take_next(self.places)
-
-
-def _in_forward() -> bool:
-    return torch._C._current_graph_task_id() == -1
 
 
 def _allocate(places: list[Tensor]) -> None:

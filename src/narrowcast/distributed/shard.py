@@ -24,7 +24,7 @@ from ..quantizers import (
 )
 from ..recipe import WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..reference.scaling import reciprocal, scale_from_amax
-from ..state import checked_recipe, renew
+from ..state import checked_recipe, renew, starts_a_step
 from ..tensors import QuantizedTensor, local
 from .shard_receipt import ShardedParameter, ShardReceipt
 from .sharded_weight import ShardedWeight, WeightGather, like
@@ -367,7 +367,7 @@ class _Scales:
 
     def renew(self, model: nn.Module, args: Any) -> None:
         """Forward pre-hook, in front of FSDP2's own."""
-        if torch._C._current_graph_task_id() != -1:  # a recomputation sees the scales of its forward
+        if not starts_a_step():
             return
         if not self.known:
             self.shards = [weight.shard for weight in self.weights]
@@ -440,7 +440,7 @@ class _Scales:
 
     def _collects(self, model: nn.Module) -> bool:
         """Whether a forward that is no recomputation leaves the amax of weights for delayed scaling."""
-        training = model.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        training = model.training and torch.is_grad_enabled() and starts_a_step()
         return training and any(weight.delayed for weight in self.weights)
 
     def record(self, model: nn.Module, args: Any, out: Any) -> None:
@@ -494,7 +494,7 @@ def _gather_in_place(modules: list[Any], gathers: list[WeightGather]) -> None:
         gather.in_place = in_place
 
     def begin(model: nn.Module, args: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:
+        if starts_a_step():
             in_place.begin(next(model.parameters()).device)
 
     model.register_forward_pre_hook(begin, prepend=True)
@@ -509,7 +509,7 @@ def _exchange_gradients(modules: list[Any]) -> None:
         module.set_custom_reduce_scatter(exchange)
 
     def begin(model: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if torch.is_grad_enabled() and starts_a_step():
             exchange.begin(_synchronizes(model))
 
     model.register_forward_pre_hook(begin)
@@ -532,7 +532,7 @@ def _gathers_of(group: Any) -> list[WeightGather]:
 
 def _keep_codes(groups: list[tuple[Any, list[WeightGather]]], model: nn.Module, args: Any) -> None:
     """Forward pre-hook: shards are quantized once for a forward and its backward, where that gathers again."""
-    if torch._C._current_graph_task_id() == -1:
+    if starts_a_step():
         for group, gathers in groups:
             keeps = torch.is_grad_enabled() and group.post_forward_mesh_info is not None
             for gather in gathers:

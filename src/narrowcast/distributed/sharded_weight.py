@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..functional import grouped_quantize_weights, quantize_rounded
 from ..quantizers import Quantizer
+from ..state import starts_a_step
 from ..tensors import GroupedTensor, GroupedTensorStorage, grouped_layout, local, overwrite_unseen
 
 aten = torch.ops.aten
@@ -176,7 +177,7 @@ class ShardedWeight(Tensor):
 
     def _given(self, mesh: Any, mp_policy: Any) -> tuple[tuple[Tensor, ...], tuple[bool, list[Tensor]]]:
         gather, given_before = self._gather, self._gather.given
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = not starts_a_step()
         gather.given = None
         if in_backward and given_before is not None:  # quantized again it would be the same
             for buffer in given_before[0] if self._shard.is_cuda else ():

@@ -27,17 +27,29 @@ def normalize(
 
 
 @triton.jit
-def load_vector(pointer, column, K, EMULATE: tl.constexpr):
+def _load_vector(pointer, column, K, EMULATE: tl.constexpr):
     """Entries of a weight or bias; with ``column`` of a tile's whole shape they arrive in the tile's layout."""
     return to_float32(tl.load(pointer + column, mask=column < K, other=0.0), EMULATE)
 
 
 @triton.jit
 def load_gamma(weight_ptr, column, K, ZERO_CENTERED: tl.constexpr, EMULATE: tl.constexpr):
-    gamma = load_vector(weight_ptr, column, K, EMULATE)
+    gamma = _load_vector(weight_ptr, column, K, EMULATE)
     if ZERO_CENTERED:
         gamma = gamma + 1.0
     return gamma
+
+
+@triton.jit
+def _load_affine(
+    weight_ptr, bias_ptr, column, K, ZERO_CENTERED: tl.constexpr, BIAS: tl.constexpr, EMULATE: tl.constexpr
+):
+    """Entries of gamma and beta; without a bias the second are not read."""
+    gamma = load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)
+    beta = gamma
+    if BIAS:
+        beta = _load_vector(bias_ptr, column, K, EMULATE)
+    return gamma, beta
 
 
 @triton.jit
@@ -178,10 +190,7 @@ def kept_kernel(
     if WRITE:
         for j in tl.static_range(CHUNKS):
             column = j * LANES + lane
-            gamma = load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)
-            beta = gamma
-            if BIAS:
-                beta = load_vector(bias_ptr, column, K, EMULATE)
+            gamma, beta = _load_affine(weight_ptr, bias_ptr, column, K, ZERO_CENTERED, BIAS, EMULATE)
             value = to_float32_for(chunks[j], "result", EMULATE)
             y = normalize(value, mean[:, None], rstd[:, None], gamma, beta, LAYER_NORM, BIAS, EMULATE)
             tl.store(y_ptr + base + column, round_to_dtype(y, chunks[j].dtype, EMULATE), mask=column < K)
@@ -230,10 +239,7 @@ def norm_kernel(
                 for j in tl.static_range(UNROLL):
                     column = k + j * LANES + lane
                     inside = here & (column < K)
-                    gamma = load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)
-                    beta = gamma
-                    if BIAS:
-                        beta = load_vector(bias_ptr, column, K, EMULATE)
+                    gamma, beta = _load_affine(weight_ptr, bias_ptr, column, K, ZERO_CENTERED, BIAS, EMULATE)
                     value = to_float32(chunks[j], EMULATE)
                     y = normalize(value, mean[:, None], rstd[:, None], gamma, beta, LAYER_NORM, BIAS, EMULATE)
                     y = round_to_dtype(y, chunks[j].dtype, EMULATE)
