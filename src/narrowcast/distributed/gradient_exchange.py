@@ -29,11 +29,15 @@ class GradientExchange(DefaultReduceScatter):
 
     def __init__(self) -> None:
         self._accumulates = self._leaves = False
+        self._reductions = self._reductions_before = (
+            0  # in the backward of this forward, and of the one before
+        )
         self._contents = Contents()  # of the next buffer
 
     def begin(self, reduces: bool) -> None:
         """A forward begins; ``reduces``: its backward does. Ranks do alike, whichever have gradients by then."""
         self._accumulates, self._leaves = self._leaves, not reduces
+        self._reductions_before, self._reductions = self._reductions, 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """What stands for the gradients of modules that are reduced; when it was filled, memory for their sums."""
@@ -52,8 +56,10 @@ class GradientExchange(DefaultReduceScatter):
             buffer = torch.empty(input_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
             torch._chunk_cat(gradients, 0, ranks, out=buffer.view(ranks, -1))
             return super().__call__(output_tensor, buffer, group, op, async_op)
+        self._reductions += 1
+        alone = self._reductions == self._reductions_before  # the last of a backward: no GEMM runs beside it
         for own, others, part in _exchanged(gradients, output_tensor, group):
-            numerics_for(own).reduction.rank_sum(own, others, group.rank(), divisor, part)
+            numerics_for(own).reduction.rank_sum(own, others, group.rank(), divisor, part, alone)
         return None
 
 

@@ -111,7 +111,6 @@ def shard(
     if chosen.scaled:
         scales = _Scales(model, chosen.scaled, over, dtype)
         model.register_forward_pre_hook(scales.renew, prepend=True)
-        model.register_forward_pre_hook(scales.observe)
         model.register_forward_hook(scales.record)
     _watch_gathers(model)
     if over.size() > 1 and chosen.placed:
@@ -359,7 +358,9 @@ class _Scales:
     ) -> None:
         self.model, self.weights, self.mesh, self.dtype = model, weights, mesh, dtype
         self.shards: list[Tensor] = []
-        self.of_shards: Tensor | None = None  # their amax
+        # where all are delayed, their casts find the amax of the shards, which nobody reads before
+        self.by_casts = all(weight.delayed for weight in weights)
+        self.of_shards: Tensor | None = None  # what the casts have found
         self.amax: Tensor | None = None  # of the weights, the same on all ranks
         self.known = False  # both are of the weights as they are
         self.counts = [weight.count for weight in weights]
@@ -371,9 +372,14 @@ class _Scales:
             return
         if not self.known:
             self.shards = [weight.shard for weight in self.weights]
-            self.of_shards = self.amax = None
+            self.amax = None
             for weight in self.weights:
                 weight.gather.written = False
+            if self.by_casts:
+                held = [len(own) for own in self.own]
+                self.of_shards = torch.zeros(sum(held), device=self.mesh.device_type)
+                for weight, found in zip(self.weights, self.of_shards.split(held)):
+                    weight.gather.amax = found
         # in later forwards of a step the weights are what they were: FSDP2 has no gradients for them before the last
         self.known = torch.is_grad_enabled() and not _synchronizes(model)
         with torch.no_grad():
@@ -381,22 +387,18 @@ class _Scales:
                 renew([layer for layer in model.modules() if isinstance(layer, DelayedLayer)])
             self._set()
 
-    def observe(self, model: nn.Module, args: Any) -> None:
-        """Forward pre-hook behind FSDP2's own, whose streams do not wait for this: it runs beside the first gather."""
-        if self._collects(model):
-            self._of_shards()
-
-    @torch.no_grad()
     def _of_shards(self) -> Tensor:
-        if self.of_shards is None:
+        """The amax of what this rank holds, with zeros in place of other ranks' groups; not by casts: of all shards."""
+        if self.of_shards is not None:
+            largest = self.of_shards
+        else:
             parts = [p for weight, shard in zip(self.weights, self.shards) for p in weight.parts(shard)]
             largest = torch.stack([norm.float() for norm in torch._foreach_norm(parts, math.inf)])
             largest = largest.to(self.mesh.device_type)
-            if len(parts) < sum(self.counts):  # of the groups of other ranks this one knows nothing
-                found = zip(self.counts, self.own, largest.split([len(own) for own in self.own]))
-                largest = torch.cat([F.pad(a, (own.start, count - own.stop)) for count, own, a in found])
-            self.of_shards = largest
-        return self.of_shards
+        if len(largest) == sum(self.counts):
+            return largest
+        found = zip(self.counts, self.own, largest.split([len(own) for own in self.own]))
+        return torch.cat([F.pad(a, (own.start, count - own.stop)) for count, own, a in found])
 
     @torch.no_grad()
     def _amax(self) -> Tensor:

@@ -40,7 +40,8 @@ class WeightGather:
         encoder: quantizes a shard row-wise; with a ``scale`` from outside where the whole tensor has one.
         quantizer: describes the gathered tensor.
         per_tensor: there is one scale or amax, fp32 (1,), which a forward of the model puts into ``scale``, and what
-            the gathered tensor holds of it into ``kept``. Into ``scale`` also those of a delayed weight's own members.
+            the gathered tensor holds of it into ``kept``. Into ``scale`` also those of a delayed weight's own members,
+            and into ``amax`` what of quantizing such a weight is to raise.
         members: matrices that are quantized each by itself, along the first dim; 0 for one matrix.
         backward_encoder: quantizes a shard column-wise, for a weight that the backward gathers in that direction; None
             where its layer makes the direction from the other.
@@ -58,6 +59,7 @@ class WeightGather:
         self.backward_encoder, self.members = backward_encoder, members
         self.makes_columns = False  # of what arrived, for a layer whose backward does not
         self.scale: Tensor | None = None
+        self.amax: Tensor | None = None
         self.kept: Tensor | None = None
         self.written = False  # since the scale was taken
         self.columns_arrived = False  # what was gathered last is column-wise
@@ -89,8 +91,8 @@ class WeightGather:
             )
         if self.members:
             layout = grouped_layout(encoder._storage_name)
-            return grouped_quantize_weights([shard.to(dtype)], encoder, layout, None, self.scale)
-        buffers = quantize_rounded(shard, dtype, encoder, None, self.scale)
+            return grouped_quantize_weights([shard.to(dtype)], encoder, layout, None, self.scale, self.amax)
+        buffers = quantize_rounded(shard, dtype, encoder, None, self.scale, self.amax)
         # the last was made by the stream of the model, which is also where it is read
         return [*buffers[:-1], self.kept] if self.kept is not None else buffers
 

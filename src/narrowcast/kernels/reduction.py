@@ -22,9 +22,10 @@ PARTIAL_ROWS = 16
 FOLDED_ROWS = 128
 FOLD_COLUMNS = 64
 RANKS_BLOCK = 16384
-# They run beside GEMMs, which are as slow as the last of their programs to find a processor: so many reach most of the
-# memory's bandwidth and leave the others free.
-RANKS_PROGRAMS = 48
+# Beside GEMMs, which are as slow as the last of their programs to find a processor, so many reach a good part of the
+# memory's bandwidth and leave the other processors free.
+RANKS_PROGRAMS_BESIDE = 48
+RANKS_PROGRAMS_ALONE = 264
 
 
 @triton.jit
@@ -128,7 +129,7 @@ def _rank_sum_kernel(
 _rank_sum = Launcher(_rank_sum_kernel, num_warps=32)
 
 
-def rank_sum(own: Tensor, others: Tensor, rank: int, divisor: int, out: Tensor) -> None:
+def rank_sum(own: Tensor, others: Tensor, rank: int, divisor: int, out: Tensor, alone: bool = True) -> None:
     """``reference.reduction.rank_sum``, of contiguous tensors.
 
     Raises:
@@ -137,6 +138,6 @@ def rank_sum(own: Tensor, others: Tensor, rank: int, divisor: int, out: Tensor) 
     check_device(own)
     n = own.numel()
     if n:
-        programs = min(cdiv(n, RANKS_BLOCK), RANKS_PROGRAMS)
+        programs = min(cdiv(n, RANKS_BLOCK), RANKS_PROGRAMS_ALONE if alone else RANKS_PROGRAMS_BESIDE)
         arguments = own, others, out, n, rank, others.shape[0], divisor
         _rank_sum((programs, 1, 1), arguments, (RANKS_BLOCK, INTERPRETING))

@@ -80,12 +80,13 @@ def round_to_dtype(v: Tensor, dtype: torch.dtype) -> Tensor:
     return canonical_nan(v.to(dtype))
 
 
-def rank_sum(own: Tensor, others: Tensor, rank: int, divisor: int, out: Tensor) -> None:
+def rank_sum(own: Tensor, others: Tensor, rank: int, divisor: int, out: Tensor, alone: bool = True) -> None:
     """Sum of what every rank has, over a divisor, into ``out``.
 
     Args:
         own: what this rank has, bf16 or fp16, shape (n,). others: what the others have, in their order, (ranks - 1, n).
         rank: which of them this is. out: fp32, shape (n,).
+        alone: whether nothing else runs meanwhile; on a GPU, False leaves most of it to others.
 
     Numerics:
         In fp32, from zero, in the order of the ranks; then one division.
