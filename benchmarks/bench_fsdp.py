@@ -5,12 +5,13 @@
 Contenders: bf16; torchao's tensorwise recipe, with and without its FP8 all-gather, where it is installed; the recipes
 of this library, with weights gathered in bf16 and quantized. Parameters, the reduction of gradients and AdamW are
 fp32, computation is bf16; AdamW is PyTorch's fused one, or this library's where the name says FusedAdam. The last layer
-stays gathered between forward and backward, which reads it at once. "unsharded": each GPU by itself with parameters and
-moments in bf16, of which AdamW moves as many bytes as of half of them in fp32; that is the speed of one GPU, which
-sharding is measured against. A step is forward, backward and optimizer. Steps
-follow each other without a wait for the GPU, as in training: a time is that of a run of ``--repeats`` steps, divided,
-the median of three. ``gathered``: bytes that the all-gathers of a step deliver, counted where they are called. Before
-anything is timed, quantized gathers must give the losses of high-precision ones, to the bit.
+stays gathered between forward and backward, which reads it at once. "one GPU": each by itself with the same training,
+parameters in bf16 whose masters and moments FusedAdam keeps in fp32. "unsharded": each by itself with all of these in
+bf16, of which AdamW moves as many bytes as of half of them in fp32. With ``--nproc-per-node 1`` FSDP2 shards over one
+rank. A step is forward, backward and optimizer. Steps follow each other without a wait for the GPU, as in training: a
+time is that of a run of ``--repeats`` steps, divided, the median of three. ``gathered``: bytes that the all-gathers of
+a step deliver, counted where they are called. Before anything is timed, quantized gathers must give the losses of
+high-precision ones, to the bit.
 """
 
 from __future__ import annotations
@@ -163,18 +164,15 @@ def contenders(chosen: Namespace) -> dict[str, Callable[[], tuple[Stack, Callabl
     made: dict[str, Any] = {"bf16": lambda: (sharded(Stack(WIDE, False), None), lambda: None)}
     for recipe in ("current", "delayed"):
         made[f"{recipe}, quantized gather"] = ours(recipe, True)
+        made[f"{recipe}, quantized gather, FusedAdam"] = ours(recipe, True)
+        made[f"{recipe}, one GPU, FusedAdam"] = unsharded(recipe)
     has_torchao = importlib.util.find_spec("torchao") is not None
     made |= {"torchao tensorwise": of_torchao(False)} if has_torchao else {}
     made |= {f"{recipe}, unsharded": unsharded(recipe) for recipe in ("delayed", "current")}
-    for name in (
-        "delayed, quantized gather",
-        "delayed, unsharded",
-        "current, quantized gather",
-        "current, unsharded",
-    ):
+    for name in ("delayed, unsharded", "current, unsharded", "bf16"):
         made[f"{name}, FusedAdam"] = made[name]
-    made["bf16, FusedAdam"] = made["bf16"]
-    made |= {"block, quantized gather": ours("block", True), "bf16, unsharded": unsharded(None)}
+    made |= {"bf16, one GPU, FusedAdam": unsharded(None), "bf16, unsharded": unsharded(None)}
+    made["block, quantized gather"] = ours("block", True)
     made |= {"torchao tensorwise, FP8 gather": of_torchao(True)} if has_torchao else {}
     made |= {recipe: ours(recipe, False) for recipe in RECIPES}
     return {name: make for name, make in made.items() if chosen.only in name}
@@ -185,7 +183,8 @@ def optimizer_of(name: str, model: Stack) -> torch.optim.Optimizer:
     if name.endswith("FusedAdam"):
         dtype = next(model.parameters()).dtype  # as PyTorch's, whose moments have that of the parameters
         moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
-        return nc.optimizers.FusedAdam(model.parameters(), lr=1e-5, weight_decay=1e-2, **moments)
+        kept: dict[str, Any] = {"master_weights": True} if "one GPU" in name else moments
+        return nc.optimizers.FusedAdam(model.parameters(), lr=1e-5, weight_decay=1e-2, **kept)
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
 
