@@ -72,7 +72,10 @@ def _exchanged(
     parts = output.split(counts)
     small: list[int] = []
     sent: list[tuple[Any, Tensor, Tensor, Tensor]] = []
-    for index, (gradient, count, part) in enumerate(zip(gradients, counts, parts)):
+    for index in sorted(
+        range(len(gradients)), key=lambda at: -counts[at]
+    ):  # the last sum hides behind nothing
+        gradient, count, part = gradients[index], counts[index], parts[index]
         if gradient.shape[0] % ranks or count * gradient.itemsize < _LARGE:
             small.append(index)
         else:

@@ -23,9 +23,9 @@ FOLDED_ROWS = 128
 FOLD_COLUMNS = 64
 RANKS_BLOCK = 16384
 # Beside GEMMs, which are as slow as the last of their programs to find a processor, so many reach a good part of the
-# memory's bandwidth and leave the other processors free.
+# memory's bandwidth and leave the other processors free. Without GEMMs the next transfer still needs some.
 RANKS_PROGRAMS_BESIDE = 48
-RANKS_PROGRAMS_ALONE = 264
+RANKS_PROGRAMS_ALONE = 112
 
 
 @triton.jit
