@@ -86,6 +86,9 @@ def test_errors_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             nc.set_recipe(layers, RECIPE, **options)
         with pytest.raises(error, match=message):
             nc.convert(nn.Sequential(nn.Linear(32, 32)), RECIPE, **options)
+    for call in (nc.policy.timings, nc.policy.forget):
+        with pytest.raises(RuntimeError, match=r"torch sees none; run this on a machine with a CUDA GPU"):
+            call()
     assert nc.get_recipes(layers) == {"0": None, "1": None, "2": None}
 
 

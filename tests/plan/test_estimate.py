@@ -91,7 +91,23 @@ def test_the_all_gather_by_hand() -> None:
     model = MODELS["8b"]
     wire = estimate(model, Layout(8, 8 * 8192), "bf16", GPUS["h200"]).wire
     assert wire["FSDP all-gather"] == pytest.approx(2 * 2 * 7 / 8 * model.parameters)
-    assert wire["FSDP reduce-scatter"] == pytest.approx(4 * 7 / 8 * model.parameters)
+    assert wire["FSDP reduce-scatter"] == pytest.approx(2 * 7 / 8 * model.parameters)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [({}, 2), ({"reduced": 4.0}, 4), ({"pp": 8, "stages": 1}, 4), ({"pp": 8, "batch": 2 * 8192}, 2)],
+    ids=["bf16", "FSDP2", "pipeline", "pipeline of one microbatch"],
+)
+def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: int) -> None:
+    """In bf16, unless FSDP2 casts them or microbatches of a pipeline have summed them in fp32; whole by hand."""
+    model = replace(MODELS["8b"], vocabulary=0)
+    layout = replace(Layout(16, 16 * 8192), **changes)
+    wire = estimate(model, layout, "bf16", GPUS["h200"]).wire
+    ranks = 16 // layout.pp
+    assert wire["FSDP reduce-scatter"] == pytest.approx(
+        size * (ranks - 1) / ranks * model.parameters / layout.pp
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import pytest
 from narrowcast.train import demo as demos
 from narrowcast.train.config import TrainConfig
 from narrowcast.train.data import Corpus
-from narrowcast.train.demo import CONFIG, check_recipes, run_demo, write_results
+from narrowcast.train.demo import ALL_RECIPES, CONFIG, check_recipes, run_demo, write_results
 from narrowcast.train.errors import SettingsError
 from narrowcast.train.progress import Progress
-from narrowcast.train.recipes import CHOICES
 
 
 def test_results_picture_and_page(
@@ -23,7 +22,7 @@ def test_results_picture_and_page(
     page = tmp_path / "docs" / "first-light.md"
     write_results(finished, tmp_path / "demo", command="narrowcast demo", document=page)
     results = json.loads((tmp_path / "demo" / "results.json").read_text())
-    assert [run["recipe"] for run in results["runs"]] == list(CHOICES)
+    assert [run["recipe"] for run in results["runs"]] == list(ALL_RECIPES)
     assert results["settings"]["steps"] == config.steps
     assert "recipe" not in results["settings"]
     assert {"cpu", "cores", "torch", "python"} <= results["machine"].keys()
@@ -54,4 +53,4 @@ def test_recipes_are_checked_before_the_first_step(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(demos, "build_recipe", refuse)
     with pytest.raises(SettingsError):
         check_recipes(CONFIG)
-    assert asked == list(CHOICES)
+    assert asked == list(ALL_RECIPES)

@@ -9,7 +9,7 @@ import torch
 
 from narrowcast.train import doctor
 from narrowcast.train.doctor import examine
-from narrowcast.train.recipes import CHOICES
+from narrowcast.train.recipes import CHOICES, EMULATED
 
 
 def test_every_recipe_is_tried() -> None:
@@ -18,6 +18,8 @@ def test_every_recipe_is_tried() -> None:
     assert not [f for f in findings.values() if f.broken]
     assert all("\n" not in f.text for f in findings.values())
     assert findings["bf16"].text == "native"
+    for name in EMULATED:
+        assert findings[name].text.endswith("it runs emulated everywhere")
 
 
 def test_emulation_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,14 @@ import pytest
 import narrowcast as nc
 from narrowcast.train import recipes
 from narrowcast.train.errors import SettingsError
-from narrowcast.train.recipes import CHOICES, build_recipe, read_recipe_table, recipe_name, recipe_table
+from narrowcast.train.recipes import (
+    CHOICES,
+    EMULATED,
+    build_recipe,
+    read_recipe_table,
+    recipe_name,
+    recipe_table,
+)
 
 
 def test_names() -> None:
@@ -30,6 +37,8 @@ def test_the_cpu_runs_every_recipe() -> None:
         "mxfp8": nc.recipe.MXFP8BlockScaling,
         "block": nc.recipe.Float8BlockScaling,
         "nvfp4": nc.recipe.NVFP4BlockScaling,
+        "mxfp6": nc.recipe.MXFP6BlockScaling,
+        "mxfp4": nc.recipe.MXFP4BlockScaling,
     }
 
 
@@ -39,6 +48,15 @@ def test_a_gpu_without_kernels_needs_emulate(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(SettingsError, match=r"recipe 'mxfp8' is not native .*too old.*; add --emulate"):
         build_recipe("mxfp8", device="cuda", emulate=False)
     assert build_recipe("mxfp8", device="cuda", emulate=True).emulate
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_what_no_gpu_runs_is_emulated_when_asked(name: str) -> None:
+    with pytest.raises(
+        SettingsError, match=rf"'{name}' is not native .*emulated everywhere\); add --emulate"
+    ):
+        build_recipe(name, device="cuda", emulate=False)
+    assert build_recipe(name, device="cuda", emulate=True).emulate
 
 
 def test_the_environment_may_ask_for_emulation(monkeypatch: pytest.MonkeyPatch) -> None:

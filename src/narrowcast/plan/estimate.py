@@ -16,8 +16,10 @@ class Layout:
 
     ``stages`` are the virtual pipeline stages of a rank, ``micro_batch`` the sequences of a microbatch, ``batch`` the
     tokens of a step over all GPUs. ``state`` are the bytes of a weight, its gradient and its optimizer state, as they
-    are sharded. ``overlap_experts``: the exchange of experts runs beside computation and sends a token once to a host
-    and to at most four of them, as DeepSeek-V3 does.
+    are sharded. ``reduced`` are the bytes of a gradient that FSDP sends: 2 where it is computed in bf16 and summed in
+    fp32 on arrival, as :func:`narrowcast.distributed.shard` does; 4 where PyTorch's FSDP2 reduces in fp32.
+    ``overlap_experts``: the exchange of experts runs beside computation and sends a token once to a host and to at most
+    four of them, as DeepSeek-V3 does.
     """
 
     gpus: int
@@ -33,6 +35,7 @@ class Layout:
     fp8_gather: bool = False
     overlap_experts: bool = False
     state: tuple[float, float, float] = (4.0, 4.0, 8.0)
+    reduced: float = 2.0
 
     @property
     def fsdp(self) -> int:
@@ -53,6 +56,11 @@ class Layout:
     def gathered(self) -> float:
         """Bytes of a weight that FSDP gathers: codes, scales of 128 x 128 tiles being next to nothing."""
         return 1.0 if self.fp8_gather else 2.0
+
+    @property
+    def sent(self) -> float:
+        """Bytes of a gradient that FSDP sends: the state's where microbatches of a pipeline were summed before."""
+        return self.state[1] if self.pp > 1 and self.micro_batches > 1 else self.reduced
 
     def __str__(self) -> str:
         parts = {"FSDP": self.fsdp, "TP": self.tp, "PP": self.pp, "CP": self.cp, "EP": self.ep}
@@ -185,6 +193,9 @@ def _memory(model: Model, layout: Layout, rates: Rates) -> dict[str, float]:
     memory["gathered parameters"] = 2 * one * gathered if layout.pp == 1 else whole * gathered
     full = one * 2.0 if layout.pp == 1 else whole * layout.state[1] - memory["gradient shards"]
     memory["full gradients"] = max(0.0, full)
+    if layout.fp8_gather and layout.pp == 1:  # the backward gathers the forward's codes once more
+        ranks = layout.fsdp * layout.cp
+        memory["codes of shards"] = (layers / ranks + experts / (ranks // layout.ep)) * gathered * (ranks > 1)
     rows = layout.tokens / layout.tp
     saved = _saved(model, rates)
     in_flight = min(layout.micro_batches, layout.pp) + (layout.pp - 1) / layout.stages * (layout.stages > 1)
@@ -227,10 +238,12 @@ def _work(model: Model, layout: Layout, rates: Rates, gpu: Gpu) -> dict[str, flo
     elements = 20 * d + 9 * f + 4 * (h + k) + 10 * d * copies
     grads = h + 2 * k + 2 * d + 2 * f + d * copies
     quantized = (2 * d + h + f + d * copies + grads) * rates.quantize * rows
-    # FSDP's copies: out of the gathered bytes twice, into the reduction; weights are quantized in both directions.
+    # FSDP's copies: out of gathered bf16 twice, while codes arrive where they are read; into what is reduced in fp32,
+    # while bf16 gradients are only read on arrival. Weights are quantized in both directions.
     weights, experts, _ = _weights(model, layout)
     rounds = layout.micro_batches if layout.pp == 1 else 1
-    copied = (weights + experts) * rounds * (4 * layout.gathered + 6)
+    of_gradients = 2 if layout.sent == 2 else 6
+    copied = (weights + experts) * rounds * ((0 if layout.fp8_gather else 8) + of_gradients)
     casts = (weights + experts) * layout.micro_batches * rates.quantize * (0.5 if layout.fp8_gather else 1.5)
     return {
         "GEMMs": layers * gemm + rows * head,
@@ -261,11 +274,11 @@ def _traffic(
     gathers = rounds * (2 if layout.pp == 1 else 1)
     dense, mixed, rest = layers * _others(ranks), experts * _others(expert_ranks), ends * _others(ranks)
     wire["FSDP all-gather"] = gathers * ((dense + mixed) * layout.gathered + rest * 2)
-    wire["FSDP reduce-scatter"] = rounds * (dense + mixed + rest) * 4
+    wire["FSDP reduce-scatter"] = rounds * (dense + mixed + rest) * layout.sent
     # Ranks that hold the same experts lie further apart, so fewer of a host's cards serve each of their rings.
-    seconds = (dense * (gathers * layout.gathered + rounds * 4) + rest * (gathers * 2 + rounds * 4)) / _ring(
-        ranks, layout.tp, gpu
-    ) + mixed * (gathers * layout.gathered + rounds * 4) / _ring(expert_ranks, layout.tp * layout.ep, gpu)
+    each, reduced = gathers * layout.gathered, rounds * layout.sent
+    seconds = (dense * (each + reduced) + rest * (gathers * 2 + reduced)) / _ring(ranks, layout.tp, gpu)
+    seconds += mixed * (each + reduced) / _ring(expert_ranks, layout.tp * layout.ep, gpu)
     # The first gather and the last reduction have nothing beside them; the rest has a forward, or a backward.
     first = seconds / (gathers + 2 * rounds) / count if seconds else 0.0
     exposed["FSDP"] = 3 * first / max(rounds, 1) * (layout.pp == 1)

@@ -230,7 +230,7 @@ def demo(
     steps: Annotated[int, typer.Option()] = CONFIG.steps,
     seed: o.Seed = CONFIG.seed,
 ) -> None:
-    """Train every recipe on the same text and show table and picture of their losses."""
+    """Train each recipe that GPUs run natively on the same text; show table and picture of their losses."""
     config = replace(
         CONFIG, device=resolve_device(device), compile=compile, emulate=emulate, steps=steps, seed=seed
     )

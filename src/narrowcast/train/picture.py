@@ -18,6 +18,8 @@ COLORS = {
     "mxfp8": "#009E73",
     "block": "#CC79A7",
     "nvfp4": "#D55E00",
+    "mxfp6": "#56B4E9",
+    "mxfp4": "#8C6D1F",
 }
 LIMIT_OF_TOLERANCE = 4 / 3  # the gaps of the first noisy evaluations may leave the panel
 DASHES = ("-", "--", ":", "-.")  # of one recipe with other layers apart

@@ -16,6 +16,8 @@ LowPrecisionRecipe = (
     | nc.recipe.MXFP8BlockScaling
     | nc.recipe.Float8BlockScaling
     | nc.recipe.NVFP4BlockScaling
+    | nc.recipe.MXFP6BlockScaling
+    | nc.recipe.MXFP4BlockScaling
 )
 
 
@@ -43,6 +45,10 @@ class RecipeChoice:
         return answer if isinstance(answer, tuple) else (answer, "")
 
 
+def _nowhere(return_reason: bool) -> tuple[bool, str]:
+    return False, "no GPU's GEMM is called for this format; it runs emulated everywhere"
+
+
 CHOICES: dict[str, RecipeChoice] = {
     "bf16": RecipeChoice("bf16"),
     "delayed": RecipeChoice("FP8 delayed", nc.recipe.DelayedScaling, nc.is_fp8_available, 1.0, 0.5),
@@ -52,7 +58,10 @@ CHOICES: dict[str, RecipeChoice] = {
         "FP8 128-block", nc.recipe.Float8BlockScaling, nc.is_fp8_block_scaling_available, 1.0, 0.5
     ),
     "nvfp4": RecipeChoice("NVFP4", nc.recipe.NVFP4BlockScaling, nc.is_nvfp4_available, 3.0, 1.5),
+    "mxfp6": RecipeChoice("MXFP6", nc.recipe.MXFP6BlockScaling, _nowhere, 1.0, 0.5),
+    "mxfp4": RecipeChoice("MXFP4", nc.recipe.MXFP4BlockScaling, _nowhere, 3.0, 1.5),
 }
+EMULATED = ("mxfp6", "mxfp4")  # on every device
 ALIASES = {"none": "bf16"}
 HEAD = "head"  # the model's name of its output layer
 
