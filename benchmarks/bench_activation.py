@@ -7,11 +7,13 @@ element: SwiGLU reads 4, its gradient reads 6 and writes two quantized elements.
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import torch
 import torch.nn.functional as F
-from harness import FFN, Shape, gate, measure, parser, report, runs_on_gpu
+from harness import FFN, Row, parser, report_on_gpu
 from peers import liger
-from producers import Producer, fused_table, peer_table
+from producers import Producer, rows_of
 from torch import Tensor
 
 ACTIVATION = "swiglu"
@@ -63,23 +65,13 @@ def backward_input(shape: tuple[int, int], device: str = "cpu") -> tuple[Tensor,
     return *forward_input(shape, device), torch.randn(shape, dtype=torch.bfloat16, device=device)
 
 
+def measure(chosen: Namespace) -> list[Row]:
+    cases = ((FORWARD, forward_input), (BACKWARD, backward_input))
+    return [row for case in cases for row in rows_of(*case, FFN, chosen)]
+
+
 def main() -> None:
-    chosen = parser(__doc__).parse_args()
-    if not runs_on_gpu(chosen):
-        return
-    torch.manual_seed(0)
-    rows = []
-    for producers, make in ((FORWARD, forward_input), (BACKWARD, backward_input)):
-        table = fused_table(producers, "cuda")
-        if table and not chosen.skip_gate:
-            gate(table, fused_table(producers, "cpu"), make)
-        table |= peer_table(producers, "cuda", compile_too=not chosen.skip_compile)
-
-        def inputs(shape: Shape, make=make) -> tuple[Tensor, ...]:
-            return make((shape.rows, shape.columns), "cuda")
-
-        rows += measure(chosen, FFN, inputs, table)
-    report("activation", rows, chosen)
+    report_on_gpu("activation", measure, parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

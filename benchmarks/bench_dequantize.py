@@ -6,11 +6,12 @@ once; `share` is that traffic per second over the copy's.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from harness import TENSORS, Shape, compiled, gate, measure, parser, report, runs_on_gpu
+from harness import TENSORS, Row, compare, compiled, parser, report_on_gpu
 from peers import decoding
 from torch import Tensor
 
@@ -81,20 +82,14 @@ def encoded_input(shape: tuple[int, int], device: str = "cpu") -> tuple[Tensor, 
     return x, {name: quantize(x, case.quantizer) for name, case in CASES.items()}
 
 
-def main() -> None:
-    chosen = parser(__doc__).parse_args()
-    if not runs_on_gpu(chosen):
-        return
+def measure(chosen: Namespace) -> list[Row]:
     table = operator_table()
-    if not chosen.skip_gate:
-        gate(table, table, encoded_input)
-    if not chosen.skip_compile:
-        table |= compiled(expression_table())
+    peers = {} if chosen.skip_compile else compiled(expression_table())
+    return compare(chosen, TENSORS, encoded_input, table, table, peers)
 
-    def inputs(shape: Shape) -> tuple[Any, ...]:
-        return encoded_input((shape.rows, shape.columns), "cuda")
 
-    report("dequantize", measure(chosen, TENSORS, inputs, table), chosen)
+def main() -> None:
+    report_on_gpu("dequantize", measure, parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

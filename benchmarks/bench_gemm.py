@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from harness import Row, parser, report, ring, runs_on_gpu, spread, time_in_turns
+from harness import Row, parser, report_on_gpu, ring, spread, time_in_turns
 from torch import Tensor
 
 import narrowcast as nc
@@ -195,10 +195,7 @@ def summarize(shape: tuple[int, int, int], kind: str, times: dict[str, list[floa
 
 
 def main() -> None:
-    chosen = parser(__doc__).parse_args()
-    if runs_on_gpu(chosen):
-        torch.manual_seed(0)
-        report("gemm", measure(chosen), chosen)
+    report_on_gpu("gemm", measure, parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

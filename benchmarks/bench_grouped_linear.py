@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from harness import Row, captured, parser, report, runs_on_gpu, spread, time_in_turns
+from harness import RECIPES, Row, captured, parser, report_on_gpu, seconds_of, spread, time_in_turns
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -25,12 +25,10 @@ from narrowcast.tensors import grouped_layout
 from narrowcast.testing import assert_close
 
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
-RECIPES: dict[str, nc.recipe.Recipe | None] = {
+UNDER: dict[str, nc.recipe.Recipe | None] = {
     "bf16": None,
-    "delayed": nc.recipe.DelayedScaling(),
-    "current": nc.recipe.Float8CurrentScaling(),
+    **{name: make() for name, make in RECIPES.items()},
     "current e4m3": nc.recipe.Float8CurrentScaling(fp8_format=nc.recipe.Format.E4M3),
-    "block": nc.recipe.Float8BlockScaling(),
 }
 PEER = "torch: bf16 grouped_mm"
 
@@ -102,7 +100,7 @@ def layer(case: Case, recipe: nc.recipe.Recipe | None, splits: list[int] | Tenso
 def layers(case: Case, sizes: list[int], chosen: Namespace) -> dict[str, Callable[[], Contender]]:
     """Makers of a contender by name, the yardstick first."""
     makers: dict[str, Callable[[], Contender]] = {PEER: lambda: peer(case, sizes)}
-    for name, recipe in RECIPES.items():
+    for name, recipe in UNDER.items():
         makers[f"{name}, host splits"] = lambda recipe=recipe: layer(case, recipe, sizes)
         device = torch.tensor(sizes, device="cuda")
         makers[f"{name}, device splits"] = lambda recipe=recipe, device=device: layer(case, recipe, device)
@@ -150,19 +148,9 @@ def layer_rows(case: Case, sizes: list[int], where: Row, chosen: Namespace) -> l
 
 def milliseconds(step: Step) -> float:
     """Median over rounds of a step's time, steps issued one after the other, the host's time included."""
-
-    def timed(count: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(count):
-            step()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / count
-
-    timed(3)
-    count = max(3, int(SECONDS * 1e3 / timed(3)))
-    return statistics.median(timed(count) for _ in range(ROUNDS))
+    seconds_of(step, 3)
+    count = max(3, int(SECONDS / seconds_of(step, 3)))
+    return 1e3 * statistics.median(seconds_of(step, count) for _ in range(ROUNDS))
 
 
 def gate(case: Case) -> None:
@@ -171,7 +159,7 @@ def gate(case: Case) -> None:
     dy = torch.randn(case.tokens, case.out_features, device="cuda").bfloat16()
     weight = torch.randn(case.groups, case.out_features, case.in_features, device="cuda").bfloat16()
     results: dict[str, list[Tensor]] = {}
-    for name, recipe in RECIPES.items():
+    for name, recipe in UNDER.items():
         run, parameters = layer(case, recipe, splits)
         with torch.no_grad():
             parameters[0].copy_(weight)
@@ -318,10 +306,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--layers-only", action="store_true", help="without the GEMMs alone")
     options.add_argument("--equal-only", action="store_true", help="without skewed splits")
-    chosen = options.parse_args()
-    if runs_on_gpu(chosen):
-        torch.manual_seed(0)
-        report("grouped_linear", measure(chosen), chosen)
+    report_on_gpu("grouped_linear", measure, options.parse_args())
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ loop; contenders take turns. Captured steps and graphed callables replay a CUDA 
 from __future__ import annotations
 
 import statistics
-import time
 from argparse import Namespace
 from collections.abc import Callable
 
 import torch
-from harness import Row, Step, parser, report, runs_on_gpu, spread, step_of
+from harness import RECIPES, Row, Step, captured, parser, report_on_gpu, seconds_of, spread, step_of
 from peers import torchao
 from torch import Tensor
 
@@ -20,11 +19,6 @@ import narrowcast as nc
 
 TOKENS, FEATURES = 128, 256
 STEPS = 200
-RECIPES: dict[str, nc.recipe.Recipe] = {
-    "delayed": nc.recipe.DelayedScaling(),
-    "current": nc.recipe.Float8CurrentScaling(),
-    "block": nc.recipe.Float8BlockScaling(),
-}
 
 
 class UnderRecipe(torch.nn.Module):
@@ -60,23 +54,6 @@ def batch() -> tuple[Tensor, Tensor]:
     return x.requires_grad_(), torch.randn_like(x)
 
 
-def captured(recipe: nc.recipe.Recipe) -> Step:
-    """A whole step in one CUDA graph."""
-    layer = ours()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # the leaves, too, must first be met on this stream
-        x, dy = batch()
-        step = step_of(layer, layer, x, dy, recipe)
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        step()
-    return graph.replay
-
-
 def graphed_callable(recipe: nc.recipe.Recipe) -> Step:
     """The layer through ``torch.cuda.make_graphed_callables``: a graph for the forward and one for the backward."""
     module = UnderRecipe(ours(), recipe)
@@ -103,7 +80,8 @@ def contenders(chosen: Namespace) -> dict[str, Callable[[], Step]]:
         run = torch.compile(layer, fullgraph=True, mode=mode) if compiled else layer
         return step_of(layer, run, *batch(), recipe)
 
-    for name, recipe in RECIPES.items():
+    for name, make in RECIPES.items():
+        recipe = make()
         makers[f"{name}, eager"] = lambda recipe=recipe: layer_step(recipe, None, False)
         makers[f"{name}, LayerNormMLP, eager"] = lambda recipe=recipe: step_of(
             mlp := feed_forward(), mlp, *batch(), recipe
@@ -111,7 +89,7 @@ def contenders(chosen: Namespace) -> dict[str, Callable[[], Step]]:
         makers[f"{name}, compiled"] = lambda recipe=recipe: layer_step(recipe, None, True)
         makers[f"{name}, reduce-overhead"] = lambda recipe=recipe: layer_step(recipe, "reduce-overhead", True)
         makers[f"{name}, make_graphed_callables"] = lambda recipe=recipe: graphed_callable(recipe)
-        makers[f"{name}, captured step"] = lambda recipe=recipe: captured(recipe)
+        makers[f"{name}, captured step"] = lambda recipe=recipe: captured(layer_step(recipe, None, False))
     return {
         name: make
         for name, make in makers.items()
@@ -138,21 +116,11 @@ def measure(chosen: Namespace) -> list[Row]:
 def host_us(step: Step, repeats: int) -> list[float]:
     for _ in range(20):
         step()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / STEPS * 1e6)
-    return times
+    return [seconds_of(step, STEPS) * 1e6 for _ in range(repeats)]
 
 
 def main() -> None:
-    chosen = parser(__doc__).parse_args()
-    if runs_on_gpu(chosen):
-        report("host", measure(chosen), chosen)
+    report_on_gpu("host", measure, parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

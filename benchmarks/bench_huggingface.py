@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import time
 from typing import Any
 
 import torch
-from harness import Row, parser, report
+from harness import RECIPES, Row, parser, report, seconds_of
 from torch import nn
 
 import narrowcast as nc
@@ -37,11 +38,6 @@ SIZES: dict[str, dict[str, int]] = {
     },
 }
 BATCH = {"cuda": (4, 2048), "cpu": (2, 32)}
-RECIPES = {
-    "delayed": nc.recipe.DelayedScaling(),
-    "current": nc.recipe.Float8CurrentScaling(),
-    "block": nc.recipe.Float8BlockScaling(),
-}
 # name -> (recipe, whether it trains adapters alone)
 CONTENDERS: dict[str, tuple[str, bool]] = {
     "full, bf16": ("", False),
@@ -62,7 +58,7 @@ def make(recipe: str, lora: bool, device: str) -> Any:
     if lora:
         model.requires_grad_(False)
     if recipe:
-        nc.convert(model, RECIPES[recipe], skip="lm_head", weights="stored" if lora else "plain")
+        nc.convert(model, RECIPES[recipe](), skip="lm_head", weights="stored" if lora else "plain")
     if lora:
         import peft
 
@@ -103,21 +99,10 @@ def run(name: str, options: argparse.Namespace) -> Row:
         optimizer.zero_grad()
         return loss
 
-    def synchronize() -> None:
-        if cuda:
-            torch.cuda.synchronize()
-
     begin = time.perf_counter()
     losses = [step().item() for _ in range(6)]
-    warm_up, times = time.perf_counter() - begin, []
-    for _ in range(options.repeats):
-        synchronize()
-        begin = time.perf_counter()
-        for _ in range(5):
-            step()
-        synchronize()
-        times.append((time.perf_counter() - begin) / 5)
-    seconds = sorted(times)[len(times) // 2]
+    warm_up = time.perf_counter() - begin
+    seconds = statistics.median(seconds_of(step, 5, device) for _ in range(options.repeats))
     row: Row = {"contender": name, "ms": seconds * 1e3, "tokens_per_second": batch * length / seconds}
     row |= {"parameters_mib": parameter_bytes(model) / 2**20}
     row |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0}
@@ -127,8 +112,7 @@ def run(name: str, options: argparse.Namespace) -> Row:
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    chosen = [name for name in CONTENDERS if not options.only or options.only in name]
-    rows = [run(name, options) for name in chosen]
+    rows = [run(name, options) for name in CONTENDERS if options.only in name]
     for row in rows:
         kind = str(row["contender"]).split(",")[0]
         base = next((float(str(one["ms"])) for one in rows if one["contender"] == f"{kind}, bf16"), None)
@@ -137,8 +121,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    options = arguments.parse_args()
+    options = parser(__doc__).parse_args()
     report("huggingface", measure(options), options)
 
 

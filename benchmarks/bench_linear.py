@@ -8,10 +8,9 @@ weight gradient is compared with bf16's.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 
 import torch
-from harness import Row, Step, measure_steps, parser, report, saved_mib, step_of
+from harness import RECIPES, Row, Step, measure_steps, parser, report, saved_mib, step_of
 from peers import torchao
 
 import narrowcast as nc
@@ -20,11 +19,6 @@ LARGEST_ERROR = 0.5  # above this a result is wrong, not coarse
 SHAPES = ((8192, 4096, 14336), (8192, 4096, 4096), (16384, 8192, 8192))
 SMALL = ((256, 512, 512),)
 YARDSTICK = "bf16, compiled"
-RECIPES: dict[str, Callable[[bool], nc.recipe.Recipe]] = {
-    "delayed": lambda emulate: nc.recipe.DelayedScaling(emulate=emulate),
-    "current": lambda emulate: nc.recipe.Float8CurrentScaling(emulate=emulate),
-    "block": lambda emulate: nc.recipe.Float8BlockScaling(emulate=emulate),
-}
 
 
 def measure(chosen: Namespace) -> list[Row]:
@@ -69,20 +63,16 @@ def contenders(
         add(f"torchao {name}, compiled", converted, None, True)
     exact = gradient(plain, step_of(plain, plain, x, dy, None))
     for name, build in RECIPES.items():
-        layer = nc.Linear(
-            in_features, out_features, bias=False, device=chosen.device, params_dtype=torch.bfloat16
-        )
+        layer = nc.Linear(in_features, out_features, bias=False, **factory)
         with torch.no_grad():
             layer.weight.copy_(plain.weight)
-        recipe = build(chosen.device != "cuda")
+        recipe = build(emulate=chosen.device != "cuda")
         error = gradient(layer, step_of(layer, layer, x, dy, recipe)).sub(exact).norm() / exact.norm()
         assert error < LARGEST_ERROR, f"{name}: the weight gradient is wrong (relative error {error:.3g})"
         add(f"{name}, eager", layer, recipe, False)
         add(f"{name}, compiled", layer, recipe, True)
         with nc.quantized_model_init(recipe=recipe):
-            quantized = nc.Linear(
-                in_features, out_features, bias=False, device=chosen.device, params_dtype=torch.bfloat16
-            )
+            quantized = nc.Linear(in_features, out_features, bias=False, **factory)
         add(f"{name}, quantized parameter, eager", quantized, recipe, False)
     return steps, saved
 

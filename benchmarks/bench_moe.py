@@ -6,10 +6,11 @@ experts, by index (two columns) or by mask (eight columns, of which two are ther
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import torch
-from harness import HIDDEN, Shape, compiled, gate, measure, parser, report, runs_on_gpu
+from harness import HIDDEN, Row, compare, compiled, parser, report_on_gpu
 from torch import Tensor
 
 from narrowcast import functional, reference
@@ -67,21 +68,15 @@ OPERATORS = (functional.moe_spread, functional.moe_collect, functional.moe_colle
 REFERENCE = (reference.moe.spread, reference.moe.collect, reference.moe.collect_backward)
 
 
-def main() -> None:
-    chosen = parser(__doc__).parse_args()
-    if not runs_on_gpu(chosen):
-        return
-    table = kernel_table(OPERATORS)
-    if not chosen.skip_gate:
-        gate(table, kernel_table(REFERENCE), routed)
-    table |= {f"torch: {name}": case for name, case in expression_table().items()}
+def measure(chosen: Namespace) -> list[Row]:
+    peers = {f"torch: {name}": case for name, case in expression_table().items()}
     if not chosen.skip_compile:
-        table |= compiled(expression_table())
+        peers |= compiled(expression_table())
+    return compare(chosen, HIDDEN, routed, kernel_table(OPERATORS), kernel_table(REFERENCE), peers)
 
-    def inputs(shape: Shape) -> Arguments:
-        return routed((shape.rows, shape.columns), "cuda")
 
-    report("moe", measure(chosen, HIDDEN, inputs, table), chosen)
+def main() -> None:
+    report_on_gpu("moe", measure, parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Row, captured, is_late, parser, report_of_ranks
+from harness import Row, captured, is_late, parser, rank_ms, report_of_ranks
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -132,16 +132,7 @@ def timed(
     errors = {key: relative_error(found[key], expected[key]) for key in expected}
     assert max(errors.values(), default=0) < 0.2, f"{name}: {errors}"
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(STEPS):
-            step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / STEPS)
+    times = [rank_ms(step, STEPS) for _ in range(repeats)]
     ms = torch.tensor(statistics.median(times), device="cuda")
     dist.all_reduce(ms, op=dist.ReduceOp.MAX)
     row: Row = {"contender": name, "mode": mode, "GPUs": dist.get_world_size(), "ms": round(ms.item(), 2)}

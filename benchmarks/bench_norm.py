@@ -7,12 +7,13 @@ also written (2); the backward reads input and gradient (4). Statistics and weig
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import torch
-from harness import HIDDEN, Shape, gate, measure, parser, report, runs_on_gpu
+from harness import HIDDEN, Row, parser, report_on_gpu
 from peers import liger
-from producers import Producer, fused_table, peer_table
+from producers import Producer, rows_of
 from torch import Tensor
 
 EPS = 1e-5
@@ -91,23 +92,13 @@ def backward_input(shape: tuple[int, int], device: str = "cpu") -> tuple[Tensor,
     return x, weight, grad, torch.rsqrt(x.float().square().mean(1) + EPS)
 
 
+def measure(chosen: Namespace) -> list[Row]:
+    cases = ((PLAIN, plain_input), (RESIDUAL, residual_input), (BACKWARD, backward_input))
+    return [row for case in cases for row in rows_of(*case, HIDDEN, chosen)]
+
+
 def main() -> None:
-    chosen = parser(__doc__).parse_args()
-    if not runs_on_gpu(chosen):
-        return
-    torch.manual_seed(0)
-    rows = []
-    for producers, make in ((PLAIN, plain_input), (RESIDUAL, residual_input), (BACKWARD, backward_input)):
-        table = fused_table(producers, "cuda")
-        if table and not chosen.skip_gate:
-            gate(table, fused_table(producers, "cpu"), make)
-        table |= peer_table(producers, "cuda", compile_too=not chosen.skip_compile)
-
-        def inputs(shape: Shape, make=make) -> tuple[Tensor, ...]:
-            return make((shape.rows, shape.columns), "cuda")
-
-        rows += measure(chosen, HIDDEN, inputs, table)
-    report("norm", rows, chosen)
+    report_on_gpu("norm", measure, parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

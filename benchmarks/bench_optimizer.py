@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from harness import Row, parser, report, runs_on_gpu, time_in_turns
+from harness import Row, parser, report_on_gpu, time_in_turns
 from torch import Tensor, nn
 
 from narrowcast.optimizers import FusedAdam
@@ -108,9 +108,7 @@ def measure(
 
 
 def main() -> None:
-    options = parser(__doc__).parse_args()
-    if runs_on_gpu(options):
-        report("optimizer", measure(options), options)
+    report_on_gpu("optimizer", measure, parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import Row, captured, parser, report, runs_on_gpu
+from harness import RECIPES, Row, captured, parser, report_on_gpu, seconds_of
 from torch import nn
 
 import narrowcast as nc
@@ -30,11 +29,6 @@ SIZES = (  # rows, in, out
     (8192, 2048, 1408), (1024, 4096, 4096), (2048, 4096, 4096), (4096, 4096, 4096), (8192, 4096, 1024),
     (8192, 4096, 4096), (4096, 4096, 14336), (8192, 4096, 14336), (8192, 14336, 4096), (16384, 8192, 8192),
 )  # fmt: skip
-RECIPES = {
-    "delayed": nc.recipe.DelayedScaling(),
-    "current": nc.recipe.Float8CurrentScaling(),
-    "block": nc.recipe.Float8BlockScaling(),
-}
 SECONDS, TURNS = 0.01, 2  # of a layer in a turn; turns of each repeat
 WORST = 1.02  # what a choice may cost
 
@@ -56,28 +50,19 @@ def step_on(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor, replayed: boo
     return captured(step) if replayed else step
 
 
-def milliseconds(step: Callable[[], Any], count: int) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / count * 1e3
-
-
 def in_turns(steps: list[Callable[[], Any]], turns: int) -> list[float]:
     """Median milliseconds of the first step, then of each other the median of its shares of that in the same turn.
 
     Every turn begins with another step: the first one after a pause finds a cooler GPU.
     """
     for step in steps:
-        milliseconds(step, 4)
-    count = max(3, min(100, int(SECONDS * 1e3 / milliseconds(steps[0], 3))))
+        seconds_of(step, 4)
+    count = max(3, min(100, int(SECONDS / seconds_of(steps[0], 3))))
     times: list[list[float]] = [[] for _ in steps]
     for turn in range(-(-turns // len(steps)) * len(steps)):
         for place in range(len(steps)):
             which = (turn + place) % len(steps)
-            times[which].append(milliseconds(steps[which], count))
+            times[which].append(seconds_of(steps[which], count) * 1e3)
     first, *others = times
     shares = (statistics.median(a / b for a, b in zip(other, first, strict=True)) for other in others)
     return [statistics.median(first), *shares]
@@ -88,7 +73,8 @@ def measure(chosen: Namespace) -> list[Row]:
     replayed = "graphs" in chosen.only
     policy = "auto-graphs" if replayed else "auto"
     os.environ["NARROWCAST_CACHE"] = tempfile.mkdtemp()
-    for name, recipe in RECIPES.items():
+    for name, make in RECIPES.items():
+        recipe = make()
         if not replayed and chosen.only not in name:
             continue
         for size in SIZES[: chosen.shapes]:
@@ -124,10 +110,7 @@ def measure(chosen: Namespace) -> list[Row]:
 
 
 def main() -> None:
-    chosen = parser(__doc__).parse_args()
-    if runs_on_gpu(chosen):
-        torch.manual_seed(0)
-        report("policy", measure(chosen), chosen)
+    report_on_gpu("policy", measure, parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ With --sweep, other tile shapes and launch options are timed for the kernels tha
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from harness import SWEEP, TENSORS, Shape, compiled, gate, measure, parser, report, runs_on_gpu
+from harness import SWEEP, TENSORS, Row, compare, compiled, parser, report_on_gpu
 from peers import expressions, torchao
 from torch import Tensor
 
@@ -178,27 +179,20 @@ def _set(module: ModuleType, values: dict[str, Any]) -> Iterator[None]:
             setattr(module, name, value)
 
 
+def measure(chosen: Namespace) -> list[Row]:
+    table = kernel_table(kernels, "cuda")
+    peers = sweep_table(table) if chosen.sweep else {}
+    if torchao.AVAILABLE:
+        peers |= torchao_table()
+    if not chosen.skip_compile:
+        peers |= compiled(expression_table("cuda"))
+    return compare(chosen, TENSORS, random_input, table, kernel_table(reference, "cpu"), peers)
+
+
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--sweep", action="store_true", help="time other tile shapes too")
-    chosen = flags.parse_args()
-    if not runs_on_gpu(chosen):
-        return
-    torch.manual_seed(0)
-    table = kernel_table(kernels, "cuda")
-    if not chosen.skip_gate:
-        gate(table, kernel_table(reference, "cpu"), random_input)
-    if chosen.sweep:
-        table |= sweep_table(table)
-    if torchao.AVAILABLE:
-        table |= torchao_table()
-    if not chosen.skip_compile:
-        table |= compiled(expression_table("cuda"))
-
-    def inputs(shape: Shape) -> tuple[Tensor]:
-        return random_input((shape.rows, shape.columns), "cuda")
-
-    report("quantize", measure(chosen, TENSORS, inputs, table), chosen)
+    report_on_gpu("quantize", measure, flags.parse_args())
 
 
 if __name__ == "__main__":

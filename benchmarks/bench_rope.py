@@ -5,11 +5,10 @@ Every byte of the queries is read once and written once; the tables of cosines a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from argparse import Namespace
 
 import torch
-from harness import TENSORS, Shape, compiled, gate, measure, parser, report, runs_on_gpu
+from harness import TENSORS, Row, Table, compare, compiled, parser, report_on_gpu
 from torch import Tensor
 
 from narrowcast.functional import rotate
@@ -32,22 +31,16 @@ def random_queries(shape: tuple[int, int], device: str = "cpu") -> tuple[Tensor,
     return x, angles.cos(), angles.sin()
 
 
-def main() -> None:
-    chosen = parser(__doc__).parse_args()
-    if not runs_on_gpu(chosen):
-        return
-    table: dict[str, tuple[Callable[..., Any], float]]
-    table = {NAME: (lambda x, cos, sin: [rotate(x, cos, sin, None, False, False, False)], BYTES)}
-    if not chosen.skip_gate:
-        gate(table, table, random_queries)
-    table[f"torch: {NAME}"] = (expression, BYTES)
+def measure(chosen: Namespace) -> list[Row]:
+    kernel: Table = {NAME: (lambda x, cos, sin: [rotate(x, cos, sin, None, False, False, False)], BYTES)}
+    peers: Table = {f"torch: {NAME}": (expression, BYTES)}
     if not chosen.skip_compile:
-        table |= compiled({NAME: (expression, BYTES)})
+        peers = {**peers, **compiled({NAME: (expression, BYTES)})}
+    return compare(chosen, TENSORS, random_queries, kernel, kernel, peers)
 
-    def inputs(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-        return random_queries((shape.rows, shape.columns), "cuda")
 
-    report("rope", measure(chosen, TENSORS, inputs, table), chosen)
+def main() -> None:
+    report_on_gpu("rope", measure, parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_host import FEATURES, RECIPES, batch, feed_forward, host_us, ours
-from harness import Row, parser, report, runs_on_gpu, step_of
+from bench_host import FEATURES, batch, feed_forward, host_us, ours
+from harness import RECIPES, Row, parser, report_on_gpu, step_of
 from peers import torchao
 from torch import nn
 
@@ -54,7 +54,8 @@ def contenders(chosen: Namespace) -> dict[str, tuple[Callable[[int], Callable[..
             None,
             True,
         )
-    for name, recipe in RECIPES.items():
+    for name, recipe_of in RECIPES.items():
+        recipe = recipe_of()
         kinds: dict[str, Callable[[], nn.Module]] = {"Linear": ours}
         if name == "current":  # compiling twenty of them takes a while
             kinds["LayerNormMLP"] = feed_forward
@@ -98,9 +99,7 @@ def measure(chosen: Namespace) -> list[Row]:
 
 
 def main() -> None:
-    chosen = parser(__doc__).parse_args()
-    if runs_on_gpu(chosen):
-        report("stack", measure(chosen), chosen)
+    report_on_gpu("stack", measure, parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Every rank times the same fixed number of steps: no collective waits for ever.
 
 from __future__ import annotations
 
-import os
 import statistics
 from argparse import Namespace
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Row, parser, report, runs_on_gpu
+from harness import RECIPES, Row, captured, parser, rank_ms, report_of_ranks
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -32,12 +31,6 @@ from narrowcast.functional.collectives import gather_rows, scatter_rows
 from narrowcast.testing import relative_error
 
 HIDDEN, QKV, FFN, EPS = 4096, 6144, 14336, 1e-5
-RECIPES: dict[str, nc.recipe.Recipe | None] = {
-    "narrowcast bf16": None,
-    "current": nc.recipe.Float8CurrentScaling(),
-    "delayed": nc.recipe.DelayedScaling(),
-    "block": nc.recipe.Float8BlockScaling(),
-}
 OVERLAPPED = ("torch bf16", "current", "delayed")  # what PyTorch's micro-pipeline knows the GEMMs of
 STEPS = 8  # of a contender before the next one's turn
 LARGEST_ERROR = {"torch bf16": 2e-2, "narrowcast bf16": 2e-2}  # of the others 0.15
@@ -67,26 +60,18 @@ def attention(qkv: Tensor) -> Tensor:
     return qkv[..., : qkv.shape[-1] * HIDDEN // QKV] + rest.repeat_interleave(2, -1)
 
 
-class Gather(torch.autograd.Function):
+class Rows(torch.autograd.Function):
+    """Rows of all ranks gathered, or summed and scattered; in the backward the other one."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return gather_rows(x, group)
+    def forward(ctx: Any, x: Tensor, group: str, gathers: bool) -> Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return gather_rows(x, group) if gathers else scatter_rows(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return scatter_rows(grad, ctx.group), None
-
-
-class Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return scatter_rows(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather_rows(grad, ctx.group), None
+        back = scatter_rows(grad, ctx.group) if ctx.gathers else gather_rows(grad, ctx.group)
+        return back, None, None
 
 
 def plain(block: Block, group: str) -> Callable[[Tensor], Tensor]:
@@ -95,11 +80,11 @@ def plain(block: Block, group: str) -> Callable[[Tensor], Tensor]:
 
     def forward(x: Tensor) -> Tensor:
         normalized = F.rms_norm(x, (HIDDEN,), qkv.layer_norm_weight, EPS)
-        heads = attention(F.linear(Gather.apply(normalized, group), qkv.weight))
-        y = x + Scatter.apply(F.linear(heads, projection.weight), group)
+        heads = attention(F.linear(Rows.apply(normalized, group, True), qkv.weight))
+        y = x + Rows.apply(F.linear(heads, projection.weight), group, False)
         normalized = F.rms_norm(y, (HIDDEN,), mlp.layer_norm_weight, EPS)
-        gate, up = F.linear(Gather.apply(normalized, group), mlp.fc1_weight).chunk(2, -1)
-        return y + Scatter.apply(F.linear(F.silu(gate) * up, mlp.fc2_weight), group)
+        gate, up = F.linear(Rows.apply(normalized, group, True), mlp.fc1_weight).chunk(2, -1)
+        return y + Rows.apply(F.linear(F.silu(gate) * up, mlp.fc2_weight), group, False)
 
     return forward
 
@@ -166,31 +151,8 @@ def times_of(steps: dict[str, Callable[[], Any]], repeats: int) -> dict[str, lis
     for _ in range(repeats):
         for name, step in steps.items():
             step()
-            torch.cuda.synchronize()
-            dist.barrier()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(STEPS):
-                step()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(end) / STEPS)
+            times[name].append(rank_ms(step, STEPS))
     return times
-
-
-def captured(step: Callable[[], Any]) -> Callable[[], Any]:
-    """The step as a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog is another thread
-        step()
-    return graph.replay
 
 
 def measure(chosen: Namespace) -> list[Row]:
@@ -203,14 +165,14 @@ def measure(chosen: Namespace) -> list[Row]:
     dy_whole = torch.randn_like(x_whole) * 1e-2
     steps: dict[str, Callable[[], Any]] = {}
     rows: dict[str, Row] = {}
-    contenders = [(name, name) for name in ("torch bf16", *RECIPES) if chosen.only in name]
+    contenders = [(name, name) for name in ("torch bf16", "narrowcast bf16", *RECIPES) if chosen.only in name]
     if chosen.overlap:
         contenders += [(f"{name}, overlapped", name) for name in OVERLAPPED if chosen.only in name]
     for label, name in contenders:
         if label != name:
             nc.distributed.async_tensor_parallel(group)
             torch.compiler.reset()
-        recipe = RECIPES.get(name)
+        recipe = RECIPES[name]() if name in RECIPES else None
         block = Block(group)
         with torch.no_grad():
             for key, parameter in block.named_parameters():
@@ -236,11 +198,9 @@ def measure(chosen: Namespace) -> list[Row]:
             rows[label] |= {
                 key: round(value, 5) for key, value in check(name, step, block, expected, x).items()
             }
-            same = [
-                torch.equal(a, b)
-                for a, b in zip(first_products(block, x), first_of_whole(state, recipe, x_whole))
-            ]
-            rows[label]["column output is the whole's"] = str(all(same))
+            with torch.no_grad():
+                same = torch.equal(block.qkv(x), first_of_whole(state, recipe, x_whole))
+            rows[label]["column output is the whole's"] = str(same)
             del expected
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -262,20 +222,14 @@ def measure(chosen: Namespace) -> list[Row]:
 
 
 @torch.no_grad()
-def first_products(block: Block, x: Tensor) -> list[Tensor]:
-    """The output of the first column-parallel layer, eager."""
-    return [block.qkv(x)]
-
-
-@torch.no_grad()
-def first_of_whole(state: dict[str, Tensor], recipe: nc.recipe.Recipe | None, x: Tensor) -> list[Tensor]:
-    """This rank's columns of what one GPU makes of the same layer."""
+def first_of_whole(state: dict[str, Tensor], recipe: nc.recipe.Recipe | None, x: Tensor) -> Tensor:
+    """This rank's columns of what one GPU makes of the first column-parallel layer."""
     whole = Block()
     whole.load_state_dict(state, strict=False)
     with nc.autocast(recipe=recipe) if recipe else nullcontext():
         y = whole.qkv(x)
     rank, size = dist.get_rank(), dist.get_world_size()
-    return [torch.cat([part.chunk(size, -1)[rank] for part in y.split([HIDDEN, QKV - HIDDEN], -1)], -1)]
+    return torch.cat([part.chunk(size, -1)[rank] for part in y.split([HIDDEN, QKV - HIDDEN], -1)], -1)
 
 
 def main() -> None:
@@ -283,18 +237,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=8192, help="rows of all GPUs together (default 8192)")
     options.add_argument("--graphs", action="store_true", help="also replay every step as a CUDA graph")
     options.add_argument("--overlap", action="store_true", help="also with async_tensor_parallel")
-    chosen = options.parse_args()
-    if not runs_on_gpu(chosen):
-        return
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl")
-    try:
-        rows = measure(chosen)
-        if dist.get_rank() == 0:
-            report("tensor_parallel", rows, chosen)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    report_of_ranks("tensor_parallel", measure, options.parse_args())
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import time
+import statistics
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import Row, parser, report, runs_on_gpu
+from harness import Row, parser, report_on_gpu, seconds_of
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -106,15 +106,7 @@ def angles(sizes: tuple[int, int, int, int], length: int) -> Tensor:
 
 def timed(step: Callable[[], Any], repeats: int, each: int = 5) -> float:
     """Median seconds of a step, host included."""
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(each):
-            step()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) / each)
-    return sorted(times)[len(times) // 2]
+    return statistics.median(seconds_of(step, each) for _ in range(repeats))
 
 
 def fresh() -> None:
@@ -281,9 +273,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    options = parser(__doc__).parse_args()
-    if runs_on_gpu(options):
-        report("transformer", measure(options), options)
+    report_on_gpu("transformer", measure, parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

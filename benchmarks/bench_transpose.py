@@ -6,11 +6,10 @@ read once and written once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from argparse import Namespace
 
 import torch
-from harness import TENSORS, Shape, compiled, gate, measure, parser, report, runs_on_gpu
+from harness import TENSORS, Row, Table, compare, compiled, parser, report_on_gpu
 from torch import Tensor
 
 from narrowcast.functional import transpose_codes
@@ -27,22 +26,16 @@ def random_codes(shape: tuple[int, int], device: str = "cpu") -> tuple[Tensor]:
     return (torch.randint(0, 256, shape, dtype=torch.uint8, device=device),)
 
 
-def main() -> None:
-    chosen = parser(__doc__).parse_args()
-    if not runs_on_gpu(chosen):
-        return
-    table: dict[str, tuple[Callable[[Tensor], Any], float]]
-    table = {NAME: (lambda data: [transpose_codes(data)], BYTES)}
-    if not chosen.skip_gate:
-        gate(table, table, random_codes)
-    table[f"torch: {NAME}"] = (expression, BYTES)
+def measure(chosen: Namespace) -> list[Row]:
+    kernel: Table = {NAME: (lambda data: [transpose_codes(data)], BYTES)}
+    peers: Table = {f"torch: {NAME}": (expression, BYTES)}
     if not chosen.skip_compile:
-        table |= compiled({NAME: (expression, BYTES)})
+        peers = {**peers, **compiled({NAME: (expression, BYTES)})}
+    return compare(chosen, TENSORS, random_codes, kernel, kernel, peers)
 
-    def inputs(shape: Shape) -> tuple[Tensor]:
-        return random_codes((shape.rows, shape.columns), "cuda")
 
-    report("transpose", measure(chosen, TENSORS, inputs, table), chosen)
+def main() -> None:
+    report_on_gpu("transpose", measure, parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

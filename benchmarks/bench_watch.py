@@ -8,22 +8,16 @@ to a step that is not sampled, `samples_percent` what one sample in a hundred ad
 from __future__ import annotations
 
 import statistics
-import time
 from argparse import Namespace
 
 import torch
-from harness import Row, parser, report
+from harness import RECIPES, Row, parser, report, seconds_of
 from torch import nn
 
 import narrowcast as nc
 
 EVERY = 100
 SIZES = {"cuda": (2048, 8192, 8, 8192), "cpu": (64, 128, 2, 32)}  # width, hidden, blocks, tokens
-RECIPES: dict[str, nc.recipe.Recipe] = {
-    "delayed": nc.recipe.DelayedScaling(),
-    "current": nc.recipe.Float8CurrentScaling(),
-    "block": nc.recipe.Float8BlockScaling(),
-}
 
 
 class Block(nn.Module):
@@ -58,20 +52,12 @@ def case(name: str, recipe: nc.recipe.Recipe, compiled: bool, options: Namespace
         return loss
 
     def timed(repeats: int, watch: nc.inspect.Watch | None = None) -> float:
-        times = []
-        for _ in range(repeats):
-            synchronize()
-            begin = time.perf_counter()
+        def watched() -> None:
             step()
             if watch is not None:
                 watch.step()
-            synchronize()
-            times.append((time.perf_counter() - begin) * 1e3)
-        return statistics.median(times)
 
-    def synchronize() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
+        return statistics.median(seconds_of(watched, 1, device) * 1e3 for _ in range(repeats))
 
     def numbers() -> list[torch.Tensor]:
         loss = step().detach()
@@ -101,10 +87,10 @@ def case(name: str, recipe: nc.recipe.Recipe, compiled: bool, options: Namespace
 
 
 def measure(options: Namespace) -> list[Row]:
-    cases = {(name, code): recipe for name, recipe in RECIPES.items() for code in ("eager", "compiled")}
     return [
-        case(name, recipe, code == "compiled", options)
-        for (name, code), recipe in cases.items()
+        case(name, recipe(), code == "compiled", options)
+        for name, recipe in RECIPES.items()
+        for code in ("eager", "compiled")
         if options.only in f"{name}, {code}"
     ]
 

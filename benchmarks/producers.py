@@ -6,11 +6,12 @@ the tensor's amax before it can encode makes the producer read its inputs twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from harness import compiled
+from harness import Row, Shape, compare, compiled
 from peers import expressions
 from torch import Tensor
 
@@ -128,6 +129,18 @@ def peer_table(producers: Mapping[str, Producer], device: str, compile_too: bool
                 table[f"liger: {kernel}"] = (_after(producer.liger, producer.dbias, chosen), size)
             whole[kernel] = (_expression(producer, chosen), size)
     return table | compiled(whole) if compile_too else table
+
+
+def rows_of(
+    producers: Mapping[str, Producer],
+    make: Callable[..., tuple[Tensor, ...]],
+    shapes: Sequence[Shape],
+    chosen: Namespace,
+) -> list[Row]:
+    """Fused operators and their peers, once the fused ones are those of the CPU."""
+    kernels, references = (fused_table(producers, device) for device in ("cuda", "cpu"))
+    peers = peer_table(producers, "cuda", compile_too=not chosen.skip_compile)
+    return compare(chosen, shapes, make, kernels, references, peers)
 
 
 def _operator(name: str) -> Callable[..., Any] | None:

@@ -1,16 +1,17 @@
 """What every benchmark shares: shapes, timing, the description of the machine, the table, the rows and the plot."""
 
-from .contenders import SWEEP, Table, compiled, gate, measure, summarize
+from .contenders import SWEEP, Table, compare, compiled, gate, measure, summarize
 from .machine import Row, machine
-from .ranks import is_late, report_of_ranks
-from .report import append, parser, report, runs_on_gpu
+from .ranks import is_late, rank_ms, report_of_ranks
+from .report import append, parser, report, report_on_gpu, runs_on_gpu
 from .shapes import FFN, HIDDEN, TENSORS, Shape
-from .steps import Step, captured, measure_steps, saved_mib, step_of
-from .timing import ring, spread, time_in_turns, time_ms
+from .steps import RECIPES, Step, captured, measure_steps, saved_mib, step_of
+from .timing import ring, seconds_of, spread, time_in_turns, time_ms
 
 __all__ = [
     "FFN",
     "HIDDEN",
+    "RECIPES",
     "SWEEP",
     "TENSORS",
     "Row",
@@ -19,6 +20,7 @@ __all__ = [
     "Table",
     "append",
     "captured",
+    "compare",
     "compiled",
     "gate",
     "is_late",
@@ -26,11 +28,14 @@ __all__ = [
     "measure",
     "measure_steps",
     "parser",
+    "rank_ms",
     "report",
     "report_of_ranks",
+    "report_on_gpu",
     "ring",
     "runs_on_gpu",
     "saved_mib",
+    "seconds_of",
     "spread",
     "step_of",
     "summarize",

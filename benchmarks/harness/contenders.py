@@ -104,6 +104,25 @@ def measure(
     return rows
 
 
+def compare(
+    chosen: Namespace,
+    shapes: Sequence[Shape],
+    make: Callable[..., tuple[Any, ...]],
+    kernels: Table,
+    references: Table,
+    peers: Table,
+) -> list[Row]:
+    """Rows of kernels and their peers, once the kernels equal the references of the same names.
+
+    ``make``: of (rows, columns) and a device, the CPU if left out, the arguments.
+    """
+    if kernels and not chosen.skip_gate:
+        gate(kernels, references, make)
+    return measure(
+        chosen, shapes, lambda shape: make((shape.rows, shape.columns), "cuda"), {**kernels, **peers}
+    )
+
+
 def summarize(
     shape: Shape, bytes_per_element: Mapping[str, float], times: Mapping[str, Sequence[float]]
 ) -> list[Row]:

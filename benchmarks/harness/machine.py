@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 import narrowcast as nc
+from narrowcast.train.machine import cpu_model
 
 Row = dict[str, object]
 
@@ -19,7 +19,7 @@ def machine(device: str, commit: str) -> Row:
     name = (
         torch.cuda.get_device_name()
         if device == "cuda"
-        else f"{_cpu_name()}, {torch.get_num_threads()} threads"
+        else f"{cpu_model()}, {torch.get_num_threads()} threads"
     )
     return {
         "device": name,
@@ -45,10 +45,3 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "none"
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -30,6 +30,19 @@ def report_of_ranks(stem: str, measure: Callable[[Namespace], list[Row]], chosen
     dist.destroy_process_group()
 
 
+def rank_ms(step: Callable[[], object], count: int) -> float:
+    """Mean milliseconds of ``count`` steps of this rank, begun when all have come here."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / count
+
+
 def is_late(began: float, budget: float) -> bool:
     """Whether any process has spent its seconds since ``began``, by ``time.monotonic``; the same answer in all."""
     late = torch.tensor(float(time.monotonic() - began > budget), device="cuda")

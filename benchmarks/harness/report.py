@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -42,6 +43,15 @@ def runs_on_gpu(chosen: argparse.Namespace) -> bool:
         return True
     print("this benchmark needs a CUDA device and Triton; nothing to measure here")
     return False
+
+
+def report_on_gpu(
+    stem: str, measure: Callable[[argparse.Namespace], list[Row]], chosen: argparse.Namespace
+) -> None:
+    """Measure and report, where there is a GPU."""
+    if runs_on_gpu(chosen):
+        torch.manual_seed(0)
+        report(stem, measure(chosen), chosen)
 
 
 def report(stem: str, rows: list[Row], options: argparse.Namespace) -> None:

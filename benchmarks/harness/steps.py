@@ -15,6 +15,11 @@ from .machine import Row
 from .timing import spread, time_in_turns
 
 Step = Callable[[], None]
+RECIPES: dict[str, type[nc.recipe.Recipe]] = {
+    "delayed": nc.recipe.DelayedScaling,
+    "current": nc.recipe.Float8CurrentScaling,
+    "block": nc.recipe.Float8BlockScaling,
+}
 STEPS = 8  # of a contender before the next one's turn
 
 

@@ -19,6 +19,17 @@ UNCOUNTED_TURNS = 2
 QUEUE_CYCLES = 4_000_000
 
 
+def seconds_of(step: Callable[[], object], count: int, device: str = "cuda") -> float:
+    """Mean seconds of ``count`` steps issued one after the other, the host's time included."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    wait()
+    return (time.perf_counter() - start) / count
+
+
 def time_ms(run: Callable[[], object], device: str, repeats: int) -> Row:
     """Median, 20th and 80th percentile in milliseconds, after three runs that are not counted."""
     for _ in range(3):
