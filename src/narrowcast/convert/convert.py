@@ -10,7 +10,7 @@ from torch import nn
 
 from ..layers import DelayedLayer, RecipeOwner
 from ..layers.policies import Policy, policy_named
-from ..layers.set_recipe import matching_names, recipe_table, renew_from, renew_layers
+from ..layers.set_recipe import matching_names, recipe_table, renew_from, stop_renewing_from
 from ..nn import Linear
 from ..recipe import Recipe
 from .find import Found, FoundNorm, gemm_modules, norm_modules
@@ -114,9 +114,7 @@ def revert(model: nn.Module) -> nn.Module:
         restore(module)
         turn_back(module)
     if not any(isinstance(layer, DelayedLayer) and layer.delayed_slots() for layer in model.modules()):
-        hooks: Any = model._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is renew_layers]:
-            del hooks[key]
+        stop_renewing_from(model)
     return model
 
 

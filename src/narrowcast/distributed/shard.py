@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..formats import ELEMENT_FORMATS, FLT_MAX, MX_BLOCK, NVFP4_BLOCK
-from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage
+from ..layers import GroupedLinearLayer, LinearLayer, Stage
 from ..layers.parameters import weight_quantizer
+from ..layers.set_recipe import renew_layers, stop_renewing_from
 from ..ops import FusibleOperation
 from ..quantizers import (
     DelayedFloat8Quantizer,
@@ -24,7 +25,7 @@ from ..quantizers import (
 )
 from ..recipe import WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..reference.scaling import reciprocal, scale_from_amax
-from ..state import checked_recipe, renew, starts_a_step
+from ..state import checked_recipe, starts_a_step
 from ..tensors import QuantizedTensor, local
 from .shard_receipt import ShardedParameter, ShardReceipt
 from .sharded_weight import ShardedWeight, WeightGather, like
@@ -110,6 +111,8 @@ def shard(
         fully_shard(block, mesh=mesh, **options)
     if chosen.scaled:
         scales = _Scales(model, chosen.scaled, over, dtype)
+        if scales.delayed:
+            stop_renewing_from(model)  # the scales do, in front of the first gather
         model.register_forward_pre_hook(scales.renew, prepend=True)
         model.register_forward_hook(scales.record)
     _watch_gathers(model)
@@ -358,6 +361,7 @@ class _Scales:
     ) -> None:
         self.model, self.weights, self.mesh, self.dtype = model, weights, mesh, dtype
         self.shards: list[Tensor] = []
+        self.delayed = any(weight.delayed for weight in weights)
         # where all are delayed, their casts find the amax of the shards, which nobody reads before
         self.by_casts = all(weight.delayed for weight in weights)
         self.of_shards: Tensor | None = None  # what the casts have found
@@ -383,8 +387,8 @@ class _Scales:
         # in later forwards of a step the weights are what they were: FSDP2 has no gradients for them before the last
         self.known = torch.is_grad_enabled() and not _synchronizes(model)
         with torch.no_grad():
-            if model.training and any(weight.delayed for weight in self.weights):
-                renew([layer for layer in model.modules() if isinstance(layer, DelayedLayer)])
+            if self.delayed:
+                renew_layers(model)
             self._set()
 
     def _of_shards(self) -> Tensor:
@@ -442,8 +446,7 @@ class _Scales:
 
     def _collects(self, model: nn.Module) -> bool:
         """Whether a forward that is no recomputation leaves the amax of weights for delayed scaling."""
-        training = model.training and torch.is_grad_enabled() and starts_a_step()
-        return training and any(weight.delayed for weight in self.weights)
+        return self.delayed and model.training and torch.is_grad_enabled() and starts_a_step()
 
     def record(self, model: nn.Module, args: Any, out: Any) -> None:
         """Forward hook: what delayed scaling collects of a weight, once all layers have renewed their state."""

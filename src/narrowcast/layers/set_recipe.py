@@ -112,6 +112,13 @@ def renew_from(model: nn.Module) -> None:
         model.register_forward_pre_hook(renew_layers)
 
 
+def stop_renewing_from(model: nn.Module) -> None:
+    """Undo :func:`renew_from`."""
+    hooks: Any = model._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is renew_layers]:
+        del hooks[key]
+
+
 def get_recipes(model: nn.Module) -> dict[str, Recipe | None]:
     """The recipe of every low-precision layer, by the layer's name."""
     return {name: module.recipe for name, module in model.named_modules() if isinstance(module, RecipeOwner)}
