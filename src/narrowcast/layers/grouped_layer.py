@@ -16,7 +16,8 @@ from ..autograd.grouped_linear import (
     quantize_weights,
 )
 from ..functional import grouped_calibrate_, join_weights, splits_on_device
-from ..quantizers import Operand, OperandBuffers, Quantizer
+from ..functional.wgrad_store import DeferredWgrad
+from ..quantizers import Operand, OperandBuffers
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
 from ..tensors import (
@@ -25,22 +26,20 @@ from ..tensors import (
     QuantizedTensorStorage,
     grouped_layout,
     grouped_storage_of,
-    quantize_members,
     storage_of,
 )
 from .linear_layer import LinearLayer, Stage
 from .parameters import (
     INIT_STD,
-    accumulate,
-    check_differentiable,
     checked_input,
     largest_magnitude,
     main_grad_of,
-    mark_added_to_main_grad,
     parameter_device,
     positive,
-    weight_quantizer,
+    quantize_parameter,
+    random_numbers_of,
 )
+from .tensor_parallel import TensorParallelOptions, checked_mode, mark_partition, shared
 
 FEW_ROWS = 1024
 """Rows of an average group up to which its weight is quantized once for both of its GEMMs. To read it once more would
@@ -79,7 +78,7 @@ class GroupedLinearLayer(LinearLayer):
         device: torch.device | str | None,
         recipe: Recipe | None = None,
         parallel_mode: str | None = None,
-        tp_size: int = 1,
+        parallel: TensorParallelOptions | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         name: str | None = None,
         single_grouped_weight: bool = False,
@@ -87,8 +86,12 @@ class GroupedLinearLayer(LinearLayer):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
     ) -> None:
-        positive(num_gemms=num_gemms, in_features=in_features, out_features=out_features, tp_size=tp_size)
-        in_features, out_features = _sharded(in_features, out_features, parallel_mode, tp_size)
+        positive(num_gemms=num_gemms, in_features=in_features, out_features=out_features)
+        tp_size = 1 if parallel is None else parallel.tp_size
+        if checked_mode(parallel_mode) == "column":
+            out_features = shared("out_features", out_features, tp_size)
+        elif parallel_mode == "row":
+            in_features = shared("in_features", in_features, tp_size)
         if bias and tp_size > 1:
             raise ValueError(
                 f"bias=True with tp_size={tp_size}; GroupedLinear has no tensor-parallel bias, pass bias=False"
@@ -106,13 +109,14 @@ class GroupedLinearLayer(LinearLayer):
                 for kind, whole in zip(("weight", "bias"), single)
                 if not whole
             },
+            parallel=parallel,
         )
         self._groups = self.num_gemms = num_gemms
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.parallel_mode = bias, parallel_mode
         self.single_grouped_weight, self.single_grouped_bias = single
         if self._init_recipe is not None:
-            self._stored_as()
+            self._stored_as(self._stages[0])
         # one allocation for all groups: operators then read the parameters of all groups without gathering them
         sizes = (num_gemms, out_features, in_features)
         self._add_groups("weight", torch.empty(sizes, dtype=dtype, device=place))
@@ -124,12 +128,15 @@ class GroupedLinearLayer(LinearLayer):
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def _add_groups(self, kind: str, values: Tensor | None) -> None:
-        names = self._parts.get(kind)
-        for group, name in enumerate(names or [kind]):
-            own = values if names is None or values is None else values[group]
+        for group, name in enumerate(self._names_of(kind)):
+            own = values[group] if values is not None and kind in self._parts else values
             self.register_parameter(name, None if own is None else nn.Parameter(own))
-        for parameter in self._parts_of(kind):
-            _mark_partition(parameter, kind, self.parallel_mode)
+
+    def _mark_parameter(self, name: str, parameter: Tensor) -> None:
+        """Say which dim is split; that of the groups never is."""
+        column, is_weight = self.parallel_mode == "column", name.startswith("weight")
+        if column or (self.parallel_mode == "row" and is_weight):
+            mark_partition(parameter, parameter.dim() - (2 if column and is_weight else 1))
 
     def _weight_amax(self, prefix: str) -> Tensor:
         weights: list[Any] = [weight.detach() for weight in self._parts_of("weight")]
@@ -176,10 +183,11 @@ class GroupedLinearLayer(LinearLayer):
             else:
                 values = whole.unbind(0)
         for value in values:
-            if stage.init_method is None:
-                value.normal_(0.0, INIT_STD)
-            else:
-                stage.init_method(value)
+            with random_numbers_of(self.get_rng_state_tracker, self.rng_tracker_name):
+                if stage.init_method is None:
+                    value.normal_(0.0, INIT_STD)
+                else:
+                    stage.init_method(value)
         if quantized and not (self.single_grouped_weight and weights[0].is_meta):
             self._quantize_weight(weights if not self.single_grouped_weight else [whole])
 
@@ -198,36 +206,21 @@ class GroupedLinearLayer(LinearLayer):
         if not (weights[0].is_meta or isinstance(weights[0], (GroupedTensor, QuantizedTensor))):
             self._quantize_weight([weight.detach() for weight in weights])
 
-    def _stored_as(self) -> Quantizer:
-        """What quantizes weights that are stored so."""
-        assert self._init_recipe is not None
-        quantizer = weight_quantizer(self._init_recipe, self.name, self._module_type)
-        return quantizer.with_usage(columnwise=self._init_columnwise)
-
     def _quantize_weight(self, values: list[Tensor]) -> None:
         """Register the quantization of all weights, one (G, N, K) or G of (N, K), in place of the parameters."""
-        quantizer: Any = self._stored_as()
+        quantizer = self._stored_as(self._stages[0])
         if self.single_grouped_weight and hasattr(self.weight, "_local_tensor"):
             raise RuntimeError(
                 f"FSDP shards {self.name or type(self).__name__}, but not the one tensor that its groups are to be "
                 "quantized into; use single_grouped_weight=False, or make it without quantized_model_init"
             )
-        for name, value in zip(self._parts.get("weight", ["weight"]), values, strict=True):
+        for name, value in zip(self._names_of("weight"), values, strict=True):
             held: Any = self._parameters[name]
             if hasattr(value, "_local_tensor"):  # FSDP2 has the parameter
                 held.copy_(value)
                 continue
-            if self.single_grouped_weight:
-                made: Any = GroupedTensor(quantize_members([value], quantizer))
-            elif value.is_meta:
-                made = quantizer.make_empty(tuple(value.shape), dtype=value.dtype, device=value.device)
-            else:
-                made = quantizer.quantize(value)
-            parameter: Any = nn.Parameter(made, held is None or held.requires_grad)
-            if self._init_preserve and not value.is_meta:
-                parameter._high_precision_init_val = value.cpu()
+            parameter = quantize_parameter(value, quantizer, self._init_preserve, held.requires_grad)
             self.register_parameter(name, parameter)
-            _mark_partition(parameter, "weight", self.parallel_mode)
 
     def _takes_rows(self, storage_name: str) -> bool:
         # the backward transposes groups that lie in common buffers, not those that lie each by itself
@@ -253,42 +246,28 @@ class GroupedLinearLayer(LinearLayer):
         dgrad_out: Tensor | None = None,
     ) -> tuple[LinearFwdArgs, Groups]:
         """What the boundary reads besides its operands; ``dtype``: of the input, the others as in the records."""
-        weights, workspace = self._parts_of("weight"), None
-        stored = isinstance(weights[0], (GroupedTensor, QuantizedTensor))
-        if plan.quantized and (is_first_microbatch is not None or stored):
-            workspace = self._grouped_workspace(weights, plan.kept_weight, scales, is_first_microbatch)
-            if not workspace.columnwise and not self._stored_rowwise:
-                check_differentiable(workspace, plan, "weight", self.name or type(self).__name__)
-        main_grads, overwrite, dummies = self._main_grads(plan.needs_weight, is_first_microbatch)
-        wgrad = LinearWgrad(None, overwrite, "")
-        if self.delay_wgrad_compute and plan.needs_weight:
-            wgrad.store = self.wgrad_stores["weight"]
-            wgrad.ticket = wgrad.store.ticket
+        weights = self._parts_of("weight")
+        args = self._fwd_args(self._stages[0], plan, dtype, weights[0], None, is_first_microbatch, scales)
+        args.needs_bias = needs_bias
+        main_grads, args.wgrad.overwrite, dummies = self._main_grads(plan.needs_weight, is_first_microbatch)
         split = not self.single_grouped_weight, not self.single_grouped_bias
         shape = self.num_gemms, self.out_features, self.in_features
-        groups = Groups(*shape, *split, covered, main_grads, dummies, out, dgrad_out)
-        transpose = (
-            self._stored_rowwise
-            and workspace is not None
-            and not workspace.columnwise
-            and plan.needs_input
-            and not plan.backward_override
-        )
-        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias, transpose), groups
+        return args, Groups(*shape, *split, covered, main_grads, dummies, out, dgrad_out)
 
-    def _grouped_workspace(
+    def _wgrad(self, name: str, is_first_microbatch: bool | None) -> LinearWgrad:
+        """Without any ``main_grad``: those of the groups are part of ``Groups``."""
+        store = self.wgrad_stores.get(name)
+        return LinearWgrad(store=store, ticket=None if store is None else store.ticket)
+
+    def _workspace(
         self,
-        weights: list[Tensor],
+        stage: Stage,
         operand: Operand,
         scales: DelayedScales,
+        weight: Any,
         is_first_microbatch: bool | None,
     ) -> OperandBuffers:
-        """The quantized weights of several microbatches: a quantized parameter, what the first one left, or made now.
-
-        Raises:
-            RuntimeError: the parameter is quantized in another format than the recipe's.
-        """
-        weight: Any = weights[0]
+        weights = self._parts_of("weight")
         if isinstance(weight, (GroupedTensor, QuantizedTensor)):
             held = weight.storage_name if isinstance(weight, GroupedTensor) else weight._BARE_NAME
             if held != operand.storage_name:
@@ -317,7 +296,7 @@ class GroupedLinearLayer(LinearLayer):
             RuntimeError: a ``main_grad`` is missing, or some are overwritten and some are not.
             ValueError: a ``main_grad`` of another shape than its weight, neither fp32 nor bf16.
         """
-        names = self._parts.get("weight", ["weight"])
+        names = self._names_of("weight")
         main_grads: list[Tensor | None] = [None] * len(names)
         dummies = [""] * len(names)
         overwrites = []
@@ -367,24 +346,12 @@ class GroupedLinearLayer(LinearLayer):
             ]
             grouped_calibrate_([w.detach() for w in plain], None, amax, WEIGHT_SLOT)
 
-    def _compute_waiting_wgrads(self) -> None:
-        weights, store = self._parts_of("weight"), self.wgrad_stores["weight"]
-        if not self.wants_wgrad and not len(store):  # frozen in the forward
-            return
-        deferred, shape = store.pop(), (self.out_features, self.in_features)
-        if not self.wants_wgrad:  # frozen since: autograd drops such a gradient, too
-            pass
-        elif self.fuse_wgrad_accumulation:
-            wanted = [weight.main_grad if weight.requires_grad else None for weight in weights]  # type: ignore[attr-defined]
-            add_to_main_grads_(deferred, wanted, shape)
-            for weight in weights:
-                if weight.requires_grad:
-                    mark_added_to_main_grad(weight)
-        else:
-            wgrad = compute_grouped_wgrad(deferred, shape, weights[0].dtype)
-            _accumulate_each(weights, wgrad, self.single_grouped_weight)
-        if deferred.grad_bias is not None:
-            _accumulate_each(self._parts_of("bias"), deferred.grad_bias, self.single_grouped_bias)
+    def _add_to_main_grads(self, weights: list[Any], deferred: DeferredWgrad) -> None:
+        wanted = [weight.main_grad if weight.requires_grad else None for weight in weights]
+        add_to_main_grads_(deferred, wanted, (self.out_features, self.in_features))
+
+    def _wgrad_of(self, weights: list[Tensor], deferred: DeferredWgrad) -> Tensor:
+        return compute_grouped_wgrad(deferred, (self.out_features, self.in_features), weights[0].dtype)
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
@@ -558,37 +525,3 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
         spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
     (start, end), (other_start, other_end) = spans
     return a.numel() > 0 and b.numel() > 0 and start < other_end and other_start < end
-
-
-def _accumulate_each(parameters: list[Tensor], grad: Tensor, single: bool) -> None:
-    for parameter, own in zip(parameters, [grad] if single else grad.unbind(0), strict=True):
-        if parameter.requires_grad:
-            accumulate(parameter, own)
-
-
-def _sharded(in_features: int, out_features: int, parallel_mode: str | None, tp_size: int) -> tuple[int, int]:
-    """Sizes of one rank's part."""
-    if parallel_mode not in (None, "column", "row"):
-        raise ValueError(f"parallel_mode is {parallel_mode!r}; use None, 'column' or 'row'")
-    if parallel_mode is None:
-        return in_features, out_features
-    label, size = (
-        ("out_features", out_features) if parallel_mode == "column" else ("in_features", in_features)
-    )
-    if size % tp_size:
-        raise ValueError(
-            f"{label} is {size}; parallel_mode={parallel_mode!r} needs a multiple of tp_size={tp_size}"
-        )
-    if parallel_mode == "column":
-        return in_features, out_features // tp_size
-    return in_features // tp_size, out_features
-
-
-def _mark_partition(parameter: Any, kind: str, parallel_mode: str | None) -> None:
-    """Say which dim of a parameter is sharded; the dim of the groups never is."""
-    if parallel_mode is None or (kind == "bias" and parallel_mode == "row"):
-        return
-    from_end = 2 if kind == "weight" and parallel_mode == "column" else 1
-    parameter.tensor_model_parallel = True
-    parameter.partition_dim = parameter.dim() - from_end
-    parameter.partition_stride = 1

@@ -21,17 +21,16 @@ from ..autograd import (
     concatenate,
 )
 from ..functional import calibrate_, is_current, kept_weight, note_kept
-from ..functional.wgrad_store import WeightGradStore
-from ..quantizers import Operand, OperandBuffers, buffers_of
+from ..functional.wgrad_store import DeferredWgrad, WeightGradStore
+from ..quantizers import Operand, OperandBuffers, Quantizer, buffers_of
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
-from ..tensors import QuantizedTensor, dequantized, local
+from ..tensors import GroupedTensor, QuantizedTensor, dequantized, local
 from ..tensors.storage import resolve_storage_class
 from .delayed import DelayedLayer
 from .parameters import (
     INIT_STD,
     accumulate,
-    check_differentiable,
     largest_magnitude,
     main_grad_of,
     mark_added_to_main_grad,
@@ -39,8 +38,9 @@ from .parameters import (
     quantize_parameter,
     random_numbers_of,
     remedy,
+    weight_quantizer,
 )
-from .tensor_parallel import TensorParallelLayer, mark_partition
+from .tensor_parallel import TensorParallelLayer, TensorParallelOptions, mark_partition
 
 
 class Stage(NamedTuple):
@@ -68,6 +68,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         fuse_wgrad_accumulation: add weight gradients to the parameter's ``main_grad`` instead of its ``grad``.
         delay_wgrad_compute: weight and bias gradients wait for :meth:`backward_dw`.
         parts: names of the parameters that together are a weight or bias, by its name; none for one that is whole.
+        parallel: how it is split over processes; None where it is not.
     """
 
     # the weights are kept (:mod:`..convert.stored`) or gathered (:mod:`..distributed`) as one quantized copy, row-wise
@@ -84,6 +85,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         parts: dict[str, list[str]] | None = None,
+        parallel: TensorParallelOptions | None = None,
     ) -> None:
         if "_parameters" not in self.__dict__:  # else a module with parameters becomes such a layer
             nn.Module.__init__(self)
@@ -101,6 +103,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         self._init_columnwise = torch.is_grad_enabled()
         self._init_recipe_owner(recipe)
         self._init_delayed({stage.prefix: stage.name for stage in stages})
+        if parallel is not None:
+            self._init_tensor_parallel(parallel)
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -109,8 +113,12 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         self._add_parts(stage.weight, torch.empty(sum(rows), columns, **like), rows)
         self._add_parts(stage.bias, torch.empty(sum(rows), **like) if bias else None, rows)
 
+    def _names_of(self, name: str) -> list[str]:
+        """Names of the parameters that hold a weight or bias."""
+        return self._parts.get(name, [name])
+
     def _add_parts(self, name: str, value: Tensor | None, rows: list[int]) -> None:
-        names = self._parts.get(name, [name])
+        names = self._names_of(name)
         parts = [None] * len(names) if value is None else value.split(rows)
         for part_name, part in zip(names, parts, strict=True):
             whole = value if len(names) == 1 else part
@@ -118,10 +126,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
 
     def _parts_of(self, name: str) -> list[Tensor]:
         """The parameters that hold a weight or bias: one, several, or none where there is no bias."""
-        if name not in self._parts:
-            whole = getattr(self, name)
-            return [] if whole is None else [whole]
-        parts = [getattr(self, part) for part in self._parts[name]]
+        parts = [getattr(self, part) for part in self._parts.get(name, [name])]
         return [part for part in parts if part is not None]
 
     def _whole(self, name: str) -> Any:
@@ -160,15 +165,19 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if self._init_recipe is not None and hasattr(value, "_local_tensor"):
             parts[0].copy_(value)  # FSDP2 has the parameter
         elif self._init_recipe is not None:
-            parameter = quantize_parameter(
-                value, self._init_recipe, self._init_preserve, stage.name, self._init_columnwise
+            setattr(
+                self, stage.weight, quantize_parameter(value, self._stored_as(stage), self._init_preserve)
             )
-            setattr(self, stage.weight, parameter)
         elif len(parts) > 1:
             for part, own in zip(parts, value.split([part.shape[0] for part in parts])):
                 part.copy_(own)
         for bias in self._parts_of(stage.bias):
             bias.zero_()
+
+    def _stored_as(self, stage: Stage) -> Quantizer:
+        """What quantizes a weight that ``quantized_model_init`` has stored so."""
+        quantizer = weight_quantizer(self._init_recipe, stage.name, self._module_type)  # type: ignore[arg-type]
+        return quantizer.with_usage(columnwise=self._init_columnwise)
 
     def _reset_state(self) -> None:
         self.reset_delayed_scaling()
@@ -181,37 +190,32 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
 
     def _prepare_parameters(self) -> None:
         """Tell data-parallel wrappers what to expect of the gradients; again for every new parameter object."""
+        weights = [name for stage in self._stages for name in self._names_of(stage.weight)]
+        biases = [name for stage in self._stages for name in self._names_of(stage.bias)]
         for name, parameter in self._parameters.items():
             if parameter is None:
                 continue
-            if self.fuse_wgrad_accumulation and self._is_weight(name):
+            if self.fuse_wgrad_accumulation and name in weights:
                 mark_after_accumulation(parameter)
-            if self.tp_size > 1 and not self._placed:
-                self._mark_parameter(name, parameter)
-            if self.delay_wgrad_compute and self._belongs_to_gemm(name) and name != self._bias_behind:
+            self._mark_parameter(name, parameter)
+            if self.delay_wgrad_compute and name in (*weights, *biases) and name != self._bias_behind:
                 parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def _mark_parameter(self, name: str, parameter: Tensor) -> None:
         """Say how a parameter is split, and of a whole one whether its gradient is that of a share of the rows."""
+        if self.tp_size == 1 or self._placed:
+            return
         for stage in self._stages:
             parallel = None if self._parallel is None else self._parallel.get(stage.prefix)
-            if parallel is not None and name in self._parts.get(stage.weight, [stage.weight]):
+            if parallel is not None and name in self._names_of(stage.weight):
                 mark_partition(parameter, 1 if parallel.mode == "row" else 0)
-            if parallel is not None and name in self._parts.get(stage.bias, [stage.bias]):
+            if parallel is not None and name in self._names_of(stage.bias):
                 if parallel.mode == "column":
                     mark_partition(parameter, 0)
                 else:
                     parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         if name.startswith("layer_norm_"):
             parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
-
-    def _is_weight(self, name: str) -> bool:
-        return any(name in self._parts.get(stage.weight, [stage.weight]) for stage in self._stages)
-
-    def _belongs_to_gemm(self, name: str) -> bool:
-        return self._is_weight(name) or any(
-            name in self._parts.get(stage.bias, [stage.bias]) for stage in self._stages
-        )
 
     def _takes_rows(self, storage_name: str) -> bool:
         """Whether row-wise data are enough of a weight of this format, whose column-wise data follow; it notes that."""
@@ -257,27 +261,29 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         """What the boundary reads of a stage besides its operands.
 
         Args:
-            weight: whole. scales: where they were read already.
+            weight: whole, or of several groups the first. scales: where they were read already.
+        Raises:
+            RuntimeError: the weight is stored without the data that the backward reads, or in another format.
         """
         scales = scales or self._scales(stage.prefix, plan)
-        workspace = None
-        if plan.quantized and (is_first_microbatch is not None or isinstance(weight, QuantizedTensor)):
+        workspace, lacks_columns = None, False
+        stored = isinstance(weight, (GroupedTensor, QuantizedTensor))
+        if plan.quantized and (is_first_microbatch is not None or stored):
             workspace = self._workspace(stage, plan.kept_weight, scales, weight, is_first_microbatch)
-            if not workspace.columnwise and not self._stored_rowwise:
-                check_differentiable(workspace, plan, stage.weight, self.name or type(self).__name__)
+            reads_columns = plan.needs_input and plan.backward_override is None
+            lacks_columns = reads_columns and not workspace.columnwise
+            if lacks_columns and not self._stored_rowwise:
+                raise RuntimeError(
+                    f"parameter {stage.weight!r} of {self.name or type(self).__name__} has no column-wise data for the "
+                    "gradient of the input: it was made under torch.no_grad(); make the layer with gradients enabled, "
+                    "or run it under torch.no_grad()"
+                )
         wgrad = LinearWgrad()
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and plan.needs_weight:
             wgrad = self._wgrad(stage.weight, is_first_microbatch)
         needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
-        transpose = (
-            self._stored_rowwise
-            and workspace is not None
-            and not workspace.columnwise
-            and plan.needs_input
-            and not plan.backward_override
-        )
         parallel = None if self._parallel is None else self._split_over(stage.prefix)
-        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias, transpose, parallel)
+        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias, lacks_columns, parallel)
 
     def _workspace(
         self,
@@ -453,14 +459,23 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             if not wanted:  # frozen since: autograd drops such a gradient, too
                 pass
             elif self.fuse_wgrad_accumulation:
-                (weight,) = weights
-                add_to_main_grad_(deferred, weight.main_grad)  # type: ignore[attr-defined]
-                mark_added_to_main_grad(weight)
+                self._add_to_main_grads(weights, deferred)
+                for weight in weights:
+                    if weight.requires_grad:
+                        mark_added_to_main_grad(weight)
             else:
-                shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
-                _accumulate_rows(weights, compute_wgrad(deferred, shape, weights[0].dtype))
+                _accumulate_parts(weights, self._wgrad_of(weights, deferred))
             if deferred.grad_bias is not None:
-                _accumulate_rows(self._parts_of(stage.bias), deferred.grad_bias)
+                _accumulate_parts(self._parts_of(stage.bias), deferred.grad_bias)
+
+    def _add_to_main_grads(self, weights: list[Any], deferred: DeferredWgrad) -> None:
+        (weight,) = weights
+        add_to_main_grad_(deferred, weight.main_grad)
+
+    def _wgrad_of(self, weights: list[Tensor], deferred: DeferredWgrad) -> Tensor:
+        """The gradient of all parts of a weight, in one allocation."""
+        shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
+        return compute_wgrad(deferred, shape, weights[0].dtype)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """Have ``hook()`` called at the end of every :meth:`backward_dw`."""
@@ -504,11 +519,12 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         self._prepare_parameters()
 
 
-def _accumulate_rows(parameters: list[Tensor], grad: Tensor) -> None:
-    """Give each parameter its rows of a gradient."""
-    for parameter, own in zip(parameters, grad.split([parameter.shape[0] for parameter in parameters])):
+def _accumulate_parts(parameters: list[Tensor], grad: Tensor) -> None:
+    """Give each parameter its part of a gradient, in which they lie behind one another."""
+    parts = grad.view(-1).split([parameter.numel() for parameter in parameters])
+    for parameter, own in zip(parameters, parts, strict=True):
         if parameter.requires_grad:
-            accumulate(parameter, own)
+            accumulate(parameter, own.view(parameter.shape))
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from .._device import default_device
-from ..quantizers import Float8CurrentScalingQuantizer, OperandBuffers, Quantizer
-from ..recipe import LinearPlan, Recipe, linear_plan
-from ..tensors import QuantizedTensor
+from ..quantizers import Float8CurrentScalingQuantizer, Quantizer
+from ..recipe import Recipe, linear_plan
+from ..tensors import GroupedTensor, QuantizedTensor, quantize_members
 
 INIT_STD = 0.023
 
@@ -198,33 +198,22 @@ def weight_quantizer(recipe: Recipe, name: str, module_type: str = "linear") -> 
 
 
 def quantize_parameter(
-    value: Tensor, recipe: Recipe, preserve: bool, name: str, columnwise: bool = True
+    value: Tensor, quantizer: Quantizer, preserve: bool, requires_grad: bool = True
 ) -> nn.Parameter:
-    """Quantized parameter holding ``value`` (N, K) in the format of the recipe's weights.
+    """Quantized parameter holding ``value`` (N, K), or (G, N, K) as one tensor of groups.
 
     Args:
-        value: on the meta device, too.
+        value: a matrix may be on the meta device.
         preserve: keep a CPU copy of ``value`` on the parameter.
-        name: of the layer, for a custom recipe's role.
-        columnwise: with the data that only a backward reads.
     """
-    quantizer = weight_quantizer(recipe, name).with_usage(columnwise=columnwise)
+    quantized: Any
     if value.is_meta:
-        return nn.Parameter(quantizer.make_empty(tuple(value.shape), dtype=value.dtype, device=value.device))
-    parameter: Any = nn.Parameter(quantizer.quantize(value.detach()), requires_grad=True)
-    if preserve:
+        quantized = quantizer.make_empty(tuple(value.shape), dtype=value.dtype, device=value.device)
+    elif value.dim() == 3:
+        quantized = GroupedTensor(quantize_members([value.detach()], quantizer))
+    else:
+        quantized = quantizer.quantize(value.detach())
+    parameter: Any = nn.Parameter(quantized, requires_grad)
+    if preserve and not value.is_meta:
         parameter._high_precision_init_val = value.detach().cpu()
     return parameter
-
-
-def check_differentiable(workspace: OperandBuffers, plan: LinearPlan, name: str, owner: str) -> None:
-    """Check that a kept weight has what the backward reads of it.
-
-    Raises:
-        RuntimeError: it has not, since it was made for inference.
-    """
-    if not workspace.columnwise and plan.needs_input and plan.backward_override is None:
-        raise RuntimeError(
-            f"parameter {name!r} of {owner} has no column-wise data for the gradient of the input: it was made under "
-            "torch.no_grad(); make the layer with gradients enabled, or run it under torch.no_grad()"
-        )

@@ -193,11 +193,13 @@ def shared(label: str, features: int, size: int) -> int:
         ValueError: they do not divide.
     """
     if features % size:
-        raise ValueError(f"{label}={features} does not divide among tp_size={size} processes")
+        raise ValueError(
+            f"{label}={features} does not divide among tp_size={size} processes; use a multiple of tp_size={size}"
+        )
     return features // size
 
 
-def mark_partition(parameter: Tensor, dim: int, split: bool = True) -> None:
+def mark_partition(parameter: Tensor, dim: int) -> None:
     """Say of a parameter that processes hold parts of it along ``dim``: the attributes that Megatron-LM reads."""
-    parameter.tensor_model_parallel = split  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     parameter.partition_dim, parameter.partition_stride = dim, 1  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,8 @@ from ..autograd import grouped_linear
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import plan_for_rows, rows_of_buffer
 from ..layers.neutral import GroupedOptions, check_neutral
-from ..layers.parameters import INIT_STD, parameter_dtype, random_numbers_of
-from ..layers.tensor_parallel import checked_size
+from ..layers.parameters import parameter_dtype
+from ..layers.tensor_parallel import TensorParallelOptions, checked_size
 from ..recipe import Recipe, linear_plan
 
 if TYPE_CHECKING:
@@ -89,12 +88,7 @@ class GroupedLinear(GroupedLinearLayer):
         **options: Unpack[GroupedOptions],
     ) -> None:
         check_neutral("GroupedLinear", options, GroupedOptions)
-        if rng_tracker_name is not None and get_rng_state_tracker is None:
-            raise ValueError(
-                f"rng_tracker_name is {rng_tracker_name!r} without get_rng_state_tracker; give both or neither"
-            )
-        if get_rng_state_tracker is not None:
-            init_method = functools.partial(_initialize, get_rng_state_tracker, rng_tracker_name, init_method)
+        size = checked_size(tp_group, tp_size)
         super().__init__(
             num_gemms,
             in_features,
@@ -104,7 +98,9 @@ class GroupedLinear(GroupedLinearLayer):
             device=device,
             recipe=recipe,
             parallel_mode=parallel_mode,
-            tp_size=checked_size(tp_group, tp_size),
+            parallel=TensorParallelOptions(
+                {}, tp_group, size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+            ),
             init_method=init_method,
             name=name,
             single_grouped_weight=_chosen(single_grouped_weight, single_grouped_parameter),
@@ -112,7 +108,7 @@ class GroupedLinear(GroupedLinearLayer):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
         )
-        self.tp_size, self.sequence_parallel = checked_size(tp_group, tp_size), sequence_parallel
+        self.sequence_parallel = sequence_parallel
         self.return_bias, self.save_original_input = return_bias, save_original_input
         if not (self.single_grouped_weight or self.single_grouped_bias):
             # group by group, as in Transformer Engine: optimizers know parameters by their number
@@ -197,20 +193,6 @@ class GroupedLinear(GroupedLinearLayer):
         operands = (inp, splits, weights, added, args, groups)
         y = in_eager(grouped_linear, *operands) if plan.eager_only else grouped_linear(*operands)
         return (y, biases) if self.return_bias else y
-
-
-def _initialize(
-    get_rng_state_tracker: Callable[[], Any],
-    rng_tracker_name: str | None,
-    init_method: Callable[[Tensor], Any] | None,
-    weight: Tensor,
-) -> None:
-    """Fill a weight from the random numbers of a tracker."""
-    with random_numbers_of(get_rng_state_tracker, rng_tracker_name):
-        if init_method is None:
-            weight.normal_(0.0, INIT_STD)
-        else:
-            init_method(weight)
 
 
 def _chosen(own: bool | None, common: bool) -> bool:

@@ -112,7 +112,7 @@ class LayerNormLinear(NormLinearLayer):
             place,
             return_bias,
             return_layernorm_output or return_layernorm_output_gathered,
-            TensorParallelOptions(
+            parallel=TensorParallelOptions(
                 {"": parallel_mode},
                 tp_group,
                 size,

@@ -120,6 +120,7 @@ class LayerNormMLP(NormLinearLayer):
         settings = norm_settings(normalization, eps, zero_centered_gamma)
         self_activation = activation_settings(activation, activation_params)
         place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
+        modes = {"fc1_": "column", "fc2_": "row"} if set_parallel_mode else {}
         roles = f"{name}." if name else ""
         fc1 = Stage("fc1_", roles + "fc1", "fc1_weight", "fc1_bias", init_method)
         fc2 = Stage("fc2_", roles + "fc2", "fc2_weight", "fc2_bias", output_layer_init_method)
@@ -132,13 +133,8 @@ class LayerNormMLP(NormLinearLayer):
             place,
             return_bias,
             return_layernorm_output or return_layernorm_output_gathered,
-            TensorParallelOptions(
-                {"fc1_": "column", "fc2_": "row"} if set_parallel_mode else {},
-                tp_group,
-                tp_size,
-                sequence_parallel,
-                get_rng_state_tracker,
-                rng_tracker_name,
+            parallel=TensorParallelOptions(
+                modes, tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
             ),
             recipe=recipe,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,

@@ -116,11 +116,9 @@ class Linear(LinearLayer, nn.Linear):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
             parts=parts,
-        )
-        self._init_tensor_parallel(
-            TensorParallelOptions(
+            parallel=TensorParallelOptions(
                 {"": mode}, tp_group, size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
-            )
+            ),
         )
         self.parallel_mode, self._bias_behind = mode, "bias" if mode == "row" and size > 1 else ""
         self.in_features, self.out_features = in_features, sum(rows)

@@ -12,7 +12,7 @@ from ..autograd import NormSettings, normalize
 from ..autograd.tensor_parallel import gathered
 from ..layers import LinearLayer, Stage
 from ..layers.norm import norm_parameters, reset_norm_parameters
-from ..layers.tensor_parallel import TensorParallelOptions, checked_mode
+from ..layers.tensor_parallel import checked_mode
 
 
 class NormLinearLayer(LinearLayer):
@@ -36,11 +36,9 @@ class NormLinearLayer(LinearLayer):
         place: torch.device,
         return_bias: bool,
         return_layernorm_output: bool,
-        parallel: TensorParallelOptions,
         **options: Any,
     ) -> None:
         super().__init__(name, stages, place, **options)
-        self._init_tensor_parallel(parallel)
         self.norm = settings
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         weight, bias = norm_parameters(features, settings, dtype, place)
