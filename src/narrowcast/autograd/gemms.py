@@ -120,43 +120,36 @@ def transposed(rowwise: list[Tensor], features: int) -> list[Tensor]:
 def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, SavedOperand]:
     """The weight (N, K) as fprop reads it, and what to save of it for dgrad.
 
-    What is quantized already serves where it has the directions. Else the weight is quantized for fprop alone: saved is
+    A workspace is read as it is, unless it has no row-wise data. Else the weight is quantized for fprop alone: saved is
     the parameter itself, which is there anyway, with the scale or the maxima that give the same codes once more.
 
     Args:
-        weight: None where what is quantized already is all there is.
+        weight: None where there is a workspace and nothing else.
     """
     plan, scales, workspace = args.plan, args.scales, args.workspace
-    override = plan.backward_override
-    if workspace is not None:
-        dgrad = plan.needs_input and override is None
-        served = weight is None or (workspace.rowwise and (workspace.columnwise or not dgrad))
-        if args.transpose_weight or served:
-            return workspace, saved_operand(workspace, weight, plan.needs_input, override)
-    operand, again = plan.weight, plan.weight_again
-    if again is not None and again.current:
-        *buffers, parts = quantize_keeping_amax(weight, operand.quantizer)
-        kept: Any = [weight, parts]
-        return operand.split(buffers), SavedOperand(kept, None)
+    if workspace is not None and (weight is None or workspace.rowwise):
+        return workspace, saved_operand(workspace, weight, plan.needs_input, plan.backward_override)
+    operand, repeated = plan.weight, plan.dgrad_weight
+    if repeated is not None and repeated.current:
+        *buffers, amax = quantize_keeping_amax(weight, operand.quantizer)
+        return operand.split(buffers), SavedOperand([weight, amax], None)
     seed = draw_seed(weight) if operand.stochastic else None
     w = operand.split(quantize(weight, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
     if w.columnwise:  # made only where dgrad reads it
         return w, SavedOperand(w.columnwise, w.quantizer)
-    if again is None:
-        return w, saved_operand(w, weight, plan.needs_input, override)
-    kept = [weight, scales.scale_fwd] if again.delayed else [weight]
-    return w, SavedOperand(kept, None)
+    if repeated is None:
+        return w, saved_operand(w, weight, plan.needs_input, plan.backward_override)
+    return w, SavedOperand([weight, scales.scale_fwd] if repeated.delayed else [weight], None)
 
 
 def weight_of_dgrad(args: LinearBwdArgs, saved: list[Tensor]) -> tuple[list[Tensor], Quantizer]:
     """The column-wise weight and what reads it, from what :func:`weight_operand` saved."""
-    quantizer, again = args.saved_weight[1], args.plan.weight_again
-    if quantizer is not None:
+    quantizer, repeated = args.saved_weight[1], args.plan.dgrad_weight
+    if repeated is None or quantizer is not None:
         return transposed(saved, args.shape[1]) if args.transpose_weight else saved, quantizer
-    assert again is not None  # else it would be saved quantized
     weight, *state = saved
-    scale, amax = (state[0], None) if again.delayed else (None, state[0] if state else None)
-    return quantize(weight, again.quantizer, None, scale, amax), again.quantizer
+    scale, amax = (state[0], None) if repeated.delayed else (None, state[0] if state else None)
+    return quantize(weight, repeated.quantizer, None, scale, amax), repeated.quantizer
 
 
 def fprop(

@@ -171,7 +171,7 @@ def _forward_quantized(
 def _weight_operands(weights: list[Tensor], args: LinearFwdArgs) -> tuple[OperandBuffers, list[Tensor]]:
     """The weights as fprop reads them, and what to save of them for dgrad: as ``gemms.weight_operand``."""
     plan, weight, scale, amax = args.plan, args.workspace, args.scales.scale_fwd, args.scales.amax_fwd
-    again = plan.weight_again if weight is None else None
+    again = plan.dgrad_weight if weight is None else None
     if again is not None and again.current:
         *buffers, amax = grouped_quantize_keeping_amax(weights, plan.weight.quantizer)
         weight = _by_direction(buffers, plan.weight, grouped_layout(plan.weight.storage_name))
@@ -187,7 +187,7 @@ def _columnwise_weights(
     args: LinearBwdArgs, saved: list[Tensor], layout: str, count: int
 ) -> tuple[list[Tensor], Quantizer]:
     """The column-wise weights and what reads them, from what :func:`_weight_operands` saved."""
-    quantizer, again = args.saved_weight[1], args.plan.weight_again
+    quantizer, again = args.saved_weight[1], args.plan.dgrad_weight
     if quantizer is not None and len(saved) > 2:  # each by itself, as the parameters have them
         return join_weights(saved, quantizer, layout, True, count, *args.shape, args.weight_dtype), quantizer
     if quantizer is not None:
@@ -231,7 +231,7 @@ def grouped_bwd_args(
         None,
     )
     if plan.quantized and plan.backward_override != "high_precision":
-        again = plan.weight_again
+        again = plan.dgrad_weight
         if args.workspace is None and again is not None:
             weight = (weight[0] + (again.delayed or again.current), None)
         else:

@@ -300,7 +300,7 @@ def _expected_bytes(one: Decision, weight: Weight) -> tuple[int, float, float]:
         return 0, plain, plain
     columnwise = plan.backward_override is None
     held = 0
-    if not one.stored and plan.weight_again is None:
+    if not one.stored and plan.dgrad_weight is None:
         held = _bytes(plan.weight, (weight.rows, weight.columns), dtype, columnwise)
     saved = _bytes(plan.input, (_TOKENS, weight.columns), dtype, columnwise)
     return held * weight.groups, saved / _TOKENS * weight.per_token if trains else 0.0, plain

@@ -125,8 +125,9 @@ def tensor_type_at(mode: Mode, slot: int, role: QuantizerRole | None = None) -> 
     return kinds[slot % len(kinds)]
 
 
-def emulate_default() -> bool:
-    return environment.read_flag("EMULATE")
+def flag_field(name: str) -> Any:
+    """A field whose default is what the environment variable ``NARROWCAST_<name>`` says when a recipe is made."""
+    return field(default_factory=lambda: environment.read_flag(name))
 
 
 _Class = TypeVar("_Class", bound=type)
@@ -201,6 +202,11 @@ class Recipe(Sealable):
             raise ValueError(
                 f"backward_override is {override!r}; use None, 'high_precision' or 'dequantized'"
             )
+        for name in ("fp8_dpa", "fp8_mha"):
+            if getattr(self, name, False):
+                raise NotImplementedError(
+                    f"{type(self).__name__}({name}=True): FP8 attention is not supported"
+                )
 
     def resolve(
         self, mode: Mode, roles: Sequence[QuantizerRole]
@@ -310,9 +316,3 @@ def qparams_of(recipe: Any, prefix: str, tensor_type: str) -> QParams:
     if tensor_type in BACKWARD_TENSOR_TYPES:
         return getattr(recipe, f"{prefix}_bwd_grad")
     return getattr(recipe, f"{prefix}_fwd_weight" if tensor_type == "weight" else f"{prefix}_fwd_inp")
-
-
-def refuse_fp8_attention(recipe: Recipe) -> None:
-    for name in ("fp8_dpa", "fp8_mha"):
-        if getattr(recipe, name):
-            raise NotImplementedError(f"{type(recipe).__name__}({name}=True): FP8 attention is not supported")

@@ -13,12 +13,11 @@ from .base import (
     MMParams,
     QParams,
     Recipe,
-    emulate_default,
     fill_qparams,
+    flag_field,
     fp8_dtype,
     qparams_of,
     recipe_class,
-    refuse_fp8_attention,
     refuse_pure_e5m2,
 )
 
@@ -37,9 +36,7 @@ class Float8BlockScaling(Recipe):
 
     _family = "float8_block"
 
-    use_f32_scales: bool = field(
-        default_factory=lambda: environment.read_flag("FP8_BLOCK_SCALING_FP32_SCALES")
-    )
+    use_f32_scales: bool = flag_field("FP8_BLOCK_SCALING_FP32_SCALES")
     fp8_format: Format = Format.E4M3
     x_block_scaling_dim: int = field(default_factory=lambda: 1)
     w_block_scaling_dim: int = field(default_factory=lambda: 2)
@@ -53,7 +50,7 @@ class Float8BlockScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
-    emulate: bool = field(default_factory=emulate_default)
+    emulate: bool = flag_field("EMULATE")
 
     def __post_init__(self) -> None:
         fill_qparams(self, not self.use_f32_scales)
@@ -62,7 +59,6 @@ class Float8BlockScaling(Recipe):
     def _check(self) -> None:
         super()._check()
         refuse_pure_e5m2(self, self.fp8_format)
-        refuse_fp8_attention(self)
         dims = {
             "x_block_scaling_dim": self.x_block_scaling_dim,
             "w_block_scaling_dim": self.w_block_scaling_dim,
@@ -116,16 +112,10 @@ class NVFP4BlockScaling(Recipe):
 
     _family = "nvfp4"
 
-    disable_rht: bool = field(default_factory=lambda: environment.read_flag("NVFP4_DISABLE_RHT"))
-    disable_stochastic_rounding: bool = field(
-        default_factory=lambda: environment.read_flag("NVFP4_DISABLE_STOCHASTIC_ROUNDING")
-    )
-    disable_2d_quantization: bool = field(
-        default_factory=lambda: environment.read_flag("NVFP4_DISABLE_2D_QUANTIZATION")
-    )
-    row_scaled_activation: bool = field(
-        default_factory=lambda: environment.read_flag("NVFP4_ROW_SCALED_ACTIVATION")
-    )
+    disable_rht: bool = flag_field("NVFP4_DISABLE_RHT")
+    disable_stochastic_rounding: bool = flag_field("NVFP4_DISABLE_STOCHASTIC_ROUNDING")
+    disable_2d_quantization: bool = flag_field("NVFP4_DISABLE_2D_QUANTIZATION")
+    row_scaled_activation: bool = flag_field("NVFP4_ROW_SCALED_ACTIVATION")
     nvfp4_4over6: str = field(default_factory=lambda: environment.read_text("NVFP4_4OVER6", "none"))
     nvfp4_4over6_e4m3_use_256: str = field(
         default_factory=lambda: environment.read_text("NVFP4_4OVER6_E4M3_USE_256", "all")
@@ -133,22 +123,19 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6_err_mode: str = field(
         default_factory=lambda: environment.read_text("NVFP4_4OVER6_ERR_MODE", "MAE").upper()
     )
-    nvfp4_4over6_err_use_fast_math: bool = field(
-        default_factory=lambda: environment.read_flag("NVFP4_4OVER6_ERR_USE_FAST_MATH")
-    )
+    nvfp4_4over6_err_use_fast_math: bool = flag_field("NVFP4_4OVER6_ERR_USE_FAST_MATH")
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
-    emulate: bool = field(default_factory=emulate_default)
+    emulate: bool = flag_field("EMULATE")
     fp4_quant_fwd_inp: QParams | None = None
     fp4_quant_fwd_weight: QParams | None = None
     fp4_quant_bwd_grad: QParams | None = None
 
     def _check(self) -> None:
         super()._check()
-        refuse_fp8_attention(self)
         if self.fp4_format is not Format.E2M1 or self.fp8_format is not Format.E4M3:
             raise ValueError(
                 f"NVFP4 is E2M1 elements with E4M3 scales; got {self.fp4_format} and {self.fp8_format}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from .. import _environment as environment
 from ..quantizers import Float8CurrentScalingQuantizer, Quantizer
 from .base import (
     BackwardOverride,
@@ -12,12 +11,11 @@ from .base import (
     MMParams,
     QParams,
     Recipe,
-    emulate_default,
     fill_qparams,
+    flag_field,
     fp8_dtype,
     qparams_of,
     recipe_class,
-    refuse_fp8_attention,
     refuse_pure_e5m2,
 )
 
@@ -35,9 +33,7 @@ class Float8CurrentScaling(Recipe):
 
     _family = "current"
 
-    use_power_2_scales: bool = field(
-        default_factory=lambda: environment.read_flag("FP8_CURRENT_SCALING_POWER_2_SCALES")
-    )
+    use_power_2_scales: bool = flag_field("FP8_CURRENT_SCALING_POWER_2_SCALES")
     fp8_format: Format = Format.HYBRID
     fp8_quant_fwd_inp: QParams | None = None
     fp8_quant_fwd_weight: QParams | None = None
@@ -48,7 +44,7 @@ class Float8CurrentScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
-    emulate: bool = field(default_factory=emulate_default)
+    emulate: bool = flag_field("EMULATE")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,7 +53,6 @@ class Float8CurrentScaling(Recipe):
     def _check(self) -> None:
         super()._check()
         refuse_pure_e5m2(self, self.fp8_format)
-        refuse_fp8_attention(self)
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
         params = qparams_of(self, "fp8_quant", tensor_type)

@@ -15,10 +15,9 @@ from .base import (
     Format,
     Mode,
     Recipe,
-    emulate_default,
+    flag_field,
     fp8_dtype,
     recipe_class,
-    refuse_fp8_attention,
     tensor_type_at,
 )
 from .delayed import DelayedScaling, DelayedScalingRequest
@@ -45,11 +44,10 @@ class CustomRecipe(Recipe):
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     quantization_alignment: int = field(default_factory=lambda: 128)
-    emulate: bool = field(default_factory=emulate_default)
+    emulate: bool = flag_field("EMULATE")
 
     def _check(self) -> None:
         super()._check()
-        refuse_fp8_attention(self)
         if not callable(self.qfactory):
             raise ValueError(f"CustomRecipe needs a callable qfactory(role), got {self.qfactory!r}")
         if self.quantization_alignment <= 0:

@@ -12,10 +12,9 @@ from .base import (
     BackwardOverride,
     Format,
     Recipe,
-    emulate_default,
+    flag_field,
     fp8_dtype,
     recipe_class,
-    refuse_fp8_attention,
     refuse_pure_e5m2,
 )
 
@@ -48,15 +47,15 @@ class DelayedScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
-    emulate: bool = field(default_factory=emulate_default)
+    emulate: bool = flag_field("EMULATE")
 
     def _check(self) -> None:
         if self.initial_scale not in ("range", "one"):
             raise ValueError(f"initial_scale is {self.initial_scale!r}; use 'range' or 'one'")
         if self.backward_override is not None:
             raise ValueError("DelayedScaling takes no backward_override; use another recipe or None")
+        super()._check()
         refuse_pure_e5m2(self, self.fp8_format)
-        refuse_fp8_attention(self)
         if not isinstance(self.margin, int):
             raise ValueError(
                 f"margin is {self.margin!r}; use a whole number, the scale is divided by 2**margin"

@@ -10,10 +10,9 @@ from .base import (
     BackwardOverride,
     Format,
     Recipe,
-    emulate_default,
+    flag_field,
     fp8_dtype,
     recipe_class,
-    refuse_fp8_attention,
     refuse_pure_e5m2,
 )
 
@@ -36,12 +35,11 @@ class MXFP8BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     enable_2d_quantization: bool = False
-    emulate: bool = field(default_factory=emulate_default)
+    emulate: bool = flag_field("EMULATE")
 
     def _check(self) -> None:
         super()._check()
         refuse_pure_e5m2(self, self.fp8_format)
-        refuse_fp8_attention(self)
         if self.margin != 0:
             raise ValueError(
                 f"MXFP8BlockScaling got margin={self.margin}; the format has no margin, leave it 0"
@@ -77,11 +75,10 @@ class MXFP6BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     enable_2d_quantization: bool = False
-    emulate: bool = field(default_factory=emulate_default)
+    emulate: bool = flag_field("EMULATE")
 
     def _check(self) -> None:
         super()._check()
-        refuse_fp8_attention(self)
         for name in ("forward_format", "backward_format"):
             if getattr(self, name) not in (Format.E2M3, Format.E3M2):
                 raise ValueError(
@@ -114,11 +111,7 @@ class MXFP4BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     enable_2d_quantization: bool = False
-    emulate: bool = field(default_factory=emulate_default)
-
-    def _check(self) -> None:
-        super()._check()
-        refuse_fp8_attention(self)
+    emulate: bool = flag_field("EMULATE")
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
         return MXFP4Quantizer(with_2d_quantization=self.enable_2d_quantization and tensor_type == "weight")

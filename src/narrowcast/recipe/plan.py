@@ -27,40 +27,44 @@ SMALL_WEIGHT = 1 << 17
 longer than what it does, and what is saved is a byte per element."""
 
 
+_IDENTITY = Operand.of(IdentityQuantizer())
+
+
 @dataclass(frozen=True)
 class LinearPlan:
     """What a linear layer does under a recipe for the gradients that are wanted of it: a constant of the graph.
 
-    ``quantized`` False: everything in high precision, and the operands do not matter. ``input``, ``weight``,
-    ``grad_output``: how the operands of the three GEMMs are quantized, in the directions that will be read.
-    ``weight_again``: column-wise alone, for a backward that quantizes the weight again, which then is all that is saved
-    of it; None where that would not give the same codes. ``kept_weight``: in both directions, for a weight that serves
+    ``needs_input``, ``needs_weight``: which gradients the backward makes. ``quantized`` False: everything in high
+    precision, and the operands do not matter. ``input``, ``weight``, ``grad_output``: how the operands of the three
+    GEMMs are quantized, in the directions that will be read. ``dgrad_weight``: column-wise alone, for a backward that
+    quantizes the weight once more, so that nothing but the parameter is saved; None where that would not give the same
+    codes, or there is no such backward. ``kept_weight``: in both directions, for a weight that serves
     several microbatches. ``original_input``: column-wise alone, for a backward that quantizes the input again
     (``save_original_input``). ``output``, ``grad_input``: what the layer hands to its neighbours. ``forward_state``,
     ``backward_state``: the delayed scaling that renews the state of each direction; None where the layer keeps none.
     ``eager_only``: why it cannot be part of a graph, "" where it can. ``weight_once``: the plan with ``kept_weight``
-    in place of ``weight`` and ``weight_again``, where these differ: for small weights, and few rows of grouped layers.
+    in place of ``weight`` and ``dgrad_weight``, where these differ: for small weights, and few rows of grouped layers.
     """
 
-    quantized: bool
-    input: Operand
-    weight: Operand
-    weight_again: Operand | None
-    grad_output: Operand
-    kept_weight: Operand
-    original_input: Operand
-    output: Operand
-    grad_input: Operand
-    backward_override: str | None
-    emulate: bool
-    fast_fprop: bool
-    fast_dgrad: bool
-    fast_wgrad: bool
     needs_input: bool
     needs_weight: bool
-    save_original_input: bool
-    forward_state: DelayedScaling | None
-    backward_state: DelayedScaling | None
+    quantized: bool
+    backward_override: str | None
+    input: Operand = _IDENTITY
+    weight: Operand = _IDENTITY
+    dgrad_weight: Operand | None = None
+    grad_output: Operand = _IDENTITY
+    kept_weight: Operand = _IDENTITY
+    original_input: Operand = _IDENTITY
+    output: Operand = _IDENTITY
+    grad_input: Operand = _IDENTITY
+    emulate: bool = False
+    fast_fprop: bool = False
+    fast_dgrad: bool = False
+    fast_wgrad: bool = False
+    save_original_input: bool = False
+    forward_state: DelayedScaling | None = None
+    backward_state: DelayedScaling | None = None
     eager_only: str = ""
     weight_once: LinearPlan | None = None
 
@@ -147,32 +151,32 @@ def _build(
             )
         save_original_input = False
     wgrad, dgrad = needs_weight and override is None, needs_input and override is None
-    again = dgrad and not weight._is_stochastic()
+    repeatable = dgrad and not weight._is_stochastic()
     plan = LinearPlan(
+        needs_input=needs_input,
+        needs_weight=needs_weight,
         quantized=True,
+        backward_override=override,
         input=Operand.of(inp, True, wgrad and not save_original_input),
-        weight=Operand.of(weight, True, dgrad and not again),
-        weight_again=Operand.of(weight, False, True) if again else None,
+        weight=Operand.of(weight, True, dgrad and not repeatable),
+        dgrad_weight=Operand.of(weight, False, True) if repeatable else None,
         grad_output=Operand.of(grad, needs_input or not needs_weight, needs_weight),
         kept_weight=Operand.of(weight),
         original_input=Operand.of(inp, False, True),
         output=Operand.of(forward[OUTPUT_SLOT]) if hands_over else _IDENTITY,
         grad_input=Operand.of(backward[GRAD_INPUT_SLOT]) if hands_over else _IDENTITY,
-        backward_override=override,
         emulate=recipe.emulate,
         fast_fprop=not recipe.fp8_gemm_fprop.use_split_accumulator,
         fast_dgrad=not recipe.fp8_gemm_dgrad.use_split_accumulator,
         fast_wgrad=not recipe.fp8_gemm_wgrad.use_split_accumulator,
-        needs_input=needs_input,
-        needs_weight=needs_weight,
         save_original_input=save_original_input,
         forward_state=forward_state,
         backward_state=backward_state,
         eager_only=eager_only([inp, weight, grad, *forward[2:], *backward[1:]]),
     )
-    if not again:
+    if not repeatable:
         return plan
-    return replace(plan, weight_once=replace(plan, weight=plan.kept_weight, weight_again=None))
+    return replace(plan, weight_once=replace(plan, weight=plan.kept_weight, dgrad_weight=None))
 
 
 def eager_only(quantizers: Iterable[Quantizer]) -> str:
@@ -183,35 +187,9 @@ def eager_only(quantizers: Iterable[Quantizer]) -> str:
     return ""
 
 
-_IDENTITY = Operand.of(IdentityQuantizer())
-
-
-def _in_high_precision(needs_input: bool, needs_weight: bool) -> LinearPlan:
-    return LinearPlan(
-        quantized=False,
-        input=_IDENTITY,
-        weight=_IDENTITY,
-        weight_again=None,
-        grad_output=_IDENTITY,
-        kept_weight=_IDENTITY,
-        original_input=_IDENTITY,
-        output=_IDENTITY,
-        grad_input=_IDENTITY,
-        backward_override="high_precision",
-        emulate=False,
-        fast_fprop=False,
-        fast_dgrad=False,
-        fast_wgrad=False,
-        needs_input=needs_input,
-        needs_weight=needs_weight,
-        save_original_input=False,
-        forward_state=None,
-        backward_state=None,
-    )
-
-
 # needs_input, needs_weight, save_original_input, hands_over
 _FLAGS = tuple(f"_plan_{bits:04b}_" for bits in range(16))
 _IN_HIGH_PRECISION = {
-    flags: _in_high_precision(bool(bits & 8), bool(bits & 4)) for bits, flags in enumerate(_FLAGS)
+    flags: LinearPlan(bool(bits & 8), bool(bits & 4), quantized=False, backward_override="high_precision")
+    for bits, flags in enumerate(_FLAGS)
 }

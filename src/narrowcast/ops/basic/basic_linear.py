@@ -277,7 +277,7 @@ class BasicLinear(LinearLayer, BasicOperation):
             and not self.parallel.joins(plan.input, rows_of(input_))
         )
         saved_input = SavedOperand(inp, None if plain else _saved_quantizer(plan, plan.input, input_))
-        again = plan.weight_again is not None and not isinstance(weight, QuantizedTensorStorage)
+        again = plan.dgrad_weight is not None and not isinstance(weight, QuantizedTensorStorage)
         saved_weight = SavedOperand(rest, None if again else _saved_quantizer(plan, plan.weight, weight))
         ctx.save_for_backward(*tensors_to_save)
         ctx.input_dtype = input_.dtype
