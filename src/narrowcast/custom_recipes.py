@@ -82,12 +82,12 @@ def nvfp4_factory(role: QuantizerRole | None) -> Quantizer:
 # -- mixtures ----------------------------------------------------------------------------------------------------------
 
 
-def _by_direction(forward: Quantizer, backward: Quantizer, again: bool = False) -> Quantizer:
+def _by_direction(forward: Quantizer, backward: Quantizer, dequantized: bool = False) -> Quantizer:
     """What the forward reads, and what the backward does: quantized from what the forward read, with ``again``."""
     return HybridQuantizer(
         rowwise_quantizer=forward,
         columnwise_quantizer=backward,
-        columnwise_source="rowwise_dequantized" if again else "original",
+        columnwise_source="rowwise_dequantized" if dequantized else "original",
     )
 
 
@@ -113,13 +113,15 @@ def mxfp8_fwd_dequantized_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     if _is(role, "grad_output"):
         return IdentityQuantizer()
     mxfp8 = mxfp8_factory(role)
-    return _by_direction(mxfp8, IdentityQuantizer(), again=True) if _is(role, "input", "weight") else mxfp8
+    return (
+        _by_direction(mxfp8, IdentityQuantizer(), dequantized=True) if _is(role, "input", "weight") else mxfp8
+    )
 
 
 def nvfp4_1d_double_quantized_weight_factory(role: QuantizerRole | None) -> Quantizer:
     """NVFP4 with weights in blocks of 16 in place of tiles, column-wise quantized from what the forward read."""
     if _is(role, "weight"):
-        return _by_direction(NVFP4Quantizer(), NVFP4Quantizer(), again=True)
+        return _by_direction(NVFP4Quantizer(), NVFP4Quantizer(), dequantized=True)
     return nvfp4_factory(role)
 
 
@@ -128,7 +130,9 @@ def nvfp4_row_scaled_fwd_dequantized_bwd_factory(role: QuantizerRole | None) -> 
     if _is(role, "grad_output"):
         return IdentityQuantizer()
     plain = NVFP4Quantizer(row_scaled_nvfp4=_is(role, "input"))
-    return _by_direction(plain, IdentityQuantizer(), again=True) if _is(role, "input", "weight") else plain
+    return (
+        _by_direction(plain, IdentityQuantizer(), dequantized=True) if _is(role, "input", "weight") else plain
+    )
 
 
 def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:

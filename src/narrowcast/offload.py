@@ -358,11 +358,11 @@ def get_cpu_offload_context(
     if offload_stream is not None and not manual_synchronization:
         raise ValueError("offload_stream is for manual_synchronization=True; leave it out")
     offloaded = model_layers if manual_synchronization else num_layers
-    made = _Offload(offloaded, model_layers, manual_synchronization, offload_stream)
+    context = _Offload(offloaded, model_layers, manual_synchronization, offload_stream)
     return (
-        (made, made.synchronise, ManualOffloadSynchronizer(made))
+        (context, context.synchronise, ManualOffloadSynchronizer(context))
         if manual_synchronization
-        else (made, made.synchronise)
+        else (context, context.synchronise)
     )
 
 

@@ -58,7 +58,7 @@ def check_context_parallel(
         NotImplementedError: thd, padding and arbitrary masks, biases, score_mod, the largest logit, a KV cache.
         ValueError: an odd number of tokens, which are no two chunks.
     """
-    asked = {
+    unsupported = {
         "qkv_format='thd'": qkv_format == "thd",
         f"attn_mask_type={rule.name!r}": rule.padding or rule.arbitrary,
         "core_attention_bias": scores.bias is not None,
@@ -66,7 +66,7 @@ def check_context_parallel(
         "return_max_logit": max_logit,
         "inference_params": cached,
     }
-    for name, wanted in asked.items():
+    for name, wanted in unsupported.items():
         if wanted:
             raise NotImplementedError(f"context parallelism does not go with {name}; leave one of them out")
     if length % 2:

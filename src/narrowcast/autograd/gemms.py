@@ -37,7 +37,7 @@ from ..functional import (
     quantize_operand,
     transpose_codes,
 )
-from ..functional.collectives import arrived, group_size
+from ..functional.collectives import arrived, gather_rows, group_size
 from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import IdentityQuantizer, OperandBuffers, Quantizer, buffers_of
 from ..tensors import (
@@ -262,7 +262,7 @@ def _split_forward(
         )
     rows = rows_of(inp)
     if not plan.quantized:
-        out, saved_input, saved_weight = linear_forward(weight, parallel.whole_input(inp), bias, alone)
+        out, saved_input, saved_weight = linear_forward(weight, gather_rows(inp, parallel.group), bias, alone)
         return out, SavedOperand([inp] if plan.needs_weight else [], None), saved_weight
     share, operand, scales = None, plan.input, args.scales
     if parallel.joins(operand, rows):
@@ -294,7 +294,7 @@ def split_operand(
     all_rows = rows * group_size(parallel.group)
     original = plan.save_original_input and not plan.backward_override
     if share is None:
-        gathered = parallel.whole_input(inp).reshape(-1, inp.shape[-1])  # type: ignore[arg-type,union-attr]
+        gathered = gather_rows(inp, parallel.group).reshape(-1, inp.shape[-1])  # type: ignore[arg-type,union-attr]
         whole = plan.input.quantize(gathered, scales.scale_fwd, scales.amax_fwd)
         if plan.backward_override == "dequantized" and plan.needs_weight:
             flat = inp.reshape(-1, inp.shape[-1])  # type: ignore[union-attr]
@@ -419,7 +419,7 @@ def _gradients_of_share(
     quantized = plan.backward_override is None and (plan.needs_input or plan.needs_weight)
     if not (quantized and parallel.joins(plan.grad_output, rows)):
         whole = replace(args, parallel=replace(parallel, sequence_parallel=False))
-        return linear_backward(whole, parallel.whole_grad_output(grad_output), inp, weight, scale_bwd)
+        return linear_backward(whole, gather_rows(grad_output, parallel.group), inp, weight, scale_bwd)
     operand, dy = plan.grad_output, grad_output.reshape(rows, grad_output.shape[-1])
     share = parallel.share(dy, operand, operand.seed(dy), scale_bwd, args.amax_bwd)
     grad, rows = parallel.whole_operand(share, operand), rows * group_size(parallel.group)
@@ -466,7 +466,7 @@ def quantized_gradients(
     if not torch.compiler.is_compiling():  # the memory is free for the weight gradient
         grad.rowwise.clear()
     if not plan.needs_weight:
-        return None, _arrived(dgrad, parallel), grad_bias
+        return None, dgrad if parallel is None else _arrived(dgrad, parallel), grad_bias
     if gathers:
         inp = parallel.joined(inp, joins)  # type: ignore[union-attr]
     input_quantizer = args.saved_input[1]
@@ -488,11 +488,9 @@ def quantized_gradients(
     return wgrad, dgrad if parallel is None else _arrived(dgrad, parallel), grad_bias
 
 
-def _arrived(dgrad: Tensor | None, parallel: TensorParallel | None) -> Tensor | None:
-    """A gradient of the input that was begun to be reduced, where it was."""
-    if dgrad is None or parallel is None or parallel.mode != "column":
-        return dgrad
-    return arrived(dgrad)
+def _arrived(dgrad: Tensor | None, parallel: TensorParallel) -> Tensor | None:
+    """The gradient of the input; that of a column-parallel layer once its reduction is done."""
+    return arrived(dgrad) if dgrad is not None and parallel.mode == "column" else dgrad
 
 
 def _gradients_in_high_precision(
@@ -519,7 +517,7 @@ def _gradients_in_high_precision(
         dy, overwrite = dy.to(args.dtype), args.wgrad.overwrite
         deferred = DeferredWgrad([dy], _PLAIN, [x], _PLAIN, grad_bias, overwrite, False, plan.emulate)
         wgrad, grad_bias = weight_gradient(args, deferred)
-    return wgrad, _arrived(dgrad, parallel), grad_bias
+    return wgrad, dgrad if parallel is None else _arrived(dgrad, parallel), grad_bias
 
 
 def in_high_precision(saved: SavedOperand, dtype: torch.dtype, shape: Any) -> Tensor:

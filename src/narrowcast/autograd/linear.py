@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .._tracing import once_differentiable
+from ..tensors import plain_gradient, saved_tensors
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import linear_backward, linear_bwd_args, linear_forward
-from .quantized_boundary import plain_gradient
 
 
 class LinearFunction(torch.autograd.Function):
@@ -38,11 +38,3 @@ class LinearFunction(torch.autograd.Function):
             args, plain_gradient(grad_output), saved[:count], saved[count:], scale_bwd
         )
         return (*gradients, None)
-
-
-def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
-    """What was saved; the context lets go of it, unless the graph is retained, so that it is freed as it is used."""
-    saved = ctx.saved_tensors
-    if not torch.compiler.is_compiling() and isinstance(ctx, torch.autograd.function.BackwardCFunction):
-        ctx.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
-    return saved

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from .._tracing import in_eager
 from ..functional import dequantize, quantize
 from ..quantizers import Operand
-from ..tensors import QuantizedTensor
+from ..tensors import QuantizedTensor, plain_gradient
 from .arguments import DelayedScales
 
 
@@ -48,13 +48,6 @@ class _QuantizeInputGradient(torch.autograd.Function):
             rowwise = operand.split(buffers).rowwise
             return dequantize(rowwise, operand.quantizer, False, grad_output.dtype, list(shape)), None, None
         return operand.quantizer._assemble(buffers, shape, grad_output.dtype), None, None
-
-
-def plain_gradient(grad: Tensor) -> Tensor:
-    """The gradient in high precision; only eager code ever meets a quantized one."""
-    if not torch.compiler.is_compiling() and isinstance(grad, QuantizedTensor):
-        return grad.dequantize()
-    return grad
 
 
 def quantize_output(out: Tensor, operand: Operand, scales: DelayedScales) -> QuantizedTensor:

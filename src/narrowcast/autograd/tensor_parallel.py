@@ -61,24 +61,14 @@ class TensorParallel:
         """Whether the gradient of the output comes in shares of rows."""
         return self.mode == "row" and self.sequence_parallel
 
-    def whole_input(self, inp: Tensor) -> Tensor:
-        """The input with the rows of all processes."""
-        return gather_rows(inp, self.group) if self.gathers_input else inp
-
-    def whole_grad_output(self, grad: Tensor) -> Tensor:
-        """The gradient of the output with the rows of all processes."""
-        return gather_rows(grad, self.group) if self.gathers_grad_output else grad
-
     def reduced_output(self, out: Tensor) -> Tensor:
         """The output from what every process computed of it."""
-        return self._reduced(out) if self.mode == "row" else out
-
-    def reduced_grad_input(self, grad: Tensor) -> Tensor:
-        """The gradient of the input from what every process computed of it."""
-        return self._reduced(grad) if self.mode == "column" else grad
+        if self.mode != "row":
+            return out
+        return scatter_rows(out, self.group) if self.sequence_parallel else sum_over(out, self.group)
 
     def start_grad_input(self, grad: Tensor) -> Tensor:
-        """:meth:`reduced_grad_input` of a matrix, to be read after :func:`..functional.collectives.arrived`."""
+        """Begin to sum the gradient of the input over processes; :func:`..functional.collectives.arrived` ends it."""
         return start_scatter(grad, self.group) if self.sequence_parallel else start_sum(grad, self.group)
 
     # -- rows that are gathered as bytes -----------------------------------------------------------------------------
@@ -155,9 +145,6 @@ class TensorParallel:
             check_scatters(shape, size)
             return (shape[0] // size, *shape[1:-1], features)
         return (*shape[:-1], features)
-
-    def _reduced(self, tensor: Tensor) -> Tensor:
-        return scatter_rows(tensor, self.group) if self.sequence_parallel else sum_over(tensor, self.group)
 
 
 def _beside(gathered: Tensor, size: int) -> Tensor:

@@ -122,10 +122,10 @@ class FP8GlobalStateManager(metaclass=_Named):
         if not entered:
             return False
         outermost = entered[0]
-        asked = outermost.__dict__.get("first_module_asked")
+        first = outermost.__dict__.get("first_module_asked")
         # an entry is told from the next one of the same instance by what it found
         outermost.__dict__["first_module_asked"] = outermost.previous
-        return asked is not outermost.previous
+        return first is not outermost.previous
 
     @staticmethod
     def fp8_graph_capturing() -> bool:

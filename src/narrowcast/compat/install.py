@@ -62,8 +62,8 @@ class _Aliases(importlib.metadata.DistributionFinder):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
-        asked = getattr(context, "name", None)
-        if asked is None or asked.lower().replace("-", "_").replace(".", "_") == _ROOT:
+        name = getattr(context, "name", None)
+        if name is None or name.lower().replace("-", "_").replace(".", "_") == _ROOT:
             yield _Metadata()
 
 

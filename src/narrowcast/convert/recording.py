@@ -160,11 +160,11 @@ class Recorder(TorchDispatchMode):
         self._calls.append(_Call(gemm.kind, _precision(gemm), emulated, _is_compiled(), left, right))
 
     def _follow(self, args: tuple[Any, ...], out: Any) -> None:
-        made = _Buffers()
+        buffers = _Buffers()
         for tensor in _tensors(args):
-            made.made_from += self._names_of(tensor)
+            buffers.made_from += self._names_of(tensor)
         for tensor in _tensors(out):
-            self._buffers[_place(tensor)] = made
+            self._buffers[_place(tensor)] = buffers
 
     def _buffers_of(self, operand: Sequence[Tensor]) -> _Buffers:
         known = [self._buffers[_place(x)] for x in operand if _place(x) in self._buffers]

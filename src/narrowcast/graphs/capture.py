@@ -157,8 +157,8 @@ class Captured:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self.keeps_weights and first is not False:
             self.replay_weights()
-        made = iter(_Graphed.apply(self, first is True, clone_grads, *inputs, *self.parameters))
-        filled = [next(made) if isinstance(out, Tensor) else out for out in self.outputs]
+        results = iter(_Graphed.apply(self, first is True, clone_grads, *inputs, *self.parameters))
+        filled = [next(results) if isinstance(out, Tensor) else out for out in self.outputs]
         return pytree.tree_unflatten(filled, self.output_spec)
 
 
@@ -198,9 +198,10 @@ class _Graphed(torch.autograd.Function):
         captured.replay_backward()
         for parameter in captured.fused:
             mark_added_to_main_grad(parameter)
-        made = iter(captured.grads)
+        captured_grads = iter(captured.grads)
         filled = [
-            next(made, None) if x.requires_grad else None for x in (*captured.inputs, *captured.parameters)
+            next(captured_grads, None) if x.requires_grad else None
+            for x in (*captured.inputs, *captured.parameters)
         ]
         ours = len(captured.inputs)
         returned = [None if grad is None else grad.detach() for grad in filled]

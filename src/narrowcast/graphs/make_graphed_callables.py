@@ -154,15 +154,15 @@ def _prepare(
             raise NotImplementedError("cache_quantized_params does not hold for GroupedLinear; leave it out")
     if torch.is_autocast_enabled() and torch.is_autocast_cache_enabled():
         raise RuntimeError("a graph cannot hold torch.autocast's cache of casts; use cache_enabled=False")
-    made = []
+    prepared = []
     for sample, keyword, index in zip(samples, keywords, of_sample):
         capturing, calling = (
             functools.partial(_under, enabled[index], options, flag) for flag in (True, False)
         )
         args = sample if isinstance(sample, (tuple, list)) else (sample,)
         keeps = caches and isinstance(functions[index], nn.Module)
-        made.append(Captured(functions[index], args, keyword, (capturing, calling), keeps))
-    return made
+        prepared.append(Captured(functions[index], args, keyword, (capturing, calling), keeps))
+    return prepared
 
 
 def _under(enabled: bool | None, options: dict[str, Any], capturing: bool) -> AbstractContextManager[Any]:

@@ -362,8 +362,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             if plan.forward_state is not None:
                 slots = self._slots(stage.prefix, "fwd", "forward", plan.forward_state)
                 scale, amax = slots.scale, slots.amax if self.training else None
-            made = plan.kept_weight.quantize(weight.detach(), scale, amax)
-            old, new = ((*buffers.rowwise, *buffers.columnwise) for buffers in (kept[1], made))
+            quantized = plan.kept_weight.quantize(weight.detach(), scale, amax)
+            old, new = ((*buffers.rowwise, *buffers.columnwise) for buffers in (kept[1], quantized))
             for buffer, values in zip(old, new, strict=True):
                 buffer.copy_(values)
             refreshed.append(kept[1])

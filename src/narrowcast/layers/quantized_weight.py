@@ -64,8 +64,8 @@ def quantize_weight(
             f"there is no workspace that serves, and {missing} is None; pass tensor and quantizer"
         )
     kept = quantizer.replace(internal=False) if cache else quantizer
-    made = kept.quantize(tensor, dtype=workspace_dtype)
-    return made, made if cache else None
+    quantized = kept.quantize(tensor, dtype=workspace_dtype)
+    return quantized, quantized if cache else None
 
 
 @torch.no_grad()

@@ -42,7 +42,12 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
         gradients = linear_cross_entropy_gradients(
             hidden, weight, bias, target, lse, grad, ctx.smoothing.label_smoothing, ctx.chunk, wanted
         )
-        return *(made if needed else None for made, needed in zip(gradients, wanted)), None, None, None
+        return (
+            *(gradient if needed else None for gradient, needed in zip(gradients, wanted)),
+            None,
+            None,
+            None,
+        )
 
 
 def linear_cross_entropy(

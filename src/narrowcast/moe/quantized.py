@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..tensors import QuantizedTensor, QuantizedTensorStorage
+from ..tensors import QuantizedTensorStorage
 
 
 def is_quantized(x: Any) -> bool:
@@ -58,13 +58,6 @@ def move_rows(x: Any, rows: int, move: Callable[[Tensor], Tensor]) -> Any:
         buffers[buffer.argument] = values  # a scale of the whole tensor stays
     quantizer = x._quantizer.with_usage(rowwise=True, columnwise=False)
     return type(x)(shape=shape, quantizer=quantizer, fake_dtype=x.dtype, **buffers)
-
-
-def high_precision(grad: Any) -> Tensor:
-    """A gradient as a plain tensor; only eager code ever meets a quantized one."""
-    if not torch.compiler.is_compiling() and isinstance(grad, QuantizedTensor):
-        return grad.dequantize()
-    return grad
 
 
 def _fitted(values: Tensor, sizes: tuple[int, ...]) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..functional import moe_collect, moe_collect_backward, moe_positions, moe_spread
-from .quantized import high_precision, is_quantized, move_rows
+from ..tensors import plain_gradient
+from .quantized import is_quantized, move_rows
 
 
 def row_map_of_mask(mask: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ class Permute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (row_map,) = ctx.saved_tensors
-        return moe_collect(high_precision(grad), row_map, None), None, None
+        return moe_collect(plain_gradient(grad), row_map, None), None, None
 
 
 class PermuteProbs(torch.autograd.Function):
@@ -89,7 +90,7 @@ class Unpermute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        grad, row_map = high_precision(grad), ctx.saved_tensors[0]
+        grad, row_map = plain_gradient(grad), ctx.saved_tensors[0]
         positions = moe_positions(row_map, ctx.rows)
         if not ctx.weighted:
             return moe_spread(grad, positions, row_map.shape[1]), None, None
@@ -112,7 +113,7 @@ class Reorder(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (target,) = ctx.saved_tensors
-        return moe_spread(high_precision(grad), target, 1), None, None
+        return moe_spread(plain_gradient(grad), target, 1), None, None
 
 
 def _read(values: Tensor, index: Tensor) -> Tensor:

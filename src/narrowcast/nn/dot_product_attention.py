@@ -283,7 +283,7 @@ class DotProductAttention(nn.Module):
         return scores
 
     def _core(
-        self, q: Tensor, k: Tensor, v: Tensor, fmt: str, scores: Scores, tokens: Lengths, again: bool
+        self, q: Tensor, k: Tensor, v: Tensor, fmt: str, scores: Scores, lengths: Lengths, recompute: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The computation; with ``again`` it is done once more in the backward."""
         switches, max_logit = self._switches, self.return_max_logit
@@ -291,9 +291,9 @@ class DotProductAttention(nn.Module):
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
             with contextlib.nullcontext() if tracker is None else tracker().fork():
-                return attend(q, k, v, fmt, scores, tokens, switches, max_logit, self._ranks)
+                return attend(q, k, v, fmt, scores, lengths, switches, max_logit, self._ranks)
 
-        if again and torch.is_grad_enabled():
+        if recompute and torch.is_grad_enabled():
             return checkpoint(run, q, k, v, get_rng_state_tracker=tracker)
         return run(q, k, v)
 

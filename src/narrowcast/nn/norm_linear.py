@@ -80,13 +80,13 @@ class NormLinearLayer(LinearLayer):
         return (out, *extra, *beside) if extra or beside else out
 
 
-def check_gathered_output(asked: bool, sequence_parallel: bool) -> None:
+def check_gathered_output(gathered_output: bool, sequence_parallel: bool) -> None:
     """Check ``return_layernorm_output_gathered``.
 
     Raises:
         ValueError: it is set, and the layer is not sequence parallel.
     """
-    if asked and not sequence_parallel:
+    if gathered_output and not sequence_parallel:
         raise ValueError(
             "return_layernorm_output_gathered=True needs sequence_parallel and parallel_mode='column'; this layer is "
             "not sequence parallel, use return_layernorm_output=True"

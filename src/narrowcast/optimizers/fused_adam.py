@@ -185,11 +185,11 @@ class FusedAdam(torch.optim.Optimizer):
         kept = [(state, stored)]
         if scale is not None:
             kept.append((self._scales.setdefault(param, {}), scale))
-        for where, made in kept:
+        for where, value in kept:
             if state_name not in where:
-                where[state_name] = made
-            elif made is not where[state_name]:  # a CUDA graph reads it there
-                where[state_name].copy_(made)
+                where[state_name] = value
+            elif value is not where[state_name]:  # a CUDA graph reads it there
+                where[state_name].copy_(value)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: GradScaler | None = None) -> Any:  # type: ignore[override]
@@ -281,7 +281,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As PyTorch's, with every state in fp32: a checkpoint does not depend on how state is stored."""
-        made = super().state_dict()
+        state_dict = super().state_dict()
         state = {
             index: {name: self.get_unscaled_state(p, name).clone() for name in self.state[p]}
             for index, p in enumerate(self._parameters())
@@ -292,9 +292,9 @@ class FusedAdam(torch.optim.Optimizer):
                 name: v.item() if name in ("lr", "step") and isinstance(v, Tensor) else v
                 for name, v in g.items()
             }
-            for g in made["param_groups"]
+            for g in state_dict["param_groups"]
         ]
-        return {**made, "state": state, "param_groups": groups}
+        return {**state_dict, "state": state, "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -390,9 +390,9 @@ def _initial_master(param: Tensor) -> Tensor:
     kept = param.get_high_precision_init_val()
     if kept is None:
         return rounded
-    again = param._quantized(kept.to(param.device))._plain(torch.float32)
+    requantized = param._quantized(kept.to(param.device))._plain(torch.float32)
     # A parameter that was loaded or changed since is not the quantization of what was kept.
-    return kept.to(param.device, torch.float32, copy=True) if torch.equal(again, rounded) else rounded
+    return kept.to(param.device, torch.float32, copy=True) if torch.equal(requantized, rounded) else rounded
 
 
 def _amp_state(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> tuple[Tensor | None, Tensor | None]:

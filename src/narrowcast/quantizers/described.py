@@ -41,17 +41,17 @@ def quantizer_of(
         element = fields.pop("dtype", None)
         if kind is None or (element is None and kind is not NVFP4Quantizer):
             raise TypeError(f"{name} needs quantizer=, which says how to read its buffers")
-        made: Any = kind(*([] if element is None else [element]), **directions)
+        described: Any = kind(*([] if element is None else [element]), **directions)
     else:
-        made = quantizer
-    unknown = sorted(fields.keys() - vars(made).keys())
+        described = quantizer
+    unknown = sorted(fields.keys() - vars(described).keys())
     if unknown:
         raise TypeError(f"{name} got unknown buffers {unknown}; they are none of its buffers or fields")
     if quantizer is None:
-        return made.replace(**fields)
+        return described.replace(**fields)
     for field, value in fields.items():
-        if getattr(made, field) != type(getattr(made, field))(value):
+        if getattr(described, field) != type(getattr(described, field))(value):
             raise ValueError(
-                f"{name}: {field} is {value!r}, but the quantizer given has {getattr(made, field)!r}"
+                f"{name}: {field} is {value!r}, but the quantizer given has {getattr(described, field)!r}"
             )
-    return made
+    return described

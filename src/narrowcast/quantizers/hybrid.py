@@ -86,9 +86,9 @@ class HybridQuantizer(Quantizer):
         halves = {name: changes.pop(name, getattr(self, name)) for name in names}
         if all(halves[name] is getattr(self, name) for name in names):
             return super().replace(**changes)
-        made = HybridQuantizer(**halves, columnwise_source=self.columnwise_source)
+        replaced = HybridQuantizer(**halves, columnwise_source=self.columnwise_source)
         kept = {name: getattr(self, name) for name in Quantizer.__annotations__ if name in vars(self)}
-        return Quantizer.replace(made, **{**kept, **changes})
+        return Quantizer.replace(replaced, **{**kept, **changes})
 
     def _rebuild_derived_state(self) -> None:
         self._freeze(
@@ -127,9 +127,9 @@ class HybridQuantizer(Quantizer):
             if columnwise and self.columnwise_source == "rowwise_dequantized":
                 rows = self._encode_half(numerics, x, False, seed)
                 source = self._half(False)._decode(numerics, rows, False, x.dtype)[..., : x.shape[-1]]
-            made = self._encode_half(numerics, source, columnwise, seed)
-            missing = _BUFFERS_PER_DIRECTION - len(made)
-            buffers += [*made, *(x.new_empty((0,), dtype=torch.uint8) for _ in range(missing))]
+            encoded = self._encode_half(numerics, source, columnwise, seed)
+            missing = _BUFFERS_PER_DIRECTION - len(encoded)
+            buffers += [*encoded, *(x.new_empty((0,), dtype=torch.uint8) for _ in range(missing))]
         return buffers
 
     def _encode_half(

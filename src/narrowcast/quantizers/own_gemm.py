@@ -72,14 +72,14 @@ class OwnGemmQuantizer(IdentityQuantizer):
         dtype: torch.dtype, fast_accumulation: bool,
     ) -> Tensor:  # fmt: skip
         own: Any = self.own
-        made = [
+        pairs = [
             (quantizer.quantize(buffers[0].reshape(-1, buffers[0].shape[-1])), columnwise)
             for quantizer, buffers, columnwise in zip(
                 (own, right_quantizer.own), (left, right), COLUMNWISE[kind], strict=True
             )
         ]
         (x, sx), (w, sw) = (
-            (q.data_t, q.scale_t) if columnwise else (q.data, q.scale) for q, columnwise in made
+            (q.data_t, q.scale_t) if columnwise else (q.data, q.scale) for q, columnwise in pairs
         )
         return own.qgemm(
             x,
@@ -92,8 +92,8 @@ class OwnGemmQuantizer(IdentityQuantizer):
             out=None,
             accumulate=False,
             gemm_type=GEMMType(kind),
-            qresult_x=made[0][0],
-            qresult_w=made[1][0],
+            qresult_x=pairs[0][0],
+            qresult_w=pairs[1][0],
         )
 
 

@@ -29,7 +29,7 @@ from ..functional import (
     quantize_into,
 )
 from ..functional.quantizer_value import CLASSES
-from ..tensors import QuantizedTensor, QuantizedTensorStorage
+from ..tensors import QuantizedTensor, QuantizedTensorStorage, plain_gradient
 from ..tensors.storage import STORAGE_CLASSES, flatten_context, resolve_storage_class, storage_identifier
 from .arguments import field_value
 from .codes import codes_as_matrix
@@ -205,10 +205,10 @@ class Quantizer(Sealable, QuantizerValue):
                 f"{type(self).__qualname__} has no field {unknown[0]!r}; fields: {sorted(held)}"
             )
         changes = {name: field_value(name, held[name], value) for name, value in changes.items()}
-        made = _rebuild_quantizer(type(self), tuple({**held, **changes}.items()))
+        replaced = _rebuild_quantizer(type(self), tuple({**held, **changes}.items()))
         if changes:
-            made._check_fields()
-        return made
+            replaced._check_fields()
+        return replaced
 
     def _check_fields(self) -> None:
         """Hook: refuse what the format does not define, with a ValueError; constructors and ``replace`` end in it."""
@@ -523,8 +523,8 @@ class Quantizer(Sealable, QuantizerValue):
         if group is None:
             quantize_into(src.detach(), buffers, kept, noop_flag, self._seed(src))
             return dst
-        for mine, made in zip(buffers, kept._reduced_buffers(src.detach(), group), strict=True):
-            mine.copy_(made if noop_flag is None else torch.where(noop_flag != 0, mine, made))
+        for mine, new in zip(buffers, kept._reduced_buffers(src.detach(), group), strict=True):
+            mine.copy_(new if noop_flag is None else torch.where(noop_flag != 0, mine, new))
         return dst
 
     def multi_quantize(self, tensors: list[Tensor]) -> list[Any]:
@@ -586,7 +586,4 @@ class _QuantizeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        # a compiled graph takes plain gradients, whatever kind of tensor the forward made
-        if not torch.compiler.is_compiling() and isinstance(grad_output, QuantizedTensor):
-            grad_output = grad_output.dequantize()
-        return grad_output.to(ctx.dtype), None, None, None
+        return plain_gradient(grad_output).to(ctx.dtype), None, None, None

@@ -51,16 +51,16 @@ class CudaRNGStatesTracker:
         """
         if not isinstance(states, dict):
             raise TypeError(f"states is a {type(states).__name__}; pass a dict, as get_states() returns")
-        taken: dict[str, Any] = {}
+        adopted: dict[str, Any] = {}
         for name, state in states.items():
             if not self.graph_safe:
-                taken[name] = state.clone()
+                adopted[name] = state.clone()
             elif name in self._states:
-                taken[name] = self._states[name]
-                taken[name].set_state(state.get_state())
+                adopted[name] = self._states[name]
+                adopted[name].set_state(state.get_state())
             else:
-                taken[name] = state.clone_state()
-        self._states = taken
+                adopted[name] = state.clone_state()
+        self._states = adopted
 
     def add(self, name: str, seed: int) -> None:
         """Begin a state of this name.

@@ -29,8 +29,14 @@ from .named import (
     NVFP4Tensor,
     NVFP4TensorStorage,
 )
-from .quantized_tensor import QuantizedTensor, rebuild_quantized_tensor, storage_of
-from .saving import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx, restore_from_saved
+from .quantized_tensor import QuantizedTensor, plain_gradient, rebuild_quantized_tensor, storage_of
+from .saving import (
+    TensorOrQuantized,
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+    saved_tensors,
+)
 from .sharding import dequantized, local, overwrite_unseen
 from .storage import QuantizedTensorStorage
 
@@ -75,9 +81,11 @@ __all__ = [
     "grouped_storage_of",
     "local",
     "overwrite_unseen",
+    "plain_gradient",
     "prepare_for_saving",
     "quantize_members",
     "restore_from_func_ctx",
     "restore_from_saved",
+    "saved_tensors",
     "storage_of",
 ]

@@ -204,12 +204,14 @@ class GroupedTensorStorage:
             NotImplementedError: the members have different shapes. ValueError: ``tensors`` have another shape.
         """
         self._check_uniform()
-        made = quantize_members(
+        quantized = quantize_members(
             list(tensors) if not isinstance(tensors, Tensor) else [tensors], self.quantizer
         )
-        if tuple(made.logical_shape) != tuple(self.logical_shape):
-            raise ValueError(f"the members are {tuple(self.logical_shape)}, got {tuple(made.logical_shape)}")
-        for mine, theirs in zip(self.get_data_tensors(), made.get_data_tensors(), strict=True):
+        if tuple(quantized.logical_shape) != tuple(self.logical_shape):
+            raise ValueError(
+                f"the members are {tuple(self.logical_shape)}, got {tuple(quantized.logical_shape)}"
+            )
+        for mine, theirs in zip(self.get_data_tensors(), quantized.get_data_tensors(), strict=True):
             if mine is not None and theirs is not None:
                 mine.copy_(theirs if noop_flag is None else torch.where(noop_flag != 0, mine, theirs))
         return self

@@ -155,10 +155,9 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
                 own = torch.nn.functional.pad(own, (0, 0) * (own.dim() - 1 - along) + (0, missing))
             buffers[buffer.argument] = own.contiguous()
         shape = (count, self.shape[1]) if dim == 0 else (self.shape[0], count)
-        described: dict[str, Any] = {"quantizer": self._quantizer, "fake_dtype": self._dtype, **buffers}
-        made = type(self)(shape=shape, **described)
-        made._is_part = True
-        return made
+        part = self._around(shape, buffers)
+        part._is_part = True
+        return part
 
     _is_part: bool = False
     """Whether this is part of another tensor, which would not see what is written here."""
@@ -206,16 +205,19 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
             if issubclass(base, QuantizedTensorStorage) and not issubclass(base, Tensor)
         )
 
+    def _around(self, shape: tuple[int, ...], buffers: dict[str, Any]) -> QuantizedTensor:
+        """Another tensor of this kind, quantizer and dtype, around these buffers."""
+        return type(self)(shape=shape, quantizer=self._quantizer, fake_dtype=self._dtype, **buffers)
+
     def _like(self, map_buffer: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         buffers = {
             argument: None if getattr(self, attribute) is None else map_buffer(getattr(self, attribute))
             for attribute, argument in self._FLATTEN_TENSOR_BUFFERS
         }
-        described: dict[str, Any] = {"quantizer": self._quantizer, "fake_dtype": self._dtype, **buffers}
-        made = type(self)(shape=tuple(self.shape), **described)
+        same = self._around(tuple(self.shape), buffers)
         if self._shards is not None:
-            made._shards = self._shards
-        return made
+            same._shards = self._shards
+        return same
 
     def _regrouped(self, shape: tuple[int, ...]) -> QuantizedTensor | None:
         """The same rows under other leading dims, around the same buffers; None where the last dim is another."""
@@ -233,10 +235,9 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
             if isinstance(held, FunctionalTensor):
                 return None
             buffers[buffer.argument] = None if held is None else held.view(buffer.sizes(full))
-        described: dict[str, Any] = {"quantizer": self._quantizer, "fake_dtype": self._dtype, **buffers}
-        made = type(self)(shape=full, **described)
-        made._is_part = self._is_part
-        return made
+        regrouped = self._around(full, buffers)
+        regrouped._is_part = self._is_part
+        return regrouped
 
     @classmethod
     def make_like(
@@ -253,9 +254,9 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
             arguments["shape"] = tuple(shape)
         if dtype is not None:
             arguments["fake_dtype"] = dtype
-        made = cls(**arguments)
-        made._shards = tensor._shards
-        return made
+        wrapper = cls(**arguments)
+        wrapper._shards = tensor._shards
+        return wrapper
 
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
         """Wrapper around the same buffers with another nominal dtype; nothing is requantized."""
@@ -275,6 +276,13 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         present = [a for a, _ in self._FLATTEN_TENSOR_BUFFERS if getattr(self, a) is not None]
         return present, flatten_context(type(self), self.requires_grad, self._quantizer, self._dtype)
+
+
+def plain_gradient(grad: Tensor) -> Tensor:
+    """The gradient in high precision; only eager code ever meets a quantized one."""
+    if not torch.compiler.is_compiling() and isinstance(grad, QuantizedTensor):
+        return grad.dequantize()
+    return grad
 
 
 def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
@@ -398,9 +406,9 @@ def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, *bounds: Any) -> Te
 @_handles(aten.empty_like.default)
 def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
-    made = tensor._quantizer.make_empty(tuple(tensor.shape), dtype=dtype, device=device)  # type: ignore[attr-defined]
-    made._shards = tensor._shards
-    return made
+    empty = tensor._quantizer.make_empty(tuple(tensor.shape), dtype=dtype, device=device)  # type: ignore[attr-defined]
+    empty._shards = tensor._shards
+    return empty
 
 
 @_handles(aten.zeros_like.default)

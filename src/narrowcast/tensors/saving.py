@@ -60,7 +60,12 @@ def restore_from_func_ctx(ctx: Any) -> list[TensorOrQuantized | None]:
     Raises:
         AttributeError: nothing was saved on this context.
     """
-    restored = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)
+    return restore_from_saved(ctx.tensor_objects, saved_tensors(ctx))
+
+
+def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+    """What was saved; the context lets go of it, unless the graph is retained, so that it is freed as it is used."""
+    saved = ctx.saved_tensors
     if not torch.compiler.is_compiling() and isinstance(ctx, torch.autograd.function.BackwardCFunction):
         ctx.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
-    return restored
+    return saved

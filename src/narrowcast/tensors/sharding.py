@@ -70,11 +70,13 @@ class ShardedRows:
             whole.update_usage(columnwise_usage=True)
         # all but the memory of FSDP2, which the gather itself wrote to, is to be filled again by the next
         memory = {id(value) for value in all_gather_outputs}
-        made = [(buffer, held) for buffer, held in _held(whole) if id(held) not in memory]
+        to_fill = [(buffer, held) for buffer, held in _held(whole) if id(held) not in memory]
         if out is None:
-            return whole, tuple(held for buffer, held in made if _place(buffer, shape[0])[0] >= 0)
+            return whole, tuple(held for buffer, held in to_fill if _place(buffer, shape[0])[0] >= 0)
         first = local(out)
-        overwrite_unseen([getattr(first, buffer.attribute) for buffer, _ in made], [held for _, held in made])
+        overwrite_unseen(
+            [getattr(first, buffer.attribute) for buffer, _ in to_fill], [held for _, held in to_fill]
+        )
         return None
 
     def gathered_bytes(self: Any) -> int:
@@ -135,8 +137,8 @@ class ShardedRows:
             if hasattr(module, "_takes_rows"):
                 module._takes_rows(self._BARE_NAME)
         quantizer = self._rows_alone()._quantizer
-        made = quantizer.make_empty(tuple(size), dtype=self.dtype, device=self.device)
-        return share_amax(made, group if ranks > 1 else None)
+        shard = quantizer.make_empty(tuple(size), dtype=self.dtype, device=self.device)
+        return share_amax(shard, group if ranks > 1 else None)
 
 
 def share_amax(shard: Any, group: Any) -> Any:
