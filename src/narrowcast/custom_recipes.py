@@ -83,7 +83,7 @@ def nvfp4_factory(role: QuantizerRole | None) -> Quantizer:
 
 
 def _by_direction(forward: Quantizer, backward: Quantizer, dequantized: bool = False) -> Quantizer:
-    """What the forward reads, and what the backward does: quantized from what the forward read, with ``again``."""
+    """A quantizer per direction; with ``dequantized`` that of the backward quantizes what the forward has read."""
     return HybridQuantizer(
         rowwise_quantizer=forward,
         columnwise_quantizer=backward,

@@ -110,7 +110,7 @@ def masks_of(
     padded: tuple[Tensor | None, Tensor | None],
     pad_between_seqs: bool | None,
 ) -> tuple[tuple[Tensor | None, Tensor | None], Tensor | None]:
-    """The padding masks of queries and keys, and the mask of an arbitrary type, with what else tells lengths checked.
+    """The padding masks of queries and keys, and the mask of an arbitrary type; lengths are checked besides.
 
     Raises:
         ValueError: lengths or masks that the mask's type or the format does not take, or that are missing. TypeError:

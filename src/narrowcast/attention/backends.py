@@ -1,7 +1,7 @@
 """Which backend computes a call: decided by static facts alone, so that a compiled graph holds one of them.
 
 No value of a tensor is read, no memory layout inspected. Every backend says what it cannot do; the first one that can
-do everything is taken, and where none is left all of their reasons are told.
+do everything is used, and where none is left the error lists the reasons of each.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     dgrad   dx = quantize(dy) @ quantize(w)       row-wise, column-wise
     wgrad   dw = quantize(dy)^T @ quantize(x)     both column-wise
 
-Everything here is pure but for amax and ``main_grad``, and runs in traced and eager code alike. Rules, each paid for
-with a compiler experiment: operators do the work, and everything saved is an operator's output or an input; nothing
-symbolic is put on the context; every returned tensor is a fresh view or an operator's output.
+Everything here is pure but for amax and ``main_grad``, and runs in traced and eager code alike. What the compiler
+demands, as experiments have shown: operators do the work, and everything saved is an operator's output or an input;
+nothing symbolic is put on the context; every returned tensor is a fresh view or an operator's output.
 """
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ def linear_backward(
             return _gradients_of_share(args, grad_output, inp, weight, scale_bwd, args.parallel)
         if args.parallel.gathers_input:
             lead = torch.Size((-1, *lead[1:]))
-    if isinstance(grad_output, QuantizedTensorStorage):  # whoever quantized it summed it for the bias, too
+    if isinstance(grad_output, QuantizedTensorStorage):  # its producer has summed it for the bias, too
         gradients = quantized_gradients(args, buffers_of(grad_output), None, inp, weight, rows)
     elif plan.backward_override is not None or not (plan.needs_input or plan.needs_weight):
         gradients = _gradients_in_high_precision(

@@ -195,7 +195,7 @@ class GroupedLinearLayer(LinearLayer):
     def make_grouped_weights(self, defer_init: bool = False) -> None:
         """Quantize the weights where ``quantized_model_init`` asked for that.
 
-        A layer is made so. This is for one that is plain again, such as after ``load_state_dict(assign=True)``.
+        The constructor does that. This is for weights that have become plain, as by ``load_state_dict(assign=True)``.
 
         Args:
             defer_init: leave it as it is, as on the meta device.
@@ -323,7 +323,7 @@ class GroupedLinearLayer(LinearLayer):
         return main_grad, overwrite, dummy
 
     def _calibration_plan(self) -> LinearPlan | None:
-        """What says which amax to collect, where an autocast asks for nothing else."""
+        """Which amax an autocast that only calibrates collects; None under any other."""
         calibrating = THREAD.state.calibrating
         return (
             None
@@ -430,7 +430,7 @@ class GroupedLinearLayer(LinearLayer):
 
 
 def _plain_and_whole(value: Any) -> Tensor:
-    """A tensor of a state dict without sharding and without quantization; every rank of its mesh must ask."""
+    """A tensor of a state dict, gathered and dequantized; every rank of its mesh must call this."""
     value = value.detach()
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     return value.dequantize() if isinstance(value, (GroupedTensor, QuantizedTensor)) else value

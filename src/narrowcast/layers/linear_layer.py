@@ -63,7 +63,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     Args:
         name: the layer's name in quantizer roles.
         stages: its linear layers, in the order in which a backward meets them.
-        device: where what belongs to its gradients is made.
+        device: of the queues of weight gradients.
         recipe: its own recipe.
         fuse_wgrad_accumulation: add weight gradients to the parameter's ``main_grad`` instead of its ``grad``.
         delay_wgrad_compute: weight and bias gradients wait for :meth:`backward_dw`.
@@ -71,7 +71,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         parallel: how it is split over processes; None where it is not.
     """
 
-    # the weights are kept (:mod:`..convert.stored`) or gathered (:mod:`..distributed`) as one quantized copy, row-wise
+    # quantized weights, kept by convert/stored.py or gathered by distributed/, are row-wise alone
     _stored_rowwise: bool = False
     return_bias: bool = False
 
@@ -189,7 +189,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         self._prepare_parameters()
 
     def _prepare_parameters(self) -> None:
-        """Tell data-parallel wrappers what to expect of the gradients; again for every new parameter object."""
+        """Tell data-parallel wrappers what to expect of the gradients; for every new parameter object."""
         weights = [name for stage in self._stages for name in self._names_of(stage.weight)]
         biases = [name for stage in self._stages for name in self._names_of(stage.bias)]
         for name, parameter in self._parameters.items():
@@ -218,7 +218,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def _takes_rows(self, storage_name: str) -> bool:
-        """Whether row-wise data are enough of a weight of this format, whose column-wise data follow; it notes that."""
+        """Note that weights come row-wise alone, and say whether the layer can do with that in this format."""
         self._stored_rowwise = True
         return True
 
@@ -333,7 +333,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     def _keep_weight(
         self, name: str, operand: Operand, made_from: list[Tensor], buffers: OperandBuffers
     ) -> OperandBuffers:
-        """Keep a quantized weight for later microbatches, unless FSDP writes to it what its version does not tell."""
+        """Keep a quantized weight for later microbatches; not under FSDP, whose writes do not raise its version."""
         if getattr(self, "_is_fsdp_managed_module", False):
             return buffers
         *others, last = buffers.rowwise
@@ -347,10 +347,10 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
 
     @torch.no_grad()
     def refresh_kept_weights(self) -> list[OperandBuffers]:
-        """Quantize the weights again that are kept, into the buffers that they are in, which a CUDA graph reads.
+        """Quantize the kept weights once more, into the buffers that they have, which a CUDA graph reads.
 
         Returns:
-            these buffers; whoever replays the graph must hold them.
+            these buffers, to be kept alive as long as the graph is replayed.
         """
         recipe, refreshed = self._recipe_in_force(), []
         for stage in self._stages:
@@ -404,7 +404,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         return F.linear(x, _plain(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def _calibrate(self, stage: Stage, recipe: Recipe, inp: Tensor, weight: Tensor) -> None:
-        """Collect the amax of both operands, where an autocast asks for nothing else."""
+        """Collect the amax of both operands under an autocast that only calibrates."""
         plan = linear_plan(recipe, stage.name, True, True)
         if plan.forward_state is not None:
             self._keep_states((stage.prefix,), (plan,))
@@ -413,7 +413,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             calibrate_(_plain(weight).detach(), amax, WEIGHT_SLOT)
 
     def _with_bias_behind(self, out: Tensor, bias: Tensor | None) -> Tensor:
-        """The summed output of a row-parallel stage and its bias, unless that is returned beside it."""
+        """The summed output of a row-parallel stage plus its bias, unless the bias is returned beside it."""
         return out if bias is None or self.return_bias else out + bias.to(out.dtype)
 
     # -- where weight gradients go -----------------------------------------------------------------------------------

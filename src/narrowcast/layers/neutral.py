@@ -1,7 +1,7 @@
-"""Options that Transformer Engine's layers have and these do not: taken at the values that ask for nothing.
+"""Options that Transformer Engine's layers have and these do not: accepted at the values that change nothing.
 
 A script written for Transformer Engine passes them all, most of the time to say that it does not want them. Each is
-declared once, its type the values that are taken: type checkers refuse others, and so does a call.
+declared once, with the accepted values as its type: type checkers refuse others, and so does a call.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class NormParameters(nn.Module):
         self.reset_parameters()
 
     def register_parameter(self, name: str, param: Any) -> None:
-        """As of any module; under PyTorch's ``SequenceParallel`` gradients are sums still to be made."""
+        """As of any module; notes whether PyTorch's ``SequenceParallel`` places it: its gradients are partial then."""
         super().register_parameter(name, param)
         if not self._placed and placed_by_style(param):
             self._placed = True

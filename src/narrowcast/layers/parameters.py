@@ -23,10 +23,10 @@ INIT_STD = 0.023
 def random_numbers_of(
     tracker: Callable[[], Any] | None, name: str | None = None
 ) -> AbstractContextManager[Any]:
-    """What a weight is initialised in: the ``fork`` of a tracker, as tensor-parallel ranks share or part their numbers.
+    """Context in which a weight is initialised: ``fork`` of a tracker of random states, or none.
 
     Args:
-        tracker: returns the object with ``fork``; None for PyTorch's own numbers. name: for ``fork``; None for its own.
+        tracker: returns the object with ``fork``; None: PyTorch's own numbers. name: given to ``fork`` where not None.
     """
     if tracker is None:
         return contextlib.nullcontext()
@@ -159,8 +159,8 @@ def mark_after_accumulation(parameter: Tensor) -> None:
 def largest_magnitude(weight: Any, grouped: bool = False) -> Tensor:
     """max|w| of a weight, fp32 (1,); with ``grouped`` of every group of (G, N, K), (G,).
 
-    Of a sharded weight it is that of the whole one, so that all ranks start from the same scales: every rank that holds
-    a part must ask.
+    For a sharded weight it is that of the whole, so that all ranks start from the same scales: every rank that holds a
+    part must call this.
     """
     local = weight.to_local() if hasattr(weight, "to_local") else weight
     rows = local.shape[0] if grouped else 1

@@ -204,7 +204,7 @@ def checked_row_map(inp: Any, routing_map: Tensor, num_out_tokens: int, name: st
     """The row map of a mask, of so many rows.
 
     Args:
-        inp, routing_map, num_out_tokens: as in :func:`moe_permute`. name: of who asks, for errors.
+        inp, routing_map, num_out_tokens: as in :func:`moe_permute`. name: of the caller, for errors.
 
     Raises:
         As :func:`moe_permute`.

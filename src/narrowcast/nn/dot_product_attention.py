@@ -50,7 +50,7 @@ class DotProductAttention(nn.Module):
         window_size: (left, right) keys seen beside the diagonal, -1 without bound.
         bottom_right_diagonal: count window, causality and ALiBi from the diagonal that ends at the last query and key;
             None: as the mask type says.
-        sequence_parallel, tp_group, attention_type, layer_number: taken, and ask for nothing here.
+        sequence_parallel, tp_group, attention_type, layer_number: accepted, without effect on the computation.
         tp_size: ranks among which the heads are split. get_rng_state_tracker: returns the object whose ``fork()``
             dropout runs in, unless ``sequence_parallel``.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: as of ``set_context_parallel_group``.
@@ -157,7 +157,7 @@ class DotProductAttention(nn.Module):
         2n - 1 - r; keys and values are gathered. For sbhd and bshd without padding, arbitrary masks and biases.
 
         Args:
-            cp_group: the group; None takes it back. cp_global_ranks, cp_stream: taken, and ask for nothing here.
+            cp_group: the group; None: shared no more. cp_global_ranks, cp_stream: accepted, without effect here.
             cp_comm_type: "all_gather".
 
         Raises:
@@ -220,7 +220,7 @@ class DotProductAttention(nn.Module):
             kv_layer: keys and values in one, with a dim of size 2, beside ``query_layer``.
             inference_params: a KV cache, which the new keys and values go to; the queries see all that it has of their
                 sequence. Needs a padding type, whose diagonal is then bottom right, and no gradients.
-            fast_zero_fill: taken, and asks for nothing here.
+            fast_zero_fill: accepted, without effect here.
         Returns:
             The format with heads and head dim in one: (s, b, h d_v), (b, s, h d_v) or (tokens, h d_v); zero where a
             query sees no key. With ``return_max_logit`` a tuple with the largest scores (h), which have no gradient.
@@ -285,7 +285,7 @@ class DotProductAttention(nn.Module):
     def _core(
         self, q: Tensor, k: Tensor, v: Tensor, fmt: str, scores: Scores, lengths: Lengths, recompute: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The computation; with ``again`` it is done once more in the backward."""
+        """The computation; with ``recompute`` it is done once more in the backward, which then saves nothing."""
         switches, max_logit = self._switches, self.return_max_logit
         tracker = self.get_rng_state_tracker if scores.dropout else None
 

@@ -224,7 +224,7 @@ class Recipe(Sealable):
         raise NotImplementedError(f"{type(self).__name__} makes no quantizers of its own")
 
     def plan_name(self, name: str) -> str:
-        """What of a layer's name its plan depends on."""
+        """The part of a layer's name that its plan depends on."""
         return ""
 
     @classmethod
