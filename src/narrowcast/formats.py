@@ -11,7 +11,7 @@ format's published values are written down once.
 
 import enum
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -49,31 +49,41 @@ def round_to_float32(value: float) -> float:
 class ElementFormat:
     """A signed floating-point element format: one sign bit, ``exponent_bits``, ``mantissa_bits``, subnormals.
 
+    ``name``, ``bits``, ``bias`` and ``max_reciprocal`` follow from the arguments: the lowercase name used in messages
+    and file names, the storage bits of one code, the exponent bias, and ``RN(1 / max)`` in fp32. They are stored, for
+    traced code to read constants.
+
     Args:
-        name: the lowercase name used in messages and file names.
-        bits: storage bits of one code.
         exponent_bits: width of the exponent field.
         mantissa_bits: width of the stored mantissa field.
-        bias: exponent bias.
         max: the largest finite magnitude; encoders saturate to it.
-        max_reciprocal: ``RN(1 / max)`` in fp32, stored so that traced code reads a constant.
-        has_infinity: whether the format has codes for infinities (no encoder here produces them).
-        nan_codes: the codes that decode to NaN.
-        torch_dtype: the name of the torch dtype with the same codes, None where torch has none per element.
         dtype: the ``DType`` member naming this format.
+        torch_dtype: the name of the torch dtype with the same codes, None where torch has none per element.
+        nan_codes: the codes that decode to NaN.
+        has_infinity: whether the format has codes for infinities (no encoder here produces them).
     """
 
-    name: str
-    bits: int
     exponent_bits: int
     mantissa_bits: int
-    bias: int
     max: float
-    max_reciprocal: float
-    has_infinity: bool
-    nan_codes: tuple[int, ...]
-    torch_dtype: str | None
     dtype: DType
+    torch_dtype: str | None = None
+    nan_codes: tuple[int, ...] = ()
+    has_infinity: bool = False
+    name: str = field(init=False)
+    bits: int = field(init=False)
+    bias: int = field(init=False)
+    max_reciprocal: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        derived = {
+            "name": f"e{self.exponent_bits}m{self.mantissa_bits}",
+            "bits": 1 + self.exponent_bits + self.mantissa_bits,
+            "bias": 2 ** (self.exponent_bits - 1) - 1,
+            "max_reciprocal": round_to_float32(1.0 / self.max),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -96,70 +106,25 @@ class ScaleFormat:
 
 
 E4M3 = ElementFormat(
-    name="e4m3",
-    bits=8,
     exponent_bits=4,
     mantissa_bits=3,
-    bias=7,
     max=448.0,
-    max_reciprocal=round_to_float32(1.0 / 448.0),
-    has_infinity=False,
-    nan_codes=(0x7F, 0xFF),
-    torch_dtype="float8_e4m3fn",
     dtype=DType.kFloat8E4M3,
+    torch_dtype="float8_e4m3fn",
+    nan_codes=(0x7F, 0xFF),
 )
 E5M2 = ElementFormat(
-    name="e5m2",
-    bits=8,
     exponent_bits=5,
     mantissa_bits=2,
-    bias=15,
     max=57344.0,
-    max_reciprocal=round_to_float32(1.0 / 57344.0),
-    has_infinity=True,
-    nan_codes=(0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF),
-    torch_dtype="float8_e5m2",
     dtype=DType.kFloat8E5M2,
+    torch_dtype="float8_e5m2",
+    nan_codes=(0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF),
+    has_infinity=True,
 )
-E2M1 = ElementFormat(
-    name="e2m1",
-    bits=4,
-    exponent_bits=2,
-    mantissa_bits=1,
-    bias=1,
-    max=6.0,
-    max_reciprocal=round_to_float32(1.0 / 6.0),
-    has_infinity=False,
-    nan_codes=(),
-    torch_dtype=None,
-    dtype=DType.kFloat4E2M1,
-)
-E2M3 = ElementFormat(
-    name="e2m3",
-    bits=6,
-    exponent_bits=2,
-    mantissa_bits=3,
-    bias=1,
-    max=7.5,
-    max_reciprocal=round_to_float32(1.0 / 7.5),
-    has_infinity=False,
-    nan_codes=(),
-    torch_dtype=None,
-    dtype=DType.kFloat6E2M3,
-)
-E3M2 = ElementFormat(
-    name="e3m2",
-    bits=6,
-    exponent_bits=3,
-    mantissa_bits=2,
-    bias=3,
-    max=28.0,
-    max_reciprocal=round_to_float32(1.0 / 28.0),
-    has_infinity=False,
-    nan_codes=(),
-    torch_dtype=None,
-    dtype=DType.kFloat6E3M2,
-)
+E2M1 = ElementFormat(exponent_bits=2, mantissa_bits=1, max=6.0, dtype=DType.kFloat4E2M1)
+E2M3 = ElementFormat(exponent_bits=2, mantissa_bits=3, max=7.5, dtype=DType.kFloat6E2M3)
+E3M2 = ElementFormat(exponent_bits=3, mantissa_bits=2, max=28.0, dtype=DType.kFloat6E3M2)
 E8M0 = ScaleFormat(name="e8m0", bits=8, bias=127, max_code=254, nan_code=255)
 
 FLOAT8_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
@@ -442,10 +407,8 @@ FLOAT8_BLOCK_2D = replace(
 )
 MXFP8 = Layout(
     buffers=_one_direction_each(
-        (
-            _LOGICAL,
-            _LOGICAL,
-        ),  # column-wise data keep the logical orientation, so their scales lie the other way round
+        # column-wise data keep the logical orientation, so their scales lie the other way round
+        (_LOGICAL, _LOGICAL),
         (
             _tensor_core_scales("M", "K", MX_BLOCK),
             (Extent("M", MX_BLOCK, SCALE_TILE_COLUMNS), Extent("K", 1, SCALE_TILE_ROWS)),
