@@ -139,17 +139,19 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
         return w, SavedOperand(w.columnwise, w.quantizer)
     if repeated is None:
         return w, saved_operand(w, weight, plan.needs_input, plan.backward_override)
-    return w, SavedOperand([weight, scales.scale_fwd] if repeated.delayed else [weight], None)
+    state: list[Any] = [scales.scale_fwd] if repeated.delayed else []
+    return w, SavedOperand([weight, *state], None)
 
 
 def weight_of_dgrad(args: LinearBwdArgs, saved: list[Tensor]) -> tuple[list[Tensor], Quantizer]:
     """The column-wise weight and what reads it, from what :func:`weight_operand` saved."""
     quantizer, repeated = args.saved_weight[1], args.plan.dgrad_weight
-    if repeated is None or quantizer is not None:
-        return transposed(saved, args.shape[1]) if args.transpose_weight else saved, quantizer
-    weight, *state = saved
-    scale, amax = (state[0], None) if repeated.delayed else (None, state[0] if state else None)
-    return quantize(weight, repeated.quantizer, None, scale, amax), repeated.quantizer
+    if quantizer is None and repeated is not None:
+        weight, *state = saved
+        scale, amax = (state[0], None) if repeated.delayed else (None, state[0] if state else None)
+        return quantize(weight, repeated.quantizer, None, scale, amax), repeated.quantizer
+    columnwise = transposed(saved, args.shape[1]) if args.transpose_weight else saved
+    return columnwise, quantizer  # type: ignore[return-value]
 
 
 def fprop(

@@ -171,15 +171,15 @@ def _forward_quantized(
 def _weight_operands(weights: list[Tensor], args: LinearFwdArgs) -> tuple[OperandBuffers, list[Tensor]]:
     """The weights as fprop reads them, and what to save of them for dgrad: as ``gemms.weight_operand``."""
     plan, weight, scale, amax = args.plan, args.workspace, args.scales.scale_fwd, args.scales.amax_fwd
-    again = plan.dgrad_weight if weight is None else None
-    if again is not None and again.current:
+    repeated = plan.dgrad_weight if weight is None else None
+    if repeated is not None and repeated.current:
         *buffers, amax = grouped_quantize_keeping_amax(weights, plan.weight.quantizer)
         weight = _by_direction(buffers, plan.weight, grouped_layout(plan.weight.storage_name))
     elif weight is None:
         weight = quantize_weights(weights, plan.weight, scale, amax)
-    if again is None:
+    if repeated is None:
         return weight, saved_operand(weight, None, plan.needs_input, plan.backward_override).tensors
-    state = scale if again.delayed else amax if again.current else None
+    state = scale if repeated.delayed else amax if repeated.current else None
     return weight, weights if state is None else [*weights, state]
 
 
@@ -187,17 +187,18 @@ def _columnwise_weights(
     args: LinearBwdArgs, saved: list[Tensor], layout: str, count: int
 ) -> tuple[list[Tensor], Quantizer]:
     """The column-wise weights and what reads them, from what :func:`_weight_operands` saved."""
-    quantizer, again = args.saved_weight[1], args.plan.dgrad_weight
-    if quantizer is not None and len(saved) > 2:  # each by itself, as the parameters have them
-        return join_weights(saved, quantizer, layout, True, count, *args.shape, args.weight_dtype), quantizer
-    if quantizer is not None:
-        return _transposed(saved, args.shape) if args.transpose_weight else saved, quantizer
-    assert again is not None  # else they would be saved quantized
-    if not (again.delayed or again.current):
-        return quantize_weights(saved, again).columnwise, again.quantizer
-    *weights, state = saved
-    scale, amax = (state, None) if again.delayed else (None, state)
-    return quantize_weights(weights, again, scale, amax).columnwise, again.quantizer
+    quantizer, repeated = args.saved_weight[1], args.plan.dgrad_weight
+    if quantizer is None and repeated is not None:
+        scale = amax = None
+        if repeated.delayed:
+            *saved, scale = saved
+        elif repeated.current:
+            *saved, amax = saved
+        return quantize_weights(saved, repeated, scale, amax).columnwise, repeated.quantizer
+    columnwise = _transposed(saved, args.shape) if args.transpose_weight else saved
+    if len(saved) > 2:  # each by itself, as the parameters have them
+        columnwise = join_weights(saved, quantizer, layout, True, count, *args.shape, args.weight_dtype)
+    return columnwise, quantizer  # type: ignore[return-value]
 
 
 def _transposed(rowwise: list[Tensor], shape: tuple[int, int]) -> list[Tensor]:
@@ -231,9 +232,9 @@ def grouped_bwd_args(
         None,
     )
     if plan.quantized and plan.backward_override != "high_precision":
-        again = plan.dgrad_weight
-        if args.workspace is None and again is not None:
-            weight = (weight[0] + (again.delayed or again.current), None)
+        repeated = plan.dgrad_weight
+        if args.workspace is None and repeated is not None:
+            weight = (weight[0] + (repeated.delayed or repeated.current), None)
         else:
             quantizer = plan.weight.quantizer if args.workspace is None else args.workspace.quantizer
             weight = (_count(plan.weight) * plan.needs_input, quantizer)

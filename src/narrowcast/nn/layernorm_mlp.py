@@ -120,7 +120,7 @@ class LayerNormMLP(NormLinearLayer):
         settings = norm_settings(normalization, eps, zero_centered_gamma)
         self_activation = activation_settings(activation, activation_params)
         place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
-        modes = {"fc1_": "column", "fc2_": "row"} if set_parallel_mode else {}
+        modes: dict[str, str | None] = {"fc1_": "column", "fc2_": "row"} if set_parallel_mode else {}
         roles = f"{name}." if name else ""
         fc1 = Stage("fc1_", roles + "fc1", "fc1_weight", "fc1_bias", init_method)
         fc2 = Stage("fc2_", roles + "fc2", "fc2_weight", "fc2_bias", output_layer_init_method)
