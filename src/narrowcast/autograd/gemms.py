@@ -18,15 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import (
-    FLOAT8_BLOCK,
-    FLOAT8_BLOCK_SCALE_ALIGNMENT,
-    MX_BLOCK,
-    NVFP4_BLOCK,
-    SCALE_TILE_COLUMNS,
-    SCALE_TILE_ROWS,
-    cdiv,
-)
 from ..functional import (
     dequantize,
     draw_seed,
@@ -35,16 +26,11 @@ from ..functional import (
     quantize_dbias,
     quantize_keeping_amax,
     quantize_operand,
-    transpose_codes,
 )
 from ..functional.collectives import arrived, gather_rows, group_size
 from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import IdentityQuantizer, OperandBuffers, Quantizer, buffers_of
-from ..tensors import (
-    Float8TensorStorage,
-    QuantizedTensorStorage,
-    TensorOrQuantized,
-)
+from ..tensors import Float8TensorStorage, QuantizedTensorStorage, TensorOrQuantized, transposed
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .tensor_parallel import TensorParallel
 from .weight_gradient import weight_gradient
@@ -87,34 +73,6 @@ def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
     return OperandBuffers(
         operand.rowwise, transposed(operand.rowwise, operand.rowwise[0].shape[-1]), operand.quantizer
     )
-
-
-def transposed(rowwise: list[Tensor], features: int) -> list[Tensor]:
-    """Column-wise buffers of a matrix (rows, features) from its row-wise ones, where both directions hold the same.
-
-    That is per-tensor FP8, scale (1,); FP8 in 128 x 128 tiles, fp32 scales (rows of tiles, columns of tiles and
-    padding); MXFP8 in 32 x 32 and NVFP4 in whole 16 x 16 tiles, whose scales are repeated for every row of a tile.
-    """
-    codes, scale, *amax = rowwise
-    rows = codes.shape[0]
-    if amax:
-        nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)[:, :features]
-        turned = transpose_codes(nibbles.contiguous())
-        tiles = scale[:rows:NVFP4_BLOCK, : cdiv(features, NVFP4_BLOCK)].t()
-        scale = tiles.repeat_interleave(NVFP4_BLOCK, 0)[:features]
-        padding = (0, -scale.shape[1] % SCALE_TILE_COLUMNS, 0, -features % SCALE_TILE_ROWS)
-        return [turned[:, ::2] | (turned[:, 1::2] << 4), F.pad(scale, padding), *amax]
-    if scale.dim() == 1:
-        return [transpose_codes(codes), scale]
-    if scale.dtype == torch.uint8:  # the codes of both directions lie the same way
-        tiles = scale[:rows:MX_BLOCK, : cdiv(features, MX_BLOCK)]
-        scale = tiles.repeat_interleave(MX_BLOCK, 1)[:, :features]
-        padding = (0, -features % SCALE_TILE_ROWS, 0, -scale.shape[0] % SCALE_TILE_COLUMNS)
-        return [codes, F.pad(scale, padding)]
-    rows, columns = (cdiv(size, FLOAT8_BLOCK) for size in codes.shape)
-    # contiguous before the padding, which keeps the strides where there is nothing to pad
-    scale = F.pad(scale[:rows, :columns].t().contiguous(), (0, -rows % FLOAT8_BLOCK_SCALE_ALIGNMENT))
-    return [transpose_codes(codes), scale]
 
 
 def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, SavedOperand]:

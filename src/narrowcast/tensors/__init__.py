@@ -39,6 +39,7 @@ from .saving import (
 )
 from .sharding import dequantized, local, overwrite_unseen
 from .storage import QuantizedTensorStorage
+from .transposing import transposed
 
 _WRAPPERS = (
     Float8Tensor,
@@ -88,4 +89,5 @@ __all__ = [
     "restore_from_saved",
     "saved_tensors",
     "storage_of",
+    "transposed",
 ]

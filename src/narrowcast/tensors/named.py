@@ -7,13 +7,11 @@ its scale when it is transposed.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from .. import formats
-from ..formats import NVFP4_BLOCK, DType, cdiv
+from ..formats import DType
 from ..functional import transpose_codes
-from ..reference import codecs
 from .quantized_tensor import QuantizedTensor
 from .storage import QuantizedTensorStorage
 
@@ -59,14 +57,7 @@ class Float8BlockwiseQTensorStorage(_Float8Elements):
     def _create_columnwise(self) -> None:
         if not self._is_2D_scaled:
             super()._create_columnwise()
-        # a 128x128 tile keeps its scale when transposed: only the padding of the scale rows moves
-        described = self._quantizer.with_usage(columnwise=True)._describe_buffers(tuple(self.size()))  # type: ignore[attr-defined]
-        data, scale = self._rowwise_data, self._rowwise_scale_inv  # type: ignore[attr-defined]
-        self._columnwise_data = transpose_codes(data)
-        columnwise_scale = scale.new_zeros(described["_columnwise_scale_inv"][0])
-        rows_of_tiles, columns_of_tiles = scale.shape[0], columnwise_scale.shape[0]
-        columnwise_scale[:, :rows_of_tiles] = scale[:, :columns_of_tiles].t()
-        self._columnwise_scale_inv = columnwise_scale
+        self._transpose_rowwise()
 
 
 class MXFP8TensorStorage(_Float8Elements):
@@ -116,22 +107,8 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
     def _create_columnwise(self) -> None:
         if not self._quantizer.with_2d_quantization or self._quantizer.with_rht:  # type: ignore[attr-defined]
             super()._create_columnwise()
-        described = self._quantizer.with_usage(columnwise=True)._describe_buffers(tuple(self.size()))  # type: ignore[attr-defined]
-        data, scale, amax = self.rowwise_operand()
-        codes = codecs.unpack_codes(data, 4)
-        columns, packed_rows = described["_columnwise_data"][0]
-        rows = math.prod(codes.shape[:-1])
-        transposed = codes.new_zeros((columns, 2 * packed_rows))
-        transposed[:, :rows] = codes.view(rows, codes.shape[-1])[:, :columns].t()
-        self._columnwise_data = codecs.pack_codes(transposed, 4)
-        # a 16x16 tile keeps its scale when transposed; it is repeated on each of its rows
-        tiles = scale[:rows:NVFP4_BLOCK, : cdiv(columns, NVFP4_BLOCK)]
-        columnwise_scale = scale.new_zeros(described["_columnwise_scale_inv"][0])
-        columnwise_scale[:columns, : tiles.shape[0]] = tiles.t().repeat_interleave(NVFP4_BLOCK, dim=0)[
-            :columns
-        ]
-        self._columnwise_scale_inv = columnwise_scale
-        self._amax_columnwise = amax.clone()
+        self._transpose_rowwise()
+        self._amax_columnwise = self._amax_rowwise.clone()  # type: ignore[attr-defined]
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..formats import Layout
 from ..functional import QuantizerValue, dequantize
+from .transposing import transposed
 
 STORAGE_CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
 
@@ -276,6 +277,12 @@ class QuantizedTensorStorage:
             f"{type(self).__name__} cannot make column-wise data from row-wise data: quantizing again would change "
             "the values; quantize from high precision with columnwise=True"
         )
+
+    def _transpose_rowwise(self) -> None:
+        """Make the column-wise data from the row-wise ones, in a format where that changes no value."""
+        columnwise = transposed(self.rowwise_operand(), self.size()[-1])
+        for attribute, buffer in zip(self._COLUMNWISE_BUFFERS, columnwise):
+            setattr(self, attribute, buffer)
 
     def _create_rowwise(self) -> None:
         raise RuntimeError(
