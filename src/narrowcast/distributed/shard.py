@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..formats import ELEMENT_FORMATS, FLT_MAX, MX_BLOCK, NVFP4_BLOCK
+from ..formats import MX_BLOCK, NVFP4_BLOCK
 from ..layers import GroupedLinearLayer, LinearLayer, Stage
 from ..layers.parameters import weight_quantizer
-from ..layers.set_recipe import renew_layers, stop_renewing_from
+from ..layers.set_recipe import stop_renewing_from
 from ..ops import FusibleOperation
 from ..quantizers import (
     DelayedFloat8Quantizer,
@@ -23,12 +21,12 @@ from ..quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from ..recipe import WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
-from ..reference.scaling import reciprocal, scale_from_amax
+from ..recipe import LinearPlan, Recipe, linear_plan
 from ..state import checked_recipe, starts_a_step
 from ..tensors import QuantizedTensor, local
 from .shard_receipt import ShardedParameter, ShardReceipt
 from .sharded_weight import ShardedWeight, WeightGather, like
+from .weight_scales import ScaledWeight, WeightScales, fsdp_groups, synchronizes
 
 _TILE = 128
 _PER_TENSOR = (Float8CurrentScalingQuantizer, DelayedFloat8Quantizer)
@@ -110,7 +108,7 @@ def shard(
     for block in (*blocks, model):
         fully_shard(block, mesh=mesh, **options)
     if chosen.scaled:
-        scales = _Scales(model, chosen.scaled, over, dtype)
+        scales = WeightScales(model, chosen.scaled, over, dtype)
         if scales.delayed:
             stop_renewing_from(model)  # the scales do, in front of the first gather
         model.register_forward_pre_hook(scales.renew, prepend=True)
@@ -147,58 +145,6 @@ def _check_stored(model: nn.Module, ranks: int, ignored: Iterable[Any]) -> None:
                 raise RuntimeError(f"{name}: {error}") from None
 
 
-class _Scaled:
-    """A weight with one scale, and where that comes from: the amax of the weight, or the state of its layer.
-
-    Delayed weights of groups have a scale for each of them, of which a rank needs those of its own.
-    """
-
-    def __init__(
-        self,
-        layer: LinearLayer,
-        stage: Stage,
-        name: str,
-        recipe: Recipe,
-        delayed: bool,
-        gather: WeightGather,
-    ) -> None:
-        self.layer, self.stage, self.name, self.recipe = layer, stage, name, recipe
-        self.delayed, self.gather, self.count = delayed, gather, max(gather.members, 1)
-        group = layer._parts[stage.weight].index(name) if stage.weight in layer._parts else 0
-        self.first_slot = WEIGHT_SLOT * layer._groups + group
-        quantizer: Any = gather.quantizer
-        # where the scale comes from: state, the amax itself, or what it is computed with
-        self.rule: Any = "state"
-        if isinstance(quantizer, NVFP4Quantizer):
-            self.rule = "amax"
-        elif not delayed:
-            self.rule = quantizer.dtype, quantizer.force_pow_2_scales, quantizer.amax_epsilon
-
-    @property
-    def shard(self) -> Tensor:
-        """What this rank holds of the weight; where that is still gathered, what it was gathered from."""
-        own = local(self.layer._parameters[self.name])
-        if isinstance(own, ShardedWeight):
-            self._seen = own
-        return self._seen._shard
-
-    def state(self, name: str) -> Tensor:
-        """The weight's scales or amaxes in the layer's state of delayed scaling."""
-        full = f"{self.stage.prefix}{name}_fwd"
-        if getattr(self.layer, full) is None:
-            self.layer._keep_state_of(self.recipe)
-        return getattr(self.layer, full)[self.first_slot : self.first_slot + self.count]
-
-    def own(self, mesh: Any) -> range:
-        """Which of its scales are of this rank's shard."""
-        held = max(self.gather.members // mesh.size(), 1)
-        return range(mesh.get_local_rank() * held if self.gather.members else 0, self.count)[:held]
-
-    def parts(self, shard: Tensor) -> list[Tensor]:
-        """What has a scale of its own, of a shard."""
-        return list(shard.unbind()) if self.gather.members else [shard]
-
-
 class _Chosen:
     """The weights of a model, and which of them are gathered quantized."""
 
@@ -219,7 +165,7 @@ class _Chosen:
         self.given_back: set[nn.Module] = set()
         self.recompute = True
         self.rows: list[ShardedParameter] = []
-        self.scaled: list[_Scaled] = []
+        self.scaled: list[ScaledWeight] = []
         self.quantizers: dict[Any, Any] = {}  # of gathered tensors, by value
         self.placed: list[WeightGather] = []  # of weights whose codes always arrive in the same memory
 
@@ -342,7 +288,7 @@ class _Chosen:
         if tile != 1:
             self.placed.append(gather)
         if gather.per_tensor or plan.weight.delayed:
-            self.scaled.append(_Scaled(layer, stage, name, recipe, plan.weight.delayed, gather))
+            self.scaled.append(ScaledWeight(layer, stage, name, recipe, plan.weight.delayed, gather))
         made = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
         vars(made).update(vars(parameter))  # type: ignore[attr-defined]
         setattr(layer, name, made)
@@ -351,109 +297,6 @@ class _Chosen:
         layer.register_state_dict_post_hook(_SavePlain(name))
         layer.register_load_state_dict_pre_hook(_Rewrap(name, gather))
         return gather
-
-
-class _Scales:
-    """One scale per weight, the same on every rank: set in front of every forward of the model."""
-
-    def __init__(
-        self, model: nn.Module, weights: list[_Scaled], mesh: Any, dtype: torch.dtype | None
-    ) -> None:
-        self.model, self.weights, self.mesh, self.dtype = model, weights, mesh, dtype
-        self.shards: list[Tensor] = []
-        self.delayed = any(weight.delayed for weight in weights)
-        # where all are delayed, their casts find the amax of the shards, which nobody reads before
-        self.by_casts = all(weight.delayed for weight in weights)
-        self.of_shards: Tensor | None = None  # what the casts have found
-        self.amax: Tensor | None = None  # of the weights, the same on all ranks
-        self.known = False  # both are of the weights as they are
-        self.counts = [weight.count for weight in weights]
-        self.own = [weight.own(mesh) for weight in weights]
-
-    def renew(self, model: nn.Module, args: Any) -> None:
-        """Forward pre-hook, in front of FSDP2's own."""
-        if not starts_a_step():
-            return
-        if not self.known:
-            self.shards = [weight.shard for weight in self.weights]
-            self.amax = None
-            for weight in self.weights:
-                weight.gather.written = False
-            if self.by_casts:
-                held = [len(own) for own in self.own]
-                self.of_shards = torch.zeros(sum(held), device=self.mesh.device_type)
-                for weight, found in zip(self.weights, self.of_shards.split(held)):
-                    weight.gather.amax = found
-        # in later forwards of a step the weights are what they were: FSDP2 has no gradients for them before the last
-        self.known = torch.is_grad_enabled() and not _synchronizes(model)
-        with torch.no_grad():
-            if self.delayed:
-                renew_layers(model)
-            self._set()
-
-    def _of_shards(self) -> Tensor:
-        """The amax of what this rank holds, with zeros in place of other ranks' groups; not by casts: of all shards."""
-        if self.of_shards is not None:
-            largest = self.of_shards
-        else:
-            parts = [p for weight, shard in zip(self.weights, self.shards) for p in weight.parts(shard)]
-            largest = torch.stack([norm.float() for norm in torch._foreach_norm(parts, math.inf)])
-            largest = largest.to(self.mesh.device_type)
-        if len(largest) == sum(self.counts):
-            return largest
-        found = zip(self.counts, self.own, largest.split([len(own) for own in self.own]))
-        return torch.cat([F.pad(a, (own.start, count - own.stop)) for count, own, a in found])
-
-    @torch.no_grad()
-    def _amax(self) -> Tensor:
-        if self.amax is None:
-            largest = self._of_shards()
-            if self.mesh.size() > 1:
-                torch.distributed.all_reduce(
-                    largest, op=torch.distributed.ReduceOp.MAX, group=self.mesh.get_group()
-                )
-            self.amax = largest if self.dtype is None else largest.to(self.dtype).float()
-        return self.amax
-
-    def _set(self) -> None:
-        by_rule: dict[Any, list[int]] = {}
-        for index, weight in enumerate(self.weights):
-            by_rule.setdefault(weight.rule, []).append(index)
-        for rule, indices in by_rule.items():
-            if rule == "state":  # copies: a layer may renew its state before its backward gathers again
-                scales = torch.cat([self.weights[index].state("scale") for index in indices])
-                self._hand_out(indices, scales)
-                continue
-            amaxes = self._amax().split(self.counts)
-            amax = self._amax() if len(by_rule) == 1 else torch.cat([amaxes[index] for index in indices])
-            if rule == "amax":  # which the gathered tensor holds itself
-                for index, own in zip(indices, amax.split(1)):
-                    self.weights[index].gather.scale = self.weights[index].gather.kept = own
-                continue
-            element, power_2, epsilon = rule
-            largest = ELEMENT_FORMATS[element].max
-            self._hand_out(
-                indices,
-                scale_from_amax(amax, largest, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX),
-            )
-
-    def _hand_out(self, indices: list[int], scales: Tensor) -> None:
-        counts = [self.counts[index] for index in indices]
-        for index, scale, scale_inv in zip(indices, scales.split(counts), reciprocal(scales).split(counts)):
-            gather, own = self.weights[index].gather, self.own[index]
-            gather.scale = scale if len(own) == len(scale) else scale[own.start : own.stop]
-            gather.kept = scale_inv
-
-    def _collects(self, model: nn.Module) -> bool:
-        """Whether a forward that is no recomputation leaves the amax of weights for delayed scaling."""
-        return self.delayed and model.training and torch.is_grad_enabled() and starts_a_step()
-
-    def record(self, model: nn.Module, args: Any, out: Any) -> None:
-        """Forward hook: what delayed scaling collects of a weight, once all layers have renewed their state."""
-        if self._collects(model):
-            amaxes = self._amax().split(self.counts)
-            found = [(w.state("amax"), own) for w, own in zip(self.weights, amaxes) if w.delayed]
-            torch._foreach_maximum_([amax for amax, _ in found], [own for _, own in found])
 
 
 def _tile(quantizer: Any) -> int | None:
@@ -470,22 +313,6 @@ def _tile(quantizer: Any) -> int | None:
         apart = quantizer.nvfp4_use_4over6 or quantizer.stochastic_rounding
         return None if apart else NVFP4_BLOCK
     return None
-
-
-def _groups(model: nn.Module) -> list[Any]:
-    """What FSDP2 gathers together, of all modules."""
-    found = []
-    for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            state = module._get_fsdp_state()  # type: ignore[operator]
-            groups = getattr(state, "_fsdp_param_groups", None)  # PyTorch before 2.12 has one
-            found += [state._fsdp_param_group] if groups is None else groups
-    return [group for group in found if group is not None]
-
-
-def _synchronizes(model: nn.Module) -> bool:
-    """Whether the backward of this forward reduces gradients over ranks."""
-    return any(group.reduce_grads for group in _groups(model))
 
 
 def _gather_in_place(modules: list[Any], gathers: list[WeightGather]) -> None:
@@ -515,14 +342,14 @@ def _exchange_gradients(modules: list[Any]) -> None:
 
     def begin(model: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and starts_a_step():
-            exchange.begin(_synchronizes(model))
+            exchange.begin(synchronizes(model))
 
     model.register_forward_pre_hook(begin)
 
 
 def _watch_gathers(model: nn.Module) -> None:
     """Have forwards tell how weights are gathered quantized what their backward will need."""
-    gathers = [(group, _gathers_of(group)) for group in _groups(model)]
+    gathers = [(group, _gathers_of(group)) for group in fsdp_groups(model)]
     model.register_forward_pre_hook(functools.partial(_keep_codes, gathers), prepend=True)
     groups = [group for group, found in gathers if any(one.backward_encoder is not None for one in found)]
     if groups:

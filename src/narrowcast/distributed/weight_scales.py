@@ -1,0 +1,191 @@
+"""``WeightScales``: the scales of sharded weights that have one for the whole tensor, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..formats import ELEMENT_FORMATS, FLT_MAX
+from ..layers import LinearLayer, Stage
+from ..layers.set_recipe import renew_layers
+from ..quantizers import NVFP4Quantizer
+from ..recipe import WEIGHT_SLOT, Recipe
+from ..reference.scaling import reciprocal, scale_from_amax
+from ..state import starts_a_step
+from ..tensors import local
+from .sharded_weight import ShardedWeight, WeightGather
+
+
+class ScaledWeight:
+    """A weight with one scale, and where that comes from: the amax of the weight, or the state of its layer.
+
+    Delayed weights of groups have a scale for each of them, of which a rank needs those of its own.
+    """
+
+    def __init__(
+        self,
+        layer: LinearLayer,
+        stage: Stage,
+        name: str,
+        recipe: Recipe,
+        delayed: bool,
+        gather: WeightGather,
+    ) -> None:
+        self.layer, self.stage, self.name, self.recipe = layer, stage, name, recipe
+        self.delayed, self.gather, self.count = delayed, gather, max(gather.members, 1)
+        group = layer._parts[stage.weight].index(name) if stage.weight in layer._parts else 0
+        self.first_slot = WEIGHT_SLOT * layer._groups + group
+        quantizer: Any = gather.quantizer
+        # where the scale comes from: state, the amax itself, or what it is computed with
+        self.rule: Any = "state"
+        if isinstance(quantizer, NVFP4Quantizer):
+            self.rule = "amax"
+        elif not delayed:
+            self.rule = quantizer.dtype, quantizer.force_pow_2_scales, quantizer.amax_epsilon
+
+    @property
+    def shard(self) -> Tensor:
+        """What this rank holds of the weight; where that is still gathered, what it was gathered from."""
+        own = local(self.layer._parameters[self.name])
+        if isinstance(own, ShardedWeight):
+            self._seen = own
+        return self._seen._shard
+
+    def state(self, name: str) -> Tensor:
+        """The weight's scales or amaxes in the layer's state of delayed scaling."""
+        full = f"{self.stage.prefix}{name}_fwd"
+        if getattr(self.layer, full) is None:
+            self.layer._keep_state_of(self.recipe)
+        return getattr(self.layer, full)[self.first_slot : self.first_slot + self.count]
+
+    def own(self, mesh: Any) -> range:
+        """Which of its scales are of this rank's shard."""
+        held = max(self.gather.members // mesh.size(), 1)
+        return range(mesh.get_local_rank() * held if self.gather.members else 0, self.count)[:held]
+
+    def parts(self, shard: Tensor) -> list[Tensor]:
+        """What has a scale of its own, of a shard."""
+        return list(shard.unbind()) if self.gather.members else [shard]
+
+
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """What FSDP2 gathers together, of all modules."""
+    found = []
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            state = module._get_fsdp_state()  # type: ignore[operator]
+            groups = getattr(state, "_fsdp_param_groups", None)  # PyTorch before 2.12 has one
+            found += [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
+def synchronizes(model: nn.Module) -> bool:
+    """Whether the backward of this forward reduces gradients over ranks."""
+    return any(group.reduce_grads for group in fsdp_groups(model))
+
+
+class WeightScales:
+    """One scale per weight, the same on every rank: set in front of every forward of the model."""
+
+    def __init__(
+        self, model: nn.Module, weights: list[ScaledWeight], mesh: Any, dtype: torch.dtype | None
+    ) -> None:
+        self.model, self.weights, self.mesh, self.dtype = model, weights, mesh, dtype
+        self.shards: list[Tensor] = []
+        self.delayed = any(weight.delayed for weight in weights)
+        # where all are delayed, their casts find the amax of the shards, which nobody reads before
+        self.by_casts = all(weight.delayed for weight in weights)
+        self.of_shards: Tensor | None = None  # what the casts have found
+        self.amax: Tensor | None = None  # of the weights, the same on all ranks
+        self.known = False  # both are of the weights as they are
+        self.counts = [weight.count for weight in weights]
+        self.own = [weight.own(mesh) for weight in weights]
+
+    def renew(self, model: nn.Module, args: Any) -> None:
+        """Forward pre-hook, in front of FSDP2's own."""
+        if not starts_a_step():
+            return
+        if not self.known:
+            self.shards = [weight.shard for weight in self.weights]
+            self.amax = None
+            for weight in self.weights:
+                weight.gather.written = False
+            if self.by_casts:
+                held = [len(own) for own in self.own]
+                self.of_shards = torch.zeros(sum(held), device=self.mesh.device_type)
+                for weight, found in zip(self.weights, self.of_shards.split(held)):
+                    weight.gather.amax = found
+        # in later forwards of a step the weights are what they were: FSDP2 has no gradients for them before the last
+        self.known = torch.is_grad_enabled() and not synchronizes(model)
+        with torch.no_grad():
+            if self.delayed:
+                renew_layers(model)
+            self._set()
+
+    def _of_shards(self) -> Tensor:
+        """The amax of what this rank holds, with zeros in place of other ranks' groups; not by casts: of all shards."""
+        if self.of_shards is not None:
+            largest = self.of_shards
+        else:
+            parts = [p for weight, shard in zip(self.weights, self.shards) for p in weight.parts(shard)]
+            largest = torch.stack([norm.float() for norm in torch._foreach_norm(parts, math.inf)])
+            largest = largest.to(self.mesh.device_type)
+        if len(largest) == sum(self.counts):
+            return largest
+        found = zip(self.counts, self.own, largest.split([len(own) for own in self.own]))
+        return torch.cat([F.pad(a, (own.start, count - own.stop)) for count, own, a in found])
+
+    @torch.no_grad()
+    def _amax(self) -> Tensor:
+        if self.amax is None:
+            largest = self._of_shards()
+            if self.mesh.size() > 1:
+                torch.distributed.all_reduce(
+                    largest, op=torch.distributed.ReduceOp.MAX, group=self.mesh.get_group()
+                )
+            self.amax = largest if self.dtype is None else largest.to(self.dtype).float()
+        return self.amax
+
+    def _set(self) -> None:
+        by_rule: dict[Any, list[int]] = {}
+        for index, weight in enumerate(self.weights):
+            by_rule.setdefault(weight.rule, []).append(index)
+        for rule, indices in by_rule.items():
+            if rule == "state":  # copies: a layer may renew its state before its backward gathers again
+                scales = torch.cat([self.weights[index].state("scale") for index in indices])
+                self._hand_out(indices, scales)
+                continue
+            amaxes = self._amax().split(self.counts)
+            amax = self._amax() if len(by_rule) == 1 else torch.cat([amaxes[index] for index in indices])
+            if rule == "amax":  # which the gathered tensor holds itself
+                for index, own in zip(indices, amax.split(1)):
+                    self.weights[index].gather.scale = self.weights[index].gather.kept = own
+                continue
+            element, power_2, epsilon = rule
+            largest = ELEMENT_FORMATS[element].max
+            self._hand_out(
+                indices,
+                scale_from_amax(amax, largest, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX),
+            )
+
+    def _hand_out(self, indices: list[int], scales: Tensor) -> None:
+        counts = [self.counts[index] for index in indices]
+        for index, scale, scale_inv in zip(indices, scales.split(counts), reciprocal(scales).split(counts)):
+            gather, own = self.weights[index].gather, self.own[index]
+            gather.scale = scale if len(own) == len(scale) else scale[own.start : own.stop]
+            gather.kept = scale_inv
+
+    def _collects(self, model: nn.Module) -> bool:
+        """Whether a forward that is no recomputation leaves the amax of weights for delayed scaling."""
+        return self.delayed and model.training and torch.is_grad_enabled() and starts_a_step()
+
+    def record(self, model: nn.Module, args: Any, out: Any) -> None:
+        """Forward hook: what delayed scaling collects of a weight, once all layers have renewed their state."""
+        if self._collects(model):
+            amaxes = self._amax().split(self.counts)
+            found = [(w.state("amax"), own) for w, own in zip(self.weights, amaxes) if w.delayed]
+            torch._foreach_maximum_([amax for amax, _ in found], [own for _, own in found])
