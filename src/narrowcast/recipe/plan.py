@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,10 @@ longer than what it does, and what is saved is a byte per element."""
 _IDENTITY = Operand.of(IdentityQuantizer())
 
 
+def _identity() -> Operand:
+    return _IDENTITY
+
+
 @dataclass(frozen=True)
 class LinearPlan:
     """What a linear layer does under a recipe for the gradients that are wanted of it: a constant of the graph.
@@ -50,14 +54,14 @@ class LinearPlan:
     needs_weight: bool
     quantized: bool
     backward_override: str | None
-    input: Operand = _IDENTITY
-    weight: Operand = _IDENTITY
+    input: Operand = field(default_factory=_identity)  # a graph takes no object as a default
+    weight: Operand = field(default_factory=_identity)
     dgrad_weight: Operand | None = None
-    grad_output: Operand = _IDENTITY
-    kept_weight: Operand = _IDENTITY
-    original_input: Operand = _IDENTITY
-    output: Operand = _IDENTITY
-    grad_input: Operand = _IDENTITY
+    grad_output: Operand = field(default_factory=_identity)
+    kept_weight: Operand = field(default_factory=_identity)
+    original_input: Operand = field(default_factory=_identity)
+    output: Operand = field(default_factory=_identity)
+    grad_input: Operand = field(default_factory=_identity)
     emulate: bool = False
     fast_fprop: bool = False
     fast_dgrad: bool = False
