@@ -35,12 +35,7 @@ from ..context import OperationContext
 from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave
 from .inputs import plain
-from .linear_functional import (
-    functional_backward,
-    functional_backward_fake,
-    functional_forward,
-    functional_forward_fake,
-)
+from .linear_functional import functional_backward, functional_forward
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -76,10 +71,8 @@ class BasicLinear(LinearLayer, BasicOperation):
 
     weight: torch.nn.Parameter
 
-    _functional_forward = staticmethod(functional_forward)
-    _functional_forward_fake = staticmethod(functional_forward_fake)
-    _functional_backward = staticmethod(functional_backward)
-    _functional_backward_fake = staticmethod(functional_backward_fake)
+    _functional_forward = _functional_forward_fake = staticmethod(functional_forward)
+    _functional_backward = _functional_backward_fake = staticmethod(functional_backward)
 
     def __init__(
         self,

@@ -79,39 +79,40 @@ def check_backward(
     quantized: bool,
     operands: tuple[Any, Any, Any],
     quantizers: tuple[Any, Any, Any],
+    outs: tuple[tuple[Any, ...], tuple[Any, ...]],
     dtype: torch.dtype,
     parallel: TensorParallel,
     size: int,
-) -> None:
-    """
+) -> tuple[tuple[int, ...], tuple[int, int]] | None:
+    """Shapes of the gradients of input and weight; None if none is wanted.
+
     Args:
         wanted: gradients of the input and of the weight. operands: gradient, input and weight. size: of the group.
+        outs: of each gradient, what it is written to and how, as :func:`check_out` takes it.
     Raises:
-        As :func:`check_forward`, and ValueError for an operand that is missing.
+        As :func:`check_forward` and :func:`check_out`, and ValueError for an operand that is missing.
     """
     grad, inp, weight = operands
     for needed, name, tensor in ((wanted[0], "weight", weight), (wanted[1], "input", inp)):
         if needed and tensor is None:
             raise ValueError(f"{name} is None, and a gradient that reads it is wanted")
     if not any(wanted):
-        return
+        return None
     if parallel.gathers_grad_output and _is_quantized(grad):
         raise TypeError("a quantized grad_output cannot be gathered; pass it in high precision")
     _check_shapes(wanted, operands, parallel, size)
-    if not quantized:
-        return
-    if _is_quantized(grad):
-        _check_directions("grad_output", grad, *wanted)
-    else:
-        _check_quantizer("grad_output", quantizers[0], dtype)
-    for needed, name, tensor, quantizer in (
-        (wanted[1], "input", inp, quantizers[1]),
-        (wanted[0], "weight", weight, quantizers[2]),
-    ):
-        if needed and _is_quantized(tensor):
-            _check_directions(name, tensor, False, True)
-        elif needed:
+    read = (("grad_output", grad, wanted), ("input", inp, (False, True)), ("weight", weight, (False, True)))
+    for (name, tensor, directions), quantizer, needed in zip(read, quantizers, (True, *wanted[::-1])):
+        if quantized and needed and _is_quantized(tensor):
+            _check_directions(name, tensor, *directions)
+        elif quantized and needed:
             _check_quantizer(name, quantizer, dtype)
+    columns = (inp if weight is None else weight).shape[-1]
+    shapes = parallel.grad_input_shape(grad.shape, columns, size), (grad.shape[-1], columns)
+    for name, needed, (out, *how), shape in zip(("grad_input", "grad_weight"), wanted, outs, shapes):
+        if needed:
+            check_out(name, out, shape, *how)
+    return shapes
 
 
 def _check_shapes(

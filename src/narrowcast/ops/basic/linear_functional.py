@@ -1,7 +1,8 @@
-"""The GEMMs of :class:`BasicLinear` as functions of tensors and quantizers, without autograd, and their fakes.
+"""The GEMMs of :class:`BasicLinear` as functions of tensors and quantizers, without autograd.
 
-The fakes take and return :class:`~narrowcast.dynamo.TensorProto` in place of tensors. They allocate nothing, call no
-collective, and refuse what the functions refuse: both go through the same checks (``linear_checks``).
+Both functions also take prototypes (:class:`~narrowcast.dynamo.TensorProto`) in place of all tensors, and then describe
+what they would return: they make the same checks, allocate nothing and call no collective. Tensors go to the stages
+that the operation itself runs, :func:`~narrowcast.autograd.gemms.linear_forward` and ``linear_backward``.
 """
 
 from __future__ import annotations
@@ -25,18 +26,16 @@ from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ...tensors.storage import resolve_storage_class
 from .linear_checks import Saved, check_backward, check_forward, check_out, kept_directions
 
-# -- as functions of tensors and quantizers ----------------------------------------------------------------------------
-
 
 def functional_forward(
-    input: TensorOrQuantized,
-    weight: TensorOrQuantized,
+    input: Any,
+    weight: Any,
     *,
     alpha: float = 1.0,
-    bias: Tensor | None = None,
+    bias: Any = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
+    out: Any = None,
     beta: float | None = None,
     accumulate_into_out: bool = False,
     tensor_parallel_mode: str | None = None,
@@ -49,14 +48,15 @@ def functional_forward(
     output_quantizer: Quantizer | None = None,
     input_requires_grad: bool = True,
     weight_requires_grad: bool = True,
-) -> tuple[Any, TensorOrQuantized | None, TensorOrQuantized | None]:
+) -> tuple[Any, Any, Any]:
     """y = alpha * x w^T + bias (+ beta * out), and what a backward reads.
 
     Args:
-        input: (*lead, K), plain or quantized. weight: (N, K), plain or quantized. bias: (N,).
+        input: (*lead, K), plain or quantized. weight: (N, K), plain or quantized. bias: (N,). Or prototypes of them.
         device, dtype: of the GEMM's operands and result; default: the weight's.
         out: written to and returned. beta: factor of what is in it (default 1), with ``accumulate_into_out``.
-        tensor_parallel_mode, tensor_parallel_group, sequence_parallel: as for :class:`BasicLinear`.
+        tensor_parallel_mode, tensor_parallel_group, sequence_parallel: as for :class:`BasicLinear`. With prototypes the
+            group may be the number of processes, where there is no group.
         with_quantized_compute: quantize the operands that are not, with ``input_quantizer`` and ``weight_quantizer``.
         backward_override: None, "high_precision" or "dequantized", as of a recipe.
         output_quantizer: quantizes y.
@@ -71,15 +71,25 @@ def functional_forward(
         do not divide. TypeError: a quantized input that would have to be gathered, or a dtype that cannot be quantized.
         RuntimeError: a quantized operand without a direction that is read.
     """
-    parallel = tensor_parallel(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+    described = isinstance(input, TensorProto)
+    parallel, size = _split(tensor_parallel_mode, tensor_parallel_group, sequence_parallel, described)
     place, kind = _default(device, dtype, weight)
     keep_x, keep_w = kept_directions(backward_override, input_requires_grad, weight_requires_grad)
     operands = (("input", input, input_quantizer, keep_x), ("weight", weight, weight_quantizer, keep_w))
     check_forward(operands, with_quantized_compute, kind, parallel, bias)
-    shape = parallel.output_shape(input.shape, weight.shape[0], group_size(parallel.group))
+    shape = parallel.output_shape(input.shape, weight.shape[0], size)
     check_out("out", out, shape, beta, accumulate_into_out, output_quantizer)
-    plan = _plan(with_quantized_compute, backward_override, input_requires_grad, weight_requires_grad)
     again = parallel.gathers_input and backward_override is None  # what was gathered is not kept
+    if described:
+        whole = (input.shape[0] * size, *input.shape[1:]) if parallel.gathers_input else input.shape
+        x, w = _moved_proto(input, place, kind), _moved_proto(weight, place, kind)
+        if with_quantized_compute and backward_override != "high_precision":
+            if not again:
+                x = _saved_proto(x, whole, input_quantizer, keep_x)
+            w = _saved_proto(w, weight.shape, weight_quantizer, keep_w)
+        y = out if out is not None else TensorProto(shape, kind, output_quantizer, device=place)
+        return y, x if weight_requires_grad else None, w if input_requires_grad else None
+    plan = _plan(with_quantized_compute, backward_override, input_requires_grad, weight_requires_grad)
     with torch.no_grad():
         x, w, workspace = _moved(input, place, kind), _moved(weight, place, kind), None
         if with_quantized_compute:
@@ -102,54 +112,10 @@ def functional_forward(
     return y, _as_tensor(x_saved, x, keep_x), _as_tensor(w_saved, w, keep_w)
 
 
-def functional_forward_fake(
-    input: TensorProto,
-    weight: TensorProto,
-    *,
-    alpha: float = 1.0,
-    bias: TensorProto | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    out: TensorProto | None = None,
-    beta: float | None = None,
-    accumulate_into_out: bool = False,
-    tensor_parallel_mode: str | None = None,
-    tensor_parallel_group: Any = None,
-    sequence_parallel: bool = False,
-    with_quantized_compute: bool = False,
-    backward_override: str | None = None,
-    input_quantizer: Quantizer | None = None,
-    weight_quantizer: Quantizer | None = None,
-    output_quantizer: Quantizer | None = None,
-    input_requires_grad: bool = True,
-    weight_requires_grad: bool = True,
-) -> tuple[TensorProto, TensorProto | None, TensorProto | None]:
-    """What :func:`functional_forward` returns, described; arguments and errors are its own.
-
-    ``tensor_parallel_group`` may be the number of processes, where there is no group.
-    """
-    parallel, size = _parallel_of(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
-    place, kind = _default(device, dtype, weight)
-    keep_x, keep_w = kept_directions(backward_override, input_requires_grad, weight_requires_grad)
-    operands = (("input", input, input_quantizer, keep_x), ("weight", weight, weight_quantizer, keep_w))
-    check_forward(operands, with_quantized_compute, kind, parallel, bias)
-    shape = parallel.output_shape(input.shape, weight.shape[0], size)
-    check_out("out", out, shape, beta, accumulate_into_out, output_quantizer)
-    y = out if out is not None else TensorProto(shape, kind, output_quantizer, device=place)
-    x, w = _moved_proto(input, place, kind), _moved_proto(weight, place, kind)
-    x_saved, w_saved = x, w
-    if with_quantized_compute and backward_override != "high_precision":
-        if not (parallel.gathers_input and backward_override is None):
-            whole = (input.shape[0] * size, *input.shape[1:]) if parallel.gathers_input else input.shape
-            x_saved = _saved_proto(x, whole, input_quantizer, keep_x)
-        w_saved = _saved_proto(w, weight.shape, weight_quantizer, keep_w)
-    return y, x_saved if weight_requires_grad else None, w_saved if input_requires_grad else None
-
-
 def functional_backward(
-    grad_output: TensorOrQuantized,
-    input: TensorOrQuantized | None,
-    weight: TensorOrQuantized | None,
+    grad_output: Any,
+    input: Any,
+    weight: Any,
     *,
     grad_input_alpha: float | None = None,
     input_requires_grad: bool = True,
@@ -157,10 +123,10 @@ def functional_backward(
     weight_requires_grad: bool = True,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    grad_weight: Tensor | None = None,
+    grad_weight: Any = None,
     grad_weight_beta: float | None = None,
     accumulate_into_grad_weight: bool = False,
-    grad_input: Tensor | None = None,
+    grad_input: Any = None,
     grad_input_beta: float | None = None,
     accumulate_into_grad_input: bool = False,
     tensor_parallel_mode: str | None = None,
@@ -171,12 +137,12 @@ def functional_backward(
     weight_quantizer: Quantizer | None = None,
     grad_output_quantizer: Quantizer | None = None,
     grad_input_quantizer: Quantizer | None = None,
-) -> tuple[Any, Tensor | None]:
+) -> tuple[Any, Any]:
     """dx = grad_input_alpha * dy w and dw = grad_weight_alpha * dy^T x.
 
     Args:
         grad_output: (*lead, N), plain or quantized. input, weight: as :func:`functional_forward` saved them; None for
-            one that no wanted gradient reads.
+            one that no wanted gradient reads. Or prototypes of all.
         device, dtype: of operands and results; default: the gradient's.
         grad_weight, grad_input: buffers to write to and return; ``*_beta``: factor of what is in them (default 1), with
             ``accumulate_into_*``.
@@ -188,8 +154,8 @@ def functional_backward(
         As :func:`functional_forward`. ValueError, too: an operand that is missing. TypeError, too: a quantized gradient
         that would have to be gathered.
     """
-    parallel = tensor_parallel(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
-    size = group_size(parallel.group)
+    described = isinstance(grad_output, TensorProto)
+    parallel, size = _split(tensor_parallel_mode, tensor_parallel_group, sequence_parallel, described)
     place, kind = _default(device, dtype, grad_output)
     wanted = (input_requires_grad, weight_requires_grad)
     quantizers = (grad_output_quantizer, input_quantizer, weight_quantizer)
@@ -198,26 +164,27 @@ def functional_backward(
         (grad_input, grad_input_beta, accumulate_into_grad_input, grad_input_quantizer),
         (grad_weight, grad_weight_beta, accumulate_into_grad_weight, None),
     )
-    shapes = _gradient_shapes(
-        wanted, with_quantized_compute, operands, quantizers, outs, kind, parallel, size
-    )
+    shapes = check_backward(wanted, with_quantized_compute, operands, quantizers, outs, kind, parallel, size)
     if shapes is None:
         return None, None
+    if described:
+        dx = grad_input or TensorProto(shapes[0], kind, grad_input_quantizer, device=place)
+        dw = grad_weight or TensorProto(shapes[1], kind, device=place)
+        return dx if input_requires_grad else None, dw if weight_requires_grad else None
     with torch.no_grad():
-        dy = _moved(grad_output, place, kind)
-        x, w = _moved_or_none(input, kind), _moved_or_none(weight, kind)
+        dy, x, w = [_moved(tensor, place, kind) for tensor in operands]
         into = _accumulator(grad_weight, grad_weight_alpha, grad_weight_beta, accumulate_into_grad_weight)
         plan = _plan(with_quantized_compute, None, *wanted)
-        if with_quantized_compute:
-            if isinstance(dy, QuantizedTensorStorage):
-                dy = _with_columnwise(dy) if weight_requires_grad else dy
-            else:
-                operand = Operand.of(grad_output_quantizer, input_requires_grad, weight_requires_grad)  # type: ignore[arg-type]
-                plan = replace(plan, grad_output=operand)
-            if isinstance(x, Tensor) and not isinstance(x, QuantizedTensorStorage) and weight_requires_grad:
-                plan = replace(plan, original_input=Operand.of(input_quantizer, False, True))  # type: ignore[arg-type]
-        elif isinstance(dy, QuantizedTensorStorage):
-            dy = dy.dequantize(dtype=kind)
+        if isinstance(dy, QuantizedTensorStorage):
+            if not with_quantized_compute:
+                dy = dy.dequantize(dtype=kind)
+            elif weight_requires_grad:
+                dy = _with_columnwise(dy)
+        elif with_quantized_compute:
+            operand = Operand.of(grad_output_quantizer, input_requires_grad, weight_requires_grad)  # type: ignore[arg-type]
+            plan = replace(plan, grad_output=operand)
+        if with_quantized_compute and weight_requires_grad and not isinstance(x, QuantizedTensorStorage):
+            plan = replace(plan, original_input=Operand.of(input_quantizer, False, True))  # type: ignore[arg-type]
         saved_x = _saved_columnwise(x, None, with_quantized_compute)
         saved_w = _saved_columnwise(w, weight_quantizer, with_quantized_compute)
         counts = (len(saved_x.tensors), saved_x.quantizer), (len(saved_w.tensors), saved_w.quantizer)
@@ -226,66 +193,12 @@ def functional_backward(
         args = LinearBwdArgs(plan, kind, None, wgrad, False, None, kind, shapes[1], *counts, parallel=split)
         dw, dx, _ = linear_backward(args, dy, saved_x.tensors, saved_w.tensors, None)
         if dx is not None:
-            dx = _scaled(dx, grad_input_alpha)
-            dx = _written(dx, grad_input, grad_input_beta, accumulate_into_grad_input, grad_input_quantizer)
+            dx = _written(_scaled(dx, grad_input_alpha), *outs[0])
         if into is not None:
             dw = grad_weight
         elif dw is not None:
-            dw = _scaled(dw, grad_weight_alpha)
-            dw = _written(dw, grad_weight, grad_weight_beta, accumulate_into_grad_weight, None)
+            dw = _written(_scaled(dw, grad_weight_alpha), *outs[1])
     return dx, dw
-
-
-def functional_backward_fake(
-    grad_output: TensorProto,
-    input: TensorProto | None,
-    weight: TensorProto | None,
-    *,
-    grad_input_alpha: float | None = None,
-    input_requires_grad: bool = True,
-    grad_weight_alpha: float | None = None,
-    weight_requires_grad: bool = True,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    grad_weight: TensorProto | None = None,
-    grad_weight_beta: float | None = None,
-    accumulate_into_grad_weight: bool = False,
-    grad_input: TensorProto | None = None,
-    grad_input_beta: float | None = None,
-    accumulate_into_grad_input: bool = False,
-    tensor_parallel_mode: str | None = None,
-    tensor_parallel_group: Any = None,
-    sequence_parallel: bool = False,
-    with_quantized_compute: bool = False,
-    input_quantizer: Quantizer | None = None,
-    weight_quantizer: Quantizer | None = None,
-    grad_output_quantizer: Quantizer | None = None,
-    grad_input_quantizer: Quantizer | None = None,
-) -> tuple[TensorProto | None, TensorProto | None]:
-    """What :func:`functional_backward` returns, described; arguments and errors are its own.
-
-    ``tensor_parallel_group`` may be the number of processes, where there is no group.
-    """
-    parallel, size = _parallel_of(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
-    place, kind = _default(device, dtype, grad_output)
-    wanted = (input_requires_grad, weight_requires_grad)
-    quantizers = (grad_output_quantizer, input_quantizer, weight_quantizer)
-    operands = (grad_output, input, weight)
-    outs = (
-        (grad_input, grad_input_beta, accumulate_into_grad_input, grad_input_quantizer),
-        (grad_weight, grad_weight_beta, accumulate_into_grad_weight, None),
-    )
-    shapes = _gradient_shapes(
-        wanted, with_quantized_compute, operands, quantizers, outs, kind, parallel, size
-    )
-    if shapes is None:
-        return None, None
-    dx = grad_input or TensorProto(shapes[0], kind, grad_input_quantizer, device=place)
-    dw = grad_weight or TensorProto(shapes[1], kind, device=place)
-    return dx if input_requires_grad else None, dw if weight_requires_grad else None
-
-
-# -- pieces ------------------------------------------------------------------------------------------------------------
 
 
 def _default(device: Any, dtype: torch.dtype | None, like: Any) -> tuple[Any, torch.dtype]:
@@ -293,44 +206,23 @@ def _default(device: Any, dtype: torch.dtype | None, like: Any) -> tuple[Any, to
     return place if place is None else torch.device(place), dtype or like.dtype
 
 
-def _gradient_shapes(
-    wanted: tuple[bool, bool],
-    quantized: bool,
-    operands: tuple[Any, Any, Any],
-    quantizers: tuple[Any, Any, Any],
-    outs: tuple[tuple[Any, ...], tuple[Any, ...]],
-    dtype: torch.dtype,
-    parallel: TensorParallel,
-    size: int,
-) -> tuple[tuple[int, ...], tuple[int, int]] | None:
-    """Shapes of the gradients of input and weight, with all arguments of the backward checked; None if none is wanted.
-
-    Args:
-        outs: of each gradient, what it is written to and how. The others, and errors: of :func:`check_backward`.
-    """
-    check_backward(wanted, quantized, operands, quantizers, dtype, parallel, size)
-    if not any(wanted):
-        return None
-    grad, columns = operands[0], _columns(operands[1], operands[2])
-    shapes = parallel.grad_input_shape(grad.shape, columns, size), (grad.shape[-1], columns)
-    for name, needed, (out, *how), shape in zip(("grad_input", "grad_weight"), wanted, outs, shapes):
-        if needed:
-            check_out(name, out, shape, *how)
-    return shapes
-
-
-def _parallel_of(mode: str | None, group: Any, sequence_parallel: bool) -> tuple[TensorParallel, int]:
-    if not isinstance(group, int):
+def _split(
+    mode: str | None, group: Any, sequence_parallel: bool, described: bool
+) -> tuple[TensorParallel, int]:
+    """(how the layer is split, over how many processes)."""
+    if not (described and isinstance(group, int)):
         parallel = tensor_parallel(mode, group, sequence_parallel)
         return parallel, group_size(parallel.group)
     tensor_parallel(mode, None, sequence_parallel)  # its checks
-    return TensorParallel() if mode is None or group == 1 else TensorParallel(
-        mode, None, sequence_parallel
-    ), group
+    alone = mode is None or group == 1
+    return TensorParallel() if alone else TensorParallel(mode, None, sequence_parallel), group
 
 
 def _moved(tensor: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    return tensor if isinstance(tensor, QuantizedTensorStorage) else tensor.to(device=device, dtype=dtype)
+    """An operand in its place and dtype; what is quantized, or absent, stays as it is."""
+    if tensor is None or isinstance(tensor, QuantizedTensorStorage):
+        return tensor
+    return tensor.to(device=device, dtype=dtype)
 
 
 def _moved_proto(proto: TensorProto, device: Any, dtype: torch.dtype) -> TensorProto:
@@ -341,15 +233,6 @@ def _moved_proto(proto: TensorProto, device: Any, dtype: torch.dtype) -> TensorP
 
 def _scaled(tensor: Tensor, alpha: float | None) -> Tensor:
     return tensor if alpha is None or alpha == 1.0 else tensor * alpha
-
-
-def _columns(inp: Any, weight: Any) -> int:
-    return (weight if weight is not None else inp).shape[-1]
-
-
-def _moved_or_none(tensor: Any, dtype: torch.dtype) -> Any:
-    """An operand of the backward in its dtype; one that is not read may be absent."""
-    return tensor if tensor is None or isinstance(tensor, QuantizedTensorStorage) else tensor.to(dtype)
 
 
 def _with_columnwise(storage: QuantizedTensorStorage) -> QuantizedTensorStorage:
