@@ -1,4 +1,4 @@
-"""Checks of the two forms in which an operation defines its forward, and of what its methods are used for."""
+"""The two forms in which an operation defines its forward: checks of them, and the save half that most share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ PAIRS = (
 )
 SPLIT = tuple(name for pair in PAIRS for name in pair)
 LEGACY = ("op_forward", "fuser_forward")
+
+
+class SavesTensors:
+    """The save half of operations that keep what compute returned, and nothing else."""
+
+    def op_forward_save_ctx(self, ctx: Any, input_: Any, tensors_to_save: Any, **kwargs: Any) -> None:
+        ctx.save_for_backward(*tensors_to_save)
 
 
 def form_defined_by(cls: type) -> str | None:

@@ -97,37 +97,16 @@ class FusibleOperation:
         return None
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: TensorOrQuantized,
-        *,
-        basic_op_extra_inputs: ExtraTensors,
-        prev_op_grad_output_quantizer: ScaledOperand | None,
-        next_op_input_quantizer: ScaledOperand | None,
-        basic_op_kwargs: list[dict[str, Any]],
+        self, basic_op_ctxs: list[OperationContext], input_: TensorOrQuantized, **kwargs: Any
     ) -> tuple[TensorOrQuantized, ExtraTensors]:
-        """Forward of the legacy form; of a split operation, both halves.
+        """Forward of the legacy form: (output, extra outputs, one tuple per basic operation).
 
-        Args:
-            basic_op_ctxs: contexts of the basic operations.
-            input_: main input.
-            basic_op_extra_inputs: extra inputs, one tuple per basic operation.
-            prev_op_grad_output_quantizer: how the operation in front wants the gradient of the input.
-            next_op_input_quantizer: how the operation behind wants the output.
-            basic_op_kwargs: keyword arguments, one dict per basic operation.
-        Returns:
-            (output, extra outputs, one tuple per basic operation).
+        Of a split operation it runs both halves. Args: contexts of the basic operations, which know about
+        ``requires_grad``, and the others of :meth:`fuser_forward_compute`.
         """
-        requires_grad = any(ctx.requires_grad for ctx in basic_op_ctxs)
-        kwargs: dict[str, Any] = {
-            "basic_op_extra_inputs": basic_op_extra_inputs,
-            "prev_op_grad_output_quantizer": prev_op_grad_output_quantizer,
-            "next_op_input_quantizer": next_op_input_quantizer,
-            "basic_op_kwargs": basic_op_kwargs,
-            "requires_grad": requires_grad,
-        }
+        kwargs["requires_grad"] = any(ctx.requires_grad for ctx in basic_op_ctxs)
         output, extra_outputs, tensors_to_save = self.fuser_forward_compute(input_, **kwargs)
-        if requires_grad:
+        if kwargs["requires_grad"]:
             self.fuser_forward_save_ctx(basic_op_ctxs, input_, tensors_to_save, **kwargs)
         return output, extra_outputs
 
@@ -144,6 +123,11 @@ class FusibleOperation:
         """Output, extra outputs and tensors to save, the latter two with one tuple per basic operation; pure.
 
         Args:
+            input_: main input.
+            basic_op_extra_inputs: extra inputs, one tuple per basic operation.
+            prev_op_grad_output_quantizer: how the operation in front wants the gradient of the input.
+            next_op_input_quantizer: how the operation behind wants the output.
+            basic_op_kwargs: keyword arguments, one dict per basic operation.
             requires_grad: whether any of the basic operations has a backward; without, nothing is to be saved.
         """
         raise NotImplementedError(
@@ -156,12 +140,7 @@ class FusibleOperation:
         basic_op_ctxs: list[OperationContext],
         input_: TensorOrQuantized,
         tensors_to_save: list[TensorsToSave],
-        *,
-        basic_op_extra_inputs: ExtraTensors,
-        prev_op_grad_output_quantizer: ScaledOperand | None,
-        next_op_input_quantizer: ScaledOperand | None,
-        basic_op_kwargs: list[dict[str, Any]],
-        requires_grad: bool,
+        **kwargs: Any,
     ) -> None:
         """Put what compute returned on the contexts; the other arguments are those of compute."""
         raise NotImplementedError(f"{type(self).__name__} defines no fuser_forward_save_ctx")
@@ -338,25 +317,14 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     # -- forward and backward ----------------------------------------------------------------------------------------
 
     def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: TensorOrQuantized,
-        *,
-        prev_op_grad_output_quantizer: ScaledOperand | None,
-        next_op_input_quantizer: ScaledOperand | None,
-        **kwargs: Any,
+        self, ctx: OperationContext, input_: TensorOrQuantized, **kwargs: Any
     ) -> TensorOrQuantized:
-        """Forward of the legacy form; of a split operation, both halves."""
+        """Forward of the legacy form; of a split operation, both halves. Keyword arguments: as of compute."""
         check_no_extra_io(self)
-        arguments: dict[str, Any] = {
-            "prev_op_grad_output_quantizer": prev_op_grad_output_quantizer,
-            "next_op_input_quantizer": next_op_input_quantizer,
-            "requires_grad": ctx.requires_grad,
-            **kwargs,
-        }
-        output, tensors_to_save = self.op_forward_compute(input_, **arguments)
+        kwargs["requires_grad"] = ctx.requires_grad
+        output, tensors_to_save = self.op_forward_compute(input_, **kwargs)
         if ctx.requires_grad:
-            returned: Any = self.op_forward_save_ctx(ctx, input_, tensors_to_save, **arguments)
+            returned: Any = self.op_forward_save_ctx(ctx, input_, tensors_to_save, **kwargs)
             if returned is not None:
                 raise something_returned(self, returned)
         return output
@@ -387,10 +355,6 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         ctx: OperationContext,
         input_: TensorOrQuantized,
         tensors_to_save: TensorsToSave,
-        *,
-        prev_op_grad_output_quantizer: ScaledOperand | None,
-        next_op_input_quantizer: ScaledOperand | None,
-        requires_grad: bool,
         **kwargs: Any,
     ) -> None:
         """Put what compute returned on the context; the other arguments are those of compute."""
@@ -410,14 +374,9 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         if self._use_split_forward:
             return super().fuser_forward(basic_op_ctxs, input_, **kwargs)
         check_no_extra_io(self)
-        output = self.op_forward(
-            basic_op_ctxs[0],
-            input_,
-            prev_op_grad_output_quantizer=kwargs["prev_op_grad_output_quantizer"],
-            next_op_input_quantizer=kwargs["next_op_input_quantizer"],
-            **kwargs["basic_op_kwargs"][0],
-        )
-        return output, [()]
+        (own,) = kwargs.pop("basic_op_kwargs")
+        kwargs.pop("basic_op_extra_inputs")  # there are none
+        return self.op_forward(basic_op_ctxs[0], input_, **kwargs, **own), [()]
 
     def fuser_forward_compute(
         self,

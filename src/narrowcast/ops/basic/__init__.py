@@ -7,6 +7,7 @@ from .bias import Bias
 from .collective import AllGather, AllReduce, ReduceScatter
 from .constant_scale import ConstantScale
 from .dropout import Dropout
+from .glu_channels import deinterleave_glu_tensor, interleave_glu_tensor
 from .grouped_linear import GroupedLinear
 from .identity import Identity
 from .l2normalization import L2Normalization
@@ -16,7 +17,7 @@ from .quantize import Quantize
 from .reshape import Reshape
 from .rmsnorm import RMSNorm
 from .scaled_activation import ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
-from .swiglu import ClampedSwiGLU, SiTUGLU, SwiGLU, deinterleave_glu_tensor, interleave_glu_tensor
+from .swiglu import ClampedSwiGLU, SiTUGLU, SwiGLU
 
 __all__ = [
     "GEGLU",

@@ -17,14 +17,39 @@ from ...functional.activation import output_shape
 from ...quantizers import Float8CurrentScalingQuantizer, Operand
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ..context import OperationContext
+from ..forms import SavesTensors
 from ..handover import ScaledOperand, matrix_of
 from ..op import BasicOperation, TensorsToSave
+from .glu_channels import channels_from_halves, channels_to_halves
 from .inputs import plain, plain_input
 
 _CACHE = Operand.of(Float8CurrentScalingQuantizer(DType.kFloat8E4M3), True, False)
 
 
-class ActivationOperation(BasicOperation):
+class ActivationBase(BasicOperation):
+    """What plain and scaled activations share: the formula, and how the channels of the input lie."""
+
+    quantizes_output = quantizes_grad_input = True
+
+    _activation: ClassVar[str]
+    _numbers: ClassVar[tuple[str, ...]] = ()
+    """Names of the attributes that the activation takes, in its order; none for its defaults."""
+    glu_interleave_size: int | None = None
+    """Channels per block where gate and linear ones alternate, which the kernels do not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = ActivationSettings(
+            self._activation, tuple(getattr(self, name) for name in self._numbers)
+        )
+
+    @property
+    def formula(self) -> tuple[str, list[float]]:
+        """Name and numbers of the activation, as the operators take them."""
+        return self.settings.activation, list(self.settings.parameters)
+
+
+class ActivationOperation(SavesTensors, ActivationBase):
     """Base of the activations: (*lead, F), or (*lead, 2F) for a gated one, to (*lead, F) of the same dtype.
 
     Args:
@@ -34,35 +59,13 @@ class ActivationOperation(BasicOperation):
         ValueError: an odd last dim of a gated activation. TypeError: an input that is not fp32, bf16 or fp16.
     """
 
-    quantizes_output = quantizes_grad_input = True
-
-    _activation: ClassVar[str]
-
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
         self.cache_quantized_input = bool(cache_quantized_input)
-        self.settings = ActivationSettings(self._activation, self._parameters_in_order())
-
-    def _parameters_in_order(self) -> tuple[float, ...]:
-        """The numbers that the activation takes; none for its defaults."""
-        return ()
 
     def extra_repr(self) -> str:
         """Options that are not the default, as printed by the module."""
         return "cache_quantized_input=True" if self.cache_quantized_input else ""
-
-    # Where the channels of a gated activation lie otherwise than in two halves, a subclass moves them.
-
-    def _halves_of(self, x: Tensor) -> Tensor:
-        return x
-
-    def _from_halves(self, grad: Tensor) -> Tensor:
-        return grad
-
-    @property
-    def moves_channels(self) -> bool:
-        """Whether the input is rearranged on the way to the kernel, and its gradient on the way back."""
-        return False
 
     def op_forward_compute(
         self,
@@ -73,8 +76,8 @@ class ActivationOperation(BasicOperation):
         requires_grad: bool,
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
         given = plain_input(input_)
-        x, wanted = self._halves_of(given), next_op_input_quantizer
-        name, parameters = self.settings.activation, list(self.settings.parameters)
+        x, wanted = channels_to_halves(given, self.glu_interleave_size), next_op_input_quantizer
+        name, parameters = self.formula
         if wanted is None:
             output: TensorOrQuantized = act(x, name, parameters)
         else:
@@ -89,19 +92,13 @@ class ActivationOperation(BasicOperation):
         # the dtype of the input goes along in a tensor without memory
         return output, (codes, scale_inv, given.new_empty(0))
 
-    def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: TensorOrQuantized, tensors_to_save: TensorsToSave, **kwargs: Any
-    ) -> None:
-        ctx.save_for_backward(*tensors_to_save)
-
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized
     ) -> tuple[TensorOrQuantized | None, tuple[Tensor | None, ...]]:
         grad, x = plain(grad_output), self.saved_input(ctx, grad_output)
         wanted = ctx.prev_op_grad_output_quantizer
-        if wanted is None or self.moves_channels:
-            name, parameters = self.settings.activation, list(self.settings.parameters)
-            dx = self._from_halves(act_backward(grad, x, name, parameters))
+        if wanted is None or self.glu_interleave_size is not None:
+            dx = channels_from_halves(act_backward(grad, x, *self.formula), self.glu_interleave_size)
             return dx if wanted is None else wanted.quantize(dx), ()
         return self.quantized_gradient(grad, x, wanted, False)[0], ()
 
@@ -109,11 +106,7 @@ class ActivationOperation(BasicOperation):
         self, grad: Tensor, x: Tensor, wanted: ScaledOperand, column_sums: bool
     ) -> tuple[QuantizedTensorStorage, Tensor | None]:
         """(gradient of the input as it is wanted, its sums over all but the last dim, fp32, if asked for)."""
-        name, parameters, quantizer = (
-            self.settings.activation,
-            list(self.settings.parameters),
-            wanted.operand.quantizer,
-        )
+        (name, parameters), quantizer = self.formula, wanted.operand.quantizer
         buffers = act_backward_quantize(
             matrix_of(grad), matrix_of(x), name, quantizer, parameters, column_sums, *wanted.state(grad)
         )
@@ -125,10 +118,11 @@ class ActivationOperation(BasicOperation):
         """The input as the kernel takes it, with the leading dims of the gradient."""
         saved: Any = ctx.saved_tensors
         if not self.cache_quantized_input:
-            return self._halves_of(saved[0])
+            return channels_to_halves(saved[0], self.glu_interleave_size)
         codes, scale_inv, like = saved
         values = dequantize([codes, scale_inv], _CACHE.quantizer, False, like.dtype, list(codes.shape))
-        return self._halves_of(values.view(*grad_output.shape[:-1], values.shape[-1]))
+        values = values.view(*grad_output.shape[:-1], values.shape[-1])
+        return channels_to_halves(values, self.glu_interleave_size)
 
 
 class GELU(ActivationOperation):

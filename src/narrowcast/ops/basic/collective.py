@@ -8,11 +8,12 @@ from torch import Tensor
 
 from ...functional.collectives import gather_rows, group_name, scatter_rows, sum_over
 from ..context import OperationContext
+from ..forms import SavesTensors
 from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave
 
 
-class CollectiveOperation(BasicOperation):
+class CollectiveOperation(SavesTensors, BasicOperation):
     """Base of the collectives along the first dim, without parameters; a subclass communicates.
 
     Args:
@@ -40,18 +41,6 @@ class CollectiveOperation(BasicOperation):
         requires_grad: bool,
     ) -> tuple[Tensor, TensorsToSave]:
         return self._forward(input_), ()
-
-    def op_forward_save_ctx(
-        self,
-        ctx: OperationContext,
-        input_: Any,
-        tensors_to_save: TensorsToSave,
-        *,
-        prev_op_grad_output_quantizer: ScaledOperand | None,
-        next_op_input_quantizer: ScaledOperand | None,
-        requires_grad: bool,
-    ) -> None:
-        pass
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Tensor, tuple[()]]:
         return self._backward(grad_output), ()

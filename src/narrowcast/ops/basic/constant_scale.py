@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..forms import SavesTensors
 from ..op import BasicOperation
 
 
-class ConstantScale(BasicOperation):
+class ConstantScale(SavesTensors, BasicOperation):
     """y = scale * x.
 
     Args:
@@ -24,9 +25,6 @@ class ConstantScale(BasicOperation):
 
     def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
         return input_ * self.scale, ()
-
-    def op_forward_save_ctx(self, ctx: Any, input_: Any, tensors_to_save: Any, **kwargs: Any) -> None:
-        pass
 
     def op_backward(self, ctx: Any, grad_output: Any) -> Any:
         return grad_output * self.scale, ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +10,14 @@ from torch import Tensor
 from ...autograd import NormSettings
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
+from ..forms import SavesTensors
 from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave
 from .inputs import plain_input
 from .norm import norm_gradients, normalize
 
 
-class L2Normalization(BasicOperation):
+class L2Normalization(SavesTensors, BasicOperation):
     """``y = x / sqrt(sum(x**2) + eps)`` over the last dim, with fp32 statistics; there are no parameters.
 
     Takes (*lead, K), gives the same shape and dtype, or quantizes the result in the same kernel for the operation
@@ -58,11 +58,6 @@ class L2Normalization(BasicOperation):
             )
         weight, settings = _as_rms_norm(x, self.eps)
         return normalize(x, weight, None, settings, next_op_input_quantizer, requires_grad)
-
-    def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: TensorOrQuantized, tensors_to_save: TensorsToSave, **kwargs: Any
-    ) -> None:
-        ctx.save_for_backward(*tensors_to_save)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized

@@ -14,6 +14,7 @@ from ...layers import parameter_device
 from ...layers.norm import NormParameters
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
+from ..forms import SavesTensors
 from ..handover import ScaledOperand, matrix_of
 from ..op import BasicOperation, TensorsToSave
 from .inputs import plain, plain_input
@@ -66,7 +67,7 @@ def norm_gradients(
     return wanted.assemble(buffers, tuple(x.shape), x.dtype), dweight, dbias
 
 
-class NormOperation(NormParameters, BasicOperation):
+class NormOperation(NormParameters, SavesTensors, BasicOperation):
     """Base of LayerNorm and RMSNorm; a subclass names its normalization.
 
     Args:
@@ -122,11 +123,6 @@ class NormOperation(NormParameters, BasicOperation):
         bias: Any = self.bias
         self.check_input(x)
         return normalize(x, weight, bias, self.settings, next_op_input_quantizer, requires_grad)
-
-    def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: TensorOrQuantized, tensors_to_save: TensorsToSave, **kwargs: Any
-    ) -> None:
-        ctx.save_for_backward(*tensors_to_save)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized

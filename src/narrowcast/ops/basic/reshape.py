@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..forms import SavesTensors
 from ..op import BasicOperation
 
 
-class Reshape(BasicOperation):
+class Reshape(SavesTensors, BasicOperation):
     """y = x.reshape(shape).
 
     Args:
@@ -32,9 +33,6 @@ class Reshape(BasicOperation):
         # a tensor of the input's shape and without its memory: sizes may not be kept on the context
         shape = (input_.new_empty(()).expand_as(input_),) if requires_grad else ()
         return input_.reshape(self.shape), shape
-
-    def op_forward_save_ctx(self, ctx: Any, input_: Any, tensors_to_save: Any, **kwargs: Any) -> None:
-        ctx.save_for_backward(*tensors_to_save)
 
     def op_backward(self, ctx: Any, grad_output: Any) -> Any:
         (shape,) = ctx.saved_tensors

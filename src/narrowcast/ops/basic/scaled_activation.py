@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-from ...autograd import ActivationSettings
 from ...functional import scaled_act, scaled_act_backward
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
 from ..handover import ScaledOperand
-from ..op import BasicOperation, ExtraTensors, ParameterGradients, TensorsToSave
+from ..op import ExtraTensors, ParameterGradients, TensorsToSave
+from .activation import ActivationBase
+from .glu_channels import channels_from_halves, channels_to_halves, checked_interleave_size
 from .inputs import plain, plain_input
-from .swiglu import channels_from_halves, channels_to_halves, checked_betas, checked_interleave_size
+from .swiglu import checked_betas
 
 
-class ScaledActivationOperation(BasicOperation):
+class ScaledActivationOperation(ActivationBase):
     """Base of the scaled activations; a subclass names its own.
 
     One extra input: the scales, of the shape of the input without its last dim, fp32, bf16 or fp16; they have a
@@ -28,20 +29,11 @@ class ScaledActivationOperation(BasicOperation):
         that are not fp32, bf16 or fp16.
     """
 
-    quantizes_output = quantizes_grad_input = True
-
     num_extra_inputs: int = 1
-    _activation: ClassVar[str]
-    glu_interleave_size: int | None = None
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
         self.activation_recompute_in_mlp = bool(activation_recompute_in_mlp)
-        self.settings = ActivationSettings(self._activation, self._parameters_in_order())
-
-    def _parameters_in_order(self) -> tuple[float, ...]:
-        """The numbers that the activation takes; none for its defaults."""
-        return ()
 
     def fuser_forward_compute(
         self,
@@ -58,8 +50,7 @@ class ScaledActivationOperation(BasicOperation):
             raise ValueError(
                 f"the scales have shape {tuple(scale.shape)}; give one per row of the input, {tuple(x.shape[:-1])}"
             )
-        name, parameters = self.settings.activation, list(self.settings.parameters)
-        product = scaled_act(channels_to_halves(x, self.glu_interleave_size), scale, name, parameters)
+        product = scaled_act(channels_to_halves(x, self.glu_interleave_size), scale, *self.formula)
         wanted = next_op_input_quantizer
         output = product if wanted is None else wanted.quantize(product)
         return output, [()], [(x, scale) if requires_grad else ()]
@@ -82,9 +73,8 @@ class ScaledActivationOperation(BasicOperation):
     ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
         x, scale = basic_op_ctxs[0].saved_tensors
         wanted = basic_op_ctxs[0].prev_op_grad_output_quantizer
-        name, parameters = self.settings.activation, list(self.settings.parameters)
         halves = channels_to_halves(plain(x), self.glu_interleave_size)  # type: ignore[arg-type]
-        dx, dscale = scaled_act_backward(plain(grad_output), halves, scale, name, parameters)
+        dx, dscale = scaled_act_backward(plain(grad_output), halves, scale, *self.formula)
         dx = channels_from_halves(dx, self.glu_interleave_size)
         return dx if wanted is None else wanted.quantize(dx), [()], [(dscale,)]
 
@@ -122,6 +112,7 @@ class ScaledClampedQGeGLU(ScaledSwiGLU):
     """
 
     _activation = "clamped_swiglu"
+    _numbers = ("limit", "alpha", "glu_linear_offset")
 
     def __init__(
         self,
@@ -139,9 +130,6 @@ class ScaledClampedQGeGLU(ScaledSwiGLU):
         self.limit, self.alpha, self.glu_linear_offset = float(limit), float(alpha), float(glu_linear_offset)
         super().__init__(glu_interleave_size=glu_interleave_size)
 
-    def _parameters_in_order(self) -> tuple[float, ...]:
-        return self.limit, self.alpha, self.glu_linear_offset
-
 
 class ScaledSiTUGLU(ScaledSwiGLU):
     """:class:`~narrowcast.ops.SiTUGLU` times one scale per row.
@@ -154,6 +142,7 @@ class ScaledSiTUGLU(ScaledSwiGLU):
     """
 
     _activation = "situ_glu"
+    _numbers = ("beta1", "beta2")
 
     def __init__(
         self,
@@ -167,9 +156,6 @@ class ScaledSiTUGLU(ScaledSwiGLU):
         super().__init__(
             glu_interleave_size=glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
-
-    def _parameters_in_order(self) -> tuple[float, ...]:
-        return self.beta1, self.beta2
 
 
 class ScaledSReLU(ScaledActivationOperation):

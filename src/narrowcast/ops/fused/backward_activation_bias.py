@@ -56,7 +56,7 @@ def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -
         return NearMiss("no recipe is in force, so nothing is quantized")
     if recipe.backward_override is not None:  # type: ignore[attr-defined]
         return NearMiss(f"backward_override={recipe.backward_override!r} leaves gradients unquantized")  # type: ignore[attr-defined]
-    if activation.moves_channels:  # type: ignore[attr-defined]
+    if activation.glu_interleave_size is not None:  # type: ignore[attr-defined]
         return NearMiss("glu_interleave_size moves the gradient's channels, so the kernel cannot quantize it")
     return Match(2)
 

@@ -12,6 +12,7 @@ from ...autograd.gemms import after
 from ...functional import scaled_act
 from ...recipe import MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from ...tensors import TensorOrQuantized
+from ..basic.glu_channels import channels_to_halves
 from ..basic.grouped_linear import GroupedLinear
 from ..basic.scaled_activation import (
     ScaledActivationOperation,
@@ -20,7 +21,6 @@ from ..basic.scaled_activation import (
     ScaledSReLU,
     ScaledSwiGLU,
 )
-from ..basic.swiglu import channels_to_halves
 from ..context import OperationContext
 from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients, TensorsToSave
 from .linear_run import exactly
@@ -122,7 +122,7 @@ def _activated(
     x: Any = ctx.saved_tensors[0]
     scale: Any = ctx.saved_tensors[1]
     x = channels_to_halves(x, op.glu_interleave_size)
-    out = scaled_act(x, after(grad_output, scale), op.settings.activation, list(op.settings.parameters))
+    out = scaled_act(x, after(grad_output, scale), *op.formula)
     return out.reshape(-1, out.shape[-1])
 
 
