@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,12 @@ class ChosenOperation:
     def is_fused(self) -> bool:
         """Whether it stands for other operations."""
         return self.name != self.basic_ops[0]
+
+    def row(self) -> tuple[str, str, str]:
+        """What is printed of it."""
+        first, last = self.numbers[0], self.numbers[-1]
+        numbers = str(first) if first == last else f"{first}-{last}"
+        return numbers, self.name, " + ".join(self.basic_ops) if self.is_fused else ""
 
 
 @dataclass(frozen=True)
@@ -67,25 +74,17 @@ class Explanation:
     near_misses: tuple[MissedFusion, ...]
 
     def __str__(self) -> str:
-        lines = []
-        for direction, chosen in (("forward", self.forward), ("backward", self.backward)):
-            lines.append(direction)
-            rows = [(_numbers(one.numbers), one.name, _parts(one)) for one in chosen]
-            lines.extend(_aligned(rows))
-        if self.handed_over:
-            lines.append("handed over quantized")
-            rows = [
-                (f"{one.numbers[0]} to {one.numbers[1]}", f"{one.giver} to {one.taker}", one.direction)
-                for one in self.handed_over
-            ]
-            lines.extend(_aligned(rows))
-        if self.near_misses:
-            lines.append("not fused")
-            rows = [
-                (str(miss.number), f"{miss.name} ({miss.direction})", miss.reason)
-                for miss in self.near_misses
-            ]
-            lines.extend(_aligned(rows))
+        handed = [
+            (f"{one.numbers[0]} to {one.numbers[1]}", f"{one.giver} to {one.taker}", one.direction)
+            for one in self.handed_over
+        ]
+        missed = [
+            (str(miss.number), f"{miss.name} ({miss.direction})", miss.reason) for miss in self.near_misses
+        ]
+        lines = ["forward", *_aligned([one.row() for one in self.forward])]
+        lines += ["backward", *_aligned([one.row() for one in self.backward])]
+        lines += ["handed over quantized", *_aligned(handed)] if handed else []
+        lines += ["not fused", *_aligned(missed)] if missed else []
         return "\n".join(lines)
 
 
@@ -106,7 +105,7 @@ def explain(fusers: Sequence[OperationFuser], recipe: Recipe | None) -> Explanat
         forward.extend(_chosen("forward", op, where, begin) for op, where in fused.forward)
         group = [_chosen("backward", op, where, begin) for op, where in fused.backward]
         backward[:0] = group[::-1]
-        with _AskedUnder(recipe, fuser):
+        with _asked_under(recipe, fuser):
             handed_over.extend(_handed_over(fused, begin))
         missed.extend(_near_misses(fuser, recipe, begin, [*forward, *group]))
         begin += len(fuser.basic_ops)
@@ -121,21 +120,17 @@ def _chosen(direction: str, op: Any, where: tuple[int, ...], begin: int) -> Chos
     return ChosenOperation(direction, type(op).__name__, tuple(begin + index for index in where), names)
 
 
-class _AskedUnder:
+@contextlib.contextmanager
+def _asked_under(recipe: Recipe | None, fuser: OperationFuser) -> Iterator[None]:
     """A recipe in force for operations to be asked under, without a step beginning or being noted."""
-
-    def __init__(self, recipe: Recipe | None, fuser: OperationFuser) -> None:
-        self.recipe = recipe
-        self.last_recipes = [(op, op._last_recipe) for op in fuser.basic_ops]
-
-    def __enter__(self) -> None:
-        self.before = get_autocast_state()
-        set_autocast_state((self.recipe, None, None, 1, False))
-
-    def __exit__(self, *exception: Any) -> None:
-        set_autocast_state(self.before)
-        for op, recipe in self.last_recipes:
-            op._last_recipe = recipe
+    before, last_recipes = get_autocast_state(), [(op, op._last_recipe) for op in fuser.basic_ops]
+    set_autocast_state((recipe, None, None, 1, False))
+    try:
+        yield
+    finally:
+        set_autocast_state(before)
+        for op, last in last_recipes:
+            op._last_recipe = last
 
 
 def _handed_over(fused: Fused, begin: int) -> list[HandedOver]:
@@ -170,14 +165,6 @@ def _near_misses(
                 if isinstance(found, NearMiss) and begin + start not in taken:
                     missed.append(MissedFusion(direction, fusion.name, begin + start, found.reason))
     return missed
-
-
-def _numbers(numbers: tuple[int, ...]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-
-
-def _parts(one: ChosenOperation) -> str:
-    return " + ".join(one.basic_ops) if one.is_fused else ""
 
 
 def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:

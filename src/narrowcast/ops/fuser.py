@@ -390,8 +390,19 @@ class OperationFuser:
         return recipe
 
     def fused(self, recipe: Recipe | None, first_with_backward: int = 0) -> Fused:
-        """What runs under a recipe when the operations from ``first_with_backward`` on have a backward."""
-        return fuse(self.basic_ops, recipe, first_with_backward)
+        """What runs under a recipe when the operations from ``first_with_backward`` on have a backward.
+
+        The registered fusions run: those of both directions, then those of the forward, then those of the backward.
+
+        Raises:
+            RuntimeError: a fusion's result is not made of exactly the basic operations, in order.
+        """
+        joint = _apply(REGISTRY.joint, list(self.basic_ops), recipe)
+        forward = _apply(REGISTRY.forward, list(joint), recipe)
+        with_backward = [op for op, where in _placed(joint, 0) if where[-1] >= first_with_backward]
+        skipped = len(self.basic_ops) - len(taken_apart(with_backward))
+        backward = _apply(REGISTRY.backward, with_backward, recipe)
+        return Fused(_placed(forward, 0), _placed(backward, skipped))
 
     def _fused_for(
         self, recipe: Recipe | None, first_with_backward: int, params: Sequence[Sequence[Tensor]]
@@ -466,26 +477,10 @@ def _each_once(operands: Sequence[Tensor]) -> list[Tensor]:
     return once
 
 
-def fuse(basic_ops: Sequence[BasicOperation], recipe: Recipe | None, first_with_backward: int) -> Fused:
-    """Run the registered fusions: those of both directions, then those of the forward, then those of the backward.
-
-    Raises:
-        RuntimeError: a fusion's result is not made of exactly the basic operations, in order.
-    """
-    joint = _apply(REGISTRY.joint, list(basic_ops), recipe, basic_ops)
-    forward = _apply(REGISTRY.forward, list(joint), recipe, basic_ops)
-    with_backward = [op for op, where in _placed(joint, 0) if where[-1] >= first_with_backward]
-    skipped = len(basic_ops) - sum(_width(op) for op in with_backward)
-    backward = _apply(REGISTRY.backward, with_backward, recipe, basic_ops[skipped:])
-    return Fused(_placed(forward, 0), _placed(backward, skipped))
-
-
 def _apply(
-    functions: Sequence[FusionFunction],
-    ops: list[FusibleOperation],
-    recipe: Recipe | None,
-    basic_ops: Sequence[BasicOperation],
+    functions: Sequence[FusionFunction], ops: list[FusibleOperation], recipe: Recipe | None
 ) -> list[FusibleOperation]:
+    basic_ops = taken_apart(ops)
     for function in functions:
         ops = list(function(ops, recipe=recipe))
         covered = taken_apart(ops)
@@ -517,14 +512,10 @@ def _name_of(function: Any) -> str:
     return getattr(function, "name", None) or getattr(function, "__name__", type(function).__name__)
 
 
-def _width(op: FusibleOperation) -> int:
-    return len(op.basic_ops) if op.is_fused_op else 1
-
-
 def _placed(ops: Sequence[FusibleOperation], begin: int) -> tuple[_Placed, ...]:
     placed: list[_Placed] = []
     for op in ops:
-        end = begin + _width(op)
+        end = begin + len(taken_apart([op]))
         placed.append((op, tuple(range(begin, end))))
         begin = end
     return tuple(placed)

@@ -45,6 +45,10 @@ ParameterGradients = list[tuple[Tensor | None, ...]]
 """One tuple per basic operation, in the order of its ``parameters()``."""
 
 
+Gradients = tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]
+"""Of the main input (None if it is not needed), of the parameters and of the extra inputs."""
+
+
 class FusibleOperation:
     """What a fuser can run: a basic operation, or several of them at once."""
 
@@ -151,7 +155,7 @@ class FusibleOperation:
         grad_output: TensorOrQuantized,
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
-    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+    ) -> Gradients:
         """Gradients.
 
         Args:
@@ -412,7 +416,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         grad_output: TensorOrQuantized,
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
-    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+    ) -> Gradients:
         check_no_extra_io(self)
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
         return grad_input, [grad_params], [()]

@@ -21,7 +21,6 @@ from ...autograd.gemms import (
     rows_of,
 )
 from ...autograd.tensor_parallel import TensorParallel, local_features, tensor_parallel
-from ...dynamo import TensorProto
 from ...functional import calibrate_
 from ...functional.collectives import group_size
 from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
@@ -208,14 +207,32 @@ class BasicLinear(LinearLayer, BasicOperation):
         input_: TensorOrQuantized,
         tensors_to_save: TensorsToSave,
         *,
-        prev_op_grad_output_quantizer: ScaledOperand | None,
-        next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
         plan: LinearPlan | None = None,
         scales: DelayedScales | None = None,
+        **kwargs: Any,
     ) -> None:
         plan = plan or self._plan_of(self._recipe_in_force(), requires_grad, requires_grad)
-        self.save(ctx, input_, tensors_to_save, plan, scales)
+        weight, dtype = self.weight, self.activation_dtype(input_)
+        count = 0
+        while count < len(tensors_to_save) and tensors_to_save[count] is not None:
+            count += 1
+        inp: Any = tensors_to_save[:count]
+        rest: Any = tensors_to_save[count + 1 :]
+        # what was gathered is saved as it came, unless it was gathered as the bytes it is quantized to
+        gathered = self.parallel.mode is not None and self.parallel.gathers_input
+        plain = (
+            gathered
+            and plan.backward_override is None
+            and not self.parallel.joins(plan.input, rows_of(input_))
+        )
+        saved_input = SavedOperand(inp, None if plain else _saved_quantizer(plan, plan.input, input_))
+        again = plan.dgrad_weight is not None and not isinstance(weight, QuantizedTensorStorage)
+        saved_weight = SavedOperand(rest, None if again else _saved_quantizer(plan, plan.weight, weight))
+        ctx.save_for_backward(*tensors_to_save)
+        ctx.input_dtype = input_.dtype
+        args = self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales or DelayedScales())
+        ctx.backward_args = linear_bwd_args(args, weight, None, saved_input, saved_weight)
 
     def compute(
         self,
@@ -247,36 +264,6 @@ class BasicLinear(LinearLayer, BasicOperation):
         # what is in front of the None belongs to the input
         return out, (*saved_input.tensors, None, *saved_weight.tensors)
 
-    def save(
-        self,
-        ctx: OperationContext,
-        input_: TensorOrQuantized,
-        tensors_to_save: TensorsToSave,
-        plan: LinearPlan,
-        scales: DelayedScales | None = None,
-    ) -> None:
-        """Put on the context what :meth:`gradients` reads; the arguments are those of :meth:`compute`."""
-        weight, dtype = self.weight, self.activation_dtype(input_)
-        count = 0
-        while count < len(tensors_to_save) and tensors_to_save[count] is not None:
-            count += 1
-        inp: Any = tensors_to_save[:count]
-        rest: Any = tensors_to_save[count + 1 :]
-        # what was gathered is saved as it came, unless it was gathered as the bytes it is quantized to
-        gathered = self.parallel.mode is not None and self.parallel.gathers_input
-        plain = (
-            gathered
-            and plan.backward_override is None
-            and not self.parallel.joins(plan.input, rows_of(input_))
-        )
-        saved_input = SavedOperand(inp, None if plain else _saved_quantizer(plan, plan.input, input_))
-        again = plan.dgrad_weight is not None and not isinstance(weight, QuantizedTensorStorage)
-        saved_weight = SavedOperand(rest, None if again else _saved_quantizer(plan, plan.weight, weight))
-        ctx.save_for_backward(*tensors_to_save)
-        ctx.input_dtype = input_.dtype
-        args = self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales or DelayedScales())
-        ctx.backward_args = linear_bwd_args(args, weight, None, saved_input, saved_weight)
-
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
@@ -304,11 +291,10 @@ class BasicLinear(LinearLayer, BasicOperation):
             grad_input = grad_input.to(ctx.input_dtype)
         return grad_input, grad_weight, grad_bias
 
-    def output_proto(self, input_: TensorOrQuantized) -> TensorProto:
-        """What :meth:`compute` makes of this input, without data."""
+    def output_shape(self, input_: TensorOrQuantized) -> tuple[int, ...]:
+        """Shape of what :meth:`compute` makes of this input."""
         size = group_size(self.parallel.group) if self.parallel.sequence_parallel else 1
-        shape = self.parallel.output_shape(tuple(input_.shape), self.weight.shape[0], size)
-        return TensorProto(shape, self.activation_dtype(input_), device=input_.device)
+        return self.parallel.output_shape(tuple(input_.shape), self.weight.shape[0], size)
 
     def activation_dtype(self, input_: TensorOrQuantized) -> torch.dtype:
         kind = input_.device.type

@@ -14,7 +14,7 @@ from ..op import BasicOperation, TensorsToSave
 
 
 class CollectiveOperation(SavesTensors, BasicOperation):
-    """Base of the collectives along the first dim, without parameters; a subclass communicates.
+    """Base of the collectives along the first dim, without parameters; a subclass names what runs each way.
 
     Args:
         process_group: the processes; None is the default group. With one process this is the identity.
@@ -22,15 +22,13 @@ class CollectiveOperation(SavesTensors, BasicOperation):
         TypeError: no process group. RuntimeError: one without a registered name.
     """
 
+    # functions of a tensor and the group
+    _collective: Any
+    _collective_back: Any
+
     def __init__(self, process_group: Any = None) -> None:
         super().__init__()
         self.group = group_name(process_group)
-
-    def _forward(self, x: Any) -> Tensor:
-        raise NotImplementedError
-
-    def _backward(self, grad: Any) -> Tensor:
-        raise NotImplementedError
 
     def op_forward_compute(
         self,
@@ -40,10 +38,10 @@ class CollectiveOperation(SavesTensors, BasicOperation):
         next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
     ) -> tuple[Tensor, TensorsToSave]:
-        return self._forward(input_), ()
+        return self._collective(input_, self.group), ()
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Tensor, tuple[()]]:
-        return self._backward(grad_output), ()
+        return self._collective_back(grad_output, self.group), ()
 
 
 class AllGather(CollectiveOperation):
@@ -55,11 +53,7 @@ class AllGather(CollectiveOperation):
         TypeError: no process group. RuntimeError: one without a registered name.
     """
 
-    def _forward(self, x: Any) -> Tensor:
-        return gather_rows(x, self.group)
-
-    def _backward(self, grad: Any) -> Tensor:
-        return scatter_rows(grad, self.group)
+    _collective, _collective_back = staticmethod(gather_rows), staticmethod(scatter_rows)
 
 
 class AllReduce(CollectiveOperation):
@@ -73,14 +67,10 @@ class AllReduce(CollectiveOperation):
         TypeError: no process group. RuntimeError: one without a registered name.
     """
 
+    _collective, _collective_back = staticmethod(sum_over), staticmethod(lambda grad, group: grad)
+
     def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
         super().__init__(process_group)
-
-    def _forward(self, x: Any) -> Tensor:
-        return sum_over(x, self.group)
-
-    def _backward(self, grad: Any) -> Tensor:
-        return grad
 
 
 class ReduceScatter(CollectiveOperation):
@@ -93,8 +83,4 @@ class ReduceScatter(CollectiveOperation):
         that does not divide among the processes.
     """
 
-    def _forward(self, x: Any) -> Tensor:
-        return scatter_rows(x, self.group)
-
-    def _backward(self, grad: Any) -> Tensor:
-        return gather_rows(grad, self.group)
+    _collective, _collective_back = staticmethod(scatter_rows), staticmethod(gather_rows)

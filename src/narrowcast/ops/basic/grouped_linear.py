@@ -20,7 +20,7 @@ from ...recipe import LinearPlan, Mode, linear_plan
 from ...roles import QuantizerRole
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
-from ..op import BasicOperation, ExtraTensors, ParameterGradients, TensorsToSave
+from ..op import BasicOperation, ExtraTensors, Gradients, TensorsToSave
 from .basic_linear import initialize
 
 
@@ -151,10 +151,32 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         basic_op_extra_inputs: ExtraTensors,
         basic_op_kwargs: list[dict[str, Any]],
         requires_grad: bool,
+        save_input: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, ExtraTensors, list[TensorsToSave]]:
-        out, saved = self.compute(input_, basic_op_extra_inputs[0], basic_op_kwargs[0], requires_grad)
-        return out, [()], [saved]
+        """Of this operation, and of the fused one it is part of.
+
+        Args:
+            save_input: keep the input in high precision, at :attr:`input_position` of what is saved, and quantize it
+                again for the weight gradient; not with delayed scaling.
+        """
+        (extra_inputs,), (own,) = basic_op_extra_inputs, basic_op_kwargs
+        weights, biases = self._parts_of("weight"), self._parts_of("bias")
+        inp = self._checked_input(input_, weights[0])  # type: ignore[arg-type]
+        x = inp.reshape(-1, self.in_features)
+        splits, covered = self._checked_splits(extra_inputs[0], x, "the tensor of splits")
+        bias_scales = self._checked_scales(extra_inputs, inp)
+        args, groups = self._call_args(inp.dtype, x.shape[0], own, requires_grad, save_input, covered)
+        groups.out, groups.dgrad_out = self._checked_buffers(inp, **own)
+        self._calibrate_groups(args.scales.amax_fwd, x, splits, weights)
+        out, saved_input, saved_weight = grouped_forward(
+            x, splits, weights, biases, args, groups, bias_scales
+        )
+        out = out.view(*inp.shape[:-1], self.out_features)
+        if not requires_grad:
+            return out, [()], [()]
+        kept = biases if self.scale_bias else ()
+        return out, [()], [(splits, bias_scales, *kept, *saved_input, *saved_weight)]
 
     def fuser_forward_save_ctx(
         self,
@@ -163,10 +185,18 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         tensors_to_save: list[TensorsToSave],
         *,
         basic_op_kwargs: list[dict[str, Any]],
+        save_input: bool = False,
         **kwargs: Any,
     ) -> None:
-        rows = math.prod(input_.shape[:-1])
-        self.save(basic_op_ctxs[0], input_.dtype, rows, tensors_to_save[0], basic_op_kwargs[0])
+        (ctx,), (own,), rows = basic_op_ctxs, basic_op_kwargs, math.prod(input_.shape[:-1])
+        dtype, biases = self.activation_dtype(input_.dtype), self._parts_of("bias")
+        args, groups = self._call_args(dtype, rows, own, True, save_input, False)
+        place = own.get("grad_input")
+        groups.dgrad_out = None if place is None else place.view(-1, self.in_features)
+        ctx.save_for_backward(*tensors_to_save[0])
+        ctx.input_dtype, ctx.groups = input_.dtype, groups
+        weight_dtype, bias_dtype = self._parts_of("weight")[0].dtype, biases[0].dtype if biases else None
+        ctx.backward_args = grouped_bwd_args(args, groups, weight_dtype, bias_dtype)
 
     def fuser_backward(
         self,
@@ -174,77 +204,15 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         grad_output: TensorOrQuantized,
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
-    ) -> tuple[Tensor | None, ParameterGradients, ExtraTensors]:
-        (ctx,) = basic_op_ctxs
-        grad_input, grads, extra_grads = self.gradients(ctx, ctx.saved_tensors, grad_output)
-        return grad_input, [grads], [extra_grads]
-
-    # -- for this operation and the fused one it is part of ------------------------------------------------------------
-
-    def compute(
-        self,
-        input_: TensorOrQuantized,
-        extra_inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        requires_grad: bool,
-        save_input: bool = False,
-    ) -> tuple[Tensor, TensorsToSave]:
-        """(output, tensors to save).
+        saved_tensors: TensorsToSave | None = None,
+    ) -> Gradients:
+        """Of this operation, and of the fused one it is part of.
 
         Args:
-            extra_inputs, kwargs: of the call.
-            save_input: keep the input in high precision, at :attr:`input_position` of what is saved, and quantize it
-                again for the weight gradient; not with delayed scaling.
+            saved_tensors: read in place of those of the context.
         """
-        weights, biases = self._parts_of("weight"), self._parts_of("bias")
-        inp = self._checked_input(input_, weights[0])  # type: ignore[arg-type]
-        x = inp.reshape(-1, self.in_features)
-        splits, covered = self._checked_splits(extra_inputs[0], x, "the tensor of splits")
-        bias_scales = self._checked_scales(extra_inputs, inp)
-        args, groups = self._call_args(inp.dtype, x.shape[0], kwargs, requires_grad, save_input, covered)
-        groups.out, groups.dgrad_out = self._checked_buffers(inp, **kwargs)
-        self._calibrate_groups(args.scales.amax_fwd, x, splits, weights)
-        out, saved_input, saved_weight = grouped_forward(
-            x, splits, weights, biases, args, groups, bias_scales
-        )
-        out = out.view(*inp.shape[:-1], self.out_features)
-        if not requires_grad:
-            return out, ()
-        kept = biases if self.scale_bias else ()
-        return out, (splits, bias_scales, *kept, *saved_input, *saved_weight)
-
-    @property
-    def input_position(self) -> int:
-        """Where in what is saved the input begins."""
-        return 2 + (len(self._parts_of("bias")) if self.scale_bias else 0)
-
-    def save(
-        self,
-        ctx: OperationContext,
-        input_dtype: torch.dtype,
-        rows: int,
-        tensors: TensorsToSave,
-        kwargs: dict[str, Any],
-        save_input: bool = False,
-    ) -> None:
-        """Put on the context what :meth:`gradients` reads; arguments as of :meth:`compute`, which made ``tensors``."""
-        dtype, biases = self.activation_dtype(input_dtype), self._parts_of("bias")
-        args, groups = self._call_args(dtype, rows, kwargs, True, save_input, False)
-        place = kwargs.get("grad_input")
-        groups.dgrad_out = None if place is None else place.view(-1, self.in_features)
-        ctx.save_for_backward(*tensors)
-        ctx.input_dtype, ctx.groups = input_dtype, groups
-        weight_dtype, bias_dtype = self._parts_of("weight")[0].dtype, biases[0].dtype if biases else None
-        ctx.backward_args = grouped_bwd_args(args, groups, weight_dtype, bias_dtype)
-
-    def gradients(
-        self, ctx: Any, tensors: TensorsToSave, grad_output: TensorOrQuantized
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """Gradients of input, parameters and extra inputs, each None where it is not needed, or goes elsewhere.
-
-        Args:
-            tensors: what :meth:`save` saved.
-        """
+        ctx: Any = basic_op_ctxs[0]
+        tensors = saved_tensors or ctx.saved_tensors
         splits: Any = tensors[0]
         scales: Any = tensors[1]
         saved: list[Any] = list(tensors[self.input_position :])
@@ -259,7 +227,12 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         )
         if grad_input is not None:
             grad_input = grad_input.view(*grad_output.shape[:-1], self.in_features).to(ctx.input_dtype)
-        return grad_input, tuple(grads), (None, *grad_scales)
+        return grad_input, [tuple(grads)], [(None, *grad_scales)]
+
+    @property
+    def input_position(self) -> int:
+        """Where in what is saved the input begins."""
+        return 2 + (len(self._parts_of("bias")) if self.scale_bias else 0)
 
     def activation_dtype(self, input_dtype: torch.dtype) -> torch.dtype:
         """Dtype of the output, and of the input as the GEMMs take it."""

@@ -8,7 +8,7 @@ from ...functional import scaled_act, scaled_act_backward
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
 from ..handover import ScaledOperand
-from ..op import ExtraTensors, ParameterGradients, TensorsToSave
+from ..op import ExtraTensors, Gradients, TensorsToSave
 from .activation import ActivationBase
 from .glu_channels import channels_from_halves, channels_to_halves, checked_interleave_size
 from .inputs import plain, plain_input
@@ -65,12 +65,8 @@ class ScaledActivationOperation(ActivationBase):
         basic_op_ctxs[0].save_for_backward(*tensors_to_save[0])
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: TensorOrQuantized,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
-    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+        self, basic_op_ctxs: list[OperationContext], grad_output: TensorOrQuantized, **kwargs: Any
+    ) -> Gradients:
         x, scale = basic_op_ctxs[0].saved_tensors
         wanted = basic_op_ctxs[0].prev_op_grad_output_quantizer
         halves = channels_to_halves(plain(x), self.glu_interleave_size)  # type: ignore[arg-type]

@@ -30,12 +30,13 @@ BACKWARD_FUSIONS: tuple[Fusion, ...] = (
     BACKWARD_ADD_RMSNORM,
 )
 
-for _fusion in JOINT_FUSIONS:
-    register_forward_backward_fusion(_fusion)
-for _fusion in FORWARD_FUSIONS:
-    register_forward_fusion(_fusion)
-for _fusion in BACKWARD_FUSIONS:
-    register_backward_fusion(_fusion)
+_REGISTER = {
+    "both": register_forward_backward_fusion,
+    "forward": register_forward_fusion,
+    "backward": register_backward_fusion,
+}
+for _fusion in (*JOINT_FUSIONS, *FORWARD_FUSIONS, *BACKWARD_FUSIONS):
+    _REGISTER[_fusion.direction](_fusion)
 
 __all__ = [
     "BACKWARD_FUSIONS",

@@ -12,8 +12,8 @@ from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
 from ..basic.inputs import plain
 from ..context import OperationContext
-from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients
-from .pattern import Fusion, Match, Matched, NearMiss, follows
+from ..op import FusedOperation, FusibleOperation, Gradients
+from .pattern import Fusion, Match, Matched, NearMiss, follows, kept_in_high_precision
 
 
 class BackwardActivationBias(FusedOperation):
@@ -22,12 +22,8 @@ class BackwardActivationBias(FusedOperation):
     quantizes_grad_input = True
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: TensorOrQuantized,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
-    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+        self, basic_op_ctxs: list[OperationContext], grad_output: TensorOrQuantized, **kwargs: Any
+    ) -> Gradients:
         operations: Any = self.basic_ops
         bias, activation = operations
         wanted = basic_op_ctxs[0].prev_op_grad_output_quantizer
@@ -48,14 +44,9 @@ def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -
     layer = front.basic_ops[-1] if front.is_fused_op else front
     if not isinstance(layer, BasicLinear):
         return NearMiss(f"{type(layer).__name__} in front takes its gradient in high precision")
-    if layer.parallel.gathers_grad_output:
-        return NearMiss(
-            "the layer in front is sequence-parallel: its gradient is gathered before it is quantized"
-        )
-    if recipe is None:
-        return NearMiss("no recipe is in force, so nothing is quantized")
-    if recipe.backward_override is not None:  # type: ignore[attr-defined]
-        return NearMiss(f"backward_override={recipe.backward_override!r} leaves gradients unquantized")  # type: ignore[attr-defined]
+    plain_gradient = kept_in_high_precision(layer, recipe)
+    if plain_gradient is not None:
+        return plain_gradient
     if activation.glu_interleave_size is not None:  # type: ignore[attr-defined]
         return NearMiss("glu_interleave_size moves the gradient's channels, so the kernel cannot quantize it")
     return Match(2)

@@ -11,7 +11,7 @@ from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.norm import norm_gradients
 from ..basic.rmsnorm import RMSNorm
 from ..context import OperationContext
-from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients
+from ..op import ExtraTensors, FusedOperation, FusibleOperation, Gradients
 from .pattern import Fusion, Match, Matched, NearMiss, follows
 
 
@@ -26,7 +26,7 @@ class BackwardAddRMSNorm(FusedOperation):
         grad_output: TensorOrQuantized,
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
-    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+    ) -> Gradients:
         (grad_extra,) = basic_op_grad_extra_outputs[0]
         norm: Any = self.basic_ops[1]
         wanted = basic_op_ctxs[0].prev_op_grad_output_quantizer

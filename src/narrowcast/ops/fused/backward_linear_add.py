@@ -10,7 +10,7 @@ from ...tensors import TensorOrQuantized
 from ..basic.basic_linear import BasicLinear
 from ..basic.make_extra_output import MakeExtraOutput
 from ..context import OperationContext
-from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients
+from ..op import ExtraTensors, FusedOperation, FusibleOperation, Gradients
 from .linear_run import added, exactly
 from .pattern import Fusion, Match, Matched, NearMiss
 
@@ -24,7 +24,7 @@ class BackwardLinearAdd(FusedOperation):
         grad_output: TensorOrQuantized,
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
-    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+    ) -> Gradients:
         linear: BasicLinear = self.basic_ops[1]  # type: ignore[assignment]
         (grad_extra,) = basic_op_grad_extra_outputs[0]
         grad_input, grad_weight, _ = linear.gradients(basic_op_ctxs[1], grad_output)

@@ -17,7 +17,7 @@ from ..basic.basic_linear import BasicLinear
 from ..basic.constant_scale import ConstantScale
 from ..context import OperationContext
 from ..handover import ScaledOperand
-from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients
+from ..op import FusedOperation, FusibleOperation, Gradients
 from .linear_run import exactly
 from .pattern import Fusion, Match, Matched, NearMiss
 
@@ -29,12 +29,8 @@ class BackwardLinearScale(FusedOperation):
         return self.basic_ops[0].get_grad_output_quantizer()
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: TensorOrQuantized,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
-    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+        self, basic_op_ctxs: list[OperationContext], grad_output: TensorOrQuantized, **kwargs: Any
+    ) -> Gradients:
         linear: BasicLinear = self.basic_ops[0]  # type: ignore[assignment]
         scale: float = self.basic_ops[1].scale  # type: ignore[assignment]
         grad: Any = _quantized(basic_op_ctxs[0].backward_args.plan.grad_output, grad_output)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...autograd.gemms import after
+from ...dynamo import TensorProto
 from ...functional import scaled_act
 from ...recipe import MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from ...tensors import TensorOrQuantized
@@ -22,7 +23,7 @@ from ..basic.scaled_activation import (
     ScaledSwiGLU,
 )
 from ..context import OperationContext
-from ..op import ExtraTensors, FusedOperation, FusibleOperation, ParameterGradients, TensorsToSave
+from ..op import ExtraTensors, FusedOperation, FusibleOperation, Gradients, ParameterGradients, TensorsToSave
 from .linear_run import exactly
 from .pattern import Fusion, Match, Matched, NearMiss
 
@@ -51,21 +52,22 @@ class GroupedMLP(FusedOperation):
         requires_grad: bool,
         **kwargs: Any,
     ) -> tuple[TensorOrQuantized, ExtraTensors, list[TensorsToSave]]:
-        fc1, activation, fc2 = self._parts
-        recompute = requires_grad and activation.activation_recompute_in_mlp
-        hidden, saved1 = fc1.compute(input_, basic_op_extra_inputs[0], basic_op_kwargs[0], requires_grad)
-        activated, _, (saved,) = activation.fuser_forward_compute(
-            hidden,
-            basic_op_extra_inputs=basic_op_extra_inputs[1:2],
-            prev_op_grad_output_quantizer=None,
-            next_op_input_quantizer=None,
-            basic_op_kwargs=basic_op_kwargs[1:2],
-            requires_grad=requires_grad,
-        )
-        out, saved2 = fc2.compute(
-            activated, basic_op_extra_inputs[2], basic_op_kwargs[2], requires_grad, recompute
-        )
-        return out, [(), (), ()], [saved1, saved, saved2]
+        recompute = requires_grad and self._parts[1].activation_recompute_in_mlp
+        options: list[dict[str, Any]] = [{}, {}, {"save_input": recompute}]
+        x: Any = input_
+        to_save: list[TensorsToSave] = []
+        for index, op in enumerate(self._basic_ops):
+            x, _, saved = op.fuser_forward_compute(
+                x,
+                basic_op_extra_inputs=[basic_op_extra_inputs[index]],
+                prev_op_grad_output_quantizer=None,
+                next_op_input_quantizer=None,
+                basic_op_kwargs=[basic_op_kwargs[index]],
+                requires_grad=requires_grad,
+                **options[index],
+            )
+            to_save += saved
+        return x, [(), (), ()], to_save
 
     def fuser_forward_save_ctx(
         self,
@@ -79,40 +81,43 @@ class GroupedMLP(FusedOperation):
         fc1, activation, fc2 = self._parts
         first, between, last = basic_op_ctxs
         saved2, save_input = tensors_to_save[2], activation.activation_recompute_in_mlp
-        rows = math.prod(input_.shape[:-1])
         if first.requires_grad:
-            fc1.save(first, input_.dtype, rows, tensors_to_save[0], basic_op_kwargs[0])
+            fc1.fuser_forward_save_ctx(
+                [first], input_, tensors_to_save[:1], basic_op_kwargs=basic_op_kwargs[:1]
+            )
         if between.requires_grad:
             between.save_for_backward(*tensors_to_save[1])
         recompute = save_input and between.requires_grad and fc2.wants_wgrad
         if recompute:
             at = fc2.input_position
             saved2 = (*saved2[:at], None, *saved2[at + 1 :])
-        fc2.save(last, fc1.activation_dtype(input_.dtype), rows, saved2, basic_op_kwargs[2], save_input)
+        # what the second layer got is not there; it reads the shape and the dtype
+        rows = math.prod(input_.shape[:-1])
+        between_layers: Any = TensorProto((rows, fc2.in_features), fc1.activation_dtype(input_.dtype))
+        fc2.fuser_forward_save_ctx(
+            [last], between_layers, [saved2], basic_op_kwargs=basic_op_kwargs[2:], save_input=save_input
+        )
         last.recompute = recompute  # type: ignore[attr-defined]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: TensorOrQuantized,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
-    ) -> tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]:
+        self, basic_op_ctxs: list[OperationContext], grad_output: TensorOrQuantized, **kwargs: Any
+    ) -> Gradients:
+        none: Any = {"basic_op_grad_extra_outputs": [()]}
         fc1, activation, fc2 = self._parts
         first, between, last = basic_op_ctxs
         saved2 = list(last.saved_tensors)
         if last.recompute:  # type: ignore[attr-defined]
             saved2[fc2.input_position] = _activated(activation, between, grad_output)
-        grad, grads2, extra2 = fc2.gradients(last, tuple(saved2), grad_output)
-        grads1: tuple[Tensor | None, ...] = (None,) * len(list(fc1.parameters()))
-        extra1: tuple[Tensor | None, ...] = (None,) * fc1.num_extra_inputs
-        extra: tuple[Tensor | None, ...] = (None,)
-        grad_input: Tensor | None = None
+        grad, grads2, extra2 = fc2.fuser_backward([last], grad_output, saved_tensors=tuple(saved2), **none)
+        grads1: ParameterGradients = [(None,) * len(list(fc1.parameters()))]
+        extra1: ExtraTensors = [(None,) * fc1.num_extra_inputs]
+        extra: ExtraTensors = [(None,)]
+        grad_input: TensorOrQuantized | None = None
         if between.requires_grad and grad is not None:
-            hidden, _, (extra,) = activation.fuser_backward([between], grad, basic_op_grad_extra_outputs=[()])
+            hidden, _, extra = activation.fuser_backward([between], grad, **none)
             if first.requires_grad and hidden is not None:
-                grad_input, grads1, extra1 = fc1.gradients(first, first.saved_tensors, hidden)
-        return grad_input, [grads1, (), grads2], [extra1, extra, extra2]
+                grad_input, grads1, extra1 = fc1.fuser_backward([first], hidden, **none)
+        return grad_input, [*grads1, (), *grads2], [*extra1, *extra, *extra2]
 
 
 def _activated(
@@ -165,4 +170,4 @@ def _recipe_reason(recipe: Recipe | None) -> str | None:
     return None
 
 
-GROUPED_MLP = Fusion("GroupedMLP", "forward", _match, GroupedMLP)
+GROUPED_MLP = Fusion("GroupedMLP", "both", _match, GroupedMLP)

@@ -35,7 +35,7 @@ class ForwardLinearRun(FusedOperation):
         bias = second.bias if isinstance(second, Bias) else None
         extra = basic_op_extra_inputs[-1][0] if basic_op_extra_inputs[-1] else None
         if extra is not None:
-            _check_extra(extra, linear.output_proto(input_).shape)
+            _check_extra(extra, linear.output_shape(input_))
         out, to_save = linear.compute(input_, bias, **basic_op_kwargs[0])
         if extra is not None:
             out = self.finished(out, extra)
@@ -57,7 +57,9 @@ class ForwardLinearRun(FusedOperation):
         **kwargs: Any,
     ) -> None:
         linear: BasicLinear = self._basic_ops[0]  # type: ignore[assignment]
-        linear.save(basic_op_ctxs[0], input_, tensors_to_save[0], **basic_op_kwargs[0])
+        linear.op_forward_save_ctx(
+            basic_op_ctxs[0], input_, tensors_to_save[0], **kwargs, **basic_op_kwargs[0]
+        )
         # what the others get is not there; they read its dtype
         between: Any = TensorProto((), basic_op_ctxs[0].backward_args.dtype)
         for index in range(1, len(self._basic_ops)):
@@ -73,9 +75,7 @@ class ForwardLinearRun(FusedOperation):
 
 def exactly(ops: Sequence[FusibleOperation], start: int, *kinds: type) -> bool:
     """Whether the operations from ``start`` on are of these classes; a subclass may compute something else."""
-    if start + len(kinds) > len(ops):
-        return False
-    return all(type(ops[start + offset]) is kind for offset, kind in enumerate(kinds))
+    return tuple([type(op) for op in ops[start : start + len(kinds)]]) == kinds
 
 
 def added(out: Tensor, other: Tensor) -> Tensor:

@@ -68,6 +68,16 @@ class Fusion:
 
 def follows(ops: Sequence[FusibleOperation], start: int, *kinds: type | tuple[type, ...]) -> bool:
     """Whether the operations from ``start`` on are of these kinds, one after the other."""
-    if start + len(kinds) > len(ops):
-        return False
-    return all(isinstance(ops[start + offset], kind) for offset, kind in enumerate(kinds))
+    run = ops[start : start + len(kinds)]
+    return len(run) == len(kinds) and all(isinstance(op, kind) for op, kind in zip(run, kinds))
+
+
+def kept_in_high_precision(linear: Any, recipe: Any) -> NearMiss | None:
+    """Why a linear layer does not quantize the gradient of its output as it comes; None where it does."""
+    if linear.parallel.gathers_grad_output:
+        return NearMiss("the layer is sequence-parallel: the gradient is gathered before it is quantized")
+    if recipe is None:
+        return NearMiss("no recipe is in force, so nothing is quantized")
+    if recipe.backward_override is not None:
+        return NearMiss(f"backward_override={recipe.backward_override!r} leaves gradients unquantized")
+    return None
