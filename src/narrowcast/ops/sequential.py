@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -132,28 +133,18 @@ def _group(modules: tuple[Any, ...]) -> list[Any]:
             runs[-1].append(module)
         else:
             runs.append([module])
-    given = [_channels_given(run) if isinstance(run, list) else [] for run in runs]
-    wanted = [_channels_wanted(run) if isinstance(run, list) else [] for run in runs]
+    ops_of = [taken_apart(run) if isinstance(run, list) else [] for run in runs]
+    given = [[name for op in ops for name in op._output_channels.values()] for ops in ops_of]
+    wanted = [  # what nothing within the run gives
+        [name for op in ops for name in op._input_channels.values() if name not in own]
+        for ops, own in zip(ops_of, given)
+    ]
     return [
-        OperationFuser(run, incoming=_all(given[:at]), outgoing=_all(wanted[at + 1 :]))
+        OperationFuser(run, incoming=[*chain(*given[:at])], outgoing=[*chain(*wanted[at + 1 :])])
         if isinstance(run, list)
         else run
         for at, run in enumerate(runs)
     ]
-
-
-def _channels_given(run: list[Any]) -> list[str]:
-    return [name for op in taken_apart(run) for name in op._output_channels.values()]
-
-
-def _channels_wanted(run: list[Any]) -> list[str]:
-    """Channels that nothing within the run gives."""
-    own = _channels_given(run)
-    return [name for op in taken_apart(run) for name in op._input_channels.values() if name not in own]
-
-
-def _all(names: list[list[str]]) -> list[str]:
-    return [name for some in names for name in some]
 
 
 def _check_extra_inputs(groups: list[Any], given: int) -> None:
@@ -170,19 +161,14 @@ def _kwargs_by_number(groups: list[Any], op_kwargs: OperationKwargs) -> dict[int
     ops = [op for group in groups if isinstance(group, OperationFuser) for op in group.basic_ops]
     found: dict[int, dict[str, Any]] = {}
     for key, kwargs in op_kwargs.items():
-        number = key if isinstance(key, int) else _number_of(ops, key)
+        number = key if isinstance(key, int) else next((at for at, op in enumerate(ops) if op is key), None)
+        if number is None:
+            raise ValueError(
+                f"op_kwargs has a {type(key).__name__} as key; use a basic operation of this Sequential, or its number"
+            )
         if not 0 <= number < len(ops):
             raise KeyError(f"op_kwargs has key {number}; there are {len(ops)} basic operations")
         if number in found:
             raise ValueError(f"op_kwargs names operation {number} twice, by itself and by its number")
         found[number] = dict(kwargs)
     return found
-
-
-def _number_of(ops: list[Any], op: Any) -> int:
-    for number, one in enumerate(ops):
-        if one is op:
-            return number
-    raise ValueError(
-        f"op_kwargs has a {type(op).__name__} as key; use a basic operation of this Sequential, or its number"
-    )

@@ -65,10 +65,10 @@ def check_forward(
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({weight.shape[0]},)")
-    if parallel.gathers_input and _is_quantized(inp):
+    if parallel.gathers_input and is_quantized(inp):
         raise TypeError("a quantized input cannot be gathered; pass it in high precision")
     for name, tensor, quantizer, saved in operands:
-        if _is_quantized(tensor):
+        if is_quantized(tensor):
             _check_directions(name, tensor, True, quantized and saved.columnwise)
         elif quantized:
             _check_quantizer(name, quantizer, dtype)
@@ -98,12 +98,12 @@ def check_backward(
             raise ValueError(f"{name} is None, and a gradient that reads it is wanted")
     if not any(wanted):
         return None
-    if parallel.gathers_grad_output and _is_quantized(grad):
+    if parallel.gathers_grad_output and is_quantized(grad):
         raise TypeError("a quantized grad_output cannot be gathered; pass it in high precision")
     _check_shapes(wanted, operands, parallel, size)
     read = (("grad_output", grad, wanted), ("input", inp, (False, True)), ("weight", weight, (False, True)))
     for (name, tensor, directions), quantizer, needed in zip(read, quantizers, (True, *wanted[::-1])):
-        if quantized and needed and _is_quantized(tensor):
+        if quantized and needed and is_quantized(tensor):
             _check_directions(name, tensor, *directions)
         elif quantized and needed:
             _check_quantizer(name, quantizer, dtype)
@@ -129,7 +129,7 @@ def _check_shapes(
             f"input has shape {tuple(inp.shape)}; its last dim must be that of the weight, {tuple(weight.shape)}"
         )
     if wanted[1]:
-        gathered = parallel.gathers_input and not _is_quantized(inp)
+        gathered = parallel.gathers_input and not is_quantized(inp)
         rows = _rows(grad) * (size if parallel.gathers_grad_output else 1)
         if rows != _rows(inp) * (size if gathered else 1):
             raise ValueError(
@@ -168,7 +168,7 @@ def check_out(
     made = None if quantizer is None else quantizer._storage_class
     described: Any = out.quantizer if isinstance(out, TensorProto) else getattr(out, "_quantizer", None)
     theirs = described._storage_class if isinstance(out, TensorProto) and described else type(out)
-    if _is_quantized(out) != (made is not None) or (made is not None and not issubclass(theirs, made)):
+    if is_quantized(out) != (made is not None) or (made is not None and not issubclass(theirs, made)):
         wanted = "a plain tensor" if made is None else made.__name__
         raise ValueError(f"{name} is a {theirs.__name__}, but what is written to it is {wanted}")
     if accumulate and quantizer is not None:
@@ -181,7 +181,8 @@ def check_out(
         raise ValueError(f"the result has shape {tuple(shape)}, but {name} has {tuple(out.shape)}")
 
 
-def _is_quantized(tensor: Any) -> bool:
+def is_quantized(tensor: Any) -> bool:
+    """Of a tensor or a prototype."""
     return (
         tensor.is_quantized if isinstance(tensor, TensorProto) else isinstance(tensor, QuantizedTensorStorage)
     )

@@ -23,10 +23,10 @@ from ...quantizers import Operand, Quantizer, buffers_of
 from ...recipe import LinearPlan, Recipe, linear_plan
 from ...state import THREAD
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
-from ...tensors.storage import resolve_storage_class
-from .linear_checks import Saved, check_backward, check_forward, check_out, kept_directions
+from .linear_checks import Saved, check_backward, check_forward, check_out, is_quantized, kept_directions
 
 
+@torch.no_grad()
 def functional_forward(
     input: Any,
     weight: Any,
@@ -80,9 +80,9 @@ def functional_forward(
     shape = parallel.output_shape(input.shape, weight.shape[0], size)
     check_out("out", out, shape, beta, accumulate_into_out, output_quantizer)
     again = parallel.gathers_input and backward_override is None  # what was gathered is not kept
+    x, w, workspace = _moved(input, place, kind), _moved(weight, place, kind), None
     if described:
         whole = (input.shape[0] * size, *input.shape[1:]) if parallel.gathers_input else input.shape
-        x, w = _moved_proto(input, place, kind), _moved_proto(weight, place, kind)
         if with_quantized_compute and backward_override != "high_precision":
             if not again:
                 x = _saved_proto(x, whole, input_quantizer, keep_x)
@@ -90,28 +90,27 @@ def functional_forward(
         y = out if out is not None else TensorProto(shape, kind, output_quantizer, device=place)
         return y, x if weight_requires_grad else None, w if input_requires_grad else None
     plan = _plan(with_quantized_compute, backward_override, input_requires_grad, weight_requires_grad)
-    with torch.no_grad():
-        x, w, workspace = _moved(input, place, kind), _moved(weight, place, kind), None
-        if with_quantized_compute:
-            if isinstance(w, QuantizedTensorStorage):
-                workspace = with_columnwise(w) if keep_w.columnwise else buffers_of(w)
-            else:
-                plan = replace(plan, weight=Operand.of(weight_quantizer, True, keep_w.columnwise))  # type: ignore[arg-type]
-            if not isinstance(x, QuantizedTensorStorage):
-                kept = Operand.of(input_quantizer, True, keep_x.columnwise and not again)  # type: ignore[arg-type]
-                plan = replace(plan, input=kept, save_original_input=again)
-        split = parallel if parallel.mode else None
-        args = LinearFwdArgs(plan, kind, DelayedScales(), workspace, LinearWgrad(), False, parallel=split)
-        fused_bias = bias.to(kind) if bias is not None and alpha == 1.0 else None
-        y, x_saved, w_saved = linear_forward(w, x, fused_bias, args)
-        if alpha != 1.0:
-            y = y * alpha if bias is None else y * alpha + bias.to(kind)
-        y = _written(y, out, beta, accumulate_into_out, output_quantizer)
+    if with_quantized_compute:
+        if isinstance(w, QuantizedTensorStorage):
+            workspace = with_columnwise(w) if keep_w.columnwise else buffers_of(w)
+        else:
+            plan = replace(plan, weight=Operand.of(weight_quantizer, True, keep_w.columnwise))  # type: ignore[arg-type]
+        if not isinstance(x, QuantizedTensorStorage):
+            kept = Operand.of(input_quantizer, True, keep_x.columnwise and not again)  # type: ignore[arg-type]
+            plan = replace(plan, input=kept, save_original_input=again)
+    split = parallel if parallel.mode else None
+    args = LinearFwdArgs(plan, kind, DelayedScales(), workspace, LinearWgrad(), False, parallel=split)
+    fused_bias = bias.to(kind) if bias is not None and alpha == 1.0 else None
+    y, x_saved, w_saved = linear_forward(w, x, fused_bias, args)
+    if alpha != 1.0:
+        y = y * alpha if bias is None else y * alpha + bias.to(kind)
+    y = _written(y, out, beta, accumulate_into_out, output_quantizer)
     if not with_quantized_compute:
         keep_x = keep_w = Saved(False, False)
     return y, _as_tensor(x_saved, x, keep_x), _as_tensor(w_saved, w, keep_w)
 
 
+@torch.no_grad()
 def functional_backward(
     grad_output: Any,
     input: Any,
@@ -171,33 +170,32 @@ def functional_backward(
         dx = grad_input or TensorProto(shapes[0], kind, grad_input_quantizer, device=place)
         dw = grad_weight or TensorProto(shapes[1], kind, device=place)
         return dx if input_requires_grad else None, dw if weight_requires_grad else None
-    with torch.no_grad():
-        dy, x, w = [_moved(tensor, place, kind) for tensor in operands]
-        into = _accumulator(grad_weight, grad_weight_alpha, grad_weight_beta, accumulate_into_grad_weight)
-        plan = _plan(with_quantized_compute, None, *wanted)
-        if isinstance(dy, QuantizedTensorStorage):
-            if not with_quantized_compute:
-                dy = dy.dequantize(dtype=kind)
-            elif weight_requires_grad:
-                dy = _with_columnwise(dy)
-        elif with_quantized_compute:
-            operand = Operand.of(grad_output_quantizer, input_requires_grad, weight_requires_grad)  # type: ignore[arg-type]
-            plan = replace(plan, grad_output=operand)
-        if with_quantized_compute and weight_requires_grad and not isinstance(x, QuantizedTensorStorage):
-            plan = replace(plan, original_input=Operand.of(input_quantizer, False, True))  # type: ignore[arg-type]
-        saved_x = _saved_columnwise(x, None, with_quantized_compute)
-        saved_w = _saved_columnwise(w, weight_quantizer, with_quantized_compute)
-        counts = (len(saved_x.tensors), saved_x.quantizer), (len(saved_w.tensors), saved_w.quantizer)
-        wgrad = LinearWgrad(main_grad=into)
-        split = parallel if parallel.mode else None
-        args = LinearBwdArgs(plan, kind, None, wgrad, False, None, kind, shapes[1], *counts, parallel=split)
-        dw, dx, _ = linear_backward(args, dy, saved_x.tensors, saved_w.tensors, None)
-        if dx is not None:
-            dx = _written(_scaled(dx, grad_input_alpha), *outs[0])
-        if into is not None:
-            dw = grad_weight
-        elif dw is not None:
-            dw = _written(_scaled(dw, grad_weight_alpha), *outs[1])
+    dy, x, w = [_moved(tensor, place, kind) for tensor in operands]
+    into = _accumulator(grad_weight, grad_weight_alpha, grad_weight_beta, accumulate_into_grad_weight)
+    plan = _plan(with_quantized_compute, None, *wanted)
+    if isinstance(dy, QuantizedTensorStorage):
+        if not with_quantized_compute:
+            dy = dy.dequantize(dtype=kind)
+        elif weight_requires_grad:
+            dy = _with_columnwise(dy)
+    elif with_quantized_compute:
+        operand = Operand.of(grad_output_quantizer, input_requires_grad, weight_requires_grad)  # type: ignore[arg-type]
+        plan = replace(plan, grad_output=operand)
+    if with_quantized_compute and weight_requires_grad and not isinstance(x, QuantizedTensorStorage):
+        plan = replace(plan, original_input=Operand.of(input_quantizer, False, True))  # type: ignore[arg-type]
+    saved_x = _saved_columnwise(x, None, with_quantized_compute)
+    saved_w = _saved_columnwise(w, weight_quantizer, with_quantized_compute)
+    counts = (len(saved_x.tensors), saved_x.quantizer), (len(saved_w.tensors), saved_w.quantizer)
+    wgrad = LinearWgrad(main_grad=into)
+    split = parallel if parallel.mode else None
+    args = LinearBwdArgs(plan, kind, None, wgrad, False, None, kind, shapes[1], *counts, parallel=split)
+    dw, dx, _ = linear_backward(args, dy, saved_x.tensors, saved_w.tensors, None)
+    if dx is not None:
+        dx = _written(_scaled(dx, grad_input_alpha), *outs[0])
+    if into is not None:
+        dw = grad_weight
+    elif dw is not None:
+        dw = _written(_scaled(dw, grad_weight_alpha), *outs[1])
     return dx, dw
 
 
@@ -218,17 +216,14 @@ def _split(
     return TensorParallel() if alone else TensorParallel(mode, None, sequence_parallel), group
 
 
-def _moved(tensor: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """An operand in its place and dtype; what is quantized, or absent, stays as it is."""
-    if tensor is None or isinstance(tensor, QuantizedTensorStorage):
+def _moved(tensor: Any, device: Any, dtype: torch.dtype) -> Any:
+    """An operand, or its prototype, in its place and dtype; what is quantized, or absent, stays as it is."""
+    if tensor is None or is_quantized(tensor):
         return tensor
-    return tensor.to(device=device, dtype=dtype)
-
-
-def _moved_proto(proto: TensorProto, device: Any, dtype: torch.dtype) -> TensorProto:
-    if proto.is_quantized or (proto.dtype == dtype and proto.device == device):
-        return proto
-    return TensorProto(proto.shape, dtype, device=device)
+    if not isinstance(tensor, TensorProto):
+        return tensor.to(device=device, dtype=dtype)
+    there = tensor.dtype == dtype and tensor.device == device
+    return tensor if there else TensorProto(tensor.shape, dtype, device=device)
 
 
 def _scaled(tensor: Tensor, alpha: float | None) -> Tensor:
@@ -269,13 +264,8 @@ def _as_tensor(saved: SavedOperand, given: Any, kept: Saved) -> TensorOrQuantize
         return None
     if saved.quantizer is None or not (kept.rowwise or kept.columnwise):
         return given
-    cls = resolve_storage_class(saved.quantizer._storage_name)
-    quantizer: Any = saved.quantizer.with_usage(rowwise=kept.rowwise, columnwise=kept.columnwise)
-    storage = cls(quantizer=quantizer, fake_dtype=given.dtype, shape=(rows_of(given), given.shape[-1]))
-    names = cls._ROWWISE_BUFFERS if kept.rowwise else cls._COLUMNWISE_BUFFERS
-    for name, buffer in zip(names, saved.tensors):
-        setattr(storage, name, buffer)
-    return storage
+    shape = (rows_of(given), given.shape[-1])
+    return _keeping(saved.quantizer, kept)._assemble(saved.tensors, shape, given.dtype)
 
 
 def _saved_proto(
@@ -283,10 +273,13 @@ def _saved_proto(
 ) -> TensorProto | None:
     if not (kept.rowwise or kept.columnwise):
         return None
-    described: Any = proto.quantizer if proto.is_quantized else quantizer
-    described = described.with_usage(rowwise=kept.rowwise, columnwise=kept.columnwise).replace(internal=True)
+    described = _keeping(proto.quantizer if proto.is_quantized else quantizer, kept)
     rows = torch.Size(whole[:-1]).numel()
     return TensorProto((rows, whole[-1]), proto.dtype, described, device=proto.device)
+
+
+def _keeping(quantizer: Any, kept: Saved) -> Quantizer:
+    return quantizer.with_usage(**kept._asdict()).replace(internal=True)
 
 
 def _written(y: Tensor, out: Any, beta: float | None, accumulate: bool, quantizer: Any) -> Any:

@@ -62,11 +62,14 @@ class Quantize(BasicOperation):
         """
         if super().get_quantizer(mode, index) is None:
             return None
-        plan = linear_plan(self._recipe_in_force(), "", False, False)
+        plan = self._plan()
         return plan.input if mode == "forward" else plan.grad_output
 
+    def _plan(self) -> LinearPlan:
+        return linear_plan(self._recipe_in_force(), "", False, False)
+
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
-        plan = linear_plan(self._recipe_in_force(), "", False, False)
+        plan = self._plan()
         if plan.forward_state is None and plan.backward_state is None:
             return {"plan": plan}
         return {"plan": plan, "scales": self._scales("", plan)}
@@ -104,7 +107,7 @@ class Quantize(BasicOperation):
         plan: LinearPlan | None = None,
         **kwargs: Any,
     ) -> None:
-        plan = plan or linear_plan(self._recipe_in_force(), "", False, False)
+        plan = plan or self._plan()
         rounds = self.quantizes_backward and plan.quantized and plan.backward_override is None
         # chosen here, because the backward runs outside of autocast
         ctx.operand = plan.grad_output if rounds else None

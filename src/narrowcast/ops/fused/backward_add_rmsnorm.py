@@ -7,9 +7,8 @@ from typing import Any
 
 from ...recipe import Recipe
 from ...tensors import TensorOrQuantized
-from ..basic.make_extra_output import MakeExtraOutput
-from ..basic.norm import norm_gradients
-from ..basic.rmsnorm import RMSNorm
+from ..basic.moves import MakeExtraOutput
+from ..basic.norm import RMSNorm, norm_gradients
 from ..context import OperationContext
 from ..op import ExtraTensors, FusedOperation, FusibleOperation, Gradients
 from .pattern import Fusion, Match, Matched, NearMiss, follows

@@ -8,7 +8,7 @@ from typing import Any
 from ...recipe import Recipe
 from ...tensors import TensorOrQuantized
 from ..basic.basic_linear import BasicLinear
-from ..basic.make_extra_output import MakeExtraOutput
+from ..basic.moves import MakeExtraOutput
 from ..context import OperationContext
 from ..op import ExtraTensors, FusedOperation, FusibleOperation, Gradients
 from .linear_run import added, exactly

@@ -14,7 +14,7 @@ from ...quantizers import Operand
 from ...recipe import Recipe
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ..basic.basic_linear import BasicLinear
-from ..basic.constant_scale import ConstantScale
+from ..basic.moves import ConstantScale
 from ..context import OperationContext
 from ..handover import ScaledOperand
 from ..op import FusedOperation, FusibleOperation, Gradients

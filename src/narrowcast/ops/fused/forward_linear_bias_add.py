@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from ...recipe import Recipe
-from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
+from ..basic.moves import AddExtraInput
 from ..op import FusibleOperation
 from .linear_run import ForwardLinearRun, added, exactly
 from .pattern import Fusion, Match, Matched, NearMiss

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ...recipe import Recipe
-from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
-from ..basic.constant_scale import ConstantScale
+from ..basic.moves import AddExtraInput, ConstantScale
 from ..op import FusibleOperation
 from .linear_run import ForwardLinearRun, exactly
 from .pattern import Fusion, Match, Matched, NearMiss

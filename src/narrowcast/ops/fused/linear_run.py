@@ -12,6 +12,7 @@ from ...dynamo import TensorProto
 from ...tensors import TensorOrQuantized
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
+from ..basic.moves import check_extra_input
 from ..context import OperationContext
 from ..op import ExtraTensors, FusedOperation, FusibleOperation, TensorsToSave
 
@@ -35,7 +36,7 @@ class ForwardLinearRun(FusedOperation):
         bias = second.bias if isinstance(second, Bias) else None
         extra = basic_op_extra_inputs[-1][0] if basic_op_extra_inputs[-1] else None
         if extra is not None:
-            _check_extra(extra, linear.output_shape(input_))
+            check_extra_input(extra, "the output of the linear layer", linear.output_shape(input_))
         out, to_save = linear.compute(input_, bias, **basic_op_kwargs[0])
         if extra is not None:
             out = self.finished(out, extra)
@@ -83,11 +84,3 @@ def added(out: Tensor, other: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or out.dtype != other.dtype:
         return out + other
     return out.add_(other)
-
-
-def _check_extra(extra: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(extra.shape) != tuple(shape):
-        raise ValueError(
-            f"the extra input has shape {tuple(extra.shape)}, the output of the linear layer {tuple(shape)}; they must "
-            "be equal"
-        )

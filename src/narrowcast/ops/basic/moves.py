@@ -1,0 +1,156 @@
+"""Operations that pass on what they get, and both halves of a residual connection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..forms import SavesTensors
+from ..op import BasicOperation
+
+
+class Identity(SavesTensors, BasicOperation):
+    """y = x."""
+
+    def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
+        return input_, ()
+
+    def op_backward(self, ctx: Any, grad_output: Any) -> Any:
+        return grad_output, ()
+
+
+class Reshape(SavesTensors, BasicOperation):
+    """y = x.reshape(shape).
+
+    Args:
+        shape: the new shape, with at most one -1.
+    Raises:
+        ValueError: more than one -1, or sizes below -1. In forward RuntimeError: the input has another number of
+        elements.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+        if self.shape.count(-1) > 1 or any(size < -1 for size in self.shape):
+            raise ValueError(f"shape is {self.shape}; use sizes, and at most one -1")
+
+    def extra_repr(self) -> str:
+        """The shape, as printed by the module."""
+        return f"shape={self.shape}"
+
+    def op_forward_compute(self, input_: Any, *, requires_grad: bool, **kwargs: Any) -> Any:
+        # a tensor of the input's shape and without its memory: sizes may not be kept on the context
+        shape = (input_.new_empty(()).expand_as(input_),) if requires_grad else ()
+        return input_.reshape(self.shape), shape
+
+    def op_backward(self, ctx: Any, grad_output: Any) -> Any:
+        (shape,) = ctx.saved_tensors
+        return grad_output.reshape(shape.shape), ()
+
+
+class ConstantScale(SavesTensors, BasicOperation):
+    """y = scale * x.
+
+    Args:
+        scale: a Python number; not trained.
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = float(scale)
+
+    def extra_repr(self) -> str:
+        """The factor, as printed by the module."""
+        return f"scale={self.scale}"
+
+    def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
+        return input_ * self.scale, ()
+
+    def op_backward(self, ctx: Any, grad_output: Any) -> Any:
+        return grad_output * self.scale, ()
+
+
+def check_extra_input(extra: Tensor, name: str, shape: Sequence[int]) -> None:
+    """
+    Raises:
+        ValueError: the extra input has another shape than what it is added to.
+    """
+    if tuple(extra.shape) != tuple(shape):
+        raise ValueError(
+            f"the extra input has shape {tuple(extra.shape)}, {name} {tuple(shape)}; they must be equal"
+        )
+
+
+class _InPlace(BasicOperation):
+    """What both halves of a residual connection share."""
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def extra_repr(self) -> str:
+        """The option, as printed by the module."""
+        return f"in_place={self.in_place}"
+
+
+class AddExtraInput(_InPlace):
+    """y = x + extra, the closing half of a residual connection; both get the gradient of y.
+
+    Args:
+        in_place: the sum may take the place of the extra input, which lets it join the GEMM in front. The caller's
+            tensor is never written to.
+    Raises (in forward):
+        ValueError: the two shapes differ.
+    """
+
+    num_extra_inputs = 1
+
+    def fuser_forward_compute(self, input_: Any, *, basic_op_extra_inputs: Any, **kwargs: Any) -> Any:
+        (extra,) = basic_op_extra_inputs[0]
+        check_extra_input(extra, "the input", input_.shape)
+        return input_ + extra, [()], [()]
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: Any,
+        input_: Any,
+        tensors_to_save: Any,
+        *,
+        basic_op_extra_inputs: Any,
+        **kwargs: Any,
+    ) -> None:
+        (ctx,) = basic_op_ctxs
+        ctx.dtypes = (input_.dtype, basic_op_extra_inputs[0][0].dtype)
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
+        # a fused operation's forward that saves nothing may be in front
+        ours, theirs = getattr(basic_op_ctxs[0], "dtypes", (grad_output.dtype, grad_output.dtype))
+        return grad_output.to(ours), [()], [(grad_output.to(theirs),)]
+
+
+class MakeExtraOutput(_InPlace):
+    """y = x, and x once more as an extra output: the opening half of a residual connection. The gradients add.
+
+    Args:
+        in_place: the sum of the gradients may take the place of that of the extra output, which lets it join the GEMM
+            behind. The caller's gradient is never written to.
+    """
+
+    num_extra_outputs = 1
+
+    def fuser_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
+        return input_, [(input_,)], [()]
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: Any, input_: Any, tensors_to_save: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        (extra,) = basic_op_grad_extra_outputs[0]
+        return grad_output if extra is None else grad_output + extra, [()], [()]
