@@ -279,9 +279,10 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         ``scales``, if it is there, is the state of delayed scaling: the context has it, too.
         """
         recipe = self._recipe_in_force()
-        if recipe is None:
-            return {}
-        plan: Any = operation_plan(recipe, self)
+        return {} if recipe is None else self._state_arguments(operation_plan(recipe, self))
+
+    def _state_arguments(self, plan: Any) -> dict[str, Any]:
+        """Those of :meth:`forward_arguments` that a plan's delayed scaling reads."""
         if plan.forward_state is None and plan.backward_state is None:
             return {}
         return {"scales": self._scales("", plan)}

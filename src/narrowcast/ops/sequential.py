@@ -47,8 +47,12 @@ class Sequential(nn.Sequential):
         Returns:
             the output of the last module; with extra outputs a tuple of it and them.
         """
-        groups = self.groups()
-        _check_extra_inputs(groups, len(extra_inputs))
+        groups, wanted = self.groups(), 0
+        for group in groups:
+            if isinstance(group, OperationFuser):
+                wanted += group.extra_input_channels.count(None)
+        if len(extra_inputs) != wanted:
+            raise ValueError(f"got {len(extra_inputs)} extra inputs, the operations take {wanted}")
         kwargs = _kwargs_by_number(groups, op_kwargs) if op_kwargs else {}
         given = list(extra_inputs)
         x, extra_outputs = input, []
@@ -145,15 +149,6 @@ def _group(modules: tuple[Any, ...]) -> list[Any]:
         else run
         for at, run in enumerate(runs)
     ]
-
-
-def _check_extra_inputs(groups: list[Any], given: int) -> None:
-    wanted = 0
-    for group in groups:
-        if isinstance(group, OperationFuser):
-            wanted += group.extra_input_channels.count(None)
-    if given != wanted:
-        raise ValueError(f"got {given} extra inputs, the operations take {wanted}")
 
 
 def _kwargs_by_number(groups: list[Any], op_kwargs: OperationKwargs) -> dict[int, dict[str, Any]]:

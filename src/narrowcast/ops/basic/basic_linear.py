@@ -178,11 +178,10 @@ class BasicLinear(LinearLayer, BasicOperation):
         recipe = self._recipe_in_force()
         plan = self._plan_of(recipe, requires_grad, input_requires_grad)
         calibrating = THREAD.state.calibrating
-        if calibrating is not None:  # in high precision, with the state that collects amax on the way
-            return {"plan": plan, "scales": self._scales("", linear_plan(calibrating, self.name, True, True))}
-        if plan.forward_state is None and plan.backward_state is None:
-            return {"plan": plan}
-        return {"plan": plan, "scales": self._scales("", plan)}
+        if calibrating is None:
+            return {"plan": plan, **self._state_arguments(plan)}
+        # in high precision, with the state that collects amax on the way
+        return {"plan": plan, **self._state_arguments(linear_plan(calibrating, self.name, True, True))}
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 

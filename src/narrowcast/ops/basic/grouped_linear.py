@@ -130,11 +130,8 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         return [QuantizerRole(self._module_type, kind, self.name) for kind in kinds]
 
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
-        plan, calibration = self._plan_of(requires_grad, input_requires_grad), self._calibration_plan()
-        read = calibration or plan
-        if read.forward_state is None and read.backward_state is None:
-            return {"plan": plan}
-        return {"plan": plan, "scales": self._scales("", read)}
+        plan = self._plan_of(requires_grad, input_requires_grad)
+        return {"plan": plan, **self._state_arguments(self._calibration_plan() or plan)}
 
     def _plan_of(
         self, requires_grad: bool, input_requires_grad: bool, save_original_input: bool = False
@@ -165,7 +162,12 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         inp = self._checked_input(input_, weights[0])  # type: ignore[arg-type]
         x = inp.reshape(-1, self.in_features)
         splits, covered = self._checked_splits(extra_inputs[0], x, "the tensor of splits")
-        bias_scales = self._checked_scales(extra_inputs, inp)
+        bias_scales = extra_inputs[1] if self.scale_bias else None
+        if bias_scales is not None and bias_scales.shape != inp.shape[:-1]:
+            raise ValueError(
+                f"the scales of the bias have shape {tuple(bias_scales.shape)}; give one for each row of the input, "
+                f"{tuple(inp.shape[:-1])}"
+            )
         args, groups = self._call_args(inp.dtype, x.shape[0], own, requires_grad, save_input, covered)
         groups.out, groups.dgrad_out = self._checked_buffers(inp, **own)
         self._calibrate_groups(args.scales.amax_fwd, x, splits, weights)
@@ -271,17 +273,6 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
             ),
             rows_of_buffer(grad_input, "grad_input", inp.shape, inp.dtype, inp.device),
         )
-
-    def _checked_scales(self, extra_inputs: tuple[Any, ...], inp: Tensor) -> Tensor | None:
-        if not self.scale_bias:
-            return None
-        scales = extra_inputs[1]
-        if scales.shape != inp.shape[:-1]:
-            raise ValueError(
-                f"the scales of the bias have shape {tuple(scales.shape)}; give one for each row of the input, "
-                f"{tuple(inp.shape[:-1])}"
-            )
-        return scales
 
 
 def _grad_of_scales(dy: Tensor, biases: list[Tensor], splits: Tensor, scales: Tensor) -> Tensor:

@@ -55,10 +55,7 @@ def check_forward(
     inp, weight = operands[0][1], operands[1][1]
     if len(weight.shape) != 2:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be (out_features, in_features)")
-    if inp.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"input has shape {tuple(inp.shape)}; its last dim must be that of the weight, {tuple(weight.shape)}"
-        )
+    _check_features(inp, weight)
     if bias is not None and parallel.mode == "row":
         raise ValueError(
             "bias of a row-parallel layer comes behind the sum over processes; add it to the result"
@@ -124,10 +121,8 @@ def _check_shapes(
             f"grad_output has shape {tuple(grad.shape)}; its last dim must be the first one of the weight, "
             f"{tuple(weight.shape)}"
         )
-    if all(wanted) and inp.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"input has shape {tuple(inp.shape)}; its last dim must be that of the weight, {tuple(weight.shape)}"
-        )
+    if all(wanted):
+        _check_features(inp, weight)
     if wanted[1]:
         gathered = parallel.gathers_input and not is_quantized(inp)
         rows = _rows(grad) * (size if parallel.gathers_grad_output else 1)
@@ -136,6 +131,13 @@ def _check_shapes(
                 f"grad_output has shape {tuple(grad.shape)}, the input {tuple(inp.shape)}; they must have equally "
                 "many rows"
             )
+
+
+def _check_features(inp: Any, weight: Any) -> None:
+    if inp.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"input has shape {tuple(inp.shape)}; its last dim must be that of the weight, {tuple(weight.shape)}"
+        )
 
 
 def check_out(

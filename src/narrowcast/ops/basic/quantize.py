@@ -70,9 +70,7 @@ class Quantize(BasicOperation):
 
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         plan = self._plan()
-        if plan.forward_state is None and plan.backward_state is None:
-            return {"plan": plan}
-        return {"plan": plan, "scales": self._scales("", plan)}
+        return {"plan": plan, **self._state_arguments(plan)}
 
     def op_forward_compute(
         self,
