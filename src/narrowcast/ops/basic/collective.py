@@ -47,10 +47,7 @@ class CollectiveOperation(SavesTensors, BasicOperation):
 class AllGather(CollectiveOperation):
     """Concatenates the inputs of all processes along the first dim, in order of rank; the gradient is summed and split.
 
-    Args:
-        process_group: the processes; None is the default group. With one process this is the identity.
-    Raises:
-        TypeError: no process group. RuntimeError: one without a registered name.
+    Arguments and errors are those of :class:`~narrowcast.ops.basic.collective.CollectiveOperation`.
     """
 
     _collective, _collective_back = staticmethod(gather_rows), staticmethod(scatter_rows)
@@ -60,11 +57,9 @@ class AllReduce(CollectiveOperation):
     """Sums the inputs of all processes; every process passes on the gradient of its own output.
 
     Args:
-        process_group: the processes; None is the default group. With one process this is the identity.
+        process_group: as of :class:`~narrowcast.ops.basic.collective.CollectiveOperation`; so are the errors.
         reduce_in_backward: taken, and changes nothing, as in Transformer Engine: what every process computes from the
             sum has one gradient.
-    Raises:
-        TypeError: no process group. RuntimeError: one without a registered name.
     """
 
     _collective, _collective_back = staticmethod(sum_over), staticmethod(lambda grad, group: grad)
@@ -76,11 +71,8 @@ class AllReduce(CollectiveOperation):
 class ReduceScatter(CollectiveOperation):
     """Sums the inputs of all processes and keeps this process's share of the rows; the gradient is gathered.
 
-    Args:
-        process_group: the processes; None is the default group. With one process this is the identity.
-    Raises:
-        TypeError: no process group. RuntimeError: one without a registered name. ValueError: in forward, a first dim
-        that does not divide among the processes.
+    Arguments and errors are those of :class:`~narrowcast.ops.basic.collective.CollectiveOperation`. ValueError, too: in
+    forward, a first dim that does not divide among the processes.
     """
 
     _collective, _collective_back = staticmethod(scatter_rows), staticmethod(gather_rows)

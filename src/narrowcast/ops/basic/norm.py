@@ -21,26 +21,6 @@ from ..op import BasicOperation, TensorsToSave
 from .inputs import plain, plain_input
 
 
-def normalize(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    settings: NormSettings,
-    wanted: ScaledOperand | None,
-    requires_grad: bool,
-) -> tuple[TensorOrQuantized, TensorsToSave]:
-    """(norm of ``x`` (*lead, K) as it is ``wanted``, what :func:`norm_gradients` reads)."""
-    how = (settings.eps, settings.normalization, settings.zero_centered_gamma)
-    if wanted is None:
-        output, mean, rstd, _ = norm(x, None, weight, bias, *how)
-    else:
-        *buffers, mean, rstd, _ = norm_quantize(
-            matrix_of(x), None, weight, bias, *how, wanted.operand.quantizer, *wanted.state(x)
-        )
-        output = wanted.assemble(buffers, tuple(x.shape), x.dtype)
-    return output, (x, weight, mean, rstd) if requires_grad else ()
-
-
 def norm_gradients(
     ctx: OperationContext,
     grad_output: TensorOrQuantized,
@@ -50,7 +30,7 @@ def norm_gradients(
 ) -> tuple[TensorOrQuantized, Tensor, Tensor]:
     """(dx as it is ``wanted``, dweight, dbias); ``residual_grad`` is added to dx before it is rounded.
 
-    ``ctx`` holds what :func:`normalize` saved. dbias is empty for RMSNorm.
+    ``ctx`` holds what the forward of a :class:`Normalization` saved. dbias is empty for RMSNorm.
     """
     x, weight, mean, rstd = ctx.saved_tensors
     assert isinstance(x, Tensor)
@@ -68,7 +48,37 @@ def norm_gradients(
     return wanted.assemble(buffers, tuple(x.shape), x.dtype), dweight, dbias
 
 
-class NormOperation(NormParameters, SavesTensors, BasicOperation):
+class Normalization(SavesTensors, BasicOperation):
+    """Base of the normalizations: one pass over the input, quantized in it where the operation behind wants that."""
+
+    quantizes_output = quantizes_grad_input = True
+
+    def norm_of(self, x: Tensor) -> tuple[Any, Any, NormSettings]:
+        """Weight, bias and settings with which the kernel normalizes ``x``, which is checked first."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it normalizes")
+
+    def op_forward_compute(
+        self,
+        input_: TensorOrQuantized,
+        *,
+        prev_op_grad_output_quantizer: ScaledOperand | None,
+        next_op_input_quantizer: ScaledOperand | None,
+        requires_grad: bool,
+    ) -> tuple[TensorOrQuantized, TensorsToSave]:
+        x, wanted = plain_input(input_), next_op_input_quantizer
+        weight, bias, settings = self.norm_of(x)
+        how = (settings.eps, settings.normalization, settings.zero_centered_gamma)
+        if wanted is None:
+            output, mean, rstd, _ = norm(x, None, weight, bias, *how)
+        else:
+            *buffers, mean, rstd, _ = norm_quantize(
+                matrix_of(x), None, weight, bias, *how, wanted.operand.quantizer, *wanted.state(x)
+            )
+            output = wanted.assemble(buffers, tuple(x.shape), x.dtype)
+        return output, (x, weight, mean, rstd) if requires_grad else ()
+
+
+class NormOperation(NormParameters, Normalization):
     """Base of LayerNorm and RMSNorm; a subclass names its normalization.
 
     Args:
@@ -83,8 +93,6 @@ class NormOperation(NormParameters, SavesTensors, BasicOperation):
         is not fp32, bf16 or fp16. RuntimeError: in forward, an input on another device, or parameters on the meta
         device in compiled code; eager code makes them.
     """
-
-    quantizes_output = quantizes_grad_input = True
 
     def __init__(
         self,
@@ -111,19 +119,9 @@ class NormOperation(NormParameters, SavesTensors, BasicOperation):
             self.to_empty(device=parameter_device(None))
             self.reset_parameters()
 
-    def op_forward_compute(
-        self,
-        input_: TensorOrQuantized,
-        *,
-        prev_op_grad_output_quantizer: ScaledOperand | None,
-        next_op_input_quantizer: ScaledOperand | None,
-        requires_grad: bool,
-    ) -> tuple[TensorOrQuantized, TensorsToSave]:
-        x = plain_input(input_)
-        weight: Any = self.weight
-        bias: Any = self.bias
+    def norm_of(self, x: Tensor) -> tuple[Any, Any, NormSettings]:
         self.check_input(x)
-        return normalize(x, weight, bias, self.settings, next_op_input_quantizer, requires_grad)
+        return self.weight, self.bias, self.settings
 
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized
@@ -153,7 +151,7 @@ class RMSNorm(NormOperation):
     _normalization = "RMSNorm"
 
 
-class L2Normalization(SavesTensors, BasicOperation):
+class L2Normalization(Normalization):
     """``y = x / sqrt(sum(x**2) + eps)`` over the last dim, with fp32 statistics; there are no parameters.
 
     Takes (*lead, K), gives the same shape and dtype, or quantizes the result in the same kernel for the operation
@@ -166,8 +164,6 @@ class L2Normalization(SavesTensors, BasicOperation):
         ValueError: an input without or with an empty last dim. TypeError: one that is not fp32, bf16 or fp16.
     """
 
-    quantizes_output = quantizes_grad_input = True
-
     def __init__(
         self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
     ) -> None:
@@ -179,31 +175,17 @@ class L2Normalization(SavesTensors, BasicOperation):
         """Options, as printed by the module."""
         return f"eps={self.eps}"
 
-    def op_forward_compute(
-        self,
-        input_: TensorOrQuantized,
-        *,
-        prev_op_grad_output_quantizer: ScaledOperand | None,
-        next_op_input_quantizer: ScaledOperand | None,
-        requires_grad: bool,
-    ) -> tuple[TensorOrQuantized, TensorsToSave]:
-        x = plain_input(input_)
+    def norm_of(self, x: Tensor) -> tuple[Any, Any, NormSettings]:
         if x.dim() == 0 or x.shape[-1] == 0:
             raise ValueError(
                 f"input has shape {tuple(x.shape)}; there is nothing to normalize in its last dim"
             )
-        weight, settings = _as_rms_norm(x, self.eps)
-        return normalize(x, weight, None, settings, next_op_input_quantizer, requires_grad)
+        size = x.shape[-1]
+        weight = torch.full((size,), 1.0 / math.sqrt(size), dtype=torch.float32, device=x.device)
+        return weight, None, NormSettings("RMSNorm", self.eps / size, False)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized
     ) -> tuple[TensorOrQuantized | None, tuple[Tensor | None, ...]]:
         dx, _, _ = norm_gradients(ctx, grad_output, False, ctx.prev_op_grad_output_quantizer)
         return dx, ()
-
-
-def _as_rms_norm(x: Tensor, eps: float) -> tuple[Tensor, NormSettings]:
-    """Weight (K,) in fp32 and settings with which an RMS norm is the normalization to length one."""
-    size = x.shape[-1]
-    weight = torch.full((size,), 1.0 / math.sqrt(size), dtype=torch.float32, device=x.device)
-    return weight, NormSettings("RMSNorm", eps / size, False)

@@ -102,21 +102,23 @@ class GroupedMLP(FusedOperation):
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: TensorOrQuantized, **kwargs: Any
     ) -> Gradients:
-        none: Any = {"basic_op_grad_extra_outputs": [()]}
+        no_extra_outputs: Any = {"basic_op_grad_extra_outputs": [()]}
         fc1, activation, fc2 = self._parts
         first, between, last = basic_op_ctxs
         saved2 = list(last.saved_tensors)
         if last.recompute:  # type: ignore[attr-defined]
             saved2[fc2.input_position] = _activated(activation, between, grad_output)
-        grad, grads2, extra2 = fc2.fuser_backward([last], grad_output, saved_tensors=tuple(saved2), **none)
+        grad, grads2, extra2 = fc2.fuser_backward(
+            [last], grad_output, saved_tensors=tuple(saved2), **no_extra_outputs
+        )
         grads1: ParameterGradients = [(None,) * len(list(fc1.parameters()))]
         extra1: ExtraTensors = [(None,) * fc1.num_extra_inputs]
         extra: ExtraTensors = [(None,)]
         grad_input: TensorOrQuantized | None = None
         if between.requires_grad and grad is not None:
-            hidden, _, extra = activation.fuser_backward([between], grad, **none)
+            hidden, _, extra = activation.fuser_backward([between], grad, **no_extra_outputs)
             if first.requires_grad and hidden is not None:
-                grad_input, grads1, extra1 = fc1.fuser_backward([first], hidden, **none)
+                grad_input, grads1, extra1 = fc1.fuser_backward([first], hidden, **no_extra_outputs)
         return grad_input, [*grads1, (), *grads2], [*extra1, *extra, *extra2]
 
 
