@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ._library import always, define
 from .numerics import numerics_for
+
+_OPTIONS = ("betas", "eps", "weight_decay", "decoupled", "bias_correction")
 
 
 def _adam(
@@ -22,11 +25,7 @@ def _adam(
     found_inf: Tensor | None,
     lr: float,
     count: int,
-    betas: list[float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    bias_correction: bool,
+    *options: Any,
 ) -> None:
     numerics_for(weights[0]).adam.step(
         weights,
@@ -38,11 +37,7 @@ def _adam(
         count=count if stored_count is None else stored_count,
         inv_scale=inv_scale,
         found_inf=found_inf,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled=decoupled,
-        bias_correction=bias_correction,
+        **dict(zip(_OPTIONS, options, strict=True)),
     )
 
 

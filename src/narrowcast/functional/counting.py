@@ -1,4 +1,4 @@
-"""What a call of a GEMM operator multiplies, for whoever counts from outside: FLOP counters and receipts."""
+"""What a call of a GEMM operator multiplies, for FLOP counters and receipts."""
 
 from __future__ import annotations
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ._library import define
-from .numerics import numerics_for
+from .numerics import computed_by, numerics_for
 
 cross_entropy_statistics = define(
     "cross_entropy_statistics(Tensor logits, Tensor target) -> Tensor",
-    lambda logits, target: numerics_for(logits).cross_entropy.statistics(logits, target),
+    computed_by("cross_entropy", "statistics"),
     lambda logits, target: logits.new_empty((3, logits.shape[0]), dtype=torch.float32),
 )
-"""Of each row of ``logits`` (T, V) the log of the sum of exponentials, the target's logit, the sum: fp32 (3, T)."""
+"""Per row of ``logits`` (T, V): the log of the sum of exponentials, the target's logit, the sum; fp32 (3, T)."""
 
 
 def _gradient(
@@ -33,10 +33,10 @@ cross_entropy_gradient = define(
     _gradient,
     lambda logits, *_: logits.new_empty(logits.shape),
 )
-"""Gradient (T, V) of the loss whose targets are smoothed over so many columns, in the dtype of ``logits``."""
+"""Gradient (T, V) in the dtype of ``logits``; ``columns``: of the whole vocabulary, over which targets are smoothed."""
 
 
-# 256 MiB in bf16: enough columns for a GEMM at full speed, little beside a model's memory
+# 256 MiB in bf16: enough columns for a GEMM at full speed, and little memory beside a model
 LOGITS_AT_ONCE = 2**27
 LEAST_COLUMNS = 1024
 
@@ -138,7 +138,7 @@ linear_cross_entropy_gradients = define(
     _linear_gradients,
     _linear_gradients_fake,
 )
-"""Gradients with respect to ``hidden``, ``weight`` and ``bias`` in their dtypes; empty those that are not wanted.
+"""Gradients with respect to ``hidden``, ``weight`` and ``bias`` in their dtypes; those not wanted are empty.
 
-The logits are computed again, ``chunk`` columns at a time, and their gradient takes their place.
+The logits are recomputed, ``chunk`` columns at a time, and overwritten by their gradient.
 """

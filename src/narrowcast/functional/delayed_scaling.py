@@ -10,29 +10,24 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..formats import E4M3
 from ._library import always, define
-from .numerics import numerics_for
+from .numerics import computed_by, numerics_for
 
-# As many states are renewed where they are, two in a launch; to join more takes ten, of which most only copy.
+# Up to so many states are renewed in place, two per launch; more are joined, which takes ten launches in all.
 _FEW = 16
 
 
-def _renew(
-    scales: list[Tensor],
-    histories: list[Tensor],
-    amaxes: list[Tensor],
-    fp8_maxes: list[float],
-    margins: list[int],
-    algorithms: list[str],
-) -> None:
+_RULES = ("fp8_maxes", "margins", "algos")
+
+
+def _renew(scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor], *rules: list[Any]) -> None:
     if not scales or torch._C._current_graph_task_id() != -1:  # a graph that runs again inside a backward
         return
     delayed = numerics_for(scales[0]).delayed
     if len(scales) <= _FEW and _in_place(scales, histories, amaxes):
-        rules = {"fp8_maxes": fp8_maxes, "margins": margins, "algos": algorithms}
-        delayed.renew(scales, histories, amaxes, **rules, copies=False)
+        delayed.renew(scales, histories, amaxes, **dict(zip(_RULES, rules)), copies=False)
         return
     groups: dict[Any, list[int]] = {}
-    for at, rule in enumerate(zip(fp8_maxes, margins, algorithms)):
+    for at, rule in enumerate(zip(*rules)):
         groups.setdefault((histories[at].shape, rule), []).append(at)
     for (_, (fp8_max, margin, algorithm)), places in groups.items():
         some = [[states[at] for at in places] for states in (scales, histories, amaxes)]
@@ -42,7 +37,7 @@ def _renew(
 def _renew_alike(
     delayed: Any, scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor], **rule: Any
 ) -> None:
-    """States of one shape as the columns of one; copied back whole, which takes one launch for many."""
+    """Renew states of one shape and rule as the columns of one; one launch copies many of them back."""
     history = torch.stack(histories, dim=1)  # (L, layers, n)
     torch.stack(amaxes, out=history[0])
     scale, renewed = delayed.update(torch.cat(scales), history.flatten(1), **rule)
@@ -79,8 +74,7 @@ Raises:
 """
 
 
-def _read_scales(scales: list[Tensor]) -> list[Tensor]:
-    return numerics_for(scales[0]).delayed.copy_scales(scales)
+_read_scales = computed_by("delayed", "copy_scales")
 
 
 def _read_scales_fake(scales: list[Tensor]) -> list[Tensor]:
@@ -107,17 +101,12 @@ starts_a_step = define(
 )
 """int32 (1,) on ``device``: 0 inside a backward, whose forwards are recomputations, else 1.
 
-What the layers of a graph ask that renew their own scales; all of them get one answer, when the graph runs.
+Read by the layers of a graph that renew their own scales: one value for all of them, made when the graph runs.
 """
 
 
 def _renewed_scales(
-    scales: list[Tensor],
-    histories: list[Tensor],
-    amaxes: list[Tensor],
-    fp8_maxes: list[float],
-    margins: list[int],
-    algorithms: list[str],
+    scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor], *rules: list[Any]
 ) -> list[Tensor]:
     starts = None
     if isinstance(scales[0], FunctionalTensor):
@@ -125,11 +114,11 @@ def _renewed_scales(
     elif torch._C._current_graph_task_id() != -1:
         return _read_scales(scales)
     if _in_place(scales, histories, amaxes):
-        rules = {"fp8_maxes": fp8_maxes, "margins": margins, "algos": algorithms}
+        rule_lists = dict(zip(_RULES, rules))
         return numerics_for(scales[0]).delayed.renew(
-            scales, histories, amaxes, **rules, copies=True, starts=starts
+            scales, histories, amaxes, **rule_lists, copies=True, starts=starts
         )  # type: ignore[no-any-return]
-    _renew(scales, histories, amaxes, fp8_maxes, margins, algorithms)
+    _renew(scales, histories, amaxes, *rules)
     return _read_scales(scales)
 
 
@@ -166,24 +155,23 @@ def _take_amaxes(amaxes: list[Tensor]) -> list[Tensor]:
     return collected
 
 
-def _take_amaxes_fake(amaxes: list[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(amax) for amax in amaxes]
-
-
 take_amaxes = define(
-    "take_amaxes(Tensor[] amaxes) -> Tensor[]", _take_amaxes, _take_amaxes_fake, of_state=True
+    "take_amaxes(Tensor[] amaxes) -> Tensor[]",
+    _take_amaxes,
+    lambda amaxes: [torch.empty_like(amax) for amax in amaxes],
+    of_state=True,
 )
-"""What was collected, fp32 (n,) each, for a renewal by functions of the user; what is left are zeros.
+"""Take out what was collected, fp32 (n,) each, for a renewal by functions of the user; zeros are left behind.
 
-Inside a backward, which recomputes, it gives zeros, as if nothing had been collected, and leaves all as it is. The
-write is not declared, as in :data:`renewed_scales`.
+Inside a backward, which recomputes, it returns zeros, as if nothing had been collected, and changes nothing. The
+schema does not declare the write, as in :data:`renewed_scales`.
 """
 
 
 def _calibrate(x: Tensor, amax: Tensor, slot: int) -> None:
-    taken = amax.view(-1)[slot : slot + 1].zero_()
+    own = amax.view(-1)[slot : slot + 1].zero_()
     # a cast without outputs raises the amax and nothing else; its scale does not matter
-    numerics_for(x).float8.quantize(x, taken, E4M3, rowwise=False, columnwise=False, amax=taken)
+    numerics_for(x).float8.quantize(x, own, E4M3, rowwise=False, columnwise=False, amax=own)
 
 
 calibrate_ = define("calibrate_(Tensor x, Tensor(a!) amax, int slot) -> ()", _calibrate, lambda *_: None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..formats import round_up
 from ._library import _LIBRARY, define
 from .grouped_quantize import splits_on_device
-from .numerics import numerics_for
+from .numerics import computed_by
 
 
 def _pad_fake(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -24,14 +24,12 @@ def _pad_fake(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Ten
 
 _pad_op = define(
     "pad_rows(Tensor x, Tensor splits, SymInt alignment, SymInt rows) -> (Tensor, Tensor, Tensor)",
-    lambda x, splits, alignment, rows: numerics_for(x).grouped.pad_rows(x, splits, alignment, rows),
+    computed_by("grouped", "pad_rows"),
     _pad_fake,
 )
 _unpad_op = define(
     "unpad_rows(Tensor padded, Tensor splits, SymInt alignment, SymInt rows) -> Tensor",
-    lambda padded, splits, alignment, rows: numerics_for(padded).grouped.unpad_rows(
-        padded, splits, alignment, rows
-    ),
+    computed_by("grouped", "unpad_rows"),
     lambda padded, splits, alignment, rows: padded.new_empty((rows, padded.shape[1])),
 )
 
@@ -83,7 +81,7 @@ def pad_rows(x: Tensor, splits: Tensor | Sequence[int], alignment: int) -> tuple
         return _pad_op(x, splits, alignment, rows)
     _check_sum(splits, x.shape[0])
     rows = sum(round_up(split, alignment) for split in splits)
-    return _pad_op(x, _on_device(splits, x), alignment, rows)
+    return _pad_op(x, splits_on_device(x.detach(), list(splits)), alignment, rows)
 
 
 def unpad_rows(padded: Tensor, splits: Tensor | Sequence[int], alignment: int, rows: int) -> Tensor:
@@ -105,7 +103,7 @@ def unpad_rows(padded: Tensor, splits: Tensor | Sequence[int], alignment: int, r
     if isinstance(splits, Tensor):
         return _unpad_op(padded, splits, alignment, rows)
     _check_sum(splits, rows)
-    return _unpad_op(padded, _on_device(splits, padded), alignment, rows)
+    return _unpad_op(padded, splits_on_device(padded.detach(), list(splits)), alignment, rows)
 
 
 def _check(x: Tensor, splits: Tensor | Sequence[int], alignment: int) -> None:
@@ -128,7 +126,3 @@ def _check(x: Tensor, splits: Tensor | Sequence[int], alignment: int) -> None:
 def _check_sum(splits: Sequence[int], rows: int) -> None:
     if any(split < 0 for split in splits) or sum(splits) != rows:
         raise ValueError(f"splits is {list(splits)}; use non-negative numbers whose sum is the {rows} rows")
-
-
-def _on_device(splits: Sequence[int], x: Tensor) -> Tensor:
-    return splits_on_device(x.detach(), list(splits))

@@ -16,7 +16,7 @@ the library's own kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from .. import kernels, reference
 from ..formats import FLOAT8_BLOCK
 from ._library import QUANTIZER, define
 from .gemm import gemm, gemm_directions, no_native_gemm
-from .grouped_quantize import ALIGNMENT, group_operands, stack
+from .grouped_quantize import ALIGNMENT, Direction, stack
 from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
 
@@ -54,6 +54,10 @@ class _Operand(NamedTuple):
     quantizer: QuantizerValue
     layout: str
     dtype: torch.dtype
+
+    def by_group(self, columnwise: bool, sizes: list[int], columns: int) -> list[list[Tensor]]:
+        direction = Direction(self.layout, self.quantizer, columnwise, columns, self.dtype)
+        return direction.groups_of(self.buffers, sizes)
 
 
 class _Sizes(NamedTuple):
@@ -149,43 +153,24 @@ def _multiply_each(
     extents, _, _ = reference.grouped_quantize.extents(splits, sizes.rows, 1)
     left_columns = sizes.in_features if kind == "fprop" else sizes.out_features
     right_extents = extents if kind == "wgrad" else [sizes.out_features] * groups
-    lefts = group_operands(
-        left.buffers, left.layout, left.quantizer, left_columnwise, extents, left_columns, left.dtype
-    )
-    rights = group_operands(
-        right.buffers,
-        right.layout,
-        right.quantizer,
-        right_columnwise,
-        right_extents,
-        sizes.in_features,
-        right.dtype,
-    )
-
-    def multiply(group: int, at: slice, shape: torch.Size) -> Tensor:
-        operands = lefts[group], left.quantizer, rights[group], right.quantizer
-        own = None if bias is None else bias[group]
-        return gemm(kind, *operands, own, dtype, *shape, fast_accumulation, emulate)
+    lefts = left.by_group(left_columnwise, extents, left_columns)
+    rights = right.by_group(right_columnwise, right_extents, sizes.in_features)
 
     out = left.buffers[0].new_zeros(sizes.of_result(kind, groups), dtype=dtype)
-    return _fill(out, kind, splits, sizes.rows, multiply)
+    for group, _, place in _places(out, kind, splits, sizes.rows):
+        operands = lefts[group], left.quantizer, rights[group], right.quantizer
+        own_bias = None if bias is None else bias[group]
+        place.copy_(gemm(kind, *operands, own_bias, dtype, *place.shape, fast_accumulation, emulate))
+    return out
 
 
-def _fill(
-    out: Tensor,
-    kind: str,
-    splits: Tensor,
-    rows: int,
-    multiply: Callable[[int, slice, torch.Size], Tensor],
-) -> Tensor:
-    """``out`` with the product of every group that has rows: of its number, its rows and the product's shape."""
+def _places(out: Tensor, kind: str, splits: Tensor, rows: int) -> Iterator[tuple[int, slice, Tensor]]:
+    """Of every group that has rows: its number, its rows, and where its product lies in the result."""
     extents, starts, _ = reference.grouped_quantize.extents(splits, rows, 1)
     for group, (start, size) in enumerate(zip(starts, extents)):
         if size:
             at = slice(start, start + size)
-            place = out[group] if kind == "wgrad" else out[at]
-            place.copy_(multiply(group, at, place.shape))
-    return out
+            yield group, at, out[group] if kind == "wgrad" else out[at]
 
 
 def _stacked(biases: list[Tensor]) -> Tensor | None:
@@ -211,10 +196,24 @@ def _multiply_native(
     b = _native(right, right_columnwise, 0 if kind == "wgrad" else splits.shape[0])
     if a is None or b is None or a.block_scaled != b.block_scaled:
         raise RuntimeError(no_native_gemm("grouped GEMM", left.quantizer, right.quantizer))
+    options: dict[str, Any] = {
+        "left_block": a.block,
+        "right_block": b.block,
+        "dtype": dtype,
+        "fast_accumulation": fast_accumulation,
+    }
     if kind == "wgrad":
-        return _weight_gradients(a, b, splits, dtype, fast_accumulation)
+        options["alignment"] = ALIGNMENT["padded" if a.block_scaled else "tensor"]
+        return kernels.grouped_gemm.contraction(a.codes, a.scale, b.codes, b.scale, splits, **options)
     columns = whole.out_features if kind == "fprop" else whole.in_features
-    return _rows(a, b, splits, bias, dtype, whole.rows, columns, fast_accumulation)
+    if whole.rows == 0 or columns == 0:
+        return a.codes.new_zeros((whole.rows, columns), dtype=dtype)
+    options |= {
+        "alignment": ALIGNMENT["padded"] if a.block_scaled else 1,
+        "rows": whole.rows,
+        "columns": columns,
+    }
+    return kernels.grouped_gemm.rows(a.codes, a.scale, b.codes, b.scale, splits, bias, **options)
 
 
 def _native(operand: _Operand, columnwise: bool, weights: int) -> _Native | None:
@@ -242,53 +241,6 @@ def _native(operand: _Operand, columnwise: bool, weights: int) -> _Native | None
         if columnwise:
             codes, scale = codes.transpose(0, 1), scale.transpose(0, 1)
     return _Native(codes, scale, True, block)
-
-
-def _rows(
-    a: _Native,
-    b: _Native,
-    splits: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    rows: int,
-    columns: int,
-    fast_accumulation: bool,
-) -> Tensor:
-    if rows == 0 or columns == 0:
-        return a.codes.new_zeros((rows, columns), dtype=dtype)
-    return kernels.grouped_gemm.rows(
-        a.codes,
-        a.scale,
-        b.codes,
-        b.scale,
-        splits,
-        bias,
-        left_block=a.block,
-        right_block=b.block,
-        alignment=ALIGNMENT["padded"] if a.block_scaled else 1,
-        dtype=dtype,
-        rows=rows,
-        columns=columns,
-        fast_accumulation=fast_accumulation,
-    )
-
-
-def _weight_gradients(
-    a: _Native, b: _Native, splits: Tensor, dtype: torch.dtype, fast_accumulation: bool
-) -> Tensor:
-    alignment = ALIGNMENT["padded" if a.block_scaled else "tensor"]
-    return kernels.grouped_gemm.contraction(
-        a.codes,
-        a.scale,
-        b.codes,
-        b.scale,
-        splits,
-        left_block=a.block,
-        right_block=b.block,
-        alignment=alignment,
-        dtype=dtype,
-        fast_accumulation=fast_accumulation,
-    )
 
 
 def _grouped_mm(
@@ -348,15 +300,16 @@ def _mm_each(
     kind: str, left: Tensor, right: Tensor, splits: Tensor, bias: Tensor | None, shape: tuple[int, ...]
 ) -> Tensor:
     """Group by group as an ordinary linear layer."""
-
-    def multiply(group: int, at: slice, _: torch.Size) -> Tensor:
+    out = left.new_zeros(shape)
+    for group, at, place in _places(out, kind, splits, left.shape[0]):
         if kind == "wgrad":
-            return left[at].t() @ right[at]
-        if kind == "dgrad":
-            return left[at] @ right[group]
-        return F.linear(left[at], right[group], None if bias is None else bias[group])
-
-    return _fill(left.new_zeros(shape), kind, splits, left.shape[0], multiply)
+            product = left[at].t() @ right[at]
+        elif kind == "dgrad":
+            product = left[at] @ right[group]
+        else:
+            product = F.linear(left[at], right[group], None if bias is None else bias[group])
+        place.copy_(product)
+    return out
 
 
 def _plain_shape(kind: str, left: Tensor, right: list[Tensor], splits: Tensor) -> tuple[int, ...]:
@@ -409,9 +362,8 @@ def _grouped_dequantize(
     else:
         sizes, starts, _ = reference.grouped_quantize.extents(splits, shape[0], 1)
         places = [out[start : start + size] for start, size in zip(starts, sizes)]
-    for place, buffers in zip(
-        places, group_operands(operand, layout, quantizer, False, sizes, shape[-1], dtype)
-    ):
+    groups = Direction(layout, quantizer, False, shape[-1], dtype).groups_of(operand, sizes)
+    for place, buffers in zip(places, groups):
         if place.numel():
             decoded = quantizer._decode(numerics_for(buffers[0]), buffers, False, dtype)
             place.copy_(decoded[: place.shape[0], : place.shape[1]])

@@ -19,7 +19,7 @@ reads the splits on the host.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +28,14 @@ from torch import Tensor
 from .. import reference
 from ..formats import E4M3, round_up
 from ._library import QUANTIZER, define
-from .numerics import numerics_for
-from .quantize import STATE, encode, encode_source
-from .quantizer_value import QuantizerValue
+from .numerics import computed_by, numerics_for
+from .quantize import STATE, describe, encode
+from .quantizer_value import BufferTable, QuantizerValue
 
 ALIGNMENT = {"tensor": 128, "padded": 128, "split": 1}
 """Rows that groups are padded to, by layout; of the tensor layout in the transposed codes."""
 
 _ARENA_ALIGNMENT = 16
-_LARGE = 1 << 16  # rows so many that the padding of a buffer does not show
 
 
 def operand_of(buffers: list[Tensor], layout: str, columnwise: bool) -> list[Tensor]:
@@ -48,10 +47,10 @@ def operand_of(buffers: list[Tensor], layout: str, columnwise: bool) -> list[Ten
 
 
 class _GroupedNumerics:
-    """Numerics whose ``float8`` functions work on groups: what a quantizer that knows no groups is handed.
+    """Numerics whose ``float8`` functions work on groups, for quantizers, which know of no groups.
 
-    ``scale``, ``amax``: (G,), taken in the place of the one slot that a delayed quantizer reads. ``keep_amax``: what
-    current scaling took is returned behind the buffers.
+    ``scale``, ``amax``: (G,), used in place of the one slot that a delayed quantizer reads. ``keep_amax``: return the
+    amaxes of current scaling after the buffers.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class _GroupedNumerics:
 
 
 def _slots_of_groups(state: Tensor | None, quantizer: Any, groups: int) -> Tensor | None:
-    """Of a delayed quantizer's state (slots * groups), the entries of the groups in its slot."""
+    """The entries of a delayed quantizer's slot in its state (slots * groups); None for other quantizers."""
     if state is None or not quantizer._is_delayed():
         return None
     return state.view(-1)[quantizer.slot * groups : (quantizer.slot + 1) * groups]
@@ -100,7 +99,7 @@ def _encode(
     if layout == "tensor":
         scales, amaxes = (_slots_of_groups(state, quantizer, groups) for state in (scale, amax))
         numerics = _GroupedNumerics(x, splits, groups, scales, amaxes)
-        return encode(numerics, x, quantizer, seed, scale, amax)
+        return encode(x, quantizer, seed, scale, amax, numerics)
     if layout == "padded":
         return _encode_padded(x, splits, quantizer, seed)
     matrix = x.reshape(-1, x.shape[-1])
@@ -123,95 +122,158 @@ def _encode_padded(
         return quantizer._encode(numerics, whole, seed)
     rows = reference.grouped_quantize.padded_rows(x.shape[0], splits.shape[0], alignment)
     source = numerics.sources.rows_of_groups(x, splits, rows)
-    return encode_source(numerics, source, quantizer, seed, None, None)
+    whole = source if quantizer._takes_sources else numerics.sources.materialize(source)
+    return quantizer._encode(numerics, whole, seed)
 
 
 def _encode_split(
     x: Tensor, sizes: list[int], groups: int, quantizer: QuantizerValue, seed: Tensor | None
 ) -> list[Tensor]:
     parts = x.split([*sizes, x.shape[0] - sum(sizes)])[:groups]
-    arenas = []
+    arenas, places = [], []
     for columnwise in quantizer._directions():
-        length = _arena_bytes(x.shape[0], x.shape[1], groups, quantizer, columnwise, x.dtype)
-        arena = x.new_zeros(length, dtype=torch.uint8)
-        arenas.append(
-            (columnwise, arena, split_arena(arena, sizes, x.shape[1], quantizer, columnwise, x.dtype))
-        )
+        direction = Direction("split", quantizer, columnwise, x.shape[1], x.dtype)
+        arena = x.new_zeros(direction.arena_bytes(x.shape[0], groups), dtype=torch.uint8)
+        arenas.append(arena)
+        places.append((direction, direction.split_arena(arena, sizes)))
     for group, part in enumerate(parts):
         if not part.numel():
             continue
         buffers = quantizer._encode(numerics_for(x), part, None if seed is None else seed + group)
         by_name = dict(zip(quantizer._describe_buffers(tuple(part.shape), x.dtype), buffers, strict=True))
-        for columnwise, _, views in arenas:
-            wanted = _direction(quantizer, columnwise)._describe_buffers(tuple(part.shape), x.dtype)
-            for name, view in zip(wanted, views[group], strict=True):
+        for direction, views in places:
+            for name, view in zip(direction.described(part.shape[0]), views[group], strict=True):
                 view.copy_(by_name[name])
-    return [arena for _, arena, _ in arenas]
+    return arenas
 
 
-def split_arena(
-    arena: Tensor,
-    sizes: list[int],
-    columns: int,
-    quantizer: QuantizerValue,
-    columnwise: bool,
-    dtype: torch.dtype,
-) -> list[list[Tensor]]:
-    """Buffers of every group's operand, as views."""
-    one = _direction(quantizer, columnwise)
-    at = 0
-    groups = []
-    for size in sizes:
-        views = []
-        for shape, kind in one._describe_buffers((size, columns), dtype).values():
-            count = kind.itemsize * math.prod(shape)
-            views.append(arena[at : at + count].view(kind).view(shape))
-            at += round_up(count, _ARENA_ALIGNMENT)
-        groups.append(views)
-    return groups
+class Direction(NamedTuple):
+    """How the groups of one direction's operand lie in its buffers.
+
+    ``columns``: K. ``dtype``: of what was quantized.
+    """
+
+    layout: str
+    quantizer: Any
+    columnwise: bool
+    columns: int
+    dtype: torch.dtype
+
+    def described(self, rows: int) -> BufferTable:
+        """The buffers of so many rows that are quantized by themselves."""
+        return self._quantizer_alone()._describe_buffers((rows, self.columns), self.dtype)
+
+    def _quantizer_alone(self) -> Any:
+        return self.quantizer.with_usage(rowwise=not self.columnwise, columnwise=self.columnwise)
+
+    def groups_of(self, operand: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:
+        """The operand of every group by itself, as quantizing that group alone would give it.
+
+        Args:
+            operand: this direction's buffers.
+            sizes: rows of every group, on the host; also of weights, where all are equal.
+        """
+        if self.layout == "split":
+            return self.split_arena(operand[0], sizes)
+        if self.layout == "tensor" and operand[0].dim() == 3:
+            return [[codes, operand[1][g : g + 1]] for g, codes in enumerate(operand[0].unbind(0))]
+        groups: list[list[Tensor]] = []
+        start = padded_start = 0
+        for group, size in enumerate(sizes):
+            if self.layout == "tensor":
+                at = padded_start if self.columnwise else start
+                codes = operand[0].narrow(1 if self.columnwise else 0, at, size)
+                groups.append([codes.contiguous(), operand[1][group : group + 1]])
+            else:
+                places = self._places(padded_start, size)
+                groups.append([part_of(buffer, place) for buffer, place in zip(operand, places, strict=True)])
+            start, padded_start = start + size, padded_start + round_up(size, ALIGNMENT[self.layout])
+        return groups
+
+    def joined(self, members: list[list[Tensor]], rows: int) -> list[Tensor]:
+        """The buffers of weights (N, K) with ``rows`` N that were quantized one by one: :meth:`groups_of` undone."""
+        if self.layout == "tensor":
+            codes, scales = zip(*members)
+            return [torch.stack(codes), torch.cat(scales)]
+        whole = [buffer.zero_() for buffer in self.empty(members[0][0], (len(members), rows, self.columns))]
+        if self.layout == "split":
+            for place, member in zip(self.split_arena(whole[0], [rows] * len(members)), members, strict=True):
+                for view, own in zip(place, member, strict=True):
+                    view.copy_(own)
+            return whole
+        for group, member in enumerate(members):
+            places = self._places(group * round_up(rows, ALIGNMENT[self.layout]), rows)
+            for (dim, begin, entries, _), buffer, own in zip(places, whole, member, strict=True):
+                buffer.narrow(dim, begin, entries).copy_(own.narrow(dim, 0, entries))
+        return whole
+
+    def empty(self, like: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+        """Uninitialised buffers of weights (G, N, K)."""
+        return _describe(like, shape, shape[0], self._quantizer_alone(), self.layout, self.dtype)
+
+    def _places(self, first: int, count: int) -> list[tuple[int, int, int, int]]:
+        """Where some rows lie in each buffer of the padded layout, as :meth:`Buffer.part` tells it."""
+        buffers = self.quantizer._format_layout().buffers
+        return [
+            buffer.part(first, count, False) for buffer in buffers if buffer.of_direction(self.columnwise)
+        ]
+
+    def split_arena(self, arena: Tensor, sizes: list[int]) -> list[list[Tensor]]:
+        """Buffers of every group's operand, as views."""
+        at = 0
+        groups = []
+        for size in sizes:
+            views = []
+            for shape, kind in self.described(size).values():
+                count = kind.itemsize * math.prod(shape)
+                views.append(arena[at : at + count].view(kind).view(shape))
+                at += round_up(count, _ARENA_ALIGNMENT)
+            groups.append(views)
+        return groups
+
+    def arena_bytes(self, rows: int, groups: int) -> int:
+        """Bytes that groups of that many rows can need: each is as long as one of whole 128 rows at most."""
+
+        def size(rows: int) -> int:
+            buffers = self.described(rows).values()
+            return sum(
+                round_up(kind.itemsize * math.prod(shape), _ARENA_ALIGNMENT) for shape, kind in buffers
+            )
+
+        return size(round_up(rows, 128)) + groups * size(128)
 
 
-def _arena_bytes(
-    rows: int, columns: int, groups: int, quantizer: QuantizerValue, columnwise: bool, dtype: torch.dtype
-) -> int:
-    """Bytes that groups of that many rows can need: each is as long as one of whole 128 rows at most."""
-    one = _direction(quantizer, columnwise)
+def part_of(buffer: Tensor, place: tuple[int, int, int, int]) -> Tensor:
+    """What a buffer has of some rows, or columns, of its matrix: padded as their own buffer is, and contiguous.
 
-    def size(rows: int) -> int:
-        buffers = one._describe_buffers((rows, columns), dtype).values()
-        return sum(round_up(kind.itemsize * math.prod(shape), _ARENA_ALIGNMENT) for shape, kind in buffers)
-
-    return size(round_up(rows, 128)) + groups * size(128)
-
-
-def _direction(quantizer: Any, columnwise: bool) -> Any:
-    return quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
+    Args:
+        place: as :meth:`Buffer.part` tells it.
+    """
+    dim, begin, entries, padded = place
+    if dim < 0:
+        return buffer
+    own = buffer.detach().narrow(dim, begin, min(entries, buffer.shape[dim] - begin))
+    missing = padded - own.shape[dim]
+    return F.pad(own, (0, 0) * (own.dim() - 1 - dim) + (0, missing)) if missing else own.contiguous()
 
 
-def _describe(like: Tensor, shape: tuple[int, ...], groups: int, quantizer: Any, layout: str) -> list[Tensor]:
-    """Empty buffers as ``_encode`` gives them for rows (T, K), or weights (G, N, K)."""
+def _describe(
+    like: Tensor, shape: tuple[int, ...], groups: int, quantizer: Any, layout: str, dtype: torch.dtype
+) -> list[Tensor]:
+    """Empty buffers as ``_encode`` gives them for rows (T, K), or weights (G, N, K), of that dtype."""
     columns = shape[-1]
     weights = len(shape) == 3
     rows = shape[0] * shape[1] if weights else shape[0]
     if layout == "split":
-        return [
-            like.new_empty(
-                _arena_bytes(rows, columns, groups, quantizer, columnwise, like.dtype), dtype=torch.uint8
-            )
-            for columnwise in quantizer._directions()
-        ]
-    if layout == "padded":
-        alignment = ALIGNMENT["padded"]
-        if weights:
-            padded = groups * round_up(shape[1], alignment)
-        else:
-            padded = reference.grouped_quantize.padded_rows(rows, groups, alignment)
-        described = quantizer._describe_buffers((padded, columns), like.dtype)
-        return [like.new_empty(size, dtype=kind) for size, kind in described.values()]
+        directions = [Direction(layout, quantizer, side, columns, dtype) for side in quantizer._directions()]
+        return [like.new_empty(one.arena_bytes(rows, groups), dtype=torch.uint8) for one in directions]
     if weights:
-        transposed: tuple[int, ...] = (groups, columns, shape[1])
+        padded = groups * round_up(shape[1], ALIGNMENT[layout])
     else:
-        transposed = (columns, reference.grouped_quantize.padded_rows(rows, groups, ALIGNMENT["tensor"]))
+        padded = reference.grouped_quantize.padded_rows(rows, groups, ALIGNMENT[layout])
+    if layout == "padded":
+        return describe(like, (padded, columns), dtype, quantizer)
+    transposed = (groups, columns, shape[1]) if weights else (columns, padded)
     codes = [like.new_empty(transposed if c else shape, dtype=torch.uint8) for c in quantizer._directions()]
     return [*codes, like.new_empty((groups,), dtype=torch.float32)]
 
@@ -225,7 +287,7 @@ def _grouped_quantize(
 def _grouped_quantize_fake(
     x: Tensor, splits: Tensor, quantizer: QuantizerValue, layout: str, *state: Tensor | None
 ) -> list[Tensor]:
-    return _describe(x, tuple(x.shape), splits.shape[0], quantizer, layout)
+    return _describe(x, tuple(x.shape), splits.shape[0], quantizer, layout, x.dtype)
 
 
 grouped_quantize = define(
@@ -261,7 +323,7 @@ def _quantize_weights_fake(
     weights: list[Tensor], quantizer: QuantizerValue, layout: str, *state: Tensor | None
 ) -> list[Tensor]:
     shape = _stacked_shape(weights)
-    return _describe(weights[0], shape, shape[0], quantizer, layout)
+    return _describe(weights[0], shape, shape[0], quantizer, layout, weights[0].dtype)
 
 
 grouped_quantize_weights = define(
@@ -275,10 +337,10 @@ grouped_quantize_weights = define(
 def _calibrate_groups(tensors: list[Tensor], splits: Tensor | None, amax: Tensor, slot: int) -> None:
     x = stack(tensors) if splits is None else tensors[0]
     groups = x.shape[0] if splits is None else splits.shape[0]
-    taken = amax.view(-1)[slot * groups : (slot + 1) * groups].zero_()
-    # the codes are dropped, so their scales do not matter
+    own = amax.view(-1)[slot * groups : (slot + 1) * groups].zero_()
+    # only the amaxes are kept, so the scales do not matter
     numerics_for(x).grouped_quantize.quantize(
-        x, splits, taken, E4M3, rowwise=True, columnwise=False, alignment=ALIGNMENT["tensor"], amax=taken
+        x, splits, own, E4M3, rowwise=True, columnwise=False, alignment=ALIGNMENT["tensor"], amax=own
     )
 
 
@@ -302,7 +364,7 @@ def _keeping_amax(weights: list[Tensor], quantizer: QuantizerValue) -> list[Tens
 def _keeping_amax_fake(weights: list[Tensor], quantizer: QuantizerValue) -> list[Tensor]:
     shape = _stacked_shape(weights)
     amax = weights[0].new_empty((shape[0],), dtype=torch.float32)
-    return [*_describe(weights[0], shape, shape[0], quantizer, "tensor"), amax]
+    return [*_describe(weights[0], shape, shape[0], quantizer, "tensor", weights[0].dtype), amax]
 
 
 grouped_quantize_keeping_amax = define(
@@ -318,7 +380,7 @@ Given as ``amax`` without ``scale`` that spares a later call its pass.
 
 grouped_column_sum = define(
     "grouped_column_sum(Tensor x, Tensor splits) -> Tensor",
-    lambda x, splits: numerics_for(x).grouped_quantize.column_sum(x, splits),
+    computed_by("grouped_quantize", "column_sum"),
     lambda x, splits: x.new_empty((splits.shape[0], x.shape[1]), dtype=torch.float32),
 )
 """Sums over the rows of every group of ``x`` (T, K): fp32 (G, K)."""
@@ -364,130 +426,16 @@ def _stacked_shape(weights: list[Tensor]) -> tuple[int, ...]:
     return tuple(first.shape) if first.dim() == 3 else (len(weights), *first.shape)
 
 
-def group_operands(
-    operand: list[Tensor],
-    layout: str,
-    quantizer: QuantizerValue,
-    columnwise: bool,
-    sizes: list[int],
-    columns: int,
-    dtype: torch.dtype,
-) -> list[list[Tensor]]:
-    """The operand of every group by itself, as quantizing that group alone would give it.
-
-    Args:
-        operand: one direction's buffers in ``layout``.
-        sizes: rows of every group, on the host; also of weights, where all are equal.
-        columns: K.
-        dtype: of what was quantized.
-    """
-    if layout == "split":
-        return split_arena(operand[0], sizes, columns, quantizer, columnwise, dtype)
-    alignment = ALIGNMENT[layout]
-    if layout == "tensor" and operand[0].dim() == 3:
-        return [[codes, operand[1][g : g + 1]] for g, codes in enumerate(operand[0].unbind(0))]
-    groups: list[list[Tensor]] = []
-    start = padded_start = 0
-    for group, size in enumerate(sizes):
-        if layout == "tensor":
-            at = padded_start if columnwise else start
-            codes = operand[0].narrow(1 if columnwise else 0, at, size)
-            groups.append([codes.contiguous(), operand[1][group : group + 1]])
-        else:
-            groups.append(_narrowed(operand, quantizer, columnwise, padded_start, size, columns, dtype))
-        start, padded_start = start + size, padded_start + round_up(size, alignment)
-    return groups
+def _join_weights(buffers: list[Tensor], quantizer: Any, layout: str, *described: Any) -> list[Tensor]:
+    columnwise, groups, rows, columns, dtype = described
+    direction = Direction(layout, quantizer, columnwise, columns, dtype)
+    return direction.joined([list(buffers[at::groups]) for at in range(groups)], rows)
 
 
-def _narrowed(
-    operand: list[Tensor],
-    quantizer: QuantizerValue,
-    columnwise: bool,
-    start: int,
-    size: int,
-    columns: int,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """The buffers of ``size`` rows from row ``start`` on, padded as theirs are."""
-    wanted = _direction(quantizer, columnwise)._describe_buffers((size, columns), dtype).values()
-    narrowed = []
-    held = _rows_within(operand, quantizer, columnwise, start, size, columns, dtype)
-    for (dim, view), (own, _) in zip(held, wanted, strict=True):
-        missing = [0, 0] * (len(own) - 1 - dim) + [0, own[dim] - view.shape[dim]]
-        narrowed.append(F.pad(view, missing) if missing[-1] else view.contiguous())
-    return narrowed
-
-
-def _rows_within(
-    operand: list[Tensor],
-    quantizer: QuantizerValue,
-    columnwise: bool,
-    start: int,
-    size: int,
-    columns: int,
-    dtype: torch.dtype,
-) -> list[tuple[int, Tensor]]:
-    """The dim of each buffer that grows with the rows, and the view of ``size`` rows from row ``start`` on."""
-    one = _direction(quantizer, columnwise)
-    large = one._describe_buffers((_LARGE, columns), dtype).values()
-    larger = one._describe_buffers((2 * _LARGE, columns), dtype).values()
-    views = []
-    for buffer, (shape, _), (grown, _) in zip(operand, large, larger, strict=True):
-        dim = next(d for d in range(len(shape)) if shape[d] != grown[d])
-        count = -(-size * shape[dim] // _LARGE)
-        views.append((dim, buffer.narrow(dim, start * shape[dim] // _LARGE, count)))
-    return views
-
-
-def _join_weights(
-    buffers: list[Tensor],
-    quantizer: QuantizerValue,
-    layout: str,
-    columnwise: bool,
-    groups: int,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    members = [list(buffers[at::groups]) for at in range(groups)]
-    if layout == "tensor":
-        return [torch.stack([codes for codes, _ in members]), torch.cat([scale for _, scale in members])]
-    joined = _join_weights_fake(buffers, quantizer, layout, columnwise, groups, rows, columns, dtype)
-    for buffer in joined:
-        buffer.zero_()
-    if layout == "split":
-        places = split_arena(joined[0], [rows] * groups, columns, quantizer, columnwise, dtype)
-        for place, member in zip(places, members, strict=True):
-            for view, own in zip(place, member, strict=True):
-                view.copy_(own)
-        return joined
-    for group, member in enumerate(members):
-        start = group * round_up(rows, ALIGNMENT[layout])
-        held = _rows_within(joined, quantizer, columnwise, start, rows, columns, dtype)
-        for (dim, view), own in zip(held, member, strict=True):
-            view.copy_(own.narrow(dim, 0, view.shape[dim]))
-    return joined
-
-
-def _join_weights_fake(
-    buffers: list[Tensor],
-    quantizer: QuantizerValue,
-    layout: str,
-    columnwise: bool,
-    groups: int,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    like, one = buffers[0], _direction(quantizer, columnwise)
-    if layout == "tensor":
-        shape = (groups, columns, rows) if columnwise else (groups, rows, columns)
-        return [like.new_empty(shape), like.new_empty((groups,), dtype=torch.float32)]
-    if layout == "split":
-        length = _arena_bytes(groups * rows, columns, groups, quantizer, columnwise, dtype)
-        return [like.new_empty(length, dtype=torch.uint8)]
-    described = one._describe_buffers((groups * round_up(rows, ALIGNMENT[layout]), columns), dtype)
-    return [like.new_empty(size, dtype=kind) for size, kind in described.values()]
+def _join_weights_fake(buffers: list[Tensor], quantizer: Any, layout: str, *described: Any) -> list[Tensor]:
+    columnwise, groups, rows, columns, dtype = described
+    direction = Direction(layout, quantizer, columnwise, columns, dtype)
+    return direction.empty(buffers[0], (groups, rows, columns))
 
 
 join_weights = define(
@@ -496,7 +444,7 @@ join_weights = define(
     _join_weights,
     _join_weights_fake,
 )
-"""One direction's operand of G weights (N, K) that were quantized one by one; :func:`group_operands` takes it apart.
+"""One direction's operand of G weights (N, K) quantized one by one; :meth:`Direction.groups_of` takes it apart.
 
 Args:
     buffers: the first buffer of every weight, the second of every weight, and so on.

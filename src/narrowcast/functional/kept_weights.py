@@ -1,8 +1,8 @@
-"""Quantized weights that serve several microbatches: what they were made from, to notice when that changed since.
+"""Quantized weights kept for several microbatches: a note of what they were made from, to find out when they are old.
 
-A weight has changed where it lives in another storage, at another place of it, or was written to: optimizer steps,
-in-place edits, ``set_`` and assignments to ``.data`` are all seen. What is written through ``weight.data`` itself, or
-through the vector that ``vector_to_parameters`` took apart, counts no version and leaves no trace in PyTorch.
+A weight has changed when it has another storage, another place in its storage, or another version: optimizer steps,
+in-place edits, ``set_`` and assignments to ``.data`` are all noticed. Writes through ``weight.data`` itself, or through
+the vector that ``vector_to_parameters`` takes apart, raise no version, and PyTorch leaves no other trace of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MANY = 1024
 
 
 def note_kept(buffer: Tensor, weights: list[Tensor]) -> None:
-    """Remember which weights a buffer was made from, and in what state; not those that count no versions."""
+    """Note which weights, in which versions, a buffer was made from; inference tensors have none and are not noted."""
     if len(_MADE_FROM) >= _MANY:
         for key, (kept, _) in list(_MADE_FROM.items()):
             if kept.expired():
@@ -34,8 +34,10 @@ def note_kept(buffer: Tensor, weights: list[Tensor]) -> None:
 
 
 def is_current(buffer: Tensor, weights: list[Tensor]) -> bool:
-    """Whether a buffer was made from these weights as they are, and may be used here: what inference mode made only in
-    inference mode."""
+    """Whether a buffer was made from these weights in their present versions, and may be used here.
+
+    A buffer that was made in inference mode may only be used in inference mode.
+    """
     noted = _MADE_FROM.get(buffer.untyped_storage()._cdata)
     if noted is None or not _usable(buffer):
         return False
@@ -52,7 +54,7 @@ def _usable(buffer: Tensor) -> bool:
 
 
 def _kept_weight(weights: list[Tensor], buffer: Tensor, first: bool) -> Tensor:
-    # of what a CUDA graph made nothing was noted: its replay runs no Python
+    # the replay of a CUDA graph runs no Python, so nothing was noted of what it made
     unknown = buffer.untyped_storage()._cdata not in _MADE_FROM and _usable(buffer)
     if not (first or unknown or is_current(buffer, weights)):
         raise RuntimeError(
@@ -69,7 +71,7 @@ kept_weight = define(
     "kept_weight(Tensor[] weights, Tensor buffer, bool first) -> Tensor",
     _kept_weight,
     lambda weights, buffer, first: torch.empty_like(buffer),
-    # neither merged with another nor repeated: what it looks at is no input of the graph
+    # never merged with another call nor repeated: it reads more than the inputs of the graph
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 """A copy of one buffer of a quantized weight, for compiled code: a graph can be guarded on no version of a tensor.

@@ -13,11 +13,11 @@ from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
 
 OBSERVED = ("elements", "nonzero", "amax", "squares", "squared_error", "underflows", "saturations")
-"""What a row of statistics holds, fp32 each; behind the first as ``reference.observe.loss`` counts them."""
+"""What a row of statistics holds, fp32 each; all but the first as ``reference.observe.loss`` counts them."""
 
 
 def _largest_code(element: DType) -> int:
-    """The code of the largest finite value: below it are the numbers, above it what the format keeps for itself."""
+    """The code of the largest finite value; codes above it are infinities and NaNs."""
     fmt = ELEMENT_FORMATS[element]
     exponent = math.floor(math.log2(fmt.max))
     mantissa = round((fmt.max / 2**exponent - 1) * 2**fmt.mantissa_bits)
@@ -48,7 +48,7 @@ def _observe(
         numerics = numerics_for(x)
         if scale is not None and quantizer._is_delayed():
             buffers = quantizer._encode_scaled(numerics, x, scale, None)
-        else:  # of stochastic rounding one sample; the generators stay where they are
+        else:  # one sample of stochastic rounding, from a fixed seed: no generator advances
             buffers = quantizer._encode(numerics, x, torch.zeros(1, dtype=torch.int64, device=x.device))
         shape = tuple(x.shape)
         largest = _all_largest(buffers[0], quantizer.dtype)  # type: ignore[attr-defined]
@@ -69,8 +69,8 @@ observe = define(
 
 An element underflows where it is not 0 and its code is; it saturates where it is larger than the largest code of its
 block by more than rounding to that code loses.
-The write is not declared, as in :mod:`.quantize`; who reads the copy
-instead of ``through`` keeps the operator in a graph.
+The schema does not declare the write, for the reason given in :mod:`.quantize`; a graph keeps the operator as long as
+something reads the copy in place of ``through``.
 
 Args:
     x: (*lead, K), fp32, bf16 or fp16. quantizer: of one format, row-wise alone. scale: state of delayed scaling.

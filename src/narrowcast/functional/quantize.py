@@ -3,7 +3,7 @@
 Every quantizing operator ends in ``seed``, ``scale`` and ``amax``. ``seed``: int64[1], for stochastic rounding.
 ``scale`` and ``amax``: fp32 (n,), the state of delayed scaling of one layer and direction; a delayed quantizer reads
 its slot of ``scale`` and raises its slot of ``amax`` to max|x|, the others read neither. Without ``amax`` nothing is
-collected. Only current scaling takes ``amax`` without ``scale``, for what it would find out itself.
+collected. Current scaling alone takes ``amax`` without ``scale``, in place of the one that it would compute.
 
 The schemas do not declare that write. Declared, it would make the compiler hand a backward a clone of the buffer, in
 which what the backward collects is lost, and an operator that mutates cannot return a list. It need not be declared:
@@ -13,7 +13,7 @@ nothing in the same graph reads the buffer afterwards, and raising it twice chan
 from __future__ import annotations
 
 import math
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,54 +36,22 @@ def describe(
 
 
 def encode(
-    numerics: Any,
     x: Any,
-    quantizer: QuantizerValue,
-    seed: Tensor | None,
-    scale: Tensor | None,
-    amax: Tensor | None,
-) -> list[Tensor]:
-    """Quantize a tensor, or a source of ``numerics`` where the quantizer takes sources; flatten order.
-
-    Raises:
-        ValueError: a delayed quantizer without ``scale``.
-    """
-    if scale is not None and quantizer._is_delayed():
-        return quantizer._encode_scaled(numerics, x, scale, amax)
-    if scale is None and amax is not None and quantizer._needs_amax:
-        return quantizer._encode_again(numerics, x, amax)
-    return quantizer._encode(numerics, x, seed)
-
-
-def encode_source(
-    numerics: ModuleType,
-    source: Any,
-    quantizer: QuantizerValue,
-    seed: Tensor | None,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    column_sums: bool = False,
-) -> list[Tensor]:
-    """Quantize what a source describes, in one pass where the quantizer's kernels take sources.
-
-    With ``column_sums`` the sums over all but the last dim, fp32 (K,), are the last output.
-    """
-    x = source if quantizer._takes_sources else numerics.sources.materialize(source)
-    if scale is not None and quantizer._is_delayed():
-        buffers = quantizer._encode_scaled(numerics, x, scale, amax)
-    else:
-        buffers = quantizer._encode(numerics, x, seed)
-    return [*buffers, numerics.sources.column_sum(x)] if column_sums else buffers
-
-
-def _quantize(
-    x: Tensor,
     quantizer: QuantizerValue,
     seed: Tensor | None = None,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
+    numerics: Any = None,
 ) -> list[Tensor]:
-    numerics = numerics_for(x)  # from here on as encode(), in line: this operator runs the most
+    """Quantize a tensor, or a source of ``numerics`` where the quantizer takes sources; flatten order.
+
+    Args:
+        numerics: what computes; None: what suits the tensor's device.
+    Raises:
+        ValueError: a delayed quantizer without ``scale``.
+    """
+    if numerics is None:
+        numerics = numerics_for(x)
     if scale is not None and quantizer._is_delayed():
         return quantizer._encode_scaled(numerics, x, scale, amax)
     if scale is None and amax is not None and quantizer._needs_amax:
@@ -97,7 +65,7 @@ def _quantize_fake(x: Tensor, quantizer: QuantizerValue, *state: Tensor | None) 
 
 quantize = define(
     f"quantize(Tensor x, {QUANTIZER} quantizer, {STATE}) -> Tensor[]",
-    _quantize,
+    encode,
     _quantize_fake,
     inlined=always,
 )
@@ -106,12 +74,12 @@ quantize = define(
 
 quantize_operand = define(
     f"quantize_operand(Tensor x, {QUANTIZER} quantizer, {STATE}) -> Tensor[]",
-    _quantize,
+    encode,
     _quantize_fake,
     inlined=always,
     shared=True,
 )
-"""As :data:`quantize`, for what GEMMs alone read: layers of a graph that quantize a tensor alike share the result."""
+"""As :data:`quantize`, for results that only GEMMs read: equal calls in one graph share one result."""
 
 
 amax_to_share = define(
@@ -126,10 +94,6 @@ Reduced over the processes that hold parts of a tensor, they are the ``scale`` t
 quantizer ``with_amax_reduction``."""
 
 
-def _quantize_keeping_amax(x: Tensor, quantizer: QuantizerValue) -> list[Tensor]:
-    return quantizer._encode_keeping_amax(numerics_for(x), x)
-
-
 def _quantize_keeping_amax_fake(x: Tensor, quantizer: QuantizerValue) -> list[Tensor]:
     parts = numerics_for(x).float8.parts_of(x.numel())
     return [*describe(x, tuple(x.shape), x.dtype, quantizer), x.new_empty((parts,), dtype=torch.float32)]
@@ -137,26 +101,22 @@ def _quantize_keeping_amax_fake(x: Tensor, quantizer: QuantizerValue) -> list[Te
 
 quantize_keeping_amax = define(
     f"quantize_keeping_amax(Tensor x, {QUANTIZER} quantizer) -> Tensor[]",
-    _quantize_keeping_amax,
+    lambda x, quantizer: quantizer._encode_keeping_amax(numerics_for(x), x),
     _quantize_keeping_amax_fake,
     inlined=always,
 )
-"""As :data:`quantize` with current scaling; last comes what it found out about ``x`` before it encoded, fp32.
+"""As :data:`quantize` with current scaling; the last output is the amax of ``x``, in parts, fp32.
 
-Passed as ``amax`` without ``scale``, that spares :data:`quantize` the pass over the same ``x`` that finds it out.
+Passed as ``amax`` without ``scale``, it saves a later :data:`quantize` of the same ``x`` the pass that finds it.
 """
 
 
 def _quantize_rounded(
-    x: Tensor,
-    dtype: torch.dtype,
-    quantizer: QuantizerValue,
-    seed: Tensor | None = None,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
+    x: Tensor, dtype: torch.dtype, quantizer: QuantizerValue, *state: Tensor | None
 ) -> list[Tensor]:
     numerics = numerics_for(x)
-    return encode_source(numerics, numerics.sources.rounded(x, dtype), quantizer, seed, scale, amax)
+    source = numerics.sources.rounded(x, dtype) if quantizer._takes_sources else x.to(dtype)
+    return encode(source, quantizer, *state, numerics=numerics)
 
 
 quantize_rounded = define(
@@ -168,16 +128,11 @@ quantize_rounded = define(
 """As :data:`quantize` of ``x.to(dtype)``, which is written nowhere if the quantizer's kernels take sources."""
 
 
-def _quantize_dbias(
-    x: Tensor,
-    quantizer: QuantizerValue,
-    seed: Tensor | None = None,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-) -> list[Tensor]:
+def _quantize_dbias(x: Tensor, quantizer: QuantizerValue, *state: Tensor | None) -> list[Tensor]:
     numerics = numerics_for(x)
-    source = numerics.sources.tensor(x, column_sums=True)
-    return encode_source(numerics, source, quantizer, seed, scale, amax, column_sums=True)
+    source = numerics.sources.tensor(x, column_sums=True) if quantizer._takes_sources else x
+    buffers = encode(source, quantizer, *state, numerics=numerics)
+    return [*buffers, numerics.sources.column_sum(source)]
 
 
 def _quantize_dbias_fake(x: Tensor, quantizer: QuantizerValue, *state: Tensor | None) -> list[Tensor]:
@@ -193,18 +148,23 @@ quantize_dbias = define(
 """As :data:`quantize`, with the sums of ``x`` over all but its last dim, fp32 (K,), as the last output."""
 
 
-def _quantize_into(
-    x: Tensor, out: list[Tensor], quantizer: QuantizerValue, noop_flag: Tensor | None, seed: Tensor | None
+def overwrite(
+    buffers: Sequence[Tensor | None], values: Sequence[Tensor | None], noop_flag: Tensor | None = None
 ) -> None:
-    for destination, source in zip(out, _quantize(x, quantizer, seed), strict=True):
-        if noop_flag is not None:  # decided on the device: no synchronisation, graph-capturable
-            source = torch.where(noop_flag != 0, destination, source)
-        destination.copy_(source)
+    """Copy values into the buffers that are there.
+
+    Args:
+        noop_flag: fp32, one element; non-zero leaves all as it is. Decided on the device: no synchronisation,
+            and a CUDA graph can capture it.
+    """
+    for buffer, value in zip(buffers, values, strict=True):
+        if buffer is not None and value is not None:
+            buffer.copy_(value if noop_flag is None else torch.where(noop_flag != 0, buffer, value))
 
 
 quantize_into = define(
     f"quantize_into(Tensor x, Tensor(a!)[] out, {QUANTIZER} quantizer, Tensor? noop_flag, Tensor? seed) -> ()",
-    _quantize_into,
+    lambda x, out, quantizer, noop_flag, seed: overwrite(out, encode(x, quantizer, seed), noop_flag),
     lambda *_: None,
 )
 """Overwrite ``out`` with the quantization of ``x``, or leave it when ``noop_flag`` (fp32, one element) is non-zero."""
@@ -218,7 +178,7 @@ def _dequantize(
         return decoded
     if not shape:  # a number
         return decoded.reshape(())
-    # formats that pack or pad hold more than the logical tensor, along the first and the last dim of the matrix
+    # packed or padded formats hold more rows and columns than the logical tensor
     rows = math.prod(shape[:-1])
     if rows * shape[-1] == 0:
         return decoded.new_empty(shape)

@@ -51,7 +51,7 @@ class QuantizerValue(_opaque.OpaqueBase):
     """Base of every quantizer: a frozen description that operators take by value."""
 
     _takes_sources: ClassVar[bool] = False
-    """Whether ``_encode`` passes its input to the numerics' quantize functions alone, which take sources too."""
+    """Whether ``_encode`` only passes its input on to the numerics' quantize functions, which also take sources."""
 
     _needs_amax: ClassVar[bool] = False
     """Whether all of the tensor must be seen before any of it can be encoded."""
@@ -73,7 +73,7 @@ class QuantizerValue(_opaque.OpaqueBase):
 
     @classmethod
     def _not_a_value(cls) -> str:
-        """What to say when a quantizer of this class is met in compiled code."""
+        """Message of the error where compiled code meets a quantizer of this class."""
         return (
             f"{cls.__qualname__} is not registered as a compile-time value; call "
             f"narrowcast.dynamo.register_value_opaque_quantizer({cls.__qualname__}) after defining it"
@@ -89,7 +89,7 @@ class QuantizerValue(_opaque.OpaqueBase):
         raise NotImplementedError(f"{cls.__qualname__} has no value")
 
     def _is_current(self) -> bool:
-        """Whether the scale is taken from the tensor in a pass of its own, which an earlier one can spare it."""
+        """Whether a pass over the tensor finds the scale; an amax kept from an earlier one saves that pass."""
         return self._needs_amax and not self._is_delayed()
 
     def _is_delayed(self) -> bool:
@@ -99,7 +99,7 @@ class QuantizerValue(_opaque.OpaqueBase):
     def _joins(self: Any) -> tuple[bool, tuple[str, str], bool]:
         """How rows that several processes quantize join: (by a common amax, ``Layout.joins``, ``joins_aligned``).
 
-        Traced code asks for it, and may not see a ``Layout`` of a quantizer that is a constant of the graph.
+        Traced code reads this, since it cannot read the ``Layout`` of a quantizer that is a constant of the graph.
         """
         try:
             layout = self._format_layout()
@@ -149,11 +149,11 @@ class QuantizerValue(_opaque.OpaqueBase):
         raise NotImplementedError(f"{type(self).__qualname__} cannot feed a GEMM")
 
     def _encode_again(self, numerics: ModuleType, x: Tensor, parts: Tensor) -> list[Tensor]:
-        """As ``_encode``, given the last that ``_encode_keeping_amax`` returned; only of what needs an amax."""
+        """As ``_encode``, given the last output of ``_encode_keeping_amax``; only where ``_needs_amax``."""
         raise NotImplementedError(f"{type(self).__qualname__} needs no amax")
 
     def _encode_keeping_amax(self, numerics: ModuleType, x: Tensor) -> list[Tensor]:
-        """As ``_encode``, and last what it found out about ``x`` before; only of what needs an amax."""
+        """As ``_encode``, with the amax of ``x``, in parts, as the last output; only where ``_needs_amax``."""
         raise NotImplementedError(f"{type(self).__qualname__} needs no amax")
 
     def _multiply(

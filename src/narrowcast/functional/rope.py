@@ -7,60 +7,26 @@ of ``reference.rope``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._library import always, define
-from .numerics import numerics_for
-
-
-def _rotate(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    sequence_first: bool,
-    interleaved: bool,
-    inverse: bool,
-) -> Tensor:
-    return numerics_for(x).rope.rotate(x, cos, sin, positions, sequence_first, interleaved, inverse)
-
+from .numerics import computed_by
 
 rotate = define(
     "rotate(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool sequence_first, bool interleaved, bool inverse) "
     "-> Tensor",
-    _rotate,
+    computed_by("rope", "rotate"),
     lambda x, *_: x.new_empty(x.shape),
     inlined=always,
 )
 """``x`` (b, s, h, d), or (s, b, h, d), turned or turned back; contiguous."""
 
 
-def _rotate_qkv(
-    qkv: Tensor,
-    tables: Sequence[Tensor],
-    positions: Tensor | None,
-    sequence_first: bool,
-    interleaved: bool,
-    widths: Sequence[int],
-    by_group: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return numerics_for(qkv).rope.rotate_qkv(
-        qkv, tables, positions, sequence_first, interleaved, widths, by_group
-    )
-
-
-def _fake_qkv(
-    qkv: Tensor,
-    tables: Sequence[Tensor],
-    positions: Tensor | None,
-    sequence_first: bool,
-    interleaved: bool,
-    widths: Sequence[int],
-    by_group: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    (w_q, w_k, w_v), groups = widths, qkv.shape[2]
+def _fake_qkv(qkv: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    (w_q, w_k, w_v), groups = arguments[4], qkv.shape[2]
     shapes = ((groups * w_q // w_k, w_k), (groups, w_k), (groups, w_v))
     q, k, v = (qkv.new_empty((*qkv.shape[:2], *shape)) for shape in shapes)
     return q, k, v
@@ -69,24 +35,11 @@ def _fake_qkv(
 rotate_qkv = define(
     "rotate_qkv(Tensor qkv, Tensor[] tables, Tensor? positions, bool sequence_first, bool interleaved, int[] widths, "
     "bool by_group) -> (Tensor, Tensor, Tensor)",
-    _rotate_qkv,
+    computed_by("rope", "rotate_qkv"),
     _fake_qkv,
     inlined=always,
 )
 """Queries, keys and values out of one tensor, the first two turned; ``tables`` are cos and sin of both."""
-
-
-def _rotate_qkv_backward(
-    grads: Sequence[Tensor],
-    tables: Sequence[Tensor],
-    positions: Tensor | None,
-    sequence_first: bool,
-    interleaved: bool,
-    by_group: bool,
-) -> Tensor:
-    return numerics_for(grads[0]).rope.rotate_qkv_backward(
-        grads, tables, positions, sequence_first, interleaved, by_group
-    )
 
 
 def _fake_qkv_backward(grads: Sequence[Tensor], *_: object) -> Tensor:
@@ -98,7 +51,7 @@ def _fake_qkv_backward(grads: Sequence[Tensor], *_: object) -> Tensor:
 rotate_qkv_backward = define(
     "rotate_qkv_backward(Tensor[] grads, Tensor[] tables, Tensor? positions, bool sequence_first, bool interleaved, "
     "bool by_group) -> Tensor",
-    _rotate_qkv_backward,
+    computed_by("rope", "rotate_qkv_backward"),
     _fake_qkv_backward,
     inlined=always,
 )

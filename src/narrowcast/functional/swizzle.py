@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._library import define
-from .numerics import numerics_for
+from .numerics import computed_by
 
 
 def _fake(scales: Tensor) -> Tensor:
@@ -15,7 +15,7 @@ def _fake(scales: Tensor) -> Tensor:
 
 swizzle_scales = define(
     "swizzle_scales(Tensor scales) -> Tensor",
-    lambda scales: numerics_for(scales).swizzle.swizzle_scales(scales),
+    computed_by("swizzle", "swizzle_scales"),
     _fake,
 )
 """Reorder compact scales, uint8 (R, C) with R a multiple of 128 and C of 4.
@@ -25,7 +25,7 @@ Raises:
 """
 unswizzle_scales = define(
     "unswizzle_scales(Tensor scales) -> Tensor",
-    lambda scales: numerics_for(scales).swizzle.unswizzle_scales(scales),
+    computed_by("swizzle", "unswizzle_scales"),
     _fake,
 )
 """Undo :data:`swizzle_scales`."""

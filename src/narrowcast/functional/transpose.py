@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ._library import always, define
-from .numerics import numerics_for
+from .numerics import computed_by
 
 transpose_codes = define(
     "transpose_codes(Tensor data) -> Tensor",
-    lambda data: numerics_for(data).float8.transpose(data),
+    computed_by("float8", "transpose"),
     lambda data: data.new_empty((data.shape[-1], *data.shape[:-1])),
     inlined=always,
 )

@@ -1,4 +1,4 @@
-"""Weight gradients that wait: their operands are queued in the backward and multiplied when the user says so.
+"""Delayed weight gradients: the backward queues their operands, and they are multiplied when the user asks for it.
 
 The queue lives outside of any graph. An eager backward puts its operands in directly; a compiled one goes through
 ``narrowcast::defer_wgrad``, which finds the queue by its key when the graph runs.

@@ -19,6 +19,7 @@ TORCH_DTYPES = {
     torch.float8_e4m3fn: DType.kFloat8E4M3,
     torch.float8_e5m2: DType.kFloat8E5M2,
 }
+FP8_ELEMENTS = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 
 
 def to_dtype_enum(dtype: DType | torch.dtype | int) -> DType:
@@ -53,7 +54,7 @@ def fp8_dtype_of(dtype: DType | torch.dtype | int) -> DType:
     Raises:
         ValueError: not one of the two FP8 formats.
     """
-    return element_dtype_of("fp8_dtype", dtype, DType.kFloat8E4M3, DType.kFloat8E5M2)
+    return element_dtype_of("fp8_dtype", dtype, *FP8_ELEMENTS)
 
 
 def field_value(name: str, held: Any, value: Any) -> Any:

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from ..formats import ElementFormat
 
-_FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
 
 def codes_as_matrix(codes: Tensor, element: ElementFormat, columnwise: bool) -> Tensor:
     """FP8 codes, uint8, as a matrix (rows, contraction) of their dtype; column-wise data is stored transposed already.
@@ -16,7 +14,7 @@ def codes_as_matrix(codes: Tensor, element: ElementFormat, columnwise: bool) -> 
     Args:
         codes: (*lead, K), or (K, *lead) for column-wise data.
     """
-    data = codes.view(_FP8_DTYPES[element.name])
+    data = codes.view(getattr(torch, str(element.torch_dtype)))
     if data.dim() == 2:
         return data
     return data.reshape(data.shape[0], -1) if columnwise else data.reshape(-1, data.shape[-1])

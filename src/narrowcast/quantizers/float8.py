@@ -12,7 +12,7 @@ from ..formats import ELEMENT_FORMATS, DType
 from ..functional import calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
 from .amax_reduction import AmaxReducing
-from .arguments import fp8_dtype_of, warn_ignored
+from .arguments import FP8_ELEMENTS, fp8_dtype_of, warn_ignored
 from .quantizer import Quantizer
 
 
@@ -23,12 +23,10 @@ class _Float8Base(Quantizer):
 
     _storage_class = Float8TensorStorage
     _tensor_class = Float8Tensor
+    _elements = FP8_ELEMENTS
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
-
-    def _check_fields(self) -> None:
-        fp8_dtype_of(self.dtype)
 
 
 class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
@@ -81,8 +79,11 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
 
     __call__ = Quantizer.quantize
 
-    def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
-        if self.with_amax_reduction:
+    def _encode(
+        self, numerics: ModuleType, x: Tensor, seed: Tensor | None, amax: Tensor | None = None
+    ) -> list[Tensor]:
+        """``amax``: what the scale is taken from in place of ``x``, fp32, the largest of one or more."""
+        if amax is None and self.with_amax_reduction:
             self._check_alone()
         return numerics.float8.quantize_current(
             x,
@@ -91,18 +92,12 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
             epsilon=self.amax_epsilon,
             rowwise=self.rowwise_usage,
             columnwise=self.columnwise_usage,
+            amax=amax,
         )
 
     def _encode_again(self, numerics: ModuleType, x: Tensor, parts: Tensor) -> list[Tensor]:
-        return numerics.float8.quantize_current(
-            x,
-            ELEMENT_FORMATS[self.dtype],
-            power_2=self.force_pow_2_scales,
-            epsilon=self.amax_epsilon,
-            rowwise=self.rowwise_usage,
-            columnwise=self.columnwise_usage,
-            amax=parts,
-        )
+        # by name: a subclass may encode in its own way, and know nothing of the fourth
+        return Float8CurrentScalingQuantizer._encode(self, numerics, x, None, parts)
 
     def _encode_keeping_amax(self, numerics: ModuleType, x: Tensor) -> list[Tensor]:
         parts = numerics.float8.amax_parts(x)
@@ -111,16 +106,7 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
     def _encode_scaled(
         self, numerics: ModuleType, x: Tensor, scale: Tensor, amax: Tensor | None
     ) -> list[Tensor]:
-        # what was found outside is the amax of all ranks
-        return numerics.float8.quantize_current(
-            x,
-            ELEMENT_FORMATS[self.dtype],
-            power_2=self.force_pow_2_scales,
-            epsilon=self.amax_epsilon,
-            rowwise=self.rowwise_usage,
-            columnwise=self.columnwise_usage,
-            amax=scale[:1],
-        )
+        return self._encode_again(numerics, x, scale[:1])  # what was found outside: the amax of all ranks
 
     def _amax_to_share(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> Tensor:
         return numerics.float8.amax(x).expand(2).contiguous()

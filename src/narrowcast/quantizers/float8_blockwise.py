@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_1D, FLOAT8_BLOCK_2D, DType, Layout
 from ..tensors import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
-from .arguments import fp8_dtype_of
+from .arguments import FP8_ELEMENTS, fp8_dtype_of
 from .quantizer import Quantizer
 
 
@@ -38,6 +38,7 @@ class Float8BlockQuantizer(Quantizer):
     _takes_sources = True
     _layout_fields = ("dtype", "block_scaling_dim", "force_pow_2_scales")
     _compatible_recipe = "Float8BlockScaling"
+    _elements = FP8_ELEMENTS
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Float8BlockQuantizer(Quantizer):
     __call__ = Quantizer.quantize
 
     def _check_fields(self) -> None:
-        fp8_dtype_of(self.dtype)
+        super()._check_fields()
         if self.block_scaling_dim not in (1, 2):
             raise ValueError(f"block_scaling_dim is {self.block_scaling_dim!r}; use 1 (1x128) or 2 (128x128)")
 

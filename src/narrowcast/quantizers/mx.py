@@ -17,7 +17,7 @@ from ..tensors import (
     MXFP8Tensor,
     MXFP8TensorStorage,
 )
-from .arguments import element_dtype_of, fp8_dtype_of
+from .arguments import FP8_ELEMENTS, element_dtype_of
 from .codes import codes_as_matrix
 from .quantizer import Quantizer
 
@@ -62,6 +62,7 @@ class MXFP8Quantizer(_MXQuantizer):
     _storage_class = MXFP8TensorStorage
     _tensor_class = MXFP8Tensor
     _compatible_recipe = "MXFP8BlockScaling"
+    _elements = FP8_ELEMENTS
 
     def __init__(
         self,
@@ -72,14 +73,11 @@ class MXFP8Quantizer(_MXQuantizer):
         with_2d_quantization: bool = False,
     ) -> None:
         super().__init__(
-            fp8_dtype_of(fp8_dtype),
+            element_dtype_of("fp8_dtype", fp8_dtype, *self._elements),
             rowwise=rowwise,
             columnwise=columnwise,
             with_2d_quantization=with_2d_quantization,
         )
-
-    def _check_fields(self) -> None:
-        fp8_dtype_of(self.dtype)
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand:
         data, scale_inv = buffers
@@ -104,6 +102,7 @@ class MXFP6Quantizer(_MXQuantizer):
     _storage_class = MXFP6TensorStorage
     _tensor_class = MXFP6Tensor
     _compatible_recipe = "MXFP6BlockScaling"
+    _elements = (DType.kFloat6E2M3, DType.kFloat6E3M2)
 
     def __init__(
         self,
@@ -114,14 +113,11 @@ class MXFP6Quantizer(_MXQuantizer):
         with_2d_quantization: bool = False,
     ) -> None:
         super().__init__(
-            element_dtype_of("fp6_dtype", fp6_dtype, DType.kFloat6E2M3, DType.kFloat6E3M2),
+            element_dtype_of("fp6_dtype", fp6_dtype, *self._elements),
             rowwise=rowwise,
             columnwise=columnwise,
             with_2d_quantization=with_2d_quantization,
         )
-
-    def _check_fields(self) -> None:
-        element_dtype_of("dtype", self.dtype, DType.kFloat6E2M3, DType.kFloat6E3M2)
 
 
 class MXFP4Quantizer(_MXQuantizer):
@@ -138,6 +134,7 @@ class MXFP4Quantizer(_MXQuantizer):
     _storage_class = MXFP4TensorStorage
     _tensor_class = MXFP4Tensor
     _compatible_recipe = "MXFP4BlockScaling"
+    _elements = (DType.kFloat4E2M1,)
 
     def __init__(
         self,
@@ -148,11 +145,8 @@ class MXFP4Quantizer(_MXQuantizer):
         with_2d_quantization: bool = False,
     ) -> None:
         super().__init__(
-            element_dtype_of("fp4_dtype", fp4_dtype, DType.kFloat4E2M1),
+            element_dtype_of("fp4_dtype", fp4_dtype, *self._elements),
             rowwise=rowwise,
             columnwise=columnwise,
             with_2d_quantization=with_2d_quantization,
         )
-
-    def _check_fields(self) -> None:
-        element_dtype_of("dtype", self.dtype, DType.kFloat4E2M1)

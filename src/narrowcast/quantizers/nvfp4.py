@@ -65,6 +65,7 @@ class NVFP4Quantizer(AmaxReducing):
         "rht_matrix_random_sign_mask_t",
     )
     _compatible_recipe = "NVFP4BlockScaling"
+    _elements = (DType.kFloat4E2M1,)
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class NVFP4Quantizer(AmaxReducing):
         nvfp4_4over6_err_use_fast_math: bool = False,
     ) -> None:
         self._freeze(
-            dtype=element_dtype_of("fp4_dtype", fp4_dtype, DType.kFloat4E2M1),
+            dtype=element_dtype_of("fp4_dtype", fp4_dtype, *self._elements),
             with_amax_reduction=bool(with_amax_reduction),
             with_rht=bool(with_rht),
             with_post_rht_amax=bool(with_post_rht_amax),
@@ -106,7 +107,7 @@ class NVFP4Quantizer(AmaxReducing):
     __call__ = Quantizer.quantize
 
     def _check_fields(self) -> None:
-        element_dtype_of("dtype", self.dtype, DType.kFloat4E2M1)
+        super()._check_fields()
         clashes = (
             ("row_scaled_nvfp4", "with_amax_reduction"),
             ("nvfp4_use_4over6", "with_rht"),

@@ -33,11 +33,11 @@ class Operand:
 
     ``value``: the quantizer's value as text. ``storage_name``: identifier of its storage class. ``rowwise``,
     ``columnwise``: which of its buffers make up that direction, all False for a direction that it does not produce.
-    ``stochastic``: it wants a fresh seed. ``delayed``: it wants scale and amax from state. ``current``: it takes its
-    scale from the tensor, in a pass of its own. ``shared``: the same for rows that several processes share, whose amax
-    is reduced over them; None where none is. ``joins``: how the buffers of such rows make up those of the whole,
-    row-wise and column-wise; "" where they do not; ``joins_aligned``: only shares of 128 rows, or a multiple of that,
-    do (see :class:`..formats.Layout`).
+    ``stochastic``: it needs a fresh seed. ``delayed``: it needs scale and amax from state. ``current``: a pass over the
+    tensor finds its scale. ``shared``: the quantizer for rows that are split over processes, which reduce their amax;
+    None where they need not. ``joins``: how the buffers of such rows make up those of the whole, row-wise and
+    column-wise, "" where they do not; ``joins_aligned``: only parts of a multiple of 128 rows do (see
+    :class:`..formats.Layout`).
     """
 
     quantizer: Quantizer

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._device import default_device
 from .._sealing import Sealable
 from .._tracing import in_eager, refuse_in_one_graph, traced_local
-from ..formats import ELEMENT_FORMATS, ElementFormat, Layout
+from ..formats import ELEMENT_FORMATS, DType, ElementFormat, Layout
 from ..functional import (
     BufferTable,
     GemmOperand,
@@ -28,10 +28,11 @@ from ..functional import (
     quantize,
     quantize_into,
 )
+from ..functional.quantize import overwrite
 from ..functional.quantizer_value import CLASSES
 from ..tensors import QuantizedTensor, QuantizedTensorStorage, plain_gradient
 from ..tensors.storage import STORAGE_CLASSES, flatten_context, resolve_storage_class, storage_identifier
-from .arguments import field_value
+from .arguments import element_dtype_of, field_value
 from .codes import codes_as_matrix
 from .value import SPELLINGS, _rebuild_quantizer, class_identifier
 
@@ -60,6 +61,8 @@ class Quantizer(Sealable, QuantizerValue):
     _tensor_class: ClassVar[type[QuantizedTensor]] = None  # type: ignore[assignment]
     _minimum_rank: ClassVar[int] = 1
     _compatible_recipe: ClassVar[str] = "CustomRecipe"
+    _elements: ClassVar[tuple[DType, ...]] = ()
+    """What the field ``dtype`` may be; none where there is no such field."""
     _layout_fields: ClassVar[tuple[str, ...]] = ("dtype",)
     """Fields that a tensor's bytes cannot be read without."""
     _te_compile_value_opaque: ClassVar[bool] = False
@@ -97,9 +100,10 @@ class Quantizer(Sealable, QuantizerValue):
             object.__setattr__(self, name, value)
 
     def _rebuild_derived_state(self) -> None:
-        """Hook: compute what no value field holds, once for every quantizer, however it is made.
+        """Hook: compute attributes that follow from the fields; runs once per quantizer, however it is made.
 
-        The base constructor ends in it: a class sets its own fields before it calls that."""
+        The base constructor ends with it, so a class sets its own fields before it calls that constructor.
+        """
 
     # -- value semantics ------------------------------------------------------------------------------------------
 
@@ -115,7 +119,7 @@ class Quantizer(Sealable, QuantizerValue):
         return field_value(name, vars(self).get(name), value)
 
     def _assigned(self, name: str) -> None:
-        # not in the constructor, which derives at its end, nor for what is derived
+        # not in the constructor, which ends with it, nor for derived attributes
         is_field = any(name in base.__dict__.get("__annotations__", {}) for base in type(self).__mro__)
         if is_field and "optimize_for_gemm" in vars(self):
             self._rebuild_derived_state()
@@ -212,6 +216,8 @@ class Quantizer(Sealable, QuantizerValue):
 
     def _check_fields(self) -> None:
         """Hook: refuse what the format does not define, with a ValueError; constructors and ``replace`` end in it."""
+        if self._elements:
+            element_dtype_of("dtype", self.dtype, *self._elements)  # type: ignore[attr-defined]
 
     def copy(self) -> Quantizer:
         """An equal, independent quantizer."""
@@ -523,8 +529,7 @@ class Quantizer(Sealable, QuantizerValue):
         if group is None:
             quantize_into(src.detach(), buffers, kept, noop_flag, self._seed(src))
             return dst
-        for mine, new in zip(buffers, kept._reduced_buffers(src.detach(), group), strict=True):
-            mine.copy_(new if noop_flag is None else torch.where(noop_flag != 0, mine, new))
+        overwrite(buffers, kept._reduced_buffers(src.detach(), group), noop_flag)
         return dst
 
     def multi_quantize(self, tensors: list[Tensor]) -> list[Any]:

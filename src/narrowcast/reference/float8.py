@@ -12,6 +12,11 @@ from . import scaling
 from .codecs import decode_float8, encode_float8_
 from .layout import widen
 
+amax = scaling.amax
+amax_parts = (
+    scaling.amax
+)  # what ``quantize_current`` finds out before it encodes: here one number, of kernels several
+
 
 def quantize(
     x: Tensor,
@@ -56,15 +61,6 @@ def quantize(
     return [*out, scale_inv]
 
 
-def amax_parts(x: Tensor) -> Tensor:
-    """What ``quantize_current`` finds out about ``x`` before it encodes: fp32 (1,), its amax.
-
-    Args:
-        x: as of ``quantize_current``.
-    """
-    return scaling.amax(x)
-
-
 def parts_of(count: int) -> int:
     """Length of ``amax_parts`` of so many elements."""
     return 1
@@ -94,11 +90,6 @@ def quantize_current(
     largest = scaling.amax(x) if amax is None else amax.amax().reshape(1)
     scale = scaling.scale_from_amax(largest, fmt.max, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX)
     return quantize(x, scale, fmt, rowwise=rowwise, columnwise=columnwise)
-
-
-def amax(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor: ``scaling.amax``."""
-    return scaling.amax(x)
 
 
 def transpose(data: Tensor) -> Tensor:

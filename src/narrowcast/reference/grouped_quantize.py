@@ -44,8 +44,8 @@ def quantize(
         the splits, and between the groups, are 0.
     """
     groups = scale.shape[0]
+    parts = _parts(x, splits)
     if splits is None:
-        parts = list(x.unbind(0))
         data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         transpose = data.new_empty((groups, x.shape[2], x.shape[1]))
         places = list(data.unbind(0))
@@ -55,7 +55,6 @@ def quantize(
         sizes, starts, padded_starts = extents(splits, T, alignment)
         data = torch.zeros((T, K), dtype=torch.uint8, device=x.device)
         transpose = data.new_zeros((K, padded_rows(T, groups, alignment)))
-        parts = [x[start : start + size] for start, size in zip(starts, sizes)]
         places = [data[start : start + size] for start, size in zip(starts, sizes)]
         transposed = [transpose[:, start : start + size] for start, size in zip(padded_starts, sizes)]
     for group in range(groups):
@@ -111,12 +110,7 @@ def amaxes(x: Tensor, splits: Tensor | None, groups: int) -> Tensor:
     """
     if not groups:
         return x.new_zeros(0, dtype=torch.float32)
-    if splits is None:
-        parts = list(x.unbind(0))
-    else:
-        sizes, starts, _ = extents(splits, x.shape[0], 1)
-        parts = [x[start : start + size] for start, size in zip(starts, sizes)]
-    return torch.cat([scaling.amax(part) for part in parts])
+    return torch.cat([scaling.amax(part) for part in _parts(x, splits)])
 
 
 def column_sum(x: Tensor, splits: Tensor) -> Tensor:
@@ -129,9 +123,16 @@ def column_sum(x: Tensor, splits: Tensor) -> Tensor:
     Numerics:
         fp32 (G, K), of every group what ``reduction.column_sum`` gives; an empty group gives 0.
     """
-    sizes, starts, _ = extents(splits, x.shape[0], 1)
-    sums = [reduction.column_sum(x[start : start + size].float()) for start, size in zip(starts, sizes)]
+    sums = [reduction.column_sum(part.float()) for part in _parts(x, splits)]
     return torch.stack(sums) if sums else x.new_zeros((0, x.shape[1]), dtype=torch.float32)
+
+
+def _parts(x: Tensor, splits: Tensor | None) -> list[Tensor]:
+    """Every group's rows, or its matrix."""
+    if splits is None:
+        return list(x.unbind(0))
+    sizes, starts, _ = extents(splits, x.shape[0], 1)
+    return [x[start : start + size] for start, size in zip(starts, sizes)]
 
 
 def padded_rows(rows: int, groups: int, alignment: int) -> int:

@@ -16,20 +16,19 @@ SIGN_MASK = RHT_SIGN_MASK
 _ORTHONORMAL = 0.25
 
 
-def signs(random_signs: bool, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Tensor:
+def signs(random_signs: bool, device: torch.device | str) -> Tensor:
     """The diagonal ``d``.
 
     Args:
         random_signs: use the fixed sign pattern; else all signs are plus.
         device: where to build it.
-        dtype: dtype of the result.
 
     Numerics:
-        Shape [16], entries +-1; bit i of ``SIGN_MASK`` set means minus.
+        fp32, shape [16], entries +-1; bit i of ``SIGN_MASK`` set means minus.
     """
     index = torch.arange(NVFP4_BLOCK, device=device)
     bits = (SIGN_MASK >> index) & 1 if random_signs else torch.zeros_like(index)
-    return (1 - 2 * bits).to(dtype)
+    return (1 - 2 * bits).float()
 
 
 def rht_matrix(random_signs: bool, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -119,7 +119,8 @@ def dequantize_rowwise(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtyp
     Numerics:
         ``code * 2**(b - 127)`` in fp32, then rounded to ``dtype``.
     """
-    return _dequantize(data, scale_inv, fmt, dtype, 1, MX_BLOCK)
+    values = decode_float8(as_matrix(data), fmt)
+    return _scaled(values, scale_inv, data.shape[:-1], dtype, 1, MX_BLOCK)
 
 
 def dequantize_columnwise(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
@@ -128,17 +129,17 @@ def dequantize_columnwise(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, d
     Args:
         scale_inv: uint8, compact, shape (round_up(cdiv(M, 32), 4), round_up(K, 128)).
     """
-    return _dequantize(data, scale_inv, fmt, dtype, MX_BLOCK, 1)
+    values = decode_float8(as_matrix(data), fmt)
+    return _scaled(values, scale_inv, data.shape[:-1], dtype, MX_BLOCK, 1)
 
 
-def _dequantize(
-    data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype, rows: int, columns: int
+def _scaled(
+    values: Tensor, scale_inv: Tensor, lead: torch.Size, dtype: torch.dtype, rows: int, columns: int
 ) -> Tensor:
-    codes = as_matrix(data)
-    m, k = codes.shape
+    """Decoded codes (M, C), which are overwritten, times their groups' scales: (*lead, C)."""
+    m, k = values.shape
     factors = decode_e8m0(scale_inv[: cdiv(m, rows), : cdiv(k, columns)])
-    values = decode_float8(codes, fmt)
-    return multiply_groups(values, factors, rows, columns, out=values).view(data.shape).to(dtype)
+    return multiply_groups(values, factors, rows, columns, out=values).view(*lead, k).to(dtype)
 
 
 def dequantize_packed_rowwise(
@@ -160,12 +161,8 @@ def dequantize_packed_rowwise(
         bits and none below ``2**-4``, so every value is exact in bf16, subnormals of bf16 included, unless it exceeds
         the range of fp32; it then is infinite.
     """
-    codes = unpack_codes(as_matrix(data), fmt.bits)
-    m, k = codes.shape
-    factors = decode_e8m0(scale_inv[:m, : k // MX_BLOCK])
-    values = decode_subbyte(codes, fmt)
-    values = multiply_groups(values, factors, 1, MX_BLOCK, out=values)
-    return values.view(*data.shape[:-1], k).to(dtype)
+    values = decode_subbyte(unpack_codes(as_matrix(data), fmt.bits), fmt)
+    return _scaled(values, scale_inv, data.shape[:-1], dtype, 1, MX_BLOCK)
 
 
 def dequantize_packed_columnwise(

@@ -69,6 +69,21 @@ class _Options:
     seed: Tensor | None
     amaxes: tuple[Tensor, Tensor] | None
 
+    def __post_init__(self) -> None:
+        stochastic = self.seed is not None
+        exclusive = (
+            ("row_scaled", self.row_scaled, "two_d", self.two_d),
+            ("row_scaled", self.row_scaled, "rht", self.rht),
+            ("row_scaled", self.row_scaled, "stochastic rounding", stochastic),
+            ("four_over_six", self.four_over_six, "rht", self.rht),
+            ("four_over_six", self.four_over_six, "stochastic rounding", stochastic),
+        )
+        for first, has_first, second, has_second in exclusive:
+            if has_first and has_second:
+                raise ValueError(f"NVFP4 cannot combine {first} with {second}; turn one of them off")
+        if self.error_mode not in ("MAE", "MSE"):
+            raise ValueError(f"unknown 4-over-6 error mode {self.error_mode!r}; use 'MAE' or 'MSE'")
+
     @property
     def codes_are_shared(self) -> bool:
         """Whether both directions of a tile hold the same codes and scales."""
@@ -138,7 +153,6 @@ def quantize(
         ``E4M3(RN(block_amax * RN(S * RN(1/6))))`` and its elements are ``E2M1(RN(x * min(RN(1 / RN(scale *
         RN(1/S))), FLT_MAX)))``.
     """
-    _check_options(two_d, rht, row_scaled, four_over_six, error_mode, seed)
     options = _Options(
         two_d, rht, random_signs, row_scaled, four_over_six, e4m3_max, error_mode, fast_error, seed, amaxes
     )
@@ -163,24 +177,6 @@ def quantize(
         scaled_by.append(column.amax.flatten()[: k if row_scaled else 1])
     # Copied: two directions of one tile share their amax, and a slice would keep its padding alive.
     return buffers + [amax.clone() for amax in scaled_by]
-
-
-def _check_options(
-    two_d: bool, rht: bool, row_scaled: bool, four_over_six: bool, error_mode: str, seed: Tensor | None
-) -> None:
-    stochastic = seed is not None
-    exclusive = (
-        ("row_scaled", row_scaled, "two_d", two_d),
-        ("row_scaled", row_scaled, "rht", rht),
-        ("row_scaled", row_scaled, "stochastic rounding", stochastic),
-        ("four_over_six", four_over_six, "rht", rht),
-        ("four_over_six", four_over_six, "stochastic rounding", stochastic),
-    )
-    for first, has_first, second, has_second in exclusive:
-        if has_first and has_second:
-            raise ValueError(f"NVFP4 cannot combine {first} with {second}; turn one of them off")
-    if error_mode not in ("MAE", "MSE"):
-        raise ValueError(f"unknown 4-over-6 error mode {error_mode!r}; use 'MAE' or 'MSE'")
 
 
 def _pad(scales: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ Functions and signatures are those of ``kernels.sources``; a source is a tensor.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ from . import activation as _activation
 from . import grouped as _grouped
 from . import norm as _norm
 from . import reduction
+
+activation = _activation.forward
+norm_backward = _norm.backward
 
 
 def tensor(x: Tensor, *, column_sums: bool = False) -> Tensor:
@@ -22,11 +27,6 @@ def tensor(x: Tensor, *, column_sums: bool = False) -> Tensor:
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor in another dtype."""
     return x.to(dtype)
-
-
-def activation(x: Tensor, name: str, **parameters: float) -> Tensor:
-    """``activation.forward``."""
-    return _activation.forward(x, name, **parameters)
 
 
 def activation_backward(
@@ -42,48 +42,12 @@ def normalized(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    eps: float,
-    normalization: str,
-    zero_centered_gamma: bool,
     wanted: str = "source",
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """``norm.normalized``: (y, mean, rstd, sum)."""
-    y, summed, mean, rstd = _norm.normalized(
-        x,
-        weight,
-        bias,
-        eps=eps,
-        normalization=normalization,
-        zero_centered_gamma=zero_centered_gamma,
-        residual=residual,
-    )
+    y, summed, mean, rstd = _norm.normalized(x, weight, bias, residual=residual, **options)
     return y, mean, rstd, summed
-
-
-def norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    c1: Tensor,
-    c2: Tensor | None,
-    *,
-    zero_centered_gamma: bool,
-    residual_grad: Tensor | None = None,
-) -> Tensor:
-    """``norm.backward``."""
-    return _norm.backward(
-        grad,
-        x,
-        weight,
-        mean,
-        rstd,
-        c1,
-        c2,
-        zero_centered_gamma=zero_centered_gamma,
-        residual_grad=residual_grad,
-    )
 
 
 def rows_of_groups(x: Tensor, splits: Tensor, rows: int) -> Tensor:

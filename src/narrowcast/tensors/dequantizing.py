@@ -46,6 +46,10 @@ class DequantizingTensor(Tensor):
         """Take over the buffers and the description of a tensor of this class."""
         raise NotImplementedError
 
+    def _like(self, map_buffer: Callable[[Tensor], Tensor]) -> Any:
+        """Another tensor of this kind, around what a function makes of each buffer."""
+        raise NotImplementedError
+
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """Wrapper around the same buffers with another nominal dtype; nothing is requantized."""
         raise NotImplementedError
@@ -70,7 +74,7 @@ class DequantizingTensor(Tensor):
         self._adopt(source)
 
     def _with_values(self, values: Tensor) -> DequantizingTensor:
-        """What holds these values; with the codes of this tensor where they mean just that, as in ``module.half()``."""
+        """A tensor of these values: with this tensor's codes if they decode to just that, as in ``module.half()``."""
         if values.shape == self.shape:
             own: Any = self.detach().to(values.device)
             if values.is_meta or torch.equal(own._plain(values.dtype), values):
@@ -85,7 +89,7 @@ class DequantizingTensor(Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """As of any tensor: on another device the same codes, but in a dtype, its own included, plain values."""
-        if torch.compiler.is_compiling():  # by the handlers of the operators that this ends in
+        if torch.compiler.is_compiling():  # the handlers of the operators below do it
             return super().to(*args, **kwargs)
         given = [*args, *kwargs.values()]
         dtypes = [
@@ -216,9 +220,9 @@ class DequantizedView(Tensor):
 
 
 def read_only(values: Tensor) -> Tensor:
-    """What a view of a quantized tensor gives, which shows these values."""
-    # Writes are refused when a graph is traced. What the compiler then makes of it stays plain: the backward of a graph
-    # takes plain gradients only.
+    """The result of a view of a quantized tensor that shows these values."""
+    # Writes are refused while a graph is traced. In the graph the values stay plain, since its backward takes plain
+    # gradients only.
     return values if isinstance(values, FunctionalTensor) else DequantizedView(values)
 
 
@@ -233,6 +237,36 @@ class _Dequantize(torch.autograd.Function):
         return grad_output.to(ctx.dtype), None
 
 
+def handles_in(handlers: dict[Any, Handler]) -> Callable[..., Callable[[Handler], Handler]]:
+    """A decorator that enters what handles some operators in a table, which begins with what all tables have."""
+    handlers.update({aten.clone.default: _clone, aten._to_copy.default: _to_copy})
+
+    def handles(*overloads: Any) -> Callable[[Handler], Handler]:
+        def register(handler: Handler) -> Handler:
+            handlers.update(dict.fromkeys(overloads, handler))
+            return handler
+
+        return register
+
+    return handles
+
+
+def _clone(func: Any, tensor: DequantizingTensor, **kwargs: Any) -> DequantizingTensor:
+    return tensor._like(lambda buffer: buffer.clone())
+
+
+def _to_copy(func: Any, tensor: DequantizingTensor, **kwargs: Any) -> Tensor:
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    if dtype not in (None, tensor.dtype):
+        return func(tensor._plain(dtype), **kwargs)
+    return tensor._like(lambda buffer: buffer.to(device, copy=True) if device is not None else buffer.clone())
+
+
+def is_all_of(tensor: Tensor, size: Any, stride: Any, storage_offset: int | None) -> bool:
+    """Whether ``as_strided`` asks for the whole tensor as it is."""
+    return tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset
+
+
 def _plain_of(tensor: DequantizingTensor) -> Tensor:
     return tensor._plain()
 
@@ -244,8 +278,7 @@ def _held_by(view: DequantizedView) -> Tensor:
 def _run_in_any_mode(run: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
     """``run(func, args, kwargs)``, also under ``torch.inference_mode``.
 
-    Nothing has taken composite operators apart there, and a view of a tensor that was made outside must be one that
-    could have been made outside.
+    There, composite operators arrive whole, and a view of a tensor from outside must be made outside as well.
     """
     if torch.is_inference_mode_enabled():
         result = func.decompose(*args, **kwargs)

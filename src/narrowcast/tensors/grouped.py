@@ -19,10 +19,11 @@ from ..functional import (
     grouped_quantize_weights,
     operand_of,
 )
-from ..functional.grouped_quantize import group_operands
-from .dequantizing import DequantizingTensor, Handler, read_only
+from ..functional.grouped_quantize import Direction
+from ..functional.quantize import overwrite
+from .dequantizing import DequantizingTensor, Handler, handles_in, is_all_of, read_only
 from .sharding import check_not_sharded
-from .storage import QuantizedTensorStorage, resolve_storage_class
+from .storage import BufferHolder, QuantizedTensorStorage, resolve_storage_class, shapes_of
 
 aten = torch.ops.aten
 
@@ -43,7 +44,7 @@ def grouped_layout(storage_name: str) -> str:
     return resolve_storage_class(storage_name)._GROUPED
 
 
-class GroupedTensorStorage:
+class GroupedTensorStorage(BufferHolder):
     """Buffers of quantized groups, row-wise, column-wise or both.
 
     Args:
@@ -56,6 +57,9 @@ class GroupedTensorStorage:
         fake_dtype: nominal high-precision dtype.
         first_dims: int32 or int64 (num_tensors,), the rows of every member; None: all are equal.
     """
+
+    _FLATTEN_TENSOR_BUFFERS = tuple((name, name) for name in _BUFFERS)
+    _ROWWISE_BUFFERS = ("rowwise_data", "scale_inv")
 
     # how Transformer Engine's users make them: functions of the rooms above, which put them here
     make_grouped_tensor: ClassVar[Callable[..., Any]]
@@ -86,47 +90,18 @@ class GroupedTensorStorage:
         self.num_tensors = num_tensors
         self.logical_shape, self.fake_dtype, self.first_dims = logical_shape, fake_dtype, first_dims
         self.rowwise_data = self.scale_inv = self.columnwise_data = self.columnwise_scale_inv = None
+        # zip ends where an operand is one buffer, without scales
         if rowwise:
-            operand = operand_of(buffers, layout, False)
-            self.rowwise_data = operand[0]
-            self.scale_inv = operand[1] if len(operand) > 1 else None
+            for name, buffer in zip(self._ROWWISE_BUFFERS, operand_of(buffers, layout, False)):
+                setattr(self, name, buffer)
         if columnwise:
-            operand = operand_of(buffers, layout, True)
-            self.columnwise_data = operand[0]
-            if layout == "tensor":
-                self.scale_inv = operand[1]
-            elif len(operand) > 1:
-                self.columnwise_scale_inv = operand[1]
+            for name, buffer in zip(self._COLUMNWISE_BUFFERS, operand_of(buffers, layout, True)):
+                setattr(self, name, buffer)
 
-    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
-        """Row-wise data and scales, column-wise data and scales; absent ones as None."""
-        return self.rowwise_data, self.scale_inv, self.columnwise_data, self.columnwise_scale_inv
-
-    def get_usages(self) -> dict[str, bool]:
-        """Which directions have data: ``{"rowwise": bool, "columnwise": bool}``."""
-        return {"rowwise": self.rowwise_data is not None, "columnwise": self.columnwise_data is not None}
-
-    def rowwise_operand(self) -> list[Tensor]:
-        """Buffers of the row-wise GEMM operand.
-
-        Raises:
-            RuntimeError: there is no row-wise data.
-        """
-        return self._operand(self.rowwise_data, self.scale_inv, "row-wise")
-
-    def columnwise_operand(self) -> list[Tensor]:
-        """Buffers of the column-wise GEMM operand.
-
-        Raises:
-            RuntimeError: there is no column-wise data.
-        """
-        scale = self.scale_inv if self.group_layout == "tensor" else self.columnwise_scale_inv
-        return self._operand(self.columnwise_data, scale, "column-wise")
-
-    def _operand(self, data: Tensor | None, scale: Tensor | None, direction: str) -> list[Tensor]:
-        if data is None:
-            raise RuntimeError(f"{type(self).__name__} holds no {direction} data and this use needs it")
-        return [data] if scale is None else [data, scale]
+    @property
+    def _COLUMNWISE_BUFFERS(self) -> tuple[str, str]:  # type: ignore[override]
+        """One scale of every member serves both directions in the layout of per-tensor FP8."""
+        return "columnwise_data", "scale_inv" if self.group_layout == "tensor" else "columnwise_scale_inv"
 
     @property
     def tensor_shapes(self) -> list[tuple[int, int]]:
@@ -143,36 +118,22 @@ class GroupedTensorStorage:
 
     def split_into_quantized_tensors(self) -> list[QuantizedTensorStorage]:
         """Every member by itself; reads the shapes on the host, so not for a CUDA graph."""
-        shapes = self.tensor_shapes
-        usages = self.get_usages()
-        parts: list[list[list[Tensor]]] = []
-        for columnwise, there in ((False, usages["rowwise"]), (True, usages["columnwise"])):
-            if there:
-                operand = self.columnwise_operand() if columnwise else self.rowwise_operand()
-                sizes, columns = [rows for rows, _ in shapes], self.logical_shape[-1]
-                parts.append(
-                    group_operands(
-                        operand,
-                        self.group_layout,
-                        self.quantizer,
-                        columnwise,
-                        sizes,
-                        columns,
-                        self.fake_dtype,
-                    )
-                )
+        shapes, usages = self.tensor_shapes, self.get_usages()
+        sizes, columns = [rows for rows, _ in shapes], self.logical_shape[-1]
         storage_class = resolve_storage_class(self.storage_name)
-        members = []
-        for shape, *operands in zip(shapes, *parts, strict=True):
-            names: list[str] = []
-            if usages["rowwise"]:
-                names += storage_class._ROWWISE_BUFFERS
-            if usages["columnwise"]:
-                names += storage_class._COLUMNWISE_BUFFERS
-            member = storage_class(quantizer=self.quantizer, fake_dtype=self.fake_dtype, shape=shape)
-            for name, buffer in zip(names, [buffer for operand in operands for buffer in operand]):
-                setattr(member, name, buffer)
-            members.append(member)
+        members = [
+            storage_class(quantizer=self.quantizer, fake_dtype=self.fake_dtype, shape=shape)
+            for shape in shapes
+        ]
+        for columnwise in (False, True):
+            if not usages["columnwise" if columnwise else "rowwise"]:
+                continue
+            operand = self.columnwise_operand() if columnwise else self.rowwise_operand()
+            names = storage_class._COLUMNWISE_BUFFERS if columnwise else storage_class._ROWWISE_BUFFERS
+            lie = Direction(self.group_layout, self.quantizer, columnwise, columns, self.fake_dtype)
+            for member, buffers in zip(members, lie.groups_of(operand, sizes), strict=True):
+                for name, buffer in zip(names, buffers):
+                    setattr(member, name, buffer)
         return members
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -211,9 +172,7 @@ class GroupedTensorStorage:
             raise ValueError(
                 f"the members are {tuple(self.logical_shape)}, got {tuple(quantized.logical_shape)}"
             )
-        for mine, theirs in zip(self.get_data_tensors(), quantized.get_data_tensors(), strict=True):
-            if mine is not None and theirs is not None:
-                mine.copy_(theirs if noop_flag is None else torch.where(noop_flag != 0, mine, theirs))
+        overwrite(self.get_data_tensors(), quantized.get_data_tensors(), noop_flag)
         return self
 
     def _check_uniform(self) -> None:
@@ -226,38 +185,18 @@ class GroupedTensorStorage:
     def _matches(self, other: GroupedTensorStorage) -> bool:
         """Whether the bytes of the other storage mean the same in this one."""
         own, others = self.quantizer._layout(), other.quantizer._layout()  # type: ignore[attr-defined]
-        shapes, other_shapes = (
-            [None if buffer is None else buffer.shape for buffer in storage.get_data_tensors()]
-            for storage in (self, other)
-        )
-        return own == others and shapes == other_shapes and self.first_dims is other.first_dims is None
+        alike = own == others and shapes_of(self) == shapes_of(other)
+        return alike and self.first_dims is other.first_dims is None
 
     def copy(self) -> GroupedTensorStorage:
         """The same members in buffers of their own."""
         return self._mapped(torch.clone)
 
-    def clear(self) -> None:
-        """Drop every buffer."""
-        for name in _BUFFERS:
-            setattr(self, name, None)
-
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> GroupedTensorStorage:
-        storage = GroupedTensorStorage([], **self._metadata())
-        _take_buffers(storage, {name: getattr(self, name) for name in _BUFFERS}, function)
-        return storage
-
-    def _metadata(self) -> dict[str, Any]:
-        """Constructor arguments of a storage without buffers."""
-        return {
-            "quantizer": self.quantizer,
-            "storage_name": self.storage_name,
-            "rowwise": False,
-            "columnwise": False,
-            "num_tensors": self.num_tensors,
-            "logical_shape": tuple(self.logical_shape),
-            "fake_dtype": self.fake_dtype,
-            "first_dims": self.first_dims,
+        buffers = {
+            name: None if buffer is None else function(buffer) for name, buffer in _buffers_of(self).items()
         }
+        return _around(buffers, _metadata(self))
 
     def __repr__(self) -> str:
         return (
@@ -266,9 +205,7 @@ class GroupedTensorStorage:
         )
 
 
-def quantize_members(
-    tensors: list[Tensor], quantizer: QuantizerValue, seed: Tensor | None = None
-) -> GroupedTensorStorage:
+def quantize_members(tensors: list[Tensor], quantizer: QuantizerValue) -> GroupedTensorStorage:
     """Quantize equal matrices (N, K), or one tensor (G, N, K) of them, in one operator.
 
     Raises:
@@ -285,8 +222,7 @@ def quantize_members(
         )
     described: Any = quantizer
     layout = grouped_layout(described._storage_name)
-    if seed is None and described._is_stochastic():
-        seed = draw_seed(first)
+    seed = draw_seed(first) if described._is_stochastic() else None
     shape = tuple(first.shape) if first.dim() == 3 else (len(tensors), *first.shape)
     return GroupedTensorStorage(
         grouped_quantize_weights([tensor.detach() for tensor in tensors], quantizer, layout, seed),
@@ -300,11 +236,29 @@ def quantize_members(
     )
 
 
-def _take_buffers(
-    storage: GroupedTensorStorage, buffers: dict[str, Tensor | None], function: Callable[[Tensor], Tensor]
-) -> None:
+def _metadata(storage: GroupedTensorStorage) -> dict[str, Any]:
+    """Constructor arguments of a storage without buffers."""
+    return {
+        "quantizer": storage.quantizer,
+        "storage_name": storage.storage_name,
+        "rowwise": False,
+        "columnwise": False,
+        "num_tensors": storage.num_tensors,
+        "logical_shape": tuple(storage.logical_shape),
+        "fake_dtype": storage.fake_dtype,
+        "first_dims": storage.first_dims,
+    }
+
+
+def _buffers_of(storage: GroupedTensorStorage) -> dict[str, Tensor | None]:
+    return {name: getattr(storage, name) for name in _BUFFERS}
+
+
+def _around(buffers: dict[str, Tensor | None], metadata: dict[str, Any]) -> GroupedTensorStorage:
+    storage = GroupedTensorStorage([], **metadata)
     for name, buffer in buffers.items():
-        setattr(storage, name, None if buffer is None else function(buffer))
+        setattr(storage, name, buffer)
+    return storage
 
 
 class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
@@ -339,8 +293,9 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
     def __init__(
         self, storage: GroupedTensorStorage, requires_grad: bool = False, stride: Sequence[int] | None = None
     ) -> None:
-        GroupedTensorStorage.__init__(self, [], **storage._metadata())
-        _take_buffers(self, {name: getattr(storage, name) for name in _BUFFERS}, lambda buffer: buffer)
+        GroupedTensorStorage.__init__(self, [], **_metadata(storage))
+        for name, buffer in _buffers_of(storage).items():
+            setattr(self, name, buffer)
 
     dequantize = DequantizingTensor.dequantize  # type: ignore[assignment]
 
@@ -352,6 +307,9 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
 
     def _quantized(self, values: Tensor) -> GroupedTensor:
         return GroupedTensor(quantize_members([values], self.quantizer))
+
+    def _like(self, map_buffer: Callable[[Tensor], Tensor]) -> GroupedTensor:
+        return GroupedTensor(self._mapped(map_buffer))
 
     def _adopt(self, source: GroupedTensor) -> None:
         for name in (*_BUFFERS, *_DESCRIPTION):
@@ -369,7 +327,7 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         """(names of the present buffers, data-free context)."""
         present = [name for name in _BUFFERS if getattr(self, name) is not None]
-        return present, {**self._metadata(), "requires_grad": self.requires_grad}
+        return present, {**_metadata(self), "requires_grad": self.requires_grad}
 
     @staticmethod
     def __tensor_unflatten__(
@@ -378,13 +336,10 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
         """Rebuild from ``__tensor_flatten__``'s parts."""
         described = dict(context)
         requires_grad = described.pop("requires_grad")
-        storage = GroupedTensorStorage([], **described)
-        _take_buffers(storage, dict(inner_tensors), lambda buffer: buffer)
-        return GroupedTensor(storage, requires_grad, outer_stride)
+        return GroupedTensor(_around(dict(inner_tensors), described), requires_grad, outer_stride)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        buffers = {name: getattr(self, name) for name in _BUFFERS}
-        parts = self._metadata(), buffers, self.requires_grad, isinstance(self, torch.nn.Parameter)
+        parts = _metadata(self), _buffers_of(self), self.requires_grad, isinstance(self, torch.nn.Parameter)
         return rebuild_grouped_tensor, parts
 
     @classmethod
@@ -398,44 +353,20 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
 
 _ON_VALUES = frozenset(
     {
-        "all",
         "allclose",
-        "any",
-        "count_nonzero",
-        "equal",
         "is_same_size",
         "_local_scalar_dense",
-        "amax",
-        "amin",
-        "argmax",
-        "argmin",
-        "max",
-        "min",
-        "mean",
-        "sum",
-        "prod",
-        "norm",
-        "linalg_vector_norm",
-        "std",
-        "std_mean",
-        "var",
-        "var_mean",
         "bmm",
         "baddbmm",
         "dist",
         "bernoulli",
-        "full_like",
-        "ones_like",
-        "zeros_like",
-        "rand_like",
-        "randn_like",
         "new_empty",
         "new_full",
         "new_ones",
         "new_zeros",
     }
 )
-"""Operators on values that make no copy of the members in another shape, besides the pointwise ones."""
+_TAGS_ON_VALUES = {torch.Tag.pointwise, torch.Tag.reduction}
 
 
 def _works_on_values(func: Any) -> bool:
@@ -443,7 +374,8 @@ def _works_on_values(func: Any) -> bool:
     if func._schema.is_mutable:
         return torch.Tag.inplace_view not in func.tags
     name = func.overloadpacket.__name__
-    return torch.Tag.pointwise in func.tags or name in _ON_VALUES or name.startswith("_foreach_")
+    by_name = name in _ON_VALUES or name.startswith("_foreach_") or name.endswith("_like")
+    return by_name or not _TAGS_ON_VALUES.isdisjoint(func.tags)
 
 
 def _changes_shape(func: Any, tensor: Any) -> RuntimeError:
@@ -453,12 +385,7 @@ def _changes_shape(func: Any, tensor: Any) -> RuntimeError:
     )
 
 
-def _handles(*overloads: Any) -> Callable[[Handler], Handler]:
-    def register(handler: Handler) -> Handler:
-        GroupedTensor._HANDLERS.update(dict.fromkeys(overloads, handler))
-        return handler
-
-    return register
+_handles = handles_in(GroupedTensor._HANDLERS)
 
 
 @_handles(aten.detach.default, aten.alias.default)
@@ -466,19 +393,12 @@ def _alias(func: Any, tensor: GroupedTensor) -> GroupedTensor:
     return GroupedTensor(tensor)
 
 
-@_handles(aten.clone.default)
-def _clone(func: Any, tensor: GroupedTensor, **kwargs: Any) -> GroupedTensor:
-    return GroupedTensor(tensor.copy())
-
-
 @_handles(aten.copy_.default)
 def _copy(func: Any, destination: Tensor, source: Tensor, *args: Any) -> Tensor:
     if not isinstance(destination, GroupedTensor):
         destination.copy_(source._plain() if isinstance(source, GroupedTensor) else source)
     elif isinstance(source, GroupedTensor) and destination._matches(source):
-        for mine, theirs in zip(destination.get_data_tensors(), source.get_data_tensors(), strict=True):
-            if mine is not None and theirs is not None:
-                mine.copy_(theirs)
+        overwrite(destination.get_data_tensors(), source.get_data_tensors())
     else:
         values = source._plain() if isinstance(source, DequantizingTensor) else source
         values = values.to(destination.device, destination.fake_dtype)
@@ -486,21 +406,9 @@ def _copy(func: Any, destination: Tensor, source: Tensor, *args: Any) -> Tensor:
     return destination
 
 
-@_handles(aten._to_copy.default)
-def _to_copy(func: Any, tensor: GroupedTensor, **kwargs: Any) -> Tensor:
-    device, dtype = kwargs.get("device"), kwargs.get("dtype")
-    if dtype not in (None, tensor.dtype):
-        return func(tensor._plain(dtype), **kwargs)
-    return GroupedTensor(
-        tensor._mapped(lambda buffer: buffer.clone() if device is None else buffer.to(device, copy=True))
-    )
-
-
 @_handles(aten.empty_like.default)
 def _empty_like(func: Any, tensor: GroupedTensor, **kwargs: Any) -> GroupedTensor:
-    empty = GroupedTensor(
-        tensor._mapped(lambda buffer: torch.empty_like(buffer, device=kwargs.get("device")))
-    )
+    empty = tensor._like(lambda buffer: torch.empty_like(buffer, device=kwargs.get("device")))
     return empty.to_dtype(kwargs.get("dtype") or tensor.dtype)
 
 
@@ -524,7 +432,7 @@ def _as_strided(
     func: Any, tensor: GroupedTensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> GroupedTensor:
     """FSDP2 makes a parameter of what it has gathered by a view of all of it."""
-    if tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset:
+    if is_all_of(tensor, size, stride, storage_offset):
         return GroupedTensor(tensor)
     raise _changes_shape(func, tensor)
 
@@ -533,27 +441,10 @@ def rebuild_grouped_tensor(
     metadata: dict[str, Any], buffers: dict[str, Tensor | None], requires_grad: bool, is_parameter: bool
 ) -> GroupedTensor:
     """Inverse of pickling; public by name, because files refer to it."""
-    storage = GroupedTensorStorage([], **metadata)
-    _take_buffers(storage, buffers, lambda buffer: buffer)
-    tensor = GroupedTensor(storage, requires_grad)
+    tensor = GroupedTensor(_around(buffers, metadata), requires_grad)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor  # type: ignore[return-value]
 
 
 def grouped_storage_of(tensor: GroupedTensor) -> GroupedTensorStorage:
     """Bare storage that shares the tensor's buffers; traceable, as a method of a tensor would not be."""
-    storage = GroupedTensorStorage(
-        [],
-        quantizer=tensor.quantizer,
-        storage_name=tensor.storage_name,
-        rowwise=False,
-        columnwise=False,
-        num_tensors=tensor.num_tensors,
-        logical_shape=tensor.logical_shape,
-        fake_dtype=tensor.fake_dtype,
-    )
-    storage.rowwise_data, storage.scale_inv = tensor.rowwise_data, tensor.scale_inv
-    storage.columnwise_data, storage.columnwise_scale_inv = (
-        tensor.columnwise_data,
-        tensor.columnwise_scale_inv,
-    )
-    return storage
+    return _around(_buffers_of(tensor), _metadata(tensor))

@@ -100,7 +100,7 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         return self._quantizer.nvfp4_use_4over6  # type: ignore[attr-defined]
 
     def _turns(self) -> bool:
-        """Not where the choice of a scale, or rounding, is made anew in each direction."""
+        """Not where each direction chooses its scales, or rounds, for itself."""
         q: Any = self._quantizer
         return q.with_2d_quantization and not (q.with_rht or q.nvfp4_use_4over6 or q.stochastic_rounding)
 

@@ -15,22 +15,15 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..functional import QuantizerValue
-from .dequantizing import DequantizingTensor, Handler, read_only
+from ..functional.grouped_quantize import part_of
+from .dequantizing import DequantizingTensor, Handler, handles_in, is_all_of, read_only
 from .sharding import ShardedRows
 from .storage import QuantizedTensorStorage, flatten_context, resolve_storage_class
 
 aten = torch.ops.aten
 
 _HANDLERS: dict[Any, Handler] = {}
-
-
-def _handles(*overloads: Any) -> Callable[[Handler], Handler]:
-    def register(handler: Handler) -> Handler:
-        for overload in overloads:
-            _HANDLERS[overload] = handler
-        return handler
-
-    return register
+_handles = handles_in(_HANDLERS)
 
 
 class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
@@ -146,14 +139,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
             place = buffer.part(first, count, dim == 1)
             if place is None or (last < self.shape[dim] and buffer.part(last, 0, dim == 1) is None):
                 return None
-            along, begin, entries, padded = place
-            if along < 0:
-                continue
-            own = held.detach().narrow(along, begin, min(entries, held.shape[along] - begin))
-            missing = padded - own.shape[along]
-            if missing:
-                own = torch.nn.functional.pad(own, (0, 0) * (own.dim() - 1 - along) + (0, missing))
-            buffers[buffer.argument] = own.contiguous()
+            buffers[buffer.argument] = part_of(held, place)
         shape = (count, self.shape[1]) if dim == 0 else (self.shape[0], count)
         part = self._around(shape, buffers)
         part._is_part = True
@@ -229,7 +215,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         layout = self._quantizer._format_layout()  # type: ignore[attr-defined]
         if math.prod(full) != self.numel() or not all(buffer.shape for buffer in layout.buffers):
             return None
-        buffers = {}
+        buffers: dict[str, Tensor | None] = {}
         for buffer in layout.buffers:
             held: Tensor | None = getattr(self, buffer.attribute)
             if isinstance(held, FunctionalTensor):
@@ -329,11 +315,6 @@ def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
     return same
 
 
-@_handles(aten.clone.default)
-def _clone(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
-    return tensor._like(lambda buffer: buffer.clone())
-
-
 @_handles(aten.copy_.default)
 def _copy(func: Any, destination: Tensor, source: Tensor, *args: Any) -> Tensor:
     if not isinstance(destination, QuantizedTensor):
@@ -348,14 +329,6 @@ def _copy(func: Any, destination: Tensor, source: Tensor, *args: Any) -> Tensor:
         source = source.to(destination.dtype)
     destination.quantize_(source.to(destination.device).expand(destination.shape))
     return destination
-
-
-@_handles(aten._to_copy.default)
-def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
-    device, dtype = kwargs.get("device"), kwargs.get("dtype")
-    if dtype not in (None, tensor.dtype):
-        return func(tensor._plain(dtype), **kwargs)
-    return tensor._like(lambda buffer: buffer.to(device, copy=True) if device is not None else buffer.clone())
 
 
 @_handles(aten.new_zeros.default)
@@ -438,7 +411,7 @@ def _as_strided(
     func: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> Tensor:
     """FSDP2 makes a parameter of what it has gathered by a view of all of it."""
-    if tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset:
+    if is_all_of(tensor, size, stride, storage_offset):
         return tensor._like(lambda buffer: buffer)
     offset, columns = storage_offset or 0, tensor.shape[-1]
     of_rows = tensor.dim() == len(size) == 2 and size[1] == columns and list(stride) == [columns, 1]

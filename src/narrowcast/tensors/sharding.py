@@ -1,6 +1,6 @@
-"""Quantized tensors whose rows FSDP2 spreads over ranks: shards are codes and scales of whole blocks, gathered as such.
+"""Quantized tensors whose rows FSDP2 shards: each shard is codes and scales of whole blocks, and is gathered as such.
 
-``fully_shard`` parts a parameter by operators that all code uses, so what runs for these asks whether it is the caller.
+``fully_shard`` splits a parameter with operators that other code uses, too, so their handlers look at who calls them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class ShardedRows:
     """
 
     _shards: Any = None
-    """Of a shard that has one scale with all others: group of their ranks, over which writes reduce the amax."""
+    """Of a shard that shares its scale with the others: group of all their ranks, over which writes reduce the amax."""
 
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, bool, list[Tensor]]]:
         """(what this rank gives, the shape of the whole, whether its columns are to be made, and what it keeps)."""
-        # in other modules than the library's nothing reads columns
+        # only modules of this library read column-wise data
         makes_columns = (
             self._turns() and hasattr(module, "_takes_rows") and not module._takes_rows(self._BARE_NAME)
         )
@@ -61,14 +61,14 @@ class ShardedRows:
             buffer.attribute: _whole(buffer, value, self.shape[0], tuple(shape))
             for (buffer, _), value in arrived
         }
-        if out is None:  # shared ones are this rank's, which writes to them
+        if out is None:  # this rank's own buffers, which it goes on writing to, are copied
             own = {id(value) for value in kept}
             values = {name: value.clone() if id(value) in own else value for name, value in values.items()}
         buffers = [values[buffer.attribute] for buffer, _ in _held(self)]
         whole = self._quantizer._assemble(buffers, tuple(shape), param_dtype)
         if makes_columns:
             whole.update_usage(columnwise_usage=True)
-        # all but the memory of FSDP2, which the gather itself wrote to, is to be filled again by the next
+        # what does not lie in FSDP2's memory, to which the gather itself writes, each later gather must fill anew
         memory = {id(value) for value in all_gather_outputs}
         to_fill = [(buffer, held) for buffer, held in _held(whole) if id(held) not in memory]
         if out is None:
@@ -125,14 +125,14 @@ class ShardedRows:
 
     def _empty_shard(self: Any, size: Sequence[int]) -> Any:
         """An uninitialised shard, which FSDP2 fills; on the meta device, too."""
-        told = _sharded_parameter()
-        spread = told.mesh_info  # of replicas alone it has no group
+        parameter = _sharded_parameter()
+        spread = parameter.mesh_info  # of replicas alone it has no group
         ranks, group = getattr(spread, "shard_mesh_size", 1), getattr(spread, "shard_process_group", None)
         if list(size) != [self.shape[0] // ranks, *self.shape[1:]]:
             raise cannot_shard(self, f"{list(size)} of its {list(self.shape)} is no equal share of rows")
         self.check_rows(size[0])
         for module in (
-            told._module_info.shared_modules if self._turns() else ()
+            parameter._module_info.shared_modules if self._turns() else ()
         ):  # a gather tells only the first
             if hasattr(module, "_takes_rows"):
                 module._takes_rows(self._BARE_NAME)
@@ -174,7 +174,7 @@ def dequantized(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
 
 @torch.no_grad()
 def overwrite_unseen(buffers: list[Tensor], values: list[Tensor]) -> None:
-    """Overwrite unseen by autograd: a backward that saved a scale reads that of the codes that were gathered since."""
+    """Overwrite unseen by autograd: a backward that saved a scale must read that of the codes gathered last."""
     for buffer, value in zip(buffers, values, strict=True):
         with torch.autograd._unsafe_preserve_version_counter(buffer):
             buffer.copy_(value)
@@ -199,7 +199,7 @@ def check_not_sharded(tensor: Any) -> None:
 
 
 def sharding_caller() -> str:
-    """ "FSDP1" or "FSDP2" inside a call of theirs, else "": they shard parameters by operators that everybody uses."""
+    """ "FSDP1" or "FSDP2" when one of them is the caller, else ""."""
     for name, _ in _frames():
         if name.startswith("torch.distributed.fsdp"):
             return "FSDP2" if name.startswith("torch.distributed.fsdp._fully_shard") else "FSDP1"
@@ -207,7 +207,7 @@ def sharding_caller() -> str:
 
 
 def _sharded_parameter() -> Any:
-    """What FSDP2, which calls, knows of the parameter that it shards: its modules, and over which ranks."""
+    """FSDP2's own record of the parameter that it is sharding: its modules, and the ranks."""
     return next(
         frame.f_locals["self"]
         for name, frame in _frames()
@@ -217,7 +217,7 @@ def _sharded_parameter() -> Any:
 
 
 def _frames() -> Iterator[tuple[str, Any]]:
-    """(module, frame) of the callers, up to a module that runs forward: what that does is not FSDP's doing."""
+    """(module, frame) of the callers, up to a module's forward: what runs inside one is not FSDP's work."""
     frame: Any = sys._getframe(1)
     while frame is not None and (name := frame.f_globals.get("__name__", "")) != "torch.nn.modules.module":
         yield name, frame
@@ -231,7 +231,7 @@ def _held(tensor: Any) -> list[tuple[Buffer, Tensor]]:
 
 
 def _by_rows(tensor: Any) -> list[tuple[Buffer, Tensor]]:
-    """Those that lie by rows, then those that all rows share."""
+    """Buffers and tensors that hold rows, then those that all rows share."""
     return sorted(_held(tensor), key=lambda pair: _place(pair[0], tensor.shape[0])[0] < 0)
 
 
@@ -242,7 +242,7 @@ def _place(buffer: Buffer, rows: int) -> tuple[int, int, int, int]:
 
 
 def _block_rows(layout: Layout) -> int:
-    """Rows that no shard parts, whichever the direction."""
+    """Rows that must stay together in one shard, for either direction."""
     extents = [extent for buffer in layout.buffers for extent in buffer.shape if extent.size == "M"]
     return max((extent.group if extent.bits == 8 else extent.multiple for extent in extents), default=1)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..formats import Layout
 from ..functional import QuantizerValue, dequantize
+from ..functional.quantize import overwrite
 from .transposing import transposed
 
 STORAGE_CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
@@ -37,7 +38,56 @@ def resolve_storage_class(identifier: str) -> type[QuantizedTensorStorage]:
     return STORAGE_CLASSES[identifier]
 
 
-class QuantizedTensorStorage:
+class BufferHolder:
+    """Buffers of a row-wise and a column-wise GEMM operand, each of which may be absent: what all storages share."""
+
+    _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """(attribute, constructor argument) of every buffer, in the order of flattening."""
+    _ROWWISE_BUFFERS: ClassVar[tuple[str, ...]] = ()
+    """Attributes that make up the row-wise GEMM operand, data first."""
+    _COLUMNWISE_BUFFERS: ClassVar[tuple[str, ...]] = ()
+    """Attributes that make up the column-wise GEMM operand, data first."""
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which directions have data: ``{"rowwise": bool, "columnwise": bool}``."""
+        return {
+            "rowwise": getattr(self, self._ROWWISE_BUFFERS[0]) is not None,
+            "columnwise": getattr(self, self._COLUMNWISE_BUFFERS[0]) is not None,
+        }
+
+    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
+        """All buffers in flatten order, absent ones as None."""
+        return tuple(getattr(self, attribute) for attribute, _ in self._FLATTEN_TENSOR_BUFFERS)
+
+    def rowwise_operand(self) -> list[Tensor]:
+        """Buffers of the row-wise GEMM operand.
+
+        Raises:
+            RuntimeError: the storage holds no row-wise data.
+        """
+        return self._operand(self._ROWWISE_BUFFERS, "row-wise")
+
+    def columnwise_operand(self) -> list[Tensor]:
+        """Buffers of the column-wise GEMM operand.
+
+        Raises:
+            RuntimeError: the storage holds no column-wise data.
+        """
+        return self._operand(self._COLUMNWISE_BUFFERS, "column-wise")
+
+    def _operand(self, attributes: tuple[str, ...], direction: str) -> list[Tensor]:
+        buffers = [getattr(self, attribute) for attribute in attributes]
+        if buffers[0] is None:
+            raise RuntimeError(f"{type(self).__name__} holds no {direction} data and this use needs it")
+        return [buffer for buffer in buffers if buffer is not None]
+
+    def clear(self) -> None:
+        """Drop every buffer."""
+        for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
+            setattr(self, attribute, None)
+
+
+class QuantizedTensorStorage(BufferHolder):
     """Buffers of one quantized tensor, row-wise, column-wise or both.
 
     Args:
@@ -50,13 +100,7 @@ class QuantizedTensorStorage:
     """
 
     _LAYOUT: ClassVar[Layout] = Layout()
-    """Record of the format: the source of the four class attributes that follow."""
-    _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """(attribute, constructor argument) of every buffer, in the order of flattening."""
-    _ROWWISE_BUFFERS: ClassVar[tuple[str, ...]] = ()
-    """Attributes that make up the row-wise GEMM operand, data first."""
-    _COLUMNWISE_BUFFERS: ClassVar[tuple[str, ...]] = ()
-    """Attributes that make up the column-wise GEMM operand, data first."""
+    """Record of the format: the source of the other class attributes."""
     _GROUPED: ClassVar[str] = "split"
     """How groups of such tensors lie in the buffers of grouped operators."""
     _INNER_TENSORS: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -75,7 +119,7 @@ class QuantizedTensorStorage:
         if "_FLATTEN_TENSOR_BUFFERS" not in cls.__dict__ and "_INNER_TENSORS" in cls.__dict__:
             cls._FLATTEN_TENSOR_BUFFERS = cls._INNER_TENSORS
         cls._INNER_TENSORS = cls._FLATTEN_TENSOR_BUFFERS
-        # grouped kernels know the formats themselves, not what a subclass makes of one
+        # grouped kernels know the formats, but not what a subclass changes about one
         cls._GROUPED = "split" if layout is None else layout.grouped
         cls._BY_USAGE = {
             (rowwise, columnwise): cls._attributes_of(rowwise, columnwise)
@@ -100,7 +144,7 @@ class QuantizedTensorStorage:
         self._shape = shape
         if buffers:
             self._set_buffers(buffers)
-        else:  # straight, for those that come one by one
+        else:  # they are set one by one afterwards
             for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
                 setattr(self, attribute, None)
 
@@ -150,17 +194,6 @@ class QuantizedTensorStorage:
         """The quantizer that made this; Transformer Engine's name."""
         return self._quantizer
 
-    def get_usages(self) -> dict[str, bool]:
-        """Which directions have data: ``{"rowwise": bool, "columnwise": bool}``."""
-        return {
-            "rowwise": getattr(self, self._ROWWISE_BUFFERS[0]) is not None,
-            "columnwise": getattr(self, self._COLUMNWISE_BUFFERS[0]) is not None,
-        }
-
-    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
-        """All buffers in flatten order, absent ones as None."""
-        return tuple(getattr(self, attribute) for attribute, _ in self._FLATTEN_TENSOR_BUFFERS)
-
     def get_metadata(self) -> dict[str, Any]:
         """Constructor arguments that rebuild an equal object around the same buffers."""
         buffers = {argument: getattr(self, attribute) for attribute, argument in self._FLATTEN_TENSOR_BUFFERS}
@@ -170,28 +203,6 @@ class QuantizedTensorStorage:
             "fake_dtype": self._dtype,
             "shape": tuple(self.size()),
         }
-
-    def rowwise_operand(self) -> list[Tensor]:
-        """Buffers of the row-wise GEMM operand.
-
-        Raises:
-            RuntimeError: the storage holds no row-wise data.
-        """
-        return self._operand(self._ROWWISE_BUFFERS, "row-wise")
-
-    def columnwise_operand(self) -> list[Tensor]:
-        """Buffers of the column-wise GEMM operand.
-
-        Raises:
-            RuntimeError: the storage holds no column-wise data.
-        """
-        return self._operand(self._COLUMNWISE_BUFFERS, "column-wise")
-
-    def _operand(self, attributes: tuple[str, ...], direction: str) -> list[Tensor]:
-        buffers = [getattr(self, attribute) for attribute in attributes]
-        if buffers[0] is None:
-            raise RuntimeError(f"{type(self).__name__} holds no {direction} data and this use needs it")
-        return [buffer for buffer in buffers if buffer is not None]
 
     def size(self) -> torch.Size:
         """Logical shape."""
@@ -269,7 +280,7 @@ class QuantizedTensorStorage:
         self._quantizer = self._quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)  # type: ignore[attr-defined]
 
     def _turns(self) -> bool:
-        """Whether column-wise data are the row-wise ones turned round, so that either direction is enough to keep."""
+        """Whether column-wise data follow from the row-wise data, so that keeping these is enough."""
         return False
 
     def _create_columnwise(self) -> None:
@@ -299,11 +310,6 @@ class QuantizedTensorStorage:
             setattr(view, attribute, getattr(self, attribute))
         return view
 
-    def clear(self) -> None:
-        """Drop every buffer."""
-        for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
-            setattr(self, attribute, None)
-
     # -- to and from high precision -------------------------------------------------------------------------------
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -326,13 +332,11 @@ class QuantizedTensorStorage:
         """
         if not self._matches(source):
             raise ValueError(f"cannot copy {source!r} into {self!r}: the buffers differ")
-        for mine, theirs in zip(self.get_data_tensors(), source.get_data_tensors(), strict=True):
-            if mine is not None and theirs is not None:
-                mine.copy_(theirs)
+        overwrite(self.get_data_tensors(), source.get_data_tensors())
         self._mark_written()
 
     def _mark_written(self) -> None:
-        """Let autograd find out that a backward has saved these buffers and now reads other values.
+        """Let autograd notice when a backward has saved these buffers and would now read other values.
 
         Writes to a plain tensor count by themselves, but not below autograd, where an operator on a tensor subclass
         writes to what the subclass holds.
@@ -345,8 +349,7 @@ class QuantizedTensorStorage:
     def _matches(self, other: QuantizedTensorStorage) -> bool:
         """Whether the bytes of the other storage mean the same in this one, buffer by buffer."""
         own, others = self._quantizer._layout(), other._quantizer._layout()  # type: ignore[attr-defined]
-        shapes, other_shapes = _shapes(self.get_data_tensors()), _shapes(other.get_data_tensors())
-        return own == others and shapes == other_shapes and self.size() == other.size()
+        return own == others and shapes_of(self) == shapes_of(other) and self.size() == other.size()
 
     # -- saving and flattening ------------------------------------------------------------------------------------
 
@@ -419,8 +422,9 @@ class QuantizedTensorStorage:
         )
 
 
-def _shapes(buffers: tuple[Tensor | None, ...]) -> list[torch.Size | None]:
-    return [None if buffer is None else buffer.shape for buffer in buffers]
+def shapes_of(storage: BufferHolder) -> list[torch.Size | None]:
+    """Shapes of all buffers, absent ones as None."""
+    return [None if buffer is None else buffer.shape for buffer in storage.get_data_tensors()]
 
 
 def flatten_context(
