@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def start_method() -> str:
 
 def _rank(rank: int, work: Work, folder: str, world: int, seconds: int, backend: str) -> None:
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", "`torch.distributed", FutureWarning)  # of what the package calls
     if backend == "nccl":
         torch.cuda.set_device(rank)
     patience = datetime.timedelta(seconds=seconds / 2)

@@ -93,6 +93,8 @@ def split(
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layers, tp = model(), mesh["tp"].get_local_rank()
+    if stock:  # as documented: recipes first; with delayed scaling there are buffers from now on
+        nc.set_recipe(layers, RECIPES[name])
     for block in layers:
         parallelize_module(block, mesh["tp"], plan(sequence, stock))
         if compiled:
@@ -123,7 +125,11 @@ CASES = [(True, True, name, False) for name in NAMES] + [
     (True, False, "block", True),
     (True, False, "block", False),
 ]
-STOCK = [(True, True, "block", False, True), (True, False, "current", True, True)]
+STOCK = [
+    (True, True, "block", False, True),
+    (True, False, "current", True, True),
+    (True, True, "delayed", False, True),
+]
 
 
 def errors() -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..functional.collectives import check_scatters
+from ..functional.collectives import all_gather_single, check_scatters, reduce_scatter_single
 
 Result = tuple[Tensor, Any]
 """(result, what to ``wait()`` for, None where it is there)."""
@@ -55,7 +55,7 @@ def gather_along_first_dim(
     if size == 1:
         return (inp if output_tensor is None else output_tensor.copy_(inp)), None
     out = inp.new_empty((size * inp.shape[0], *inp.shape[1:])) if output_tensor is None else output_tensor
-    handle = dist.all_gather_into_tensor(out, inp.contiguous(), group=process_group, async_op=async_op)
+    handle = all_gather_single(out, inp.contiguous(), group=process_group, async_op=async_op)
     return out, handle
 
 
@@ -75,7 +75,7 @@ def reduce_scatter_along_first_dim(
         return (inp if output is None else output.copy_(inp)), None
     check_scatters(tuple(inp.shape), size)
     out = inp.new_empty((inp.shape[0] // size, *inp.shape[1:])) if output is None else output
-    return out, dist.reduce_scatter_tensor(out, inp.contiguous(), group=tp_group, async_op=async_op)
+    return out, reduce_scatter_single(out, inp.contiguous(), group=tp_group, async_op=async_op)
 
 
 def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> Result:

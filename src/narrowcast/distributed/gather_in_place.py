@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
+from ..functional.collectives import all_gather_single
 from ..state import starts_a_step
 from .stand_in import Contents, StandIn
 
@@ -88,7 +89,7 @@ class GatherInPlace(DefaultAllGather):
             dist._coalescing_manager(group=group, async_ops=async_op) as transfers,
         ):
             for place, one in pairs:
-                dist.all_gather_into_tensor(place, one, group=group, async_op=async_op)
+                all_gather_single(place, one, group=group, async_op=async_op)
         return transfers.works[0] if async_op else None
 
     def _take(self, places: list[Tensor]) -> None:

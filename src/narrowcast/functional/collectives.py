@@ -11,6 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# PyTorch 2.13 has other names for them, and warns at the old ones.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
+)
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or getattr(
+    dist, "reduce_scatter_tensor", None
+)
+
 
 def group_name(process_group: Any) -> str | None:
     """Name of a process group; None for the default group.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..functional.collectives import all_gather_single
 from ..quantizers import Quantizer
 from ..tensors import QuantizedTensorStorage
 
@@ -93,7 +94,7 @@ def _gather(workspace: QuantizedTensorStorage, fsdp_group: Any) -> None:
         part = getattr(workspace, attribute)
         if part.shape != tuple(shape):
             whole = part.new_empty(shape)
-            torch.distributed.all_gather_into_tensor(whole.view(-1), part, group=fsdp_group)
+            all_gather_single(whole.view(-1), part, group=fsdp_group)
             setattr(workspace, attribute, whole)
 
 

@@ -24,6 +24,7 @@ from ..layers.tensor_parallel import (
 )
 from ..recipe import Recipe
 from ..state import THREAD
+from ..tensors import local
 from .parameters_split import ParametersSplit, parts_of
 
 if TYPE_CHECKING:
@@ -164,6 +165,13 @@ class Linear(LinearLayer, nn.Linear):
             self.in_features = shared("in_features", self.in_features, size)
         self._placed = self._on_dtensors = True
         self.parallel_mode = "column" if column else "row"
+
+    def register_forward_pre_hook(self, *args: Any, **options: Any) -> Any:
+        """As of any module. PyTorch's style registers its own when it has made DTensors of all buffers, too: delayed
+        scaling's become plain tensors again."""
+        if self._on_dtensors:
+            self._buffers.update({name: local(buffer) for name, buffer in self._buffers.items()})
+        return super().register_forward_pre_hook(*args, **options)
 
     def extra_repr(self) -> str:
         """Sizes, as printed by the module."""
