@@ -10,7 +10,7 @@ from .progress import Progress
 from .schedule import learning_rate
 
 
-class Board:
+class Board(Progress):
     """A progress that also writes TensorBoard's files; what a resumed run does again replaces what was there.
 
     Args:

@@ -25,15 +25,13 @@ PRESETS = {
     "tiny": TrainConfig(),
     # GPT-2 small's width and depth with a feed-forward layer of three matrices. Its 125M parameters come with a
     # vocabulary of some 50,000 tokens; on bytes it has 85M.
-    "125m": TrainConfig(
+    "125m": replace(
+        _1B,
         steps=1500,
         batch_size=8,
         seq_len=1024,
         lr=6e-4,
-        warmup=100,
-        eval_every=100,
         eval_batches=8,
-        save_every=500,
         model=ModelConfig(dim=768, layers=12, heads=12, kv_heads=12, hidden=2048),
     ),
     "1b": _1B,
@@ -59,25 +57,22 @@ def presets_table() -> Table:
     table.add_column("")
     for name in PRESETS:
         table.add_column(name, justify="right")
-    for what, texts in _facts().items():
-        table.add_row(what, *texts)
+    columns = [_facts(config) for config in PRESETS.values()]
+    for what in columns[0]:
+        table.add_row(what, *(facts[what] for facts in columns))
     return table
 
 
-def _facts() -> dict[str, list[str]]:
-    facts: dict[str, list[str]] = {}
-    for config in PRESETS.values():
-        model, parameters = config.model, parameters_of(config.model)
-        for what, text in {
-            "layers": str(model.layers),
-            "width / feed-forward": f"{model.dim} / {model.hidden}",
-            "heads / key-value heads": f"{model.heads} / {model.kv_heads}",
-            "parameters, on bytes": f"{parameters / 1e6:,.1f}M",
-            "weights and AdamW": f"{STATES * FLOAT * parameters / 2**30:,.2f} GiB",
-            "batch x sequence": f"{config.batch_size} x {config.seq_len}",
-            "TFLOP per step": f"{flops_per_token(model, config.seq_len) * config.tokens_per_step / 1e12:,.2f}",
-            "steps": str(config.steps),
-            "peak lr, warmup": f"{config.lr:g}, {config.warmup}",
-        }.items():
-            facts.setdefault(what, []).append(text)
-    return facts
+def _facts(config: TrainConfig) -> dict[str, str]:
+    model, parameters = config.model, parameters_of(config.model)
+    return {
+        "layers": str(model.layers),
+        "width / feed-forward": f"{model.dim} / {model.hidden}",
+        "heads / key-value heads": f"{model.heads} / {model.kv_heads}",
+        "parameters, on bytes": f"{parameters / 1e6:,.1f}M",
+        "weights and AdamW": f"{STATES * FLOAT * parameters / 2**30:,.2f} GiB",
+        "batch x sequence": f"{config.batch_size} x {config.seq_len}",
+        "TFLOP per step": f"{flops_per_token(model, config.seq_len) * config.tokens_per_step / 1e12:,.2f}",
+        "steps": str(config.steps),
+        "peak lr, warmup": f"{config.lr:g}, {config.warmup}",
+    }

@@ -1,7 +1,6 @@
 """How a run shows itself: a bar with loss and time left on a terminal, plain lines elsewhere."""
 
 import time
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -12,21 +11,26 @@ from .pace import Pace, format_pace
 QUIET_SECONDS = 10.0  # longest silence of the plain form
 
 
-class Progress(Protocol):
-    """What a run tells."""
+class Progress:
+    """What a run tells; this one keeps it to itself, as all but one of several processes do."""
 
-    def begin(self, title: str, *, done: int, total: int) -> None: ...
+    def begin(self, title: str, *, done: int, total: int) -> None:
+        """The run begins, or goes on, at ``done`` of ``total`` steps."""
 
-    def step(self, done: int, loss: float, pace: Pace) -> None: ...
+    def step(self, done: int, loss: float, pace: Pace) -> None:
+        """A step is done."""
 
-    def evaluated(self, done: int, loss: float) -> None: ...
+    def evaluated(self, done: int, loss: float) -> None:
+        """The held-out text was tried."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """Something that people should know."""
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """The run ends, however it does."""
 
 
-class Bar:
+class Bar(Progress):
     """A progress bar for terminals."""
 
     def __init__(self, console: Console) -> None:
@@ -60,7 +64,7 @@ class Bar:
         self._rich.stop()
 
 
-class Lines:
+class Lines(Progress):
     """One line per evaluation, and one whenever `QUIET_SECONDS` passed without."""
 
     def __init__(self, console: Console) -> None:
@@ -89,9 +93,6 @@ class Lines:
     def note(self, text: str) -> None:
         self._print(f"note: {text}")
 
-    def end(self) -> None:
-        pass
-
     def _line(self, done: int, held_out: str) -> None:
         self._last_line = time.monotonic()
         left = ""
@@ -105,29 +106,10 @@ class Lines:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-class Silent:
-    """Says nothing: of several processes, one tells."""
-
-    def begin(self, title: str, *, done: int, total: int) -> None:
-        pass
-
-    def step(self, done: int, loss: float, pace: Pace) -> None:
-        pass
-
-    def evaluated(self, done: int, loss: float) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
 def make_progress(console: Console, *, silent: bool = False) -> Progress:
     """Return a bar where the console is a terminal, plain lines where it is a file or a pipe."""
     if silent:
-        return Silent()
+        return Progress()
     return Bar(console) if console.is_terminal else Lines(console)
 
 

@@ -10,16 +10,6 @@ import narrowcast as nc
 
 from .errors import SettingsError
 
-LowPrecisionRecipe = (
-    nc.recipe.DelayedScaling
-    | nc.recipe.Float8CurrentScaling
-    | nc.recipe.MXFP8BlockScaling
-    | nc.recipe.Float8BlockScaling
-    | nc.recipe.NVFP4BlockScaling
-    | nc.recipe.MXFP6BlockScaling
-    | nc.recipe.MXFP4BlockScaling
-)
-
 
 @dataclass(frozen=True)
 class RecipeChoice:
@@ -34,7 +24,7 @@ class RecipeChoice:
     """
 
     title: str
-    recipe: type[LowPrecisionRecipe] | None = None
+    recipe: Callable[..., nc.recipe.Recipe] | None = None
     native: Callable[..., bool | tuple[bool, str]] | None = None
     tolerance: float | None = None
     strict: float | None = None
@@ -79,7 +69,7 @@ def recipe_name(word: str) -> str:
     return name
 
 
-def build_recipe(name: str, *, device: str, emulate: bool) -> LowPrecisionRecipe | None:
+def build_recipe(name: str, *, device: str, emulate: bool) -> nc.recipe.Recipe | None:
     """Build the library's recipe, or None for bfloat16.
 
     Args:
@@ -129,7 +119,7 @@ def recipe_table(
         raise SettingsError(f"--recipe-table: {error}") from error
     for pattern, recipe in recipes.items():
         for choice in CHOICES.values():
-            if choice.recipe is not None and isinstance(recipe, choice.recipe):
+            if recipe is not None and type(recipe) is choice.recipe:
                 _require_kernels(
                     recipe, choice, f"the recipe of {pattern!r}", device, 'give it "emulate": true'
                 )

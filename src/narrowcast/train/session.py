@@ -4,6 +4,7 @@ import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,9 +85,7 @@ def series(
     progress: Progress,
     *,
     resume: bool,
-    tokenizer: str = "",
-    tensorboard: bool = False,
-    ranks: Ranks = ALONE,
+    **kept: Any,
 ) -> None:
     """Train runs one after the other, each in its own folder below one; finished ones are left as they are.
 
@@ -96,7 +95,7 @@ def series(
         corpus: their text.
         progress: is told what happens.
         resume: continue each run from its newest checkpoint, if it has one.
-        tokenizer, tensorboard, ranks: as `run_in` takes them.
+        kept: `tokenizer`, `tensorboard` and `ranks`, as `run_in` takes them.
 
     Raises:
         SettingsError, TrainingError: as `Run`.
@@ -112,17 +111,7 @@ def series(
         # Each run compiles anew, as it would alone: graphs of the runs before would count towards the compiler's limit.
         torch.compiler.reset()
         gc.collect()  # what is left of the model before goes before the next one comes
-        run_in(
-            own,
-            config,
-            corpus,
-            progress,
-            resume=saved,
-            told=False,
-            tokenizer=tokenizer,
-            tensorboard=tensorboard,
-            ranks=ranks,
-        )
+        run_in(own, config, corpus, progress, resume=saved, told=False, **kept)
 
 
 def _is_finished(path: Path, config: TrainConfig) -> bool:

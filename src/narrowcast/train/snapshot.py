@@ -12,7 +12,7 @@ MODEL = "model"
 TRAINING = "training"
 OPTIMIZER = "optimizer"
 CPU_GENERATOR = "generator.cpu"
-CUDA_GENERATOR = "generator.cuda"
+CUDA_GENERATOR = "generator.cuda.0"
 
 
 def take(model: nn.Module, optimizer: Optimizer) -> TensorFiles:
@@ -26,12 +26,12 @@ def take(model: nn.Module, optimizer: Optimizer) -> TensorFiles:
         two groups of tensors: `model`, loadable elsewhere, and `training`, with optimizer and generators.
     """
     training = {
-        f"{OPTIMIZER}.{name}.{key}": value
+        _of(name, key): value
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state[parameter].items()
     }
-    training |= _generators()
-    return {MODEL: _unshared(model.state_dict(keep_vars=True)), TRAINING: training}
+    state = model.state_dict()
+    return {MODEL: {name: state[name] for name in _shapes(model)}, TRAINING: training | _generators()}
 
 
 def restore(files: TensorFiles, model: nn.Module, optimizer: Optimizer) -> None:
@@ -46,9 +46,10 @@ def restore(files: TensorFiles, model: nn.Module, optimizer: Optimizer) -> None:
         DamagedCheckpoint: tensors are missing, left over or of another shape.
         KeyError: a whole group or the generator is missing.
     """
-    training = dict(files[TRAINING])
-    generators = {name: training.pop(name) for name in [*training] if name.startswith("generator.")}
-    _restore_optimizer(training, model, optimizer)
+    moments, generators = _taken_apart(files[TRAINING], model)
+    for name, parameter in model.named_parameters():
+        for kind, value in moments[name].items():
+            optimizer.state[parameter][kind] = value.to(parameter.device)
     restore_model(files[MODEL], model)
     _set_generators(generators)
 
@@ -57,30 +58,33 @@ def _generators() -> dict[str, Tensor]:
     """The generators of the CPU and of this process's GPU."""
     states = {CPU_GENERATOR: torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        states[f"{CUDA_GENERATOR}.0"] = torch.cuda.get_rng_state()
+        states[CUDA_GENERATOR] = torch.cuda.get_rng_state()
     return states
 
 
 def _set_generators(states: dict[str, Tensor]) -> None:
     torch.set_rng_state(states[CPU_GENERATOR])
-    state = states.get(f"{CUDA_GENERATOR}.0")
+    state = states.get(CUDA_GENERATOR)
     if state is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state)
 
 
-def _restore_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
-    left = dict(tensors)
-    kinds = {name.rpartition(".")[2] for name in tensors}
-    for name, parameter in model.named_parameters():
-        for kind in kinds:
-            value = left.pop(f"{OPTIMIZER}.{name}.{kind}", None)
-            # A per-parameter counter is a scalar and stays where the optimizer put it; moments live with theirs.
-            if value is None or value.shape not in (parameter.shape, torch.Size()):
-                found = "missing" if value is None else f"of shape {tuple(value.shape)}"
-                raise DamagedCheckpoint(f"the optimizer's {kind} of {name} is {found}")
-            optimizer.state[parameter][kind] = value.to(parameter.device)
-    if left:
-        raise DamagedCheckpoint(f"tensors left over: {', '.join(sorted(left))}")
+def _taken_apart(
+    training: dict[str, Tensor], model: nn.Module
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """The optimizer's state by parameter and kind, all of it there, and the generators."""
+    generators = {name: value for name, value in training.items() if name.startswith("generator.")}
+    state = {name: value for name, value in training.items() if name not in generators}
+    parameters = dict(model.named_parameters())
+    kinds = {name.rpartition(".")[2] for name in state}
+    shapes = {_of(name, kind): p.shape for name, p in parameters.items() for kind in kinds}
+    _require_shapes(shapes, state, scalars=True)  # counters of the optimizer
+    return {name: {kind: state[_of(name, kind)] for kind in kinds} for name in parameters}, generators
+
+
+def _of(parameter: str, kind: str) -> str:
+    """The name of a parameter's state in the optimizer."""
+    return f"{OPTIMIZER}.{parameter}.{kind}"
 
 
 def restore_model(tensors: dict[str, Tensor], model: nn.Module) -> None:
@@ -89,27 +93,8 @@ def restore_model(tensors: dict[str, Tensor], model: nn.Module) -> None:
     Raises:
         DamagedCheckpoint: tensors are missing, left over or of another shape.
     """
-    try:
-        result = model.load_state_dict(tensors, strict=False)
-    except RuntimeError as error:
-        raise DamagedCheckpoint(str(error).replace("\n", " ")) from error
-    state = model.state_dict(keep_vars=True)
-    absent = set(state) - set(_unshared(state))  # tied to a tensor that is there under its first name
-    missing = set(result.missing_keys) - absent
-    if missing or result.unexpected_keys:
-        names = ", ".join([*sorted(missing), *result.unexpected_keys])
-        raise DamagedCheckpoint(f"tensors missing or left over: {names}")
-
-
-def _unshared(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Drop further names of one tensor: safetensors stores each memory once."""
-    seen: set[int] = set()
-    kept = {}
-    for name, tensor in state.items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            kept[name] = tensor.detach()
-    return kept
+    _require_shapes(_shapes(model), tensors)
+    model.load_state_dict(tensors, strict=False)  # strict would ask for the other names of tied ones
 
 
 def take_shards(model: nn.Module, optimizer: Optimizer, orders: dict[str, Tensor]) -> TensorFiles:
@@ -133,7 +118,7 @@ def take_shards(model: nn.Module, optimizer: Optimizer, orders: dict[str, Tensor
         return {}
     backwards = {name: order.argsort() for name, order in orders.items()}
     training = {
-        f"{OPTIMIZER}.{name}.{key}": _in_order(value, backwards.get(name))
+        _of(name, key): _in_order(value, backwards.get(name))
         for name, values in moments["state"].items()
         for key, value in values.items()
     }
@@ -155,20 +140,11 @@ def restore_shards(
     """
     from torch.distributed.checkpoint import state_dict as dcp
 
-    training, tensors = dict(files[TRAINING]), files[MODEL]
-    generators = {name: training.pop(name) for name in [*training] if name.startswith("generator.")}
-    shapes = _shapes(model)
-    _require_shapes(shapes, tensors)
-    parameters = {name: shapes[name] for name, _ in model.named_parameters()}
-    moments: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
-    kinds = {name.rpartition(".")[2] for name in training}
-    _require_shapes(
-        {f"{OPTIMIZER}.{name}.{kind}": shape for name, shape in parameters.items() for kind in kinds},
-        training,
-    )
-    for name, value in training.items():
-        owner, _, kind = name.removeprefix(f"{OPTIMIZER}.").rpartition(".")
-        moments[owner][kind] = _in_order(value, orders.get(owner))
+    tensors = files[MODEL]
+    _require_shapes(_shapes(model), tensors)
+    moments, generators = _taken_apart(files[TRAINING], model)
+    for name in moments.keys() & orders.keys():
+        moments[name] = {kind: _in_order(value, orders[name]) for kind, value in moments[name].items()}
     # strict would ask for the other names of tied ones
     options = dcp.StateDictOptions(full_state_dict=True, strict=False)
     groups = dcp.get_optimizer_state_dict(model, optimizer)["param_groups"]
@@ -190,10 +166,12 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in model.state_dict().items() if name not in tied}
 
 
-def _require_shapes(shapes: dict[str, torch.Size], tensors: dict[str, Tensor]) -> None:
+def _require_shapes(
+    shapes: dict[str, torch.Size], tensors: dict[str, Tensor], *, scalars: bool = False
+) -> None:
     if different := sorted(shapes.keys() ^ tensors.keys()):
         raise DamagedCheckpoint(f"tensors missing or left over: {', '.join(different)}")
     for name, shape in shapes.items():
         found = tensors[name].shape
-        if found not in (shape, torch.Size()):  # a counter of the optimizer is a scalar
+        if found != shape and (found or not scalars):
             raise DamagedCheckpoint(f"{name} is of shape {tuple(found)}, not {tuple(shape)}")
