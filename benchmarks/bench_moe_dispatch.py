@@ -22,20 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Row, captured, is_late, parser, rank_ms, report_of_ranks
+from harness import RECIPES, Row, captured, is_late, parser, rank_ms, report_of_ranks
 from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.testing import relative_error
 
 EXPERTS, TOPK, HIDDEN, FFN = 8, 2, 4096, 14336
-RECIPES: dict[str, Callable[[], nc.recipe.Recipe] | None] = {
-    "torch bf16": None,
-    "current": nc.recipe.Float8CurrentScaling,
-    "delayed": nc.recipe.DelayedScaling,
-    "block": nc.recipe.Float8BlockScaling,
-    "narrowcast bf16": None,
-}
+NAMES = ("torch bf16", *RECIPES, "narrowcast bf16")
 MODES = ("eager", "captured", "compiled")
 STEPS = 5  # between two looks at the clock
 
@@ -83,9 +77,8 @@ def step_of(name: str, x: Tensor, dy: Tensor, compiled: bool) -> tuple[Mixture, 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
-    recipe = RECIPES[name]
-    if recipe is not None:
-        nc.set_recipe(model.experts, recipe())
+    if name in RECIPES:
+        nc.set_recipe(model.experts, RECIPES[name]())
     run = torch.compile(model, fullgraph=True) if compiled else model
 
     def step() -> None:
@@ -149,7 +142,7 @@ def measure(chosen: Namespace) -> list[Row]:
     rows: list[Row] = []
     expected: dict[str, Tensor] = {}
     began = time.monotonic()
-    names = [name for name in RECIPES if chosen.only in name]
+    names = [name for name in NAMES if chosen.only in name]
     modes = [mode for mode in MODES if mode != "compiled" or not chosen.skip_compile]
     firsts: dict[str, Row] = {}
     for mode, name in itertools.product(modes, names):

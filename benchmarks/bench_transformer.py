@@ -168,9 +168,8 @@ def steps(name: str, optimizer_name: str, repeats: int) -> Row:
     fresh()
     model, positions = Model(name), angles(WIDE, LENGTH)
     if name not in ("torch bf16", "narrowcast bf16"):
-        nc.set_recipe(
-            model, {"blocks": RECIPES[name]}
-        )  # the model is what is called: it renews delayed scaling
+        # The model is what is called: it renews delayed scaling.
+        nc.set_recipe(model, {"blocks": RECIPES[name]})
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     run = torch.compile(model, fullgraph=True)
     words = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), device="cuda")

@@ -1,12 +1,12 @@
 """What every benchmark shares: shapes, timing, the description of the machine, the table, the rows and the plot."""
 
-from .contenders import SWEEP, Table, compare, compiled, gate, measure, summarize
+from .contenders import SWEEP, Table, compare, compiled, measure, summarize
 from .machine import Row, machine
 from .ranks import is_late, rank_ms, report_of_ranks
-from .report import append, parser, report, report_on_gpu, runs_on_gpu
+from .report import append, parser, report, report_on_gpu
 from .shapes import FFN, HIDDEN, TENSORS, Shape
 from .steps import RECIPES, Step, captured, measure_steps, saved_mib, step_of
-from .timing import ring, seconds_of, spread, time_in_turns, time_ms
+from .timing import ring, seconds_of, spread, time_in_turns
 
 __all__ = [
     "FFN",
@@ -22,7 +22,6 @@ __all__ = [
     "captured",
     "compare",
     "compiled",
-    "gate",
     "is_late",
     "machine",
     "measure",
@@ -33,12 +32,10 @@ __all__ = [
     "report_of_ranks",
     "report_on_gpu",
     "ring",
-    "runs_on_gpu",
     "saved_mib",
     "seconds_of",
     "spread",
     "step_of",
     "summarize",
     "time_in_turns",
-    "time_ms",
 ]

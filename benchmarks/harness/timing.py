@@ -1,4 +1,4 @@
-"""Clocks: one function alone with the cache flushed, or many in turns over a ring of inputs larger than the cache."""
+"""Clocks: steps in a row, or contenders in turns over a ring of inputs larger than the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from .machine import Row
 
-FLUSHED_BYTES = 256 * 2**20  # more than the last-level cache of the GPUs at hand
 RING_BYTES = 512 * 2**20  # several times the last-level cache
 LAUNCHES = 4  # per turn
 UNCOUNTED_TURNS = 2
@@ -28,14 +27,6 @@ def seconds_of(step: Callable[[], object], count: int, device: str = "cuda") -> 
         step()
     wait()
     return (time.perf_counter() - start) / count
-
-
-def time_ms(run: Callable[[], object], device: str, repeats: int) -> Row:
-    """Median, 20th and 80th percentile in milliseconds, after three runs that are not counted."""
-    for _ in range(3):
-        run()
-    timed = _time_cuda(run, repeats) if device == "cuda" else [_cpu_us(run) / 1e3 for _ in range(repeats)]
-    return spread(timed, "ms")
 
 
 def spread(times: Sequence[float], unit: str) -> Row:
@@ -101,12 +92,3 @@ def _cpu_us(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return (time.perf_counter() - start) * 1e6
-
-
-def _time_cuda(run: Callable[[], object], repeats: int) -> list[float]:
-    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(repeats):
-        flushed.zero_()
-        times.append(_cuda_us(run, queued=False) / 1e3)
-    return times

@@ -7,7 +7,6 @@ quantized, so codes and scales are what moves, not bf16. A storage moves once, h
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -262,15 +261,11 @@ class _Offload:
             layer = self.forward.layers[at] if at >= 0 else None
             if layer is not None:
                 act(layer)
-        begin = functools.partial(_begin_backward, self.forward, index)
+        forward = self.forward
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(begin)
+                tensor.register_hook(lambda grad: forward.begin_backward(index))
         return output
-
-
-def _begin_backward(forward: _Forward, index: int, grad: Tensor) -> None:
-    forward.begin_backward(index)
 
 
 class ManualOffloadSynchronizer:
@@ -292,9 +287,9 @@ class ManualOffloadSynchronizer:
         self._call(layer_id, _Layer.start_reload)
 
     def _call(self, layer_id: int, act: Callable[[_Layer], None]) -> None:
-        layers = [] if self._offload is None else self._offload.forward.layers
         if self._offload is None:
             return
+        layers = self._offload.forward.layers
         if not 0 <= layer_id < len(layers):
             raise ValueError(f"layer_id is {layer_id}; the last forward had layers 0 to {len(layers) - 1}")
         layer = layers[layer_id]
@@ -340,7 +335,7 @@ def get_cpu_offload_context(
             synchronisation. RuntimeError: entering again before the sync function; under ``torch.compile``.
     """
     if not enabled:
-        idle = (contextlib.nullcontext(), _identity)
+        idle = (contextlib.nullcontext(), lambda output: output)
         return (*idle, ManualOffloadSynchronizer(None)) if manual_synchronization else idle
     if offload_weights:
         warnings.warn(
@@ -359,12 +354,5 @@ def get_cpu_offload_context(
         raise ValueError("offload_stream is for manual_synchronization=True; leave it out")
     offloaded = model_layers if manual_synchronization else num_layers
     context = _Offload(offloaded, model_layers, manual_synchronization, offload_stream)
-    return (
-        (context, context.synchronise, ManualOffloadSynchronizer(context))
-        if manual_synchronization
-        else (context, context.synchronise)
-    )
-
-
-def _identity(output: Any) -> Any:
-    return output
+    parts = (context, context.synchronise)
+    return (*parts, ManualOffloadSynchronizer(context)) if manual_synchronization else parts

@@ -135,9 +135,8 @@ def measure(
         first_ms = max([_milliseconds(step, 3) for step in steps for _ in range(2)][1::2])
         count = min(max(int(SECONDS * 1e3 / first_ms), 3), 100)
         times: list[list[float]] = [[], []]
-        for turn in range(
-            ROUNDS
-        ):  # who begins after a pause finds a cooler GPU: each does as often as the other
+        # Who begins after a pause finds a cooler GPU: each does as often as the other.
+        for turn in range(ROUNDS):
             for which in (0, 1) if turn % 2 else (1, 0):
                 times[which].append(_milliseconds(steps[which], count))
     return statistics.median(times[0]), statistics.median(times[1])

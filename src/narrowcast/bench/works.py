@@ -21,11 +21,6 @@ class Work(NamedTuple):
     kind: str
     sizes: tuple[int, ...]
 
-    @property
-    def is_model(self) -> bool:
-        """Whether a step of it trains a whole model."""
-        return self.kind == "model"
-
 
 LAYERS = (
     Work("Linear 8192x4096->14336", "linear", (8192, 4096, 14336)),
@@ -96,7 +91,7 @@ def step_of(work: Work, module: nn.Module, run: Callable[..., Tensor], device: s
         run: the module or what was compiled of it.
     """
     generator = torch.Generator(device).manual_seed(1)
-    if work.is_model:
+    if work.kind == "model":
         *_, batch, length = work.sizes
         tokens = torch.randint(0, VOCABULARY, (batch, length + 1), device=device, generator=generator)
         given, wanted = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -82,19 +82,15 @@ _RECIPE_STATES = (
     "MXFP8BlockScalingRecipeState",
     "NVFP4BlockScalingRecipeState",
 )
+_AUTOCAST = _of(
+    state, "autocast", "fp8_autocast", "fp8_model_init", "get_default_recipe", "quantized_model_init"
+)
 _QUANTIZATION = {
     **_RECIPE,
     **_AVAILABLE,
     **_of(_device, "get_device_compute_capability"),
-    **_of(
-        state,
-        *_RECIPE_STATES,
-        "autocast",
-        "fp8_autocast",
-        "fp8_model_init",
-        "get_default_recipe",
-        "quantized_model_init",
-    ),
+    **_of(state, *_RECIPE_STATES),
+    **_AUTOCAST,
     "get_default_fp8_recipe": state.get_default_recipe,
     **_of(recipe, "DelayedScalingRequest", "QuantizerRequest", "get_align_size_for_quantization"),
     **_of(roles, "QuantizerRole"),
@@ -231,14 +227,7 @@ _PYTORCH = {
     **_AVAILABLE,
     **_DEVICE,
     **_GLU,
-    **_of(
-        state,
-        "autocast",
-        "fp8_autocast",
-        "fp8_model_init",
-        "get_default_recipe",
-        "quantized_model_init",
-    ),
+    **_AUTOCAST,
     **_of(roles, "QuantizerRole"),
     **_of(recipe, "DelayedScalingRequest", "QuantizerRequest"),
     **_of(state, "CudaRNGStatesTracker", "checkpoint"),

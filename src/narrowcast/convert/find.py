@@ -18,11 +18,8 @@ from .experts import ExpertsLayer
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
-_LOOKED_UP = (
-    "embed",
-    "position",
-    "token",
-)  # in names of parameters that are added or looked up, not multiplied
+# in names of parameters that are added or looked up, not multiplied
+_LOOKED_UP = ("embed", "position", "token")
 
 _FAST_PATH = "without gradients, torch's fast path for nn.TransformerEncoderLayer reads its weight itself"
 

@@ -216,10 +216,10 @@ def _saved(model: Model, rates: Rates) -> float:
     d, f, k = model.dim, model.active_hidden, model.kv_heads * model.head_dim
     h, q = model.heads * model.head_dim, model.heads * model.key_dim
     copies = model.active_experts + model.shared_experts if model.experts else 1
-    own = 2.0 * (
-        2 * d + q + 2 * k + h + 2 * f
-    )  # inputs of both norms, queries, keys, values, output, gate and up
-    linear = d + d * copies + f  # inputs of the projections and of the feed-forward layer's two
+    # Inputs of both norms, queries, keys, values, output, gate and up; inputs of the projections and of the
+    # feed-forward layer's two.
+    own = 2.0 * (2 * d + q + 2 * k + h + 2 * f)
+    linear = d + d * copies + f
     return own + linear * rates.code + (0.0 if rates.code == 2 else h * rates.code)
 
 
@@ -298,26 +298,20 @@ def _traffic(
         wire["CP keys and values"] = count * whole / layout.tp * _others(layout.cp) * 2 * 3
         exposed["CP"] = wire["CP keys and values"] / min(gpu.link, gpu.network * max(1, HOST // layout.tp))
     if layout.ep > 1:
-        _experts(
-            model, layout, rates, gpu, rows * count * model.moe_layers / model.layers, wire, exposed, hidden
-        )
+        routed = rows * count * model.moe_layers / model.layers
+        wire["expert all-to-all"], seconds = _experts(model, layout, rates, gpu, routed)
+        if layout.overlap_experts:
+            hidden["experts"] = (seconds, 3.0)
+        else:
+            exposed["experts"] = seconds
     if layout.pp > 1:
         wire["pipeline sends"] = rows * model.dim / layout.tp * 2 * 2 * layout.stages
         hidden["pipeline"] = (wire["pipeline sends"] / gpu.network, 3.0)
     return wire, exposed, hidden
 
 
-def _experts(
-    model: Model,
-    layout: Layout,
-    rates: Rates,
-    gpu: Gpu,
-    rows: float,
-    wire: dict[str, float],
-    exposed: dict[str, float],
-    hidden: dict[str, tuple[float, float]],
-) -> None:
-    """The all-to-all of experts: codes to them, bf16 back, and both ways once more in bf16 in the backward."""
+def _experts(model: Model, layout: Layout, rates: Rates, gpu: Gpu, rows: float) -> tuple[float, float]:
+    """Bytes and seconds of the all-to-all of experts: codes to them, bf16 back, both ways in bf16 in the backward."""
     hosts = max(1, layout.ep * layout.tp // HOST)
     near = _others(min(layout.ep, HOST // layout.tp)) / hosts
     far = 1 - 1 / hosts
@@ -326,12 +320,8 @@ def _experts(
     size = model.dim / layout.tp * (rates.code + 6 + again) * rows
     over_hosts = (min(copies, 4.0, hosts) if layout.overlap_experts else copies) * far * size
     inside = copies * ((1 - 1 / HOST) if layout.overlap_experts and hosts > 1 else near) * size
-    wire["expert all-to-all"] = over_hosts + inside
-    seconds = over_hosts / gpu.network + inside / gpu.link
-    if layout.overlap_experts:
-        hidden["experts"] = (max(over_hosts / gpu.network, inside / gpu.link), 3.0)
-    else:
-        exposed["experts"] = seconds
+    both = over_hosts / gpu.network, inside / gpu.link
+    return over_hosts + inside, max(both) if layout.overlap_experts else sum(both)
 
 
 def _others(ranks: int) -> float:

@@ -62,8 +62,6 @@ def save(folder: Path, *, step: int, meta: dict, tensors: TensorFiles) -> Path:
 
     Args:
         folder: holds the run's checkpoints; made if absent.
-        step: optimizer steps done.
-        meta: JSON-able data.
         tensors: file stem -> tensor name -> tensor; no two tensors of a file may share memory.
 
     Returns:

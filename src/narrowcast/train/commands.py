@@ -192,7 +192,7 @@ def generate(
     samples: Annotated[int, typer.Option(help="Continuations that are made together.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
     recipe: Annotated[
-        o.SomeWord, typer.Option(help="Recipe in place of the run's, such as bf16.", show_default="the run's")
+        str | None, typer.Option(help="Recipe in place of the run's, such as bf16.", show_default="the run's")
     ] = None,
     device: o.Device = "auto",
     compile: o.Compile = False,

@@ -93,13 +93,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
 
 
 def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> None:
-    """Write `loss.png`, `summary.csv`, `losses.csv` and `results.json`.
-
-    Args:
-        comparison: what to write.
-        folder: exists.
-        command: the command line, for readers.
-    """
+    """Write into a folder `loss.png`, `summary.csv`, `losses.csv` and `results.json`."""
     shared = comparison.shared
     settings = {name: value for name, value in shared["settings"].items() if name not in FREE}
     subtitle = (

@@ -67,6 +67,12 @@ class ModelConfig:
             f"it must divide --heads {self.heads}",
         )
 
+    @property
+    def gemm_weights(self) -> int:
+        """Weights of the linear layers of a block."""
+        key_values = 2 * self.kv_heads * (self.dim // self.heads)
+        return self.dim * (2 * self.dim + key_values + 3 * self.hidden)
+
 
 @dataclass(frozen=True)
 class TrainConfig:

@@ -87,9 +87,6 @@ def split(texts: list[bytes], *, seq_len: int, source: str, tokens: Tokens | Non
     """Join texts and hold out every tenth block of the result.
 
     Args:
-        texts: file contents in order.
-        seq_len: tokens of a training sequence.
-        source: name for people.
         tokens: what a token is; None for bytes.
 
     Raises:
@@ -117,10 +114,6 @@ def train_batch(
     """Draw the batch of a step.
 
     Args:
-        corpus: the text.
-        batch_size: sequences.
-        seq_len: tokens per sequence.
-        seed: the run's seed.
         step: index of the step. The batch is a function of the seed and the step alone, so that a run may
             stop and go on anywhere without keeping a reader's position.
 
@@ -137,12 +130,6 @@ def held_out_batches(
     corpus: Corpus, *, batch_size: int, seq_len: int, count: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Cut the batches of every evaluation: windows at even distances over the held-out text.
-
-    Args:
-        corpus: the text.
-        batch_size: sequences per batch.
-        seq_len: tokens per sequence.
-        count: batches.
 
     Returns:
         `count` pairs of inputs and targets as `train_batch` returns them, always the same ones.

@@ -34,14 +34,7 @@ ALL_RECIPES = tuple(name for name in CHOICES if name not in EMULATED)
 
 @dataclass(frozen=True)
 class Demo:
-    """A finished demo.
-
-    Args:
-        rows: the comparison.
-        config: settings shared by the runs.
-        corpus: their text.
-        parameters: size of the model.
-    """
+    """A finished demo: the comparison, the settings and the text that its runs share, and the size of the model."""
 
     rows: list[Row]
     config: TrainConfig
@@ -62,14 +55,7 @@ def check_recipes(config: TrainConfig, recipes: Sequence[str] = ALL_RECIPES) -> 
 def run_demo(
     config: TrainConfig, corpus: Corpus, progress: Progress, recipes: Sequence[str] = ALL_RECIPES
 ) -> Demo:
-    """Train one run per recipe, from the same seed on the same batches.
-
-    Args:
-        config: settings shared by the runs.
-        corpus: their text.
-        progress: is told what happens.
-        recipes: canonical recipe names; the baseline must be among them.
-    """
+    """Train one run per recipe, from the same seed on the same batches; bf16 must be among them."""
     results = []
     for name in recipes:
         torch.compiler.reset()  # graphs of the recipes before would count towards the compiler's limit
@@ -81,8 +67,6 @@ def write_results(demo: Demo, folder: Path, *, command: str, document: Path | No
     """Write `results.json` and `loss.png`, and the Markdown page if asked.
 
     Args:
-        demo: the finished demo.
-        folder: gets the results; made if absent.
         command: the command line, to be repeated by readers.
         document: path of the page; its picture goes into `assets/` beside it. None writes no page.
     """

@@ -25,8 +25,6 @@ class Finding:
     """One line of the examination.
 
     Args:
-        subject: what was looked at.
-        text: what was found.
         broken: whether training cannot work because of it.
     """
 

@@ -23,10 +23,6 @@ def compose(
     """Return the page.
 
     Args:
-        rows: the comparison.
-        config: settings shared by the runs.
-        corpus: their text.
-        parameters: size of the model.
         machine: what `machine.describe` returned.
         command: the command line that made the page.
         picture: path of the picture, relative to the page.

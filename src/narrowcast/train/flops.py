@@ -28,14 +28,8 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     Two for each weight of a GEMM and token, and for the attention, whose position sees half of the sequence on
     average, two GEMMs of `dim` by `seq_len / 2`; the backward takes twice the forward
     (Chowdhery et al., PaLM, appendix B, with the causal half counted once).
-
-    Args:
-        config: shape of the model.
-        seq_len: tokens of a sequence.
     """
-    key_values = 2 * config.kv_heads * (config.dim // config.heads)
-    block = config.dim * (2 * config.dim + key_values + 3 * config.hidden)
-    weights = config.layers * block + config.vocabulary * config.dim
+    weights = config.layers * config.gemm_weights + config.vocabulary * config.dim
     attention = config.layers * config.dim * seq_len
     return 3 * 2 * (weights + attention)
 

@@ -136,15 +136,11 @@ def generate(
     compile: bool = False,
     graphs: bool = False,
 ) -> Iterator[Tensor]:
-    """Continue a prompt.
+    """Continue a prompt so many times.
 
     Args:
-        trained: the model.
         prompt: int64 (length,) on the CPU, not empty.
         count: tokens to make.
-        samples: continuations that are made together.
-        choice: how tokens are chosen.
-        seed: of the drawing.
         compile: decode with `torch.compile(fullgraph=True)`; the prompt runs uncompiled.
         graphs: replay CUDA graphs of it.
 
@@ -177,10 +173,7 @@ class Answer:
     """Continuations of a prompt, as text.
 
     Args:
-        trained: the model.
         prompt: text to continue; at least a token.
-        count: tokens to make.
-        samples: continuations that are made together.
 
     Raises:
         SettingsError: a number is not positive, or the prompt is empty.

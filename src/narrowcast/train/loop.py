@@ -28,9 +28,6 @@ class Run:
     """A run with its history; nothing is written before every check has passed.
 
     Args:
-        config: the run's settings.
-        corpus: its text.
-        progress: is told what happens.
         folder: where checkpoints go; None saves none.
         resume: continue from the newest checkpoint in `folder`.
         ranks: the processes that do it together, of which the first saves; all of them see `folder`.

@@ -16,8 +16,7 @@ STATES = 4  # a parameter, its gradient and the optimizer's two moments
 
 def parameters_of(config: ModelConfig) -> int:
     """Return the number of parameters of a `Decoder`, without building it."""
-    key_values = 2 * config.kv_heads * (config.dim // config.heads)
-    block = config.dim * (2 * config.dim + key_values + 3 * config.hidden + 2)
+    block = config.gemm_weights + 2 * config.dim  # and the norms
     tables = config.vocabulary * config.dim * (1 if config.tie_embeddings else 2)
     return config.layers * block + tables + config.dim
 
@@ -26,7 +25,6 @@ def require_memory(config: TrainConfig, ranks: int = 1, parts: int = 1) -> None:
     """Check the parts of a run that surely are in memory at once against what the machine has.
 
     Args:
-        config: the run's settings.
         ranks: processes that share the parameters. Each builds the whole model before it keeps its part.
         parts: parts that a batch is split in among them.
 

@@ -1,7 +1,7 @@
 """The options of the commands: what they are called, and what `--help` says of them."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -26,19 +26,12 @@ def _of_preset(text: str, panel: str, *names: str) -> typer.models.OptionInfo:
     return _option(text, *names, panel=panel, default=OF_PRESET)
 
 
-# Typer reads annotations at run time and, in its older releases, not the `X | None` of newer Pythons.
-SomePath = Optional[Path]  # noqa: UP045
-SomeWord = Optional[str]  # noqa: UP045
-SomeInt = Optional[int]  # noqa: UP045
-SomeFloat = Optional[float]  # noqa: UP045
-SomeBool = Optional[bool]  # noqa: UP045
-
 Data = Annotated[
-    SomePath,
+    Path | None,
     _option("Text file, or folder of text files; left out: the Python standard library's sources."),
 ]
 RunFolder = Annotated[
-    SomePath,
+    Path | None,
     _option(
         "Folder of the run: checkpoints and result.json; left out: the next runs/train-NNN, "
         "with --resume the last one.",
@@ -46,17 +39,17 @@ RunFolder = Annotated[
     ),
 ]
 Document = Annotated[
-    SomePath, _option("Also write the result as a Markdown page, with its picture in assets/ beside it.")
+    Path | None, _option("Also write the result as a Markdown page, with its picture in assets/ beside it.")
 ]
 Parallel = Annotated[
-    SomeWord,
+    str | None,
     _option(
         f"Under torchrun: {', '.join(MODES)}. One run in all its processes; left out: one process.",
         default=False,
     ),
 ]
 TpSize = Annotated[
-    SomeInt,
+    int | None,
     _option(f"Processes that split each block, with --parallel fsdp+tp; left out: {TP_SIZE}.", default=False),
 ]
 Device = Annotated[str, _option("auto, cpu or cuda.")]
@@ -66,7 +59,7 @@ Recipe = Annotated[
     _option(f"none (the same as bf16), {', '.join(CHOICES)}; or several, separated by commas, to compare."),
 ]
 RecipeTable = Annotated[
-    SomePath,
+    Path | None,
     _option(
         "JSON file from patterns of layer names to recipes, laid over --recipe, as nc.recipe.recipes_to_json "
         "writes it.",
@@ -80,7 +73,7 @@ KeepBf16 = Annotated[
     ),
 ]
 TokenizerFile = Annotated[
-    SomePath,
+    Path | None,
     _option("A tokenizer.json of the package tokenizers; left out: tokens are bytes.", default=False),
 ]
 TensorBoard = Annotated[
@@ -131,25 +124,25 @@ Accumulate = Annotated[
     int, _option("Parts that a step's batch is run in: less memory, the same step.", panel=SPEED)
 ]
 
-Steps = Annotated[SomeInt, _of_preset("Optimizer steps; the cosine ends there.", SCHEDULE)]
-BatchSize = Annotated[SomeInt, _of_preset("Sequences per step.", SCHEDULE)]
-SeqLen = Annotated[SomeInt, _of_preset("Tokens per sequence.", SCHEDULE)]
-LearningRate = Annotated[SomeFloat, _of_preset("Peak learning rate.", SCHEDULE)]
-Warmup = Annotated[SomeInt, _of_preset("Steps of linear warmup, before the cosine.", SCHEDULE)]
-WeightDecay = Annotated[SomeFloat, _of_preset("AdamW's, on matrices only.", SCHEDULE)]
-Clip = Annotated[SomeFloat, _of_preset("Largest gradient norm.", SCHEDULE)]
-EvalEvery = Annotated[SomeInt, _of_preset("Steps between evaluations.", SCHEDULE)]
-EvalBatches = Annotated[SomeInt, _of_preset("Batches per evaluation.", SCHEDULE)]
+Steps = Annotated[int | None, _of_preset("Optimizer steps; the cosine ends there.", SCHEDULE)]
+BatchSize = Annotated[int | None, _of_preset("Sequences per step.", SCHEDULE)]
+SeqLen = Annotated[int | None, _of_preset("Tokens per sequence.", SCHEDULE)]
+LearningRate = Annotated[float | None, _of_preset("Peak learning rate.", SCHEDULE)]
+Warmup = Annotated[int | None, _of_preset("Steps of linear warmup, before the cosine.", SCHEDULE)]
+WeightDecay = Annotated[float | None, _of_preset("AdamW's, on matrices only.", SCHEDULE)]
+Clip = Annotated[float | None, _of_preset("Largest gradient norm.", SCHEDULE)]
+EvalEvery = Annotated[int | None, _of_preset("Steps between evaluations.", SCHEDULE)]
+EvalBatches = Annotated[int | None, _of_preset("Batches per evaluation.", SCHEDULE)]
 SaveEvery = Annotated[
-    SomeInt, _of_preset("Steps between checkpoints, and one at the end; 0 for none.", SCHEDULE)
+    int | None, _of_preset("Steps between checkpoints, and one at the end; 0 for none.", SCHEDULE)
 ]
 
-Dim = Annotated[SomeInt, _of_preset("Width of the model.", MODEL)]
-Layers = Annotated[SomeInt, _of_preset("Blocks.", MODEL)]
-Heads = Annotated[SomeInt, _of_preset("Query heads.", MODEL)]
-KvHeads = Annotated[SomeInt, _of_preset("Key and value heads.", MODEL)]
-Hidden = Annotated[SomeInt, _of_preset("Width of the feed-forward layer.", MODEL)]
+Dim = Annotated[int | None, _of_preset("Width of the model.", MODEL)]
+Layers = Annotated[int | None, _of_preset("Blocks.", MODEL)]
+Heads = Annotated[int | None, _of_preset("Query heads.", MODEL)]
+KvHeads = Annotated[int | None, _of_preset("Key and value heads.", MODEL)]
+Hidden = Annotated[int | None, _of_preset("Width of the feed-forward layer.", MODEL)]
 TieEmbeddings = Annotated[
-    SomeBool,
+    bool | None,
     _of_preset("Share the embedding with the head.", MODEL, "--tie-embeddings/--no-tie-embeddings"),
 ]

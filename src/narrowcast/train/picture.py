@@ -34,7 +34,6 @@ def draw(rows: Sequence[Row], *, subtitle: str, title: str = TITLE, unit: str = 
     Args:
         rows: the comparison; the baseline among them.
         subtitle: what was trained, where.
-        title: what the picture shows.
         unit: what a token is called.
 
     Returns:

@@ -103,7 +103,6 @@ def require_ranks(config: TrainConfig, mode: str | None, tp_size: int | None = N
     """Check that the processes of this command are those that `--parallel` needs.
 
     Args:
-        config: the run's settings.
         mode: what `--parallel` says; None where it is not given.
         tp_size: what `--tp-size` says.
         command: as it was typed, for the message.

@@ -6,13 +6,10 @@ FLOOR = 0.1  # the cosine ends at this share of the peak
 
 
 def learning_rate(step: int, *, peak: float, warmup: int, steps: int) -> float:
-    """Return the learning rate of a step: linear warmup, then a cosine down to `FLOOR` of the peak.
+    """Return the learning rate of a step, from 0: linear warmup, then a cosine down to `FLOOR` of the peak.
 
     Args:
-        step: index of the step, from 0.
-        peak: highest learning rate.
         warmup: steps of warmup; the first step already has a rate above 0.
-        steps: steps of the run.
     """
     if step < warmup:
         return peak * (step + 1) / warmup

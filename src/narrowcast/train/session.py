@@ -38,13 +38,9 @@ def run_in(
     tensorboard: bool = False,
     ranks: Ranks = ALONE,
 ) -> RunResult:
-    """Train a run, with its checkpoints and its result in a folder.
+    """Train a run, with its checkpoints and its result in a folder that this process holds.
 
     Args:
-        folder: of the run, held by this process.
-        config: its settings.
-        corpus: its text.
-        progress: is told what happens.
         resume: continue from the newest checkpoint.
         told: whether to tell the folder's name.
         tokenizer: JSON of the text's tokenizer, which `generate` needs again; empty for bytes.
@@ -87,13 +83,11 @@ def series(
     resume: bool,
     **kept: Any,
 ) -> None:
-    """Train runs one after the other, each in its own folder below one; finished ones are left as they are.
+    """Train runs of other recipes and seeds one after the other, each in its own folder below one.
+
+    Finished ones are left as they are.
 
     Args:
-        folder: holds the runs.
-        configs: their settings; they differ in recipe and seed.
-        corpus: their text.
-        progress: is told what happens.
         resume: continue each run from its newest checkpoint, if it has one.
         kept: `tokenizer`, `tensorboard` and `ranks`, as `run_in` takes them.
 

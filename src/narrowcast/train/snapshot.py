@@ -101,8 +101,6 @@ def take_shards(model: nn.Module, optimizer: Optimizer, orders: dict[str, Tensor
     """Collect what `take` does of a model whose parameters are sharded, whole; every rank calls it.
 
     Args:
-        model: its parameters and persistent buffers.
-        optimizer: its per-parameter state.
         orders: the order that the rows of parameters are in, by name.
 
     Returns:
@@ -130,10 +128,6 @@ def restore_shards(
     files: TensorFiles, model: nn.Module, optimizer: Optimizer, orders: dict[str, Tensor]
 ) -> None:
     """Put this rank's part of collected state into a model and its optimizer; every rank calls it.
-
-    Args:
-        files, model, optimizer: as `restore` takes them.
-        orders: as `take_shards` takes them.
 
     Raises:
         DamagedCheckpoint, KeyError: as `restore`.

@@ -24,8 +24,6 @@ class Trainer:
     """Builds everything a run computes with, seeded; parameters are float32, products bfloat16 or narrower.
 
     Args:
-        config: the run's settings.
-        corpus: its text.
         ranks: the processes that do it together: same model, each with its rows of every batch.
 
     Raises:
