@@ -2,18 +2,18 @@
 
 Every contender is first compared with the bf16 product on a ragged and an even shape. Then the contenders of a shape
 are timed in turns over a ring of random operands larger than the cache; quantizing is not part of the time.
-`TFLOP/s` counts 2 x tokens x in x out; `vs_bf16` is the time of the bf16 product of the same kind over the contender's.
+`TFLOP/s` counts 2 x tokens x in x out; `share` is the time over that of the bf16 product of the same kind.
 """
 
 from __future__ import annotations
 
-import statistics
+import math
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from harness import Row, parser, report_on_gpu, ring, spread, time_in_turns
+from harness import Row, parser, rates, report_on_gpu, ring, time_in_turns
 from torch import Tensor
 
 import narrowcast as nc
@@ -173,24 +173,10 @@ def measure(chosen: Namespace) -> list[Row]:
             kept = {
                 name: run for name, run in table.items() if chosen.only in name or name.startswith("bf16")
             }
-            rows += summarize(shape, kind, time_in_turns(kept, inputs, chosen.repeats))
+            where: Row = {"shape": "x".join(map(str, shape)), "gemm": kind}
+            rows += rates(where, time_in_turns(kept, inputs, chosen.repeats), 2 * math.prod(shape))
         del inputs
         torch.cuda.empty_cache()
-    return rows
-
-
-def summarize(shape: tuple[int, int, int], kind: str, times: dict[str, list[float]]) -> list[Row]:
-    """One row per contender from microseconds per launch; the first is the bf16 product."""
-    tokens, in_features, out_features = shape
-    baseline = statistics.median(next(iter(times.values())))
-    rows: list[Row] = []
-    for name, values in times.items():
-        median = statistics.median(values)
-        row: Row = {"shape": f"{tokens}x{in_features}x{out_features}", "gemm": kind, "contender": name}
-        row |= {key: round(float(str(value)), 2) for key, value in spread(values, "us").items()}
-        row["TFLOP/s"] = round(2 * tokens * in_features * out_features / (median * 1e6), 1)
-        row["vs_bf16"] = round(baseline / median, 2)
-        rows.append(row)
     return rows
 
 

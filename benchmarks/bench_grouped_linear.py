@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from harness import RECIPES, Row, captured, parser, report_on_gpu, seconds_of, spread, time_in_turns
+from bench_gemm import QUANTIZERS as DENSE
+from harness import RECIPES, Row, captured, parser, rates, report_on_gpu, seconds_of, time_in_turns
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -24,7 +25,6 @@ from narrowcast import functional
 from narrowcast.tensors import grouped_layout
 from narrowcast.testing import assert_close
 
-E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
 UNDER: dict[str, nc.recipe.Recipe | None] = {
     "bf16": None,
     **{name: make() for name, make in RECIPES.items()},
@@ -177,18 +177,10 @@ def inputs(case: Case, skewed: bool) -> tuple[Tensor, Tensor]:
     return x, torch.tensor(splits_of(case, skewed), device="cuda")
 
 
-def block(dim: int) -> nc.Quantizer:
-    return nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)
-
-
-def per_tensor(element: Any) -> nc.Quantizer:
-    return nc.Float8CurrentScalingQuantizer(element)
-
-
 QUANTIZERS = {  # of input, weight and grad_output
-    "per-tensor e4m3": (per_tensor(E4M3), per_tensor(E4M3), per_tensor(E4M3)),
-    "per-tensor e5m2 gradient": (per_tensor(E4M3), per_tensor(E4M3), per_tensor(E5M2)),
-    "128-block": (block(1), block(2), block(1)),
+    "per-tensor e4m3": (nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3),) * 3,
+    "per-tensor e5m2 gradient": DENSE["per-tensor"],
+    "128-block": DENSE["128-block"],
 }
 KINDS = {"fprop": (0, 1, False, False), "dgrad": (2, 1, False, True), "wgrad": (2, 0, True, True)}
 
@@ -283,22 +275,9 @@ def measure(chosen: Namespace) -> list[Row]:
                     n: run for n, run in gemms(case, kind).items() if chosen.only in n or n.startswith("bf16")
                 }
                 times = time_in_turns(table, sets, chosen.repeats)
-                rows += summarize({**where, "what": kind}, times, 2 * case.multiplications)
+                rows += rates({**where, "what": kind}, times, 2 * case.multiplications)
             del sets
             torch.cuda.empty_cache()
-    return rows
-
-
-def summarize(where: Row, times: dict[str, list[float]], operations: int) -> list[Row]:
-    """One row per contender from microseconds per launch; the first is the yardstick."""
-    yardstick = statistics.median(next(iter(times.values())))
-    rows: list[Row] = []
-    for name, values in times.items():
-        median = statistics.median(values)
-        row: Row = {**where, "contender": name}
-        row |= {key: round(float(str(value)), 1) for key, value in spread(values, "us").items()}
-        row |= {"TFLOP/s": round(operations / (median * 1e6), 1), "share": round(median / yardstick, 3)}
-        rows.append(row)
     return rows
 
 

@@ -7,21 +7,19 @@ of the bf16 block under torch.compile; `peak_mib` is the memory a step takes bes
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from harness import Row, Step, measure_steps, parser, report, step_of
+from harness import RECIPES, Row, Step, measure_steps, parser, report, step_of
 from peers import torchao
 
 import narrowcast as nc
 
 YARDSTICK = "bf16, compiled"
-Available = Callable[[], bool]
-CASES: dict[str, tuple[Callable[[], nc.recipe.Recipe], Available]] = {
-    "delayed": (nc.recipe.DelayedScaling, nc.is_fp8_available),
-    "current": (nc.recipe.Float8CurrentScaling, nc.is_fp8_available),
-    "block": (nc.recipe.Float8BlockScaling, nc.is_fp8_block_scaling_available),
+AVAILABLE = {
+    "delayed": nc.is_fp8_available,
+    "current": nc.is_fp8_available,
+    "block": nc.is_fp8_block_scaling_available,
 }
 
 
@@ -49,19 +47,19 @@ def contenders(shape: tuple[int, int, int], chosen: argparse.Namespace) -> dict[
     steps = {YARDSTICK: step_of(plain, torch.compile(plain, fullgraph=True), x, dy, None)}
     for name, block in torchao.converted(Plain(hidden, ffn, **factory)).items():
         steps[f"torchao {name}, compiled"] = step_of(block, torch.compile(block, fullgraph=True), x, dy, None)
-    for name, (build, available) in CASES.items():
-        if chosen.device == "cuda" and not available():
+    for name, build in RECIPES.items():
+        if chosen.device == "cuda" and not AVAILABLE[name]():
             print(f"{name}: no native GEMM here, skipped")
             continue
         for form, block in forms(hidden, ffn, chosen.device).items():
             steps[f"{name}, {form}, eager"] = step_of(block, block, x, dy, build())
             compiled = torch.compile(block, fullgraph=True)
             steps[f"{name}, {form}, compiled"] = step_of(block, compiled, x, dy, build())
-    chosen_names = [name for name in steps if name == YARDSTICK or chosen.only in name]
     return {
-        name: steps[name]
-        for name in chosen_names
-        if name == YARDSTICK or not (chosen.skip_compile and "compiled" in name)
+        name: step
+        for name, step in steps.items()
+        if name == YARDSTICK
+        or (chosen.only in name and not (chosen.skip_compile and name.endswith("compiled")))
     }
 
 

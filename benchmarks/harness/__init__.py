@@ -6,7 +6,7 @@ from .ranks import is_late, rank_ms, report_of_ranks
 from .report import append, parser, report, report_on_gpu
 from .shapes import FFN, HIDDEN, TENSORS, Shape
 from .steps import RECIPES, Step, captured, measure_steps, saved_mib, step_of
-from .timing import ring, seconds_of, spread, time_in_turns
+from .timing import rates, ring, seconds_of, spread, time_in_turns
 
 __all__ = [
     "FFN",
@@ -28,6 +28,7 @@ __all__ = [
     "measure_steps",
     "parser",
     "rank_ms",
+    "rates",
     "report",
     "report_of_ranks",
     "report_on_gpu",

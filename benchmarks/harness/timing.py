@@ -39,6 +39,19 @@ def spread(times: Sequence[float], unit: str) -> Row:
     }
 
 
+def rates(where: Row, times: Mapping[str, Sequence[float]], operations: int) -> list[Row]:
+    """One row per contender from microseconds per launch; the first is the yardstick."""
+    yardstick = statistics.median(next(iter(times.values())))
+    rows: list[Row] = []
+    for name, values in times.items():
+        median = statistics.median(values)
+        row: Row = {**where, "contender": name}
+        row |= {key: round(float(str(value)), 2) for key, value in spread(values, "us").items()}
+        row |= {"TFLOP/s": round(operations / (median * 1e6), 1), "share": round(median / yardstick, 3)}
+        rows.append(row)
+    return rows
+
+
 def ring(make: Callable[[], tuple[Any, ...]], size: int = RING_BYTES) -> list[tuple[Any, ...]]:
     """Independent inputs, so many that their first tensors together are larger than the cache; at least two."""
     first = make()

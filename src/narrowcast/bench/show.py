@@ -55,21 +55,13 @@ def read_csv(path: Path, machine: dict[str, str]) -> dict[tuple[str, str, str], 
         return {}
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    same = [
-        row for row in rows if row["ms"] and all(row[key] == machine[key] for key in machine if key != "date")
-    ]
-    return {
-        (row["work"], row["contender"], row["mode"]): Result(
-            row["work"],
-            row["contender"],
-            row["mode"],
-            float(row["ms"]),
-            None,
-            float(row["memory"]) if row["memory"] else None,
-            row["note"],
-        )
-        for row in same
-    }
+    results: dict[tuple[str, str, str], Result] = {}
+    for row in rows:
+        if row["ms"] and all(row[key] == machine[key] for key in machine if key != "date"):
+            named = row["work"], row["contender"], row["mode"]
+            memory = float(row["memory"]) if row["memory"] else None
+            results[named] = Result(*named, float(row["ms"]), None, memory, row["note"])
+    return results
 
 
 def picture(results: Sequence[Result], title: str) -> bytes:

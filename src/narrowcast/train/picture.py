@@ -4,6 +4,7 @@ import io
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -144,29 +145,21 @@ def spread(heights: Sequence[float], *, apart: float) -> list[float]:
     Returns:
         positions in the order of `heights`, centred on the wanted ones of their cluster.
     """
+
+    def bottom(cluster: Sequence[int]) -> float:
+        return fmean(heights[i] for i in cluster) - apart * (len(cluster) - 1) / 2
+
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     clusters: list[list[int]] = []
     for index in order:
         clusters.append([index])
-        while len(clusters) > 1 and _top(clusters[-2], heights, apart) + apart > _bottom(
-            clusters[-1], heights, apart
-        ):
+        while len(clusters) > 1 and bottom(clusters[-2]) + apart * len(clusters[-2]) > bottom(clusters[-1]):
             clusters[-2:] = [clusters[-2] + clusters[-1]]
     placed = list(heights)
     for cluster in clusters:
-        bottom = _bottom(cluster, heights, apart)
         for rank, index in enumerate(cluster):
-            placed[index] = bottom + rank * apart
+            placed[index] = bottom(cluster) + rank * apart
     return placed
-
-
-def _bottom(cluster: Sequence[int], heights: Sequence[float], apart: float) -> float:
-    middle = sum(heights[i] for i in cluster) / len(cluster)
-    return middle - apart * (len(cluster) - 1) / 2
-
-
-def _top(cluster: Sequence[int], heights: Sequence[float], apart: float) -> float:
-    return _bottom(cluster, heights, apart) + apart * (len(cluster) - 1)
 
 
 def _style(axes: Axes, title: str) -> None:
