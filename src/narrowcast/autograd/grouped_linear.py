@@ -117,31 +117,18 @@ def grouped_forward(
         x, splits, weights, biases: as of :func:`grouped_linear`.
         bias_scales: (T,) to multiply each row's bias with, or None.
     """
-    run = _forward_quantized if args.plan.quantized else _forward_in_high_precision
-    out, saved_input, saved_weight = run(
-        x, splits, weights, biases if bias_scales is None else [], args, groups
-    )
+    plan, fused_biases = args.plan, biases if bias_scales is None else []
+    if plan.quantized:
+        out, saved_input, saved_weight = _forward_quantized(x, splits, weights, fused_biases, args, groups)
+    else:
+        weights = [w.dequantize() if isinstance(w, (GroupedTensor, QuantizedTensor)) else w for w in weights]
+        operands = [w.to(x.dtype) for w in weights], splits, [b.to(x.dtype) for b in fused_biases]
+        out = grouped_mm("fprop", x, *operands, groups.covered, x.dtype)
+        saved_input, saved_weight = [x] if plan.needs_weight else [], weights if plan.needs_input else []
     if bias_scales is not None:
         added = biases_of_rows(biases, splits, x.shape[0]).float() * bias_scales.reshape(-1, 1).float()
         out = (out.float() + added).to(out.dtype)
     return _delivered(out, groups.out), saved_input, saved_weight
-
-
-_Forward = tuple[Tensor, list[Tensor], list[Tensor]]
-
-
-def _forward_in_high_precision(
-    x: Tensor,
-    splits: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    args: LinearFwdArgs,
-    groups: Groups,
-) -> _Forward:
-    weights = [w.dequantize() if isinstance(w, (GroupedTensor, QuantizedTensor)) else w for w in weights]
-    added = [b.to(x.dtype) for b in biases]
-    out = grouped_mm("fprop", x, [w.to(x.dtype) for w in weights], splits, added, groups.covered, x.dtype)
-    return out, [x] if args.plan.needs_weight else [], weights if args.plan.needs_input else []
 
 
 def _forward_quantized(
@@ -151,7 +138,7 @@ def _forward_quantized(
     biases: list[Tensor],
     args: LinearFwdArgs,
     groups: Groups,
-) -> _Forward:
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     plan, scales, override = args.plan, args.scales, args.plan.backward_override
     inp = quantize_rows(x, splits, plan.input, scales.scale_fwd, scales.amax_fwd)
     weight, saved_weight = _weight_operands(weights, args)

@@ -30,14 +30,12 @@ from ..tensors import (
 )
 from .linear_layer import LinearLayer, Stage
 from .parameters import (
-    INIT_STD,
     checked_input,
     largest_magnitude,
     main_grad_of,
     parameter_device,
     positive,
     quantize_parameter,
-    random_numbers_of,
 )
 from .tensor_parallel import TensorParallelOptions, checked_mode, mark_partition, shared
 
@@ -183,11 +181,7 @@ class GroupedLinearLayer(LinearLayer):
             else:
                 values = whole.unbind(0)
         for value in values:
-            with random_numbers_of(self.get_rng_state_tracker, self.rng_tracker_name):
-                if stage.init_method is None:
-                    value.normal_(0.0, INIT_STD)
-                else:
-                    stage.init_method(value)
+            self._draw(stage, value)
         if quantized and not (self.single_grouped_weight and weights[0].is_meta):
             self._quantize_weight(weights if not self.single_grouped_weight else [whole])
 

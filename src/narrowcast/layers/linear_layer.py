@@ -157,11 +157,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         elif len(parts) > 1:
             rows = sum(part.shape[0] for part in parts)
             value = torch.empty(rows, value.shape[1], dtype=value.dtype, device=value.device)
-        with random_numbers_of(self.get_rng_state_tracker, self.rng_tracker_name):
-            if stage.init_method is None:
-                value.normal_(0.0, INIT_STD)
-            else:
-                stage.init_method(value)
+        self._draw(stage, value)
         if self._init_recipe is not None and hasattr(value, "_local_tensor"):
             parts[0].copy_(value)  # FSDP2 has the parameter
         elif self._init_recipe is not None:
@@ -173,6 +169,14 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
                 part.copy_(own)
         for bias in self._parts_of(stage.bias):
             bias.zero_()
+
+    def _draw(self, stage: Stage, value: Tensor) -> None:
+        """Fill a weight with its first values, from the layer's random numbers."""
+        with random_numbers_of(self.get_rng_state_tracker, self.rng_tracker_name):
+            if stage.init_method is None:
+                value.normal_(0.0, INIT_STD)
+            else:
+                stage.init_method(value)
 
     def _stored_as(self, stage: Stage) -> Quantizer:
         """What quantizes a weight that ``quantized_model_init`` has stored so."""
