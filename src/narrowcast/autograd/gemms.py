@@ -252,17 +252,15 @@ def split_operand(
         saved = saved_operand(share, inp, plan.needs_weight, plan.backward_override)  # type: ignore[arg-type]
         return share, saved, rows  # type: ignore[return-value]
     all_rows = rows * group_size(parallel.group)
-    original = plan.save_original_input and not plan.backward_override
     if share is None:
         gathered = gather_rows(inp, parallel.group).reshape(-1, inp.shape[-1])  # type: ignore[arg-type,union-attr]
         whole = plan.input.quantize(gathered, scales.scale_fwd, scales.amax_fwd)
         if plan.backward_override == "dequantized" and plan.needs_weight:
             flat = inp.reshape(-1, inp.shape[-1])  # type: ignore[union-attr]
             share = parallel.share(flat, plan.input, plan.input.seed(flat), scales.scale_fwd, None)
-        original = share is None
     else:
         whole = parallel.whole_operand(share._replace(columnwise=[]), plan.input)
-    if original or share is None:
+    if share is None or (plan.save_original_input and not plan.backward_override):
         return whole, SavedOperand([inp] if plan.needs_weight else [], None), all_rows  # type: ignore[list-item]
     return whole, saved_operand(share, inp, plan.needs_weight, plan.backward_override), all_rows
 

@@ -142,7 +142,6 @@ class Captured:
         if not self._make_grad_outputs():
             return
         self.grads, self.replay_backward = graphs.record(lambda: self.backward(allow_unused, retain))
-        self.static_outputs()
 
     def static_outputs(self) -> list[Any]:
         """The tensors that a replay fills, apart from the autograd graph of the capture."""
