@@ -27,6 +27,7 @@ def get_cudnn_version() -> tuple[int, int, int]:
     return version // 1000, version // 100 % 10, version % 100
 
 
+@functools.cache
 def _native(minimum: tuple[int, int], below: tuple[int, int] | None, what: str) -> tuple[bool, str]:
     capability = get_device_compute_capability()
     if capability == (0, 0):
@@ -40,38 +41,18 @@ def _native(minimum: tuple[int, int], below: tuple[int, int] | None, what: str) 
     return True, ""
 
 
-@functools.cache
-def _fp8() -> tuple[bool, str]:
-    return _native((8, 9), None, "FP8")
-
-
-@functools.cache
-def _fp8_block() -> tuple[bool, str]:
-    return _native((9, 0), (10, 0), "128-block FP8")
-
-
-@functools.cache
-def _mxfp8() -> tuple[bool, str]:
-    return _native((10, 0), (12, 0), "MXFP8")
-
-
-@functools.cache
-def _nvfp4() -> tuple[bool, str]:
-    return _native((10, 0), None, "NVFP4")
-
-
 def _answer(result: tuple[bool, str], return_reason: bool) -> bool | tuple[bool, str]:
     return result if return_reason else result[0]
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Whether per-tensor FP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
-    return _answer(_fp8(), return_reason)
+    return _answer(_native((8, 9), None, "FP8"), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Whether 128-block FP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
-    return _answer(_fp8_block(), return_reason)
+    return _answer(_native((9, 0), (10, 0), "128-block FP8"), return_reason)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
@@ -79,7 +60,7 @@ def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
     Native means that the library's GEMM is called; no release has run it on such a GPU.
     """
-    return _answer(_mxfp8(), return_reason)
+    return _answer(_native((10, 0), (12, 0), "MXFP8"), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
@@ -87,7 +68,7 @@ def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
     Native means that the library's GEMM is called; no release has run it on such a GPU.
     """
-    return _answer(_nvfp4(), return_reason)
+    return _answer(_native((10, 0), None, "NVFP4"), return_reason)
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:

@@ -47,13 +47,10 @@ SHAPES = [(33, 24, 72), (160, 192, 320)]  # M, N, K: smaller than a tile and una
 
 @pytest.fixture(params=[(10, 0)])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
-    answers = (_device._fp8, _device._fp8_block, _device._mxfp8, _device._nvfp4)
     monkeypatch.setattr(_device, "get_device_compute_capability", lambda: request.param)
-    for answer in answers:
-        answer.cache_clear()
+    _device._native.cache_clear()
     yield request.param
-    for answer in answers:
-        answer.cache_clear()
+    _device._native.cache_clear()
 
 
 def operands(name: str, kind: str, m: int, n: int, k: int) -> list[tuple[nc.Quantizer, list[Tensor], bool]]:
