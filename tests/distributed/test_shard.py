@@ -545,12 +545,29 @@ def test_what_cannot_be(one: Any) -> None:
         shard(layer, one, reshard_after_forward=2)
     with pytest.raises(ValueError, match="no part of the model"):
         shard(layer, one, blocks=[fused])
+    with pytest.raises(ValueError, match="blocks holds a list .*; pass modules of it"):
+        shard(layer, one, blocks=[[layer]])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="blocks is a Linear; pass a list of modules"):
+        shard(layer, one, blocks=layer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="mesh is 'cpu'; pass a DeviceMesh"):
+        shard(layer, "cpu")
+    with pytest.raises(TypeError, match=r"mp_policy is torch.bfloat16; pass a .*MixedPrecisionPolicy"):
+        shard(layer, one, mp_policy=torch.bfloat16)
+    with nc.quantized_model_init(recipe=QUANTIZED["current"]):
+        groups = nc.GroupedLinear(2, 32, 32, device="cpu", single_grouped_weight=True)
+    with pytest.raises(RuntimeError, match="single_grouped_weight=False and use FSDP2"):
+        shard(groups, one)
     with pytest.raises(TypeError, match="shard: recipe is a str"):
         shard(layer, one, recipe="current")  # type: ignore[arg-type]
     model = torch.nn.Sequential(layer)
     shard(model, one, blocks=model)
     with pytest.raises(RuntimeError, match="call the model that narrowcast"):
         layer(torch.ones(16, 32))
+    other = nc.Linear(32, 32, device="cpu", recipe=QUANTIZED["current"])
+    shard(other, one)
+    nc.set_recipe(other, QUANTIZED["block"])
+    with pytest.raises(RuntimeError, match="is a Float8Tensor, the recipe in force wants .* or shard"):
+        other(torch.ones(16, 32))
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -73,18 +73,22 @@ def shard(
         What is gathered how, by parameter.
     Raises:
         ValueError: a layer with ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, whose gradients go past FSDP2's
-        reduction; a ``reshard_after_forward`` of ranks; a block that is no part of the model. TypeError: no recipe.
+        reduction; a ``reshard_after_forward`` of ranks; a block that is no part of the model. TypeError: no
+        recipe, mesh, policy or list of blocks.
         RuntimeError: a weight that is stored quantized, and whose rows are not equal shards of whole blocks.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    recipe, blocks = checked_recipe(recipe, "shard"), list(blocks)
-    modules = set(model.modules())
-    for block in blocks:
-        if block not in modules:
-            raise ValueError(f"blocks holds a {type(block).__name__} that is no part of the model")
+    recipe, blocks = checked_recipe(recipe, "shard"), _checked_blocks(model, blocks)
     _check_layers(model)
+    policy = options.get("mp_policy")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is {mesh!r}; pass a DeviceMesh, as init_device_mesh makes it, or None for all ranks"
+        )
+    if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy is {policy!r}; pass a torch.distributed.fsdp.MixedPrecisionPolicy")
     reshard = options.get("reshard_after_forward")
     if quantized_gather and type(reshard) is int:
         raise ValueError(
@@ -97,7 +101,6 @@ def shard(
         kind = kind or (accelerator.type if accelerator is not None else "cpu")
         mesh = init_device_mesh(kind, (torch.distributed.get_world_size(),))
     over = mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 and mesh.mesh_dim_names else mesh
-    policy = options.get("mp_policy")
     dtype = None if policy is None else policy.param_dtype
     _check_stored(model, over.size(), options.get("ignored_params") or ())
     chosen = _Chosen(model, over.size(), recipe, quantized_gather, dtype, options)
@@ -120,6 +123,18 @@ def shard(
     if over.size() > 1 and halves and policy.reduce_dtype == torch.float32:  # type: ignore[union-attr]
         _exchange_gradients([*blocks, model])
     return ShardReceipt(tuple(chosen.rows), over.size())
+
+
+def _checked_blocks(model: nn.Module, blocks: Any) -> list[nn.Module]:
+    if not isinstance(blocks, Iterable):
+        raise TypeError(f"blocks is a {type(blocks).__name__}; pass a list of modules of the model")
+    blocks, modules = list(blocks), set(model.modules())
+    for block in blocks:
+        if not isinstance(block, nn.Module) or block not in modules:
+            raise ValueError(
+                f"blocks holds a {type(block).__name__} that is no part of the model; pass modules of it"
+            )
+    return blocks
 
 
 def _check_layers(model: nn.Module) -> None:

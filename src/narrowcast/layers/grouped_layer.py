@@ -267,7 +267,7 @@ class GroupedLinearLayer(LinearLayer):
             if held != operand.storage_name:
                 raise RuntimeError(
                     f"parameter 'weight' of {self.name or type(self).__name__} holds {held}, the recipe in force wants "
-                    f"{operand.storage_name}; use the recipe of quantized_model_init"
+                    f"{operand.storage_name}; use the recipe of quantized_model_init or shard"
                 )
             return (
                 grouped_buffers_of(weight)

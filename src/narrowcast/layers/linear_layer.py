@@ -307,7 +307,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             if not isinstance(weight, wanted):
                 raise RuntimeError(
                     f"parameter {stage.weight!r} of {self.name or type(self).__name__} is a {type(weight).__name__}, "
-                    f"the recipe in force wants {wanted.__name__}; use the recipe of quantized_model_init"
+                    f"the recipe in force wants {wanted.__name__}; use the recipe of quantized_model_init or shard"
                 )
             return buffers_of(weight)
         made_from = [weight] if self._placed else self._parts_of(stage.weight)

@@ -182,9 +182,10 @@ def overwrite_unseen(buffers: list[Tensor], values: list[Tensor]) -> None:
 
 def cannot_shard(tensor: Any, reason: str) -> RuntimeError:
     """The error where a quantized tensor cannot be sharded."""
+    apart = "make the layer with single_grouped_weight=False and use FSDP2, or " if tensor.dim() == 3 else ""
     return RuntimeError(
-        f"FSDP cannot shard a {type(tensor).__name__}: {reason}; build the model without quantized_model_init and "
-        "shard that, a recipe then quantizes the gathered weights"
+        f"FSDP cannot shard a {type(tensor).__name__}: {reason}; {apart}build the model without quantized_model_init "
+        "and shard that, a recipe then quantizes the gathered weights"
     )
 
 
