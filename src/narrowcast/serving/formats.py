@@ -72,27 +72,22 @@ def _scheme(arguments: dict[str, Any], dynamic: bool) -> dict[str, Any]:
     return {"type": "float", "symmetric": True, "dynamic": dynamic, **arguments}
 
 
-def _per_tensor(buffers: list[Tensor], shape: tuple[int, int], quantizer: Quantizer) -> dict[str, Tensor]:
-    codes, scale_inv = buffers
-    return {"": codes.view(torch.float8_e4m3fn), "_scale": scale_inv.reshape(1)}
-
-
-def _tiles(buffers: list[Tensor], shape: tuple[int, int], quantizer: Quantizer) -> dict[str, Tensor]:
-    codes, scale_inv = buffers
-    rows, columns = (cdiv(size, FLOAT8_BLOCK) for size in shape)
-    return {"": codes.view(torch.float8_e4m3fn), "_scale": scale_inv[:rows, :columns]}
-
-
-def _mxfp8(buffers: list[Tensor], shape: tuple[int, int], quantizer: Quantizer) -> dict[str, Tensor]:
+def _one_byte_codes(buffers: list[Tensor], shape: tuple[int, int], quantizer: Quantizer) -> dict[str, Tensor]:
     codes, scale = buffers
-    return {"": codes.view(torch.float8_e4m3fn), "_scale": scale[: shape[0], : shape[1] // MX_BLOCK]}
+    return {"": codes.view(torch.float8_e4m3fn), "_scale": _unpadded(scale, shape, quantizer)}
+
+
+def _unpadded(scale: Tensor, shape: tuple[int, int], quantizer: Quantizer) -> Tensor:
+    """The scales of a weight, without the padding that tensor cores want; (1,) where there is one scale."""
+    rows, columns = quantizer._format_layout().scale_group
+    return scale[: cdiv(shape[0], rows), : cdiv(shape[1], columns)] if rows else scale.reshape(1)
 
 
 def _nvfp4(buffers: list[Tensor], shape: tuple[int, int], quantizer: Any) -> dict[str, Tensor]:
     """The second scale is stored as its reciprocal, so it rounds once more than here: within one unit of fp32."""
     codes, scale, amax = buffers
     largest = quantizer.nvfp4_e4m3_max * E2M1.max
-    scale = scale.view(torch.float8_e4m3fn)[: shape[0], : shape[1] // NVFP4_BLOCK]
+    scale = _unpadded(scale.view(torch.float8_e4m3fn), shape, quantizer)
     global_scale = torch.where(amax > 0, largest / amax, 1.0)
     return {"_packed": codes, "_scale": scale, "_global_scale": global_scale.reshape(1)}
 
@@ -100,7 +95,7 @@ def _nvfp4(buffers: list[Tensor], shape: tuple[int, int], quantizer: Any) -> dic
 WEIGHT_FORMATS = (
     WeightFormat(
         FLOAT8,
-        _per_tensor,
+        _one_byte_codes,
         1,
         "float-quantized",
         {"num_bits": 8, "strategy": "tensor"},
@@ -108,7 +103,7 @@ WEIGHT_FORMATS = (
     ),
     WeightFormat(
         FLOAT8_BLOCK_2D,
-        _tiles,
+        _one_byte_codes,
         1,
         "float-quantized",
         {"num_bits": 8, "strategy": "block", "block_structure": [FLOAT8_BLOCK, FLOAT8_BLOCK]},
@@ -116,7 +111,7 @@ WEIGHT_FORMATS = (
     ),
     WeightFormat(
         MXFP8,
-        _mxfp8,
+        _one_byte_codes,
         MX_BLOCK,
         "mxfp8-quantized",
         {"num_bits": 8, "strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8"},

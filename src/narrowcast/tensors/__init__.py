@@ -2,6 +2,7 @@
 
 import torch
 
+from . import named
 from .dequantizing import DequantizedView, DequantizingTensor
 from .grouped import (
     GroupedTensor,
@@ -11,24 +12,7 @@ from .grouped import (
     quantize_members,
     rebuild_grouped_tensor,
 )
-from .named import (
-    Float8BlockwiseQTensor,
-    Float8BlockwiseQTensorStorage,
-    Float8Tensor,
-    Float8TensorStorage,
-    HybridQuantizedTensor,
-    HybridQuantizedTensorStorage,
-    IdentityTensor,
-    IdentityTensorStorage,
-    MXFP4Tensor,
-    MXFP4TensorStorage,
-    MXFP6Tensor,
-    MXFP6TensorStorage,
-    MXFP8Tensor,
-    MXFP8TensorStorage,
-    NVFP4Tensor,
-    NVFP4TensorStorage,
-)
+from .named import *  # noqa: F403  (the formats' storages and tensors, as its __all__ names them)
 from .quantized_tensor import QuantizedTensor, plain_gradient, rebuild_quantized_tensor, storage_of
 from .saving import (
     TensorOrQuantized,
@@ -41,39 +25,15 @@ from .sharding import dequantized, local, overwrite_unseen
 from .storage import QuantizedTensorStorage
 from .transposing import transposed
 
-_WRAPPERS = (
-    Float8Tensor,
-    Float8BlockwiseQTensor,
-    MXFP8Tensor,
-    MXFP6Tensor,
-    MXFP4Tensor,
-    NVFP4Tensor,
-    HybridQuantizedTensor,
-    IdentityTensor,
-)
+_CLASSES = [getattr(named, name) for name in named.__all__]
+_WRAPPERS = [cls for cls in _CLASSES if issubclass(cls, QuantizedTensor)]
 torch.serialization.add_safe_globals([rebuild_quantized_tensor, rebuild_grouped_tensor, *_WRAPPERS])
 
 __all__ = [
     "DequantizedView",
     "DequantizingTensor",
-    "Float8BlockwiseQTensor",
-    "Float8BlockwiseQTensorStorage",
-    "Float8Tensor",
-    "Float8TensorStorage",
     "GroupedTensor",
     "GroupedTensorStorage",
-    "HybridQuantizedTensor",
-    "HybridQuantizedTensorStorage",
-    "IdentityTensor",
-    "IdentityTensorStorage",
-    "MXFP4Tensor",
-    "MXFP4TensorStorage",
-    "MXFP6Tensor",
-    "MXFP6TensorStorage",
-    "MXFP8Tensor",
-    "MXFP8TensorStorage",
-    "NVFP4Tensor",
-    "NVFP4TensorStorage",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "TensorOrQuantized",
@@ -91,3 +51,4 @@ __all__ = [
     "storage_of",
     "transposed",
 ]
+__all__ += named.__all__

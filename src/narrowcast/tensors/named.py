@@ -15,6 +15,25 @@ from ..functional import transpose_codes
 from .quantized_tensor import QuantizedTensor
 from .storage import QuantizedTensorStorage
 
+__all__ = [
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
+    "Float8Tensor",
+    "Float8TensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "IdentityTensor",
+    "IdentityTensorStorage",
+    "MXFP4Tensor",
+    "MXFP4TensorStorage",
+    "MXFP6Tensor",
+    "MXFP6TensorStorage",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
+]
+
 
 class _Float8Elements(QuantizedTensorStorage):
     """What Transformer Engine's users ask of storages of FP8 elements."""
