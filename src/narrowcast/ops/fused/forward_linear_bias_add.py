@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -12,8 +11,8 @@ from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
 from ..basic.moves import AddExtraInput
 from ..op import FusibleOperation
-from .linear_run import ForwardLinearRun, added, exactly
-from .pattern import Fusion, Match, Matched, NearMiss
+from .linear_run import ForwardLinearRun, added, exactly, may_add
+from .pattern import Fusion, Matched
 
 
 class ForwardLinearBiasAdd(ForwardLinearRun):
@@ -25,18 +24,8 @@ class ForwardLinearBiasAdd(ForwardLinearRun):
 
 def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:
     if exactly(ops, start, BasicLinear, Bias, AddExtraInput):
-        length = 3
-    elif exactly(ops, start, BasicLinear, AddExtraInput):
-        length = 2
-    else:
-        return None
-    linear: Any = ops[start]
-    last: Any = ops[start + length - 1]
-    if linear.parallel.mode == "row":
-        return NearMiss("the layer is row-parallel: bias and extra input come behind the sum over processes")
-    if not last.in_place:
-        return NearMiss("AddExtraInput has in_place=False")
-    return Match(length)
+        return may_add(ops, start, 3)
+    return may_add(ops, start, 2) if exactly(ops, start, BasicLinear, AddExtraInput) else None
 
 
 FORWARD_LINEAR_BIAS_ADD = Fusion("ForwardLinearBiasAdd", "forward", _match, ForwardLinearBiasAdd)

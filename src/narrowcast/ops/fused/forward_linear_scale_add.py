@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +11,8 @@ from ...recipe import Recipe
 from ..basic.basic_linear import BasicLinear
 from ..basic.moves import AddExtraInput, ConstantScale
 from ..op import FusibleOperation
-from .linear_run import ForwardLinearRun, exactly
-from .pattern import Fusion, Match, Matched, NearMiss
+from .linear_run import ForwardLinearRun, exactly, may_add
+from .pattern import Fusion, Matched
 
 
 class ForwardLinearScaleAdd(ForwardLinearRun):
@@ -25,17 +24,7 @@ class ForwardLinearScaleAdd(ForwardLinearRun):
 
 
 def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:
-    if not exactly(ops, start, BasicLinear, ConstantScale, AddExtraInput):
-        return None
-    linear: Any = ops[start]
-    last: Any = ops[start + 2]
-    if linear.parallel.mode == "row":
-        return NearMiss(
-            "the layer is row-parallel: factor and extra input come behind the sum over processes"
-        )
-    if not last.in_place:
-        return NearMiss("AddExtraInput has in_place=False")
-    return Match(3)
+    return may_add(ops, start, 3) if exactly(ops, start, BasicLinear, ConstantScale, AddExtraInput) else None
 
 
 FORWARD_LINEAR_SCALE_ADD = Fusion("ForwardLinearScaleAdd", "forward", _match, ForwardLinearScaleAdd)

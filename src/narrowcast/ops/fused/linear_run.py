@@ -15,6 +15,7 @@ from ..basic.bias import Bias
 from ..basic.moves import check_extra_input
 from ..context import OperationContext
 from ..op import ExtraTensors, FusedOperation, FusibleOperation, TensorsToSave
+from .pattern import Match, NearMiss
 
 
 class ForwardLinearRun(FusedOperation):
@@ -77,6 +78,15 @@ class ForwardLinearRun(FusedOperation):
 def exactly(ops: Sequence[FusibleOperation], start: int, *kinds: type) -> bool:
     """Whether the operations from ``start`` on are of these classes; a subclass may compute something else."""
     return tuple([type(op) for op in ops[start : start + len(kinds)]]) == kinds
+
+
+def may_add(ops: Sequence[Any], start: int, length: int) -> Match | NearMiss:
+    """Whether the extra input that a run ends with may be added to what the GEMM it begins with makes."""
+    if ops[start].parallel.mode == "row":
+        return NearMiss("the layer is row-parallel: what follows it comes behind the sum over processes")
+    if not ops[start + length - 1].in_place:
+        return NearMiss("AddExtraInput has in_place=False")
+    return Match(length)
 
 
 def added(out: Tensor, other: Tensor) -> Tensor:
