@@ -269,6 +269,21 @@ def test_identity_is_described_with_the_directions_that_are_read(
     assert_close(dw, dy.reshape(-1, N).t() @ x.reshape(-1, K), "bf16_output")
 
 
+def test_both_are_one_graph() -> None:
+    made = quantizers("mxfp8")
+    x, w, dy = draw(*LEAD, K), draw(N, K, seed=1), draw(*LEAD, N, seed=2)
+    options = {"with_quantized_compute": True} | {
+        f"{kind}_quantizer": made[kind] for kind in ("input", "weight")
+    }
+
+    def step(x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
+        y, *saved = forward(x, w, **options)
+        return [y, *backward(dy, *saved, grad_output_quantizer=made["grad_output"], **options)]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(compiled(x, w, dy), step(x, w, dy), strict=True))
+
+
 X, W, DY = draw(8, K), draw(N, K, seed=1), draw(8, N, seed=2)
 Q8, MX = quantizers("current")["input"], quantizers("mxfp8")["input"]
 SLOT = DelayedFloat8Quantizer(nc.DType.kFloat8E4M3, 0)

@@ -23,6 +23,7 @@ from ...quantizers import Operand, Quantizer, buffers_of
 from ...recipe import LinearPlan, Recipe, linear_plan
 from ...state import THREAD
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
+from ...tensors.storage import resolve_storage_class
 from .linear_checks import Saved, check_backward, check_forward, check_out, is_quantized, kept_directions
 
 
@@ -264,8 +265,14 @@ def _as_tensor(saved: SavedOperand, given: Any, kept: Saved) -> TensorOrQuantize
         return None
     if saved.quantizer is None or not (kept.rowwise or kept.columnwise):
         return given
-    shape = (rows_of(given), given.shape[-1])
-    return _keeping(saved.quantizer, kept)._assemble(saved.tensors, shape, given.dtype)
+    # by name: the compiler can make instances of a class it finds in a global, not of one it read off a quantizer
+    cls = resolve_storage_class(saved.quantizer._storage_name)
+    quantizer: Any = saved.quantizer.with_usage(rowwise=kept.rowwise, columnwise=kept.columnwise)
+    storage = cls(quantizer=quantizer, fake_dtype=given.dtype, shape=(rows_of(given), given.shape[-1]))
+    names = cls._ROWWISE_BUFFERS if kept.rowwise else cls._COLUMNWISE_BUFFERS
+    for name, buffer in zip(names, saved.tensors):
+        setattr(storage, name, buffer)
+    return storage
 
 
 def _saved_proto(
@@ -273,13 +280,10 @@ def _saved_proto(
 ) -> TensorProto | None:
     if not (kept.rowwise or kept.columnwise):
         return None
-    described = _keeping(proto.quantizer if proto.is_quantized else quantizer, kept)
+    described: Any = proto.quantizer if proto.is_quantized else quantizer
+    described = described.with_usage(rowwise=kept.rowwise, columnwise=kept.columnwise).replace(internal=True)
     rows = torch.Size(whole[:-1]).numel()
     return TensorProto((rows, whole[-1]), proto.dtype, described, device=proto.device)
-
-
-def _keeping(quantizer: Any, kept: Saved) -> Quantizer:
-    return quantizer.with_usage(**kept._asdict()).replace(internal=True)
 
 
 def _written(y: Tensor, out: Any, beta: float | None, accumulate: bool, quantizer: Any) -> Any:
