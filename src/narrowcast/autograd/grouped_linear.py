@@ -27,7 +27,7 @@ from ..functional import (
 )
 from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import IdentityQuantizer, Operand, OperandBuffers, Quantizer
-from ..tensors import GroupedTensor, QuantizedTensor, grouped_layout
+from ..tensors import grouped_layout, plain
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import saved_operand, transposed
 from .linear import saved_tensors
@@ -121,7 +121,7 @@ def grouped_forward(
     if plan.quantized:
         out, saved_input, saved_weight = _forward_quantized(x, splits, weights, fused_biases, args, groups)
     else:
-        weights = [w.dequantize() if isinstance(w, (GroupedTensor, QuantizedTensor)) else w for w in weights]
+        weights = [plain(weight) for weight in weights]
         operands = [w.to(x.dtype) for w in weights], splits, [b.to(x.dtype) for b in fused_biases]
         out = grouped_mm("fprop", x, *operands, groups.covered, x.dtype)
         saved_input, saved_weight = [x] if plan.needs_weight else [], weights if plan.needs_input else []

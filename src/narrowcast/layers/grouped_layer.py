@@ -26,6 +26,7 @@ from ..tensors import (
     QuantizedTensorStorage,
     grouped_layout,
     grouped_storage_of,
+    plain,
     storage_of,
 )
 from .linear_layer import LinearLayer, Stage
@@ -162,8 +163,8 @@ class GroupedLinearLayer(LinearLayer):
     def _gather(self, kind: str) -> None:
         """Have the parameters of all groups in one allocation again, where ``to_empty`` took them out of it."""
         parts = self._parts_of(kind)
-        plain = all(type(part.data) is Tensor for part in parts)
-        if plain and len({part.untyped_storage().data_ptr() for part in parts}) > 1:
+        all_plain = all(type(part.data) is Tensor for part in parts)
+        if all_plain and len({part.untyped_storage().data_ptr() for part in parts}) > 1:
             for part, own in zip(parts, parts[0].new_empty(len(parts), *parts[0].shape).unbind(0)):
                 part.data = own
 
@@ -274,12 +275,12 @@ class GroupedLinearLayer(LinearLayer):
                 if isinstance(weight, GroupedTensor)
                 else joined_buffers_of(weights)
             )
-        plain = [weight.detach() for weight in weights]
-        kept = None if is_first_microbatch else self._kept_weight("weight", operand, plain)
+        made_from = [weight.detach() for weight in weights]
+        kept = None if is_first_microbatch else self._kept_weight("weight", operand, made_from)
         if kept is not None:
             return kept
-        buffers = quantize_weights(plain, operand, scales.scale_fwd, scales.amax_fwd)
-        return self._keep_weight("weight", operand, plain, buffers)
+        buffers = quantize_weights(made_from, operand, scales.scale_fwd, scales.amax_fwd)
+        return self._keep_weight("weight", operand, made_from, buffers)
 
     def _main_grads(
         self, wanted: bool, is_first_microbatch: bool | None
@@ -335,10 +336,7 @@ class GroupedLinearLayer(LinearLayer):
         if plan.input.delayed:
             grouped_calibrate_([x.detach()], splits, amax, INPUT_SLOT)
         if plan.weight.delayed:
-            plain = [
-                w.dequantize() if isinstance(w, (GroupedTensor, QuantizedTensor)) else w for w in weights
-            ]
-            grouped_calibrate_([w.detach() for w in plain], None, amax, WEIGHT_SLOT)
+            grouped_calibrate_([plain(w).detach() for w in weights], None, amax, WEIGHT_SLOT)
 
     def _add_to_main_grads(self, weights: list[Any], deferred: DeferredWgrad) -> None:
         wanted = [weight.main_grad if weight.requires_grad else None for weight in weights]
@@ -427,7 +425,7 @@ def _plain_and_whole(value: Any) -> Tensor:
     """A tensor of a state dict, gathered and dequantized; every rank of its mesh must call this."""
     value = value.detach()
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return value.dequantize() if isinstance(value, (GroupedTensor, QuantizedTensor)) else value
+    return plain(value)
 
 
 def _placed_like(value: Tensor, parameter: Any) -> Tensor:

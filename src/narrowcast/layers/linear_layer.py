@@ -25,7 +25,7 @@ from ..functional.wgrad_store import DeferredWgrad, WeightGradStore
 from ..quantizers import Operand, OperandBuffers, Quantizer, buffers_of
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
-from ..tensors import GroupedTensor, QuantizedTensor, dequantized, local
+from ..tensors import GroupedTensor, QuantizedTensor, dequantized, local, plain
 from ..tensors.storage import resolve_storage_class
 from .delayed import DelayedLayer
 from .parameters import (
@@ -404,8 +404,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             plan = self._plan(None, stage, inp.requires_grad, weight)
             args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)
             return LinearFunction.apply(weight, inp, bias, args)  # type: ignore[no-any-return]
-        x = _plain(inp)
-        return F.linear(x, _plain(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
+        x = plain(inp)
+        return F.linear(x, plain(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def _calibrate(self, stage: Stage, recipe: Recipe, inp: Tensor, weight: Tensor) -> None:
         """Collect the amax of both operands under an autocast that only calibrates."""
@@ -413,8 +413,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if plan.forward_state is not None:
             self._keep_states((stage.prefix,), (plan,))
             amax = getattr(self, f"{stage.prefix}amax_fwd")
-            calibrate_(_plain(inp).detach(), amax, INPUT_SLOT)
-            calibrate_(_plain(weight).detach(), amax, WEIGHT_SLOT)
+            calibrate_(plain(inp).detach(), amax, INPUT_SLOT)
+            calibrate_(plain(weight).detach(), amax, WEIGHT_SLOT)
 
     def _with_bias_behind(self, out: Tensor, bias: Tensor | None) -> Tensor:
         """The summed output of a row-parallel stage plus its bias, unless the bias is returned beside it."""
@@ -529,7 +529,3 @@ def _accumulate_parts(parameters: list[Tensor], grad: Tensor) -> None:
     for parameter, own in zip(parameters, parts, strict=True):
         if parameter.requires_grad:
             accumulate(parameter, own.view(parameter.shape))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor

@@ -3,7 +3,7 @@
 import torch
 
 from . import named
-from .dequantizing import DequantizedView, DequantizingTensor
+from .dequantizing import DequantizedView, DequantizingTensor, plain
 from .grouped import (
     GroupedTensor,
     GroupedTensorStorage,
@@ -42,6 +42,7 @@ __all__ = [
     "grouped_storage_of",
     "local",
     "overwrite_unseen",
+    "plain",
     "plain_gradient",
     "prepare_for_saving",
     "quantize_members",

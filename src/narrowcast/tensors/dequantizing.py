@@ -144,6 +144,11 @@ class DequantizingTensor(Tensor):
         return pytree.tree_map_only(Tensor, read_only, result) if func.is_view else result
 
 
+def plain(tensor: Any) -> Tensor:
+    """The values of a quantized tensor, differentiable; any other tensor as it is."""
+    return tensor.dequantize() if isinstance(tensor, DequantizingTensor) else tensor
+
+
 class DequantizedView(Tensor):
     """Values behind a view of a quantized tensor: read as any tensor is, but not to be written to.
 
