@@ -250,33 +250,110 @@ def test_parts_that_are_called_without_the_model_renew_their_own(backend: str | 
     assert model.first._renewed_by_root and not copy.deepcopy(model.first)._renewed_by_root
 
 
-class Nested(Net):
-    """One of ours around ours."""
-
-    checkpoint = staticmethod(nc.checkpoint)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nc.checkpoint(super().forward, x, use_reentrant=self.recomputed)  # type: ignore[arg-type,return-value]
-
-
 class Ours(Net):
     checkpoint = staticmethod(nc.checkpoint)
 
 
+class Nested(Net):
+    """A checkpoint around those of the layers, reentrant where they are unless ``reentrant_around`` says otherwise."""
+
+    around = staticmethod(checkpoint)
+    reentrant_around: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        use_reentrant = self.recomputed if self.reentrant_around is None else self.reentrant_around
+        return self.around(super().forward, x, use_reentrant=use_reentrant)  # type: ignore[arg-type,return-value]
+
+
+class OursInOurs(Nested):
+    checkpoint = around = staticmethod(nc.checkpoint)
+
+
+class InOurs(Nested):
+    around = staticmethod(nc.checkpoint)
+
+
+class OursIn(Nested):
+    checkpoint = staticmethod(nc.checkpoint)
+
+
+class InReentrant(Nested):
+    reentrant_around = True
+
+
+class ReentrantIn(Nested):
+    reentrant_around = False
+
+
 @pytest.mark.parametrize("order", [two_outstanding_forwards, two_backwards, a_backward_after_a_later_step])
-@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize(
-    "kind, use_reentrant", [(Net, False), (Net, True), (Ours, False), (Ours, True), (Nested, False)]
+    "kind, use_reentrant, how",
+    [
+        *((kind, reentrant, how) for kind in (Net, Ours) for reentrant in (False, True) for how in WAYS),
+        *((Nested, False, how) for how in WAYS),
+        (Nested, True, "set_recipe"),
+        (OursInOurs, False, "set_recipe"),
+        (OursInOurs, True, "own"),
+        (InOurs, False, "set_recipe"),
+        (OursIn, False, "autocast"),
+        (InReentrant, False, "set_recipe"),
+        (ReentrantIn, True, "autocast"),
+    ],
 )
 def test_a_recomputation_reads_the_scales_of_its_forward(
     kind: Any, use_reentrant: bool, how: str, order: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever was renewed since: to the bit as without recomputation."""
-    if use_reentrant and order is not two_outstanding_forwards:
+    if (use_reentrant or kind is InReentrant) and order is not two_outstanding_forwards:
         pytest.skip("PyTorch's reentrant checkpoint has no second backward")
     plain = steps(order, how, None)
     monkeypatch.setitem(globals(), "Net", kind)
     assert_same(steps(order, how, None, recomputed=use_reentrant), plain)
+
+
+class Small(nn.Module):
+    """Two layers, of which one is recomputed, inside of another checkpoint with the other."""
+
+    def __init__(self, recipe: Any, own: bool, recomputed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nc.Linear(32, 48, device="cpu", recipe=recipe if own else None)
+        self.mlp = nc.LayerNormMLP(48, 64, device="cpu", recipe=recipe if own else None)
+        self.recomputed = recomputed
+        if not own:
+            nc.set_recipe(self, recipe)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return checkpoint(self.mlp, x, use_reentrant=False) if self.recomputed else self.mlp(x)  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False) if self.recomputed else self.body(x)  # type: ignore[return-value]
+
+
+def pipelined(recipe: Any, own: bool, backend: str | None, recomputed: bool) -> list[Tensor]:
+    """Gradients and scales of micro-batches whose backwards come after further forwards, and evaluation, in between."""
+    model = Small(recipe, own, recomputed)
+    run = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
+    x, results = batch(1), []
+    losses = [run(x * (1 + at)).square().sum() for at in range(3)]
+    with torch.no_grad():
+        model.eval()(x * 100)
+    model.train()
+    for at in (3, 4, 5, 6, 7):
+        losses.pop(0).backward()
+        results.append(x.grad.clone())  # type: ignore[union-attr]
+        if at < 5:
+            losses.append(run(x * (1 + at)).square().sum())
+    results += [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+    return results + [buffer for name, buffer in model.named_buffers() if "scale" in name]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_compiled_recomputation_reads_the_scales_of_its_forward(own: bool) -> None:
+    """With a history in which the amax that the recomputation collects once more is still there."""
+    recipe = DelayedScaling(amax_history_len=16)
+    assert_same(pipelined(recipe, own, "aot_eager", True), pipelined(recipe, own, None, False))
 
 
 @pytest.mark.inductor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import _get_proxies, get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
 
 from .._environment import read_flag
 from . import _opaque
@@ -41,6 +43,7 @@ def define(
     inlined: Callable[..., bool] | None = None,
     shared: bool = False,
     of_state: bool = False,
+    saved: bool = False,
 ) -> Callable[..., Any]:
     """Define ``narrowcast::<schema>`` and return its default overload.
 
@@ -48,6 +51,7 @@ def define(
     holds what the implementation launches in place of the operator; see :func:`_inline`. ``shared``: calls with the
     same arguments are then one, for operators whose outputs nobody writes to and no graph returns. ``of_state``: its
     tensors are a layer's state and never have gradients, so that it does not matter whether any are recorded.
+    ``saved``: a compiled checkpoint saves the outputs; the backward never repeats the operator.
 
     One implementation serves CPU and CUDA tensors: it picks reference or kernels from the device. Outputs must alias
     neither an input nor each other, and the fake's strides must be the real ones; the compiler relies on both.
@@ -61,12 +65,17 @@ def define(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _LIBRARY.impl(name, _without_autocast(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"narrowcast::{name}", _all_on_meta(name, fake), lib=_LIBRARY)
+    rule = _inline(implementation, inlined, shared)
     torch.library.register_torch_dispatch(
         f"narrowcast::{name}",
         FunctionalTensorMode,
-        _inline(implementation, inlined, shared),
+        _saved(rule) if saved else rule,
         lib=_LIBRARY,
     )
+    if saved:  # PyTorch 2.13 has this mode tag the nodes of every checkpoint, 2.11 those of a selective one
+        torch.library.register_torch_dispatch(
+            f"narrowcast::{name}", _CachingTorchDispatchMode, _saved(_by_mode), lib=_LIBRARY
+        )
     if QUANTIZER in schema or "ScalarType" in schema:
         _define_text_overload(name, schema, implementation, fake, tags)
     return _with_shortcut(getattr(torch.ops.narrowcast, name), implementation, of_state)
@@ -211,6 +220,7 @@ def _inline(
 
     def rule(mode: FunctionalTensorMode, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (*args, *(kwargs or {}).values())
+        _may_change(op, args)
         traced = _TAKING_APART.get() or (
             inlined is not None
             and not mode.export
@@ -233,6 +243,41 @@ def _inline(
         return [output.view_as(output) for output in made[key][0]]
 
     return rule
+
+
+def _may_change(op: Any, args: tuple[Any, ...]) -> None:
+    """Tell a graph of the undeclared write to an amax: a backward that is given it need not find it as it was.
+
+    As a tensor that an autograd function keeps on its context, where its gradients' own amax is.
+    """
+    if get_proxy_mode() is None:
+        return
+    for argument, value in zip(op._schema.arguments, args):
+        if argument.name in ("amax", "amaxes") and argument.alias_info is None:
+            for amax in value if isinstance(value, list) else [value]:
+                for proxy in _get_proxies(amax) if isinstance(amax, Tensor) else ():
+                    proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+def _by_mode(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return mode.__torch_dispatch__(op, types, args, kwargs)
+
+
+def _saved(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """``rule``, after which what it traced is tagged to be saved, whatever a checkpoint around it has said."""
+
+    def run(*given: Any) -> Any:
+        tracing = get_proxy_mode()
+        if tracing is None:
+            return rule(*given)
+        graph = tracing.tracer.graph
+        before = len(graph.nodes)
+        outputs = rule(*given)
+        for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - before):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return outputs
+
+    return run
 
 
 def _let_inductor_start_kernels() -> None:

@@ -82,7 +82,12 @@ def _read_scales_fake(scales: list[Tensor]) -> list[Tensor]:
 
 
 read_scales = define(
-    "read_scales(Tensor[] scales) -> Tensor[]", _read_scales, _read_scales_fake, inlined=always, of_state=True
+    "read_scales(Tensor[] scales) -> Tensor[]",
+    _read_scales,
+    _read_scales_fake,
+    inlined=always,
+    of_state=True,
+    saved=True,
 )
 """Copies of ``scales``, (n,) each, for a forward and its backward, out of reach of a later renewal.
 
@@ -122,23 +127,14 @@ def _renewed_scales(
     return _read_scales(scales)
 
 
-def _runs_once(scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor], *_: Any) -> bool:
-    """Whether a graph may hold the renewal itself: the compiler will not have its backward repeat it."""
-    # only compiled code needs them, and they have been imported there
-    from torch._functorch import config
-    from torch.fx import traceback
-
-    repeats = "recompute" in traceback.current_meta or config.activation_memory_budget != 1.0
-    return not repeats and _in_place(scales, histories, amaxes)
-
-
 renewed_scales = define(
     "renewed_scales(Tensor[] scales, Tensor[] histories, Tensor[] amaxes, float[] fp8_maxes, int[] margins, "
     "str[] algorithms) -> Tensor[]",
     _renewed_scales,
     lambda scales, *_: _read_scales_fake(scales),
-    inlined=_runs_once,
+    inlined=lambda scales, histories, amaxes, *_: _in_place(scales, histories, amaxes),
     of_state=True,
+    saved=True,
 )
 """Renew the state of a layer that renews its own, one entry per direction, and read its scales.
 

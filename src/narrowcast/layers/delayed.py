@@ -244,7 +244,7 @@ class DelayedLayer(RecipeOwner):
         read = None if torch.compiler.is_compiling() else scales_read_in_checkpoint(self.training)
         if read is not None:
             scales.scale_fwd, scales.scale_bwd = read.take() or read.keep(_copies(fwd, bwd, renews))
-            scales.amax_fwd = fwd.amax if fwd is not None and self.training and read.collects else None
+            scales.amax_fwd = fwd.amax if fwd is not None and self.training and read.collects() else None
             return scales
         if not (renews or torch.is_grad_enabled()):
             return scales

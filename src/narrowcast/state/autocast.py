@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
@@ -21,9 +21,6 @@ from torch.torch_version import TorchVersion
 from .._device import get_device_compute_capability, is_mxfp8_available
 from ..recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, share_plans
 from .delayed_scaling import DelayedState, renew
-
-if TYPE_CHECKING:
-    from .recompute import ReadScales
 
 _THREADS = itertools.count()
 
@@ -35,7 +32,7 @@ class AutocastState:
     only. ``traced``: whether the outermost enabled context was entered in a graph; None outside of any. ``entered``:
     contexts that eager code has entered and not left, in order. ``delayed``: what keeps state of delayed scaling and
     ran under an autocast of this thread. ``thread``: which one; text, so that a graph may be guarded on it.
-    ``read``: what the function that :func:`checkpoint` runs has read of delayed scaling; None outside of any.
+    ``recomputes``: whether the function that :func:`checkpoint` runs is run again; None outside of any.
     """
 
     def __init__(self) -> None:
@@ -49,7 +46,7 @@ class AutocastState:
         self.init_preserve = False
         self.entered: list[autocast] = []
         self.delayed: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self.read: ReadScales | None = None
+        self.recomputes: bool | None = None
 
     def get(self) -> tuple[Any, ...]:
         """What entering a context changes, for :meth:`set`."""

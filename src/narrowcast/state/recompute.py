@@ -22,14 +22,24 @@ Scales = tuple[Tensor | None, Tensor | None]
 class ReadScales:
     """The scales that the layers inside a checkpointed function read, in order: copies, the same for its recomputation.
 
-    Those of the layers themselves may have been renewed until then, by a forward that ran in between. ``collects``:
-    layers in training collect the amax of their operands, which is once: in the first run.
+    Those of the layers themselves may have been renewed until then, by a forward that ran in between.
+
+    Args:
+        kept: what the first run has read, and where that is kept.
+        again: this is not the first run.
+        gradients: a reentrant checkpoint will have gradients, which none of its layers can tell in its first run.
+        around: of the checkpoint around this one.
     """
 
-    def __init__(self, kept: list[Scales], again: bool, grad: bool, around: ReadScales | None) -> None:
-        self.kept, self.again, self.around = kept, again, around
-        self.collects = not again and (grad if around is None else around.collects)
+    def __init__(self, kept: list[Scales], again: bool, gradients: bool, around: ReadScales | None) -> None:
+        self.kept, self.again, self.around = kept, again, None if again else around
+        self.repeats = again or (around is not None and around.repeats)
+        self.gradients = gradients or (around is not None and around.gradients)
         self.count = 0
+
+    def collects(self) -> bool:
+        """Whether a layer in training collects the amax of its operands, which is once: in the first run of all."""
+        return not self.repeats and (torch.is_grad_enabled() or self.gradients)
 
     def take(self) -> Scales | None:
         """What the layer that runs now has read before; None in a first run."""
@@ -49,79 +59,91 @@ class ReadScales:
 
 
 def scales_read_in_checkpoint(training: bool) -> ReadScales | None:
-    """What the checkpointed function has read that runs now, be the checkpoint ours or, in eager code, PyTorch's own.
+    """What the checkpointed function has read that runs now in eager code, be it called by PyTorch's or by ours.
 
     PyTorch's says to nobody which forward it repeats, but keeps an object for each: that takes what was read along.
+    Of checkpoints inside of each other the innermost, which asks the one around.
 
     Args:
         training: the layer that asks may have its scales renewed.
     """
-    if THREAD.state.read is not None:
-        return THREAD.state.read
-    owner, run, grad = None, None, torch.is_grad_enabled()
-    if grad:
-        owner, run = _frame_of_saved_tensors()
-    if owner is None and training and not (grad and starts_a_step()):
-        owner, run = _context_of_reentrant()
-        grad = owner is not None and any(owner.needs_input_grad)
-    if owner is None:
-        return None
-    reads = vars(owner).setdefault("_narrowcast_reads", {None: ReadScales([], False, grad, None)})
-    if run not in reads:
-        reads[run] = ReadScales(reads[None].kept, True, grad, None)
-    return reads[run]  # type: ignore[no-any-return]
+    runs = _runs_by_saved_tensors()
+    if training and not (torch.is_grad_enabled() and starts_a_step()):
+        # no gradients are recorded in the first run of a reentrant one, so none of the others lies inside of that
+        reentrant = _runs_of_reentrant()
+        again = [(owner, run) for owner, run in reentrant if run is not None]
+        runs = again + runs + [(owner, run) for owner, run in reentrant if run is None]
+    read: ReadScales | None = None
+    for owner, run in runs:
+        reads = vars(owner).setdefault("_narrowcast_reads", {})
+        if run not in reads:
+            kept = reads[None].kept if None in reads else []
+            reads[run] = ReadScales(kept, run is not None, any(getattr(owner, "needs_input_grad", ())), read)
+        read = reads[run]
+    return read
 
 
-def _frame_of_saved_tensors() -> tuple[Any, Any]:
-    """The frame of a non-reentrant checkpoint, which the hooks in force for saved tensors hold, and which run it is.
+def _runs_by_saved_tensors() -> list[tuple[Any, Any]]:
+    """The frames of the non-reentrant checkpoints that run, outermost first, and which run of each; the first is None.
 
-    (None, None) where there is none, or hooks of the user's lie above. The first run is None.
+    The hooks in force for saved tensors hold them. PyTorch shows only those on top; the others by taking these away.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
-    pack = None if hooks is None else inspect.unwrap(hooks[0])
-    if getattr(pack, "__module__", None) != torch.utils.checkpoint.__name__:
-        return None, None
-    held = inspect.getclosurevars(pack).nonlocals  # type: ignore[arg-type]
-    again = held.get("target_frame_ref")
-    return held.get("frame") if again is None else again(), held.get("gid")
+    autograd = torch._C._autograd  # type: ignore[attr-defined]
+    hooks: list[Any] = []
+    if autograd._saved_tensors_hooks_is_enabled():
+        while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+            hooks.append(top)
+            autograd._pop_saved_tensors_default_hooks()
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+    runs = []
+    for pack, _ in reversed(hooks):
+        pack = inspect.unwrap(pack)
+        if getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__:
+            held = inspect.getclosurevars(pack).nonlocals
+            again = held.get("target_frame_ref")
+            runs.append((held.get("frame") if again is None else again(), held.get("gid")))
+    return [(frame, run) for frame, run in runs if frame is not None]
 
 
-def _context_of_reentrant() -> tuple[Any, Any]:
-    """The context of the reentrant checkpoint that calls, and which run it is, as above."""
+def _runs_of_reentrant() -> list[tuple[Any, Any]]:
+    """The contexts of the reentrant checkpoints that run, and which run of each, as above."""
     function = torch.utils.checkpoint.CheckpointFunction
     runs = {function.forward.__code__: None, function.backward.__code__: torch._C._current_graph_task_id()}
-    caller: Any = sys._getframe(1)
-    while caller is not None and caller.f_code not in runs:
+    found, caller = [], sys._getframe(1)
+    while caller is not None:
+        if caller.f_code in runs:
+            found.append((caller.f_locals["ctx"], runs[caller.f_code]))
         caller = caller.f_back
-    return (None, None) if caller is None else (caller.f_locals["ctx"], runs[caller.f_code])
+    return found[::-1]
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
     """Whether the code that runs now is inside of :func:`checkpoint`, under a recipe of an autocast."""
-    return THREAD.state.read is not None and is_fp8_enabled()
+    return THREAD.state.recomputes is not None and is_fp8_enabled()
 
 
 def in_fp8_activation_recompute_phase() -> bool:
     """Whether it is so, and this is the recomputation."""
-    read = THREAD.state.read
-    return read is not None and read.again and is_fp8_enabled()
+    return bool(THREAD.state.recomputes) and is_fp8_enabled()
 
 
 class _under:
     """Enter a state that :meth:`AutocastState.get` gave, for a checkpointed function: its first run, or another."""
 
-    def __init__(self, values: tuple[Any, ...], kept: list[Scales], again: bool, grad: bool) -> None:
-        self.values, self.kept, self.again, self.grad = values, kept, again, grad
+    def __init__(self, values: tuple[Any, ...], again: bool) -> None:
+        self.values, self.again = values, again
 
     def __enter__(self) -> None:
         state = THREAD.state
-        self.previous, self.around = state.get(), state.read
+        self.previous = state.get(), state.recomputes
         state.set(self.values)
-        state.read = ReadScales(self.kept, self.again, self.grad, None if self.again else self.around)
+        state.recomputes = self.again
 
     def __exit__(self, *exception: Any) -> None:
-        THREAD.state.set(self.previous)
-        THREAD.state.read = self.around
+        values, recomputes = self.previous
+        THREAD.state.set(values)
+        THREAD.state.recomputes = recomputes
 
 
 def checkpoint(
@@ -136,8 +158,7 @@ def checkpoint(
     """``torch.utils.checkpoint`` whose recomputation runs under the recipe of the first forward.
 
     PyTorch's own does, too: a layer that runs inside a backward, outside of any autocast, runs under the recipe of its
-    last forward. This one also holds where a layer ran under several; and, in eager code, for one inside of another
-    where delayed scaling was renewed between the forward and its recomputation: that reads the scales of its forward.
+    last forward. This one also holds where a layer ran under several.
 
     Args:
         function: what to recompute in the backward.
@@ -162,12 +183,11 @@ def checkpoint(
         return run(function, *args, use_reentrant=False, **kwargs)
     values = THREAD.state.get()
     tracker = None if get_rng_state_tracker is None else _Tracked(get_rng_state_tracker())
-    kept: list[Scales] = []
-    runs, grad = itertools.count(), torch.is_grad_enabled()
+    runs = itertools.count()
 
     @functools.wraps(function)
     def under_recipe(*inner_args: Any, **inner_kwargs: Any) -> Any:
-        under = _under(values, kept, next(runs) > 0, grad)
+        under = _under(values, next(runs) > 0)
         with under, contextlib.nullcontext() if tracker is None else tracker:
             return function(*inner_args, **inner_kwargs)
 
