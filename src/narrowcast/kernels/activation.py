@@ -223,6 +223,7 @@ def _raise_amax(amax_ptr, magnitudes, inside):
 @triton.jit
 def _forward_kernel(
     x_ptr,
+    scale_ptr,
     y_ptr,
     amax_ptr,
     F,
@@ -232,6 +233,7 @@ def _forward_kernel(
     P2,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
     AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
     EMULATE: tl.constexpr,
@@ -242,15 +244,22 @@ def _forward_kernel(
     index = tl.arange(0, BLOCK)
     inside = index < tl.minimum(F - start, BLOCK).to(tl.int32)
     output = row.to(tl.int64) * F + start
+    if SCALED:
+        scale = tl.load(scale_ptr + row + tl.arange(0, 1))
+        if EMULATE:
+            scale = to_float32(scale, EMULATE)
+        else:  # which takes elements in pairs
+            scale = scale.to(tl.float32)
     if GATED:
         gate = x_ptr + row.to(tl.int64) * F * 2 + start
         a = to_float32(tl.load(gate + index, mask=inside, other=0.0), EMULATE)
         b = to_float32(tl.load(gate + F + index, mask=inside, other=0.0), EMULATE)
         y = activate_gated(a, b, KIND, P0, P1, P2, EMULATE)
     else:
-        y = activate(
-            to_float32(tl.load(x_ptr + output + index, mask=inside, other=0.0), EMULATE), KIND, EMULATE
-        )
+        a = to_float32(tl.load(x_ptr + output + index, mask=inside, other=0.0), EMULATE)
+        y = activate(a, KIND, EMULATE)
+    if SCALED:
+        y = y * scale
     y = round_to_dtype(y, y_ptr.dtype.element_ty, EMULATE)
     tl.store(y_ptr + output + index, y, mask=inside)
     if AMAX:
@@ -383,20 +392,26 @@ def _launch(
     gradient: bool,
     stores: bool,
     amax: bool,
+    scaled: bool = False,
 ) -> Launch:
     """The launch for an input of that shape: its rows, in chunks."""
     gated, elements = KINDS[activation].gated, math.prod(shape)
-    # Without halves the rows do not matter: all is one long row.
-    F = shape[-1] // 2 if gated else elements
-    rows = elements // (2 * F) if gated else 1
+    # Without halves and scales the rows do not matter: all is one long row.
+    by_row = gated or scaled
+    width = shape[-1] if by_row else elements
+    F = width // 2 if gated else width
     at_most = AMAX_BLOCK if amax and F % AMAX_BLOCK == 0 else BLOCK
-    block = min(at_most, max(1 << (F - 1).bit_length(), 64)) if gated else FLAT_BLOCK
+    block = min(at_most, max(1 << (F - 1).bit_length(), 64)) if by_row else FLAT_BLOCK
     chunks = cdiv(F, block)
-    launcher, options = (_backward, (stores, amax)) if gradient else (_forward, (amax,))
+    if gradient:
+        launcher, tensors, options = _backward, [TENSOR] * 4, (stores, amax)
+    else:
+        launcher, options = _forward, (scaled, amax)
+        tensors = [TENSOR, TENSOR if scaled else None, TENSOR, TENSOR]
     return Launch(
         launcher,
-        (rows * chunks, 1, 1),
-        [*[TENSOR] * (3 + gradient), F, chunks, *parameters],
+        (elements // width * chunks, 1, 1),
+        [*tensors, F, chunks, *parameters],
         (activation, gated, *options, block, INTERPRETING),
     )
 
@@ -406,11 +421,14 @@ def amax_slots(x: Tensor) -> Tensor:
     return torch.zeros(AMAX_SLOTS, dtype=torch.float32, device=x.device)
 
 
-def forward(x: Tensor, activation: str, amax: Tensor | None = None, **params: float) -> Tensor:
+def forward(
+    x: Tensor, activation: str, amax: Tensor | None = None, scale: Tensor | None = None, **params: float
+) -> Tensor:
     """``reference.activation.forward``; ``x`` of any strides.
 
     Args:
         amax: from ``amax_slots``; the largest of them is raised to the largest magnitude of the result.
+        scale: one number for each row of the result, contiguous, which is multiplied by it before it is rounded.
     """
     kind = checked(x, activation, params)
     x = x.contiguous()
@@ -419,9 +437,9 @@ def forward(x: Tensor, activation: str, amax: Tensor | None = None, **params: fl
     if x.numel():
         launch_of = _launch if type(x) in PLAIN else _launch.__wrapped__
         launch = launch_of(
-            tuple(x.shape), activation, numbers(activation, params), False, True, amax is not None
-        )
-        launch([x, y, x if amax is None else amax])
+            tuple(x.shape), activation, numbers(activation, params), False, True, amax is not None, scale is not None
+        )  # fmt: skip
+        launch([x, *(() if scale is None else (scale,)), y, x if amax is None else amax])
     return y
 
 

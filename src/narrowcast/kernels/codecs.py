@@ -14,6 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Four conversions fill one 32-bit register; satfinite clamps, so no separate clamp is spent. On one line, because the
+# compiler of a graph copies it into a string.
+_FOUR_TO_E4M3 = tl.constexpr(
+    "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+    "mov.b32 $0, {lo, hi}; }"
+)
+_FOUR_TO_E5M2 = tl.constexpr(_FOUR_TO_E4M3.value.replace("e4m3", "e5m2"))
+
 
 @triton.jit
 def to_float32(x, EMULATE: tl.constexpr):
@@ -160,21 +168,7 @@ def fp8_code(x, E5M2: tl.constexpr, EMULATE: tl.constexpr):
     """Codes of fp32 ``x``, nearest even; beyond the largest finite value, infinities included, it saturates."""
     if EMULATE:
         return _fp8_code_emulated(x, E5M2)
-    # satfinite clamps, so no separate clamp is spent; four conversions fill one 32-bit register.
-    if E5M2:
-        ASM: tl.constexpr = """{
-            .reg .b16 lo, hi;
-            cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3;
-            mov.b32 $0, {lo, hi};
-        }"""
-    else:
-        ASM: tl.constexpr = """{
-            .reg .b16 lo, hi;
-            cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
-            mov.b32 $0, {lo, hi};
-        }"""
+    ASM: tl.constexpr = _FOUR_TO_E5M2 if E5M2 else _FOUR_TO_E4M3
     return tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
 
 
@@ -193,13 +187,12 @@ def scaled_float32(x, scale, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def fp8_codes(x0, x1, x2, x3, scale, E5M2: tl.constexpr, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
-    """Codes of four rows."""
-    c0 = fp8_code(scaled_float32(x0, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    c1 = fp8_code(scaled_float32(x1, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    c2 = fp8_code(scaled_float32(x2, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    c3 = fp8_code(scaled_float32(x3, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    return c0, c1, c2, c3
+def fp8_codes(xs, scale, E5M2: tl.constexpr, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
+    """Codes of four tensors."""
+    codes = ()
+    for j in tl.static_range(4):
+        codes = codes + (fp8_code(scaled_float32(xs[j], scale, CURRENT, EMULATE), E5M2, EMULATE),)
+    return codes
 
 
 @triton.jit
@@ -233,25 +226,8 @@ def pack_codes(c0, c1, c2, c3, EMULATE: tl.constexpr):
 def fp8_word(x0, x1, x2, x3, E5M2: tl.constexpr, EMULATE: tl.constexpr):
     """``pack_codes`` of the codes of four fp32 tensors, for callers that need the word alone."""
     if EMULATE:
-        c0 = _fp8_code_emulated(x0, E5M2)
-        c1 = _fp8_code_emulated(x1, E5M2)
-        c2 = _fp8_code_emulated(x2, E5M2)
-        c3 = _fp8_code_emulated(x3, E5M2)
-        return pack_codes(c0, c1, c2, c3, EMULATE)
-    if E5M2:
-        ASM: tl.constexpr = """{
-            .reg .b16 lo, hi;
-            cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3;
-            mov.b32 $0, {lo, hi};
-        }"""
-    else:
-        ASM: tl.constexpr = """{
-            .reg .b16 lo, hi;
-            cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
-            mov.b32 $0, {lo, hi};
-        }"""
+        return pack_codes(*fp8_codes((x0, x1, x2, x3), 1.0, E5M2, True, EMULATE), EMULATE)
+    ASM: tl.constexpr = _FOUR_TO_E5M2 if E5M2 else _FOUR_TO_E4M3
     return tl.inline_asm_elementwise(
         ASM, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1
     )
@@ -276,17 +252,11 @@ def decode_subbyte(code, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, BIAS: 
 
 
 @triton.jit
-def _round_to_bfloat16_emulated(x):
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x)
-
-
-@triton.jit
 def round_pair_to_bfloat16(a, b, EMULATE: tl.constexpr):
     """Two fp32 tensors rounded to nearest even bf16, as fp32."""
     if EMULATE:
-        return _round_to_bfloat16_emulated(a), _round_to_bfloat16_emulated(b)
+        first, second = round_to_dtype(a, tl.bfloat16, EMULATE), round_to_dtype(b, tl.bfloat16, EMULATE)
+        return to_float32(first, EMULATE), to_float32(second, EMULATE)
     # The conversion of a pair has several times the rate of single conversions.
     return tl.inline_asm_elementwise(
         """{
@@ -425,20 +395,16 @@ def decode_fp8(code, E5M2: tl.constexpr, EMULATE: tl.constexpr):
     if E5M2:  # the upper byte of an fp16
         return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     elif EMULATE:
-        size = code.to(tl.uint32) & 0x7F
-        value = (size << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
-        value = tl.where(size == 0x7F, float("nan"), value)
         sign = (code.to(tl.uint32) & 0x80) << 24
-        return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        return (decode_e4m3(code & 0x7F).to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     else:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def decode_fp4(code):
-    """fp32 values of E2M1 codes 0..15 given as uint32: moved into place as a tiny fp32, scaled up exactly."""
-    bits = ((code & 7) << 22) | ((code & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+    """fp32 values of E2M1 codes 0..15 given as uint32."""
+    return decode_subbyte(code, 4, 1, 1)
 
 
 @triton.jit

@@ -229,23 +229,10 @@ _ONE_SCALE = Rule((FLOAT8_BLOCK, FLOAT8_BLOCK), True, False)
 def _per_tensor(
     transposed: bool, data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype
 ) -> Tensor:
-    """Decode per-tensor FP8 codes.
-
-    Args:
-        transposed: whether ``data`` holds the transposed codes.
-        data: uint8 (*lead, K), of any rank; or transposed (K, *lead), rank >= 1.
-        scale_inv: fp32, one element.
-        fmt: E4M3 or E5M2.
-        dtype: bf16, fp16 or fp32.
-
-    Returns:
-        (*lead, K) in ``dtype``.
+    """``reference.float8.dequantize``, or where ``transposed`` ``dequantize_transpose``; of a NaN any NaN.
 
     Raises:
         ValueError: a tensor the kernels cannot reach, another format or dtype, or rank 0 of transposed codes.
-
-    Numerics:
-        ``RN_dtype(RN(code * scale_inv))``, as ``reference.float8.dequantize``; of a NaN any NaN.
     """
     data = check_codes(data, dtype, int(transposed), fmt)
     out = _logical(data, transposed, dtype)
@@ -270,25 +257,13 @@ def _block_scaled(
     *,
     two_d: bool = False,
 ) -> Tensor:
-    """Decode FP8 codes with block scales into the logical orientation.
+    """Decode FP8 codes with block scales, E8M0 codes or fp32, as ``reference.mx`` and ``reference.float8_block`` do.
 
     Args:
-        rules: of scales per row or column, and of scales per square tile.
-        data: uint8 (*lead, K), or (K, *lead) where the rule says so; rank >= 2.
-        scale_inv: as the format's ``quantize`` gives it: uint8 E8M0 codes ``b``, or fp32.
-        fmt: E4M3 or E5M2.
-        dtype: bf16, fp16 or fp32.
-        two_d: the scales belong to square tiles.
-
-    Returns:
-        (*lead, K) in ``dtype``.
+        rules: of scales per row or column, and of scales per square tile. two_d: the scales belong to square tiles.
 
     Raises:
         ValueError: a tensor the kernels cannot reach, another format or dtype, or rank below 2.
-
-    Numerics:
-        ``RN_dtype(RN(code * scale))``, the scale ``2**(b - 127)`` or ``scale_inv``; as ``reference.mx`` and
-        ``reference.float8_block`` decode.
     """
     rule = rules[two_d]
     data = check_codes(data, dtype, 2, fmt)

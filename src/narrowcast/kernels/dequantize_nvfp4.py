@@ -187,47 +187,17 @@ _columns = Launcher(_columns_kernel, num_warps=4)
 def nvfp4_rowwise(
     data: Tensor, scale_inv: Tensor, amax: Tensor, e4m3_max: int, dtype: torch.dtype, *, columns: int
 ) -> Tensor:
-    """Decode row-wise NVFP4.
-
-    Args:
-        data: uint8 (*lead, round_up(columns, 16) / 2), rank >= 2.
-        scale_inv: uint8, compact, (round_up(M, 128), round_up(cdiv(columns, 16), 4)).
-        amax: fp32 (1,), or (M,) for row-scaled data.
-        e4m3_max: as it was when quantizing.
-        dtype: bf16, fp16 or fp32.
-        columns: K, the last dim of the logical tensor.
-
-    Returns:
-        (*lead, K) in ``dtype``.
+    """``reference.nvfp4.dequantize_rowwise``.
 
     Raises:
         ValueError: a tensor the kernels cannot reach, another dtype, or rank below 2.
-
-    Numerics:
-        ``RN(code * RN(RN(scale * amax) * RN(1 / (6 * e4m3_max))))``, then rounded to ``dtype``; equal to
-        ``reference.nvfp4.dequantize_rowwise``.
     """
     data = check_codes(data, dtype, 2)
     return _run_rows(data, scale_inv, amax.contiguous(), _reciprocal(e4m3_max), dtype, columns)
 
 
 def nvfp4_block_scaled(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode NVFP4 codes times block scales, without the tensor's amax: what an emulated GEMM multiplies.
-
-    Args:
-        data: uint8 (R, C / 2), C a multiple of 16: row-wise data as a matrix, or column-wise data as stored.
-        scale_inv: uint8, compact scales of the same direction.
-        dtype: bf16, fp16 or fp32; the values are exact in each.
-
-    Returns:
-        (R, C) in ``dtype``.
-
-    Raises:
-        ValueError: a tensor the kernels cannot reach, another dtype, or rank below 2.
-
-    Numerics:
-        Equal to ``reference.nvfp4.decode_block_scaled``.
-    """
+    """``reference.nvfp4.decode_block_scaled``; raises as :func:`nvfp4_rowwise`."""
     data = check_codes(data, dtype, 2)
     matrix = data.view(math.prod(data.shape[:-1]), data.shape[-1])
     return _run_rows(matrix, scale_inv, None, 1.0, dtype, 2 * data.shape[-1])
@@ -267,27 +237,7 @@ def nvfp4_columnwise(
     rht: bool = False,
     random_signs: bool = True,
 ) -> Tensor:
-    """Decode column-wise NVFP4 into the logical orientation.
-
-    Args:
-        data: uint8 (K, round_up(rows, 16) / 2).
-        scale_inv: uint8, compact, (round_up(K, 128), round_up(cdiv(rows, 16), 4)).
-        amax: fp32 (1,), or (K,) for row-scaled data.
-        e4m3_max: as it was when quantizing.
-        dtype: bf16, fp16 or fp32.
-        rows: M, the number of rows of the logical matrix.
-        rht: undo the rotation; False returns rotated values as they are.
-        random_signs: the setting of the rotation.
-
-    Returns:
-        (M, K) in ``dtype``, also for N-d sources.
-
-    Raises:
-        ValueError: a tensor the kernels cannot reach, another dtype, or another rank.
-
-    Numerics:
-        Equal to ``reference.nvfp4.dequantize_columnwise``; the rotation is undone in fp32.
-    """
+    """``reference.nvfp4.dequantize_columnwise``; raises as :func:`nvfp4_rowwise`."""
     data = check_codes(data, dtype, 2)
     if not is_aligned(data, 8):
         data = data.clone()  # groups of 16 codes are read as 64-bit words

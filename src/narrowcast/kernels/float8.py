@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLOAT8_FORMATS, FLT_MAX, ElementFormat, cdiv
-from .codecs import fp8_code, magnitude, magnitude_of_four, pack_codes, scaled_float32
+from .codecs import fp8_code, fp8_codes, magnitude, magnitude_of_four, pack_codes, scaled_float32
 from .graph_amax import amax_parts_in_graph
 from .launch import (
     INTERPRETING,
@@ -28,14 +28,7 @@ from .launch import (
 )
 from .scaling import scale_from_amax
 from .sources import Source, convert, load_four_rows, pairs_tiles, source_of, store_column_sums
-from .tiles import (
-    is_wide,
-    load_row,
-    store_row,
-    store_transposed,
-    tile_grid,
-    tile_position,
-)
+from .tiles import is_wide, load_tile, store_tile, store_transposed, tile_grid, tile_position
 
 TILE_ROWS = 64
 TILE_COLUMNS = 128
@@ -58,11 +51,11 @@ def _largest_magnitude(x_ptr, start, step, n, BLOCK: tl.constexpr, EMULATE: tl.c
     while start < n:
         left = tl.minimum(n - start, BLOCK).to(tl.int32)
         tile = x_ptr + start
-        x0 = tl.load(tile + index, mask=index < left, other=0.0)
-        x1 = tl.load(tile + QUARTER + index, mask=index + QUARTER < left, other=0.0)
-        x2 = tl.load(tile + 2 * QUARTER + index, mask=index + 2 * QUARTER < left, other=0.0)
-        x3 = tl.load(tile + 3 * QUARTER + index, mask=index + 3 * QUARTER < left, other=0.0)
-        largest = tl.maximum(largest, magnitude_of_four(x0, x1, x2, x3, EMULATE))
+        quarters = ()
+        for j in tl.static_range(4):
+            inside = index + j * QUARTER < left
+            quarters = quarters + (tl.load(tile + j * QUARTER + index, mask=inside, other=0.0),)
+        largest = tl.maximum(largest, magnitude_of_four(*quarters, EMULATE))
         start += step
     return tl.max(largest, axis=0)
 
@@ -109,15 +102,11 @@ def _accumulate_amax(amax_ptr, previous, value):
 
 @triton.jit
 def _emit_tile(
-    x0,
-    x1,
-    x2,
-    x3,
+    xs,
     scale,
     data_ptr,
     transpose_ptr,
     sums_ptr,
-    tile_m,
     m0,
     k0,
     M,
@@ -134,24 +123,18 @@ def _emit_tile(
     EMULATE: tl.constexpr,
 ):
     """Encode four interleaved rows and store their codes, the codes' transpose and the sums over the tile's rows."""
-    row = tl.arange(0, x0.shape[0])[:, None] * 4
-    column = tl.arange(0, x0.shape[1])[None, :]
+    row = tl.arange(0, xs[0].shape[0])[:, None] * 4
+    column = tl.arange(0, xs[0].shape[1])[None, :]
     if SUMS:
         parts = sums_ptr + (m0 // 16 * K + k0)
-        store_column_sums(parts, x0, x1, x2, x3, K, rows_left, columns_left, EMULATE)
-    c0 = fp8_code(scaled_float32(x0, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    c1 = fp8_code(scaled_float32(x1, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    c2 = fp8_code(scaled_float32(x2, scale, CURRENT, EMULATE), E5M2, EMULATE)
-    c3 = fp8_code(scaled_float32(x3, scale, CURRENT, EMULATE), E5M2, EMULATE)
+        store_column_sums(parts, xs, K, rows_left, columns_left, EMULATE)
+    codes = fp8_codes(xs, scale, E5M2, CURRENT, EMULATE)
     if ROWWISE:
         offsets = row * K + column
         data = data_ptr + (m0 * K + k0)
-        store_row(data, offsets, c0, row, column, rows_left, columns_left, EVEN)
-        store_row(data + K, offsets, c1, row + 1, column, rows_left, columns_left, EVEN)
-        store_row(data + 2 * K, offsets, c2, row + 2, column, rows_left, columns_left, EVEN)
-        store_row(data + 3 * K, offsets, c3, row + 3, column, rows_left, columns_left, EVEN)
+        store_tile(data, offsets, codes, row, column, K, rows_left, columns_left, EVEN)
     if COLUMNWISE:
-        words = pack_codes(c0, c1, c2, c3, EMULATE)
+        words = pack_codes(*codes, EMULATE)
         store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 
@@ -218,7 +201,7 @@ def _cast_tile_kernel(
     columns_left = tl.minimum(width - k0, TILE_COLUMNS).to(tl.int32)
 
     # The tile first: under current scaling its latency covers that of the partial maxima.
-    x0, x1, x2, x3, y0, y1, y2, y3 = load_four_rows(
+    xs, ys = load_four_rows(
         operands, m0, k0, K, rows_left, columns_left, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2,
         PAIRED, EVEN, EMULATE,
     )  # fmt: skip
@@ -228,18 +211,18 @@ def _cast_tile_kernel(
         scale_ptr, partials, operand_0, M * K, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS, EMULATE
     )  # fmt: skip
     if AMAX:
-        size = magnitude_of_four(x0, x1, x2, x3, EMULATE)
+        size = magnitude_of_four(*xs, EMULATE)
         if PAIRED:
-            size = tl.maximum(size, magnitude_of_four(y0, y1, y2, y3, EMULATE))
+            size = tl.maximum(size, magnitude_of_four(*ys, EMULATE))
         _accumulate_amax(amax_ptr, previous, tl.max(size))
     _emit_tile(
-        x0, x1, x2, x3, scale, data_ptr, transpose_ptr, sums_ptr, tile_m, m0, k0, M, K, rows_left, columns_left,
-        E5M2, ROWWISE, COLUMNWISE, SUMS, CURRENT, EVEN, WORDS, EMULATE,
+        xs, scale, data_ptr, transpose_ptr, sums_ptr, m0, k0, M, K, rows_left, columns_left, E5M2, ROWWISE,
+        COLUMNWISE, SUMS, CURRENT, EVEN, WORDS, EMULATE,
     )  # fmt: skip
     if PAIRED:
         _emit_tile(
-            y0, y1, y2, y3, scale, data_ptr, transpose_ptr, sums_ptr, tile_m, m0, width + k0, M, K, rows_left,
-            columns_left, E5M2, ROWWISE, COLUMNWISE, SUMS, CURRENT, EVEN, WORDS, EMULATE,
+            ys, scale, data_ptr, transpose_ptr, sums_ptr, m0, width + k0, M, K, rows_left, columns_left, E5M2,
+            ROWWISE, COLUMNWISE, SUMS, CURRENT, EVEN, WORDS, EMULATE,
         )  # fmt: skip
     if (tile_m == 0) & (tile_k == 0):
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
@@ -331,12 +314,9 @@ def _transpose_kernel(
     row = tl.arange(0, TILE_ROWS // 4)[:, None] * 4
     column = tl.arange(0, TILE_COLUMNS)[None, :]
     offsets = row * K + column
-    tile = data_ptr + (m0 * K + k0)
-    c0 = load_row(tile, offsets, row, column, rows_left, columns_left, EVEN)
-    c1 = load_row(tile + K, offsets, row + 1, column, rows_left, columns_left, EVEN)
-    c2 = load_row(tile + 2 * K, offsets, row + 2, column, rows_left, columns_left, EVEN)
-    c3 = load_row(tile + 3 * K, offsets, row + 3, column, rows_left, columns_left, EVEN)
-    words = pack_codes(c0, c1, c2, c3, EMULATE)
+    data = data_ptr + (m0 * K + k0)
+    codes = load_tile(data, offsets, row, column, K, rows_left, columns_left, EVEN)
+    words = pack_codes(*codes, EMULATE)
     store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 

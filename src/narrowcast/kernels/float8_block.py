@@ -20,11 +20,20 @@ from ..formats import (
     cdiv,
     round_up,
 )
-from .codecs import fp8_code, fp8_word, magnitude, magnitude_of_four, pack_codes, reciprocal, to_float32
+from .codecs import (
+    fp8_code,
+    fp8_codes,
+    fp8_word,
+    magnitude,
+    magnitude_of_four,
+    pack_codes,
+    reciprocal,
+    to_float32,
+)
 from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, beside, contiguous, for_hopper, is_traced
 from .scaling import OVERFLOW_BY_DTYPE, power_2_scales, scale_from_amax
 from .sources import ACTIVATIONS, Source, load_four_rows, pairs_tiles, source_of, store_column_sums
-from .tiles import is_wide, store_row, store_transposed, tile_grid, tile_position
+from .tiles import is_wide, store_row, store_tile, store_transposed, tile_grid, tile_position
 
 _BLOCK = tl.constexpr(FLOAT8_BLOCK)
 
@@ -48,90 +57,30 @@ def _scales(
 
 
 @triton.jit
-def _emit_vectors(
-    x0,
-    x1,
-    x2,
-    x3,
-    epsilon,
-    data_ptr,
-    row_scale_ptr,
-    transpose_ptr,
-    column_scale_ptr,
-    tile_m,
-    k0,
-    M,
-    K,
-    rows_left,
-    columns_left,
-    E5M2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    POWER_2: tl.constexpr,
-    EPSILON: tl.constexpr,
-    EVEN: tl.constexpr,
-    WORDS: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    """Blocks of 128 along K for the row-wise data, along M for the column-wise data: one tile holds both whole."""
-    m0 = tile_m * _BLOCK
-    tile_k = k0 // _BLOCK
-    row = tl.arange(0, _BLOCK // 4)[:, None] * 4
-    column = tl.arange(0, _BLOCK)[None, :]
-    if COLUMNWISE:
-        amax = tl.max(magnitude_of_four(x0, x1, x2, x3, EMULATE), axis=0, keep_dims=True)
-        scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
-        words = fp8_word(
-            to_float32(x0, EMULATE) * scale,
-            to_float32(x1, EMULATE) * scale,
-            to_float32(x2, EMULATE) * scale,
-            to_float32(x3, EMULATE) * scale,
-            E5M2,
-            EMULATE,
-        )
-        stride = (K + 3) // 4 * 4
-        target = column_scale_ptr + (tile_m * stride + k0) + column
-        if EVEN:
-            tl.store(target, scale_inv)
-        else:
-            # The tile's last lines may be padding of the scale buffer, which holds zeros.
-            padded = tl.minimum(stride - k0, _BLOCK).to(tl.int32)
-            tl.store(target, tl.where(column < columns_left, scale_inv, 0.0), mask=column < padded)
-    if ROWWISE:
-        offsets = row * K + column
-        data = data_ptr + (m0 * K + k0)
-        xs = (x0, x1, x2, x3)
-        inverses = ()
-        for j in tl.static_range(4):
-            amax = tl.max(magnitude(xs[j], EMULATE), axis=1, keep_dims=True)
-            scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
-            code = fp8_code(to_float32(xs[j], EMULATE) * scale, E5M2, EMULATE)
-            store_row(data + j * K, offsets, code, row + j, column, rows_left, columns_left, EVEN)
-            inverses = inverses + (tl.reshape(scale_inv, [_BLOCK // 4]),)
-        # Those of consecutive rows side by side: one store of all.
-        even, odd = tl.join(inverses[0], inverses[2]), tl.join(inverses[1], inverses[3])
-        scale_inv = tl.reshape(tl.join(even, odd), [_BLOCK])
-        line = tl.arange(0, _BLOCK)
-        stride = (M + 3) // 4 * 4
-        scales = row_scale_ptr + (tile_k * stride + m0) + line
-        if EVEN:
-            tl.store(scales, scale_inv)
-        else:
-            padded = tl.minimum(stride - m0, _BLOCK).to(tl.int32)
-            tl.store(scales, tl.where(line < rows_left, scale_inv, 0.0), mask=line < padded)
-    if COLUMNWISE:
-        # Last, so that the tile's registers are free for the exchange between threads.
-        store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
+def _store_scales(scale_ptr, scale_inv, line, block, start, lines, left, EVEN: tl.constexpr):
+    """Store scales of the lines of a tile from ``start`` on, of which as many are there as are ``left``."""
+    stride = (lines + 3) // 4 * 4
+    target = scale_ptr + (block * stride + start) + line
+    if EVEN:
+        tl.store(target, scale_inv)
+    else:
+        # The tile's last lines may be padding of the scale buffer, which holds zeros.
+        padded = tl.minimum(stride - start, _BLOCK).to(tl.int32)
+        tl.store(target, tl.where(line < left, scale_inv, 0.0), mask=line < padded)
 
 
 @triton.jit
-def _emit_square(
-    x0,
-    x1,
-    x2,
-    x3,
+def _store_tile_scale(scale_ptr, scales, pad, row, place, lines):
+    """Store the scale of a tile; tiles near the end of a row of scales also write the zeros that pad it."""
+    tiles = (lines + 127) // _BLOCK
+    stride = (tiles + 3) // 4 * 4
+    padding = (place + pad >= tiles) & (place + pad < stride)
+    tl.store(scale_ptr + (row * stride + place) + pad, scales, mask=(pad == 0) | padding)
+
+
+@triton.jit
+def _emit_tile(
+    xs,
     epsilon,
     data_ptr,
     row_scale_ptr,
@@ -143,6 +92,7 @@ def _emit_square(
     K,
     rows_left,
     columns_left,
+    SQUARE: tl.constexpr,
     E5M2: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
@@ -154,39 +104,57 @@ def _emit_square(
     WORDS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One scale for the whole tile; the column-wise data are the row-wise codes, transposed."""
+    """Encode a tile and store it: with one scale (``SQUARE``), or with a scale per row, and per column for the columns.
+
+    Blocks are 128 long, so one tile holds them whole in both directions.
+    """
     m0 = tile_m * _BLOCK
     tile_k = k0 // _BLOCK
     row = tl.arange(0, _BLOCK // 4)[:, None] * 4
     column = tl.arange(0, _BLOCK)[None, :]
-    size = magnitude_of_four(x0, x1, x2, x3, EMULATE)
-    amax = tl.max(tl.max(size, axis=1, keep_dims=True), axis=0, keep_dims=True)
-    scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
-    c0 = fp8_code(to_float32(x0, EMULATE) * scale, E5M2, EMULATE)
-    c1 = fp8_code(to_float32(x1, EMULATE) * scale, E5M2, EMULATE)
-    c2 = fp8_code(to_float32(x2, EMULATE) * scale, E5M2, EMULATE)
-    c3 = fp8_code(to_float32(x3, EMULATE) * scale, E5M2, EMULATE)
-    # Tiles near the end of a row of scales also write the zeros that pad it to a multiple of 4.
-    pad = tl.arange(0, 4)[None, :]
-    padded_scale = tl.where(pad == 0, scale_inv, 0.0)
-    if ROWWISE:
-        offsets = row * K + column
-        data = data_ptr + (m0 * K + k0)
-        store_row(data, offsets, c0, row, column, rows_left, columns_left, EVEN)
-        store_row(data + K, offsets, c1, row + 1, column, rows_left, columns_left, EVEN)
-        store_row(data + 2 * K, offsets, c2, row + 2, column, rows_left, columns_left, EVEN)
-        store_row(data + 3 * K, offsets, c3, row + 3, column, rows_left, columns_left, EVEN)
-        tiles_k = (K + 127) // _BLOCK
-        stride = (tiles_k + 3) // 4 * 4
-        padding = (tile_k + pad >= tiles_k) & (tile_k + pad < stride)
-        tl.store(row_scale_ptr + (tile_m * stride + tile_k) + pad, padded_scale, mask=(pad == 0) | padding)
-    if COLUMNWISE:
-        words = pack_codes(c0, c1, c2, c3, EMULATE)
-        store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
-        tiles_m = (M + 127) // _BLOCK
-        stride = (tiles_m + 3) // 4 * 4
-        padding = (tile_m + pad >= tiles_m) & (tile_m + pad < stride)
-        tl.store(column_scale_ptr + (tile_k * stride + tile_m) + pad, padded_scale, mask=(pad == 0) | padding)
+    if SQUARE:
+        size = magnitude_of_four(*xs, EMULATE)
+        amax = tl.max(tl.max(size, axis=1, keep_dims=True), axis=0, keep_dims=True)
+        scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
+        codes = fp8_codes(xs, scale, E5M2, True, EMULATE)
+        pad = tl.arange(0, 4)[None, :]
+        padded_scale = tl.where(pad == 0, scale_inv, 0.0)
+        if ROWWISE:
+            offsets = row * K + column
+            data = data_ptr + (m0 * K + k0)
+            store_tile(data, offsets, codes, row, column, K, rows_left, columns_left, EVEN)
+            _store_tile_scale(row_scale_ptr, padded_scale, pad, tile_m, tile_k, K)
+        if COLUMNWISE:  # the same codes, transposed
+            words = pack_codes(*codes, EMULATE)
+            store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
+            _store_tile_scale(column_scale_ptr, padded_scale, pad, tile_k, tile_m, M)
+    else:
+        if COLUMNWISE:
+            amax = tl.max(magnitude_of_four(*xs, EMULATE), axis=0, keep_dims=True)
+            scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
+            scaled = ()
+            for j in tl.static_range(4):
+                scaled = scaled + (to_float32(xs[j], EMULATE) * scale,)
+            words = fp8_word(*scaled, E5M2, EMULATE)
+            _store_scales(column_scale_ptr, scale_inv, column, tile_m, k0, K, columns_left, EVEN)
+        if ROWWISE:
+            offsets = row * K + column
+            data = data_ptr + (m0 * K + k0)
+            inverses = ()
+            for j in tl.static_range(4):
+                amax = tl.max(magnitude(xs[j], EMULATE), axis=1, keep_dims=True)
+                scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
+                code = fp8_code(to_float32(xs[j], EMULATE) * scale, E5M2, EMULATE)
+                store_row(data + j * K, offsets, code, row + j, column, rows_left, columns_left, EVEN)
+                inverses = inverses + (tl.reshape(scale_inv, [_BLOCK // 4]),)
+            # Those of consecutive rows side by side: one store of all.
+            even, odd = tl.join(inverses[0], inverses[2]), tl.join(inverses[1], inverses[3])
+            scale_inv = tl.reshape(tl.join(even, odd), [_BLOCK])
+            line = tl.arange(0, _BLOCK)
+            _store_scales(row_scale_ptr, scale_inv, line, tile_k, m0, M, rows_left, EVEN)
+        if COLUMNWISE:
+            # Last, so that the tile's registers are free for the exchange between threads.
+            store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 
 @triton.jit(
@@ -244,25 +212,23 @@ def _quantize_kernel(
     width = K // 2 if PAIRED else K
     rows_left = tl.minimum(M - m0, _BLOCK).to(tl.int32)
     columns_left = tl.minimum(width - k0, _BLOCK).to(tl.int32)
-    x0, x1, x2, x3, y0, y1, y2, y3 = load_four_rows(
+    xs, ys = load_four_rows(
         operands, m0, k0, K, rows_left, columns_left, _BLOCK, _BLOCK, SOURCE, FUNCTION, P0, P1, P2, PAIRED, EVEN,
         EMULATE,
     )  # fmt: skip
-    emit: tl.constexpr = _emit_square if SQUARE else _emit_vectors
     if SUMS:
         sums = sums_ptr + (m0 // 16 * K + k0)
-        store_column_sums(sums, x0, x1, x2, x3, K, rows_left, columns_left, EMULATE)
+        store_column_sums(sums, xs, K, rows_left, columns_left, EMULATE)
         if PAIRED:
-            store_column_sums(sums + width, y0, y1, y2, y3, K, rows_left, columns_left, EMULATE)
-    emit(
-        x0, x1, x2, x3, epsilon, data_ptr, row_scale_ptr, transpose_ptr, column_scale_ptr, tile_m, k0, M, K,
-        rows_left, columns_left, E5M2, ROWWISE, COLUMNWISE, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, WORDS, EMULATE,
+            store_column_sums(sums + width, ys, K, rows_left, columns_left, EMULATE)
+    _emit_tile(
+        xs, epsilon, data_ptr, row_scale_ptr, transpose_ptr, column_scale_ptr, tile_m, k0, M, K, rows_left,
+        columns_left, SQUARE, E5M2, ROWWISE, COLUMNWISE, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, WORDS, EMULATE,
     )  # fmt: skip
     if PAIRED:
-        emit(
-            y0, y1, y2, y3, epsilon, data_ptr, row_scale_ptr, transpose_ptr, column_scale_ptr, tile_m, width + k0, M,
-            K, rows_left, columns_left, E5M2, ROWWISE, COLUMNWISE, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, WORDS,
-            EMULATE,
+        _emit_tile(
+            ys, epsilon, data_ptr, row_scale_ptr, transpose_ptr, column_scale_ptr, tile_m, width + k0, M, K, rows_left,
+            columns_left, SQUARE, E5M2, ROWWISE, COLUMNWISE, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, WORDS, EMULATE,
         )  # fmt: skip
 
 
@@ -347,26 +313,10 @@ def quantize(
     power_2: bool,
     epsilon: float,
 ) -> list[Tensor]:
-    """Encode in blocks of 128 or tiles of 128 x 128, both directions from one read of ``x``.
-
-    Args:
-        x: (*lead, K), rank >= 2, bf16, fp16 or fp32, any strides, or a source of it; M is the product of ``lead``.
-        fmt: E4M3 or E5M2.
-        rowwise: blocks along K.
-        columnwise: blocks along M.
-        block_dim: 1 for blocks of 128 elements, 2 for tiles of 128 x 128.
-        power_2: round scales down to powers of two.
-        epsilon: lower bound of a block's amax.
-
-    Returns:
-        Row-wise data (*lead, K) and scale_inv, then column-wise data (K, *lead) and scale_inv; shapes of the scales
-        as ``reference.float8_block.quantize`` gives them.
+    """``reference.float8_block.quantize``, both directions from one read of ``x``: any tensor, or a source of one.
 
     Raises:
         ValueError: a tensor the kernels cannot reach, another dtype, rank below 2, or another ``block_dim``.
-
-    Numerics:
-        Equal to ``reference.float8_block.quantize``, byte for byte.
     """
     if block_dim not in (1, 2):
         raise ValueError(f"block_dim is {block_dim}; use 1 (blocks of 128) or 2 (tiles of 128 x 128)")

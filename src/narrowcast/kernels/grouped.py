@@ -133,28 +133,26 @@ def unpad_rows(padded: Tensor, splits: Tensor, alignment: int, rows: int) -> Ten
 def _run(
     x: Tensor, splits: Tensor, alignment: int, rows: int, written: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    check_device(x)
-    if x.element_size() not in _RAW:
-        raise ValueError(f"cannot move rows of {x.dtype}; use a dtype of 1, 2 or 4 bytes")
-    x, splits = x.contiguous(), splits.contiguous()
+    source, splits = raw(x), splits.contiguous()
     K, G = x.shape[1], splits.shape[0]
-    out = torch.empty((rows, K), dtype=x.dtype, device=x.device)
+    out = source.new_empty((rows, K))
     columns = BYTES // x.element_size()
-    raw = _RAW[x.element_size()]
     # One program at least, which writes the padded splits even if there is no row.
     _move(
         (max(cdiv(rows, ROWS), 1), max(cdiv(K, columns), 1), 1),
-        (
-            x.view(raw),
-            splits,
-            out.view(raw),
-            *(written or (splits, splits)),
-            x.shape[0],
-            rows,
-            K,
-            G,
-            alignment,
-        ),
+        (source, splits, out, *(written or (splits, splits)), x.shape[0], rows, K, G, alignment),
         (written is not None, max(triton.next_power_of_2(G), 1), ROWS, columns),
     )
-    return out
+    return out.view(x.dtype)
+
+
+def raw(x: Tensor) -> Tensor:
+    """A matrix as integers of the size of its elements, contiguous, for kernels that move rows.
+
+    Raises:
+        ValueError: ``check_device`` refuses, or a dtype of other than 1, 2 or 4 bytes.
+    """
+    check_device(x)
+    if x.element_size() not in _RAW:
+        raise ValueError(f"cannot move rows of {x.dtype}; use a dtype of 1, 2 or 4 bytes")
+    return x.contiguous().view(_RAW[x.element_size()])

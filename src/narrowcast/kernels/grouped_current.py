@@ -118,7 +118,7 @@ def _take_amax(
     for j in tl.static_range(4):
         inside = (row < left - j * QUARTER) & (column < K)
         quarters = quarters + (tl.load(x + j * QUARTER * K, mask=inside, other=0.0),)
-    largest = magnitude_of_four(quarters[0], quarters[1], quarters[2], quarters[3], EMULATE)
+    largest = magnitude_of_four(*quarters, EMULATE)
     # A maximum over nothing but NaN is NaN.
     value = tl.maximum(tl.max(tl.max(largest, axis=1), axis=0), 0.0)
     bits = amax_ptr.to(tl.pointer_type(tl.int32))
@@ -184,17 +184,17 @@ def _current_kernel(
     left = tl.minimum(end - start - row_in_group, TILE_ROWS).to(tl.int32) - row
     there = column < columns_left
     loaded = tl.where(group < groups, left, 0)  # rows behind the last group become zeros
-    x0, x1, x2, x3 = load_rows(x_ptr + source + offsets, K, loaded, there, EVICTION)
+    xs = load_rows(x_ptr + source + offsets, K, loaded, there, EVICTION)
     known = tl.minimum(group, groups - 1)
     while tl.atomic_add(done_ptr + known, 0, sem="acquire") < count * across:
         pass
     amax = tl.load(amax_ptr + known, volatile=True)
     scale = scale_from_amax(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2)
-    c0, c1, c2, c3 = fp8_codes(x0, x1, x2, x3, scale, E5M2, True, EMULATE)
+    codes = fp8_codes(xs, scale, E5M2, True, EMULATE)
     if ROWWISE:
-        store_rows(data_ptr + source + offsets, c0, c1, c2, c3, K, left, there)
+        store_rows(data_ptr + source + offsets, codes, K, left, there)
     if COLUMNWISE:
-        words = pack_codes(c0, c1, c2, c3, EMULATE)
+        words = pack_codes(*codes, EMULATE)
         target = transpose_ptr + (0 if RAGGED else start * K)
         store_transposed(target, words, m0, k0, rows, rows_left, columns_left, WORDS, EVEN)
     if (row_in_group == 0) & (k0 == 0):
@@ -209,6 +209,18 @@ def takes(x: Tensor, splits: Tensor | None, groups: int, alignment: int) -> bool
     """Whether :func:`quantize` takes these groups: small ones that no band has two of."""
     small = 0 < x.numel() * x.element_size() <= AHEAD_BYTES * groups
     return small and (splits is None or alignment % BAND_ROWS == 0)
+
+
+def outputs(
+    x: Tensor, splits: Tensor | None, groups: int, rowwise: bool, columnwise: bool, alignment: int
+) -> tuple[int, Tensor | None, Tensor | None, Tensor]:
+    """Rows of the transposed codes, of all groups or without splits of a matrix; then where codes go, and scales."""
+    K = x.shape[-1]
+    rows = x.shape[1] if splits is None else round_up(x.shape[0] + groups * (alignment - 1), alignment)
+    shape = (groups, K, rows) if splits is None else (K, rows)
+    data = torch.empty(x.shape, dtype=torch.uint8, device=x.device) if rowwise else None
+    transpose = torch.empty(shape, dtype=torch.uint8, device=x.device) if columnwise else None
+    return rows, data, transpose, torch.empty(groups, dtype=torch.float32, device=x.device)
 
 
 def quantize(
@@ -226,11 +238,7 @@ def quantize(
     """``reference.grouped_quantize.quantize_current`` of contiguous ``x`` that :func:`takes` agrees to."""
     K = x.shape[-1]
     T = x.numel() // K
-    rows = x.shape[1] if splits is None else round_up(T + groups * (alignment - 1), alignment)
-    shape = (groups, K, rows) if splits is None else (K, rows)
-    data = torch.empty(x.shape, dtype=torch.uint8, device=x.device) if rowwise else None
-    transpose = torch.empty(shape, dtype=torch.uint8, device=x.device) if columnwise else None
-    scale_inv = torch.empty(groups, dtype=torch.float32, device=x.device)
+    rows, data, transpose, scale_inv = outputs(x, splits, groups, rowwise, columnwise, alignment)
     # The amaxes and what is counted. One launch clears both, unless the amaxes live on.
     sizes = [groups, groups + 1] if keep_amax else [2 * groups + 1]
     cleared = [torch.zeros(size, dtype=torch.float32, device=x.device) for size in sizes]
@@ -251,8 +259,5 @@ def quantize(
             "evict_first", INTERPRETING,
         ),
     )  # fmt: skip
-    return [
-        *(buffer for buffer in (data, transpose) if buffer is not None),
-        scale_inv,
-        *([amax] if keep_amax else []),
-    ]
+    made = (data, transpose, scale_inv, amax if keep_amax else None)
+    return [buffer for buffer in made if buffer is not None]

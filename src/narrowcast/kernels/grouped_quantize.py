@@ -12,24 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import FLT_MAX, ElementFormat, cdiv, round_up
+from ..formats import FLT_MAX, ElementFormat, cdiv
 from . import grouped_current
-from .codecs import (
-    fp8_codes,
-    magnitude,
-    magnitude_of_four,
-    pack_codes,
-    round_to_dtype,
-    to_float32,
-)
+from .codecs import fp8_codes, magnitude, magnitude_of_four, pack_codes, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_device, check_input
 from .scaling import scale_from_amax
 from .tiles import (
     is_wide,
-    load_row,
     load_rows,
-    store_row,
+    load_tile,
     store_rows,
+    store_tile,
     store_transposed,
     tile_grid,
     tile_position,
@@ -208,7 +201,7 @@ def _cast_kernel(
         group, source, left = _locate(splits_ptr, m0 + quad, T, groups, ALIGNMENT, GROUPS)
         tile = x_ptr + (source[:, None] * K + k0 + column)
         mask = (column < columns_left) & (group < groups)[:, None]
-        x0, x1, x2, x3 = load_rows(tile, K, left, mask, "")
+        xs = load_rows(tile, K, left, mask, "")
         loaded = tl.load(scale_ptr + group, mask=group < groups, other=1.0)
         scale = _encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
     else:
@@ -217,27 +210,21 @@ def _cast_kernel(
         offsets = quad[:, None] * K + column
         tile = x_ptr + (member * rows * K + m0 * K + k0)
         row = quad[:, None]
-        x0 = load_row(tile, offsets, row, column, rows_left, columns_left, EVEN)
-        x1 = load_row(tile + K, offsets, row + 1, column, rows_left, columns_left, EVEN)
-        x2 = load_row(tile + 2 * K, offsets, row + 2, column, rows_left, columns_left, EVEN)
-        x3 = load_row(tile + 3 * K, offsets, row + 3, column, rows_left, columns_left, EVEN)
+        xs = load_tile(tile, offsets, row, column, K, rows_left, columns_left, EVEN)
         scale = _encoding_scale(tl.load(scale_ptr + member), epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)
     if AMAX:
-        _raise_amax(amax_ptr, group, tl.max(magnitude_of_four(x0, x1, x2, x3, EMULATE), axis=1), groups)
+        _raise_amax(amax_ptr, group, tl.max(magnitude_of_four(*xs, EMULATE), axis=1), groups)
 
-    c0, c1, c2, c3 = fp8_codes(x0, x1, x2, x3, scale, E5M2, CURRENT, EMULATE)
+    codes = fp8_codes(xs, scale, E5M2, CURRENT, EMULATE)
     if ROWWISE:
         if RAGGED:
             data = data_ptr + (source[:, None] * K + k0 + column)
-            store_rows(data, c0, c1, c2, c3, K, left, column < columns_left)
+            store_rows(data, codes, K, left, column < columns_left)
         else:
             data = data_ptr + (member * rows * K + m0 * K + k0)
-            store_row(data, offsets, c0, row, column, rows_left, columns_left, EVEN)
-            store_row(data + K, offsets, c1, row + 1, column, rows_left, columns_left, EVEN)
-            store_row(data + 2 * K, offsets, c2, row + 2, column, rows_left, columns_left, EVEN)
-            store_row(data + 3 * K, offsets, c3, row + 3, column, rows_left, columns_left, EVEN)
+            store_tile(data, offsets, codes, row, column, K, rows_left, columns_left, EVEN)
     if COLUMNWISE:
-        words = pack_codes(c0, c1, c2, c3, EMULATE)
+        words = pack_codes(*codes, EMULATE)
         target = transpose_ptr
         if not RAGGED:
             target += member * rows * K
@@ -348,13 +335,9 @@ def _run_cast(
     epsilon: float,
 ) -> list[Tensor]:
     groups, K = scale.shape[0], x.shape[-1]
-    data = torch.empty(x.shape, dtype=torch.uint8, device=x.device) if rowwise else None
-    transpose = None
-    rows = x.shape[1] if splits is None else round_up(x.shape[0] + groups * (alignment - 1), alignment)
-    if columnwise:
-        shape = (groups, K, rows) if splits is None else (K, rows)
-        transpose = torch.empty(shape, dtype=torch.uint8, device=x.device)
-    scale_inv = torch.empty(groups, dtype=torch.float32, device=x.device)
+    rows, data, transpose, scale_inv = grouped_current.outputs(
+        x, splits, groups, rowwise, columnwise, alignment
+    )
     if groups:
         # One program at least, which writes the scales; the second dim is what a band of tiles may reach.
         (across, down, _), band_bits = tile_grid(max(cdiv(rows, TILE_ROWS), 1), max(cdiv(K, TILE_COLUMNS), 1))

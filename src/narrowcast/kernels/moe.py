@@ -9,16 +9,14 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import product, round_to_dtype, to_float32
+from .grouped import BYTES, ROWS, raw
 from .launch import INTERPRETING, Launcher, check_device
 from .reduction import fold_lanes
 
-ROWS = 16
-BYTES = 2048  # of a row, per program
 COLUMNS = 1024
 ENTRIES = 1024
 LANES = 256
 GRADIENT_ROWS = 4
-_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -120,18 +118,13 @@ def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:
     Raises:
         ValueError: a dtype of another size.
     """
-    check_device(x)
-    if x.element_size() not in _RAW:
-        raise ValueError(f"cannot move rows of {x.dtype}; use a dtype of 1, 2 or 4 bytes")
-    x, positions = x.contiguous(), positions.contiguous()
-    rows, K, raw = positions.shape[0], x.shape[1], _RAW[x.element_size()]
-    out = torch.empty((rows, K), dtype=raw, device=x.device)
+    source, positions = raw(x), positions.contiguous()
+    rows, K = positions.shape[0], x.shape[1]
+    out = source.new_empty((rows, K))
     if out.numel():
         width = BYTES // x.element_size()
         _spread(
-            (cdiv(rows, ROWS), cdiv(K, width), 1),
-            (x.view(raw), positions, out, rows, columns, K),
-            (ROWS, width),
+            (cdiv(rows, ROWS), cdiv(K, width), 1), (source, positions, out, rows, columns, K), (ROWS, width)
         )
     return out.view(x.dtype)
 

@@ -9,6 +9,8 @@ tensor; along a column, one from each of the four tensors, which is why the pack
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -21,22 +23,16 @@ from .codecs import (
     fp8_code,
     magnitude,
     magnitude_of_four,
+    repeat_columns,
     round_to_dtype,
     to_float32,
 )
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import INTERPRETING, Launcher, check_codes
 from .scaling import e8m0_from_amax, e8m0_reciprocal, e8m0_value
 from .sources import Source, load_four_rows, source_of, store_column_sums
 from .tiles import is_wide, store_row, tile_grid, tile_position
 
 _GRID_ROWS = 32768  # tile rows along the second grid dimension, which is limited to 65535
-
-
-@triton.jit
-def _spread(values):
-    """[R, 4] -> [R, 128], each column repeated 32 times."""
-    R: tl.constexpr = values.shape[0]
-    return tl.reshape(tl.broadcast_to(tl.expand_dims(values, 2), (R, 4, 32)), (R, 128))
 
 
 @triton.jit
@@ -47,10 +43,7 @@ def _group_amax(size):
 
 @triton.jit
 def _emit_tile(
-    x0,
-    x1,
-    x2,
-    x3,
+    xs,
     data_ptr,
     row_scale_ptr,
     column_data_ptr,
@@ -75,11 +68,10 @@ def _emit_tile(
     offsets = row * K + column
     start = m0 * K + k0
     tiles_k = (K + 127) // 128
-    xs = (x0, x1, x2, x3)
-    largest = tl.max(magnitude_of_four(x0, x1, x2, x3, EMULATE), axis=0, keep_dims=True)
+    largest = tl.max(magnitude_of_four(*xs, EMULATE), axis=0, keep_dims=True)
     if TWO_D:
         tile_code = e8m0_from_amax(tl.maximum(_group_amax(largest), 0.0), MAX_RECIPROCAL)
-        column_code = _spread(tile_code)
+        column_code = repeat_columns(tile_code, 32)
     else:
         column_code = e8m0_from_amax(tl.maximum(largest, 0.0), MAX_RECIPROCAL)
     for j in tl.static_range(4):
@@ -96,7 +88,7 @@ def _emit_tile(
             else:
                 amax = tl.maximum(_group_amax(magnitude(xs[j], EMULATE)), 0.0)
                 row_code = e8m0_from_amax(amax, MAX_RECIPROCAL)
-                data = fp8_code(x * _spread(e8m0_reciprocal(row_code)), E5M2, EMULATE)
+                data = fp8_code(x * repeat_columns(e8m0_reciprocal(row_code), 32), E5M2, EMULATE)
             store_row(data_ptr + start + j * K, offsets, data, row + j, column, rows_left, columns_left, EVEN)
             row_scale = tl.where(row + j < rows_left, row_code, 0)
             stride = tiles_k * 4
@@ -122,10 +114,7 @@ def _poisoned_reciprocal(code):
 
 @triton.jit
 def _emit_packed_tile(
-    x0,
-    x1,
-    x2,
-    x3,
+    xs,
     data_ptr,
     row_scale_ptr,
     column_data_ptr,
@@ -158,19 +147,18 @@ def _emit_packed_tile(
     column_bytes = (rows + 31) // 32 * (4 * BITS)
     tiles_k = (K + 127) // 128
     tiles_m = (rows + 127) // 128
-    xs = (to_float32(x0, EMULATE), to_float32(x1, EMULATE), to_float32(x2, EMULATE), to_float32(x3, EMULATE))
     largest = tl.zeros((8, 128), tl.int32)
     for j in tl.static_range(4):
-        largest = tl.maximum(largest, xs[j].to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        largest = tl.maximum(largest, to_float32(xs[j], EMULATE).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     largest = tl.max(largest, axis=0, keep_dims=True)
     if TWO_D:
         tile_code = _poisoned_code(_group_amax(largest), MAX_RECIPROCAL)
-        column_code = _spread(tile_code)
+        column_code = repeat_columns(tile_code, 32)
     else:
         column_code = _poisoned_code(largest, MAX_RECIPROCAL)
     column_word = tl.zeros((8, 128), tl.uint32)
     for j in tl.static_range(4):
-        x = xs[j]
+        x = to_float32(xs[j], EMULATE)
         inside = (row + j < rows_left) & (column < columns_left)  # a poisoned group's padding stays 0
         if COLUMNWISE or TWO_D:
             scaled = x * _poisoned_reciprocal(column_code)
@@ -184,7 +172,7 @@ def _emit_packed_tile(
                 row_code = _poisoned_code(
                     _group_amax(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF), MAX_RECIPROCAL
                 )
-                scaled = x * _spread(_poisoned_reciprocal(row_code))
+                scaled = x * repeat_columns(_poisoned_reciprocal(row_code), 32)
                 code = tl.where(
                     inside, encode_by_bits(scaled, BITS, MANTISSA_BITS, BIAS, MAX_CODE, MAX_CODE), 0
                 )
@@ -257,36 +245,19 @@ def _quantize_kernel(
         K = K.to(tl.int64)
     rows_left = tl.minimum(M - m0, 32).to(tl.int32)
     columns_left = tl.minimum(K - k0, 128).to(tl.int32)
-    x0, x1, x2, x3, _y0, _y1, _y2, _y3 = load_four_rows(
-        operands,
-        m0,
-        k0,
-        K,
-        rows_left,
-        columns_left,
-        32,
-        128,
-        SOURCE,
-        FUNCTION,
-        P0,
-        P1,
-        P2,
-        False,
-        EVEN,
-        EMULATE,
-    )
+    xs, _pair = load_four_rows(
+        operands, m0, k0, K, rows_left, columns_left, 32, 128, SOURCE, FUNCTION, P0, P1, P2, False, EVEN, EMULATE
+    )  # fmt: skip
     if SUMS:
-        store_column_sums(
-            sums_ptr + (tile_m * 2 * K + k0), x0, x1, x2, x3, K, rows_left, columns_left, EMULATE
-        )
+        store_column_sums(sums_ptr + (tile_m * 2 * K + k0), xs, K, rows_left, columns_left, EMULATE)
     if BITS == 8:
         _emit_tile(
-            x0, x1, x2, x3, data_ptr, row_scale_ptr, column_data_ptr, column_scale_ptr, tile_m, k0, K, rows_left,
-            columns_left, MANTISSA_BITS == 2, MAX_RECIPROCAL, ROWWISE, COLUMNWISE, TWO_D, EVEN, EMULATE,
+            xs, data_ptr, row_scale_ptr, column_data_ptr, column_scale_ptr, tile_m, k0, K, rows_left, columns_left,
+            MANTISSA_BITS == 2, MAX_RECIPROCAL, ROWWISE, COLUMNWISE, TWO_D, EVEN, EMULATE,
         )  # fmt: skip
     else:
         _emit_packed_tile(
-            x0, x1, x2, x3, data_ptr, row_scale_ptr, column_data_ptr, column_scale_ptr, tile_m, k0, M, K, rows_left,
+            xs, data_ptr, row_scale_ptr, column_data_ptr, column_scale_ptr, tile_m, k0, M, K, rows_left,
             columns_left, BITS, MANTISSA_BITS, BIAS, MAX_RECIPROCAL, ROWWISE, COLUMNWISE, TWO_D, EMULATE,
         )  # fmt: skip
 
@@ -315,20 +286,10 @@ def quantize(
         (cdiv(K, 128), min(tile_rows, _GRID_ROWS), cdiv(tile_rows, _GRID_ROWS)),
         (*source.pointers, *buffers[:2], *buffers[-2:], buffers[0] if sums is None else sums, M, K),
         (
-            *source.constants,
-            is_wide(M, K),
-            fmt.bits,
-            fmt.mantissa_bits,
-            fmt.bias,
-            fmt.max_reciprocal,
-            rowwise,
-            columnwise,
-            sums is not None,
-            two_d,
-            M % 128 == 0 and K % 128 == 0,
-            INTERPRETING,
+            *source.constants, is_wide(M, K), fmt.bits, fmt.mantissa_bits, fmt.bias, fmt.max_reciprocal, rowwise,
+            columnwise, sums is not None, two_d, M % 128 == 0 and K % 128 == 0, INTERPRETING,
         ),
-    )
+    )  # fmt: skip
     return buffers
 
 
@@ -393,7 +354,7 @@ def _dequantize_packed_kernel(
     codes = tl.reshape((tl.expand_dims(packed, 2) >> place) & ((1 << BITS) - 1), (32, 128))
     scales = scale_ptr + (r0 * scale_stride + c0 // 32) + (row * scale_stride + group)
     scale = tl.load(scales, mask=(row < rows_left) & (group * 32 < columns_left), other=0)
-    values = decode_subbyte(codes, BITS, MANTISSA_BITS, BIAS) * _spread(e8m0_value(scale))
+    values = decode_subbyte(codes, BITS, MANTISSA_BITS, BIAS) * repeat_columns(e8m0_value(scale), 32)
     values = round_to_dtype(values, out_ptr.dtype.element_ty, EMULATE)
     there = (row < rows_left) & (column < columns_left)
     if TRANSPOSED:
@@ -406,49 +367,29 @@ def _dequantize_packed_kernel(
 _dequantize_packed = Launcher(_dequantize_packed_kernel, num_warps=4)
 
 
-def dequantize_packed_rowwise(
-    data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype
+def _decode_packed(
+    transposed: bool, data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype
 ) -> Tensor:
-    """``reference.mx.dequantize_packed_rowwise``."""
-    data = _checked(data, fmt, dtype)
-    C = data.shape[-1] * 8 // fmt.bits
-    out = torch.empty((*data.shape[:-1], C), dtype=dtype, device=data.device)
-    return _decode_packed(data, scale_inv, fmt, out, C, False)
+    """``reference.mx.dequantize_packed_rowwise``, or where ``transposed`` ``dequantize_packed_columnwise``.
 
-
-def dequantize_packed_columnwise(
-    data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype
-) -> Tensor:
-    """``reference.mx.dequantize_packed_columnwise``."""
-    data = _checked(data, fmt, dtype)
-    C = data.shape[-1] * 8 // fmt.bits
-    out = torch.empty((C, data.shape[0]), dtype=dtype, device=data.device)
-    return _decode_packed(data, scale_inv, fmt, out, C, True)
-
-
-def _checked(data: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
-    check_device(data)
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"cannot dequantize to {dtype}; use torch.bfloat16, torch.float16 or torch.float32")
+    Raises:
+        ValueError: a tensor the kernels cannot reach, another format or dtype, or rank below 2.
+    """
+    data = check_codes(data, dtype, 2)
     if fmt.bits >= 8:
         raise ValueError(f"{fmt.name} fills a byte; use E2M3, E3M2 or E2M1")
-    if data.dim() < 2:
-        raise ValueError(
-            f"cannot dequantize data of shape {tuple(data.shape)}; this format needs rank 2 or more"
+    C = data.shape[-1] * 8 // fmt.bits
+    out = data.new_empty((C, data.shape[0]) if transposed else (*data.shape[:-1], C), dtype=dtype)
+    if out.numel():
+        R = out.numel() // C
+        grid, band_bits = tile_grid(cdiv(R, 32), cdiv(C, 128))
+        _dequantize_packed(
+            grid,
+            (data, scale_inv, out, R, C, scale_inv.stride(0), band_bits),
+            (fmt.bits, fmt.mantissa_bits, fmt.bias, transposed, max(R, C) >= 2**23, INTERPRETING),
         )
-    return data.contiguous()
-
-
-def _decode_packed(
-    data: Tensor, scale_inv: Tensor, fmt: ElementFormat, out: Tensor, C: int, transposed: bool
-) -> Tensor:
-    if out.numel() == 0:
-        return out
-    R = out.numel() // C
-    grid, band_bits = tile_grid(cdiv(R, 32), cdiv(C, 128))
-    _dequantize_packed(
-        grid,
-        (data, scale_inv, out, R, C, scale_inv.stride(0), band_bits),
-        (fmt.bits, fmt.mantissa_bits, fmt.bias, transposed, max(R, C) >= 2**23, INTERPRETING),
-    )
     return out
+
+
+dequantize_packed_rowwise = partial(_decode_packed, False)
+dequantize_packed_columnwise = partial(_decode_packed, True)

@@ -253,18 +253,7 @@ def supports(**options: object) -> bool:
     """
     if options.get("two_d") and (options.get("rht") or options.get("seed") is not None):
         return False
-    known = {
-        "two_d",
-        "rht",
-        "random_signs",
-        "row_scaled",
-        "four_over_six",
-        "e4m3_max",
-        "error_mode",
-        "fast_error",
-        "seed",
-    }
-    return options.keys() <= known
+    return options.keys() <= (quantize.__kwdefaults__ or {}).keys()
 
 
 def quantize(
@@ -288,19 +277,17 @@ def quantize(
     x = x.contiguous()
     K = x.shape[-1]
     M = math.prod(x.shape[:-1])
-    shapes: list[tuple[int, ...]] = []
-    amax_shapes: list[tuple[int, ...]] = []
-    if rowwise:
-        shapes.append((*x.shape[:-1], round_up(K, NVFP4_BLOCK) // 2))
-        shapes.append((round_up(M, SCALE_TILE_ROWS), round_up(cdiv(K, NVFP4_BLOCK), SCALE_TILE_COLUMNS)))
-        amax_shapes.append((M if row_scaled else 1,))
-    if columnwise:
-        shapes.append((K, round_up(M, NVFP4_BLOCK) // 2))
-        shapes.append((round_up(K, SCALE_TILE_ROWS), round_up(cdiv(M, NVFP4_BLOCK), SCALE_TILE_COLUMNS)))
-        amax_shapes.append((K if row_scaled else 1,))
     allocate = torch.zeros if x.numel() == 0 else torch.empty
-    buffers = [allocate(shape, dtype=torch.uint8, device=x.device) for shape in shapes]
-    amaxes = [allocate(shape, dtype=torch.float32, device=x.device) for shape in amax_shapes]
+    buffers, amaxes = [], []
+    for wanted, lead, lines, length in ((rowwise, x.shape[:-1], M, K), (columnwise, (K,), K, M)):
+        if wanted:
+            scales = (
+                round_up(lines, SCALE_TILE_ROWS),
+                round_up(cdiv(length, NVFP4_BLOCK), SCALE_TILE_COLUMNS),
+            )
+            for shape in ((*lead, round_up(length, NVFP4_BLOCK) // 2), scales):
+                buffers.append(allocate(shape, dtype=torch.uint8, device=x.device))
+            amaxes.append(allocate(lines if row_scaled else 1, dtype=torch.float32, device=x.device))
     if x.numel() == 0 or not buffers:
         return buffers + amaxes
     rht = rht and columnwise

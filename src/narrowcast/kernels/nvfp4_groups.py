@@ -194,15 +194,8 @@ def _element_scale(block_scale, global_inverse, EMULATE: tl.constexpr):
 @triton.jit
 def _pack_words(sizes, signs, EMULATE: tl.constexpr):
     """The sixteen codes of a group as two words of eight nibbles."""
-    low = pack_fp4(
-        sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
-        signs[0], signs[1], signs[2], signs[3], signs[4], signs[5], signs[6], signs[7], EMULATE,
-    )  # fmt: skip
-    high = pack_fp4(
-        sizes[8], sizes[9], sizes[10], sizes[11], sizes[12], sizes[13], sizes[14], sizes[15],
-        signs[8], signs[9], signs[10], signs[11], signs[12], signs[13], signs[14], signs[15], EMULATE,
-    )  # fmt: skip
-    return low, high
+    low = pack_fp4(*sizes[:8], *signs[:8], EMULATE)
+    return low, pack_fp4(*sizes[8:], *signs[8:], EMULATE)
 
 
 @triton.jit

@@ -182,12 +182,13 @@ def _qkv_kernel(
     while j < Q:
         part, head = queries + j * D, q_ptr + (at * Q + j) * D
         if INVERSE:
-            size = _turn(head, part, here, q_cos_ptr + table, q_sin_ptr + table, R_Q, D,
-                         PAIRS_Q, REST_Q, INTERLEAVED, INVERSE, EMULATE)  # fmt: skip
+            part, head = head, part
+        size = _turn(
+            part, head, here, q_cos_ptr + table, q_sin_ptr + table, R_Q, D, PAIRS_Q, REST_Q, INTERLEAVED, INVERSE,
+            EMULATE,
+        )  # fmt: skip
+        if INVERSE:
             largest = tl.maximum(largest, size)
-        else:
-            _turn(part, head, here, q_cos_ptr + table, q_sin_ptr + table, R_Q, D,
-                  PAIRS_Q, REST_Q, INTERLEAVED, INVERSE, EMULATE)  # fmt: skip
         j += 1
     table = position * (2 * R_K)
     part, head = keys, k_ptr + at * D
@@ -195,18 +196,18 @@ def _qkv_kernel(
     inside = here & (value < V)
     packed, alone = values + value, v_ptr + at * V + value
     if INVERSE:
-        size = _turn(head, part, here, k_cos_ptr + table, k_sin_ptr + table, R_K, D,
-                     PAIRS_K, REST_K, INTERLEAVED, INVERSE, EMULATE)  # fmt: skip
-        v = tl.load(alone, mask=inside, other=0.0)
-        tl.store(packed, v, mask=inside)
-        if AMAX:
-            of_k = tl.maximum(tl.max(size), tl.max(magnitude(v, EMULATE)))
-            program = row * tl.num_programs(1) + tl.program_id(1)
-            tl.store(partials_ptr + program, tl.maximum(tl.max(largest), of_k))
-    else:
-        _turn(part, head, here, k_cos_ptr + table, k_sin_ptr + table, R_K, D,
-              PAIRS_K, REST_K, INTERLEAVED, INVERSE, EMULATE)  # fmt: skip
-        tl.store(alone, tl.load(packed, mask=inside, other=0.0), mask=inside)
+        part, head = head, part
+    size = _turn(
+        part, head, here, k_cos_ptr + table, k_sin_ptr + table, R_K, D, PAIRS_K, REST_K, INTERLEAVED, INVERSE, EMULATE
+    )  # fmt: skip
+    if INVERSE:
+        packed, alone = alone, packed
+    v = tl.load(packed, mask=inside, other=0.0)
+    tl.store(alone, v, mask=inside)
+    if AMAX:
+        of_k = tl.maximum(tl.max(size), tl.max(magnitude(v, EMULATE)))
+        program = row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(partials_ptr + program, tl.maximum(tl.max(largest), of_k))
 
 
 _rotate = Launcher(_rotate_kernel, num_warps=4)
@@ -254,19 +255,14 @@ def rotate(
         per = _heads_per_program(heads, _pairs(turned))
         _rotate(
             (s * b, cdiv(heads, per), 1),
-            (x, y, cos, sin, positions, s, b, heads, dim, turned // 2, stride_b, stride_s, x.stride(2))
-            + (_by_row(positions) if placed else 0,),
             (
-                per,
-                _pairs(turned),
-                _rest(dim, turned),
-                placed,
-                sequence_first,
-                interleaved,
-                inverse,
-                INTERPRETING,
+                x, y, cos, sin, positions, s, b, heads, dim, turned // 2, stride_b, stride_s, x.stride(2),
+                _by_row(positions) if placed else 0,
             ),
-        )
+            (
+                per, _pairs(turned), _rest(dim, turned), placed, sequence_first, interleaved, inverse, INTERPRETING
+            ),
+        )  # fmt: skip
     return y
 
 
@@ -330,32 +326,14 @@ def _run_qkv(
     _qkv(
         (s * b, cdiv(groups, per), 1),
         (
-            qkv,
-            q,
-            k,
-            v,
-            qkv if partials is None else partials,
-            *tables,
-            positions,
-            s,
-            b,
-            groups,
-            q.shape[2] // groups,
-            dim,
-            dim_v,
-        )
-        + (of_q // 2, of_k // 2, _by_row(positions) if placed else 0),
-        (per, _pairs(of_q), _pairs(of_k), _rest(dim, of_q), _rest(dim, of_k))
-        + (
-            max(triton.next_power_of_2(dim_v), 16),
-            by_group,
-            placed,
-            sequence_first,
-            interleaved,
-            inverse,
-            partials is not None,
-            INTERPRETING,
+            qkv, q, k, v, qkv if partials is None else partials, *tables, positions, s, b, groups,
+            q.shape[2] // groups, dim, dim_v, of_q // 2, of_k // 2, _by_row(positions) if placed else 0,
         ),
-    )
+        (
+            per, _pairs(of_q), _pairs(of_k), _rest(dim, of_q), _rest(dim, of_k),
+            max(triton.next_power_of_2(dim_v), 16), by_group, placed, sequence_first, interleaved, inverse,
+            partials is not None, INTERPRETING,
+        ),
+    )  # fmt: skip
     if partials is not None:
         keep_amax(qkv, partials)

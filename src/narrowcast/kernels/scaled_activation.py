@@ -1,4 +1,4 @@
-"""Activations whose result is multiplied by one number per row: elementwise forward, row by row backward.
+"""Activations whose result is multiplied by one number per row: forward as other activations, row by row backward.
 
 A backward program takes a few rows and walks along them: 256 lanes gather the sums for the scale's gradient in the
 order of ``reference.reduction.row_sum``.
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
+from . import activation as activations
 from .activation import (
     activate,
     activate_backward,
@@ -26,47 +27,9 @@ from .codecs import product, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_device
 from .reduction import fold_lanes
 
-BLOCK = 1024
 LANES = 256
 ROWS = 4
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@triton.jit
-def _forward_kernel(
-    x_ptr,
-    scale_ptr,
-    y_ptr,
-    F,
-    chunks,
-    P0,
-    P1,
-    P2,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    P0, P1, P2 = in_float32(P0, P1, P2)
-    row = tl.program_id(0) // chunks
-    start = (tl.program_id(0) - row * chunks).to(tl.int64) * BLOCK
-    index = tl.arange(0, BLOCK)
-    inside = index < tl.minimum(F - start, BLOCK).to(tl.int32)
-    output = row.to(tl.int64) * F + start
-    scale = tl.load(scale_ptr + row + tl.arange(0, 1))
-    if EMULATE:
-        scale = to_float32(scale, EMULATE)
-    else:  # which takes elements in pairs
-        scale = scale.to(tl.float32)
-    if GATED:
-        gate = x_ptr + row.to(tl.int64) * F * 2 + start
-        a = to_float32(tl.load(gate + index, mask=inside, other=0.0), EMULATE)
-        b = to_float32(tl.load(gate + F + index, mask=inside, other=0.0), EMULATE)
-        y = activate_gated(a, b, KIND, P0, P1, P2, EMULATE)
-    else:
-        a = to_float32(tl.load(x_ptr + output + index, mask=inside, other=0.0), EMULATE)
-        y = activate(a, KIND, EMULATE)
-    tl.store(y_ptr + output + index, round_to_dtype(y * scale, y_ptr.dtype.element_ty, EMULATE), mask=inside)
 
 
 @triton.jit
@@ -120,26 +83,13 @@ def _backward_kernel(
     tl.store(dscale_ptr + first + index, total, mask=here)
 
 
-_forward = Launcher(_forward_kernel, num_warps=4)
 _backward = Launcher(_backward_kernel, num_warps=4)
 
 
 def forward(x: Tensor, scale: Tensor, activation: str, **params: float) -> Tensor:
     """``reference.scaled_activation.forward``; ``x`` of any strides."""
-    gated = checked(x, activation, params).gated
     _check_scale(x, scale, activation)
-    x, scale = x.contiguous(), scale.contiguous()
-    F = x.shape[-1] // 2 if gated else x.shape[-1]
-    y = torch.empty((*x.shape[:-1], F), dtype=x.dtype, device=x.device)
-    if y.numel():
-        block = min(BLOCK, max(triton.next_power_of_2(F), 64))
-        chunks = cdiv(F, block)
-        _forward(
-            (scale.numel() * chunks, 1, 1),
-            (x, scale, y, F, chunks, *numbers(activation, params)),
-            (activation, gated, block, INTERPRETING),
-        )
-    return y
+    return activations.forward(x, activation, scale=scale.contiguous(), **params)
 
 
 def backward(

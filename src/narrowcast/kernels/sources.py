@@ -73,11 +73,6 @@ class Source:
         return self.constants[0] == "tensor"
 
     @property
-    def is_elementwise(self) -> bool:
-        """Whether each element comes from the one at its place in memory: a tensor, as it is or rounded."""
-        return self.constants[0] in ("tensor", "rounded")
-
-    @property
     def is_activation(self) -> bool:
         """Whether an activation or its gradient is computed on the way in, which takes many registers."""
         return self.constants[0] in ACTIVATIONS
@@ -363,15 +358,14 @@ def load_four_rows(
     EVEN: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """A tile as four tensors [ROWS / 4, COLUMNS], tensor ``j`` holding rows ``4 * i + j``, and four of its pair.
+    """A tile as four tensors [ROWS / 4, COLUMNS], tensor ``j`` holding rows ``4 * i + j``; and four of its pair.
 
     ``PAIRED``: the second four are the same columns of the matrix's other half; else they repeat the first.
     """
     row = tl.arange(0, ROWS // 4) * 4
     column = tl.arange(0, COLUMNS)
-    if (
-        SOURCE == "groups"
-    ):  # a tile lies in one block of a group, and reads as one of a tensor that ends with its rows
+    if SOURCE == "groups":
+        # A tile lies in one block of a group, and reads as one of a tensor that ends with its rows.
         block = operands[1] + m // _GROUP_ROWS * 2
         before = m % _GROUP_ROWS
         rows_left = tl.load(block + 1) - before
@@ -394,7 +388,7 @@ def load_four_rows(
             y = x
         first = first + (x,)
         second = second + (y,)
-    return first[0], first[1], first[2], first[3], second[0], second[1], second[2], second[3]
+    return first, second
 
 
 @triton.jit
@@ -548,10 +542,10 @@ def _load_gamma(
 
 
 @triton.jit
-def store_column_sums(pointer, x0, x1, x2, x3, K, rows_left, columns_left, EMULATE: tl.constexpr):
+def store_column_sums(pointer, xs, K, rows_left, columns_left, EMULATE: tl.constexpr):
     """Store the sums of 16 of the tile's rows each, fp32, as rows of ``pointer`` [.., K]."""
-    low = to_float32(x0, EMULATE) + to_float32(x1, EMULATE)
-    high = to_float32(x2, EMULATE) + to_float32(x3, EMULATE)
+    low = to_float32(xs[0], EMULATE) + to_float32(xs[1], EMULATE)
+    high = to_float32(xs[2], EMULATE) + to_float32(xs[3], EMULATE)
     sums = fold_pairs(fold_pairs(low + high))
     part = tl.arange(0, sums.shape[0])[:, None]
     column = tl.arange(0, sums.shape[1])[None, :]

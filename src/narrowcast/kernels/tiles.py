@@ -59,6 +59,22 @@ def store_row(pointer, offsets, codes, row, columns, rows_left, columns_left, EV
 
 
 @triton.jit
+def load_tile(pointer, offsets, row, columns, K, rows_left, columns_left, EVEN: tl.constexpr):
+    """Load four interleaved rows, the first of which are ``row``."""
+    rows = ()
+    for j in tl.static_range(4):
+        rows = rows + (load_row(pointer + j * K, offsets, row + j, columns, rows_left, columns_left, EVEN),)
+    return rows
+
+
+@triton.jit
+def store_tile(pointer, offsets, codes, row, columns, K, rows_left, columns_left, EVEN: tl.constexpr):
+    """Store what ``load_tile`` would read there."""
+    for j in tl.static_range(4):
+        store_row(pointer + j * K, offsets, codes[j], row + j, columns, rows_left, columns_left, EVEN)
+
+
+@triton.jit
 def store_transposed(
     pointer, words, m0, k0, M, rows_left, columns_left, WORDS: tl.constexpr, EVEN: tl.constexpr
 ):
@@ -89,17 +105,15 @@ def store_transposed(
 @triton.jit
 def load_rows(pointer, K, left, inside, EVICTION: tl.constexpr):
     """Four interleaved rows, of which as many are there as are ``left``."""
-    x0 = tl.load(pointer, mask=inside & (left > 0), other=0.0, eviction_policy=EVICTION)
-    x1 = tl.load(pointer + K, mask=inside & (left > 1), other=0.0, eviction_policy=EVICTION)
-    x2 = tl.load(pointer + 2 * K, mask=inside & (left > 2), other=0.0, eviction_policy=EVICTION)
-    x3 = tl.load(pointer + 3 * K, mask=inside & (left > 3), other=0.0, eviction_policy=EVICTION)
-    return x0, x1, x2, x3
+    rows = ()
+    for j in tl.static_range(4):
+        values = tl.load(pointer + j * K, mask=inside & (left > j), other=0.0, eviction_policy=EVICTION)
+        rows = rows + (values,)
+    return rows
 
 
 @triton.jit
-def store_rows(pointer, c0, c1, c2, c3, K, left, inside):
+def store_rows(pointer, codes, K, left, inside):
     """Store four interleaved rows, as many as are ``left``."""
-    tl.store(pointer, c0, mask=inside & (left > 0))
-    tl.store(pointer + K, c1, mask=inside & (left > 1))
-    tl.store(pointer + 2 * K, c2, mask=inside & (left > 2))
-    tl.store(pointer + 3 * K, c3, mask=inside & (left > 3))
+    for j in tl.static_range(4):
+        tl.store(pointer + j * K, codes[j], mask=inside & (left > j))
