@@ -570,6 +570,17 @@ def test_what_cannot_be(one: Any) -> None:
         other(torch.ones(16, 32))
 
 
+def test_a_weight_that_stays_gathered_leaves_its_amax(one: Any) -> None:
+    """After an evaluation the root's weights are there still: no gather reads them in the next step."""
+    layer: Any = nc.Linear(32, 32, device="cpu", recipe=QUANTIZED["delayed"])
+    shard(layer, one)
+    with torch.no_grad():
+        layer(torch.ones(16, 32))
+    layer(torch.ones(16, 32))
+    layer.reshard()
+    assert layer.amax_fwd[1] == local(layer.weight)._shard.abs().max() > 0
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_weights_that_change_between_microbatches(one: Any) -> None:
     model = torch.nn.Sequential(nc.Linear(32, 32, device="cpu", recipe=QUANTIZED["current"]))

@@ -41,7 +41,7 @@ class WeightGather:
         quantizer: describes the gathered tensor.
         per_tensor: there is one scale or amax, fp32 (1,), which a forward of the model puts into ``scale``, and what
             the gathered tensor holds of it into ``kept``. Into ``scale`` also those of a delayed weight's own members,
-            and into ``amax`` what of quantizing such a weight is to raise.
+            and into ``amax`` what quantizing such a weight is to raise, which takes it.
         members: matrices that are quantized each by itself, along the first dim; 0 for one matrix.
         backward_encoder: quantizes a shard column-wise, for a weight that the backward gathers in that direction; None
             where its layer makes the direction from the other.
@@ -89,10 +89,11 @@ class WeightGather:
                 "a sharded weight was written to, and has no scale yet: call the model that narrowcast was given to "
                 "shard, not a part of it or unshard(); between microbatches without gradient sync weights must stay"
             )
+        amax, self.amax = self.amax, None  # later casts of the same values would find it again
         if self.members:
             layout = grouped_layout(encoder._storage_name)
-            return grouped_quantize_weights([shard.to(dtype)], encoder, layout, None, self.scale, self.amax)
-        buffers = quantize_rounded(shard, dtype, encoder, None, self.scale, self.amax)
+            return grouped_quantize_weights([shard.to(dtype)], encoder, layout, None, self.scale, amax)
+        buffers = quantize_rounded(shard, dtype, encoder, None, self.scale, amax)
         # the last was made by the stream of the model, which is also where it is read
         return [*buffers[:-1], self.kept] if self.kept is not None else buffers
 

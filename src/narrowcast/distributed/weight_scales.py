@@ -130,6 +130,11 @@ class WeightScales:
         """The amax of what this rank holds, with zeros in place of other ranks' groups; not by casts: of all shards."""
         if self.of_shards is not None:
             largest = self.of_shards
+            for weight, shard in zip(self.weights, self.shards):
+                if (
+                    weight.gather.amax is not None
+                ):  # nobody cast it: it stayed gathered after an earlier forward
+                    weight.gather.amax.copy_(torch.stack(torch._foreach_norm(weight.parts(shard), math.inf)))
         else:
             parts = [p for weight, shard in zip(self.weights, self.shards) for p in weight.parts(shard)]
             largest = torch.stack([norm.float() for norm in torch._foreach_norm(parts, math.inf)])
