@@ -112,8 +112,7 @@ def _gradient(
         zero_centered_gamma=zero_centered_gamma,
         residual_grad=residual_grad,
     )
-    dbias = weight.new_empty(0) if dbias is None else dbias.to(weight.dtype)
-    return source, (dweight.to(weight.dtype), dbias)
+    return source, (dweight, _or_empty(dbias, weight))
 
 
 def _parameter_gradients_fake(

@@ -482,15 +482,19 @@ def quantize_current(
     """
     source = source_of(x, 1)
     # All of the matrix must be seen before any of it can be encoded. An activation is written and read back; the
-    # gradient of a gated one, twice as wide, is computed twice: that moves less, and takes no memory.
-    if amax is None and not source.is_tensor:
-        if pairs_tiles(source.constants, source.shape[-1], PAIRED_COLUMNS):
+    # gradient of a gated one, twice as wide, is computed twice: that moves less, and takes no memory. Where the cast
+    # pass finds the amax itself, to take it before would be a launch more.
+    partial = source.amax_partials if amax is None else amax
+    if partial is None and not source.is_tensor:
+        if math.prod(source.shape) <= SMALL:
+            source = source.materialized()
+        elif pairs_tiles(source.constants, source.shape[-1], PAIRED_COLUMNS):
             source = source.with_amax()
         elif source.is_activation:
             source = source.materialized_with_amax()
-        elif source.amax_partials is None:
+        else:
             source = source.materialized()
-    partial = source.amax_partials if amax is None else amax
+        partial = source.amax_partials
     if partial is None:
         x = source.operands[0]
         if x.numel() > SMALL:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Hashable
+from functools import reduce
+from operator import attrgetter, itemgetter, or_
 from typing import Any
 
 import torch
@@ -32,6 +34,8 @@ INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types of tensors that are no more than memory, whose shapes are numbers."""
 
+_HOOKS = triton.knobs.runtime
+_address_of, _dtype_of = Tensor.data_ptr, attrgetter("dtype")
 _TRACED = (FakeTensor, FunctionalTensor)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -158,42 +162,60 @@ class Launch:
         arguments: run-time arguments, the first a tensor, with ``TENSOR`` in the place of each.
     """
 
-    __slots__ = ("arguments", "constants", "grid", "launcher", "places", "variants")
+    __slots__ = ("arguments", "constants", "grid", "launcher", "others", "places", "started", "take")
 
     def __init__(
         self, launcher: Launcher, grid: tuple[int, int, int], arguments: list[Any], constants: tuple[Any, ...]
     ) -> None:
         self.launcher, self.grid, self.arguments, self.constants = launcher, grid, arguments, constants
-        self.places = [at for at, argument in enumerate(arguments) if argument is TENSOR]
-        # Of the launcher's variants, under what is not settled: the device, the tensors' dtypes and their alignment.
-        self.variants: dict[Hashable, Any] = {}
+        given = (*arguments, *constants)
+        self.places = [at for at, argument in enumerate(given) if argument is TENSOR]
+        others = [at for at, argument in enumerate(given) if argument is not TENSOR]
+        self.others = tuple(given[at] for at in others)
+        # out of addresses and others what the kernel takes, in its order
+        order = {at: position for position, at in enumerate((*self.places, *others))}
+        self.take = itemgetter(*(order[at] for at in range(len(given))))
+        # How to start the launcher's variants, under what is not settled: device, dtypes and alignment of the tensors.
+        self.started: dict[Hashable, tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
     def __call__(self, tensors: list[Tensor]) -> None:
         """Launch on the current stream of the device of the first tensor; ``tensors`` in the order of the arguments."""
-        first, arguments, key = tensors[0], self.arguments.copy(), None
+        first, key = tensors[0], None
         if type(first) in PLAIN:
-            device, addresses, kinds = first.get_device(), 0, []
-            for at, tensor in zip(self.places, tensors):
-                arguments[at] = address = tensor.data_ptr()
-                addresses |= address
-                kinds.append(tensor.dtype)
-            if addresses % 16:  # most often all of them are aligned
-                kinds += [arguments[at] % 16 == 0 for at in self.places]
+            device, addresses = first.get_device(), [*map(_address_of, tensors)]
             if device < 0 or device == torch._C._cuda_getDevice():
-                key = (device, *kinds)
-                variant = self.variants.get(key)
-                if variant is not None and not triton.knobs.runtime.launch_enter_hook.calls:
-                    variant.run(
-                        *self.grid, torch._C._cuda_getCurrentRawStream(device), variant.function,
-                        variant.packed_metadata, None, None, None, *arguments, *self.constants,
-                    )  # fmt: skip
+                key = (device, *map(_dtype_of, tensors))
+                if reduce(or_, addresses) % 16:  # most often all of them are aligned
+                    key += tuple([address % 16 == 0 for address in addresses])
+                start = self.started.get(key)
+                if start is not None and not _HOOKS.launch_enter_hook.calls:
+                    run, between = start
+                    stream = torch._C._cuda_getCurrentRawStream(device)
+                    run(*self.grid, stream, *between, *self.take((*addresses, *self.others)))
                     return
+        arguments = self.arguments.copy()
         for at, tensor in zip(self.places, tensors):
             arguments[at] = tensor
         self.launcher(self.grid, tuple(arguments), self.constants)
         if key is not None:
             kinds, _ = specialization(tuple(arguments))
-            self.variants[key] = self.launcher.variants.get((key[0], self.constants, kinds))
+            variant = self.launcher.variants.get((key[0], self.constants, kinds))
+            if variant is not None:
+                self.started[key] = _start_of(variant)
+
+
+def _start_of(variant: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What starts a compiled kernel, and what it takes between the stream and the kernel's arguments.
+
+    Triton's launcher is a function around one in C, for which it allocates the memory that a kernel asks for. Ours ask
+    for none, and go there at once in the Triton whose order of arguments is known.
+    """
+    run, metadata = variant.run, variant.packed_metadata
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    if scratch or not triton.__version__.startswith("3.6."):
+        return run, (variant.function, metadata, None, None, None)
+    how = (run.launch_cooperative_grid, run.launch_pdl)
+    return run.launch, (variant.function, *how, None, None, metadata, None, None, None)
 
 
 def beside(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
@@ -207,12 +229,12 @@ def beside(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dt
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A shape and the strides of a contiguous tensor of it."""
+    """A shape and the strides of a contiguous tensor of it, in plain tuples, which :func:`beside` asks for."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return shape, tuple(reversed(strides))
+    return tuple(shape), tuple(reversed(strides))
 
 
 def _in_memory(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..formats import cdiv
 from .codecs import magnitude, product, round_to_dtype, to_float32
 from .graph_amax import keep_amax, takes_amax
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, beside, check_device, contiguous
 from .norm_rows import kept_kernel, load_gamma, norm_kernel, row_mean
 from .reduction import column_sum, fold_rows
 
@@ -177,24 +178,79 @@ _backward = Launcher(_backward_kernel, num_warps=4)
 _gradient_statistics = Launcher(_gradient_statistics_kernel, num_warps=1)
 
 
-def _sizes(x: Tensor) -> tuple[int, int]:
+# A tensor as a launch depends on it; None for one that is not there.
+_Kind = tuple[tuple[int, ...], torch.dtype] | None
+
+
+def _kind(x: Tensor | None) -> _Kind:
+    return None if x is None else (x.shape, x.dtype)
+
+
+def _sizes(x: _Kind) -> tuple[int, int]:
     """Rows and columns of the matrix behind ``x``; refuses what the kernels cannot read."""
-    check_device(x)
-    if x.dtype not in DTYPES:
-        raise ValueError(f"norms take {' or '.join(map(str, DTYPES))}, got {x.dtype}; cast it first")
-    if x.dim() == 0:
+    shape, dtype = x  # type: ignore[misc]
+    if dtype not in DTYPES:
+        raise ValueError(f"norms take {' or '.join(map(str, DTYPES))}, got {dtype}; cast it first")
+    if not shape:
         raise ValueError("norms need a last dim, got a tensor of rank 0")
-    return math.prod(x.shape[:-1]), x.shape[-1]
+    return math.prod(shape[:-1]), shape[-1]
 
 
-def _check(
-    expected: tuple[int, ...], *, dtypes: tuple[torch.dtype, ...] = DTYPES, **tensors: Tensor | None
-) -> None:
+def _check(expected: tuple[int, ...], *, dtypes: tuple[torch.dtype, ...] = DTYPES, **tensors: _Kind) -> None:
     for name, tensor in tensors.items():
-        if tensor is not None and tuple(tensor.shape) != expected:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
-        if tensor is not None and tensor.dtype not in dtypes:
-            raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+        if tensor is None:
+            continue
+        shape, dtype = tensor
+        if shape != expected:
+            raise ValueError(f"{name} has shape {tuple(shape)}, expected {tuple(expected)}")
+        if dtype not in dtypes:
+            raise ValueError(f"{name} is {dtype}, expected {' or '.join(map(str, dtypes))}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _statistics_launch(
+    x: _Kind,
+    residual: _Kind,
+    weight: _Kind,
+    bias: _Kind,
+    eps: float,
+    normalization: str,
+    zero_centered_gamma: bool,
+    amax_partials: bool,
+    writes: bool,
+) -> tuple[Launch | None, int, int, bool]:
+    """(the launch, how many rows there are, how many partials it takes, whether it writes them).
+
+    None where there are no rows. Raises as :func:`statistics`.
+    """
+    M, K = _sizes(x)
+    shape, dtype = x  # type: ignore[misc]
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"unknown normalization {normalization!r}; use one of {', '.join(NORMALIZATIONS)}")
+    _check(shape, dtypes=(dtype,), residual=residual)
+    _check((K,), weight=weight, bias=bias)
+    if weight is None and (amax_partials or writes):
+        raise ValueError("amax_partials needs the weight, got None; pass the norm's weight and bias")
+    layer_norm, again = normalization == "LayerNorm", amax_partials or writes
+    programs = min(cdiv(M, ROWS), PROGRAMS)
+    if layer_norm or again:
+        in_work = ROWS * K * dtype.itemsize
+        programs = min(programs, max(REREAD_BYTES // max(in_work, 1), PROGRAMS // 4))
+    if not programs:
+        return None, M, 0, False
+    options = (layer_norm, residual is not None, zero_centered_gamma, bias is not None, writes)
+    chunks = cdiv(K, LANES)
+    if chunks in KEPT_CHUNKS and dtype.itemsize == 2 and (layer_norm or again) and not amax_partials:
+        arguments, constants = [*[TENSOR] * 8, K, float(eps)], (*options, LANES, chunks, INTERPRETING)
+        return Launch(_kept, (M, 1, 1), arguments, constants), M, programs, False
+    unroll = 2 * UNROLL if again else UNROLL
+    launch = Launch(
+        _norm,
+        (programs, 1, 1),
+        [*[TENSOR] * 9, M, K, float(eps)],
+        (*options, amax_partials, ROWS, LANES, unroll, INTERPRETING),
+    )
+    return launch, M, programs, True
 
 
 def statistics(
@@ -231,29 +287,24 @@ def statistics(
     Numerics:
         Equal to ``reference.norm.statistics``; the largest partial is the amax of ``normalized``'s result.
     """
-    M, K = _sizes(x)
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"unknown normalization {normalization!r}; use one of {', '.join(NORMALIZATIONS)}")
-    _check(tuple(x.shape), dtypes=(x.dtype,), residual=residual)
-    _check((K,), weight=weight, bias=bias)
-    if weight is None and (amax_partials or into is not None):
-        raise ValueError("amax_partials needs the weight, got None; pass the norm's weight and bias")
-    layer_norm = normalization == "LayerNorm"
+    check_device(x)
+    launch_of = _statistics_launch if type(x) in PLAIN else _statistics_launch.__wrapped__
+    launch, M, programs, takes_partials = launch_of(
+        _kind(x), _kind(residual), _kind(weight), _kind(bias), eps, normalization, zero_centered_gamma, amax_partials,
+        into is not None,
+    )  # fmt: skip
     x = x.contiguous()
+    new = beside(x)
     summed = None if residual is None else torch.empty_like(x)
-    mean = torch.empty(M, dtype=torch.float32, device=x.device) if layer_norm else None
-    rstd = torch.empty(M, dtype=torch.float32, device=x.device)
-    programs = min(cdiv(M, ROWS), PROGRAMS)
-    again = amax_partials or into is not None
-    if layer_norm or again:
-        in_work = ROWS * K * x.element_size()
-        programs = min(programs, max(REREAD_BYTES // max(in_work, 1), PROGRAMS // 4))
-    # The kernel writes no partial where no program runs.
-    partials = rstd if not amax_partials else rstd.new_empty(programs) if programs else rstd.new_zeros(1)
-    if programs:
+    mean = new((M,), (1,), torch.float32) if normalization == "LayerNorm" else None
+    rstd = partials = new((M,), (1,), torch.float32)
+    if amax_partials:
+        # The kernel writes no partial where no program runs.
+        partials = new((programs,), (1,), torch.float32) if launch is not None else rstd.new_zeros(1)
+    if launch is not None:
         # An absent tensor passes another one: the constants keep the kernel from touching it.
         scale = x if weight is None else weight.contiguous()
-        pointers = (
+        tensors = [
             x,
             x if residual is None else residual.contiguous(),
             x if summed is None else summed,  # read again
@@ -262,18 +313,8 @@ def statistics(
             rstd if mean is None else mean,
             rstd,
             x if into is None else into,
-        )
-        options = (layer_norm, residual is not None, zero_centered_gamma, bias is not None, into is not None)
-        chunks = cdiv(K, LANES)
-        if chunks in KEPT_CHUNKS and x.element_size() == 2 and (layer_norm or again) and not amax_partials:
-            _kept((M, 1, 1), (*pointers, K, float(eps)), (*options, LANES, chunks, INTERPRETING))
-        else:
-            unroll = 2 * UNROLL if again else UNROLL
-            _norm(
-                (programs, 1, 1),
-                (*pointers, partials, M, K, float(eps)),
-                (*options, amax_partials, ROWS, LANES, unroll, INTERPRETING),
-            )
+        ]
+        launch([*tensors, partials] if takes_partials else tensors)
     return (summed, mean, rstd, partials) if amax_partials else (summed, mean, rstd)
 
 
@@ -313,6 +354,23 @@ def normalized(
     return y, summed, mean, rstd  # type: ignore[return-value]
 
 
+@functools.lru_cache(maxsize=1024)
+def _gradient_launch(
+    grad: _Kind, x: _Kind, weight: _Kind, mean: _Kind, rstd: _Kind, zero_centered_gamma: bool
+) -> tuple[Launch | None, int, int, int]:
+    """(the launch, rows, columns, tiles of rows); None without rows. Raises as :func:`gradient_statistics`."""
+    M, K = _sizes(x)
+    _check(x[0], grad=grad)  # type: ignore[index]
+    _check((K,), weight=weight)
+    _check((M,), dtypes=(torch.float32,), mean=mean, rstd=rstd)
+    tiles = cdiv(M, GRADIENT_ROWS)
+    if not tiles:
+        return None, M, K, 0
+    constants = (mean is not None, zero_centered_gamma, GRADIENT_ROWS, LANES, INTERPRETING)
+    launch = Launch(_gradient_statistics, (tiles, 1, 1), [*[TENSOR] * 9, M, K], constants)
+    return launch, M, K, tiles
+
+
 def gradient_statistics(
     grad: Tensor,
     x: Tensor,
@@ -333,7 +391,8 @@ def gradient_statistics(
         zero_centered_gamma: the factor is ``1 + weight``.
 
     Returns:
-        ``(c1, c2, dweight, dbias)``, fp32 (M,), (M,) or None, (K,), (K,) or None; None for RMSNorm.
+        ``(c1, c2, dweight, dbias)``, fp32 (M,), (M,) or None; (K,), (K,) or None, in the dtype of ``weight``; None for
+        RMSNorm.
 
     Raises:
         ValueError: a tensor the kernels cannot reach, another dtype, rank 0, or shapes that do not fit.
@@ -341,29 +400,52 @@ def gradient_statistics(
     Numerics:
         Equal to ``reference.norm.gradient_statistics``.
     """
-    M, K = _sizes(x)
-    _check(tuple(x.shape), grad=grad)
-    _check((K,), weight=weight)
-    _check((M,), dtypes=(torch.float32,), mean=mean, rstd=rstd)
+    check_device(x)
+    launch_of = _gradient_launch if type(x) in PLAIN else _gradient_launch.__wrapped__
+    launch, M, K, tiles = launch_of(
+        _kind(grad), _kind(x), _kind(weight), _kind(mean), _kind(rstd), zero_centered_gamma
+    )
     x, grad, weight = x.contiguous(), grad.contiguous(), weight.contiguous()
-    tiles = cdiv(M, GRADIENT_ROWS)
-    layer_norm = mean is not None
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-    c1 = empty(M)
-    c2 = empty(M) if layer_norm else None
-    dweight = empty(tiles, K)
-    dbias = empty(tiles, K) if layer_norm else None
-    if tiles:
+    new = beside(x)
+    c1, dweight = new((M,), (1,), torch.float32), new((tiles, K), (K or 1, 1), torch.float32)
+    c2 = dbias = None
+    if mean is not None:
+        c2, dbias = new((M,), (1,), torch.float32), new((tiles, K), (K or 1, 1), torch.float32)
+    if launch is not None:
         rows = (rstd if mean is None else mean, rstd, c1, c1 if c2 is None else c2)
-        _gradient_statistics(
-            (tiles, 1, 1),
-            (x, grad, weight, *rows, dweight, dweight if dbias is None else dbias, M, K),
-            (layer_norm, zero_centered_gamma, GRADIENT_ROWS, LANES, INTERPRETING),
-        )
-    return c1, c2, column_sum(dweight), None if dbias is None else column_sum(dbias)
+        launch([x, grad, weight, *rows, dweight, dweight if dbias is None else dbias])
+    dtype = weight.dtype
+    return c1, c2, column_sum(dweight, dtype), None if dbias is None else column_sum(dbias, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_launch(
+    grad: _Kind,
+    x: _Kind,
+    weight: _Kind,
+    mean: _Kind,
+    rstd: _Kind,
+    c1: _Kind,
+    c2: _Kind,
+    residual_grad: _Kind,
+    zero_centered_gamma: bool,
+    amax: bool,
+) -> tuple[Launch | None, int, tuple[tuple[int, ...], ...]]:
+    """(the launch, how many programs it has, shape and strides of the result); None without elements.
+
+    Raises as :func:`backward`.
+    """
+    M, K = _sizes(x)
+    shape, _ = x  # type: ignore[misc]
+    _check(shape, grad=grad, residual_grad=residual_grad)
+    _check((K,), weight=weight)
+    _check((M,), dtypes=(torch.float32,), mean=mean, rstd=rstd, c1=c1, c2=c2)
+    programs, layout = cdiv(M, TILE_ROWS) * cdiv(K, LANES), contiguous(shape)
+    if not programs:
+        return None, 0, layout
+    options = (mean is not None, zero_centered_gamma, residual_grad is not None, amax)
+    constants = (*options, TILE_ROWS, LANES, INTERPRETING)
+    return Launch(_backward, (programs, 1, 1), [*[TENSOR] * 10, M, K], constants), programs, layout
 
 
 def backward(
@@ -394,30 +476,21 @@ def backward(
     Numerics:
         Equal to ``reference.norm.backward``.
     """
-    M, K = _sizes(x)
-    _check(tuple(x.shape), grad=grad, residual_grad=residual_grad)
-    _check((K,), weight=weight)
-    _check((M,), dtypes=(torch.float32,), mean=mean, rstd=rstd, c1=c1, c2=c2)
+    check_device(x)
+    amax = takes_amax(x)
+    launch_of = _backward_launch if type(x) in PLAIN else _backward_launch.__wrapped__
+    launch, programs, layout = launch_of(
+        _kind(grad), _kind(x), _kind(weight), _kind(mean), _kind(rstd), _kind(c1), _kind(c2), _kind(residual_grad),
+        zero_centered_gamma, amax,
+    )  # fmt: skip
     x, grad, weight = x.contiguous(), grad.contiguous(), weight.contiguous()
-    dx = torch.empty_like(x)
-    if x.numel():
+    new = beside(x)
+    dx = new(*layout, x.dtype)
+    if launch is not None:
         other = x if residual_grad is None else residual_grad.contiguous()
         rows = (rstd if mean is None else mean, rstd, c1, c1 if c2 is None else c2)
-        programs = cdiv(M, TILE_ROWS) * cdiv(K, LANES)
-        partials = dx.new_empty(programs, dtype=torch.float32) if takes_amax(dx) else None
-        _backward(
-            (programs, 1, 1),
-            (x, grad, other, weight, *rows, dx, dx if partials is None else partials, M, K),
-            (
-                mean is not None,
-                zero_centered_gamma,
-                residual_grad is not None,
-                partials is not None,
-                TILE_ROWS,
-                LANES,
-                INTERPRETING,
-            ),
-        )
-        if partials is not None:
+        partials = new((programs,), (1,), torch.float32) if amax else dx
+        launch([x, grad, other, weight, *rows, dx, partials])
+        if amax:
             keep_amax(dx, partials)
     return dx

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import round_to_dtype, to_float32
-from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, check_device
+from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, beside, check_device
 
 PARTIAL_ROWS = 16
 FOLDED_ROWS = 128
@@ -70,7 +70,7 @@ def _fold_kernel(
     low = (eight[0] + eight[1]) + (eight[2] + eight[3])
     high = (eight[4] + eight[5]) + (eight[6] + eight[7])
     # A sum that is zero is +0.
-    total = round_to_dtype(fold_rows(low + high) + 0.0, tl.float32, EMULATE)
+    total = round_to_dtype(fold_rows(low + high) + 0.0, sums_ptr.dtype.element_ty, EMULATE)
     tl.store(sums_ptr + tile.to(tl.int64) * K + column, total, mask=column < K)
 
 
@@ -84,8 +84,8 @@ def _launch(M: int, K: int, rows: int) -> Launch:
     return Launch(_fold, (tiles * rows, 1, 1), [TENSOR, TENSOR, M, K, tiles], options)
 
 
-def column_sum(x: Tensor) -> Tensor:
-    """``reference.reduction.column_sum`` of (M, K) fp32, bf16 or fp16, of the values in fp32.
+def column_sum(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``reference.reduction.column_sum`` of (M, K) fp32, bf16 or fp16, of the values in fp32, rounded to ``dtype``.
 
     Of the sums of consecutive groups of R rows each, R a power of two and zeros where a matrix ends, it is also the sum
     of that matrix.
@@ -94,15 +94,16 @@ def column_sum(x: Tensor) -> Tensor:
     if x.dim() != 2:
         raise ValueError(f"column_sum takes a matrix, got shape {tuple(x.shape)}; flatten its leading dims")
     x = x.contiguous()
+    new, launch_of = beside(x), _launch if type(x) in PLAIN else _launch.__wrapped__
     while True:
         M, K = x.shape
         rows = cdiv(M, FOLDED_ROWS) or 1
-        sums = torch.empty((rows, K), dtype=torch.float32, device=x.device)
+        last = rows == 1
+        sums = new((K,), (1,), dtype) if last else new((rows, K), (K or 1, 1), torch.float32)
         if K:
-            launch_of = _launch if type(x) in PLAIN else _launch.__wrapped__
             launch_of(M, K, rows)([x, sums])
-        if rows == 1:
-            return sums[0]
+        if last:
+            return sums
         x = sums
 
 

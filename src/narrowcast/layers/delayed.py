@@ -227,28 +227,39 @@ class DelayedLayer(RecipeOwner):
 
     def _scales(self, prefix: str, plan: LinearPlan) -> DelayedScales:
         """State for one forward of a stage; nothing for a plan that scales nothing with delay."""
-        forward, backward = plan.forward_state, plan.backward_state
-        if forward is None and backward is None:
-            return DelayedScales()
-        self._keep_states((prefix,), (plan,))
+        return self._scales_of((prefix,), (plan,))[0]
+
+    def _scales_of(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> list[DelayedScales]:
+        """:meth:`_scales` of stages that run one after the other, whose scales are renewed and read at once."""
+        scales = [DelayedScales() for _ in plans]
+        if all(plan.forward_state is None and plan.backward_state is None for plan in plans):
+            return scales
+        self._keep_states(prefixes, plans)
         collects = self.training and torch.is_grad_enabled()
         # without gradients, too: so runs the first forward of a reentrant checkpoint; renewing early changes no scale
         renews = self.training and (THREAD.state.traced if THREAD.state.depth else not self._renewed_by_root)
-        fwd = None if forward is None else self._slots(prefix, "fwd", "forward", forward)
-        bwd = None if backward is None else self._slots(prefix, "bwd", "backward", backward)
-        scales = DelayedScales()
-        if fwd is not None:
-            scales.scale_fwd, scales.amax_fwd = fwd.scale, fwd.amax if collects else None
-        if bwd is not None:
-            scales.scale_bwd, scales.amax_bwd = bwd.scale, bwd.amax if collects else None
+        states: list[_States] = []
+        for prefix, plan, own in zip(prefixes, plans, scales):
+            fwd = bwd = None
+            if plan.forward_state is not None:
+                fwd = self._slots(prefix, "fwd", "forward", plan.forward_state)
+                own.scale_fwd, own.amax_fwd = fwd.scale, fwd.amax if collects else None
+            if plan.backward_state is not None:
+                bwd = self._slots(prefix, "bwd", "backward", plan.backward_state)
+                own.scale_bwd, own.amax_bwd = bwd.scale, bwd.amax if collects else None
+            states.append((fwd, bwd))
         read = None if torch.compiler.is_compiling() else scales_read_in_checkpoint(self.training)
         if read is not None:
-            scales.scale_fwd, scales.scale_bwd = read.take() or read.keep(_copies(fwd, bwd, renews))
-            scales.amax_fwd = fwd.amax if fwd is not None and self.training and read.collects() else None
+            for own, (fwd, bwd) in zip(scales, states):
+                if fwd is None and bwd is None:
+                    continue
+                copies = read.take() or read.keep(_copies([(fwd, bwd)], renews)[0])
+                own.scale_fwd, own.scale_bwd = copies
+                own.amax_fwd = fwd.amax if fwd is not None and self.training and read.collects() else None
             return scales
-        if not (renews or torch.is_grad_enabled()):
-            return scales
-        scales.scale_fwd, scales.scale_bwd = _copies(fwd, bwd, renews)
+        if renews or torch.is_grad_enabled():
+            for own, copies in zip(scales, _copies(states, renews)):
+                own.scale_fwd, own.scale_bwd = copies
         return scales
 
     # -- moving, saving, loading -------------------------------------------------------------------------------------
@@ -365,13 +376,20 @@ class DelayedLayer(RecipeOwner):
         self._prepare_for_recipe()
 
 
-def _copies(
-    fwd: DelayedSlots | None, bwd: DelayedSlots | None, renews: bool | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Copies of a stage's scales, renewed first where that is up to the layer."""
-    states = [state for state in (fwd, bwd) if state is not None]
-    copies = renew_and_read(states) if renews else read_scales([state.scale for state in states])
-    return None if fwd is None else copies[0], None if bwd is None else copies[-1]
+_States = tuple[DelayedSlots | None, DelayedSlots | None]
+"""Of a stage: forward and backward."""
+
+
+def _copies(states: list[_States], renews: bool | None) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Copies of the scales of stages, renewed first where that is up to the layer."""
+    present = [state for stage in states for state in stage if state is not None]
+    copies = renew_and_read(present) if renews else read_scales([state.scale for state in present])
+    of_stages, taken = [], 0
+    for fwd, bwd in states:
+        of_bwd = taken + (fwd is not None)
+        of_stages.append((None if fwd is None else copies[taken], None if bwd is None else copies[of_bwd]))
+        taken = of_bwd + (bwd is not None)
+    return of_stages
 
 
 def _keep_states_while_tracing(context: Any) -> None:

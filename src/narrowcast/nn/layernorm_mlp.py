@@ -201,7 +201,7 @@ class LayerNormMLP(NormLinearLayer):
             self._plan(recipe, fc1, of_norm, fc1_weight),
             self._plan(recipe, fc2, of_fc1, fc2_weight),
         )
-        self._keep_states(("fc1_", "fc2_"), plans)
+        scales = self._scales_of(("fc1_", "fc2_"), plans)
         recomputes, forward_plans = self.checkpoint and torch.is_grad_enabled(), None
         if recomputes:
             for plan, stage in zip(plans, (fc1, fc2)):
@@ -214,8 +214,8 @@ class LayerNormMLP(NormLinearLayer):
         args = LayerNormMLPFwdArgs(
             self.norm,
             self.activation,
-            self._fwd_args(fc1, plans[0], dtype, fc1_weight, fc1_bias, first),
-            self._fwd_args(fc2, plans[1], dtype, fc2_weight, fc2_bias, first),
+            self._fwd_args(fc1, plans[0], dtype, fc1_weight, fc1_bias, first, scales[0]),
+            self._fwd_args(fc2, plans[1], dtype, fc2_weight, fc2_bias, first, scales[1]),
             self.return_layernorm_output,
             forward_plans,
         )

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..formats import ELEMENT_FORMATS, DType
-from ..functional import calibrate_, quantize
+from ..functional import NativeOperand, calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
 from .amax_reduction import AmaxReducing
 from .arguments import FP8_ELEMENTS, fp8_dtype_of, warn_ignored
+from .codes import codes_as_matrix
 from .quantizer import Quantizer
 
 
@@ -27,6 +28,11 @@ class _Float8Base(Quantizer):
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
+
+    def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
+        codes, scale_inv = buffers
+        matrix = codes_as_matrix(codes, ELEMENT_FORMATS[self.dtype], columnwise)
+        return NativeOperand(matrix, scale_inv, "tensor")
 
 
 class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
@@ -113,7 +119,12 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
 
 
 def _slot_of(state: Tensor, slot: int) -> Tensor:
-    """One element of a contiguous state, as (1,): one view, where flattening and slicing would take two."""
+    """One element of a contiguous state, as (1,): one view, where flattening and slicing would take two.
+
+    Eager code takes it as compiled graphs do, which takes the host half as long.
+    """
+    if type(state) is Tensor:
+        return torch._C._dynamo.guards._reinterpret_tensor(state, (1,), (1,), slot)  # type: ignore[attr-defined,no-any-return]
     return state.as_strided((1,), (1,), state.storage_offset() + slot)
 
 

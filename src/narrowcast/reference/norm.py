@@ -128,14 +128,16 @@ def gradient_statistics(
     Numerics:
         ``(c1, c2, dweight, dbias)`` in fp32, (M,), (M,), (K,), (K,), with ``xhat = (x - mean) * rstd`` and
         ``wdy = grad * gamma``: ``c1 = row_sum(xhat * wdy) / K``, ``c2 = row_sum(wdy) / K``, ``dweight =
-        column_sum(grad * xhat)``, ``dbias = column_sum(grad)``. ``c2`` and ``dbias`` are None for RMSNorm.
+        column_sum(grad * xhat)``, ``dbias = column_sum(grad)``, the last two rounded to the dtype of ``weight``. ``c2``
+        and ``dbias`` are None for RMSNorm.
     """
     g, xhat, wdy = _gradient_terms(grad, x, weight, mean, rstd, zero_centered_gamma)
     c1 = canonical_nan(_mean(xhat * wdy, xhat.shape[1]))
-    dweight = column_sum(g * xhat)
+    dweight = round_to_dtype(column_sum(g * xhat), weight.dtype)
     if mean is None:
         return c1, None, dweight, None
-    return c1, canonical_nan(_mean(wdy, wdy.shape[1])), dweight, column_sum(g)
+    dbias = round_to_dtype(column_sum(g), weight.dtype)
+    return c1, canonical_nan(_mean(wdy, wdy.shape[1])), dweight, dbias
 
 
 def backward(
