@@ -155,6 +155,9 @@ PATHS: dict[str, tuple[Callable[[], object], int, int]] = {
     "activation, given": (
         lambda: float8.quantize(sources.activation(X, "swiglu"), torch.ones(1), E4M3, **BOTH), 4, 1,
     ),
+    "gradient, current": (
+        lambda: float8.quantize_current(sources.activation_backward(X[:, :128], X, "swiglu"), E4M3, **CURRENT), 5, 2,
+    ),
     "activation, block": (lambda: float8_block.quantize(sources.activation(X, "swiglu"), E4M3, **BLOCK), 4, 1),
 }  # fmt: skip
 

@@ -47,7 +47,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None], SavedOperand, SavedOperand]:
     """(output, norm output or None; to save: tensors of the norm, input and weight of the GEMM)."""
     linear, plan = args.linear, args.linear.plan
-    x = inp.reshape(-1, inp.shape[-1])
+    x = inp if inp.dim() == 2 else inp.reshape(-1, inp.shape[-1])
     normalized = normalized_operand(
         x, None, norm_weight, norm_bias, args.norm, linear, args.return_layernorm_output
     )
@@ -65,7 +65,9 @@ def _forward(
     of_norm: list[Tensor | None] = [None, None, None, None]
     if plan.needs_input:
         of_norm = [inp, norm_weight, normalized.mean, normalized.rstd]
-    return out.view(*lead, weight.shape[0]), output, of_norm, saved_input, saved_weight
+    if len(lead) != 1:
+        out = out.view(*lead, weight.shape[0])
+    return out, output, of_norm, saved_input, saved_weight
 
 
 class LayerNormLinearFunction(torch.autograd.Function):
@@ -103,7 +105,9 @@ class LayerNormLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor, *beside: Tensor) -> Any:
         args: LinearBwdArgs = ctx.backward_objects
         inp, norm_weight, mean, rstd, scale_bwd, *saved = saved_tensors(ctx)
-        count, dy = args.saved_input[0], grad_output.reshape(-1, grad_output.shape[-1])
+        count, dy = args.saved_input[0], grad_output
+        if dy.dim() != 2:
+            dy = dy.reshape(-1, dy.shape[-1])
         dw, grad, db = linear_backward(args, dy, saved[:count], saved[count:], scale_bwd)
         grad_normalized, grad_input = (beside[:-1], beside[-1]) if ctx.returned_input else (beside, None)
         if grad is None:

@@ -146,7 +146,7 @@ def _forward(
         features: rows of fc1's weight.
     """
     inp, residual, fc1, fc2 = tensors.inp, tensors.residual, args.fc1, args.fc2
-    x = inp.reshape(-1, inp.shape[-1])
+    x = inp if inp.dim() == 2 else inp.reshape(-1, inp.shape[-1])
     normalized = normalized_operand(
         x,
         None if residual is None else residual.reshape(x.shape),
@@ -185,7 +185,7 @@ def _forward(
         beside.append(normalized.output.view(inp.shape))  # type: ignore[union-attr]
     if residual is not None:
         beside.append(inp)
-    return out.view(inp.shape), beside, inp, saved
+    return out if inp.dim() == 2 else out.view(inp.shape), beside, inp, saved
 
 
 def _activated_operand(hidden: Tensor, args: LayerNormMLPFwdArgs) -> tuple[OperandBuffers, Tensor | None]:
@@ -368,7 +368,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor, *beside: Tensor) -> Any:
         args: LayerNormMLPBwdArgs = ctx.backward_objects
         fc1_scale, fc2_scale, *saved = saved_tensors(ctx)
-        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        dy = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, grad_output.shape[-1])
         if args.recompute is not None:
             computed = _recompute(args, args.recompute, saved, dy)
             saved = computed.flat()

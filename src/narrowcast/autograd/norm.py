@@ -107,8 +107,10 @@ def norm_gradients(
         weight, mean, rstd: as given to, and returned by, the forward.
         residual_grad: what else arrives at ``inp``, added to dx before its one rounding.
     """
+    if inp.dim() != 2:
+        grad = grad.reshape(inp.shape)
     dx, dweight, dbias = norm_backward(
-        grad.reshape(inp.shape), inp, weight, mean, rstd, settings.zero_centered_gamma, residual_grad
+        grad, inp, weight, mean, rstd, settings.zero_centered_gamma, residual_grad
     )
     return dx, dweight, dbias if settings.normalization == "LayerNorm" else None
 

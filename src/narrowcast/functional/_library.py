@@ -140,6 +140,8 @@ def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _PLAIN_ALONE = frozenset(_PLAIN)
+_count_modes, _is_autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
+_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def _with_shortcut(
@@ -177,14 +179,9 @@ def _with_shortcut(
             for i in lists:
                 if not _PLAIN_ALONE.issuperset(map(type, args[i])):
                     return overload(*args)  # a list of parameters may be one of many kinds
-        if (
-            type(x) not in _PLAIN
-            or not x.is_cuda
-            or torch._C._len_torch_dispatch_stack()
-            or torch.autograd._profiler_enabled()
-        ):
+        if type(x) not in _PLAIN or not x.is_cuda or _count_modes() or _is_profiled():
             return overload(*args)
-        result = (run if torch._C._is_any_autocast_enabled() else implementation)(*args)
+        result = (run if _is_autocast() else implementation)(*args)
         for i in written:  # as the dispatcher does for saved tensors to be found out of date
             if args[i] is not None:
                 torch.autograd.graph.increment_version(args[i])
