@@ -73,6 +73,13 @@ def check(
         device,
         f"gradient statistics of {what}",
     )
+    if dtype != torch.float32:
+        actual = kernels.norm.gradient_statistics(
+            grad.to(device), source.to(device), *arguments, **gamma, dtype=dtype
+        )
+        expected = reference.gradient_statistics(grad, source, weight, mean, rstd, **gamma, dtype=dtype)
+        for made, wanted in zip(present(*actual), present(*expected), strict=True):
+            assert_bitwise(made, wanted, f"rounded gradients of {what}")
     c1, c2 = sums[:2]
     c = on(device, c1, c2)
     compare(

@@ -99,7 +99,7 @@ def _gradient(
     """The input gradient as a source, and (dweight, dbias)."""
     present = mean if mean.numel() == rstd.numel() else None
     c1, c2, dweight, dbias = numerics.norm.gradient_statistics(
-        grad, x, weight, present, rstd, zero_centered_gamma=zero_centered_gamma
+        grad, x, weight, present, rstd, zero_centered_gamma=zero_centered_gamma, dtype=weight.dtype
     )
     source = numerics.sources.norm_backward(
         grad,

@@ -379,6 +379,7 @@ def gradient_statistics(
     rstd: Tensor,
     *,
     zero_centered_gamma: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """The sums that the gradients of a norm need, from one read of ``grad`` and ``x``.
 
@@ -389,10 +390,10 @@ def gradient_statistics(
         mean: fp32 (M,), or None for RMSNorm.
         rstd: fp32 (M,).
         zero_centered_gamma: the factor is ``1 + weight``.
+        dtype: of ``dweight`` and ``dbias``: fp32, bf16 or fp16.
 
     Returns:
-        ``(c1, c2, dweight, dbias)``, fp32 (M,), (M,) or None; (K,), (K,) or None, in the dtype of ``weight``; None for
-        RMSNorm.
+        ``(c1, c2, dweight, dbias)``, fp32 (M,), (M,) or None; (K,), (K,) or None of ``dtype``; None for RMSNorm.
 
     Raises:
         ValueError: a tensor the kernels cannot reach, another dtype, rank 0, or shapes that do not fit.
@@ -414,7 +415,6 @@ def gradient_statistics(
     if launch is not None:
         rows = (rstd if mean is None else mean, rstd, c1, c1 if c2 is None else c2)
         launch([x, grad, weight, *rows, dweight, dweight if dbias is None else dbias])
-    dtype = weight.dtype
     return c1, c2, column_sum(dweight, dtype), None if dbias is None else column_sum(dbias, dtype)
 
 

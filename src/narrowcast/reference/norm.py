@@ -114,12 +114,14 @@ def gradient_statistics(
     rstd: Tensor,
     *,
     zero_centered_gamma: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """The sums that the gradients of a norm need.
 
     Args:
         grad: gradient of the result, shape of ``x``, one of its dtypes.
         x: as given to ``forward``; so are ``weight``, ``mean``, ``rstd`` and ``zero_centered_gamma``.
+        dtype: of ``dweight`` and ``dbias``.
 
     Raises:
         ValueError: rank 0, or a gradient or vectors of another shape.
@@ -128,15 +130,15 @@ def gradient_statistics(
     Numerics:
         ``(c1, c2, dweight, dbias)`` in fp32, (M,), (M,), (K,), (K,), with ``xhat = (x - mean) * rstd`` and
         ``wdy = grad * gamma``: ``c1 = row_sum(xhat * wdy) / K``, ``c2 = row_sum(wdy) / K``, ``dweight =
-        column_sum(grad * xhat)``, ``dbias = column_sum(grad)``, the last two rounded to the dtype of ``weight``. ``c2``
-        and ``dbias`` are None for RMSNorm.
+        column_sum(grad * xhat)``, ``dbias = column_sum(grad)``, the last two rounded to ``dtype``. ``c2`` and ``dbias``
+        are None for RMSNorm.
     """
     g, xhat, wdy = _gradient_terms(grad, x, weight, mean, rstd, zero_centered_gamma)
     c1 = canonical_nan(_mean(xhat * wdy, xhat.shape[1]))
-    dweight = round_to_dtype(column_sum(g * xhat), weight.dtype)
+    dweight = round_to_dtype(column_sum(g * xhat), dtype)
     if mean is None:
         return c1, None, dweight, None
-    dbias = round_to_dtype(column_sum(g), weight.dtype)
+    dbias = round_to_dtype(column_sum(g), dtype)
     return c1, canonical_nan(_mean(wdy, wdy.shape[1])), dweight, dbias
 
 
