@@ -410,7 +410,7 @@ def _run_cast(
     tensors = [*operands[:count], *buffers] if scale is None else [*operands[:count], scale, *buffers]
     if amax is not None:
         tensors.append(amax)
-    if sums is not None:
+    if sums is not None and sums.numel():  # of an empty source there are none, and nothing to add up
         tensors.append(sums)
     launch(tensors)
     return buffers

@@ -194,7 +194,7 @@ class Launch:
                     run(*self.grid, stream, *between, *self.take((*addresses, *self.others)))
                     return
         arguments = self.arguments.copy()
-        for at, tensor in zip(self.places, tensors):
+        for at, tensor in zip(self.places, tensors, strict=True):
             arguments[at] = tensor
         self.launcher(self.grid, tuple(arguments), self.constants)
         if key is not None:
