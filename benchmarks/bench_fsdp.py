@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import narrowcast as nc
+from narrowcast.distributed import gather_in_place
 
 LAYERS, BATCH, SEQUENCE = 4, 2, 4096
 WIDE = (4096, 14336, 32, 8)  # hidden, ffn, heads, heads of keys and values
@@ -223,19 +224,26 @@ class Bytes:
     """What all-gathers deliver while this is entered."""
 
     def __enter__(self) -> Bytes:
-        self.delivered, plain = 0, dist.all_gather_into_tensor
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            out = kwargs.get("output_tensor", args[0] if args else None)
-            self.delivered += out.numel() * out.itemsize
-            return plain(*args, **kwargs)
-
-        self.patch = mock.patch.object(dist, "all_gather_into_tensor", counted)
-        self.patch.start()
+        self.delivered = 0
+        self.patches = [
+            mock.patch.object(holder, name, self.counted(getattr(holder, name)))
+            for holder, name in ((dist, "all_gather_into_tensor"), (gather_in_place, "all_gather_single"))
+        ]
+        for patch in self.patches:
+            patch.start()
         return self
 
+    def counted(self, gather: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out = kwargs.get("output_tensor", args[0] if args else None)
+            self.delivered += out.numel() * out.itemsize
+            return gather(*args, **kwargs)
+
+        return run
+
     def __exit__(self, *_: object) -> None:
-        self.patch.stop()
+        for patch in self.patches:
+            patch.stop()
 
 
 def timed(name: str, make: Callable[[], tuple[Stack, Callable[[], None]]], repeats: int) -> Row:

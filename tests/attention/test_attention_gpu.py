@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 import narrowcast as nc
 from narrowcast.attention import core
@@ -67,7 +68,12 @@ CASES: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-HOWS = [("eager", *case) for case in CASES] + [("compiled", *CASES[i]) for i in (0, 3, 5, 7, 8, 11)]
+HOWS: list[Any] = [("eager", *case) for case in CASES] + [("compiled", *CASES[i]) for i in (0, 3, 5, 7, 11)]
+fails_before_2_12 = pytest.mark.xfail(
+    TorchVersion(torch.__version__) < "2.12",
+    reason="Inductor of PyTorch 2.11 cannot split the blocks of this mask when sizes become dynamic (CantSplit)",
+)
+HOWS.append(pytest.param("compiled", *CASES[8], marks=fails_before_2_12))
 
 
 @pytest.mark.parametrize("how, backend, qkv_format, mask, options, given", HOWS)

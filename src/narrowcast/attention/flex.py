@@ -80,13 +80,11 @@ def _places(scores: Scores) -> Geometry | None:
     """Where tokens stand, for the two functions.
 
     A shift that follows from sizes becomes a tensor: of dynamic sizes it is a symbol, which PyTorch 2.11 cannot lower
-    as what they read. As many queries as keys have none: its Inductor fails where it is a tensor and dynamic.
+    as what they read.
     """
     places = scores.places
     if places is None or not scores.rule.bottom_right or isinstance(places.shift, Tensor):
         return places
-    if places.shift == 0:
-        return dataclasses.replace(places, shift=0)
     return dataclasses.replace(places, shift=places.q.position.new_full((), places.shift))
 
 
