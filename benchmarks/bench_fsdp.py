@@ -28,12 +28,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Row, is_late, parser, report_of_ranks
+from harness import Row, is_late, parser, rank_ms, report_of_ranks
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import narrowcast as nc
 from narrowcast.distributed import gather_in_place
+from narrowcast.functional.collectives import all_gather_single
 
 LAYERS, BATCH, SEQUENCE = 4, 2, 4096
 WIDE = (4096, 14336, 32, 8)  # hidden, ffn, heads, heads of keys and values
@@ -227,7 +228,7 @@ class Bytes:
         self.delivered = 0
         self.patches = [
             mock.patch.object(holder, name, self.counted(getattr(holder, name)))
-            for holder, name in ((dist, "all_gather_into_tensor"), (gather_in_place, "all_gather_single"))
+            for holder, name in ((dist, all_gather_single.__name__), (gather_in_place, "all_gather_single"))
         ]
         for patch in self.patches:
             patch.start()
@@ -266,18 +267,7 @@ def timed(name: str, make: Callable[[], tuple[Stack, Callable[[], None]]], repea
     torch.cuda.reset_peak_memory_stats()
     with Bytes() as gathered:
         step()
-    times = []
-    for _ in range(3):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeats):
-            step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / repeats)
-    ms = torch.tensor(statistics.median(times), device="cuda")
+    ms = torch.tensor(statistics.median(rank_ms(step, repeats) for _ in range(3)), device="cuda")
     dist.all_reduce(ms, op=dist.ReduceOp.MAX)  # the slowest GPU says when a step is done
     return {
         "tokens/s/GPU": round(1e3 * BATCH * SEQUENCE / ms.item()),

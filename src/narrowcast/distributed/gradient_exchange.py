@@ -29,9 +29,8 @@ class GradientExchange(DefaultReduceScatter):
 
     def __init__(self) -> None:
         self._accumulates = self._leaves = False
-        self._reductions = self._reductions_before = (
-            0  # in the backward of this forward, and of the one before
-        )
+        # in the backward of this forward, and of the one before
+        self._reductions = self._reductions_before = 0
         self._contents = Contents()  # of the next buffer
 
     def begin(self, reduces: bool) -> None:
@@ -72,9 +71,8 @@ def _exchanged(
     parts = output.split(counts)
     small: list[int] = []
     sent: list[tuple[Any, Tensor, Tensor, Tensor]] = []
-    for index in sorted(
-        range(len(gradients)), key=lambda at: -counts[at]
-    ):  # the last sum hides behind nothing
+    # large ones first: the last sum hides behind nothing
+    for index in sorted(range(len(gradients)), key=lambda at: -counts[at]):
         gradient, count, part = gradients[index], counts[index], parts[index]
         if gradient.shape[0] % ranks or count * gradient.itemsize < _LARGE:
             small.append(index)

@@ -111,7 +111,7 @@ def shard(
     for block in (*blocks, model):
         fully_shard(block, mesh=mesh, **options)
     if chosen.scaled:
-        scales = WeightScales(model, chosen.scaled, over, dtype)
+        scales = WeightScales(chosen.scaled, over, dtype)
         if scales.delayed:
             stop_renewing_from(model)  # the scales do, in front of the first gather
         model.register_forward_pre_hook(scales.renew, prepend=True)

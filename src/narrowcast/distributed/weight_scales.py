@@ -91,10 +91,8 @@ def synchronizes(model: nn.Module) -> bool:
 class WeightScales:
     """One scale per weight, the same on every rank: set in front of every forward of the model."""
 
-    def __init__(
-        self, model: nn.Module, weights: list[ScaledWeight], mesh: Any, dtype: torch.dtype | None
-    ) -> None:
-        self.model, self.weights, self.mesh, self.dtype = model, weights, mesh, dtype
+    def __init__(self, weights: list[ScaledWeight], mesh: Any, dtype: torch.dtype | None) -> None:
+        self.weights, self.mesh, self.dtype = weights, mesh, dtype
         self.shards: list[Tensor] = []
         self.delayed = any(weight.delayed for weight in weights)
         # where all are delayed, their casts find the amax of the shards, which nobody reads before
@@ -131,9 +129,8 @@ class WeightScales:
         if self.of_shards is not None:
             largest = self.of_shards
             for weight, shard in zip(self.weights, self.shards):
-                if (
-                    weight.gather.amax is not None
-                ):  # nobody cast it: it stayed gathered after an earlier forward
+                if weight.gather.amax is not None:
+                    # nobody cast it: it stayed gathered after an earlier forward
                     weight.gather.amax.copy_(torch.stack(torch._foreach_norm(weight.parts(shard), math.inf)))
         else:
             parts = [p for weight, shard in zip(self.weights, self.shards) for p in weight.parts(shard)]
