@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.functional import replay
 
 pytestmark = pytest.mark.gpu
 
@@ -109,6 +110,32 @@ def test_compiled_steps_equal_eager_ones(name: str, renewed_by: str, backend: st
     for eager, traced in zip(*results, strict=True):
         assert len(eager) == len(traced)
         assert all(torch.equal(a, b) for a, b in zip(eager, traced))
+
+
+@pytest.mark.parametrize("tokens", [(128,), (3, 37), (4096,)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_replayed_steps_equal_others(
+    name: str, tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages that are replayed do what they did, on a stream of the caller's, too; all of them could be recorded."""
+    torch.manual_seed(0)
+    model, results = Model(), []
+    replay._known.clear()
+    for enabled in (False, True):
+        monkeypatch.setattr(replay, "ENABLED", enabled)
+        own = nc.set_recipe(copy.deepcopy(model), RECIPES[name])
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            for seed in range(5):
+                x = torch.randn(
+                    *tokens, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)
+                )
+                results.append(step(own, own, x.bfloat16()))
+            torch.cuda.synchronize()
+    for plain, replayed in zip(results[:5], results[5:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, replayed, strict=True))
+    kept = [key[0].__name__ for key, value in replay._known.items() if value is key[0]]
+    assert len(replay._known) == 6 and not kept
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,20 @@ class LinearFwdArgs:
     transpose_weight: bool = False
     parallel: TensorParallel | None = None
 
+    def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
+        """What the forward follows from, in values and in tensors; None where that is not all."""
+        plan, scales, kept = self.plan, self.scales, self.workspace
+        if self.parallel is not None or (
+            kept is not None and kept.quantizer is not plan.kept_weight.quantizer
+        ):
+            return None
+        if kept is None:
+            return (plan, self.dtype), [scales.scale_fwd, scales.amax_fwd]
+        shared = [any(x is y for y in kept.rowwise) for x in kept.columnwise]  # a scale of both directions
+        columnwise = [x for x, both in zip(kept.columnwise, shared) if not both]
+        tensors = [scales.scale_fwd, scales.amax_fwd, *kept.rowwise, *columnwise]
+        return (plan, self.dtype, len(kept.rowwise), *shared), tensors
+
 
 @dataclass(slots=True)
 class LinearBwdArgs:
@@ -83,6 +98,20 @@ class LinearBwdArgs:
     saved_weight: tuple[int, Quantizer | None]
     transpose_weight: bool = False
     parallel: TensorParallel | None = None
+
+    def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
+        """What the backward follows from, in values and in tensors; None where that is not all."""
+        plan, (inputs, inp), (_, weight), wgrad = self.plan, self.saved_input, self.saved_weight, self.wgrad
+        if wgrad.store is not None or self.parallel is not None:
+            return None
+        if not (inp is None or inp is plan.input.quantizer):  # it came quantized
+            return None
+        if not (weight is None or weight is plan.weight.quantizer or weight is plan.kept_weight.quantizer):
+            return None
+        saved = inputs, inp is None, weight is None, weight is plan.weight.quantizer, self.transpose_weight
+        dtypes = self.dtype, self.bias_dtype, self.weight_dtype
+        values = plan, dtypes, self.shape, saved, self.needs_bias, wgrad.overwrite, wgrad.dummy
+        return values, [self.amax_bwd, wgrad.main_grad]
 
     @property
     def backward_override(self) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._tracing import once_differentiable
+from ..functional import replay_of
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import (
     SavedOperand,
@@ -70,6 +71,26 @@ def _forward(
     return out, output, of_norm, saved_input, saved_weight
 
 
+def _backward(
+    args: LinearBwdArgs,
+    norm: NormSettings,
+    returned_input: bool,
+    saved: list[Any],
+    dy: Tensor,
+    beside: tuple[Tensor, ...],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the five operands, in their order; ``beside``: of what was returned beside the output."""
+    inp, norm_weight, mean, rstd, scale_bwd, *saved = saved
+    count = args.saved_input[0]
+    dw, grad, db = linear_backward(args, dy, saved[:count], saved[count:], scale_bwd)
+    grad_normalized, grad_input = (beside[:-1], beside[-1]) if returned_input else (beside, None)
+    if grad is None:
+        return None, None, None, dw, db
+    if grad_normalized:
+        grad = grad + grad_normalized[0].reshape(grad.shape)
+    return *norm_gradients(grad, inp, norm_weight, mean, rstd, norm, grad_input), dw, db
+
+
 class LayerNormLinearFunction(torch.autograd.Function):
     """Norm, then a quantized linear layer; differentiable in its five tensors.
 
@@ -88,7 +109,9 @@ class LayerNormLinearFunction(torch.autograd.Function):
         bias: Tensor | None,
         args: LayerNormLinearFwdArgs,
     ) -> Any:
-        out, normalized, of_norm, saved_input, saved_weight = _forward(
+        operands = [inp, norm_weight, norm_bias, weight, bias]
+        forward = replay_of(_forward, operands, (args.linear,), args.norm, args.return_layernorm_output)
+        out, normalized, of_norm, saved_input, saved_weight = forward(
             inp, norm_weight, norm_bias, weight, bias, args
         )
         linear = linear_bwd_args(args.linear, weight, bias, saved_input, saved_weight)
@@ -104,15 +127,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, *beside: Tensor) -> Any:
         args: LinearBwdArgs = ctx.backward_objects
-        inp, norm_weight, mean, rstd, scale_bwd, *saved = saved_tensors(ctx)
-        count, dy = args.saved_input[0], grad_output
-        if dy.dim() != 2:
-            dy = dy.reshape(-1, dy.shape[-1])
-        dw, grad, db = linear_backward(args, dy, saved[:count], saved[count:], scale_bwd)
-        grad_normalized, grad_input = (beside[:-1], beside[-1]) if ctx.returned_input else (beside, None)
-        if grad is None:
-            return None, None, None, dw, db, None
-        if grad_normalized:
-            grad = grad + grad_normalized[0].reshape(grad.shape)
-        of_norm = norm_gradients(grad, inp, norm_weight, mean, rstd, ctx.norm, grad_input)
-        return *of_norm, dw, db, None
+        saved, how = list(saved_tensors(ctx)), (ctx.norm, ctx.returned_input)
+        dy = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, grad_output.shape[-1])
+        backward = replay_of(_backward, [dy, *beside, *saved], (args,), *how, len(beside))
+        return (*backward(args, *how, saved, dy, beside), None)

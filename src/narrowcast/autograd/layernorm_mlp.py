@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._tracing import once_differentiable
-from ..functional import act, act_backward, act_backward_quantize, act_quantize, draw_seed
+from ..functional import act, act_backward, act_backward_quantize, act_quantize, draw_seed, replay_of
 from ..quantizers import OperandBuffers, Quantizer, buffers_of
 from ..recipe import LinearPlan
 from ..tensors import QuantizedTensorStorage
@@ -212,24 +212,25 @@ def _backward(
     beside: tuple[Tensor, ...],
     scales: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the eight operands, in their order. Lets go of what was saved on the way, so that it is freed.
+    """Gradients of the eight operands, in their order. Empties ``saved`` on the way, so that it is freed.
 
     Args:
         beside: gradients of what was returned beside the output.
     """
     fc1, fc2 = args.fc1, args.fc2
     grad_normalized, grad_summed = (beside[:-1], beside[-1]) if args.with_residual else (beside, None)
-    saved, w2 = _parted(saved, fc2.saved_weight[0])
-    saved, x2 = _parted(saved, fc2.saved_input[0])
+    w2 = _pop_last(saved, fc2.saved_weight[0])
+    x2 = _pop_last(saved, fc2.saved_input[0])
     dw2, d_act, db2 = linear_backward(fc2, dy, x2, w2, scales[1])
     del w2, x2
     if d_act is None:
         return None, None, None, None, None, dw2, db2, None
-    saved, w1 = _parted(saved, fc1.saved_weight[0])
-    saved, x1 = _parted(saved, fc1.saved_input[0])
+    w1 = _pop_last(saved, fc1.saved_weight[0])
+    x1 = _pop_last(saved, fc1.saved_input[0])
     inp, norm_weight, mean, rstd, fc1_out = saved
+    saved.clear()
     large = [fc1_out, d_act]  # what the callee takes out it can let go of, too
-    del saved, fc1_out, d_act
+    del fc1_out, d_act
     dw1, grad, db1 = _fc1_backward(args, large, x1, w1, scales[0])
     del w1, x1
     if grad is None:
@@ -240,10 +241,9 @@ def _backward(
     return dx, *of_norm, dw1, db1, dw2, db2, dx if args.with_residual else None
 
 
-def _parted(tensors: list[Any], count: int) -> tuple[list[Any], list[Any]]:
-    """All but the last ``count`` tensors, and those."""
-    end = len(tensors) - count
-    return list(tensors[:end]), list(tensors[end:])
+def _pop_last(tensors: list[Any], count: int) -> list[Any]:
+    """The last ``count`` tensors, in order, which the list loses."""
+    return [tensors.pop() for _ in range(count)][::-1]
 
 
 def _fc1_backward(
@@ -345,7 +345,9 @@ class LayerNormMLPFunction(torch.autograd.Function):
         tensors, args = _Tensors(*operands[:-1]), operands[-1]
         fc1, fc2, plans = args.fc1, args.fc2, args.forward_plans
         if plans is None:
-            out, beside, summed, saved = _forward(tensors, args, tensors.fc1_weight.shape[0])
+            how = args.norm, args.activation, args.return_layernorm_output
+            forward = replay_of(_forward, [*tensors], (fc1, fc2), *how)
+            out, beside, summed, saved = forward(tensors, args, tensors.fc1_weight.shape[0])
             recompute, to_save = None, saved.flat()
         else:
             first = replace(args, fc1=replace(fc1, plan=plans[0]), fc2=replace(fc2, plan=plans[1]))
@@ -367,7 +369,8 @@ class LayerNormMLPFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, *beside: Tensor) -> Any:
         args: LayerNormMLPBwdArgs = ctx.backward_objects
-        fc1_scale, fc2_scale, *saved = saved_tensors(ctx)
+        saved = list(saved_tensors(ctx))
+        scales, saved = saved[:2], saved[2:]  # a star would leave a tuple to the compiler of PyTorch 2.11
         dy = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, grad_output.shape[-1])
         if args.recompute is not None:
             computed = _recompute(args, args.recompute, saved, dy)
@@ -376,4 +379,6 @@ class LayerNormMLPFunction(torch.autograd.Function):
             fc2 = with_saved(args.fc2, computed.fc2_input, computed.fc2_weight)
             args = replace(args, fc1=fc1, fc2=fc2)
             del computed
-        return (*_backward(args, saved, dy, beside, (fc1_scale, fc2_scale)), None)
+        how = args.norm, args.activation, args.with_residual, len(beside)
+        backward = replay_of(_backward, [dy, *scales, *beside, *saved], (args.fc1, args.fc2), *how)
+        return (*backward(args, saved, dy, beside, scales), None)

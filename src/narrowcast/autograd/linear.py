@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._tracing import once_differentiable
+from ..functional import replay_of
 from ..tensors import plain_gradient, saved_tensors
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import linear_backward, linear_bwd_args, linear_forward
@@ -22,7 +23,8 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, inp: Tensor, bias: Tensor | None, args: LinearFwdArgs) -> Tensor:
-        out, saved_input, saved_weight = linear_forward(weight, inp, bias, args)
+        forward = replay_of(linear_forward, [inp, weight, bias], (args,))
+        out, saved_input, saved_weight = forward(weight, inp, bias, args)
         ctx.save_for_backward(args.scales.scale_bwd, *saved_input.tensors, *saved_weight.tensors)
         ctx.backward_objects = linear_bwd_args(args, weight, bias, saved_input, saved_weight)
         # as compiled code must; no view in eager code, where pipelines detach a stage's output in place
@@ -33,8 +35,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         args: LinearBwdArgs = ctx.backward_objects
         scale_bwd, *saved = saved_tensors(ctx)
-        count = args.saved_input[0]
-        gradients = linear_backward(
-            args, plain_gradient(grad_output), saved[:count], saved[count:], scale_bwd
-        )
+        count, dy = args.saved_input[0], plain_gradient(grad_output)
+        backward = replay_of(linear_backward, [dy, scale_bwd, *saved], (args,))
+        gradients = backward(args, dy, saved[:count], saved[count:], scale_bwd)
         return (*gradients, None)

@@ -50,6 +50,7 @@ from .quantize import (
     quantize_rounded,
 )
 from .quantizer_value import BufferTable, GemmOperand, NativeOperand, QuantizerValue
+from .replay import replay_of
 from .rope import rotate, rotate_qkv, rotate_qkv_backward
 from .scaled_activation import scaled_act, scaled_act_backward
 from .swizzle import swizzle_scales, unswizzle_scales
@@ -111,6 +112,7 @@ __all__ = [
     "read_scales",
     "renew_delayed_scaling",
     "renewed_scales",
+    "replay_of",
     "rotate",
     "rotate_qkv",
     "rotate_qkv_backward",

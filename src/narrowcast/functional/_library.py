@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
 from .._environment import read_flag
 from . import _opaque
 from .quantizer_value import QuantizerValue, quantizer_of_text
+from .replay import Recording
 
 
 def _library() -> torch.library.Library:
@@ -71,6 +72,9 @@ def define(
         FunctionalTensorMode,
         _saved(rule) if saved else rule,
         lib=_LIBRARY,
+    )
+    torch.library.register_torch_dispatch(
+        f"narrowcast::{name}", Recording, _recorded(implementation), lib=_LIBRARY
     )
     if saved:  # PyTorch 2.13 has this mode tag the nodes of every checkpoint, 2.11 those of a selective one
         torch.library.register_torch_dispatch(
@@ -254,6 +258,28 @@ def _may_change(op: Any, args: tuple[Any, ...]) -> None:
             for amax in value if isinstance(value, list) else [value]:
                 for proxy in _get_proxies(amax) if isinstance(amax, Tensor) else ():
                     proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+def _is_ours(quantizer: QuantizerValue) -> bool:
+    parts = [value for value in vars(quantizer).values() if isinstance(value, QuantizerValue)]
+    ours = type(quantizer).__module__.startswith("narrowcast.") and not quantizer._multiplies
+    return ours and all(map(_is_ours, parts))
+
+
+def _recorded(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule by which a recording meets an operator: it notes what the implementation does."""
+
+    def rule(mode: Recording, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(arg, QuantizerValue) and not _is_ours(arg) for arg in args):
+            mode.refuse()  # who knows what its code depends on
+        with mode:
+            result = implementation(*args, **(kwargs or {}))
+            for argument, value in zip(op._schema.arguments, args):
+                if argument.alias_info is not None and value is not None:
+                    mode.written(value)
+        return result
+
+    return rule
 
 
 def _by_mode(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -25,6 +25,7 @@ import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunctionalizeAPI
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from ..formats import ElementFormat
 
@@ -36,6 +37,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 _HOOKS = triton.knobs.runtime
 _address_of, _dtype_of = Tensor.data_ptr, attrgetter("dtype")
+_count_modes = torch._C._len_torch_dispatch_stack
 _TRACED = (FakeTensor, FunctionalTensor)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -82,6 +84,9 @@ class Launcher:
         if type(first) is not Tensor and isinstance(first, _TRACED):
             self._emit(grid, arguments, constants)
             return
+        if _count_modes() and hasattr(mode := _get_current_dispatch_mode(), "launched"):
+            self._record(mode, grid, arguments, constants)
+            return
         device = first.get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
@@ -94,13 +99,26 @@ class Launcher:
             self.variants[key] = self.kernel[grid](
                 *arguments, *constants, num_warps=self.num_warps, **self.options
             )
-        elif triton.knobs.runtime.launch_enter_hook.calls:  # a profiler wants to know
+        elif _HOOKS.launch_enter_hook.calls:  # a profiler wants to know
             variant[grid](*arguments, *constants)
         else:  # what ``variant[grid]`` does, without building a function to do it
             variant.run(
                 *grid, torch._C._cuda_getCurrentRawStream(device), variant.function, variant.packed_metadata,
                 None, None, None, *values, *constants,
             )  # fmt: skip
+
+    def _record(
+        self, mode: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
+    ) -> None:
+        """Launch unseen by the dispatch modes in force, and tell the one that records what was launched."""
+        with _disable_current_modes():
+            self(grid, arguments, constants)
+            kinds, _ = specialization(arguments)
+        variant = self.variants[arguments[0].get_device(), constants, kinds]
+        if variant is None:
+            mode.interpreted(self, grid, arguments, constants)
+        else:
+            mode.launched(_start_of(variant), grid, (*arguments, *constants), _HOOKS.launch_enter_hook)
 
     def _emit(
         self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
@@ -188,7 +206,7 @@ class Launch:
                 if reduce(or_, addresses) % 16:  # most often all of them are aligned
                     key += tuple([address % 16 == 0 for address in addresses])
                 start = self.started.get(key)
-                if start is not None and not _HOOKS.launch_enter_hook.calls:
+                if start is not None and not (_HOOKS.launch_enter_hook.calls or _count_modes()):
                     run, between = start
                     stream = torch._C._cuda_getCurrentRawStream(device)
                     run(*self.grid, stream, *between, *self.take((*addresses, *self.others)))
@@ -223,7 +241,8 @@ def beside(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dt
 
     That is how compiled graphs allocate, which takes the host half as long as ``new_empty``.
     """
-    if type(like) in PLAIN and like.is_cuda and like.get_device() == torch._C._cuda_getDevice():
+    here = type(like) in PLAIN and like.is_cuda and like.get_device() == torch._C._cuda_getDevice()
+    if here and not _count_modes():  # which would not see it
         return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined,no-any-return]
     return lambda shape, strides, dtype: like.new_empty(shape, dtype=dtype)
 

@@ -123,7 +123,7 @@ def _slot_of(state: Tensor, slot: int) -> Tensor:
 
     Eager code takes it as compiled graphs do, which takes the host half as long.
     """
-    if type(state) is Tensor:
+    if type(state) is Tensor and not torch._C._len_torch_dispatch_stack():  # a mode would not see it
         return torch._C._dynamo.guards._reinterpret_tensor(state, (1,), (1,), slot)  # type: ignore[attr-defined,no-any-return]
     return state.as_strided((1,), (1,), state.storage_offset() + slot)
 

@@ -1,0 +1,290 @@
+"""Replay: from its third run on, an eager stage does to its tensors what its second run has done.
+
+What a stage of a boundary does (which memory it asks for, which kernels it launches, which GEMMs it calls) follows from
+its plan and from shapes, strides and dtypes alone. To find that out again takes Python longer than a small layer's
+kernels take the GPU. So the second run with equal ones is recorded as a straight function of the tensors, and later
+runs call that: the same work in the same order, with the same bits. Nothing is computed in a second way.
+
+A recording is a function of its key, which says all that it depends on; it holds no tensors and is never out of date.
+Where more could see or change what is done, the stage itself runs: in traces, under dispatch modes, ``torch.autocast``,
+profilers, with recorded gradients, on tensors of other classes. And where its recording would not be all of it: it read
+a number off a device, used a tensor that it was not given, or a quantizer of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .._environment import read_flag
+from .quantizer_value import QuantizerValue
+
+ENABLED = read_flag("REPLAY", True)
+"""Whether anything is recorded or replayed: ``NARROWCAST_REPLAY=0`` has every stage run itself."""
+
+ON_CPU = False
+"""Whether stages on a CPU are, where there is no time to gain: for tests."""
+
+LIMIT = 4096
+"""So many keys are known at a time; then all are forgotten, for shapes that never come back."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_SEEN: Any = object()
+# What is known of a key: _SEEN, its recording, or the stage itself where there cannot be one.
+_known: dict[tuple[Any, ...], Any] = {}
+
+_count_modes, _is_autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
+_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # type: ignore[attr-defined]
+_part = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
+
+aten = torch.ops.aten
+_ALLOCATIONS = (
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+# What calls an operator in less of the host's time than its object.
+_BINDINGS: dict[Any, Callable[..., Any]] = {
+    aten.view.dtype: Tensor.view,
+    aten.view.default: Tensor.view,
+    aten.t.default: Tensor.t,
+    aten._scaled_mm.default: torch._scaled_mm,
+    aten._scaled_mm_v2.default: torch._scaled_mm_v2,
+}
+# What a line may hold as it is, beside tensors, None, bools, ints, and sequences of these.
+_CONSTANTS = (str, float, torch.dtype, torch.device, torch.layout, torch.memory_format, QuantizerValue)
+
+
+def replay_of(
+    stage: Callable[..., Any], tensors: list[Tensor | None], records: Sequence[Any], *values: Any
+) -> Callable[..., Any]:
+    """What to call in place of ``stage``, with its arguments: its recording, what makes one, or the stage.
+
+    Args:
+        stage: returns tensors, in lists, tuples and named tuples. A list among its arguments it may empty.
+        tensors: what it reads or writes to, the first not None.
+        records: their ``depends()`` are hashable values and more tensors that it depends on, or None where these do
+            not say it all. values: hashable, all else that it depends on.
+    """
+    if torch.compiler.is_compiling() or not ENABLED:
+        return stage
+    device = tensors[0].get_device()  # type: ignore[union-attr]
+    replayable = device == _current_device() if device >= 0 else ON_CPU
+    if not replayable:
+        return stage
+    if torch.is_grad_enabled() or _count_modes() or _is_autocast() or _is_profiled():
+        return stage
+    key: list[Any] = [stage, device, *values]
+    for record in records:
+        depends = record.depends()
+        if depends is None:
+            return stage
+        key.append(depends[0])
+        tensors += depends[1]
+    for x in tensors:
+        if x is None:
+            key.append(None)
+        elif type(x) in _PLAIN and x.get_device() == device and not x.is_meta:
+            key += (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.data_ptr() % 16)
+        else:
+            return stage
+    at = tuple(key)
+    known = _known.get(at)
+    if known is None:
+        if len(_known) >= LIMIT:
+            _known.clear()
+        _known[at] = _SEEN
+        return stage
+    if known is _SEEN:
+        return partial(_recorded, at, stage, tensors)
+    return stage if known is stage else partial(known, tensors)
+
+
+def _recorded(
+    key: tuple[Any, ...], stage: Callable[..., Any], tensors: list[Tensor | None], *given: Any
+) -> Any:
+    lists = [at for at, argument in enumerate(given) if type(argument) is list]
+    recording = Recording(stage, tensors)
+    tensors.clear()
+    with recording:
+        result = stage(*given)
+    _known[key] = recording.function_of(result, lists) or stage
+    return result
+
+
+class _NotRecordable(Exception):
+    pass
+
+
+class Recording(TorchDispatchMode):
+    """Writes down operators and launches as lines of Python, in which the stage's tensors are ``t0, t1, ...``."""
+
+    def __init__(self, stage: Callable[..., Any], tensors: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.stage, self.parameters = stage, [f"t{at}" for at in range(len(tensors))]
+        self.lines: list[
+            tuple[str, list[str], set[str]]
+        ] = []  # with the tensors that it makes, and that it reads
+        self.constants: dict[str, Any] = {}
+        self.watchers: Any = None
+        self.names = WeakIdKeyDictionary()  # no tensor lives longer for being recorded
+        self.count, self.read = 0, set[str]()
+        for x, name in zip(tensors, self.parameters):
+            if x is not None:
+                self.names[x] = name
+        self.device = tensors[0].device  # type: ignore[union-attr]
+        # a tensor in two places is in the next run two tensors
+        self.complete = len(self.names) == len(tensors) - sum(x is None for x in tensors)
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self._write(self._allocation, result, result=result)
+        elif func is aten.as_strided.default:
+            self._write(self._part, args[0], result, result=result)
+        else:
+            self._write(self._call, _BINDINGS.get(func, func._op), args, kwargs or {}, result=result)
+        return result
+
+    def launched(self, start: Any, grid: tuple[int, ...], arguments: Sequence[Any], watchers: Any) -> None:
+        """A kernel ran.
+
+        Args:
+            start: how its compiled variant starts, and what it takes between the stream and the arguments.
+            watchers: their ``calls`` are profilers that want to see launches.
+        """
+        self.watchers = watchers
+        self._write(self._start, start, grid, arguments)
+
+    def interpreted(self, launcher: Any, grid: tuple[int, ...], arguments: Any, constants: Any) -> None:
+        """A kernel was interpreted."""
+        self._write(self._call, launcher, (grid, arguments, constants), {})
+
+    def written(self, x: Tensor) -> None:
+        """An operator of ours wrote to a tensor: that saved ones are out of date is found by its version."""
+        self._write(self._call, torch.autograd.graph.increment_version, (x,), {})
+
+    def refuse(self) -> None:
+        """What happens follows from more than the key."""
+        self.complete = False
+
+    # -- as Python ---------------------------------------------------------------------------------------------------
+
+    def _write(self, text_of: Callable[..., str], *about: Any, result: Any = None) -> None:
+        """Add a line, unless lines are missing already."""
+        if not self.complete:
+            return
+        self.read = set()
+        try:
+            text = text_of(*about)
+            outputs = [result] if isinstance(result, Tensor) else list(result or ())
+            names = [self._name_of_output(x) for x in outputs]
+        except (_NotRecordable, TypeError):  # a number off a device is no sequence
+            self.complete = False
+            return
+        if isinstance(result, Tensor):
+            text = f"{names[0]} = {text}"
+        elif names:
+            text = f"{', '.join(names)}, = {text}"
+        self.lines.append((text, names, self.read))
+
+    def _name_of_output(self, x: Any) -> str:
+        if not isinstance(x, Tensor):
+            raise _NotRecordable
+        if x not in self.names:  # an operator in place returns what it was given
+            self.count += 1
+            self.names[x] = f"x{self.count}"
+        return self.names[x]  # type: ignore[no-any-return]
+
+    def _call(self, function: Any, args: Any, kwargs: dict[str, Any]) -> str:
+        given = [self._expression(arg) for arg in args]
+        given += [f"{name}={self._expression(value)}" for name, value in kwargs.items()]
+        return f"{self._constant(function)}({', '.join(given)})"
+
+    def _allocation(self, x: Tensor) -> str:
+        shape, strides, dtype = tuple(x.shape), tuple(x.stride()), self._constant(x.dtype)
+        if x.is_cuda:
+            return f"{self._constant(_empty)}({shape}, {strides}, {dtype})"
+        device = self._constant(x.device)
+        return f"{self._constant(torch.empty_strided)}({shape}, {strides}, dtype={dtype}, device={device})"
+
+    def _part(self, x: Tensor, part: Tensor) -> str:
+        """A part of a tensor, at a place relative to where that begins."""
+        ahead = part.storage_offset() - x.storage_offset()
+        shape, strides = tuple(part.shape), tuple(part.stride())
+        return f"{self._constant(_part)}({self._expression(x)}, {shape}, {strides}, {ahead})"
+
+    def _start(self, start: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> str:
+        run, between = start
+        given = [*map(str, grid), "stream", *(self._constant(value) for value in between)]
+        for value in arguments:
+            text = self._expression(value)
+            given.append(f"{text}.data_ptr()" if isinstance(value, Tensor) else text)
+        return f"{self._constant(run)}({', '.join(given)})"
+
+    def _expression(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            name = self.names.get(value)
+            if name is None:
+                raise _NotRecordable  # from elsewhere
+            self.read.add(name)
+            return name  # type: ignore[no-any-return]
+        if value is None or type(value) in (bool, int):
+            return repr(value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self._call(type(value), value, {})
+        if isinstance(value, (list, tuple)):
+            items = "".join(f"{self._expression(item)}, " for item in value)
+            return f"[{items}]" if isinstance(value, list) else f"({items})"
+        if isinstance(value, _CONSTANTS):
+            return self._constant(value)
+        raise _NotRecordable
+
+    def _constant(self, value: Any) -> str:
+        for name, known in self.constants.items():
+            if known is value:
+                return name
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def function_of(self, result: Any, lists: Sequence[int]) -> Callable[..., Any] | None:
+        """A function of the tensors and what the stage is given, or None where lines are missing.
+
+        Tensors go after the last line that reads them. ``lists``: which of the given are lists; they are emptied.
+        """
+        self.read = set()
+        try:
+            body = [f"return {self._expression(result)}"]
+        except _NotRecordable:
+            return None
+        if not self.complete:
+            return None
+        needed = set(self.read)
+        for text, made, read in reversed(self.lines):
+            gone = sorted(read.union(made) - needed)
+            body.append(f"{text}; del {', '.join(gone)}" if gone else text)
+            needed |= read
+        head = [f"{', '.join(self.parameters)}, = tensors", "tensors.clear()"]
+        head += [f"given[{at}].clear()" for at in lists]
+        if self.watchers is not None:
+            watchers, stage = self._constant(self.watchers), self._constant(self.stage)
+            head.insert(0, f"if {watchers}.calls: return {stage}(*given)")
+            head.append(f"stream = {self._constant(_current_stream)}({self.device.index})")
+        source = "\n    ".join(["def replay(tensors, *given):", *head, *reversed(body)])
+        namespace = dict(self.constants)
+        exec(compile(source, f"<replay of {self.stage.__qualname__}>", "exec"), namespace)
+        return namespace["replay"]  # type: ignore[no-any-return]

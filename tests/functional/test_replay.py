@@ -1,0 +1,407 @@
+"""Replayed stages: the bits of those that run themselves, and no replay where that would not be all of it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from recipes import EMULATE, QUANTIZED
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import narrowcast as nc
+from narrowcast.functional import replay, replay_of
+from narrowcast.kernels import AVAILABLE
+
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "linear": lambda **options: nc.Linear(64, 48, **options),
+    "no bias": lambda **options: nc.Linear(64, 48, bias=False, **options),
+    "layernorm_linear": lambda **options: nc.LayerNormLinear(64, 48, return_layernorm_output=True, **options),
+    "layernorm_mlp": lambda **options: nc.LayerNormMLP(64, 96, activation="swiglu", **options),
+    "layernorm_mlp, plain": lambda **options: nc.LayerNormMLP(
+        64,
+        96,
+        normalization="RMSNorm",
+        activation="gelu",
+        bias=False,
+        return_layernorm_output=True,
+        **options,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stages on a CPU are recorded, too; nothing that is known stays."""
+    monkeypatch.setattr(replay, "ON_CPU", True)
+    replay._known.clear()
+    yield
+    replay._known.clear()
+
+
+def known() -> list[str]:
+    """What there is for each key that was met."""
+    kinds = {id(replay._SEEN): "seen"}
+    return [
+        "stage" if value is key[0] else kinds.get(id(value), "recording")
+        for key, value in replay._known.items()
+    ]
+
+
+def train(
+    layer: nn.Module, device: torch.device, lead: tuple[int, ...] = (32,), steps: int = 4, **options: Any
+) -> list[Tensor]:
+    """Outputs and gradients of some steps, and the buffers after them."""
+    results = []
+    for at in range(steps):
+        torch.manual_seed(at)
+        x = torch.randn(*lead, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+        out = layer(x, **options)
+        outs = out if isinstance(out, tuple) else (out,)
+        torch.autograd.backward(outs, [torch.randn_like(one) for one in outs])
+        gradients = [parameter.grad for parameter in (x, *layer.parameters())]
+        results += [*(one.detach() for one in outs), *(grad.clone() for grad in gradients)]
+        layer.zero_grad()
+    return results + [buffer.clone() for buffer in layer.buffers()]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def made(make: Callable[..., nn.Module], recipe: Any, device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return make(dtype=torch.bfloat16, device=device, recipe=recipe)
+
+
+# -- in layers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("lead", [(32,), (4, 8)])
+@pytest.mark.parametrize("recipe", [name for name in QUANTIZED if name != "custom"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_steps_are_equal(
+    layer: str, recipe: str, lead: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as off:
+        off.setattr(replay, "ENABLED", False)
+        expected = train(made(LAYERS[layer], QUANTIZED[recipe], device), device, lead)
+        assert not replay._known
+    assert_equal(train(made(LAYERS[layer], QUANTIZED[recipe], device), device, lead), expected)
+    assert known() == ["recording", "recording"]  # of the forward and the backward
+
+
+def test_a_graph_that_is_kept_runs_twice(device: torch.device) -> None:
+    layer = made(LAYERS["linear"], QUANTIZED["current"], device)
+    train(layer, device)
+    x = torch.randn(32, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    out = layer(x)
+    grad = torch.randn_like(out)
+    wanted = [x, *layer.parameters()]
+    first = torch.autograd.grad(out, wanted, grad, retain_graph=True)
+    assert_equal(list(torch.autograd.grad(out, wanted, grad)), list(first))
+
+
+def test_microbatches_keep_their_weight(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps() -> list[Tensor]:
+        layer = made(LAYERS["linear"], QUANTIZED["current"], device)
+        first = train(layer, device, steps=1, is_first_microbatch=True)
+        return first + train(layer, device, is_first_microbatch=False)
+
+    with monkeypatch.context() as off:
+        off.setattr(replay, "ENABLED", False)
+        expected = steps()
+    assert_equal(steps(), expected)
+    assert known().count("recording") == 2
+
+
+def test_main_grads_are_accumulated(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sums() -> Tensor:
+        layer: Any = made(nc_linear_accumulating, QUANTIZED["current"], device)
+        layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
+        for at in range(4):
+            torch.manual_seed(at)
+            x = torch.randn(32, 64, dtype=torch.bfloat16, device=device)
+            layer(x).sum().backward()
+        return layer.weight.main_grad  # type: ignore[no-any-return]
+
+    with monkeypatch.context() as off:
+        off.setattr(replay, "ENABLED", False)
+        expected = sums()
+    assert torch.equal(sums(), expected) and known() == ["recording", "recording"]
+
+
+def nc_linear_accumulating(**options: Any) -> nn.Module:
+    return nc.Linear(64, 48, bias=False, fuse_wgrad_accumulation=True, **options)
+
+
+def test_threads_with_two_recipes(device: torch.device) -> None:
+    inputs = [torch.randn(32, 64, dtype=torch.bfloat16, device=device) for _ in range(8)]
+    layers = [made(LAYERS["linear"], QUANTIZED[name], device) for name in ("current", "delayed")]
+    found: dict[Any, list[Tensor]] = {}
+
+    def run(layer: Any) -> None:
+        for x in inputs:
+            out = layer(x)
+            out.backward(torch.ones_like(out))
+            found.setdefault(layer, []).append(out.detach())
+
+    copies = copy.deepcopy(layers)
+    threads = [threading.Thread(target=run, args=(layer,)) for layer in layers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for layer, alone in zip(layers, copies):
+        run(alone)
+        assert_equal([*found[layer], layer.weight.grad], [*found[alone], alone.weight.grad])  # type: ignore[list-item]
+
+
+class Shifted(nc.Float8CurrentScalingQuantizer):
+    """A user's quantizer, whose code depends on more than the tensor."""
+
+    calls = itertools.count()
+
+    def _encode(self, numerics: Any, x: Tensor, seed: Tensor | None, *others: Any) -> list[Tensor]:
+        next(self.calls)
+        return super()._encode(numerics, x, seed, *others)
+
+
+def test_a_quantizer_of_the_user_runs_every_time(device: torch.device) -> None:
+    recipe = nc.recipe.CustomRecipe(qfactory=lambda role: Shifted(nc.DType.kFloat8E4M3), emulate=EMULATE)
+    layer, counts = made(LAYERS["linear"], recipe, device), []
+    for _ in range(4):
+        before = next(Shifted.calls)
+        train(layer, device, steps=1)
+        counts.append(next(Shifted.calls) - before)
+    assert len(set(counts)) == 1 and counts[0] > 3
+    assert known() == ["stage", "stage"]
+
+
+def test_what_watches_sees_operators(device: torch.device) -> None:
+    layer = made(LAYERS["linear"], QUANTIZED["current"], device)
+    train(layer, device)
+    with FlopCounterMode(display=False) as counter:
+        train(layer, device, steps=1)
+    assert counter.get_total_flops() == 3 * 2 * 32 * 64 * 48
+
+
+def test_under_autocast_of_torch_stages_run(device: torch.device) -> None:
+    layer = made(LAYERS["linear"], QUANTIZED["current"], device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = [layer(torch.randn(32, 64, device=device)) for _ in range(3)]
+    assert not replay._known and out[0].dtype == torch.bfloat16
+
+
+# -- of stages ---------------------------------------------------------------------------------------------------------
+
+
+class Outputs(NamedTuple):
+    """What a stage may return: records of tensors and other values."""
+
+    tensors: list[Tensor]
+    name: str | None
+
+
+@dataclass
+class Record:
+    """What it may not."""
+
+    tensor: Tensor
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(found, Tensor):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    elif isinstance(found, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+def check(stage: Callable[..., Any], *inputs: Tensor, expected: str = "recording") -> None:
+    """Several runs return what the stage returns, for other values each time."""
+    with torch.no_grad():
+        for at in range(5):
+            given = [x + at if x.is_floating_point() else x for x in inputs]
+            copies = [x.clone() for x in given]
+            found = replay_of(stage, [*given], ())(*given)
+            assert_same(found, stage(*copies))
+            assert_same(given, copies)  # what it writes to, too
+    assert known() == [expected]
+
+
+def test_operators_in_place_views_and_records(device: torch.device) -> None:
+    def stage(x: Tensor, y: Tensor) -> Any:
+        y.add_(1)
+        parts = x.split(2)
+        whole = torch.empty_like(x).copy_(torch.cat([parts[1], parts[0]]))
+        return whole, Outputs([x.t().contiguous(), y[1:] * 2], "name"), None, x
+
+    check(stage, torch.randn(4, 8, device=device), torch.randn(3, device=device))
+
+
+def test_parts_are_relative(device: torch.device) -> None:
+    """A recording of a tensor that begins in its storage serves one that does not."""
+
+    def stage(x: Tensor) -> Tensor:
+        return x.as_strided((2,), (2,), x.storage_offset() + 4) * 2
+
+    storage = torch.arange(64.0, device=device)
+    with torch.no_grad():
+        for offset in (0, 0, 0, 16, 32):
+            x = storage[offset : offset + 8]
+            assert torch.equal(replay_of(stage, [x], ())(x), x[4::2] * 2)
+    assert known() == ["recording"]
+
+
+def test_a_number_off_the_device_is_read_again(device: torch.device) -> None:
+    check(lambda x: x * x.sum().item(), torch.randn(4, device=device), expected="stage")
+
+
+def test_a_tensor_from_elsewhere_is_read_again(device: torch.device) -> None:
+    elsewhere = torch.ones(4, device=device)
+
+    def stage(x: Tensor) -> Tensor:
+        elsewhere.add_(1)
+        return x * elsewhere
+
+    x = torch.randn(4, device=device)
+    with torch.no_grad():
+        for at in range(4):
+            assert torch.equal(replay_of(stage, [x], ())(x), x * (at + 2))
+    assert known() == ["stage"]
+
+
+def test_tensors_in_unknown_records_are_not_kept(device: torch.device) -> None:
+    def stage(x: Tensor) -> Record:
+        return Record(x * 2)
+
+    with torch.no_grad():
+        for at in range(4):
+            x = torch.full((4,), float(at), device=device)
+            assert torch.equal(replay_of(stage, [x], ())(x).tensor, x * 2)
+    assert known() == ["stage"]
+
+
+def test_one_tensor_in_two_places(device: torch.device) -> None:
+    """Recorded, it would serve two tensors as if they were one."""
+
+    def stage(x: Tensor, y: Tensor) -> Tensor:
+        return x - y
+
+    x, y = torch.randn(4, device=device), torch.randn(4, device=device)
+    with torch.no_grad():
+        for first, second in ((x, x), (x, x), (x, y), (y, x)):
+            assert torch.equal(replay_of(stage, [first, second], ())(first, second), first - second)
+
+
+def test_keys_tell_layouts_apart(device: torch.device) -> None:
+    stage, x = (lambda x: (x.contiguous(), x.data_ptr() % 16)), torch.randn(8, 8, device=device)
+    bits = torch.randn(72, device=device)
+    with torch.no_grad():
+        for _ in range(3):
+            for one in (
+                x,
+                x.t(),
+                x[::2, ::2],
+                x[:4, :4],
+                x.double(),
+                bits[1:65].view(8, 8),
+                bits[:64].view(8, 8),
+            ):
+                found, aligned = replay_of(stage, [one], ())(one)
+                assert found.dtype == one.dtype and torch.equal(found, one) and aligned == one.data_ptr() % 16
+    assert known() == ["recording"] * 6
+
+
+def test_random_numbers_differ(device: torch.device) -> None:
+    x = torch.zeros(64, device=device)
+    with torch.no_grad():
+        drawn = [replay_of(torch.rand_like, [x], ())(x) for _ in range(5)]
+    assert known() == ["recording"] and not any(
+        torch.equal(one, other) for one, other in itertools.combinations(drawn, 2)
+    )
+
+
+def test_nothing_is_kept_and_lists_are_emptied(device: torch.device) -> None:
+    """What a list holds goes as soon as it was read; the recording holds nothing."""
+
+    def stage(large: list[Tensor]) -> Tensor:
+        y = large.pop() * 2
+        return y + 1
+
+    with torch.no_grad():
+        for _ in range(4):
+            large = [torch.randn(4, device=device)]
+            seen = weakref.ref(large[0])
+            result = replay_of(stage, [*large], ())(large)
+            assert not large
+            gc.collect()
+            assert seen() is None and result.shape == (4,)
+    assert known() == ["recording"]
+
+
+def test_an_error_leaves_nothing_behind(device: torch.device) -> None:
+    def stage(x: Tensor) -> Tensor:
+        if fails:
+            raise ValueError("now")
+        return x + 1
+
+    x = torch.zeros(4, device=device)
+    with torch.no_grad():
+        for fails in (False, True, False, False, False):
+            if not fails:
+                assert torch.equal(replay_of(stage, [x], ())(x), x + 1)
+                continue
+            with pytest.raises(ValueError, match="now"):
+                replay_of(stage, [x], ())(x)
+            assert torch._C._len_torch_dispatch_stack() == 0
+    assert known() == ["recording"]
+
+
+def test_shapes_that_never_come_back_are_forgotten(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "LIMIT", 8)
+    with torch.no_grad():
+        for size in range(1, 40):
+            x = torch.zeros(size, device=device)
+            replay_of(torch.neg, [x], ())(x)
+            assert len(replay._known) <= 8
+
+
+def test_with_gradients_stages_run(device: torch.device) -> None:
+    x = torch.zeros(4, device=device, requires_grad=True)
+    assert all(replay_of(torch.neg, [x], ()) is torch.neg for _ in range(4)) and not replay._known
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="needs Triton, which this PyTorch came without")
+def test_kernels_are_launched_again(device: torch.device) -> None:
+    from narrowcast.formats import E4M3, E5M2
+    from narrowcast.kernels import float8, float8_block
+
+    def stage(x: Tensor, amax: Tensor) -> Any:
+        scale = torch.full((1,), 2.0, device=x.device)
+        delayed = float8.quantize(x, scale, E4M3, rowwise=True, columnwise=True, amax=amax)
+        current = float8.quantize_current(x, E5M2, power_2=False, epsilon=0.0, rowwise=True, columnwise=True)
+        blocks = float8_block.quantize(
+            x, E4M3, rowwise=True, columnwise=True, block_dim=1, power_2=True, epsilon=0.0
+        )
+        return delayed, current, blocks
+
+    check(stage, torch.randn(20, 48, device=device).bfloat16(), torch.zeros(1, device=device))
