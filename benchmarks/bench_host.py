@@ -77,15 +77,19 @@ def contenders(chosen: Namespace) -> dict[str, Callable[[], Step]]:
 
     def layer_step(recipe: nc.recipe.Recipe, mode: str | None, compiled: bool) -> Step:
         layer = ours()
+        layer.recipe = recipe
         run = torch.compile(layer, fullgraph=True, mode=mode) if compiled else layer
-        return step_of(layer, run, *batch(), recipe)
+        return step_of(layer, run, *batch(), None)
+
+    def feed_forward_step(recipe: nc.recipe.Recipe) -> Step:
+        mlp = feed_forward()
+        mlp.recipe = recipe
+        return step_of(mlp, mlp, *batch(), None)
 
     for name, make in RECIPES.items():
         recipe = make()
         makers[f"{name}, eager"] = lambda recipe=recipe: layer_step(recipe, None, False)
-        makers[f"{name}, LayerNormMLP, eager"] = lambda recipe=recipe: step_of(
-            mlp := feed_forward(), mlp, *batch(), recipe
-        )
+        makers[f"{name}, LayerNormMLP, eager"] = lambda recipe=recipe: feed_forward_step(recipe)
         makers[f"{name}, compiled"] = lambda recipe=recipe: layer_step(recipe, None, True)
         makers[f"{name}, reduce-overhead"] = lambda recipe=recipe: layer_step(recipe, "reduce-overhead", True)
         makers[f"{name}, make_graphed_callables"] = lambda recipe=recipe: graphed_callable(recipe)

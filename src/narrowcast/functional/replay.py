@@ -164,7 +164,7 @@ class Recording(TorchDispatchMode):
 
         Args:
             start: how its compiled variant starts, and what it takes between the stream and the arguments.
-            watchers: their ``calls`` are profilers that want to see launches.
+            watchers: what holds the hooks of profilers that want to see launches.
         """
         self.watchers = watchers
         self._write(self._start, start, grid, arguments)
@@ -282,7 +282,7 @@ class Recording(TorchDispatchMode):
         head += [f"given[{at}].clear()" for at in lists]
         if self.watchers is not None:
             watchers, stage = self._constant(self.watchers), self._constant(self.stage)
-            head.insert(0, f"if {watchers}.calls: return {stage}(*given)")
+            head.insert(0, f"if {watchers}.launch_enter_hook.calls: return {stage}(*given)")
             head.append(f"stream = {self._constant(_current_stream)}({self.device.index})")
         source = "\n    ".join(["def replay(tensors, *given):", *head, *reversed(body)])
         namespace = dict(self.constants)

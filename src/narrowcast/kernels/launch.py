@@ -118,7 +118,7 @@ class Launcher:
         if variant is None:
             mode.interpreted(self, grid, arguments, constants)
         else:
-            mode.launched(_start_of(variant), grid, (*arguments, *constants), _HOOKS.launch_enter_hook)
+            mode.launched(_start_of(variant), grid, (*arguments, *constants), _HOOKS)
 
     def _emit(
         self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
