@@ -135,7 +135,7 @@ def test_replayed_steps_equal_others(
     for plain, replayed in zip(results[:5], results[5:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(plain, replayed, strict=True))
     kept = [key[0].__name__ for key, value in replay._known.items() if value is key[0]]
-    assert len(replay._known) == 6 and not kept
+    assert len(replay._known) >= 6 and not kept
 
 
 @pytest.mark.parametrize("kind", MODELS)

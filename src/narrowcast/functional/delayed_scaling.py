@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from ..formats import E4M3
 from ._library import always, define
 from .numerics import computed_by, numerics_for
+from .replay import replay_of
 
 # Up to so many states are renewed in place, two per launch; more are joined, which takes ten launches in all.
 _FEW = 16
@@ -19,7 +21,9 @@ _FEW = 16
 _RULES = ("fp8_maxes", "margins", "algos")
 
 
-def _renew(scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor], *rules: list[Any]) -> None:
+def _renew(
+    scales: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Sequence[Tensor], *rules: Sequence[Any]
+) -> None:
     if not scales or torch._C._current_graph_task_id() != -1:  # a graph that runs again inside a backward
         return
     delayed = numerics_for(scales[0]).delayed
@@ -46,7 +50,7 @@ def _renew_alike(
     torch._foreach_zero_(amaxes)
 
 
-def _in_place(scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor]) -> bool:
+def _in_place(scales: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Sequence[Tensor]) -> bool:
     return all(state.is_contiguous() for state in (*scales, *histories, *amaxes))
 
 
@@ -113,18 +117,29 @@ Read by the layers of a graph that renew their own scales: one value for all of 
 def _renewed_scales(
     scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor], *rules: list[Any]
 ) -> list[Tensor]:
-    starts = None
+    states = tuple(scales), tuple(histories), tuple(amaxes), *map(tuple, rules)
     if isinstance(scales[0], FunctionalTensor):
-        starts = starts_a_step(scales[0].device) if scales[0].is_cuda else None
-    elif torch._C._current_graph_task_id() != -1:
-        return _read_scales(scales)
-    if _in_place(scales, histories, amaxes):
-        rule_lists = dict(zip(_RULES, rules))
-        return numerics_for(scales[0]).delayed.renew(
-            scales, histories, amaxes, **rule_lists, copies=True, starts=starts
-        )  # type: ignore[no-any-return]
-    _renew(scales, histories, amaxes, *rules)
-    return _read_scales(scales)
+        return _renewed_and_read(
+            *states, starts=starts_a_step(scales[0].device) if scales[0].is_cuda else None
+        )
+    if torch._C._current_graph_task_id() != -1:
+        return _read_scales(scales)  # type: ignore[no-any-return]
+    stage = replay_of(_renewed_and_read, [*scales, *histories, *amaxes], (), *states[3:], of_state=True)
+    return stage(*states)  # type: ignore[no-any-return]
+
+
+def _renewed_and_read(
+    scales: tuple[Tensor, ...],
+    histories: tuple[Tensor, ...],
+    amaxes: tuple[Tensor, ...],
+    *rules: tuple[Any, ...],
+    starts: Tensor | None = None,
+) -> list[Tensor]:
+    if not _in_place(scales, histories, amaxes):
+        _renew(scales, histories, amaxes, *rules)
+        return _read_scales(scales)  # type: ignore[no-any-return]
+    options = {**dict(zip(_RULES, rules)), "copies": True, "starts": starts}
+    return numerics_for(scales[0]).delayed.renew(scales, histories, amaxes, **options)  # type: ignore[no-any-return]
 
 
 renewed_scales = define(

@@ -67,7 +67,11 @@ _CONSTANTS = (str, float, torch.dtype, torch.device, torch.layout, torch.memory_
 
 
 def replay_of(
-    stage: Callable[..., Any], tensors: list[Tensor | None], records: Sequence[Any], *values: Any
+    stage: Callable[..., Any],
+    tensors: list[Tensor | None],
+    records: Sequence[Any],
+    *values: Any,
+    of_state: bool = False,
 ) -> Callable[..., Any]:
     """What to call in place of ``stage``, with its arguments: its recording, what makes one, or the stage.
 
@@ -76,6 +80,7 @@ def replay_of(
         tensors: what it reads or writes to, the first not None.
         records: their ``depends()`` are hashable values and more tensors that it depends on, or None where these do
             not say it all. values: hashable, all else that it depends on.
+        of_state: the tensors never have gradients, so that it does not matter whether any are recorded.
     """
     if torch.compiler.is_compiling() or not ENABLED:
         return stage
@@ -83,7 +88,7 @@ def replay_of(
     replayable = device == _current_device() if device >= 0 else ON_CPU
     if not replayable:
         return stage
-    if torch.is_grad_enabled() or _count_modes() or _is_autocast() or _is_profiled():
+    if (torch.is_grad_enabled() and not of_state) or _count_modes() or _is_autocast() or _is_profiled():
         return stage
     key: list[Any] = [stage, device, *values]
     for record in records:
