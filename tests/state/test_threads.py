@@ -186,6 +186,36 @@ def test_generators_that_take_turns_leave_nothing() -> None:
     assert nothing_in_force()
 
 
+def test_a_generator_that_another_thread_closes_leaves_nothing_in_either() -> None:
+    with nc.autocast(recipe=MXFP8):
+        batch = batches(CURRENT)
+        next(batch)
+
+        def close() -> bool:
+            batch.close()
+            return nothing_in_force()
+
+        assert in_threads(close) == [True]
+        assert THREAD.state.recipe is MXFP8
+    assert nothing_in_force()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_initialisations_left_in_any_order(order: tuple[int, ...]) -> None:
+    recipes = [CURRENT, None, MXFP8]
+    contexts = [nc.quantized_model_init(recipe is not None, recipe) for recipe in recipes]
+    for context in contexts:
+        context.__enter__()
+    remaining = [0, 1, 2]
+    for index in order:
+        contexts[index].__exit__(None, None, None)
+        remaining.remove(index)
+        assert THREAD.state.init_recipe is (recipes[remaining[-1]] if remaining else None)
+    with contexts[2]:
+        assert THREAD.state.init_recipe is MXFP8
+    assert THREAD.state.init_recipe is None and not THREAD.state.init_entered
+
+
 def test_an_error_inside_leaves_nothing() -> None:
     with pytest.raises(KeyError), nc.autocast(recipe=CURRENT), nc.autocast(enabled=False):
         raise KeyError

@@ -308,18 +308,22 @@ def _for_recomputation(
     return Recomputation(forward, tuple(weights)), to_save
 
 
-def _recompute(args: LayerNormMLPBwdArgs, again: Recomputation, kept: Sequence[Any], dy: Tensor) -> _Saved:
+def _recompute(
+    args: LayerNormMLPBwdArgs, recomputation: Recomputation, kept: Sequence[Any], dy: Tensor
+) -> _Saved:
     """What :func:`_forward` would have saved, without the GEMM of fc2."""
     tensors, scales, buffers = _Tensors(*kept[:8]), kept[8:10], list(kept[10:])
     stages = []
-    for stage, weight, scale in zip((again.forward.fc1, again.forward.fc2), again.weights, scales):
+    for stage, weight, scale in zip(
+        (recomputation.forward.fc1, recomputation.forward.fc2), recomputation.weights, scales
+    ):
         workspace = None
         if weight is not None:
             rowwise, columnwise, quantizer = weight
             own, buffers = buffers[: rowwise + columnwise], buffers[rowwise + columnwise :]
             workspace = OperandBuffers(own[:rowwise], own[rowwise:], quantizer)
         stages.append(replace(stage, workspace=workspace, scales=DelayedScales(scale)))
-    forward = replace(again.forward, fc1=stages[0], fc2=stages[1])
+    forward = replace(recomputation.forward, fc1=stages[0], fc2=stages[1])
     repeated = tensors._replace(norm_weight=after(dy, tensors.norm_weight))
     *_, saved = _forward(repeated, forward, args.fc1.shape[0], with_fc2=False)
     if saved.of_norm[1] is not None:

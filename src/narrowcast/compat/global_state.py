@@ -141,3 +141,4 @@ class FP8GlobalStateManager(metaclass=_Named):
         thread.set((None, None, None, 0, None))
         thread.init_recipe, thread.init_preserve, thread.recomputes = None, False, None
         thread.entered.clear()
+        thread.init_entered.clear()

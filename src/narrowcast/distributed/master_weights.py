@@ -244,9 +244,9 @@ def _write(part: _Part, agreed: list[Tensor]) -> None:
         if columnwise and not weight.get_usages()["columnwise"]:
             continue
         wrote_columns |= columnwise
-        made = _quantized(part, quantizer, columnwise, tile, mine, every)
+        buffers = _quantized(part, quantizer, columnwise, tile, mine, every)
         names = weight._COLUMNWISE_BUFFERS if columnwise else weight._ROWWISE_BUFFERS
-        codes, *rest = made
+        codes, *rest = buffers
         for name, buffer in zip(names[1:], rest, strict=True):
             getattr(weight, name).copy_(buffer)
         if part.values is not None:
@@ -273,8 +273,8 @@ def _quantized(
     if not isinstance(quantizer, Float8Quantizer):
         values = _with_others(values, part, tile, mine, every)
     operand = one.quantize(values)
-    made: list[Tensor] = operand.columnwise_operand() if columnwise else operand.rowwise_operand()
-    return made
+    buffers: list[Tensor] = operand.columnwise_operand() if columnwise else operand.rowwise_operand()
+    return buffers
 
 
 def _with_others(values: Tensor, part: _Part, tile: tuple[int, int], mine: Tensor, every: Tensor) -> Tensor:

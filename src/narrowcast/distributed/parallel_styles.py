@@ -155,7 +155,7 @@ def _hooked(
     mesh: DeviceMesh,
     given: tuple[Placement, ...],
     read: tuple[Placement, ...],
-    made: tuple[Placement, ...],
+    computed: tuple[Placement, ...],
     wanted: tuple[Placement, ...],
     rows: int | None,
     local: bool,
@@ -163,11 +163,11 @@ def _hooked(
     """A layer between what comes, plain or DTensor, and what it computes on.
 
     Args:
-        given: layout of plain inputs. read: of those that the layer computes on. made: of its output. wanted: of what
-            is returned. rows: the dim of the rows, which the layer has first. local: return a plain tensor.
+        given: layout of plain inputs. read: of those that the layer computes on. computed: of its output. wanted: of
+            what is returned. rows: the dim of the rows, which the layer has first. local: return a plain tensor.
     """
     module.register_forward_pre_hook(functools.partial(_local_input, mesh, given, read, rows))
-    module.register_forward_hook(functools.partial(_placed_output, mesh, made, wanted, rows, local))
+    module.register_forward_hook(functools.partial(_placed_output, mesh, computed, wanted, rows, local))
     return module
 
 
@@ -183,13 +183,13 @@ def _local_input(
 
 
 def _placed_output(
-    mesh: Any, made: Any, wanted: Any, rows: int | None, local: bool, module: Any, args: Any, out: Tensor
+    mesh: Any, computed: Any, wanted: Any, rows: int | None, local: bool, module: Any, args: Any, out: Tensor
 ) -> Tensor:
     out = _rows_first(out, rows)
-    made, wanted = _counted(made, out.dim()), _counted(wanted, out.dim())
-    if local and made == wanted:
+    computed, wanted = _counted(computed, out.dim()), _counted(wanted, out.dim())
+    if local and computed == wanted:
         return out
-    placed = DTensor.from_local(out, mesh, made, run_check=False).redistribute(placements=wanted)
+    placed = DTensor.from_local(out, mesh, computed, run_check=False).redistribute(placements=wanted)
     return placed.to_local() if local else placed
 
 

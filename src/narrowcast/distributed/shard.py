@@ -77,24 +77,13 @@ def shard(
         recipe, mesh, policy or list of blocks.
         RuntimeError: a weight that is stored quantized, and whose rows are not equal shards of whole blocks.
     """
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
     recipe, blocks = checked_recipe(recipe, "shard"), _checked_blocks(model, blocks)
     _check_layers(model)
-    policy = options.get("mp_policy")
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"mesh is {mesh!r}; pass a DeviceMesh, as init_device_mesh makes it, or None for all ranks"
-        )
-    if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy is {policy!r}; pass a torch.distributed.fsdp.MixedPrecisionPolicy")
-    reshard = options.get("reshard_after_forward")
-    if quantized_gather and type(reshard) is int:
-        raise ValueError(
-            f"reshard_after_forward={reshard}: FSDP2 cannot reshard to fewer ranks what it gathered quantized; use "
-            "True, False or quantized_gather=False"
-        )
+    _check_options(mesh, quantized_gather, options)
+    policy, reshard = options.get("mp_policy"), options.get("reshard_after_forward")
     if mesh is None:
         kind = next((p.device.type for p in model.parameters() if not p.is_meta), None)
         accelerator = torch.accelerator.current_accelerator() if kind is None else None
@@ -135,6 +124,24 @@ def _checked_blocks(model: nn.Module, blocks: Any) -> list[nn.Module]:
                 f"blocks holds a {type(block).__name__} that is no part of the model; pass modules of it"
             )
     return blocks
+
+
+def _check_options(mesh: Any, quantized_gather: bool, options: dict[str, Any]) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy, reshard = options.get("mp_policy"), options.get("reshard_after_forward")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is {mesh!r}; pass a DeviceMesh, as init_device_mesh makes it, or None for all ranks"
+        )
+    if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy is {policy!r}; pass a torch.distributed.fsdp.MixedPrecisionPolicy")
+    if quantized_gather and type(reshard) is int:
+        raise ValueError(
+            f"reshard_after_forward={reshard}: FSDP2 cannot reshard to fewer ranks what it gathered quantized; use "
+            "True, False or quantized_gather=False"
+        )
 
 
 def _check_layers(model: nn.Module) -> None:
@@ -304,9 +311,9 @@ class _Chosen:
             self.placed.append(gather)
         if gather.per_tensor or plan.weight.delayed:
             self.scaled.append(ScaledWeight(layer, stage, name, recipe, plan.weight.delayed, gather))
-        made = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
-        vars(made).update(vars(parameter))  # type: ignore[attr-defined]
-        setattr(layer, name, made)
+        sharded = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
+        vars(sharded).update(vars(parameter))  # type: ignore[attr-defined]
+        setattr(layer, name, sharded)
         # the backward transposes what was gathered, where it has the columns' scales
         gather.makes_columns = not layer._takes_rows(gather.quantizer._storage_name)
         layer.register_state_dict_post_hook(_SavePlain(name))

@@ -212,16 +212,16 @@ class ShardedWeight(Tensor):
                 gather.in_place.arrived(gather, all_gather_outputs[0])
             buffers = [*all_gather_outputs, *(tensor.clone() for tensor in kept)]
             others = [] if gather.backward_encoder is None else self._other_direction(buffers)
-            made: Any = gather.assemble([*buffers, *others], self.shape, param_dtype)
+            assembled: Any = gather.assemble([*buffers, *others], self.shape, param_dtype)
             if gather.makes_columns:
-                made.update_usage(columnwise_usage=True)
-                others = made.columnwise_operand()[:2]
-            return made, tuple(others)
+                assembled.update_usage(columnwise_usage=True)
+                others = assembled.columnwise_operand()[:2]
+            return assembled, tuple(others)
         whole = [buffer for buffer in local(out).get_data_tensors() if buffer is not None]
         if gather.makes_columns:
-            made = gather.assemble([*all_gather_outputs, *kept], self.shape, param_dtype)
-            made.update_usage(columnwise_usage=True)
-            pairs = [*zip(whole, made.get_data_tensors(), strict=True)]
+            assembled = gather.assemble([*all_gather_outputs, *kept], self.shape, param_dtype)
+            assembled.update_usage(columnwise_usage=True)
+            pairs = [*zip(whole, assembled.get_data_tensors(), strict=True)]
             stale = [pair for pair in pairs if all(pair[1] is not output for output in all_gather_outputs)]
             overwrite_unseen([held for held, _ in stale], [fresh for _, fresh in stale])
         elif gather.backward_encoder is None:
@@ -245,10 +245,10 @@ class ShardedWeight(Tensor):
         assert self._gather.backward_encoder is not None
         # the members of a group lie below each other
         described = self._gather.backward_encoder._describe_buffers((rowwise[0].shape[0], self.shape[-1]))
-        made = [rowwise[0].new_empty(size, dtype=dtype) for size, dtype in described.values()]
-        for buffer in made:
+        buffers = [rowwise[0].new_empty(size, dtype=dtype) for size, dtype in described.values()]
+        for buffer in buffers:
             buffer.untyped_storage().resize_(0)
-        return made
+        return buffers
 
 
 # FSDP2 asks for it at every gather of every weight; found out anew, it would cost more than to quantize

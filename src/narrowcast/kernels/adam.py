@@ -215,8 +215,8 @@ def step(
         for at in range(0, len(places), AT_ONCE):
             eight = [[column[i] for i in places[at : at + AT_ONCE]] for column in columns]
             _launch(eight, shared, numbers, flags, bool(beside))
-    for column, made in zip(given, columns):
-        for x, dense in zip(column, made):
+    for column, dense_column in zip(given, columns):
+        for x, dense in zip(column, dense_column):
             if x is not dense and column is not given[1]:
                 x.copy_(dense)
 

@@ -1,4 +1,15 @@
-"""Per-tensor FP8: cast with a given or a current scale, with the transpose from the same read; byte transpose."""
+"""Per-tensor FP8: cast with a given or a current scale, with the transpose from the same read; byte transpose.
+
+A cast is limited by memory: two or four bytes per element in, one out, and one more for the transpose. A current
+scale needs max|x| before the first code, which is a second read: ``_amax_kernel`` writes one partial maximum per
+program, and every program of the cast folds all of them itself, so that no third launch has to. Tensors of up to
+``SMALL`` elements skip that launch, too: each program reads the whole tensor, which is in L2.
+
+Two kernels cast. ``_cast_kernel`` takes a flat run of elements where only the codes are wanted. ``_cast_tile_kernel``
+takes tiles, for what needs to know rows and columns: the transpose, sums over rows, and sources that compute their
+element (``sources.py``). A tile is held as four tensors, of every fourth row each, so that four codes of a column are
+one 32-bit word of the transpose (``tiles.py``).
+"""
 
 from __future__ import annotations
 

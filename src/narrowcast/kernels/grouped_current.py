@@ -259,5 +259,5 @@ def quantize(
             "evict_first", INTERPRETING,
         ),
     )  # fmt: skip
-    made = (data, transpose, scale_inv, amax if keep_amax else None)
-    return [buffer for buffer in made if buffer is not None]
+    buffers = (data, transpose, scale_inv, amax if keep_amax else None)
+    return [buffer for buffer in buffers if buffer is not None]

@@ -1,4 +1,15 @@
-"""LayerNorm and RMSNorm: their launches, and the kernels of their gradients."""
+"""LayerNorm and RMSNorm: their launches, and the kernels of their gradients.
+
+    forward   xhat = (x - mean) rstd,  y = xhat gamma + beta          (``norm_rows.py``)
+    backward  dx = (g gamma - xhat c1 - c2) rstd                      c1 = mean(xhat g gamma), c2 = mean(g gamma)
+              dgamma = sum over rows of g xhat,  dbeta = sum over rows of g
+
+The mean, and with it c2, is missing from RMSNorm. The backward is two passes: the first reduces each row to c1 and
+c2, and adds up the gradients of gamma and beta for the rows of a tile, which ``reduction.py`` folds in a fixed order;
+the second computes dx by element. So the second may also be the source of a quantization (``sources.py``): dx then
+never goes to memory in high precision. Sums are taken in an order that depends on shapes alone, so that the reference
+has it, too.
+"""
 
 from __future__ import annotations
 
@@ -231,19 +242,19 @@ def _statistics_launch(
     _check((K,), weight=weight, bias=bias)
     if weight is None and (amax_partials or writes):
         raise ValueError("amax_partials needs the weight, got None; pass the norm's weight and bias")
-    layer_norm, again = normalization == "LayerNorm", amax_partials or writes
+    layer_norm, rereads = normalization == "LayerNorm", amax_partials or writes
     programs = min(cdiv(M, ROWS), PROGRAMS)
-    if layer_norm or again:
+    if layer_norm or rereads:
         in_work = ROWS * K * dtype.itemsize
         programs = min(programs, max(REREAD_BYTES // max(in_work, 1), PROGRAMS // 4))
     if not programs:
         return None, M, 0, False
     options = (layer_norm, residual is not None, zero_centered_gamma, bias is not None, writes)
     chunks = cdiv(K, LANES)
-    if chunks in KEPT_CHUNKS and dtype.itemsize == 2 and (layer_norm or again) and not amax_partials:
+    if chunks in KEPT_CHUNKS and dtype.itemsize == 2 and (layer_norm or rereads) and not amax_partials:
         arguments, constants = [*[TENSOR] * 8, K, float(eps)], (*options, LANES, chunks, INTERPRETING)
         return Launch(_kept, (M, 1, 1), arguments, constants), M, programs, False
-    unroll = 2 * UNROLL if again else UNROLL
+    unroll = 2 * UNROLL if rereads else UNROLL
     launch = Launch(
         _norm,
         (programs, 1, 1),

@@ -1,4 +1,16 @@
-"""Delayed scaling's state as plain buffers of the layer that quantizes with it."""
+"""Delayed scaling's state as plain buffers of the layer that quantizes with it.
+
+A tensor is cast with a scale that follows from the amax of earlier steps, so that one pass over it is enough. What
+has to be kept is small: for each operand a scale, a history of amax, and the amax that the running step collects. It
+is kept in buffers, because copies, devices, state dicts and ``_buffers`` swaps then treat it as any layer's. Three
+things follow:
+
+* Buffers exist from the moment at which a recipe says so: ``_keep_state`` makes them, while tracing, too.
+* A forward that may have a backward reads copies of the scales (``_scales``), which are saved, so that a renewal in
+  between changes nothing for the backward. The amax is written by kernels, into the buffer itself.
+* Who renews depends on how the recipe came (``state/delayed_scaling.py``); a layer does it itself only where neither
+  ``set_recipe`` nor an autocast of eager code does it for all.
+"""
 
 from __future__ import annotations
 
@@ -384,11 +396,11 @@ def _copies(states: list[_States], renews: bool | None) -> list[tuple[Tensor | N
     """Copies of the scales of stages, renewed first where that is up to the layer."""
     present = [state for stage in states for state in stage if state is not None]
     copies = renew_and_read(present) if renews else read_scales([state.scale for state in present])
-    of_stages, taken = [], 0
+    of_stages, place = [], 0
     for fwd, bwd in states:
-        of_bwd = taken + (fwd is not None)
-        of_stages.append((None if fwd is None else copies[taken], None if bwd is None else copies[of_bwd]))
-        taken = of_bwd + (bwd is not None)
+        of_bwd = place + (fwd is not None)
+        of_stages.append((None if fwd is None else copies[place], None if bwd is None else copies[of_bwd]))
+        place = of_bwd + (bwd is not None)
     return of_stages
 
 

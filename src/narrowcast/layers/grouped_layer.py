@@ -1,4 +1,11 @@
-"""``GroupedLinearLayer``: base of layers with one linear layer per group of rows, of which the groups are a stage."""
+"""``GroupedLinearLayer``: base of layers with one linear layer per group of rows, of which the groups are a stage.
+
+All groups together are one stage of :class:`LinearLayer`: one plan, one set of arguments, one operator for the
+weights of all, one grouped GEMM in place of a GEMM. Their scales, amax and histories are buffers with a slot for each
+group. What differs is the parameters: one for all groups or one for each. Those of each are views of one allocation
+as long as nobody takes them out of it (``to_empty``, a load that assigns), so that operators read all of them in
+place; where they are somewhere else they are gathered first. The bits are the same.
+"""
 
 from __future__ import annotations
 

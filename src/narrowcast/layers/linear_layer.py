@@ -1,4 +1,15 @@
-"""``LinearLayer``: base of layers with linear layers inside, and of what these read besides their operands."""
+"""``LinearLayer``: base of layers with linear layers inside, and of what these read besides their operands.
+
+A module of ``nn`` or ``ops`` is its parameters and the order of its stages; all that its stages have in common is
+here. Before the autograd function is entered, ``_plan`` finds the plan of a stage, and ``_fwd_args`` everything else
+that it reads: scales, a quantized weight that is there already, where its weight gradient goes, how it is split over
+processes. The autograd function gets these as values and never sees the module, so that graphs hold no module,
+either.
+
+A quantized weight is there already in two cases. The parameter itself may be one. Or an earlier microbatch has left
+it in ``_fp8_workspaces``, beside a note of the parameters it was made from: it is used only while these have not been
+written to (``functional/kept_weights.py``) and the quantizer has the same value.
+"""
 
 from __future__ import annotations
 

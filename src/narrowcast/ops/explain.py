@@ -153,7 +153,7 @@ def _near_misses(
     missed = []
     registered = (("both", REGISTRY.joint), ("forward", REGISTRY.forward), ("backward", REGISTRY.backward))
     for direction, functions in registered:
-        taken = {
+        fused = {
             number
             for one in chosen
             if direction in ("both", one.direction) and len(one.numbers) > 1
@@ -162,7 +162,7 @@ def _near_misses(
         for fusion in functions:
             for start in range(len(fuser.basic_ops)) if isinstance(fusion, Fusion) else ():
                 found = fusion.look(fuser.basic_ops, start, recipe)
-                if isinstance(found, NearMiss) and begin + start not in taken:
+                if isinstance(found, NearMiss) and begin + start not in fused:
                     missed.append(MissedFusion(direction, fusion.name, begin + start, found.reason))
     return missed
 

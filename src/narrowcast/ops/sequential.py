@@ -62,12 +62,12 @@ class Sequential(nn.Sequential):
             if not isinstance(group, OperationFuser):
                 x = group(x)
                 continue
-            taken = []
+            extra = []
             for name in group.extra_input_channels:
-                taken.append(given.pop(0) if name is None else channels[name])
+                extra.append(given.pop(0) if name is None else channels[name])
             numbers = range(basic, basic + len(group.basic_ops))
             basic_op_kwargs = [kwargs.get(number, {}) for number in numbers] if kwargs else None
-            x = group(x, *taken, basic_op_kwargs=basic_op_kwargs)
+            x = group(x, *extra, basic_op_kwargs=basic_op_kwargs)
             basic += len(group.basic_ops)
             if group.extra_outputs:
                 for (channel, to_user), output in zip(group.extra_outputs, x[1:]):

@@ -286,10 +286,10 @@ def _traffic(
 
     if layout.tp > 1:
         piece = rows * model.dim * _others(layout.tp) * count
-        again = 2 if layout.recompute else 1
+        forwards = 2 if layout.recompute else 1
         # Gathered: the inputs of two pairs of layers, their gradients, and the inputs again for wgrad.
         # Reduced: as many, in bf16. A recomputed forward does both once more.
-        wire["TP/SP collectives"] = piece * ((2 * again + 4) * rates.code + (2 * again + 2) * 2)
+        wire["TP/SP collectives"] = piece * ((2 * forwards + 4) * rates.code + (2 * forwards + 2) * 2)
         exposed["TP/SP"] = wire["TP/SP collectives"] / gpu.link
     if layout.cp > 1:
         whole = (
@@ -316,8 +316,8 @@ def _experts(model: Model, layout: Layout, rates: Rates, gpu: Gpu, rows: float) 
     near = _others(min(layout.ep, HOST // layout.tp)) / hosts
     far = 1 - 1 / hosts
     copies = float(model.active_experts)
-    again = rates.code + 2 if layout.recompute else 0.0
-    size = model.dim / layout.tp * (rates.code + 6 + again) * rows
+    recomputed = rates.code + 2 if layout.recompute else 0.0
+    size = model.dim / layout.tp * (rates.code + 6 + recomputed) * rows
     over_hosts = (min(copies, 4.0, hosts) if layout.overlap_experts else copies) * far * size
     inside = copies * ((1 - 1 / HOST) if layout.overlap_experts and hosts > 1 else near) * size
     both = over_hosts / gpu.network, inside / gpu.link

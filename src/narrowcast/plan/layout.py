@@ -44,7 +44,7 @@ def plan(
     fitting: list[Estimate] = []
     smallest: Estimate | None = None
     refused = ""
-    for t, p, e, again, rows in product(
+    for t, p, e, recomputes, rows in product(
         # Experts split by TP would be narrower than the rates hold for: mixtures spread over EP instead.
         [tp] if tp else ([1] if shape.experts else [1, 2, 4, 8]),
         [pp] if pp else [1, 2, 4, 8, 16],
@@ -53,7 +53,7 @@ def plan(
         [1, 2, 4],
     ):
         stages = 1 if p == 1 else max(1, min(8, shape.layers // p // 2))
-        layout = replace(base, tp=t, pp=p, ep=e, stages=stages, recompute=again, micro_batch=rows)
+        layout = replace(base, tp=t, pp=p, ep=e, stages=stages, recompute=recomputes, micro_batch=rows)
         try:
             check(shape, layout, recipe)
         except ValueError as error:

@@ -30,9 +30,10 @@ class AutocastState:
 
     ``recipe``: in force, where ``depth``, the number of entered contexts, is not 0. ``calibrating``: collects amax
     only. ``traced``: whether the outermost enabled context was entered in a graph; None outside of any. ``entered``:
-    contexts that eager code has entered and not left, in order. ``delayed``: what keeps state of delayed scaling and
-    ran under an autocast of this thread. ``thread``: which one; text, so that a graph may be guarded on it.
-    ``recomputes``: whether the function that :func:`checkpoint` runs is run again; None outside of any.
+    contexts that eager code has entered and not left, in order; ``init_entered``: those of
+    :class:`quantized_model_init`. ``delayed``: what keeps state of delayed scaling and ran under an autocast of this
+    thread. ``thread``: which one; text, so that a graph may be guarded on it. ``recomputes``: whether the function that
+    :func:`checkpoint` runs is run again; None outside of any.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class AutocastState:
         self.traced: bool | None = None
         self.init_recipe: Recipe | None = None
         self.init_preserve = False
+        self.init_entered: list[quantized_model_init] = []
         self.entered: list[autocast] = []
         self.delayed: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.recomputes: bool | None = None
@@ -131,7 +133,7 @@ class autocast:
     """Run the layers inside in low precision, whatever recipe they own.
 
     Usable as a context manager or a decorator, around a compiled function or inside it. An instance may be used again
-    once it was left; contexts of one thread may be left in any order.
+    once it was left; contexts of one thread may be left in any order, also by another thread that closes a generator.
 
     Args:
         enabled: False runs the layers in high precision.
@@ -166,6 +168,7 @@ class autocast:
         self.group = amax_reduction_group
         self.graph = _graph
         self.previous: tuple[Any, ...] | None = None
+        self.entered_in: AutocastState | None = None
 
     def __enter__(self) -> None:
         if self.previous is not None:
@@ -176,6 +179,7 @@ class autocast:
         outermost = self.recipe is not None and state.traced is None
         if not compiling:
             state.entered.append(self)
+            self.entered_in = state
             if outermost and state.delayed and not self.graph and starts_a_step():
                 renew(
                     [owner for owner in state.delayed if getattr(owner, "training", torch.is_grad_enabled())]
@@ -189,12 +193,15 @@ class autocast:
             torch._dynamo.comptime.comptime(_end_writes)  # type: ignore[attr-defined]
 
     def __exit__(self, *exception: Any) -> None:
-        state, previous, self.previous = THREAD.state, self.previous, None
+        previous, self.previous = self.previous, None
         if torch.compiler.is_compiling():
             torch._dynamo.comptime.comptime(_begin_writes)  # type: ignore[attr-defined]
-            state.set(previous)  # type: ignore[arg-type]
+            THREAD.state.set(previous)  # type: ignore[arg-type]
             torch._dynamo.comptime.comptime(_end_writes)  # type: ignore[attr-defined]
             return
+        # not this thread's, where another one collects or closes the generator that entered
+        state = self.entered_in or THREAD.state
+        self.entered_in = None
         if self in state.entered:
             later = state.entered[state.entered.index(self) + 1 :]
             state.entered.remove(self)
@@ -295,15 +302,26 @@ class quantized_model_init:
         recipe = checked_recipe(get_default_recipe() if recipe is None else recipe, "quantized_model_init")
         self.recipe = recipe if enabled else None
         self.preserve = preserve_high_precision_init_val
-        self.previous: list[tuple[Recipe | None, bool]] = []
+        self.entered_in: list[AutocastState] = []
 
     def __enter__(self) -> None:
         state = THREAD.state
-        self.previous.append((state.init_recipe, state.init_preserve))
+        self.entered_in.append(state)
+        state.init_entered.append(self)
         state.init_recipe, state.init_preserve = self.recipe, self.preserve
 
     def __exit__(self, *exception: Any) -> None:
-        THREAD.state.init_recipe, THREAD.state.init_preserve = self.previous.pop()
+        """Leave the innermost of this instance, be it in any order: the innermost that is left over is in force."""
+        state = self.entered_in.pop()
+        if self not in state.init_entered:
+            return
+        del state.init_entered[-1 - state.init_entered[::-1].index(self)]
+        state.init_recipe, state.init_preserve = None, False
+        if state.init_entered:
+            state.init_recipe, state.init_preserve = (
+                state.init_entered[-1].recipe,
+                state.init_entered[-1].preserve,
+            )
 
 
 class fp8_model_init(quantized_model_init):

@@ -1,4 +1,15 @@
-"""Recomputation: ``checkpoint``, and what a recomputed layer reads of delayed scaling: what its forward read."""
+"""Recomputation: ``checkpoint``, and what a recomputed layer reads of delayed scaling: what its forward read.
+
+A checkpoint drops what its function saved, and runs it a second time in the backward. Under delayed scaling that run
+must see the scales of the first one, which the layers may have renewed in between. The layers cannot be asked: one
+may run several times in a function, and several forwards may be under way. So every run of a checkpointed function
+writes down, in order, the copies of scales that its layers read, and every later run of it is handed these again.
+
+The list hangs on the object that PyTorch makes for each forward of a checkpoint, and goes when that goes. Nothing
+passes this object to the function, but it can be found: the hooks for saved tensors of the non-reentrant form hold
+it, and a frame of the call stack those of the reentrant form. Checkpoints may lie inside of each other; the inner
+one, which is made anew by every run of the outer one, then takes its scales from that.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +37,14 @@ class ReadScales:
 
     Args:
         kept: what the first run has read, and where that is kept.
-        again: this is not the first run.
+        rerun: this is not the first run.
         gradients: a reentrant checkpoint will have gradients, which none of its layers can tell in its first run.
         around: of the checkpoint around this one.
     """
 
-    def __init__(self, kept: list[Scales], again: bool, gradients: bool, around: ReadScales | None) -> None:
-        self.kept, self.again, self.around = kept, again, None if again else around
-        self.repeats = again or (around is not None and around.repeats)
+    def __init__(self, kept: list[Scales], rerun: bool, gradients: bool, around: ReadScales | None) -> None:
+        self.kept, self.rerun, self.around = kept, rerun, None if rerun else around
+        self.repeats = rerun or (around is not None and around.repeats)
         self.gradients = gradients or (around is not None and around.gradients)
         self.count = 0
 
@@ -43,17 +54,17 @@ class ReadScales:
 
     def take(self) -> Scales | None:
         """What the layer that runs now has read before; None in a first run."""
-        if self.again and self.count < len(self.kept):
+        if self.rerun and self.count < len(self.kept):
             self.count += 1
             return self.kept[self.count - 1]
         found = None if self.around is None else self.around.take()
-        if found is not None and not self.again:
+        if found is not None and not self.rerun:
             self.kept.append(found)
         return found
 
     def keep(self, scales: Scales) -> Scales:
         """Remember what the layer reads that runs now."""
-        if not self.again:
+        if not self.rerun:
             self.kept.append(scales)
         return scales if self.around is None else self.around.keep(scales)
 
@@ -71,8 +82,8 @@ def scales_read_in_checkpoint(training: bool) -> ReadScales | None:
     if training and not (torch.is_grad_enabled() and starts_a_step()):
         # no gradients are recorded in the first run of a reentrant one, so none of the others lies inside of that
         reentrant = _runs_of_reentrant()
-        again = [(owner, run) for owner, run in reentrant if run is not None]
-        runs = again + runs + [(owner, run) for owner, run in reentrant if run is None]
+        recomputations = [(owner, run) for owner, run in reentrant if run is not None]
+        runs = recomputations + runs + [(owner, run) for owner, run in reentrant if run is None]
     read: ReadScales | None = None
     for owner, run in runs:
         reads = vars(owner).setdefault("_narrowcast_reads", {})
@@ -101,8 +112,8 @@ def _runs_by_saved_tensors() -> list[tuple[Any, Any]]:
         pack = inspect.unwrap(pack)
         if getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__:
             held = inspect.getclosurevars(pack).nonlocals
-            again = held.get("target_frame_ref")
-            runs.append((held.get("frame") if again is None else again(), held.get("gid")))
+            first_frame = held.get("target_frame_ref")
+            runs.append((held.get("frame") if first_frame is None else first_frame(), held.get("gid")))
     return [(frame, run) for frame, run in runs if frame is not None]
 
 
@@ -131,14 +142,14 @@ def in_fp8_activation_recompute_phase() -> bool:
 class _under:
     """Enter a state that :meth:`AutocastState.get` gave, for a checkpointed function: its first run, or another."""
 
-    def __init__(self, values: tuple[Any, ...], again: bool) -> None:
-        self.values, self.again = values, again
+    def __init__(self, values: tuple[Any, ...], rerun: bool) -> None:
+        self.values, self.rerun = values, rerun
 
     def __enter__(self) -> None:
         state = THREAD.state
         self.previous = state.get(), state.recomputes
         state.set(self.values)
-        state.recomputes = self.again
+        state.recomputes = self.rerun
 
     def __exit__(self, *exception: Any) -> None:
         values, recomputes = self.previous

@@ -154,11 +154,11 @@ def generate(
     generator = torch.Generator(device).manual_seed(seed)
     decode = _compiled(model, graphs, device) if compile else model
     new, run = prompt.to(device).expand(samples, -1), model
-    for made in range(count):
+    for position in range(count):
         cache.pre_step(dict.fromkeys(range(samples), new.shape[1]))
         if graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        scores = run(new, Generation(cache, first=made == 0))
+        scores = run(new, Generation(cache, first=position == 0))
         new = choice.draw(scores[:, -1], generator)
         yield new[:, 0]
         run = decode
@@ -214,11 +214,11 @@ class Answer:
         )
         if alone:
             yield self._prompt
-        made: list[Tensor] = []
+        drawn: list[Tensor] = []
         row: list[int] = []
         shown, began = "", 0.0
         for new in steps:
-            made.append(new)
+            drawn.append(new)
             if alone:
                 row.append(int(new))
                 # A last character that is not whole yet waits for its rest.
@@ -226,13 +226,13 @@ class Answer:
                 if text.startswith(shown):
                     yield text[len(shown) :]
                     shown = text
-            if len(made) <= WARM_UP:
+            if len(drawn) <= WARM_UP:
                 _wait(trained.config.device)
                 began = time.perf_counter()
-        rows = torch.stack(made, 1).tolist()
-        seconds, timed = time.perf_counter() - began, len(made) - WARM_UP
+        rows = torch.stack(drawn, 1).tolist()
+        seconds, timed = time.perf_counter() - began, len(drawn) - WARM_UP
         speed = f", {timed * self._samples / seconds:,.0f} tok/s" if timed > 0 else ""
-        self.pace = f"step {trained.step}, {len(made)} tokens, samples: {self._samples}{speed}"
+        self.pace = f"step {trained.step}, {len(drawn)} tokens, samples: {self._samples}{speed}"
         if not alone:
             for number, row in enumerate(rows, 1):
                 yield f"{'' if number == 1 else chr(10)}--- {number}\n{self._prompt}{trained.tokens.decode(row)}"

@@ -111,8 +111,8 @@ class ActivationOperation(SavesTensors, ActivationBase):
             matrix_of(grad), matrix_of(x), name, quantizer, parameters, column_sums, *wanted.state(grad)
         )
         # by slices: on the way back traced code cannot pop
-        made, sums = (buffers[:-1], buffers[-1]) if column_sums else (buffers, None)
-        return wanted.assemble(made, tuple(x.shape), x.dtype), sums
+        quantized, sums = (buffers[:-1], buffers[-1]) if column_sums else (buffers, None)
+        return wanted.assemble(quantized, tuple(x.shape), x.dtype), sums
 
     def saved_input(self, ctx: OperationContext, grad_output: TensorOrQuantized) -> Tensor:
         """The input as the kernel takes it, with the leading dims of the gradient."""

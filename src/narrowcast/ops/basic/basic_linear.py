@@ -226,8 +226,10 @@ class BasicLinear(LinearLayer, BasicOperation):
             and not self.parallel.joins(plan.input, rows_of(input_))
         )
         saved_input = SavedOperand(inp, None if plain else _saved_quantizer(plan, plan.input, input_))
-        again = plan.dgrad_weight is not None and not isinstance(weight, QuantizedTensorStorage)
-        saved_weight = SavedOperand(rest, None if again else _saved_quantizer(plan, plan.weight, weight))
+        requantized = plan.dgrad_weight is not None and not isinstance(weight, QuantizedTensorStorage)
+        saved_weight = SavedOperand(
+            rest, None if requantized else _saved_quantizer(plan, plan.weight, weight)
+        )
         ctx.save_for_backward(*tensors_to_save)
         ctx.input_dtype = input_.dtype
         args = self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales or DelayedScales())

@@ -167,11 +167,13 @@ def check_out(
             if not any(quantizer.get_usages().values()):
                 raise ValueError(f"{quantizer!r} has both directions switched off; ask for at least one")
         return
-    made = None if quantizer is None else quantizer._storage_class
+    storage = None if quantizer is None else quantizer._storage_class
     described: Any = out.quantizer if isinstance(out, TensorProto) else getattr(out, "_quantizer", None)
     theirs = described._storage_class if isinstance(out, TensorProto) and described else type(out)
-    if is_quantized(out) != (made is not None) or (made is not None and not issubclass(theirs, made)):
-        wanted = "a plain tensor" if made is None else made.__name__
+    if is_quantized(out) != (storage is not None) or (
+        storage is not None and not issubclass(theirs, storage)
+    ):
+        wanted = "a plain tensor" if storage is None else storage.__name__
         raise ValueError(f"{name} is a {theirs.__name__}, but what is written to it is {wanted}")
     if accumulate and quantizer is not None:
         raise ValueError(f"a quantized {name} cannot be accumulated into")
@@ -216,10 +218,10 @@ def _check_directions(name: str, tensor: Any, rowwise: bool, columnwise: bool) -
     else:
         usages, storage = tensor.get_usages(), type(tensor)
     # per-tensor FP8 is transposed where the codes of the other direction are missing
-    made = usages["rowwise"] and issubclass(storage, Float8TensorStorage)
+    transposable = usages["rowwise"] and issubclass(storage, Float8TensorStorage)
     for direction, missing in (
         ("row-wise", rowwise and not usages["rowwise"]),
-        ("column-wise", columnwise and not usages["columnwise"] and not made),
+        ("column-wise", columnwise and not usages["columnwise"] and not transposable),
     ):
         if missing:
             raise RuntimeError(

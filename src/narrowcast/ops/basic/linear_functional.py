@@ -80,12 +80,12 @@ def functional_forward(
     check_forward(operands, with_quantized_compute, kind, parallel, bias)
     shape = parallel.output_shape(input.shape, weight.shape[0], size)
     check_out("out", out, shape, beta, accumulate_into_out, output_quantizer)
-    again = parallel.gathers_input and backward_override is None  # what was gathered is not kept
+    regathered = parallel.gathers_input and backward_override is None  # what was gathered is not kept
     x, w, workspace = _moved(input, place, kind), _moved(weight, place, kind), None
     if described:
         whole = (input.shape[0] * size, *input.shape[1:]) if parallel.gathers_input else input.shape
         if with_quantized_compute and backward_override != "high_precision":
-            if not again:
+            if not regathered:
                 x = _saved_proto(x, whole, input_quantizer, keep_x)
             w = _saved_proto(w, weight.shape, weight_quantizer, keep_w)
         y = out if out is not None else TensorProto(shape, kind, output_quantizer, device=place)
@@ -97,8 +97,8 @@ def functional_forward(
         else:
             plan = replace(plan, weight=Operand.of(weight_quantizer, True, keep_w.columnwise))  # type: ignore[arg-type]
         if not isinstance(x, QuantizedTensorStorage):
-            kept = Operand.of(input_quantizer, True, keep_x.columnwise and not again)  # type: ignore[arg-type]
-            plan = replace(plan, input=kept, save_original_input=again)
+            kept = Operand.of(input_quantizer, True, keep_x.columnwise and not regathered)  # type: ignore[arg-type]
+            plan = replace(plan, input=kept, save_original_input=regathered)
     split = parallel if parallel.mode else None
     args = LinearFwdArgs(plan, kind, DelayedScales(), workspace, LinearWgrad(), False, parallel=split)
     fused_bias = bias.to(kind) if bias is not None and alpha == 1.0 else None
