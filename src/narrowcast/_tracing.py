@@ -47,7 +47,7 @@ def in_eager(function: Any, *operands: Any, **options: Any) -> Any:
 def once_differentiable(backward: Any) -> Any:
     """PyTorch's decorator of this name for the backward of an autograd function, where gradients are recorded.
 
-    Where none are, as in most backwards, there is nothing that it would do; entering it is no less than a launch.
+    Most backwards record no gradients. The decorator would do nothing there, and costs the host as much as a launch.
     """
     recorded = torch.autograd.function.once_differentiable(backward)
 

@@ -219,7 +219,7 @@ class Buffer:
         return _SIDES[self.direction][columnwise]
 
     def of_usage(self, rowwise: bool, columnwise: bool) -> bool:
-        """Whether a tensor that has these directions has it."""
+        """Whether a tensor with these directions has this buffer."""
         with_rows, with_columns = _SIDES[self.direction]
         return (rowwise and with_rows) or (columnwise and with_columns)
 

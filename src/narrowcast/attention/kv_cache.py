@@ -391,7 +391,7 @@ class InferenceParams:
         return torch.where(valid, page * size + position % size, nowhere).flatten()
 
     def places(self, tokens: int, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each new token its row in the batch, its place among the new ones of its row, and whether it is one.
+        """Of each position of new tokens: its row in the batch, its place in that row, and whether a token is there.
 
         Args:
             tokens: packed ones, else those of a row with its padding.

@@ -64,7 +64,7 @@ def _modified(logits: Tensor, scores: Scores) -> Tensor:
 
 
 def _by_score_mod(logits: Tensor, scores: Scores) -> Tensor:
-    """The user's function on all scores at once: its indices broadcast, where FlexAttention gives it one of each."""
+    """The user's function, called once on all scores: its indices broadcast. FlexAttention calls it score by score."""
     b, h, s_q, s_kv = (torch.arange(size, device=logits.device) for size in logits.shape)
     b, h, q, kv = b[:, None, None, None], h[:, None, None], s_q[:, None], s_kv
     places = scores.places

@@ -189,7 +189,7 @@ def _columnwise_weights(
 
 
 def _transposed(rowwise: list[Tensor], shape: tuple[int, int]) -> list[Tensor]:
-    """Column-wise weights (N, K) from row-wise ones; those with blocks lie below each other, as one matrix."""
+    """Column-wise weights (N, K) from row-wise ones; weights scaled in blocks are stacked as one matrix."""
     codes, scale = rowwise
     if scale.dim() == 1:
         return [codes.transpose(1, 2).contiguous(), scale]

@@ -148,7 +148,7 @@ class TensorParallel:
 
 
 def _beside(gathered: Tensor, size: int) -> Tensor:
-    """Matrices that lie below each other, beside each other."""
+    """Matrices that are stacked along the rows, joined along the columns."""
     wide = gathered.shape[-1] % 8 == 0 and gathered.dtype == torch.uint8 and not torch.compiler.is_compiling()
     words = gathered.view(torch.int64) if wide else gathered
     matrices = words.unflatten(0, (size, words.shape[0] // size))

@@ -38,7 +38,7 @@ class Weight(NamedTuple):
 class Found(NamedTuple):
     """A module with such weights. ``layer``: what it can become; None where it cannot, for the ``reason``.
 
-    ``note``: what to know of one that is converted.
+    ``note``: what the user should know if the module is converted.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 
 def gemm_modules(model: nn.Module) -> Iterator[Found]:
-    """The modules of a model that hold weights of GEMMs, in its order; one that has two names by its first."""
+    """The modules of a model that hold weights of GEMMs, in its order; one with two names comes under the first."""
     parents = {id(child): module for module in model.modules() for child in module.children()}
     modules = dict(model.named_modules())
     for name, module in modules.items():

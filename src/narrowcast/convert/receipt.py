@@ -256,7 +256,7 @@ def receipt_of(
 
 
 def weight_name(found: Found, weight: Weight) -> str:
-    """Name of a weight in the receipt: that of its module, and its own where the module has several."""
+    """Name of a weight in the receipt: its module's name, followed by its own if the module has several weights."""
     return f"{found.name}.{weight.name}".lstrip(".") if len(found.weights) > 1 else found.name
 
 

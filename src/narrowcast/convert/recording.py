@@ -83,7 +83,7 @@ class RanGemms:
 
 @dataclass(eq=False)
 class _Buffers:
-    """What one call of an operator returned: the weights that it was made from, and those it was multiplied with."""
+    """Tensors that one operator call returned: the weights they were made from, and those they were multiplied with."""
 
     made_from: list[str] = field(default_factory=list)
     met: list[str] = field(default_factory=list)

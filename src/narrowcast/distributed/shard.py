@@ -305,7 +305,7 @@ class _Chosen:
             gather = WeightGather(rowwise.replace(with_amax_reduction=True), rowwise, True)
         else:
             gather = WeightGather(rowwise, rowwise, False, members=members)
-        # equal ones are one object, so that compiled blocks, which compare them before every run, are done at once
+        # equal quantizers become one object: compiled blocks compare them before every run, and identity is quickest
         gather.quantizer = self.quantizers.setdefault(gather.quantizer, gather.quantizer)
         if tile != 1:
             self.placed.append(gather)
@@ -397,7 +397,7 @@ def _check_given_back(groups: list[Any], model: nn.Module, args: Any) -> None:
     """Forward pre-hook, where weights are gathered by direction.
 
     Raises:
-        RuntimeError: what was gathered for one direction would be there in the other.
+        RuntimeError: a weight that was gathered for the forward would still be there in the backward, or the reverse.
     """
     for group in groups:
         if group.post_forward_mesh_info is None or not group.reshard_after_backward:

@@ -49,7 +49,7 @@ class ScaledWeight:
 
     @property
     def shard(self) -> Tensor:
-        """What this rank holds of the weight; where that is still gathered, what it was gathered from."""
+        """This rank's shard of the weight, also while the whole weight is gathered."""
         own = local(self.layer._parameters[self.name])
         if isinstance(own, ShardedWeight):
             self._seen = own

@@ -34,7 +34,7 @@ class GemmCall(NamedTuple):
 
 
 def gemm_call(func: Any, args: Sequence[Any]) -> GemmCall | None:
-    """The GEMM that a dispatched call is, or None where it is none on quantized operands."""
+    """The GEMM that a dispatched call computes; None for a call that does not multiply quantized operands."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args))
     if "left_quantizer" not in named:
         return None

@@ -188,7 +188,7 @@ def _graphs(pool: Any) -> CudaGraphs:
 
 
 def _graphed(function: Any, captured: Captured, clone_grads: bool, in_place: bool) -> Any:
-    """The callable that replays; a module of which only ``forward`` changed, where it stands for one sample."""
+    """The callable that replays. For a module that stands for one sample: the module itself, with a new ``forward``."""
     original = function.forward if isinstance(function, nn.Module) else function
     training = function.training if isinstance(function, nn.Module) else None
 

@@ -149,7 +149,7 @@ class Watch:
 
     @torch.no_grad()
     def step(self) -> list[Record]:
-        """Count a step; the records of it where it was sampled. Call it once after every optimizer step, or before.
+        """Count a step, and return its records if it was sampled. Call it once per step, after the optimizer or before.
 
         Raises:
             RuntimeError: it was to be sampled, and no watched layer ran its hooks.

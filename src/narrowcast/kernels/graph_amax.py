@@ -28,7 +28,7 @@ def takes_amax(x: Tensor) -> bool:
 
 def keep_amax(x: Tensor, maxima: Tensor) -> None:
     """``maxima``, fp32, hold the largest magnitude of ``x``, NaN ignored, until ``x`` is written to."""
-    # with the tensor, so that it lives on and no other takes over its identity
+    # kept with the tensor itself: while it lives, no other tensor can get its identity
     _made()[_identity(x)] = (maxima, x)
 
 
@@ -45,7 +45,7 @@ def kept_amax(x: Tensor) -> Tensor | None:
 def amax_parts_in_graph(x: Tensor) -> Tensor:
     """Maxima of parts of a tensor, fp32 or of its dtype, none for an empty one, in the graph that is being traced.
 
-    What the kernel that wrote ``x`` took of it, if it is one that does. Else plain operators, row by row first: so the
+    The maxima that the kernel wrote which made ``x``, if it writes any. Else plain operators, row by row first: so the
     compiler takes the maxima in the kernel that writes ``x``, if that is one of its own, a norm's included, which goes
     over rows anyway, and ``x`` is read once less. That kernel may see values before they are rounded; to round the
     largest is to find the largest rounded, and the dtype of the result asks for it.

@@ -239,8 +239,8 @@ def _tile_product(
             next_a_scale = gl.load(left_scale + gl.minimum(step + 1, steps - 1) * left_scale_step)
         sums = ()
         for part in gl.static_range(PARTS):
-            # Waited for once more where it is there: a jump, across which ptxas does not move additions to the next
-            # product, whose partial sum would then need registers of its own.
+            # The wait is repeated although the tile has arrived: it is a jump, across which ptxas does not move
+            # additions to the next product. Moved, their partial sum would need registers of its own.
             if part == 0 or (PROMOTED and not SCALES):
                 mbarrier.wait(full.index(stage), (at // STAGES) & 1)
             if PROMOTED:

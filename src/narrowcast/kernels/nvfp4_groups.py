@@ -139,7 +139,7 @@ def group_amax(xs, EMULATE: tl.constexpr):
 
 @triton.jit
 def _poisoned_amax(xs):
-    """As ``group_amax``, but NaN for a group that holds one: maxima that keep a NaN cost what those that drop it do."""
+    """As ``group_amax``, but NaN for a group that holds a NaN; such a maximum is as fast as one that ignores it."""
     largest = tl.abs(xs[0])
     for i in tl.static_range(1, 16):
         largest = tl.maximum(largest, tl.abs(xs[i]), propagate_nan=tl.PropagateNan.ALL)

@@ -19,7 +19,7 @@ def take_extra_state(state_dict: dict[str, Any], prefix: str) -> dict[str, Tenso
     """Take a module's extra state out of a state dict: tensors by Transformer Engine's names, or nothing.
 
     What ``torch.save`` wrote is read with ``weights_only``, and pickles by an unpickler that knows tensors and nothing
-    else that could do anything. Of what cannot be read so, a warning says that it is ignored.
+    that could run code. What cannot be read in this way is ignored with a warning.
     """
     value = state_dict.pop(prefix + EXTRA_STATE, None)
     if isinstance(value, Tensor):

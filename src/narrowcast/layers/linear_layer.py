@@ -464,7 +464,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             hook()
 
     def _compute_waiting_wgrads(self) -> None:
-        """The gradients of one backward, to where they go."""
+        """Compute the weight gradients that wait from one backward, and store each in ``grad`` or ``main_grad``."""
         for stage in self._stages:
             weights, store = self._parts_of(stage.weight), self.wgrad_stores[stage.weight]
             wanted = any(weight.requires_grad for weight in weights)

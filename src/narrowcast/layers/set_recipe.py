@@ -17,8 +17,8 @@ from .delayed import DelayedLayer
 from .policies import choose, policy_named
 from .recipe_owner import RecipeOwner
 
-# Model -> (name of a group -> scales that its ranks have agreed on). Not on the model: a copy of it, or one that is
-# loaded, has agreed with nobody.
+# Model -> (name of a group -> number of scales that its ranks have compared). Not an attribute of the model: a copy, or
+# a model that was loaded, must be compared anew.
 _AGREED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
 

@@ -400,7 +400,7 @@ class MultiheadAttention(OfParts):
         cu_seqlens_q: Tensor | None,
         cu_seqlens_kv: Tensor | None,
     ) -> _Rotation:
-        """What turns queries and keys: behind those that are in the cache, where there is one."""
+        """The angles that turn queries and keys; with a KV cache, those of the positions after the cached ones."""
         angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         start = None
         if inference_params is not None:

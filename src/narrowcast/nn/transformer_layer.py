@@ -318,7 +318,7 @@ class TransformerLayer(OfParts):
         return (attended,) if isinstance(attended, Tensor) else attended, hidden_states
 
     def _addends(self, part: Sequence[Any], hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """What a part adds, and to what: to its input, or to the norm's output where it returned that."""
+        """What a part adds, and what it is added to: the part's input, or the norm's output if the part returned it."""
         out, bias, *normalized = part
         added = self._dropped(out if bias is None else out + bias)
         return added, normalized[0] if normalized else hidden_states

@@ -52,7 +52,7 @@ class MissedFusion:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """Quantized data that one operation makes for its neighbour, in the kernel that computes it where there is one.
+    """Quantized data that one operation hands to its neighbour, most often out of the kernel that computes it.
 
     ``direction``: "forward" or "backward". ``giver``, ``taker``: class names. ``numbers``: of the basic operations on
     both sides, the giver's first.

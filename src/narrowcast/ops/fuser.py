@@ -103,7 +103,7 @@ def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: T
     """Run the operations: the output, or a tuple of it and the extra outputs for the caller.
 
     Args:
-        ctx: of the boundary; None where no operation has a backward, and there is none.
+        ctx: of the boundary; None where no operation has a backward, so that there is no boundary.
         tensors: parameters of all operations, then the caller's extra inputs.
     """
     forward, wiring = call.fused.forward, call.wiring
@@ -180,7 +180,7 @@ def _save(ctx: Any, call: _Call, contexts: list[OperationContext]) -> None:
 
 
 def _restored(ctx: Any) -> list[Any]:
-    """The operations' contexts with what they saved; nothing else holds that, so it goes as they do."""
+    """The operations' contexts with the tensors that they saved, which are freed together with these contexts."""
     saved: list[Any] = restore_from_func_ctx(ctx)
     call: _Call = ctx.call
     scales_bwd, contexts = saved[: len(call.scales)], []

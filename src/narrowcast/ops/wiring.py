@@ -44,7 +44,7 @@ class Wiring:
     def inputs_of(
         self, op: int, channels: dict[str, Tensor], given: Sequence[Tensor], run: Sequence[int]
     ) -> tuple[Tensor | None, ...]:
-        """Extra inputs of one basic operation; None for what another of its ``run`` gives, which runs them together.
+        """Extra inputs of one basic operation; None for one that comes from an operation of the same fused ``run``.
 
         Raises:
             RuntimeError: a fused operation in front gave None where others read.

@@ -176,7 +176,7 @@ def _half_of(quantizer: Any, columnwise: bool) -> Quantizer:
 
 
 class EagerHybridQuantizer(HybridQuantizer):
-    """A hybrid of quantizers that are no values: it holds them as they are, and is none itself."""
+    """A hybrid of quantizers that are not values. It holds them uncopied, and is not a value either."""
 
     def _keep(self, rowwise: Quantizer, columnwise: Quantizer) -> None:
         self._freeze(rowwise_quantizer=rowwise, columnwise_quantizer=columnwise)

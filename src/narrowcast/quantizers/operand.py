@@ -20,7 +20,7 @@ from .quantizer import Quantizer
 
 
 class OperandBuffers(NamedTuple):
-    """A quantized operand: the buffers of each direction, none of one that is absent, and what reads them."""
+    """A quantized operand: the buffers of each direction, an empty list if it is absent, and the quantizer of both."""
 
     rowwise: list[Tensor]
     columnwise: list[Tensor]

@@ -98,7 +98,7 @@ class OwnGemmQuantizer(IdentityQuantizer):
 
 
 class EagerOwnGemmQuantizer(OwnGemmQuantizer):
-    """Of a quantizer that is no value: it holds it as it is, and is none itself."""
+    """For a quantizer that is not a value. It holds it uncopied, and is not a value either."""
 
     def _keep(self, own: Quantizer) -> None:
         self._freeze(own=own)

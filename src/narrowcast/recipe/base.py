@@ -118,7 +118,7 @@ _TENSOR_TYPES: dict[str, tuple[str, ...]] = {
 
 
 def tensor_type_at(mode: Mode, slot: int, role: QuantizerRole | None = None) -> str:
-    """Which operand a slot is for: what its role says, else what its position in the direction says."""
+    """Which operand a slot is for: the one its role names, else the one at that position of the direction."""
     if role is not None and role.tensor_type in (*FORWARD_TENSOR_TYPES, *BACKWARD_TENSOR_TYPES):
         return role.tensor_type
     kinds = _TENSOR_TYPES[mode]

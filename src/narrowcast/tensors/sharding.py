@@ -118,7 +118,7 @@ class ShardedRows:
         return caller == "FSDP2"
 
     def _shards_of(self: Any, rows: int) -> list[Any]:
-        """Its shards of so many rows, which share its buffers."""
+        """The tensor in shards of ``rows`` rows each; they share its buffers."""
         self.check_rows(rows)
         alone = self._rows_alone()
         return [alone._part(0, first, rows) for first in range(0, self.shape[0], rows)]

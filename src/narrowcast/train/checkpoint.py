@@ -123,7 +123,7 @@ def load_newest(
 
 
 def load(path: Path) -> Checkpoint:
-    """Load one checkpoint and check it against its own description, and that against its sum.
+    """Load one checkpoint. Its files are checked against its description, and the description against its checksum.
 
     Raises:
         DamagedCheckpoint: a file is missing, cut short, altered or of another format version, or the folder's

@@ -50,7 +50,7 @@ def run_folder(out: Path | None, *, resume: bool) -> Iterator[Path]:
     finally:
         (folder / LOCK).unlink(missing_ok=True)
         os.close(lock)
-        with suppress(OSError):  # one that holds something stays, and its parents with it
+        with suppress(OSError):  # a folder that is not empty stays, and so do its parents
             for path in missing:
                 path.rmdir()
 

@@ -153,7 +153,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         return [QuantizerRole("linear", kind, self.name) for kind in kinds]
 
     def get_input_quantizer(self) -> Operand | None:
-        """How the GEMMs read the input; None where they, or a gather in front of them, read it in high precision."""
+        """How the GEMMs quantize the input; None if they, or a gather before them, take it in high precision."""
         recipe = self._recipe_in_force()
         if recipe is None or self.parallel.gathers_input:
             return None
