@@ -275,6 +275,16 @@ def test_a_number_off_the_device_is_read_again(device: torch.device) -> None:
     check(lambda x: x * x.sum().item(), torch.randn(4, device=device), expected="stage")
 
 
+@pytest.mark.parametrize(
+    "stage", [lambda x: x + 1 if x.sum() == 0 else x - 1, lambda x: x.new_zeros(x.nonzero().shape)]
+)
+def test_what_follows_from_data_follows_from_it_again(stage: Any, device: torch.device) -> None:
+    with torch.no_grad():
+        for x in (torch.zeros(3, device=device), torch.ones(3, device=device)) * 3:
+            assert_same(replay_of(stage, [x], ())(x), stage(x))
+    assert known() == ["stage"]
+
+
 def test_a_tensor_from_elsewhere_is_read_again(device: torch.device) -> None:
     elsewhere = torch.ones(4, device=device)
 

@@ -54,6 +54,7 @@ _ALLOCATIONS = (
     aten.new_empty.default,
     aten.new_empty_strided.default,
 )
+_OF_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # What calls an operator in less of the host's time than its object.
 _BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.view.dtype: Tensor.view,
@@ -132,15 +133,21 @@ class _NotRecordable(Exception):
     pass
 
 
+def _outputs(result: Any) -> Sequence[Tensor]:
+    outputs = [result] if isinstance(result, Tensor) else [] if result is None else result
+    if not isinstance(outputs, (list, tuple)) or not all(isinstance(x, Tensor) for x in outputs):
+        raise _NotRecordable
+    return outputs
+
+
 class Recording(TorchDispatchMode):
     """Writes down operators and launches as lines of Python, in which the stage's tensors are ``t0, t1, ...``."""
 
     def __init__(self, stage: Callable[..., Any], tensors: Sequence[Tensor | None]) -> None:
         super().__init__()
         self.stage, self.parameters = stage, [f"t{at}" for at in range(len(tensors))]
-        self.lines: list[
-            tuple[str, list[str], set[str]]
-        ] = []  # with the tensors that it makes, and that it reads
+        # with the tensors that a line writes, and those that it reads
+        self.lines: list[tuple[str, list[str], set[str]]] = []
         self.constants: dict[str, Any] = {}
         self.watchers: Any = None
         self.names = WeakIdKeyDictionary()  # no tensor lives longer for being recorded
@@ -156,7 +163,9 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _ALLOCATIONS:
+        if not _OF_DATA.isdisjoint(func.tags):
+            self.refuse()
+        elif func in _ALLOCATIONS:
             self._write(self._allocation, result, result=result)
         elif func is aten.as_strided.default:
             self._write(self._part, args[0], result, result=result)
@@ -195,10 +204,9 @@ class Recording(TorchDispatchMode):
         self.read = set()
         try:
             text = text_of(*about)
-            outputs = [result] if isinstance(result, Tensor) else list(result or ())
-            names = [self._name_of_output(x) for x in outputs]
-        except (_NotRecordable, TypeError):  # a number off a device is no sequence
-            self.complete = False
+            names = [self._name_of_output(x) for x in _outputs(result)]
+        except _NotRecordable:
+            self.refuse()
             return
         if isinstance(result, Tensor):
             text = f"{names[0]} = {text}"
@@ -206,9 +214,7 @@ class Recording(TorchDispatchMode):
             text = f"{', '.join(names)}, = {text}"
         self.lines.append((text, names, self.read))
 
-    def _name_of_output(self, x: Any) -> str:
-        if not isinstance(x, Tensor):
-            raise _NotRecordable
+    def _name_of_output(self, x: Tensor) -> str:
         if x not in self.names:  # an operator in place returns what it was given
             self.count += 1
             self.names[x] = f"x{self.count}"
@@ -279,8 +285,8 @@ class Recording(TorchDispatchMode):
         if not self.complete:
             return None
         needed = set(self.read)
-        for text, made, read in reversed(self.lines):
-            gone = sorted(read.union(made) - needed)
+        for text, written, read in reversed(self.lines):
+            gone = sorted(read.union(written) - needed)
             body.append(f"{text}; del {', '.join(gone)}" if gone else text)
             needed |= read
         head = [f"{', '.join(self.parameters)}, = tensors", "tensors.clear()"]
