@@ -474,7 +474,10 @@ WRAPPERS: dict[str, Any] = {
 def test_data_parallel_wrappers(wrapper: str, recipe: Any, one_rank: Any) -> None:
     """Training under FSDP on one rank gives the losses of training without."""
     losses = []
-    plain = nn.Sequential(nc.Linear(16, 32, device="cpu"), nc.LayerNormMLP(32, 48, device="cpu"))
+    operations = nc.ops.Sequential(
+        nc.ops.LayerNorm(32, device="cpu"), nc.ops.Linear(32, 32, device="cpu"), nc.ops.GELU()
+    )
+    plain = nn.Sequential(nc.Linear(16, 32, device="cpu"), operations, nc.LayerNormMLP(32, 48, device="cpu"))
     for wrapped in (False, True):
         model: nn.Module = copy.deepcopy(plain)
         if recipe is not None:

@@ -12,6 +12,9 @@ from modules import assert_same
 from ops_checks import check, check_compiled, make_inputs, only, step
 from recipes import DEVICE
 from torch._dynamo.testing import CompileCounter
+from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.prune import random_unstructured
 
 import narrowcast as nc
 from narrowcast.ops import (
@@ -437,6 +440,19 @@ def test_wrong_number_of_gradients() -> None:
 
 
 # -- the boundary -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compute", [weight_norm, spectral_norm, old_spectral_norm, random_unstructured])
+def test_a_weight_that_is_computed_from_others_is_refused(compute: Any) -> None:
+    """Its gradient would go past the computation: unmasked to a pruned weight."""
+    op = nc.ops.BasicLinear(32, 32, device=DEVICE)
+    compute(op, "weight", **({"amount": 0.5} if compute is random_unstructured else {}))
+    block = nc.ops.Sequential(op, nc.ops.GELU())
+    for run in (op, block):
+        with pytest.raises(
+            RuntimeError, match=r"'weight' of this .*BasicLinear is computed from other parameters"
+        ):
+            run(torch.randn(32, 32, device=DEVICE))
 
 
 def test_one_autograd_node_for_the_whole_list() -> None:

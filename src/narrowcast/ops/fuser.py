@@ -238,6 +238,20 @@ def _run_backward(
     return (*gradients, *grad_inputs)
 
 
+def _refuse_computed_parameters(op: BasicOperation) -> None:
+    """Refuse what PyTorch puts in the place of a parameter: an operation's gradients go to parameters as they are."""
+    computed: list[str] = list(op._modules.get("parametrizations") or ())  # type: ignore[arg-type]
+    for name, value in vars(op).items():  # as pruning does it, and the older norms of weights
+        if isinstance(value, Tensor) and any(name + end in op._parameters for end in ("_orig", "_v")):
+            computed.append(name)
+    if computed:
+        raise RuntimeError(
+            f"{computed[0]!r} of this {op._get_name()} is computed from other parameters (parametrize, prune, "
+            "weight_norm, spectral_norm), whose gradients an operation cannot give; use the module of that name "
+            "in narrowcast.nn"
+        )
+
+
 class OperationFuser:
     """Runs operations in a row; runs of them are replaced by the registered fused operations, per direction.
 
@@ -307,7 +321,7 @@ class OperationFuser:
             the output of the last one; with extra outputs a tuple of it and them.
         Raises:
             ValueError: another number of extra inputs or of keyword dicts. TypeError: an input that is no tensor.
-            RuntimeError: a fusion lost operations.
+            RuntimeError: a fusion lost operations, or PyTorch computes a parameter of one from others.
         """
         self._check_arguments(input_, extra_inputs, basic_op_kwargs)
         if not torch.compiler.is_compiling() and in_transform():
@@ -321,7 +335,10 @@ class OperationFuser:
         params: list[list[Tensor]] = []
         operands = [input_]
         for op in self.basic_ops:
-            params.append(list(op.parameters()))
+            if op._modules or op._forward_pre_hooks:
+                _refuse_computed_parameters(op)
+            whole = op.__dict__.get("_fsdp_use_orig_params", True)
+            params.append(list(op.parameters()) if whole else op._views_of_parameters())
             operands += params[-1]
         first = self._first_with_backward(input_, extra_inputs, params)
         for op, at in self._preparing:

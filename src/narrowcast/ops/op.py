@@ -301,6 +301,15 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         own = next(self.parameters(), None)
         return self._delayed_device if own is None else own.device
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self.__dict__.setdefault("_registered", {})[name] = None
+
+    def _views_of_parameters(self) -> list[Tensor]:
+        """What FSDP1 with ``use_orig_params=False`` puts in the place of parameters, in the order of these."""
+        views = [getattr(self, name) for name in self.__dict__.get("_registered", ())]
+        return [view for view in views if view is not None]
+
     def _apply(self, fn: Any, recurse: bool = True) -> BasicOperation:
         super()._apply(fn, recurse)
         if "_delayed_device" in self.__dict__:
