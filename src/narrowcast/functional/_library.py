@@ -237,11 +237,12 @@ def _inline(
 
     def once(mode: FunctionalTensorMode, given: tuple[Any, ...]) -> Any:
         """The outputs of an earlier call of this graph on the same values; the compiler would launch twice."""
-        made = vars(mode).setdefault("_narrowcast_made", {})  # as long as the trace
+        results = vars(mode).setdefault("_narrowcast_results", {})  # as long as the trace
         key = (implementation, get_proxy_mode(), *(_identity(value) for value in given))
-        if key not in made:  # with the arguments, so that they live on and no other takes over their identity
-            made[key] = (run(*given), given)
-        return [output.view_as(output) for output in made[key][0]]
+        if key not in results:
+            # with the arguments, so that they live on and no other takes over their identity
+            results[key] = (run(*given), given)
+        return [output.view_as(output) for output in results[key][0]]
 
     return rule
 
