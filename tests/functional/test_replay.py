@@ -257,6 +257,18 @@ def test_operators_in_place_views_and_records(device: torch.device) -> None:
     check(stage, torch.randn(4, 8, device=device), torch.randn(3, device=device))
 
 
+def test_text_is_never_code(device: torch.device) -> None:
+    """What a stage hands on is a constant of the recording, and no part of its source."""
+    planted = "floor'), planted(), ('"
+
+    def stage(x: Tensor) -> Any:
+        return torch.div(x, 2, rounding_mode="floor"), Outputs([x + 1], planted)
+
+    check(stage, torch.randn(4, device=device))
+    (recording,) = replay._known.values()
+    assert planted in recording.__globals__.values() and "planted" not in recording.__code__.co_names
+
+
 def test_parts_are_relative(device: torch.device) -> None:
     """A recording of a tensor that begins in its storage serves one that does not."""
 
