@@ -58,8 +58,14 @@ def once_differentiable(backward: Any) -> Any:
     return run
 
 
-# whether eager code is inside a transform of torch.func; not for traced code
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that are no more than memory, whose shapes are numbers."""
+
+# What eager code looks at before it goes past PyTorch's dispatcher; not for traced code.
 in_transform = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
+count_modes = torch._C._len_torch_dispatch_stack
+is_autocast = torch._C._is_any_autocast_enabled
+is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def refused_in_transform(what: str, instead: str = "") -> NotImplementedError:

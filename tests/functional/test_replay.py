@@ -80,7 +80,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def made(make: Callable[..., nn.Module], recipe: Any, device: torch.device) -> nn.Module:
+def built(make: Callable[..., nn.Module], recipe: Any, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     return make(dtype=torch.bfloat16, device=device, recipe=recipe)
 
@@ -97,15 +97,15 @@ def test_steps_are_equal(
 ) -> None:
     with monkeypatch.context() as off:
         off.setattr(replay, "ENABLED", False)
-        expected = train(made(LAYERS[layer], QUANTIZED[recipe], device), device, lead)
+        expected = train(built(LAYERS[layer], QUANTIZED[recipe], device), device, lead)
         assert not replay._known
-    assert_equal(train(made(LAYERS[layer], QUANTIZED[recipe], device), device, lead), expected)
+    assert_equal(train(built(LAYERS[layer], QUANTIZED[recipe], device), device, lead), expected)
     # of the forward and the backward; of the renewal of scales
     assert known() == ["recording"] * (3 if recipe == "delayed" else 2)
 
 
 def test_a_graph_that_is_kept_runs_twice(device: torch.device) -> None:
-    layer = made(LAYERS["linear"], QUANTIZED["current"], device)
+    layer = built(LAYERS["linear"], QUANTIZED["current"], device)
     train(layer, device)
     x = torch.randn(32, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     out = layer(x)
@@ -117,7 +117,7 @@ def test_a_graph_that_is_kept_runs_twice(device: torch.device) -> None:
 
 def test_microbatches_keep_their_weight(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     def steps() -> list[Tensor]:
-        layer = made(LAYERS["linear"], QUANTIZED["current"], device)
+        layer = built(LAYERS["linear"], QUANTIZED["current"], device)
         first = train(layer, device, steps=1, is_first_microbatch=True)
         return first + train(layer, device, is_first_microbatch=False)
 
@@ -130,7 +130,7 @@ def test_microbatches_keep_their_weight(device: torch.device, monkeypatch: pytes
 
 def test_main_grads_are_accumulated(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     def sums() -> Tensor:
-        layer: Any = made(nc_linear_accumulating, QUANTIZED["current"], device)
+        layer: Any = built(accumulating_linear, QUANTIZED["current"], device)
         layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
         for at in range(4):
             torch.manual_seed(at)
@@ -144,13 +144,13 @@ def test_main_grads_are_accumulated(device: torch.device, monkeypatch: pytest.Mo
     assert torch.equal(sums(), expected) and known() == ["recording", "recording"]
 
 
-def nc_linear_accumulating(**options: Any) -> nn.Module:
+def accumulating_linear(**options: Any) -> nn.Module:
     return nc.Linear(64, 48, bias=False, fuse_wgrad_accumulation=True, **options)
 
 
 def test_threads_with_two_recipes(device: torch.device) -> None:
     inputs = [torch.randn(32, 64, dtype=torch.bfloat16, device=device) for _ in range(8)]
-    layers = [made(LAYERS["linear"], QUANTIZED[name], device) for name in ("current", "delayed")]
+    layers = [built(LAYERS["linear"], QUANTIZED[name], device) for name in ("current", "delayed")]
     found: dict[Any, list[Tensor]] = {}
 
     def run(layer: Any) -> None:
@@ -182,7 +182,7 @@ class Shifted(nc.Float8CurrentScalingQuantizer):
 
 def test_a_quantizer_of_the_user_runs_every_time(device: torch.device) -> None:
     recipe = nc.recipe.CustomRecipe(qfactory=lambda role: Shifted(nc.DType.kFloat8E4M3), emulate=EMULATE)
-    layer, counts = made(LAYERS["linear"], recipe, device), []
+    layer, counts = built(LAYERS["linear"], recipe, device), []
     for _ in range(4):
         before = next(Shifted.calls)
         train(layer, device, steps=1)
@@ -192,7 +192,7 @@ def test_a_quantizer_of_the_user_runs_every_time(device: torch.device) -> None:
 
 
 def test_what_watches_sees_operators(device: torch.device) -> None:
-    layer = made(LAYERS["linear"], QUANTIZED["current"], device)
+    layer = built(LAYERS["linear"], QUANTIZED["current"], device)
     train(layer, device)
     with FlopCounterMode(display=False) as counter:
         train(layer, device, steps=1)
@@ -200,7 +200,7 @@ def test_what_watches_sees_operators(device: torch.device) -> None:
 
 
 def test_under_autocast_of_torch_stages_run(device: torch.device) -> None:
-    layer = made(LAYERS["linear"], QUANTIZED["current"], device)
+    layer = built(LAYERS["linear"], QUANTIZED["current"], device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         out = [layer(torch.randn(32, 64, device=device)) for _ in range(3)]
     assert not replay._known and out[0].dtype == torch.bfloat16

@@ -127,6 +127,17 @@ def nothing_in_force() -> bool:
     return state.get() == (None, None, None, 0, None) and not state.entered
 
 
+def leave(contexts: list[Any], values: list[Any], order: tuple[int, ...], in_force: Any) -> None:
+    """Enter contexts and leave them in an order: the value of the innermost that is left over is in force."""
+    for context in contexts:
+        context.__enter__()
+    remaining = list(range(len(contexts)))
+    for index in order:
+        contexts[index].__exit__(None, None, None)
+        remaining.remove(index)
+        assert in_force() is (values[remaining[-1]] if remaining else None)
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_contexts_left_in_any_order(order: tuple[int, ...]) -> None:
     recipes = [CURRENT, MXFP8, DELAYED]
@@ -148,14 +159,7 @@ def test_contexts_left_in_any_order(order: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_contexts_left_in_any_order_with_one_that_disables(order: tuple[int, ...]) -> None:
     contexts = [nc.autocast(recipe=CURRENT), nc.autocast(enabled=False), nc.autocast(recipe=MXFP8)]
-    wanted = [CURRENT, None, MXFP8]
-    for context in contexts:
-        context.__enter__()
-    remaining = [0, 1, 2]
-    for index in order:
-        contexts[index].__exit__(None, None, None)
-        remaining.remove(index)
-        assert THREAD.state.recipe is (wanted[remaining[-1]] if remaining else None)
+    leave(contexts, [CURRENT, None, MXFP8], order, lambda: THREAD.state.recipe)
     assert nothing_in_force()
 
 
@@ -204,13 +208,7 @@ def test_a_generator_that_another_thread_closes_leaves_nothing_in_either() -> No
 def test_initialisations_left_in_any_order(order: tuple[int, ...]) -> None:
     recipes = [CURRENT, None, MXFP8]
     contexts = [nc.quantized_model_init(recipe is not None, recipe) for recipe in recipes]
-    for context in contexts:
-        context.__enter__()
-    remaining = [0, 1, 2]
-    for index in order:
-        contexts[index].__exit__(None, None, None)
-        remaining.remove(index)
-        assert THREAD.state.init_recipe is (recipes[remaining[-1]] if remaining else None)
+    leave(contexts, recipes, order, lambda: THREAD.state.init_recipe)
     with contexts[2]:
         assert THREAD.state.init_recipe is MXFP8
     assert THREAD.state.init_recipe is None and not THREAD.state.init_entered

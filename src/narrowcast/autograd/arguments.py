@@ -64,17 +64,16 @@ class LinearFwdArgs:
 
     def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
         """What the forward follows from, in values and in tensors; None where that is not all."""
-        plan, scales, kept = self.plan, self.scales, self.workspace
-        if self.parallel is not None or (
-            kept is not None and kept.quantizer is not plan.kept_weight.quantizer
-        ):
+        kept, state = self.workspace, [self.scales.scale_fwd, self.scales.amax_fwd]
+        if self.parallel is not None:
             return None
         if kept is None:
-            return (plan, self.dtype), [scales.scale_fwd, scales.amax_fwd]
+            return (self.plan, self.dtype), state
+        if kept.quantizer is not self.plan.kept_weight.quantizer:
+            return None
         shared = [any(x is y for y in kept.rowwise) for x in kept.columnwise]  # a scale of both directions
         columnwise = [x for x, both in zip(kept.columnwise, shared) if not both]
-        tensors = [scales.scale_fwd, scales.amax_fwd, *kept.rowwise, *columnwise]
-        return (plan, self.dtype, len(kept.rowwise), *shared), tensors
+        return (self.plan, self.dtype, len(kept.rowwise), *shared), [*state, *kept.rowwise, *columnwise]
 
 
 @dataclass(slots=True)
@@ -104,9 +103,10 @@ class LinearBwdArgs:
         plan, (inputs, inp), (_, weight), wgrad = self.plan, self.saved_input, self.saved_weight, self.wgrad
         if wgrad.store is not None or self.parallel is not None:
             return None
-        if not (inp is None or inp is plan.input.quantizer):  # it came quantized
-            return None
-        if not (weight is None or weight is plan.weight.quantizer or weight is plan.kept_weight.quantizer):
+        known_weight = (
+            weight is None or weight is plan.weight.quantizer or weight is plan.kept_weight.quantizer
+        )
+        if not (inp is None or inp is plan.input.quantizer) or not known_weight:  # they came quantized
             return None
         saved = inputs, inp is None, weight is None, weight is plan.weight.quantizer, self.transpose_weight
         dtypes = self.dtype, self.bias_dtype, self.weight_dtype

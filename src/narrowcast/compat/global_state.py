@@ -139,6 +139,6 @@ class FP8GlobalStateManager(metaclass=_Named):
         """Leave every autocast and every ``quantized_model_init`` of this thread; layers keep their scales."""
         thread = state.THREAD.state
         thread.set((None, None, None, 0, None))
-        thread.init_recipe, thread.init_preserve, thread.recomputes = None, False, None
+        thread.recomputes = None
         thread.entered.clear()
         thread.init_entered.clear()

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import _get_proxies, get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
 
 from .._environment import read_flag
+from .._tracing import PLAIN, count_modes, is_autocast, is_profiled
 from . import _opaque
 from .quantizer_value import QuantizerValue, quantizer_of_text
 from .replay import Recording
@@ -142,10 +143,7 @@ def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-_PLAIN_ALONE = frozenset(_PLAIN)
-_count_modes, _is_autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
-_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_PLAIN_ALONE = frozenset(PLAIN)
 
 
 def _with_shortcut(
@@ -183,9 +181,9 @@ def _with_shortcut(
             for i in lists:
                 if not _PLAIN_ALONE.issuperset(map(type, args[i])):
                     return overload(*args)  # a list of parameters may be one of many kinds
-        if type(x) not in _PLAIN or not x.is_cuda or _count_modes() or _is_profiled():
+        if type(x) not in PLAIN or not x.is_cuda or count_modes() or is_profiled():
             return overload(*args)
-        result = (run if _is_autocast() else implementation)(*args)
+        result = (run if is_autocast() else implementation)(*args)
         for i in written:  # as the dispatcher does for saved tensors to be found out of date
             if args[i] is not None:
                 torch.autograd.graph.increment_version(args[i])

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._environment import read_flag
+from .._tracing import PLAIN, count_modes, is_autocast, is_profiled
 from .quantizer_value import QuantizerValue
 
 ENABLED = read_flag("REPLAY", True)
@@ -34,13 +35,10 @@ ON_CPU = False
 LIMIT = 4096
 """So many keys are known at a time; then all are forgotten, for shapes that never come back."""
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _SEEN: Any = object()
 # What is known of a key: _SEEN, its recording, or the stage itself where there cannot be one.
 _known: dict[tuple[Any, ...], Any] = {}
 
-_count_modes, _is_autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
-_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # type: ignore[attr-defined]
@@ -89,7 +87,7 @@ def replay_of(
     replayable = device == _current_device() if device >= 0 else ON_CPU
     if not replayable:
         return stage
-    if (torch.is_grad_enabled() and not of_state) or _count_modes() or _is_autocast() or _is_profiled():
+    if (torch.is_grad_enabled() and not of_state) or count_modes() or is_autocast() or is_profiled():
         return stage
     key: list[Any] = [stage, device, *values]
     for record in records:
@@ -101,7 +99,7 @@ def replay_of(
     for x in tensors:
         if x is None:
             key.append(None)
-        elif type(x) in _PLAIN and x.get_device() == device and not x.is_meta:
+        elif type(x) in PLAIN and x.get_device() == device and not x.is_meta:
             key += (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.data_ptr() % 16)
         else:
             return stage

@@ -27,17 +27,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunctionalizeAPI
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
+from .._tracing import PLAIN, count_modes
 from ..formats import ElementFormat
 
 INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter; fixed when the kernels are defined, that is at import."""
 
-PLAIN = (Tensor, torch.nn.Parameter)
-"""Types of tensors that are no more than memory, whose shapes are numbers."""
-
 _HOOKS = triton.knobs.runtime
 _address_of, _dtype_of = Tensor.data_ptr, attrgetter("dtype")
-_count_modes = torch._C._len_torch_dispatch_stack
 _TRACED = (FakeTensor, FunctionalTensor)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -84,7 +81,7 @@ class Launcher:
         if type(first) is not Tensor and isinstance(first, _TRACED):
             self._emit(grid, arguments, constants)
             return
-        if _count_modes() and hasattr(mode := _get_current_dispatch_mode(), "launched"):
+        if count_modes() and hasattr(mode := _get_current_dispatch_mode(), "launched"):
             self._record(mode, grid, arguments, constants)
             return
         device = first.get_device()
@@ -206,7 +203,7 @@ class Launch:
                 if reduce(or_, addresses) % 16:  # most often all of them are aligned
                     key += tuple([address % 16 == 0 for address in addresses])
                 start = self.started.get(key)
-                if start is not None and not (_HOOKS.launch_enter_hook.calls or _count_modes()):
+                if start is not None and not (_HOOKS.launch_enter_hook.calls or count_modes()):
                     run, between = start
                     stream = torch._C._cuda_getCurrentRawStream(device)
                     run(*self.grid, stream, *between, *self.take((*addresses, *self.others)))
@@ -242,7 +239,7 @@ def beside(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dt
     That is how compiled graphs allocate, which takes the host half as long as ``new_empty``.
     """
     here = type(like) in PLAIN and like.is_cuda and like.get_device() == torch._C._cuda_getDevice()
-    if here and not _count_modes():  # which would not see it
+    if here and not count_modes():  # which would not see it
         return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined,no-any-return]
     return lambda shape, strides, dtype: like.new_empty(shape, dtype=dtype)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._tracing import in_eager
+from .._tracing import in_eager, is_autocast
 from ..autograd import LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device, positive
 from ..layers.neutral import OverlapOptions, check_neutral
@@ -188,7 +188,7 @@ class Linear(LinearLayer, nn.Linear):
     def _as_torch(self, inp: Tensor) -> Tensor | None:
         """The output where the layer is no more than ``nn.Linear`` now, in its time; None where there is more to do."""
         state = THREAD.state
-        if state.depth or state.calibrating is not None or torch._C._is_any_autocast_enabled():
+        if state.depth or state.calibrating is not None or is_autocast():
             return None
         if self._parts or self._placed or self._parallel is not None or self.return_bias:
             return None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._tracing import count_modes
 from ..formats import ELEMENT_FORMATS, DType
 from ..functional import NativeOperand, calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
@@ -123,7 +124,7 @@ def _slot_of(state: Tensor, slot: int) -> Tensor:
 
     Eager code takes it as compiled graphs do, which takes the host half as long.
     """
-    if type(state) is Tensor and not torch._C._len_torch_dispatch_stack():  # a mode would not see it
+    if type(state) is Tensor and not count_modes():  # a mode would not see it
         return torch._C._dynamo.guards._reinterpret_tensor(state, (1,), (1,), slot)  # type: ignore[attr-defined,no-any-return]
     return state.as_strided((1,), (1,), state.storage_offset() + slot)
 

@@ -134,9 +134,8 @@ def _remember_while_tracing(context: Any) -> None:
         return
     if not hasattr(recipe, key):
         names = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over", "module_type")
-        with contextlib.suppress(
-            Exception
-        ):  # traced code runs into the same error, and raises it where the user sees it
+        # traced code runs into the same error, and raises it where the user sees it
+        with contextlib.suppress(Exception):
             remember(recipe, key, _build(recipe, *(traced_local(context, name) for name in names)))
     plan = getattr(recipe, key, None)
     if plan is not None and plan.eager_only:

@@ -43,12 +43,20 @@ class AutocastState:
         self.group: Any = None
         self.depth = 0
         self.traced: bool | None = None
-        self.init_recipe: Recipe | None = None
-        self.init_preserve = False
         self.init_entered: list[quantized_model_init] = []
         self.entered: list[autocast] = []
         self.delayed: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.recomputes: bool | None = None
+
+    @property
+    def init_recipe(self) -> Recipe | None:
+        """Recipe of the innermost :class:`quantized_model_init`; None outside of any, and where that is disabled."""
+        return self.init_entered[-1].recipe if self.init_entered else None
+
+    @property
+    def init_preserve(self) -> bool:
+        """Whether the innermost one keeps initial values in high precision."""
+        return bool(self.init_entered) and self.init_entered[-1].preserve
 
     def get(self) -> tuple[Any, ...]:
         """What entering a context changes, for :meth:`set`."""
@@ -308,20 +316,12 @@ class quantized_model_init:
         state = THREAD.state
         self.entered_in.append(state)
         state.init_entered.append(self)
-        state.init_recipe, state.init_preserve = self.recipe, self.preserve
 
     def __exit__(self, *exception: Any) -> None:
         """Leave the innermost of this instance, be it in any order: the innermost that is left over is in force."""
         state = self.entered_in.pop()
-        if self not in state.init_entered:
-            return
-        del state.init_entered[-1 - state.init_entered[::-1].index(self)]
-        state.init_recipe, state.init_preserve = None, False
-        if state.init_entered:
-            state.init_recipe, state.init_preserve = (
-                state.init_entered[-1].recipe,
-                state.init_entered[-1].preserve,
-            )
+        if self in state.init_entered:
+            del state.init_entered[-1 - state.init_entered[::-1].index(self)]
 
 
 class fp8_model_init(quantized_model_init):
