@@ -10,40 +10,22 @@ the significand of the amax exceeds that of ``fmt.max``, and then clips the larg
 weigh most in a product: under E2M1, 7.9 becomes 6. Rounding up clips nothing, costs such groups the smallest code, and
 is what MXFP8 does here, so all widths share one rule.
 
-Two things depend on the width:
-
-- *Codes of one byte* keep the logical orientation in both directions, and a NaN stays one NaN.
-- *Codes of six or four bits* are packed along the contraction (``codecs.pack_codes``), zero-padded to whole groups; the
-  column-wise data are the transpose, as tensor cores read them. Their formats have no NaN, so a NaN poisons its group:
-  the scale is 0xFF, every code of the group ``+fmt.max``, and all of it decodes to NaN.
+Column-wise codes of one byte keep the logical orientation; packed ones are the transpose, as tensor cores read them. In
+the 2-D variant a scale belongs to a 32 x 32 tile and is repeated in the scale buffers.
 """
+
+from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..formats import MX_BLOCK, SCALE_TILE_COLUMNS, SCALE_TILE_ROWS, ElementFormat, cdiv
-from .codecs import (
-    decode_e8m0,
-    decode_float8,
-    decode_subbyte,
-    encode_e8m0,
-    encode_float8_,
-    encode_subbyte_,
-    pack_codes,
-    reciprocal_e8m0,
-    unpack_codes,
-)
-from .layout import (
-    as_matrix,
-    group_max,
-    magnitude,
-    multiply_groups,
-    pad_matrix,
-    pad_scales,
-    spread,
-    transpose_bytes,
-    widen,
-)
+from ..formats import MXFP4, MXFP6, MXFP8, ElementFormat, Layout
+from . import block_scaling
+from .codecs import encode_e8m0, reciprocal_e8m0
+
+_LAYOUTS = {8: MXFP8, 6: MXFP6, 4: MXFP4}
 
 
 def quantize(
@@ -69,113 +51,47 @@ def quantize(
         128)). Packed: data (*lead, round_up(K, 32) * bits / 8) and (K, round_up(M, 32) * bits / 8), column-wise scales
         (round_up(K, 128), round_up(cdiv(M, 32), 4)).
     """
-    matrix = as_matrix(widen(x))
-    packed = fmt.bits < 8
-    # of packed formats, a NaN becomes the amax of its group
-    size = matrix.abs() if packed else magnitude(matrix)
-    groups = [(MX_BLOCK, MX_BLOCK)] if two_d else [(1, MX_BLOCK)] * rowwise + [(MX_BLOCK, 1)] * columnwise
-    scales = [encode_e8m0(group_max(size, *group).mul_(fmt.max_reciprocal)) for group in groups]
-    encode = encode_subbyte_ if packed else encode_float8_
-    # The magnitudes have served; their memory takes the scaled elements of one direction after the other.
-    codes = [
-        encode(multiply_groups(matrix, reciprocal_e8m0(scale), *group, out=size), fmt)
-        for scale, group in zip(scales, groups, strict=True)
-    ]
-    out: list[Tensor] = []
-    if rowwise:
-        rows = spread(scales[0], MX_BLOCK, 1)[: matrix.shape[0]] if two_d else scales[0]
-        data = _packed(codes[0], fmt) if packed else codes[0]
-        data = data.view(*x.shape[:-1], data.shape[1])
-        out += [data, pad_scales(rows, SCALE_TILE_ROWS, SCALE_TILE_COLUMNS)]
-    if columnwise:
-        columns = spread(scales[-1], 1, MX_BLOCK)[:, : matrix.shape[1]] if two_d else scales[-1]
-        if packed:
-            out += [
-                _packed(codes[-1].t(), fmt),
-                pad_scales(columns.t(), SCALE_TILE_ROWS, SCALE_TILE_COLUMNS),
-            ]
-        else:
-            data = codes[-1].clone() if two_d and rowwise else codes[-1]
-            out += [data.view(x.shape), pad_scales(columns, SCALE_TILE_COLUMNS, SCALE_TILE_ROWS)]
-    return out
+
+    def power_of_two(amax: Tensor) -> tuple[Tensor, Tensor]:
+        code = encode_e8m0(amax.mul_(fmt.max_reciprocal))
+        return reciprocal_e8m0(code), code
+
+    return block_scaling.quantize(
+        x, _LAYOUTS[fmt.bits], fmt, power_of_two, rowwise=rowwise, columnwise=columnwise, tile=two_d
+    )
 
 
-def _packed(codes: Tensor, fmt: ElementFormat) -> Tensor:
-    return pack_codes(pad_matrix(codes, 1, MX_BLOCK), fmt.bits)
-
-
-def dequantize_rowwise(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
-    """Decode row-wise data of one-byte codes.
+def _dequantize(
+    columnwise: bool,
+    layouts: tuple[Layout, ...],
+    data: Tensor,
+    scale_inv: Tensor,
+    fmt: ElementFormat,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Decode one direction into the logical orientation.
 
     Args:
-        data: uint8 codes, shape (*lead, K).
-        scale_inv: uint8, compact, shape (round_up(M, 128), round_up(cdiv(K, 32), 4)).
+        data: uint8; codes of one byte of shape (*lead, K); packed ones (*lead, C * bits / 8) or, column-wise,
+            (K, R * bits / 8), with C and R multiples of 32.
+        scale_inv: uint8, compact, as ``quantize`` gives it.
         fmt: the format of the codes.
         dtype: the nominal dtype of the result.
 
     Raises:
-        ValueError: rank below 2, or the format is not FP8.
+        ValueError: rank below 2, or a format of other bits.
 
     Numerics:
-        ``code * 2**(b - 127)`` in fp32, then rounded to ``dtype``.
+        ``code * 2**(b - 127)`` in fp32, then rounded to ``dtype``. Packed codes give their padding, too: (*lead, C) or
+        (R, K). They have at most four significant bits and none below ``2**-4``, so every value is exact in bf16,
+        subnormals of bf16 included, unless it exceeds the range of fp32; it then is infinite.
     """
-    values = decode_float8(as_matrix(data), fmt)
-    return _scaled(values, scale_inv, data.shape[:-1], dtype, 1, MX_BLOCK)
+    # a format of other bits gets the error of the codec
+    layout = next((layout for layout in layouts if layout is _LAYOUTS[fmt.bits]), layouts[0])
+    return block_scaling.dequantize(data, scale_inv, fmt, dtype, layout=layout, columnwise=columnwise)
 
 
-def dequantize_columnwise(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
-    """Decode column-wise data of one-byte codes, which have the logical orientation; as ``dequantize_rowwise``.
-
-    Args:
-        scale_inv: uint8, compact, shape (round_up(cdiv(M, 32), 4), round_up(K, 128)).
-    """
-    values = decode_float8(as_matrix(data), fmt)
-    return _scaled(values, scale_inv, data.shape[:-1], dtype, MX_BLOCK, 1)
-
-
-def _scaled(
-    values: Tensor, scale_inv: Tensor, lead: torch.Size, dtype: torch.dtype, rows: int, columns: int
-) -> Tensor:
-    """Decoded codes (M, C), which are overwritten, times their groups' scales: (*lead, C)."""
-    m, k = values.shape
-    factors = decode_e8m0(scale_inv[: cdiv(m, rows), : cdiv(k, columns)])
-    return multiply_groups(values, factors, rows, columns, out=values).view(*lead, k).to(dtype)
-
-
-def dequantize_packed_rowwise(
-    data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype
-) -> Tensor:
-    """Decode row-wise data of packed codes, padding included.
-
-    Args:
-        data: uint8, shape (*lead, C * bits / 8), C a multiple of 32.
-        scale_inv: uint8, compact, shape (round_up(M, 128), round_up(C / 32, 4)).
-        fmt: E2M3, E3M2 or E2M1.
-        dtype: the nominal dtype of the result.
-
-    Raises:
-        ValueError: rank below 2, or the format fills a byte.
-
-    Numerics:
-        (*lead, C): ``code * 2**(b - 127)`` in fp32, then rounded to ``dtype``. Codes have at most four significant
-        bits and none below ``2**-4``, so every value is exact in bf16, subnormals of bf16 included, unless it exceeds
-        the range of fp32; it then is infinite.
-    """
-    values = decode_subbyte(unpack_codes(as_matrix(data), fmt.bits), fmt)
-    return _scaled(values, scale_inv, data.shape[:-1], dtype, 1, MX_BLOCK)
-
-
-def dequantize_packed_columnwise(
-    data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype
-) -> Tensor:
-    """Decode column-wise data of packed codes into the logical orientation, padding included.
-
-    Args:
-        data: uint8, shape (K, R * bits / 8), R a multiple of 32.
-        scale_inv: uint8, compact, shape (round_up(K, 128), round_up(R / 32, 4)).
-        fmt, dtype: as of ``dequantize_packed_rowwise``; so are errors and values.
-
-    Numerics:
-        (R, K), also for N-d sources.
-    """
-    return transpose_bytes(dequantize_packed_rowwise(data, scale_inv, fmt, dtype))
+dequantize_rowwise = partial(_dequantize, False, (MXFP8,))
+dequantize_columnwise = partial(_dequantize, True, (MXFP8,))
+dequantize_packed_rowwise = partial(_dequantize, False, (MXFP6, MXFP4))
+dequantize_packed_columnwise = partial(_dequantize, True, (MXFP6, MXFP4))
