@@ -7,7 +7,7 @@ BENCH_ARGS ?=
 SOAK_ARGS ?=
 bin := $(VENV)/bin
 
-.PHONY: demo test lint docs bench plots soak
+.PHONY: demo test lint docs bench plots soak census
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -38,6 +38,10 @@ bench: $(VENV)/.installed-train
 # An hour of random cases, or SOAK_ARGS="--minutes 5".
 soak: $(VENV)/.installed-test
 	$(bin)/python -m tests.soak $(SOAK_ARGS)
+
+# What the house has more than one of: calls of a layer, caches, lines.
+census: $(VENV)/.installed-test
+	$(bin)/python tools/census.py
 
 plots: $(VENV)/.installed-train
 	$(bin)/python benchmarks/plot.py

@@ -1,0 +1,24 @@
+"""The census counts something, and what it counts does not grow unnoticed."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+CENSUS = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "census.py"))
+
+
+@pytest.mark.parametrize("count, most", [("dtype_sets", 19), ("caches", 17), ("questions", 75)])
+def test_what_stands_more_than_once_gets_no_more(count, most):
+    assert 0 < CENSUS[count]() <= most
+
+
+def test_counts_the_calls_of_a_step():
+    def step():
+        import narrowcast
+
+        return narrowcast.formats.cdiv(3, 2)
+
+    assert CENSUS["calls"](step) == 1

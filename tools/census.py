@@ -1,0 +1,124 @@
+"""Count what the house has more than one of: interpreters' calls, caches, questions to the compiler, facts, lines.
+
+usage: python tools/census.py        (prints one Markdown table; no GPU is needed)
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+import narrowcast as nc
+from narrowcast.functional import replay
+
+SOURCE = Path(nc.__file__).parent
+PRODUCT = ("bench", "plan", "train")  # beside the library; so is the command line's file
+DTYPES = {"float32", "bfloat16", "float16"}
+
+
+def files(*without: str) -> Iterator[tuple[Path, str]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        if not set(path.relative_to(SOURCE).parts) & {*without}:
+            yield path, path.read_text()
+
+
+def lines() -> int:
+    return sum(text.count("\n") for _, text in files(*PRODUCT, "cli.py", "__main__.py"))
+
+
+def statements() -> int:
+    trees = [ast.parse(text) for _, text in files(*PRODUCT, "cli.py", "__main__.py")]
+    return sum(isinstance(node, ast.stmt) for tree in trees for node in ast.walk(tree))
+
+
+def matches(pattern: str) -> int:
+    return sum(len(re.findall(pattern, text, re.MULTILINE)) for _, text in files())
+
+
+def caches() -> int:
+    return matches(r"^@functools\.(?:lru_)?cache|^@(?:lru_)?cache")
+
+
+def questions() -> int:
+    return matches(r"is_compiling\(\)")
+
+
+def dtype_sets() -> int:
+    """Tuples that name the three dtypes which layers take, outside of messages."""
+    found = 0
+    for _, text in files():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Tuple) and len(node.elts) == 3:
+                found += {getattr(item, "attr", None) for item in node.elts} == DTYPES
+    return found
+
+
+def longest_files() -> str:
+    sizes = sorted(((text.count("\n"), path) for path, text in files()), reverse=True)
+    return ", ".join(f"{path.relative_to(SOURCE)} {count}" for count, path in sizes[:3])
+
+
+def calls(step: Callable[[], object]) -> int:
+    """Python calls of this package's functions in one step, once its plans and caches are there."""
+    for _ in range(4):
+        step()
+    count = 0
+
+    def profile(frame: object, event: str, _: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(str(SOURCE))  # type: ignore[attr-defined]
+
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def mlp_calls(kind: str, recipe: nc.recipe.Recipe) -> int:
+    """Calls of one forward and backward of RMSNorm, linear, SwiGLU, linear, as a module or as a list of operations."""
+    if kind == "nn":
+        block: torch.nn.Module = nc.LayerNormMLP(
+            64, 128, normalization="RMSNorm", activation="swiglu", bias=False, device="cpu"
+        )
+    else:
+        block = nc.ops.Sequential(
+            nc.ops.RMSNorm(64, device="cpu"),
+            nc.ops.Linear(64, 256, bias=False, device="cpu"),
+            nc.ops.SwiGLU(),
+            nc.ops.Linear(128, 64, bias=False, device="cpu"),
+        )
+    nc.set_recipe(block, recipe)
+    x = torch.randn(32, 64, requires_grad=True)
+
+    def step() -> None:
+        out = block(x)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+
+    return calls(step)
+
+
+def rows() -> Iterator[tuple[str, object]]:
+    for name, recipe in (("current", nc.recipe.Float8CurrentScaling), ("delayed", nc.recipe.DelayedScaling)):
+        counts = [mlp_calls(kind, recipe()) for kind in ("nn", "ops")]
+        yield f"calls of an MLP block's forward and backward, {name}: nn, ops", "{}, {}".format(*counts)
+    yield "caches (lru_cache, functools.cache)", caches()
+    yield "is_compiling()", questions()
+    yield "tuples of the three float dtypes", dtype_sets()
+    yield "operators", len([name for name in dir(torch.ops.narrowcast) if not name.startswith("_")])
+    yield "lines without command line, trainer, planner, bench", lines()
+    yield "statements of these", statements()
+    yield "longest files", longest_files()
+
+
+if __name__ == "__main__":
+    replay.ON_CPU = True  # as on a GPU
+    print("| what | count |\n| --- | --- |")
+    for what, count in rows():
+        print(f"| {what} | {count} |")
