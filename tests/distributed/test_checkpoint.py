@@ -272,3 +272,44 @@ def test_a_quantized_parameter_is_saved_as_a_plain_tensor(tmp_path: Path) -> Non
     plain = nc.Linear(128, 128, device="cpu")
     load_checkpoint(tmp_path / "at", plain)
     assert torch.equal(plain.weight, model.weight.dequantize())
+
+
+def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
+    tensor = torch.arange(6.0).reshape(2, 3).t()
+    extra = {
+        "a": {"b": 1, "c": {}, 3: "three"},
+        "list": [1, tensor, [], {"x": None}],
+        "tuple": (1, (2.5, "x")),
+        "empty": {},
+        "flag": True,
+        "none": None,
+        "bytes": b"\x00\xff",
+        "with.dot": float("inf"),
+        "bf16": torch.ones(2, dtype=torch.bfloat16),
+    }
+    save_checkpoint(tmp_path / "at", layer(), extra=extra)
+    found = load_checkpoint(tmp_path / "at", layer())
+    assert torch.equal(found["list"].pop(1), extra["list"].pop(1))  # type: ignore[attr-defined]
+    assert torch.equal(found.pop("bf16"), extra.pop("bf16"))  # type: ignore[arg-type]
+    assert found == extra and type(found["flag"]) is bool and type(found["tuple"]) is tuple
+
+
+def test_extra_of_numpy_and_of_other_objects(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    save_checkpoint(tmp_path / "at", layer(), extra={"loss": numpy.float64(0.1), "n": numpy.int32(3)})
+    found = load_checkpoint(tmp_path / "at", layer())
+    assert found == {"loss": 0.1, "n": 3} and type(found["loss"]) is float
+    with pytest.raises(ValueError, match=r"extra\['paths'\]\[1\] is a PosixPath, which only unpickling"):
+        save_checkpoint(tmp_path / "at", layer(), extra={"paths": ["x", Path("x")]})
+    assert load_checkpoint(tmp_path / "at", layer()) == found
+
+
+def test_extra_of_earlier_versions(tmp_path: Path) -> None:
+    """They wrote an entry for each value of it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    state = {"model": get_model_state_dict(layer()), "extra": {"step": 3, "t": torch.arange(3)}}
+    dcp.save(state, checkpoint_id=tmp_path / "at", no_dist=True)
+    found = load_checkpoint(tmp_path / "at", layer())
+    assert found.pop("t").tolist() == [0, 1, 2] and found == {"step": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from ..layers import DelayedLayer
+from ..tensors import QuantizedTensor
 
 
 def save_checkpoint(
@@ -31,14 +33,16 @@ def save_checkpoint(
 
     Args:
         path: a folder on a file system that all ranks see.
-        extra: what else to keep, such as the number of steps, the same on every rank: numbers, strings and tensors.
+        extra: what else to keep, such as the number of steps, the same on every rank: numbers, strings, bytes, None,
+            tensors, and dicts, lists and tuples of them, nested in any way. It comes back as it is here.
         group: a process group for the save; with ``asynchronous`` one of its own, "gloo", which training does not use.
         asynchronous: return once all values are copied to the CPU.
     Returns:
         whose ``result()`` waits until ``path`` holds the new checkpoint.
     Raises:
-        ValueError: ``asynchronous`` without ``group`` where there are several ranks. What the save raises, such as
-        ``CheckpointException``, on ranks that live; from ``result()`` where it is asynchronous.
+        ValueError: ``asynchronous`` without ``group`` where there are several ranks; a value of ``extra`` that a reader
+        could not read without running code. What the save raises, such as ``CheckpointException``, on ranks that live;
+        from ``result()`` where it is asynchronous.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -48,7 +52,7 @@ def save_checkpoint(
             "asynchronous=True needs group=torch.distributed.new_group(backend='gloo'), made once: its collectives "
             "would meet those of the training"
         )
-    target, state = Path(path), _state(model, optimizer, extra)
+    target, state = Path(path), _state(model, optimizer, extra or {})
     writing = target.with_name(target.name + ".writing")
     if _is_first(group):
         shutil.rmtree(writing, ignore_errors=True)  # of a save that died
@@ -84,6 +88,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load what :func:`save_checkpoint` saved, by however many ranks; every rank calls it.
 
+    Nothing in the checkpoint runs code: PyTorch's own reader unpickles, this one does not (``checkpoint_reader.py``).
     Delayed scaling in the checkpoint gives its layers their state, also where they learn of it from an ``autocast``
     only. One without, such as of a bf16 run, leaves it to start anew, with a warning.
 
@@ -92,39 +97,84 @@ def load_checkpoint(
     Returns:
         ``extra``.
     Raises:
-        FileNotFoundError: there is no checkpoint. What the load raises, such as ``CheckpointException`` for a model of
-        other shapes.
+        FileNotFoundError: there is no checkpoint. ValueError: a file that is damaged, or of another kind. What the load
+        raises, such as ``CheckpointException`` for a model of other shapes.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+    from .checkpoint_reader import SafeReader, load
 
     target = Path(path)
     if not (target / ".metadata").exists():  # killed between two renames
         target = target.with_name(target.name + ".old")
     if not (target / ".metadata").exists():
         raise FileNotFoundError(f"{path} holds no checkpoint; save one with save_checkpoint")
-    there = dcp.FileSystemReader(target).read_metadata().state_dict_metadata
+    reader = SafeReader(target)
+    there = reader.read_metadata().state_dict_metadata
     _make_room(model, there)
-    state = _state(model, optimizer, {})
+    state = _state(model, optimizer, None)
     names = _delayed_names(model)
     state["model"] = {
         name: value for name, value in state["model"].items() if name not in names or f"model.{name}" in there
     }
-    state["extra"] = {key[6:]: _empty(there[key]) for key in there if key.startswith("extra.")}
-    dcp.load(state, checkpoint_id=target, process_group=group, no_dist=not torch.distributed.is_initialized())
+    # earlier versions wrote an entry for each value of extra
+    entries = {key[6:]: _empty(there[key]) for key in there if key.startswith("extra.")}
+    packed = "extra" in there
+    state["extra"] = b"" if packed else entries
+    load(state, reader, group)
+    extra = _unpacked(state["extra"]) if packed else entries
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return state["extra"]
+    return extra
 
 
 def _state(model: nn.Module, optimizer: Any, extra: dict[str, Any] | None) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-    state: dict[str, Any] = {"model": get_model_state_dict(model), "extra": extra or {}}
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if extra is not None:
+        state["extra"] = _packed(extra)
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state
+
+
+def _packed(extra: dict[str, Any]) -> bytes:
+    """Return ``extra`` as one value: PyTorch would flatten nested dicts and lists and drop empty ones."""
+    written = io.BytesIO()
+    torch.save(_plain(extra, "extra"), written)
+    return written.getvalue()
+
+
+def _unpacked(value: Any) -> dict[str, Any]:
+    from .checkpoint_reader import plain_value
+
+    read = plain_value(io.BytesIO(value), "extra") if type(value) is bytes else None
+    if not isinstance(read, dict):
+        raise ValueError("extra of the checkpoint is not what save_checkpoint writes")
+    return read
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return a copy of a value of ``extra`` that ``torch.load(weights_only=True)`` reads."""
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return value
+    if type(value) in (dict, list, tuple):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        plain = {_plain(key, where): _plain(one, f"{where}[{key!r}]") for key, one in pairs}
+        return plain if isinstance(value, dict) else type(value)(plain.values())
+    if isinstance(value, torch.Tensor):
+        value = getattr(value, "full_tensor", lambda: value)().detach()
+        if not isinstance(value, QuantizedTensor):
+            return value.as_subclass(torch.Tensor).to("cpu", copy=True).contiguous()
+        return value.cpu()
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    raise ValueError(
+        f"{where} is a {type(value).__name__}, which only unpickling could read; give numbers, strings, bytes, tensors "
+        "and dicts, lists or tuples of them, such as torch.from_numpy(array) or str(path)"
+    )
 
 
 def _empty(described: Any) -> Any:
