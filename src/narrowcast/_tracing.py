@@ -7,24 +7,33 @@ traced code reads next is what that function left, guarded as if it had always b
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def traced_local(context: Any, name: str) -> Any:
-    """The object that a local variable of the traced function stands for; of records made in the graph, an equal one.
+def while_tracing(function: Callable[[Any], None]) -> None:
+    """Run ``function(context)`` for real at this point of the trace; for traced code only.
 
-    None where that has parts which are neither constants nor found outside of the graph.
+    Its context is what :func:`traced_local` reads the locals of the caller with.
     """
-    variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
-    with contextlib.suppress(NotImplementedError):
-        return _real(variable, context._i_will_not_complain_if_bc_breaks_InstructionTranslator())
-    return None
+    from .upstream.dynamo import comptime  # loads Dynamo, which is there already where code is traced
+
+    comptime(function)
+
+
+def traced_local(context: Any, name: str) -> Any:
+    """Return the object that a local variable of the caller of :func:`while_tracing` stands for.
+
+    Of records made in the graph, an equal one. None where that has parts which are neither constants nor found outside
+    of the graph.
+    """
+    from .upstream import dynamo
+
+    return dynamo.traced_local(context, name, frames_up=1)
 
 
 def refuse_in_one_graph(context: Any, reason: str) -> None:
@@ -33,8 +42,10 @@ def refuse_in_one_graph(context: Any, reason: str) -> None:
     Raises:
         RuntimeError: the compiler's own kind, with ``reason`` in its first line.
     """
-    if context._i_will_not_complain_if_bc_breaks_InstructionTranslator().one_graph:
-        raise torch._dynamo.exc.Unsupported(reason)  # type: ignore[attr-defined]
+    from .upstream import dynamo
+
+    if dynamo.is_one_graph(context):
+        raise dynamo.Unsupported(reason)
 
 
 def in_eager(function: Any, *operands: Any, **options: Any) -> Any:
@@ -74,23 +85,3 @@ def refused_in_transform(what: str, instead: str = "") -> NotImplementedError:
         f"{what} is inside a transform of torch.func (grad, vmap, jvp), which cannot see what its backward reads; use "
         f"torch.autograd.grad with torch.func.functional_call{instead}"
     )
-
-
-def _real(variable: Any, translator: Any) -> Any:
-    if hasattr(variable, "realize"):
-        variable = variable.realize()
-    if variable.is_python_constant():
-        return variable.as_python_constant()
-    if isinstance(
-        getattr(variable, "items", None), list
-    ):  # a tuple or list that the traced code put together
-        return [_real(item, translator) for item in variable.items]
-    if hasattr(variable, "get_function"):
-        return variable.get_function()
-    if getattr(variable, "source", None) is not None:
-        return variable.value
-    kind: Any = variable.python_type()
-    if not hasattr(kind, "__dataclass_fields__"):
-        raise NotImplementedError
-    names = [field.name for field in dataclasses.fields(kind)]
-    return kind(**{name: _real(variable.var_getattr(translator, name), translator) for name in names})

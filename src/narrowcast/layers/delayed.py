@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tracing import traced_local
+from .._tracing import traced_local, while_tracing
 from ..autograd import DelayedScales
 from ..functional import read_scales
 from ..recipe import (
@@ -167,7 +167,7 @@ class DelayedLayer(RecipeOwner):
         if (
             THREAD.state.thread
         ):  # always; read to be guarded: another thread traces again, and so registers the layer
-            torch._dynamo.comptime.comptime(_keep_states_while_tracing)  # type: ignore[attr-defined]
+            while_tracing(_keep_states_while_tracing)
 
     def _state_device(self, prefix: str) -> torch.device:
         return self._weight_of_state(prefix).device

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._tracing import traced_local
+from .._tracing import traced_local, while_tracing
 from ..recipe import Recipe
 from ..state import THREAD, checked_recipe
 
@@ -51,7 +51,7 @@ class RecipeOwner(nn.Module):
         if torch.compiler.is_compiling():
             depth = state.depth
             recipe = state.recipe if depth else self._recipe
-            torch._dynamo.comptime.comptime(_check_while_tracing)  # type: ignore[attr-defined]
+            while_tracing(_check_while_tracing)
             return recipe
         if state.depth:
             recipe = state.recipe

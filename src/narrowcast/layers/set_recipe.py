@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from .._tracing import traced_local
+from .._tracing import traced_local, while_tracing
 from ..recipe import Recipe, recipes_from_json
 from ..state import checked_recipe, reduce_amax, renew
 from .delayed import DelayedLayer
@@ -141,7 +141,7 @@ def renew_layers(model: nn.Module, args: Any = ()) -> None:
     """
     layers = [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
     if torch.compiler.is_compiling():
-        torch._dynamo.comptime.comptime(_renewed_by_root_while_tracing)  # type: ignore[attr-defined]
+        while_tracing(_renewed_by_root_while_tracing)
     elif torch._C._current_graph_task_id() != -1:
         return
     else:
@@ -159,9 +159,10 @@ def _renewed_by_root(model: nn.Module, layers: list[DelayedLayer]) -> None:
 def _renewed_by_root_while_tracing(context: Any) -> None:
     model, layers = traced_local(context, "model"), traced_local(context, "layers")
     _renewed_by_root(model, layers)
-    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
+    from ..upstream import dynamo  # loads Dynamo, which is there already where code is traced
+
     delayed = any(layer._delayed for layer in layers)
-    if tracer.parent is not None and delayed:
+    if delayed and dynamo.is_in_subgraph(context):
         raise RuntimeError(
             "the model that set_recipe was called with renews its scales inside a compiled torch.utils.checkpoint, "
             "which would renew them again in the backward; call set_recipe with the model around the checkpoint"

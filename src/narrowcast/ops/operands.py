@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._tracing import refuse_in_one_graph, traced_local
+from .._tracing import refuse_in_one_graph, traced_local, while_tracing
 from ..quantizers import Operand
 from ..recipe import DelayedScaling, Recipe, eager_only, remember
 from ..roles import QuantizerRole
@@ -34,7 +34,7 @@ def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
         ValueError: what a custom recipe's factory returned.
     """
     if torch.compiler.is_compiling():
-        torch._dynamo.comptime.comptime(_remember_while_tracing)  # type: ignore[attr-defined]
+        while_tracing(_remember_while_tracing)
     roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
     key = _key(roles)
     plan = getattr(recipe, key, None)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._device import default_device
 from .._sealing import Sealable
-from .._tracing import in_eager, refuse_in_one_graph, traced_local
+from .._tracing import in_eager, refuse_in_one_graph, traced_local, while_tracing
 from ..formats import ELEMENT_FORMATS, DType, ElementFormat, Layout
 from ..functional import (
     BufferTable,
@@ -446,7 +446,7 @@ class Quantizer(Sealable, QuantizerValue):
             group, and a format that has no amax to reduce.
         """
         if torch.compiler.is_compiling() and not self._te_compile_value_opaque:
-            torch._dynamo.comptime.comptime(_refuse_while_tracing)  # type: ignore[attr-defined]
+            while_tracing(_refuse_while_tracing)
             group = amax_reduction_group
             return in_eager(self.quantize, tensor, out=out, dtype=dtype, amax_reduction_group=group)
         self._check_input(tensor)

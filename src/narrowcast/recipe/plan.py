@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._tracing import refuse_in_one_graph, traced_local
+from .._tracing import refuse_in_one_graph, traced_local, while_tracing
 from ..quantizers import IdentityQuantizer, Operand, Quantizer, with_own_gemm
 from ..roles import QuantizerRole
 from .base import remember
@@ -117,7 +117,7 @@ def linear_plan(
     key = flags + module_type + recipe.plan_name(name)
     compiling = torch.compiler.is_compiling()
     if compiling:
-        torch._dynamo.comptime.comptime(_remember_while_tracing)  # type: ignore[attr-defined]
+        while_tracing(_remember_while_tracing)
     plan = getattr(recipe, key, None)
     if plan is None:
         plan = _build(recipe, name, needs_input, needs_weight, save_original_input, hands_over, module_type)

@@ -19,6 +19,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from .._device import get_device_compute_capability, is_mxfp8_available
+from .._tracing import while_tracing
 from ..recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, share_plans
 from .delayed_scaling import DelayedState, renew
 
@@ -183,7 +184,7 @@ class autocast:
             raise RuntimeError("this autocast is active already; make a new one to nest")
         state, compiling = THREAD.state, torch.compiler.is_compiling()
         if compiling:
-            torch._dynamo.comptime.comptime(_begin_writes)  # type: ignore[attr-defined]
+            while_tracing(_begin_writes)
         outermost = self.recipe is not None and state.traced is None
         if not compiling:
             state.entered.append(self)
@@ -198,14 +199,14 @@ class autocast:
         state.recipe, state.calibrating, state.group = self.recipe, self.calibrating, self.group
         state.depth += 1
         if compiling:
-            torch._dynamo.comptime.comptime(_end_writes)  # type: ignore[attr-defined]
+            while_tracing(_end_writes)
 
     def __exit__(self, *exception: Any) -> None:
         previous, self.previous = self.previous, None
         if torch.compiler.is_compiling():
-            torch._dynamo.comptime.comptime(_begin_writes)  # type: ignore[attr-defined]
+            while_tracing(_begin_writes)
             THREAD.state.set(previous)  # type: ignore[arg-type]
-            torch._dynamo.comptime.comptime(_end_writes)  # type: ignore[attr-defined]
+            while_tracing(_end_writes)
             return
         # not this thread's, where another one collects or closes the generator that entered
         state = self.entered_in or THREAD.state
@@ -251,11 +252,11 @@ def _begin_writes(context: Any) -> None:
     Raises:
         RuntimeError: inside a checkpoint, where this version of PyTorch allows nothing.
     """
-    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
+    from ..upstream import dynamo  # loads Dynamo, which is there already where code is traced
+
     if not _CHECKPOINT_REFUSES_MUTATION:
-        tracer.allowed_before_autocast = tracer.allow_side_effects_in_hop
-        tracer.allow_side_effects_in_hop = True
-    elif tracer.parent is not None:
+        dynamo.begin_side_effects(context)
+    elif dynamo.is_in_subgraph(context):
         raise RuntimeError(
             f"torch {torch.__version__} cannot compile an autocast that is entered inside torch.utils.checkpoint; give "
             "the layers their own recipe (narrowcast.set_recipe), or enter autocast around the checkpoint"
@@ -263,9 +264,10 @@ def _begin_writes(context: Any) -> None:
 
 
 def _end_writes(context: Any) -> None:
-    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.current_tracer
+    from ..upstream import dynamo
+
     if not _CHECKPOINT_REFUSES_MUTATION:
-        tracer.allow_side_effects_in_hop = tracer.allowed_before_autocast
+        dynamo.end_side_effects(context)
 
 
 def register_delayed(owner: DelayedState) -> None:
