@@ -168,7 +168,7 @@ def test_few_functions_until_the_kernel_starts(
     name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     variant = _Variant()
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
     for module in (activation, float8, float8_block, norm):
         for value in vars(module).values():
             if isinstance(value, launch.Launcher):
@@ -206,7 +206,7 @@ def test_a_kept_launch_starts_the_variant_of_its_tensors(monkeypatch: pytest.Mon
         def __getitem__(self, _: Any) -> Callable[..., _Variant]:
             return compile_
 
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 7)
     launcher = launch.Launcher(Kernel(), num_warps=4)
     arguments = [launch.TENSOR, None, launch.TENSOR, 32, 0.5]
     one, other = (launch.Launch(launcher, (size, 1, 1), arguments, ("relu",)) for size in (2, 3))
@@ -228,32 +228,6 @@ def test_a_kept_launch_starts_the_variant_of_its_tensors(monkeypatch: pytest.Mon
         grid, (stream, _, _, *hooks), values = started[0][:3], started[0][3:9], started[0][9:]
         assert grid == kept.grid and stream == 7 and hooks == [None] * 3
         assert values == (tensors[0].data_ptr(), None, tensors[1].data_ptr(), 32, 0.5, "relu")
-
-
-@pytest.mark.parametrize(
-    ("version", "scratch", "direct"), [("3.6.0", 0, True), ("3.6.0", 16, False), ("3.7.0", 0, False)]
-)
-def test_the_launcher_in_c_is_entered_where_its_arguments_are_known(
-    version: str, scratch: int, direct: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And where Triton's own would do nothing but hand them on: for kernels that want no memory."""
-
-    class Run:
-        global_scratch_size, profile_scratch_size = scratch, 0
-        launch_cooperative_grid, launch_pdl = False, True
-
-        def launch(self, *_: Any) -> None: ...
-
-    class Variant:
-        run, function, packed_metadata = Run(), 7, (4, 1, 0)
-
-    monkeypatch.setattr(launch.triton, "__version__", version)
-    start, between = launch._start_of(Variant())
-    if direct:
-        assert start == Variant.run.launch
-        assert between == (7, False, True, None, None, (4, 1, 0), None, None, None)
-    else:
-        assert start is Variant.run and between == (7, (4, 1, 0), None, None, None)
 
 
 def test_memory_is_laid_out_as_by_new_empty() -> None:

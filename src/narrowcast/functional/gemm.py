@@ -27,6 +27,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torch.torch_version import TorchVersion
 
 from .. import _device
+from ..upstream.cuda import scaled_mm, scaled_mm_in_blocks
 from . import _opaque
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
@@ -297,7 +298,7 @@ def _multiply_per_tensor(
         # the library takes any number of rows on the left: a ragged batch is not copied
         left, right = _pad_to(left, 1, 16), _pad_to(right, 16, 16)
     # the older of the library's two entries: F.scaled_mm takes a third more of the host's time to reach the same GEMM
-    return torch._scaled_mm(
+    return scaled_mm(
         left,
         right.t(),
         a.scale,
@@ -313,7 +314,7 @@ def _multiply_in_blocks(a: NativeOperand, b: NativeOperand, dtype: torch.dtype) 
     scales = [_pad_scale(a, left)], [_pad_scale(b, right)]
     recipes = _SCALING[a.scaling], _SCALING[b.scaling]
     # what F.scaled_mm calls, which takes as much of the host's time again
-    return torch._scaled_mm_v2(
+    return scaled_mm_in_blocks(
         left, right.t(), scales[0], recipes[0], [], scales[1], recipes[1], [], None, dtype
     )
 

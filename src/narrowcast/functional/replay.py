@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._environment import read_flag
 from .._tracing import PLAIN, count_modes, is_autocast, is_profiled
+from ..upstream.cuda import binding_of, current_device, current_stream, empty_strided, part_of
 from .quantizer_value import QuantizerValue
 
 ENABLED = read_flag("REPLAY", True)
@@ -39,11 +40,6 @@ _SEEN: Any = object()
 # What is known of a key: _SEEN, its recording, or the stage itself where there cannot be one.
 _known: dict[tuple[Any, ...], Any] = {}
 
-_current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # type: ignore[attr-defined]
-_part = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
-
 aten = torch.ops.aten
 _ALLOCATIONS = (
     aten.empty.memory_format,
@@ -53,14 +49,6 @@ _ALLOCATIONS = (
     aten.new_empty_strided.default,
 )
 _OF_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# What calls an operator in less of the host's time than its object.
-_BINDINGS: dict[Any, Callable[..., Any]] = {
-    aten.view.dtype: Tensor.view,
-    aten.view.default: Tensor.view,
-    aten.t.default: Tensor.t,
-    aten._scaled_mm.default: torch._scaled_mm,
-    aten._scaled_mm_v2.default: torch._scaled_mm_v2,
-}
 # What a line may hold as it is, beside tensors, None, bools, ints, and sequences of these.
 _CONSTANTS = (str, float, torch.dtype, torch.device, torch.layout, torch.memory_format, QuantizerValue)
 
@@ -84,7 +72,7 @@ def replay_of(
     if torch.compiler.is_compiling() or not ENABLED:
         return stage
     device = tensors[0].get_device()  # type: ignore[union-attr]
-    replayable = device == _current_device() if device >= 0 else ON_CPU
+    replayable = device == current_device() if device >= 0 else ON_CPU
     if not replayable:
         return stage
     if (torch.is_grad_enabled() and not of_state) or count_modes() or is_autocast() or is_profiled():
@@ -168,14 +156,14 @@ class Recording(TorchDispatchMode):
         elif func is aten.as_strided.default:
             self._write(self._part, args[0], result, result=result)
         else:
-            self._write(self._call, _BINDINGS.get(func, func._op), args, kwargs or {}, result=result)
+            self._write(self._call, binding_of(func), args, kwargs or {}, result=result)
         return result
 
     def launched(self, start: Any, grid: tuple[int, ...], arguments: Sequence[Any], watchers: Any) -> None:
         """A kernel ran.
 
         Args:
-            start: how its compiled variant starts, and what it takes between the stream and the arguments.
+            start: how its compiled variant starts, as ``upstream.triton.start_of`` returns it.
             watchers: what holds the hooks of profilers that want to see launches.
         """
         self.watchers = watchers
@@ -226,7 +214,7 @@ class Recording(TorchDispatchMode):
     def _allocation(self, x: Tensor) -> str:
         shape, strides, dtype = tuple(x.shape), tuple(x.stride()), self._constant(x.dtype)
         if x.is_cuda:
-            return f"{self._constant(_empty)}({shape}, {strides}, {dtype})"
+            return f"{self._constant(empty_strided)}({shape}, {strides}, {dtype})"
         device = self._constant(x.device)
         return f"{self._constant(torch.empty_strided)}({shape}, {strides}, dtype={dtype}, device={device})"
 
@@ -234,14 +222,17 @@ class Recording(TorchDispatchMode):
         """A part of a tensor, at a place relative to where that begins."""
         ahead = part.storage_offset() - x.storage_offset()
         shape, strides = tuple(part.shape), tuple(part.stride())
-        return f"{self._constant(_part)}({self._expression(x)}, {shape}, {strides}, {ahead})"
+        return f"{self._constant(part_of)}({self._expression(x)}, {shape}, {strides}, {ahead})"
 
     def _start(self, start: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> str:
-        run, between = start
+        run, between, packed, _ = start
         given = [*map(str, grid), "stream", *(self._constant(value) for value in between)]
-        for value in arguments:
-            text = self._expression(value)
-            given.append(f"{text}.data_ptr()" if isinstance(value, Tensor) else text)
+        texts = [self._expression(value) for value in arguments]
+        texts = [
+            f"{text}.data_ptr()" if isinstance(value, Tensor) else text
+            for text, value in zip(texts, arguments, strict=True)
+        ]
+        given += [f"({', '.join(texts)},)"] if packed else texts
         return f"{self._constant(run)}({', '.join(given)})"
 
     def _expression(self, value: Any) -> str:
@@ -292,7 +283,7 @@ class Recording(TorchDispatchMode):
         if self.watchers is not None:
             watchers, stage = self._constant(self.watchers), self._constant(self.stage)
             head.insert(0, f"if {watchers}.launch_enter_hook.calls: return {stage}(*given)")
-            head.append(f"stream = {self._constant(_current_stream)}({self.device.index})")
+            head.append(f"stream = {self._constant(current_stream)}({self.device.index})")
         source = "\n    ".join(["def replay(tensors, *given):", *head, *reversed(body)])
         namespace = dict(self.constants)
         exec(compile(source, f"<replay of {self.stage.__qualname__}>", "exec"), namespace)

@@ -29,11 +29,12 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from .._tracing import PLAIN, count_modes
 from ..formats import ElementFormat
+from ..upstream.cuda import current_device, current_stream, empty_strided
+from ..upstream.triton import HOOKS, Start, launch_in_graph, node_of, start_of, written_by
 
 INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter; fixed when the kernels are defined, that is at import."""
 
-_HOOKS = triton.knobs.runtime
 _address_of, _dtype_of = Tensor.data_ptr, attrgetter("dtype")
 _TRACED = (FakeTensor, FunctionalTensor)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,9 +57,9 @@ class Launcher:
         self.num_warps = num_warps
         # A contracted multiply-add would skip one rounding of the formulas.
         self.options = {"enable_fp_fusion": False, **options}
-        # One entry per device, constants and specialization: what Triton compiled for exactly these. Never stale, for
-        # neither a kernel's source nor its options change.
-        self.variants: dict[Hashable, Any] = {}
+        # One entry per device, constants and specialization: how to start what Triton compiled for exactly these, None
+        # in the interpreter. Never stale, for neither a kernel's source nor its options change.
+        self.variants: dict[Hashable, Start | None] = {}
         self.undeclared = undeclared
         # Parameters that a traced launch writes to, by constants and kinds of arguments; to tell takes a compilation.
         self.written: dict[Hashable, list[str]] = {}
@@ -85,24 +86,20 @@ class Launcher:
             self._record(mode, grid, arguments, constants)
             return
         device = first.get_device()
-        if device >= 0 and device != torch._C._cuda_getDevice():
+        if device >= 0 and device != current_device():
             with torch.cuda.device(device):
                 self(grid, arguments, constants)
             return
         kinds, values = specialization(arguments)
         key = (device, constants, kinds)
-        variant = self.variants.get(key)
-        if variant is None:  # or interpreted: the interpreter compiles nothing and returns None again
-            self.variants[key] = self.kernel[grid](
-                *arguments, *constants, num_warps=self.num_warps, **self.options
-            )
-        elif _HOOKS.launch_enter_hook.calls:  # a profiler wants to know
-            variant[grid](*arguments, *constants)
-        else:  # what ``variant[grid]`` does, without building a function to do it
-            variant.run(
-                *grid, torch._C._cuda_getCurrentRawStream(device), variant.function, variant.packed_metadata,
-                None, None, None, *values, *constants,
-            )  # fmt: skip
+        start = self.variants.get(key)
+        if start is None:  # or interpreted: the interpreter compiles nothing and returns None again
+            compiled = self.kernel[grid](*arguments, *constants, num_warps=self.num_warps, **self.options)
+            self.variants[key] = None if compiled is None else start_of(compiled)
+        elif HOOKS.launch_enter_hook.calls:  # a profiler wants to know
+            start.kernel[grid](*arguments, *constants)
+        else:
+            start(grid, current_stream(device), (*values, *constants))
 
     def _record(
         self, mode: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
@@ -111,11 +108,11 @@ class Launcher:
         with _disable_current_modes():
             self(grid, arguments, constants)
             kinds, _ = specialization(arguments)
-        variant = self.variants[arguments[0].get_device(), constants, kinds]
-        if variant is None:
+        start = self.variants[arguments[0].get_device(), constants, kinds]
+        if start is None:
             mode.interpreted(self, grid, arguments, constants)
         else:
-            mode.launched(_start_of(variant), grid, (*arguments, *constants), _HOOKS)
+            mode.launched(start, grid, (*arguments, *constants), HOOKS)
 
     def _emit(
         self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
@@ -127,29 +124,19 @@ class Launcher:
         Inductor compiles the kernel with ``num_warps`` and ``num_stages`` and takes none of the other options; the
         kernels themselves keep apart what must not be contracted (``codecs.product``).
         """
-        from torch._higher_order_ops.triton_kernel_wrap import (
-            get_mutated_tensors,
-            kernel_side_table,
-            triton_kernel_wrapper_functional,
-        )
-
         given = dict(zip(self.kernel.arg_names, (*arguments, *constants), strict=True))
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in given.items() if name not in tensors}
-        node = {
-            "kernel_idx": kernel_side_table.add_kernel(self._traced()),
-            "constant_args_idx": kernel_side_table.add_constant_args(numbers),
-            "tma_descriptor_metadata": {},
-        }
+        node = node_of(self._traced(), numbers)
         functional = PythonFunctionalizeAPI()
         key = (constants, *(x.dtype if isinstance(x, Tensor) else type(x) for x in arguments))
         if key not in self.written:
-            names = get_mutated_tensors(**node, kwargs=functional.unwrap_tensors(tensors))
+            names = written_by(node, functional.unwrap_tensors(tensors))
             self.written[key] = [name for name in names if name not in self.undeclared]
         written = self.written[key]
         kept = (*written, *self.undeclared)
         read = {name: x if name in kept else _in_memory(x) for name, x in tensors.items()}
-        results = triton_kernel_wrapper_functional(**node, kwargs=read, grid=[grid], tensors_to_clone=written)
+        results = launch_in_graph(node, read, grid, written)
         for name in written:
             functional.replace(tensors[name], functional.unwrap_tensors(results[name]))
             functional.mark_mutation_hidden_from_autograd(tensors[name])
@@ -191,22 +178,25 @@ class Launch:
         order = {at: position for position, at in enumerate((*self.places, *others))}
         self.take = itemgetter(*(order[at] for at in range(len(given))))
         # How to start the launcher's variants, under what is not settled: device, dtypes and alignment of the tensors.
-        self.started: dict[Hashable, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self.started: dict[Hashable, Start] = {}
 
     def __call__(self, tensors: list[Tensor]) -> None:
         """Launch on the current stream of the device of the first tensor; ``tensors`` in the order of the arguments."""
         first, key = tensors[0], None
         if type(first) in PLAIN:
             device, addresses = first.get_device(), [*map(_address_of, tensors)]
-            if device < 0 or device == torch._C._cuda_getDevice():
+            if device < 0 or device == current_device():
                 key = (device, *map(_dtype_of, tensors))
                 if reduce(or_, addresses) % 16:  # most often all of them are aligned
                     key += tuple([address % 16 == 0 for address in addresses])
                 start = self.started.get(key)
-                if start is not None and not (_HOOKS.launch_enter_hook.calls or count_modes()):
-                    run, between = start
-                    stream = torch._C._cuda_getCurrentRawStream(device)
-                    run(*self.grid, stream, *between, *self.take((*addresses, *self.others)))
+                if start is not None and not (HOOKS.launch_enter_hook.calls or count_modes()):
+                    run, between, packed, _ = start
+                    values = self.take((*addresses, *self.others))
+                    if packed:
+                        run(*self.grid, current_stream(device), *between, values)
+                    else:
+                        run(*self.grid, current_stream(device), *between, *values)
                     return
         arguments = self.arguments.copy()
         for at, tensor in zip(self.places, tensors, strict=True):
@@ -214,23 +204,9 @@ class Launch:
         self.launcher(self.grid, tuple(arguments), self.constants)
         if key is not None:
             kinds, _ = specialization(tuple(arguments))
-            variant = self.launcher.variants.get((key[0], self.constants, kinds))
-            if variant is not None:
-                self.started[key] = _start_of(variant)
-
-
-def _start_of(variant: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What starts a compiled kernel, and what it takes between the stream and the kernel's arguments.
-
-    Triton's launcher is a function around one in C, for which it allocates the memory that a kernel asks for. Ours ask
-    for none, and go there at once in the Triton whose order of arguments is known.
-    """
-    run, metadata = variant.run, variant.packed_metadata
-    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    if scratch or not triton.__version__.startswith("3.6."):
-        return run, (variant.function, metadata, None, None, None)
-    how = (run.launch_cooperative_grid, run.launch_pdl)
-    return run.launch, (variant.function, *how, None, None, metadata, None, None, None)
+            start = self.launcher.variants.get((key[0], self.constants, kinds))
+            if start is not None:
+                self.started[key] = start
 
 
 def beside(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
@@ -238,9 +214,9 @@ def beside(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dt
 
     That is how compiled graphs allocate, which takes the host half as long as ``new_empty``.
     """
-    here = type(like) in PLAIN and like.is_cuda and like.get_device() == torch._C._cuda_getDevice()
+    here = type(like) in PLAIN and like.is_cuda and like.get_device() == current_device()
     if here and not count_modes():  # which would not see it
-        return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined,no-any-return]
+        return empty_strided
     return lambda shape, strides, dtype: like.new_empty(shape, dtype=dtype)
 
 

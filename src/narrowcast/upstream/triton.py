@@ -1,0 +1,182 @@
+"""How compiled Triton kernels are started, and how a launch becomes a node of PyTorch's graphs.
+
+Triton starts a compiled kernel through ``CudaLauncher``, a Python function around one in C. Its work is to allocate the
+memory that a kernel asks for; ours ask for none. :func:`start_of` finds out what that function would hand to the one in
+C, by running it with a stand-in for the one in C, and so goes past it on any release that hands its arguments on.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .private import entry, private
+
+TRITON = "3.6-3.9"
+
+entry(
+    "triton.compiler.CompiledKernel.run",
+    follows="triton/compiler/compiler.py CompiledKernel.__getitem__; triton/backends/nvidia/driver.py CudaLauncher",
+    without="the kernel is launched through kernel[grid](...), which takes the host longer",
+    falls_back=True,
+    tried=TRITON,
+)
+
+HOOKS: Any = private(
+    "triton.knobs.runtime",
+    follows="triton/knobs.py runtime_knobs",
+    without="every launch goes through kernel[grid](...), which takes the host longer",
+    fallback=SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=(None,))),
+    tried=TRITON,
+)
+"""Holds the hooks of profilers: ``HOOKS.launch_enter_hook.calls`` is empty while none wants to see launches."""
+
+_TRACED = "compile with a tested release, or run this part eager (torch.compiler.disable)"
+
+_KNOWN = frozenset(
+    {
+        "arg_annotations",
+        "global_scratch_align",
+        "global_scratch_size",
+        "gsan_enabled",
+        "kernel_signature",
+        "launch",
+        "launch_cooperative_grid",
+        "launch_pdl",
+        "num_ctas",
+        "profile_scratch_align",
+        "profile_scratch_size",
+    }
+)
+"""Attributes that ``CudaLauncher.__call__`` of Triton 3.6 to 3.9 reads. One that reads another does something new."""
+
+
+class Start(NamedTuple):
+    """How to start a kernel: ``run(*grid, stream, *between, *arguments)``, or with the arguments in a tuple."""
+
+    run: Callable[..., None]
+    between: tuple[Any, ...]
+    packed: bool
+    kernel: Any
+
+    def __call__(self, grid: tuple[int, int, int], stream: int, arguments: Any) -> None:
+        """Start it; what counts microseconds writes this out."""
+        if self.packed:
+            self.run(*grid, stream, *self.between, tuple(arguments))
+        else:
+            self.run(*grid, stream, *self.between, *arguments)
+
+
+def start_of(kernel: Any) -> Start:
+    """Return how to start a kernel that ``kernel[grid](...)`` compiled, past Triton's Python where that is sure."""
+    try:
+        run, between = kernel.run, (kernel.function, kernel.packed_metadata, None, None, None)
+    except AttributeError:
+        return Start(functools.partial(_through_getitem, kernel), (), False, kernel)
+    return _past(run, between, kernel) or Start(run, between, False, kernel)
+
+
+def _through_getitem(kernel: Any, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+    kernel[x, y, z](*arguments, stream=stream)
+
+
+class _NotAStandIn(Exception):
+    pass
+
+
+def _past(run: Any, between: tuple[Any, ...], kernel: Any) -> Start | None:
+    """Return how to enter the function in C, or None unless the Python around it is seen to hand arguments on only."""
+    for size in ("global_scratch_size", "profile_scratch_size"):
+        if getattr(run, size, 1):  # memory is allocated per launch
+            return None
+    if getattr(run, "gsan_enabled", False):
+        return None
+    # grid and stream, then arguments of a kernel: where nothing is done with them, objects without any meaning do
+    given, arguments = [object() for _ in range(4)], [object() for _ in range(3)]
+    try:
+        handed = _handed_on(run, (*given, *between, *arguments))
+    except Exception:  # whatever it does with them is more than handing on
+        return None
+    *middle, last = handed[4:]
+    packed = type(last) in (tuple, list)
+    if packed:
+        tail = list(last)
+    else:
+        middle, tail = handed[4:-3], handed[-3:]
+    its_own = (*between, *vars(run).values())
+    passed, expected = (*handed[:4], *tail), (*given, *arguments)
+    in_place = len(passed) == len(expected) and all(map(operator.is_, passed, expected))
+    if not in_place or not all(any(value is own for own in its_own) for value in middle):
+        return None
+    return Start(run.launch, tuple(middle), packed, kernel)
+
+
+def _handed_on(run: Any, arguments: tuple[Any, ...]) -> list[Any]:
+    """Return what a launcher hands to the function in C for these arguments.
+
+    Raises:
+        _NotAStandIn: it calls that function another number of times, by keyword, or reads what 3.6 to 3.9 do not read.
+    """
+    calls: list[list[Any]] = []
+
+    def launch(*handed: Any) -> None:
+        calls.append(list(handed))
+
+    class StandIn(type(run)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.__dict__.update(vars(run), launch=launch)
+
+        def __getattribute__(self, name: str) -> Any:
+            if not name.startswith("__") and name not in _KNOWN:
+                raise _NotAStandIn(name)
+            return super().__getattribute__(name)
+
+    type(run).__call__(StandIn(), *arguments)
+    if len(calls) != 1 or len(calls[0]) < 7:
+        raise _NotAStandIn
+    return calls[0]
+
+
+def _wrap(name: str) -> Any:
+    return private(
+        f"torch._higher_order_ops.triton_kernel_wrap.{name}",
+        follows="torch/_higher_order_ops/triton_kernel_wrap.py; torch/_library/triton.py wrap_triton",
+        without=_TRACED,
+    )
+
+
+@functools.cache
+def _of_graphs() -> Any:
+    """The parts of ``torch.library.wrap_triton``; imported when a launch is first traced."""
+    return SimpleNamespace(
+        table=_wrap("kernel_side_table"),
+        written=_wrap("get_mutated_tensors"),
+        launch=_wrap("triton_kernel_wrapper_functional"),
+    )
+
+
+def node_of(kernel: Any, numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return what identifies a kernel and its arguments that are no tensors in a graph."""
+    table = _of_graphs().table
+    return {
+        "kernel_idx": table.add_kernel(kernel),
+        "constant_args_idx": table.add_constant_args(numbers),
+        "tma_descriptor_metadata": {},
+    }
+
+
+def written_by(node: dict[str, Any], tensors: dict[str, Any]) -> list[str]:
+    """Return the names of the arguments that a kernel writes to; to find out takes a compilation."""
+    return _of_graphs().written(**node, kwargs=tensors)  # type: ignore[no-any-return]
+
+
+def launch_in_graph(
+    node: dict[str, Any], tensors: dict[str, Tensor], grid: tuple[int, int, int], written: list[str]
+) -> dict[str, Tensor]:
+    """Add a launch to the graph that is being traced; return what it makes of the arguments it writes to."""
+    return _of_graphs().launch(**node, kwargs=tensors, grid=[grid], tensors_to_clone=written)  # type: ignore[no-any-return]
