@@ -423,7 +423,7 @@ def test_padding_copies_only_the_operand_that_needs_it(
         taken.extend((left, right))
         return really(left, right, *arguments, **options)
 
-    monkeypatch.setattr("narrowcast.functional.gemm.scaled_mm", scaled_mm)
+    monkeypatch.setattr(gemm_module, "scaled_mm", scaled_mm)
     operand, one = gemm_module.NativeOperand, torch.ones(())
     out = gemm_module.multiply_native(
         operand(a, one, "tensor"), operand(b, one, "tensor"), None, torch.float32, m, right_rows, True
