@@ -1,51 +1,72 @@
-# make demo | test | lint | docs | bench | plots | soak: each makes the virtual environment it needs and installs into it, once.
-VENV ?= .venv
+# make demo | test | slice | small | matrix | lint | docs | bench | plots | soak: each makes the virtual environment it needs
+# and installs into it, once. TORCH=torch==2.14.1 takes another PyTorch than the newest that was tested, in .venv-2.14.1.
+TORCH ?=
+release := $(subst torch==,,$(TORCH))
+VENV ?= .venv$(addprefix -,$(release))
+installed := $(VENV)/.installed-$(or $(release),$(shell .ci/release NEWEST_TORCH))
 JOBS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
+MATRIX_ARGS ?=
 bin := $(VENV)/bin
+pytest = $(bin)/python -m pytest -n $(JOBS) --dist worksteal
+listed = $(shell sed 's/ *\#.*//' .ci/$(1))
 
-.PHONY: demo test lint docs bench plots soak census
+.PHONY: demo test slice small matrix lint docs bench plots soak census
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
-demo: $(VENV)/.installed-train
+demo: $(installed)-train
 	$(bin)/narrowcast demo $(DEMO_ARGS)
 
 # Threads of the programs that tests start sleep when they wait: by default they spin, which is faster for one program alone
 # (half of the demo's time) and slows down all where several share the cores.
-test: export OMP_WAIT_POLICY ?= PASSIVE
+test slice small: export OMP_WAIT_POLICY ?= PASSIVE
+test slice small: export OMP_NUM_THREADS = 1
 # One thread per worker: more would only fight over the cores. A worker that is done takes tests from the other's end,
 # so that most files, and what their tests share, stay in one worker.
-test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+test: $(installed)-test
+	$(pytest) $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-lint
+# The tests that depend on the release of PyTorch: make slice TORCH=torch==2.11.0
+slice: $(installed)-test
+	$(pytest) $(call listed,slice) $(PYTEST_ARGS)
+
+# A few tests of everything, for another Python: make small PYTHON=python3.13 VENV=.venv-3.13
+small: $(installed)-test
+	$(pytest) $(call listed,small) $(PYTEST_ARGS)
+
+# The slice on every release of PyTorch that is supported, and the small one on every Python; MATRIX_ARGS=--write puts the
+# table into docs/versions.md.
+matrix:
+	.ci/matrix $(MATRIX_ARGS)
+
+lint: $(installed)-lint
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/pyright --pythonpath $(bin)/python
 	$(bin)/lint-imports
 
 # The site, in site/: links that lead nowhere are errors.
-docs: $(VENV)/.installed-docs
+docs: $(installed)-docs
 	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict
 
-bench: $(VENV)/.installed-train
+bench: $(installed)-train
 	for file in benchmarks/bench_*.py; do $(bin)/python $$file $(BENCH_ARGS) || exit 1; done
 
 # An hour of random cases, or SOAK_ARGS="--minutes 5".
-soak: $(VENV)/.installed-test
+soak: $(installed)-test
 	$(bin)/python -m tests.soak $(SOAK_ARGS)
 
 # What the house has more than one of: calls of a layer, caches, lines.
-census: $(VENV)/.installed-test
+census: $(installed)-test
 	$(bin)/python tools/census.py
 
-plots: $(VENV)/.installed-train
+plots: $(installed)-train
 	$(bin)/python benchmarks/plot.py
 
-$(VENV)/.installed-%: pyproject.toml .ci/venv
+$(installed)-%: pyproject.toml .ci/venv
 	.ci/venv $(VENV) $*
 	@touch $@

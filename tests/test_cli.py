@@ -344,7 +344,7 @@ def test_doctor_tells_programs(capsys: pytest.CaptureFixture, monkeypatch: pytes
     report = json.loads(capsys.readouterr().out)
     assert report["healthy"] is True
     assert [f["subject"] for f in report["findings"]][:3] == ["python", "torch", "narrowcast"]
-    monkeypatch.setattr(doctor, "OLDEST_TORCH", (99, 0))
+    monkeypatch.setattr(doctor, "OLDEST_TORCH", "99.0.0")
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["healthy"] is False
@@ -357,7 +357,7 @@ def test_version(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_doctor_tells_what_is_broken(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "OLDEST_TORCH", (99, 0))
+    monkeypatch.setattr(doctor, "OLDEST_TORCH", "99.0.0")
     assert main(["doctor"]) == 1
     assert "too old, install torch 99.0 or newer" in capsys.readouterr().out
 

@@ -14,8 +14,8 @@ import narrowcast as nc
 
 PACKAGE = Path(nc.__file__).resolve().parent
 
-# Packages of the command line, and the compiler's back end: `import narrowcast` must not pay for them.
-HEAVY = ("matplotlib", "rich", "safetensors", "triton", "typer", "torch._inductor.compile_fx")
+# Of PyTorch's modules, what `import torch` leaves out: nothing that takes time, such as the compiler or sympy.
+LIGHT = {"torch._custom_class_base", "torch._opaque_base", "torch.utils._device"}
 
 
 def run_python(*arguments: str) -> str:
@@ -73,18 +73,20 @@ def test_import_and_cpu_step_without_triton() -> None:
     )
 
 
-def test_import_is_quick_and_light() -> None:
+def test_import_loads_nothing_that_it_does_not_need() -> None:
+    """Beyond `import torch`: its own modules, Python's, and a few small ones of PyTorch; a third of a second in all."""
     output = run_python(
         "-c",
-        "import sys, time, torch\n"
-        "loaded = set(sys.modules); start = time.perf_counter()\n"
+        "import sys, torch\n"
+        "loaded = set(sys.modules)\n"
         "import narrowcast\n"
-        "print(time.perf_counter() - start)\n"
-        f"print(*[name for name in {HEAVY!r} if name in sys.modules and name not in loaded])\n",
+        "print(*sorted(set(sys.modules) - loaded))\n",
     )
-    seconds, heavy = output.split("\n")[:2]
-    assert not heavy, f"import narrowcast also imports {heavy}"
-    assert float(seconds) < 5.0, "import narrowcast takes seconds beyond import torch"
+    modules = set(output.split()) - LIGHT
+    others = {
+        name for name in modules if name.partition(".")[0] not in {"narrowcast", *sys.stdlib_module_names}
+    }
+    assert not others, f"import narrowcast also imports {sorted(others)}"
 
 
 def environment_reads(path: Path) -> list[int]:

@@ -10,6 +10,7 @@ from ._device import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from ._installed import show_versions
 from ._version import __version__
 from .attention import (
     InferenceParams,
@@ -208,6 +209,7 @@ __all__ = [
     "restore_from_saved",
     "revert",
     "set_recipe",
+    "show_versions",
     "state",
     "watch",
 ]

@@ -8,6 +8,7 @@ at import and never inside a traced graph's later calls.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 _PREFIXES = ("NARROWCAST_", "NVTE_")
 _TRUE = ("1", "true", "yes", "on")
@@ -40,3 +41,8 @@ def read_flag(name: str, default: bool = False) -> bool:
 def read_foreign(name: str) -> str | None:
     """Value of a variable that belongs to other tools, such as ``CXX``; None where it is not set."""
     return os.environ.get(name)
+
+
+def read_by_first_word(words: Collection[str]) -> dict[str, str]:
+    """Return every variable whose name begins with one of ``words`` and an underscore, sorted by name."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.partition("_")[0] in words}

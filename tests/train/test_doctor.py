@@ -37,7 +37,20 @@ def test_an_old_torch_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.14.0a0+git1234", "3.0.0.dev20270101"])
 def test_new_torches_are_not(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    assert not doctor._torch().broken
+    assert not doctor._torch("").broken
+
+
+def test_every_gpu_has_a_line_that_says_what_was_tried() -> None:
+    texts = {finding.subject: finding.text for finding in examine()}
+    assert texts["sm_90"] == "H100, H200: runs; the GPU tests passed on one"
+    assert texts["sm_80"].endswith(": not tried")
+    assert texts["sm_120"].endswith(": every kernel compiles; never run there")
+
+
+def test_a_release_that_was_not_tested_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.1+cu140")
+    finding = next(f for f in examine() if f.subject == "torch")
+    assert finding.text == "2.99.1+cu140: not tested; 2.11 to 2.15 were" and not finding.broken
 
 
 def test_a_recipe_that_fails_is_broken_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

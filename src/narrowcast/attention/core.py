@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import flex, sdpa, unfused, varlen
+from . import sdpa, unfused, varlen
 from .backends import Facts, Switches, choose_backend, sdpa_kernels
 from .context_parallel import ContextParallel, check_context_parallel, gathered, shared_places
 from .formats import flattened, heads_first, sequence_length
@@ -116,6 +116,9 @@ def attend(
     q, k, v = (heads_first(x, qkv_format) for x in (q, k, v))
     largest = None
     if backend == "flex":
+        # PyTorch's module loads sympy, which takes a third of a second: not on ``import narrowcast``.
+        from . import flex
+
         out, largest = flex.attend(q, k, v, scores, max_logit)
     elif backend == "sdpa":
         kernels = None if switches == Switches() else sdpa_kernels(facts, switches)

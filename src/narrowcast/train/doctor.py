@@ -1,8 +1,6 @@
 """What this machine runs natively, what it would emulate, and which versions it found."""
 
-import importlib.metadata
 import os
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,14 +8,19 @@ import torch
 
 import narrowcast as nc
 
-from .._version import __version__
+from .._installed import gpu_standing, installed, sm, versions
+from ..upstream.versions import GPUS, OLDEST_TORCH
 from .machine import cpu_model
 from .recipes import CHOICES, RecipeChoice
 
-OLDEST_TORCH = (2, 11)
 NEVER_RUN = ("mxfp8", "nvfp4")
 """Recipes whose native GEMM was written without a GPU that has it."""
-PACKAGES = ("triton", "safetensors", "rich", "typer", "matplotlib")
+STANDINGS = {
+    "runs": "runs; the GPU tests passed on one",
+    "compiles": "every kernel compiles; never run there",
+    "not tried": "not tried",
+}
+PACKAGES = ("safetensors", "rich", "typer", "matplotlib")
 
 
 @dataclass(frozen=True)
@@ -35,37 +38,36 @@ class Finding:
 
 def examine() -> Iterator[Finding]:
     """Yield the findings, quick ones first; each recipe is tried with a small forward and backward pass."""
-    yield Finding("python", platform.python_version())
-    yield _torch()
-    yield Finding("narrowcast", __version__)
+    for name, text in versions().items():
+        yield _torch(text) if name == "torch" else Finding(name, text)
     for name in PACKAGES:
-        yield Finding(name, _version(name))
+        yield Finding(name, installed(name) or "not installed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     yield Finding("device", _device(device))
+    for capability, (names, standing) in GPUS.items():
+        yield Finding(sm(capability), f"{names}: {STANDINGS[standing]}")
     for name, choice in CHOICES.items():
         yield _try_recipe(name, choice, device)
 
 
-def _torch() -> Finding:
-    oldest = ".".join(map(str, OLDEST_TORCH))
-    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if found < OLDEST_TORCH:
-        return Finding("torch", f"{torch.__version__}: too old, install torch {oldest} or newer", broken=True)
-    return Finding("torch", torch.__version__)
+def _torch(text: str) -> Finding:
+    oldest = _minor(OLDEST_TORCH)
+    if _minor(torch.__version__) < oldest:
+        text = f"{torch.__version__}: too old, install torch {oldest[0]}.{oldest[1]} or newer"
+        return Finding("torch", text, broken=True)
+    return Finding("torch", text)
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed" + ("; the reference numerics run instead" if name == "triton" else "")
+def _minor(version: str) -> tuple[int, int]:
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
 
 
 def _device(device: str) -> str:
     if device == "cpu":
         return f"cpu: {cpu_model()}, torch uses {torch.get_num_threads()} of {os.cpu_count()} cores"
-    major, minor = torch.cuda.get_device_capability()
-    return f"cuda: {torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+    capability = torch.cuda.get_device_capability()
+    return f"cuda: {torch.cuda.get_device_name()}, {sm(capability)}: {STANDINGS[gpu_standing(capability)]}"
 
 
 def _try_recipe(name: str, choice: RecipeChoice, device: str) -> Finding:

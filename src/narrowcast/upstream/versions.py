@@ -1,4 +1,51 @@
-"""The releases that narrowcast is tested with; build files and pages read these lines, so this imports nothing."""
+"""The releases that narrowcast is tested with, and the GPUs; imports nothing.
+
+The only place that names them. ``.ci/venv``, ``.ci/run`` and ``.ci/matrix`` read the plain lines ``NAME = "value"``;
+``narrowcast doctor``, ``nc.show_versions()``, README, ``docs/versions.md`` and error messages read the rest. A test
+compares ``pyproject.toml`` and the pages with it.
+"""
+
+from __future__ import annotations
 
 OLDEST_TORCH = "2.11.0"
 NEWEST_TORCH = "2.15.0"
+# CI runs the whole suite on the newest PyTorch, and on these the tests that depend on the release (.ci/slice).
+SLICED_TORCH = "2.11.0 2.13.0"
+OLDEST_PYTHON = "3.10"
+NEWEST_PYTHON = "3.13"
+
+TESTED_TORCH = {
+    "2.11.0": "3.6.0",
+    "2.12.0": "3.7.0",
+    "2.13.0": "3.9.0",
+    "2.14.1": "3.8.0",
+    "2.15.0": "3.9.0",
+}
+"""Releases of PyTorch, oldest first, each with the Triton that it was tested with."""
+TESTED_TRITON = ("3.6", "3.7", "3.8", "3.9")
+TESTED_PYTHON = ("3.10", "3.11", "3.12", "3.13")
+
+SUPPORTED_RELEASES = 5
+"""How many minor releases of PyTorch are supported: the newest that was tested and those before it."""
+
+NOT_WORKING = {
+    "PyTorch 2.10 and older": "`pip` refuses them: compiled graphs carry quantizers as values, which came with 2.11",
+    "Python 3.9 and older": "`pip` refuses them: the code has syntax of Python 3.10",
+    "PyTorch 2.11": "several threads that compile at the same time may crash the process; "
+    "so may loading one of two AOTInductor packages on a GPU",
+    "PyTorch 2.11 and 2.12": "an `autocast` entered inside a compiled checkpoint raises an error that says so",
+}
+"""What is known not to work, and why."""
+
+GPUS = {
+    (8, 0): ("A100", "not tried"),
+    (8, 9): ("L40S, RTX 40", "compiles"),
+    (9, 0): ("H100, H200", "runs"),
+    (10, 0): ("B200", "compiles"),
+    (10, 3): ("B300", "not tried"),
+    (12, 0): ("RTX 50", "compiles"),
+}
+"""Compute capabilities, each with some GPUs and what is known of the kernels there.
+
+runs: the GPU tests passed on one. compiles: every kernel compiles for it, on a machine without it. not tried: neither.
+"""

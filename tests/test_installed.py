@@ -1,0 +1,72 @@
+"""Versions, and whether they were tested; what a bug report shows."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+
+import narrowcast as nc
+from narrowcast import _installed
+from narrowcast._installed import gpu_standing, minor, versions, with_standing
+
+
+@pytest.mark.parametrize(
+    "version, expected",
+    [
+        ("2.15.0", "2.15"),
+        ("2.15.1+cu132", "2.15"),
+        ("3.9", "3.9"),
+        ("2.16.0a0+git1", ""),
+        ("2.16.0.dev2", ""),
+    ],
+)
+def test_the_minor_release_of_a_version(version: str, expected: str) -> None:
+    assert minor(version) == expected
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.14.0", "2.14.1", "2.15.3+cpu"])
+def test_a_patch_of_a_tested_release_is_tested(version: str) -> None:
+    assert with_standing(version, _installed.TESTED_TORCH) == f"{version}: tested"
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0", "2.15.0a0+git1234", "3.0.0.dev20270101", "12.15.0"])
+def test_other_releases_are_not(version: str) -> None:
+    assert with_standing(version, _installed.TESTED_TORCH) == f"{version}: not tested; 2.11 to 2.15 were"
+
+
+def test_an_absent_triton_says_what_runs_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_installed, "installed", lambda name: "")
+    assert versions()["triton"] == "not installed; the reference numerics run instead"
+
+
+def test_gpus() -> None:
+    assert [gpu_standing(c) for c in ((8, 0), (9, 0), (12, 0), (99, 9))] == [
+        "not tried", "runs", "compiles", "not tried",
+    ]  # fmt: skip
+
+
+def test_show_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("NARROWCAST_INLINE", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("NVIDIA_API_KEY", "secret")
+    monkeypatch.setenv("HOME_TORCH", "unrelated")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0) if index else (8, 0))
+    assert nc.show_versions() is None
+    lines = capsys.readouterr().out.splitlines()
+    facts = {line.split("  ")[0]: line for line in lines}
+    assert lines[0].split()[:2] == ["python", platform.python_version() + ":"]
+    for name, text in {
+        "torch": torch.__version__,
+        "narrowcast": nc.__version__,
+        "gpu 0": "GPU 0, sm_80: not tried",
+        "gpu 1": "GPU 1, sm_90: runs",
+        "NARROWCAST_INLINE": "0",
+        "CUDA_VISIBLE_DEVICES": "3",
+    }.items():
+        assert facts[name].removeprefix(name).strip().startswith(text)
+    assert "secret" not in "".join(lines) and "unrelated" not in "".join(lines)
