@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 from modules import LAYERS, Operators, run_layer
 from torch import Tensor, nn
 
+import narrowcast as nc
 from narrowcast.functional import kept_weights
 from narrowcast.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 
@@ -57,7 +59,49 @@ def vector(weight: Any) -> None:
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([weight]) * 2, [weight])
 
 
-CHANGES = [optimizer_step, edit, assign_data, assign_data_twice, set_, vector]
+def fused_step(weight: Any) -> None:
+    """It writes without raising a version."""
+    weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW([weight], lr=0.5, fused=True).step()
+
+
+def fused_sgd(weight: Any) -> None:
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=0.5, fused=True).step()
+
+
+def step_of_a_master(weight: Any) -> None:
+    """As Megatron's distributed optimizer and Apex's master weights do."""
+    master = nn.Parameter(weight.detach().clone())
+    master.grad = torch.ones_like(master)
+    torch.optim.SGD([master], lr=0.5).step()
+    weight.data.copy_(master.data)
+
+
+def write_data(weight: Any) -> None:
+    weight.data.mul_(2)
+
+
+def write_one_element(weight: Any) -> None:
+    """The largest, so that a scale of its own amax changes."""
+    weight.data.view(-1)[3] = 9.0
+
+
+def write_numpy(weight: Any) -> None:
+    weight.detach().numpy()[...] *= 2
+
+
+def write_storage(weight: Any) -> None:
+    storage = weight.untyped_storage()
+    values = torch.empty(0, dtype=weight.dtype).set_(storage)
+    storage.copy_((values * 2).untyped_storage())
+
+
+SEEN_ON_A_CPU = [write_data, write_one_element, write_numpy, write_storage]
+CHANGES = [
+    *(optimizer_step, edit, assign_data, assign_data_twice, set_, vector),
+    *(fused_step, fused_sgd, step_of_a_master, *SEEN_ON_A_CPU),
+]
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -71,6 +115,99 @@ def test_a_later_microbatch_sees_a_changed_weight(change: Any, name: str) -> Non
     assert torch.equal(run(layer, x, False), after)
 
 
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_square_weight_that_was_transposed_in_place_is_seen(recipe: Any) -> None:
+    layer, x = nc.Linear(32, 32, device="cpu", recipe=recipe), torch.randn(8, 32)
+    before = run(layer, x, True)
+    layer.weight.data = layer.weight.data.t()
+    after = run(layer, x, False)
+    assert torch.equal(after, run(layer, x)) and not torch.equal(after, before)
+
+
+def test_a_transformer_layer_sees_a_fused_step() -> None:
+    layer = nc.TransformerLayer(
+        32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu", recipe=RECIPES["current"]
+    )
+    x = torch.randn(4, 2, 32)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5, fused=True)
+    before = layer(x, is_first_microbatch=True)
+    before.sum().backward()
+    optimizer.step()
+    after = layer(x, is_first_microbatch=False)
+    assert torch.equal(after, layer(x)) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "closure"])
+def test_a_step_is_seen_however_it_is_taken(way: str) -> None:
+    layer, x = LAYERS["linear"](recipe=RECIPES["current"]), torch.randn(8, 32)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5, fused=True)
+    step = torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step
+
+    def loss() -> Tensor:
+        y = run(layer, x).sum()
+        y.backward()
+        return y
+
+    for _ in range(4):
+        before = run(layer, x, True)
+        step(loss) if way == "closure" else (loss(), step())
+        after = run(layer, x, False)
+        assert torch.equal(after, run(layer, x)) and not torch.equal(after, before)
+        assert torch.equal(run(layer, x, False), after)
+
+
+def test_counting_steps_guards_no_compiled_step() -> None:
+    layer, x = LAYERS["linear"](recipe=RECIPES["current"]), torch.randn(8, 32)
+    optimizer = nc.optimizers.FusedAdam(layer.parameters(), capturable=True)
+    run(layer, x).sum().backward()
+    optimizer.step()
+    counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step = torch.compile(optimizer.step, backend=counted, fullgraph=True)
+    for _ in range(3):
+        before = kept_weights._STEPS.count()
+        step()
+        assert kept_weights._STEPS.count() == before + 1
+    assert counted.frame_count == 1
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_compiled_code_refuses_a_weight_of_an_untold_write(name: str) -> None:
+    layer, x = LAYERS[name](recipe=RECIPES["current"]), torch.randn(8, 32)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for change in (fused_step, step_of_a_master, *SEEN_ON_A_CPU):
+            run(layer, x, True, forward)
+            change(last_weight(layer))
+            with pytest.raises(RuntimeError, match="since is_first_microbatch=True"):
+                run(layer, x, False, forward)
+            assert torch.equal(run(layer, x, True, forward), run(layer, x))
+            assert torch.equal(run(layer, x, False, forward), run(layer, x))
+
+
+def test_a_write_that_was_told_of_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/compile.md names for kernels of users on a GPU, where bytes are not compared."""
+    monkeypatch.setattr(kept_weights, "_checksum", lambda weight: None)
+    layer, x = LAYERS["linear"](recipe=RECIPES["current"]), torch.randn(8, 32)
+    before = run(layer, x, True)
+    write_data(layer.weight)
+    assert torch.equal(run(layer, x, False), before)
+    torch.autograd.graph.increment_version(layer.weight)
+    assert torch.equal(run(layer, x, False), run(layer, x))
+
+
+def test_without_a_step_the_same_buffers_serve() -> None:
+    layer, x = LAYERS["linear"](recipe=RECIPES["current"]), torch.randn(8, 32)
+    run(layer, x, True)
+    kept = layer._fp8_workspaces["weight"][1]
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    for _ in range(2):
+        run(layer, x, False).sum().backward()
+    assert layer._fp8_workspaces["weight"][1] is kept
+    optimizer.step()
+    run(layer, x, False)
+    assert layer._fp8_workspaces["weight"][1] is not kept
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_compiled_code_refuses_a_changed_weight(name: str) -> None:
     layer, x = LAYERS[name](recipe=RECIPES["current"]), torch.randn(8, 32, requires_grad=True)
@@ -81,7 +218,7 @@ def test_compiled_code_refuses_a_changed_weight(name: str) -> None:
     sum(y.sum() for y in ours).backward()  # type: ignore[union-attr]
     for change in (edit, assign_data):
         change(last_weight(layer))
-        with pytest.raises(RuntimeError, match="changed since is_first_microbatch=True"):
+        with pytest.raises(RuntimeError, match="since is_first_microbatch=True"):
             run(layer, x, False, forward)
         assert torch.equal(run(layer, x, True, forward), run(layer, x))
         assert torch.equal(run(layer, x, False, forward), run(layer, x))
@@ -133,9 +270,7 @@ def test_what_is_gone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = LAYERS["linear"](recipe=RECIPES["current"]), torch.randn(8, 32)
     for _ in range(4):
         run(layer, x, True)
-    assert len(kept_weights._MADE_FROM) <= 2 + sum(
-        not kept.expired() for kept, _ in kept_weights._MADE_FROM.values()
-    )
+    assert len(kept_weights._MADE_FROM) <= 2 + sum(not kept.expired() for kept in kept_weights._MADE_FROM)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")

@@ -29,7 +29,7 @@ from .grouped_quantize import (
     operand_of,
     splits_on_device,
 )
-from .kept_weights import is_current, kept_weight, note_kept
+from .kept_weights import WeightsNote, are_unchanged, is_current, kept_weight, note_kept, note_weights
 from .moe import moe_collect, moe_collect_backward, moe_positions, moe_spread
 from .norm import (
     norm,
@@ -63,12 +63,14 @@ __all__ = [
     "GemmOperand",
     "NativeOperand",
     "QuantizerValue",
+    "WeightsNote",
     "act",
     "act_backward",
     "act_backward_quantize",
     "act_quantize",
     "adam_",
     "amax_to_share",
+    "are_unchanged",
     "calibrate_",
     "cross_entropy_gradient",
     "cross_entropy_statistics",
@@ -100,6 +102,7 @@ __all__ = [
     "norm_backward_quantize",
     "norm_quantize",
     "note_kept",
+    "note_weights",
     "observe",
     "operand_of",
     "pad_rows",

@@ -1,52 +1,121 @@
 """Quantized weights kept for several microbatches: a note of what they were made from, to find out when they are old.
 
-A weight has changed when it has another storage, another place in its storage, or another version: optimizer steps,
-in-place edits, ``set_`` and assignments to ``.data`` are all noticed. Writes through ``weight.data`` itself, or through
-the vector that ``vector_to_parameters`` takes apart, raise no version, and PyTorch leaves no other trace of them.
+A weight has changed when it has another storage, place, shape, stride or version, when an optimizer has stepped, or, on
+a CPU, when its bytes are others. Optimizers count by their steps, for fused ones write without raising a version. Any
+optimizer's step counts for every weight: those that keep master weights copy them to parameters that they do not own.
+
+On a GPU some writes leave no trace: through ``weight.data``, through its storage, by a kernel or collective that is
+given either, and by the replay of a CUDA graph. Finding them would take a pass over the weight, half of what quantizing
+it takes. ``torch.autograd.graph.increment_version(weight)`` tells of such a write.
 """
 
 from __future__ import annotations
 
+import ctypes
+import zlib
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .._tracing import PLAIN
 from ._library import define
 
-# Storage of a kept buffer -> (itself, what its weights were). The references keep addresses from being given out again.
-_MADE_FROM: dict[int, tuple[StorageWeakRef, list[tuple[StorageWeakRef, int, int]]]] = {}
+
+class _Steps:
+    """How many times optimizers were found to have stepped."""
+
+    stepped = False
+    """Whether one has since ``seen``. A compiled step writes this and reads nothing, so no graph is guarded on it."""
+    seen = 0
+
+    def count(self) -> int:
+        if self.stepped:
+            self.stepped = False
+            self.seen += 1
+        return self.seen
+
+
+_STEPS = _Steps()
+
+
+def _note_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    _STEPS.stepped = True
+
+
+register_optimizer_step_post_hook(_note_step)
+
+
+class WeightsNote(NamedTuple):
+    """What some weights were when :func:`note_weights` looked."""
+
+    storages: list[StorageWeakRef]
+    """They keep the addresses of storages from being given out again."""
+    states: list[tuple[Any, ...]]
+    steps: int
+
+
+def note_weights(weights: list[Tensor]) -> WeightsNote | None:
+    """Note which weights these are and what is in them; None of inference tensors, which have no versions."""
+    if any(weight.is_inference() for weight in weights):
+        return None
+    storages = [StorageWeakRef(weight.untyped_storage()) for weight in weights]
+    return WeightsNote(storages, [_state(weight) for weight in weights], _STEPS.count())
+
+
+def are_unchanged(weights: list[Tensor], note: WeightsNote | None) -> bool:
+    """Whether these are the weights of a note, as they were then."""
+    return (
+        note is not None
+        and note.steps == _STEPS.count()
+        and len(note.states) == len(weights)
+        and all(
+            not weight.is_inference()
+            and storage == StorageWeakRef(weight.untyped_storage())
+            and state == _state(weight)
+            for storage, state, weight in zip(note.storages, note.states, weights)
+        )
+    )
+
+
+def _state(weight: Tensor) -> tuple[Any, ...]:
+    layout = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+    return *layout, weight._version, _checksum(weight)
+
+
+def _checksum(weight: Tensor) -> int | None:
+    """Of the bytes of a tensor on a CPU, where ``numpy()`` hands them out; None elsewhere."""
+    if type(weight) not in PLAIN or weight.device.type != "cpu" or not weight.numel():
+        return None
+    dense = weight.detach().contiguous()
+    return zlib.crc32((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()))
+
+
+# Storage of a kept buffer -> what its weights were. The references keep addresses from being given out again.
+_MADE_FROM: dict[StorageWeakRef, WeightsNote] = {}
 _MANY = 1024
 
 
 def note_kept(buffer: Tensor, weights: list[Tensor]) -> None:
     """Note which weights, in which versions, a buffer was made from; inference tensors have none and are not noted."""
     if len(_MADE_FROM) >= _MANY:
-        for key, (kept, _) in list(_MADE_FROM.items()):
+        for kept in list(_MADE_FROM):
             if kept.expired():
-                _MADE_FROM.pop(key, None)
-    if not any(weight.is_inference() for weight in weights):
-        of_weights = [
-            (StorageWeakRef(weight.untyped_storage()), weight.data_ptr(), weight._version)
-            for weight in weights
-        ]
-        kept = StorageWeakRef(buffer.untyped_storage())
-        _MADE_FROM[kept.cdata] = kept, of_weights
+                _MADE_FROM.pop(kept, None)
+    note = note_weights(weights)
+    if note is not None:
+        _MADE_FROM[StorageWeakRef(buffer.untyped_storage())] = note
 
 
 def is_current(buffer: Tensor, weights: list[Tensor]) -> bool:
-    """Whether a buffer was made from these weights in their present versions, and may be used here.
+    """Whether a buffer was made from these weights as they are now, and may be used here.
 
     A buffer that was made in inference mode may only be used in inference mode.
     """
-    noted = _MADE_FROM.get(buffer.untyped_storage()._cdata)
-    if noted is None or not _usable(buffer):
-        return False
-    return len(noted[1]) == len(weights) and all(
-        not weight.is_inference()
-        and storage.cdata == weight.untyped_storage()._cdata
-        and (address, version) == (weight.data_ptr(), weight._version)
-        for (storage, address, version), weight in zip(noted[1], weights)
-    )
+    note = _MADE_FROM.get(StorageWeakRef(buffer.untyped_storage()))
+    return _usable(buffer) and are_unchanged(weights, note)
 
 
 def _usable(buffer: Tensor) -> bool:
@@ -55,11 +124,12 @@ def _usable(buffer: Tensor) -> bool:
 
 def _kept_weight(weights: list[Tensor], buffer: Tensor, first: bool) -> Tensor:
     # the replay of a CUDA graph runs no Python, so nothing was noted of what it made
-    unknown = buffer.untyped_storage()._cdata not in _MADE_FROM and _usable(buffer)
+    unknown = StorageWeakRef(buffer.untyped_storage()) not in _MADE_FROM and _usable(buffer)
     if not (first or unknown or is_current(buffer, weights)):
         raise RuntimeError(
-            "a weight was changed since is_first_microbatch=True quantized it, or that was under inference mode; pass "
-            "True for the first microbatch after each change (compiled code cannot tell to quantize it again)"
+            "a weight was changed, or an optimizer has stepped, since is_first_microbatch=True quantized it, or that "
+            "was under inference mode; pass True for the first microbatch after each change (compiled code cannot tell "
+            "to quantize it again)"
         )
     out = buffer.clone()
     if first:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from ..functional import WeightsNote, are_unchanged, note_weights
 from ..layers import DelayedLayer, LinearLayer, mark_added_to_main_grad
 from ..state import register_random_states
 from .arguments import check_call, check_leaves, flat
@@ -84,6 +85,7 @@ class Captured:
         self.replay_backward: Callable[[], None] = _nothing
         self.replay_weights: Callable[[], None] = _nothing
         self.kept_weights: Any = None  # held, for the graph reads them
+        self.weights_note: WeightsNote | None = None  # of what they were made from
         self.outputs: list[Any] = []
         self.grad_outputs: list[Tensor | None] = []
         self.grads: list[Tensor | None] = []
@@ -154,8 +156,11 @@ class Captured:
         leaves, spec = flat(args, kwargs)
         check_call(leaves, spec, self.leaves, self.spec)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if self.keeps_weights and first is not False:
-            self.replay_weights()
+        if self.keeps_weights:
+            weights = [part for linear in self.linears for part in linear.kept_parameters()]
+            if first is not False or not are_unchanged(weights, self.weights_note):
+                self.replay_weights()
+                self.weights_note = note_weights(weights)
         results = iter(_Graphed.apply(self, first is True, clone_grads, *inputs, *self.parameters))
         filled = [next(results) if isinstance(out, Tensor) else out for out in self.outputs]
         return pytree.tree_unflatten(filled, self.output_spec)

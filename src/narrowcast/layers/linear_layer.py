@@ -360,6 +360,11 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         self._fp8_workspaces[name] = (operand.value, buffers)
         return buffers
 
+    def kept_parameters(self) -> list[Tensor]:
+        """Parameters that kept weights are made from."""
+        parts = [part for stage in self._stages for part in self._parts_of(stage.weight)]
+        return [part for part in parts if not isinstance(part, (GroupedTensor, QuantizedTensor))]
+
     @torch.no_grad()
     def refresh_kept_weights(self) -> list[OperandBuffers]:
         """Quantize the kept weights once more, into the buffers that they have, which a CUDA graph reads.
