@@ -191,3 +191,38 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match="no space"):
         nc.export(stack(32, 32), tmp_path / "out", format="bf16")
     assert not list(tmp_path.iterdir())
+
+
+class Tied(nn.Module):
+    """Tied embeddings, and a buffer that is a view of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(64, 128), nn.Linear(128, 128)
+        self.head = nn.Linear(128, 64, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.arange(8.0))
+        self.register_buffer("part", self.table[2:4])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("format", ["compressed-tensors", "bf16"])
+def test_what_is_tied_is_written_once(format: str, dtype: Any, tmp_path: Path) -> None:
+    model = Tied()
+    nc.convert(model, QUANTIZED["current"], only="body")
+    written = nc.export(model, tmp_path / "out", format=format, dtype=dtype)
+    file = written.path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    assert "head.weight" not in tensors
+    assert torch.equal(
+        tensors["embed.weight"].float(), model.embed.weight.to(tensors["embed.weight"].dtype).float()
+    )
+    assert tensors["part"].tolist() == [2.0, 3.0] and tensors["table"].tolist() == list(range(8))
+    with safetensors.safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    assert written.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if format != "bf16":
+        again = Tied()
+        nc.load_quantized(again, written.path)
+        assert again.head.weight is again.embed.weight
+        assert torch.equal(again.embed.weight.to(tensors["embed.weight"].dtype), tensors["embed.weight"])

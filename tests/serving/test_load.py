@@ -111,3 +111,190 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         nc.load_quantized(model, path)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(type(layer) is nn.Linear for layer in model)
+
+
+# -- files that are not what they should be ----------------------------------------------------------------------------
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    config = path / "config.json"
+    content = json.loads(config.read_text())
+    content["quantization_config"].update(changes)
+    config.write_text(json.dumps(content))
+
+
+def unchanged(model: Any, path: Path, match: str, error: type[Exception] = ValueError) -> None:
+    """The load raises, and leaves every value, class and file as it was."""
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(error, match=match):
+        nc.load_quantized(model, path)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(type(layer) is nn.Linear for layer in model)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.0, -1.0])
+def test_scales_that_decode_to_nothing_are_refused(name: str, scale: float, tmp_path: Path) -> None:
+    _, path = saved(name, tmp_path)
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    key = next(key for key in sorted(tensors, reverse=True) if "_scale" in key)
+    tensors[key].view(-1)[-1] = scale
+    safetensors.torch.save_file(tensors, path / "model.safetensors")
+    unchanged(stack(160, 224, 96), path, "must be finite and positive")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e5m2, torch.int32, torch.bool])
+def test_codes_without_scales_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Their values are codes: cast, they would be wrong weights."""
+    _, path = saved("current", tmp_path)
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    for key in ("1.weight", "0.bias"):
+        changed = dict(tensors)
+        changed[key] = torch.ones(changed[key].shape).to(dtype)
+        changed.pop(f"{key}_scale", None)
+        safetensors.torch.save_file(changed, path / "model.safetensors")
+        unchanged(stack(160, 224, 96), path, rf"'{key}' is {dtype} in the checkpoint, torch.bfloat16")
+
+
+def test_a_checkpoint_without_fp8_weights_changes_nothing(tmp_path: Path) -> None:
+    _, path = saved("current", tmp_path)
+    plain = {key: torch.ones_like(value) for key, value in stack(160, 224, 96).state_dict().items()}
+    safetensors.torch.save_file(plain, path / "model.safetensors")
+    unchanged(stack(160, 224, 96), path, "no weight in FP8")
+
+
+def test_a_layer_that_cannot_be_converted_changes_nothing(tmp_path: Path) -> None:
+    _, path = saved("current", tmp_path)
+    model = stack(160, 224, 96)
+    model[1].forward = model[1].forward
+    unchanged(model, path, r"'1' of the model cannot be converted: its forward was replaced")
+    tied = stack(160, 224, 96)
+    tied.again = nn.Linear(224, 96)
+    tied.again.weight = tied[1].weight
+    unchanged(tied, path, "'1' of the model cannot be converted: its weight is tied")
+
+
+def split(path: Path) -> dict[str, str]:
+    """A checkpoint of two files and an index, beside a file of an earlier one."""
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    files = {"a.safetensors": {}, "b.safetensors": {}}  # type: ignore[var-annotated]
+    for key, value in tensors.items():
+        files["a.safetensors" if key.startswith("0.") else "b.safetensors"][key] = value
+    for file, content in files.items():
+        safetensors.torch.save_file(content, path / file)
+    stale = {key: torch.full_like(value.float(), -2.0).to(value.dtype) for key, value in tensors.items()}
+    safetensors.torch.save_file(stale, path / "model.safetensors")
+    safetensors.torch.save_file(stale, path / "z.safetensors")
+    named = {key: file for file, content in files.items() for key in content}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    return named
+
+
+def test_the_index_says_which_files_are_read(tmp_path: Path) -> None:
+    model, path = saved("block", tmp_path)
+    named = split(path)
+    index = path / "model.safetensors.index.json"
+    again = stack(160, 224, 96)
+    nc.load_quantized(again, path)
+    x = torch.randn(8, 160, device=DEVICE, dtype=torch.bfloat16)
+    assert torch.equal(again(x), model(x))
+    index.unlink()
+    unchanged(stack(160, 224, 96), path, r"has '\S+' in a.safetensors and in model.safetensors, and no")
+    wrong = {
+        "which b.safetensors does not have": {**named, "more": "b.safetensors"},
+        "has no c.safetensors, which": {**named, "0.weight": "c.safetensors"},
+        r"in '../x/b.safetensors', which is no safetensors file": {**named, "0.weight": "../x/b.safetensors"},
+        r"in 3, which is no safetensors file": {**named, "0.weight": 3},
+        "no weight_map": {},
+    }
+    for match, weight_map in wrong.items():
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        missing = FileNotFoundError if "has no c." in match else ValueError
+        unchanged(stack(160, 224, 96), path, match, missing)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_no_value_stays_in_the_file(meta: bool, tmp_path: Path) -> None:
+    """A weight that is mapped changes with the file, and a file cut short ends the process (SIGBUS)."""
+    model, path = saved("block", tmp_path)
+    file = path / "model.safetensors"
+    again = stack(160, 224, 96)
+    again.register_buffer("more", torch.zeros(3, device=DEVICE))
+    tensors = {**safetensors.torch.load_file(file), "more": torch.ones(3)}
+    safetensors.torch.save_file(tensors, file)
+    again = again.to("meta") if meta else again
+    nc.load_quantized(again, path)
+    with file.open("r+b") as opened:
+        opened.write(b"\0" * file.stat().st_size)
+    again.to(DEVICE)
+    x = torch.randn(8, 160, device=DEVICE, dtype=torch.bfloat16)
+    assert torch.equal(again[0](x), model[0](x)) and torch.equal(again[:2](x), model(x))
+    assert again.more.eq(1).all()
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "config, match",
+    [
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "load_quantized reads FP8"),
+        (
+            {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}},
+            "load_quantized reads FP8",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": 3}},
+            "load_quantized reads FP8",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {"a": {"weights": {}}},
+            },
+            "load_quantized reads FP8",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "load_quantized reads FP8"),
+        ({"quant_method": "fp8", "weight_block_size": {"a": 1}}, "load_quantized reads FP8"),
+        ("fp8", "load_quantized reads FP8"),
+        ([1], "load_quantized reads FP8"),
+        (3, "load_quantized reads FP8"),
+        ("x" * 10_000, r"x\.\.\.; load_quantized reads"),
+    ],
+)
+def test_configs_of_other_forms_are_refused(config: Any, match: str, tmp_path: Path) -> None:
+    _, path = saved("current", tmp_path)
+    (path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    unchanged(stack(160, 224, 96), path, match)
+
+
+@pytest.mark.parametrize(
+    "text, match",
+    [("[]", "is a JSON list"), ("{", "is no JSON"), (DEEP, "is no JSON"), ("\udcff", "is no JSON")],
+)
+def test_configs_that_are_no_objects_are_refused(text: str, match: str, tmp_path: Path) -> None:
+    _, path = saved("current", tmp_path)
+    (path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    unchanged(stack(160, 224, 96), path, match)
+
+
+def test_files_without_end_are_not_read(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors.index.json"):
+        _, path = saved("current", tmp_path / name)
+        (path / name).unlink(missing_ok=True)
+        (path / name).symlink_to("/dev/zero")
+        unchanged(stack(160, 224, 96), path, f"{name} is no file of at most")
+        (path / name).unlink()
+        with (path / name).open("wb") as file:
+            file.truncate(2**33)
+        unchanged(stack(160, 224, 96), path, f"{name} is no file of at most")
+
+
+def test_a_damaged_file_of_tensors_is_refused(tmp_path: Path) -> None:
+    _, path = saved("current", tmp_path)
+    file = path / "model.safetensors"
+    content = file.read_bytes()
+    for damaged in (content[:-10], content[:4], b"\xff" * 8 + content[8:], b"\x80\x04N."):
+        file.write_bytes(damaged)
+        unchanged(stack(160, 224, 96), path, "is damaged or no safetensors file")

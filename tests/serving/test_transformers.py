@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from recipes import QUANTIZED
 
@@ -80,3 +81,24 @@ def test_a_checkpoint_loads_for_lora_without_a_round_trip(tmp_path: Path) -> Non
     )
     nc.load_quantized(again, path)
     assert torch.equal(again(WORDS).logits, model(WORDS).logits)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_tied_embeddings_are_written_as_transformers_writes_them(dtype: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**CONFIG, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config).float()
+    model.save_pretrained(tmp_path / "theirs")
+    nc.convert(model, QUANTIZED["current"])
+    path = nc.export(
+        model, tmp_path / "out", format="bf16" if dtype else "compressed-tensors", dtype=dtype
+    ).path
+    ours, theirs = (
+        safetensors.torch.load_file(folder / "model.safetensors") for folder in (path, tmp_path / "theirs")
+    )
+    assert "lm_head.weight" not in ours and "model.embed_tokens.weight" in ours
+    assert {key for key in ours if not key.endswith("_scale")} == set(theirs)
+    if dtype:
+        again = transformers.AutoModelForCausalLM.from_pretrained(path)
+        assert again.lm_head.weight is again.model.embed_tokens.weight
+        assert torch.equal(again.lm_head.weight, model.model.embed_tokens.weight.to(dtype))

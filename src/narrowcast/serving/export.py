@@ -76,8 +76,9 @@ def export(
     """Write a model as safetensors with a ``quantization_config``, its weights as the training GEMMs read them.
 
     A model of Transformers writes its own files beside (``config.json``, ``generation_config.json``); of another one,
-    ``config.json`` holds the ``quantization_config`` alone. Weights that are tied, grouped, fused of parts or of layers
-    without a recipe stay in high precision, and stand in the config's list of those and in the result.
+    ``config.json`` holds the ``quantization_config`` alone. A tied tensor is written once, under the name
+    that Transformers keeps; of other models, under its first name. Weights that are tied, grouped, fused of parts or of
+    layers without a recipe stay in high precision, and stand in the config's list of those and in the result.
 
     Args:
         path: a folder that does not exist yet, or is empty; it appears when it is whole.
@@ -100,7 +101,7 @@ def export(
     _safetensors()
     dtype = torch.bfloat16 if format == "bf16" and dtype is None else dtype
     state = _plain_state(model, dtype)
-    before = _bytes(state)
+    before = _bytes(_each_once(state)[0])
     uses = uses_of_parameters(model)
     weights: list[ExportedWeight] = []
     modules: dict[str, WeightFormat] = {}
@@ -124,7 +125,7 @@ def export(
     if kind.weights:
         config = fine_grained_config(kept) if kind.fine_grained else compressed_tensors_config(modules, kept)
     state = {key: tensor.contiguous() for key, tensor in state.items()}
-    exported = Exported(path, format, tuple(weights), _bytes(state), before)
+    exported = Exported(path, format, tuple(weights), _bytes(_each_once(state)[0]), before)
     _write(model, path, state, config)
     return exported
 
@@ -145,13 +146,37 @@ def _plain_state(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tenso
         if isinstance(module, DelayedLayer)
         for own in module._state_names()
     }
-    state = {}
-    for key, value in model.state_dict().items():
+    state, made = {}, {}
+    for key, value in model.state_dict(keep_vars=True).items():
         if key in left_out or key.endswith(EXTRA_STATE) or not isinstance(value, Tensor):
             continue
-        value = value.dequantize() if isinstance(value, QuantizedTensor) else value.detach()
-        state[key] = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+        if id(value) not in made:  # what is tied stays one tensor
+            plain = value.detach()
+            plain = plain.dequantize() if isinstance(plain, QuantizedTensor) else plain
+            plain = plain.to(dtype) if dtype is not None and plain.is_floating_point() else plain
+            made[id(value)] = plain.contiguous()
+        state[key] = made[id(value)]
     return state
+
+
+def _each_once(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a state with tied tensors under their first name alone, and the names left out with that name.
+
+    Other tensors that share memory are copied: safetensors writes none that do.
+    """
+    once: dict[str, Tensor] = {}
+    names: dict[tuple[Any, ...], str] = {}
+    aliases, storages = {}, set()
+    for key, tensor in state.items():
+        storage = tensor.untyped_storage().data_ptr()
+        place = (storage, tensor.storage_offset(), tensor.shape, tensor.dtype)
+        if tensor.numel() and place in names:
+            aliases[key] = names[place]
+            continue
+        names[place] = key
+        once[key] = tensor.clone() if tensor.numel() and storage in storages else tensor
+        storages.add(storage)
+    return once, aliases
 
 
 def _why_not(found: Found, weight: Weight, kind: CheckpointFormat, uses: Counter[int]) -> str:
@@ -226,7 +251,9 @@ def _write(model: Any, path: Path, state: dict[str, Tensor], config: dict[str, A
         if hasattr(model, "save_pretrained"):
             model.save_pretrained(folder, state_dict=state)
         else:
-            _safetensors().save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+            once, aliases = _each_once(state)
+            # as safetensors.torch.save_model tells which names it left out
+            _safetensors().save_file(once, folder / "model.safetensors", metadata={"format": "pt", **aliases})
         file = folder / "config.json"
         content = json.loads(file.read_text()) if file.exists() else {}
         content.pop("quantization_config", None)
