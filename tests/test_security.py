@@ -146,10 +146,57 @@ def test_buffers_that_are_too_small_are_refused(name: str) -> None:
         rebuild_quantized_tensor(dict, {}, False)  # type: ignore[arg-type]
 
 
-def test_recipes_of_json_are_data() -> None:
-    for text in ('{"": {"type": "os.system"}}', '{"": {"type": "CustomRecipe", "qfactory": "print"}}'):
-        with pytest.raises((ValueError, TypeError), match="recipe type|CustomRecipe"):
-            nc.recipe.recipes_from_json(text)
+DELAYED = '{"": {"type": "DelayedScaling", %s}}'
+CURRENT = '{"": {"type": "Float8CurrentScaling", %s}}'
+QPARAMS = CURRENT % '"fp8_quant_fwd_inp": {"type": "QParams", "amax_epsilon": %s}'
+
+
+@pytest.mark.parametrize(
+    "text, match",
+    [
+        ('{"": {"type": "os.system"}}', "has recipe type 'os.system'; use one of"),
+        ('{"": {"type": "Recipe"}}', "has recipe type 'Recipe'; use one of"),
+        ('{"": {"type": ["x"]}}', r"has recipe type \['x'\]; use one of"),
+        ('{"": 3}', "has recipe type None; use one of"),
+        (DELAYED % '"amax_history_len": 1000000000000', "it may be 1 to 1048576"),
+        (DELAYED % '"amax_history_len": 1.5', "amax_history_len is 1.5; use a int"),
+        (DELAYED % '"amax_history_len": true', "amax_history_len is True; use a int"),
+        (DELAYED % '"margin": 100000000000', "it may be -126 to 126"),
+        (DELAYED % '"amax_compute_algo": []', r"amax_compute_algo is \[\]; use a str"),
+        (DELAYED % '"amax_compute_algo": "print"', "amax_compute_algo is 'print'"),
+        (DELAYED % '"margin": 1, "margin": 2', "'margin' stands in an object twice"),
+        ('{"a": null, "a": {"type": "MXFP8BlockScaling"}}', "'a' stands in an object twice"),
+        (DELAYED % '"fp8_format": "E9"', "fp8_format is 'E9'; use one of"),
+        (DELAYED % '"fp8_format": {"a": 1}', "fp8_format is {'a': 1}; use one of"),
+        (DELAYED % '"no": 1', "DelayedScaling has no field 'no'"),
+        (QPARAMS % "NaN", "NaN is no number of JSON"),
+        (QPARAMS % "-Infinity", "Infinity is no number of JSON"),
+        (QPARAMS % "1e999", "amax_epsilon is inf; use a int or float"),
+        (QPARAMS % "-1", "amax_epsilon is -1; use a finite number"),
+        (QPARAMS % '"x"', "amax_epsilon is 'x'; use a int or float"),
+        (CURRENT % '"fp8_quant_fwd_inp": 3', "use an object with the type 'QParams'"),
+        (CURRENT % '"fp8_quant_fwd_inp": {"type": "MMParams"}', "is MMParams; use QParams"),
+        (
+            CURRENT % '"fp8_quant_fwd_inp": {"type": "x"}',
+            r"has type 'x'; use one of \['MMParams', 'QParams'\]",
+        ),
+        (CURRENT % '"fp8_quant_fwd_inp": {"a": 1}', r"has type None; use one of"),
+        (CURRENT % '"fp8_gemm_fprop": null', "use an object with the type 'MMParams'"),
+        ("[]", "the recipes are a JSON list"),
+        ("{", "the recipes are no JSON"),
+        ("[" * 100_000, "the recipes are no JSON"),
+        ('{"a":' * 100_000, "the recipes are no JSON"),
+        (" " * (2**24 + 1), "more than the 16777216 that are read"),
+    ],
+)
+def test_recipes_of_json_are_data(text: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        nc.recipe.recipes_from_json(text)
+
+
+def test_recipes_with_functions_have_no_json() -> None:
+    with pytest.raises(TypeError, match="CustomRecipe has no JSON"):
+        nc.recipe.recipes_from_json('{"": {"type": "CustomRecipe", "qfactory": "print"}}')
 
 
 # -- checkpoints of torch.distributed.checkpoint -----------------------------------------------------------------------

@@ -610,3 +610,35 @@ def test_a_recipe_equal_to_an_earlier_one_compiles() -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         compiled(torch.randn(4, 32)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("scale_fwd", float("nan")),
+        ("scale_fwd", 0.0),
+        ("scale_bwd", -1.0),
+        ("scale_bwd", float("inf")),
+        ("amax_fwd", -1.0),
+        ("amax_history_bwd", -2.0),
+    ],
+)
+@pytest.mark.parametrize("known", [False, True])
+def test_state_that_no_layer_has_is_refused_by_name(name: str, value: float, known: bool) -> None:
+    model = built()
+    model(torch.randn(16, 32)).sum().backward()
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    key = next(key for key in state if key.endswith(f"last.{name}"))
+    state[key].view(-1)[-1] = value
+    again = built() if known else Net()
+    with pytest.raises(RuntimeError, match=rf"{key} holds {value}; a checkpoint's scales are finite"):
+        again.load_state_dict(state)
+
+
+def test_an_amax_that_overflowed_is_loaded() -> None:
+    model = built()
+    model(torch.randn(16, 32)).sum().backward()
+    state = model.state_dict()
+    state["last.amax_history_bwd"][1] = float("inf")
+    state["last.amax_bwd"][0] = float("nan")
+    built().load_state_dict(state)

@@ -356,6 +356,11 @@ class DelayedLayer(RecipeOwner):
             if tensor.shape != wanted:
                 shape = f"(rows, {width})" if "history" in key else f"({width},)"
                 return [f"{prefix + key} has shape {tuple(tensor.shape)}; this layer keeps {shape}"]
+            wrong = _wrong_value(key, tensor)
+            if wrong is not None:
+                return [
+                    f"{prefix + key} holds {wrong}; a checkpoint's scales are finite and positive, amax not negative"
+                ]
         for key, tensor in saved.items():
             ours = self._buffers[key]
             if ours is None or ours.shape != tensor.shape:
@@ -386,6 +391,14 @@ class DelayedLayer(RecipeOwner):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._prepare_for_recipe()
+
+
+def _wrong_value(name: str, saved: Tensor) -> float | None:
+    """Return a value that no state has, such as a NaN scale; an amax may be NaN or infinite, as gradients are."""
+    if saved.is_meta:
+        return None
+    wrong = saved < 0 if "amax" in name else ~(saved.isfinite() & (saved > 0))
+    return saved[wrong][0].item() if wrong.any() else None
 
 
 _States = tuple[DelayedSlots | None, DelayedSlots | None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,21 +23,45 @@ def recipes_to_json(recipes: Mapping[str, Recipe | None]) -> str:
     return json.dumps({pattern: _described(recipe) for pattern, recipe in recipes.items()}, indent=2)
 
 
+LARGEST_TEXT = 2**24  # characters
+_BOUNDS = {"amax_history_len": (1, 2**20), "margin": (-126, 126)}
+
+
 def recipes_from_json(text: str) -> dict[str, Recipe | None]:
     """The table that :func:`recipes_to_json` wrote.
 
     Raises:
-        ValueError: no JSON object, an unknown recipe or field, or a value that the recipe refuses.
+        ValueError: no JSON object, one that names a key twice or has numbers that are not finite, an unknown recipe or
+            field, or a value that the recipe refuses. The text may have 2**24 characters, an
+            ``amax_history_len`` 2**20 rows, which layers allocate, and a ``margin`` is from -126 to 126.
     """
+    if len(text) > LARGEST_TEXT:
+        raise ValueError(
+            f"the recipes have {len(text)} characters, more than the {LARGEST_TEXT} that are read"
+        )
     try:
-        table = json.loads(text)
-    except json.JSONDecodeError as error:
+        table = json.loads(text, object_pairs_hook=_object, parse_constant=_refused)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the recipes are no JSON: {error}") from error
     if not isinstance(table, dict):
         raise ValueError(
             f"the recipes are a JSON {type(table).__name__}; write an object from patterns to recipes"
         )
     return {pattern: _recipe(value, pattern) for pattern, value in table.items()}
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(
+            f"{next(name for name in names if names.count(name) > 1)!r} stands in an object twice"
+        )
+    return found
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _described(value: Any) -> Any:
@@ -65,24 +90,66 @@ def _defaults(cls: type) -> dict[str, Any]:
 def _recipe(value: Any, pattern: str) -> Any:
     if value is None:
         return None
-    known = {cls.__name__: cls for cls in _subclasses(Recipe)}
+    known = {cls.__name__: cls for cls in _subclasses(Recipe) if cls is not Recipe}
+    cls, given = _class_and_fields(value, known, f"{pattern!r} has recipe type")
+    fields = {}
+    for name, default in _known_fields(cls, given, pattern).items():
+        fields[name] = _field(given[name], default, f"{pattern!r}: {cls.__name__}.{name}")
+    return _made(cls, fields, f"{pattern!r}: {cls.__name__}")
+
+
+def _class_and_fields(value: Any, known: dict[str, type], what: str) -> tuple[type, dict[str, Any]]:
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in known:
-        raise ValueError(f"{pattern!r} has recipe type {kind!r}; use one of {sorted(known)}")
-    cls, fields = known[kind], {name: _field(given) for name, given in value.items() if name != "type"}
-    unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(cls)})
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(f"{what} {kind!r}; use one of {sorted(known)}")
+    return known[kind], {name: given for name, given in value.items() if name != "type"}
+
+
+def _known_fields(cls: type, given: dict[str, Any], pattern: str) -> dict[str, Any]:
+    """Return the defaults of the fields that are given."""
+    defaults = _defaults(cls)
+    unknown = sorted(given.keys() - defaults.keys())
     if unknown:
-        raise ValueError(f"{pattern!r}: {kind} has no field {unknown[0]!r}")
-    for name, default in _defaults(cls).items():
-        if name in fields and isinstance(default, Format):
-            fields[name] = Format(fields[name])
-    return cls(**fields)
+        raise ValueError(f"{pattern!r}: {cls.__name__} has no field {unknown[0]!r}")
+    return {name: defaults[name] for name in given}
 
 
-def _field(value: Any) -> Any:
+def _field(value: Any, default: Any, where: str) -> Any:
+    """Return the value of a field, of the kind that its default is of."""
+    if isinstance(default, Format):
+        if value not in [one.value for one in Format]:
+            raise ValueError(f"{where} is {value!r}; use one of {[one.value for one in Format]}")
+        return Format(value)
     if isinstance(value, dict):
-        return _VALUES[value["type"]](**{name: given for name, given in value.items() if name != "type"})
+        cls, given = _class_and_fields(value, _VALUES, f"{where} has type")
+        fields = {
+            name: _field(given[name], known, f"{where}.{name}")
+            for name, known in _known_fields(cls, given, where).items()
+        }
+        if default is not None and not isinstance(default, cls):
+            raise ValueError(f"{where} is {cls.__name__}; use {type(default).__name__}")
+        return _made(cls, fields, where)
+    if isinstance(default, (MMParams, QParams)):
+        if isinstance(default, QParams) and value is None:
+            return None
+        raise ValueError(f"{where} is {value!r}; use an object with the type {type(default).__name__!r}")
+    kinds = {bool: (bool,), int: (int,), float: (int, float), str: (str, type(None))}
+    wanted = kinds.get(type(default), (str, type(None), *([int, float] if default is None else [])))
+    if type(value) not in wanted or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"{where} is {value!r}; use a {' or '.join(kind.__name__ for kind in wanted)}")
+    least, most = _BOUNDS.get(where.rpartition(".")[2], (value, value))
+    if value is not None and not least <= value <= most:
+        raise ValueError(f"{where} is {value}; in a file it may be {least} to {most}")
     return value
+
+
+def _made(cls: type, fields: dict[str, Any], where: str) -> Any:
+    try:
+        return cls(**fields)
+    except NotImplementedError:
+        raise
+    except Exception as error:  # a subclass may check its fields in any way
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _subclasses(cls: type) -> list[type]:

@@ -104,6 +104,10 @@ class QParams:
     def __post_init__(self) -> None:
         check_flags(self, ("power_2_scale", "random_hadamard_transform", "stochastic_rounding"))
         check_flags(self, ("fp4_2d_quantization",))
+        if not 0 <= self.amax_epsilon < float("inf"):  # a NaN compares false
+            raise ValueError(
+                f"QParams: amax_epsilon is {self.amax_epsilon!r}; use a finite number, at least 0"
+            )
 
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[..., Any]
