@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import narrowcast as nc
+import narrowcast_cli
+from narrowcast import cli
 from narrowcast.cli import main
 from narrowcast.train import doctor
 
@@ -369,6 +371,44 @@ def test_help(capsys: pytest.CaptureFixture) -> None:
         assert option in printed
     assert main([]) == 0
     assert "doctor" in capsys.readouterr().out
+
+
+HELP_FIRST = """
+import sys
+import narrowcast_cli
+sys.argv = ["narrowcast", *sys.argv[1:]]
+code = narrowcast_cli.main()
+print([name for name in sys.modules if name.split(".")[0] in ("torch", "narrowcast", "numpy")])
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]], ids=" ".join)
+def test_help_answers_without_pytorch(words: list[str], capsys: pytest.CaptureFixture) -> None:
+    """Importing torch takes seconds. The text is that of the command line, which imports it."""
+    command = [sys.executable, "-c", HELP_FIRST, *words]
+    environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    text, _, loaded = done.stdout.rstrip("\n").rpartition("\n")
+    assert loaded == "[]"
+    assert main(words) == 0
+    assert [line.split() for line in text.splitlines() if line.strip()] == [
+        line.split() for line in capsys.readouterr().out.splitlines() if line.strip()
+    ]
+
+
+def test_the_first_step_leaves_the_rest_to_the_command_line(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["narrowcast", "bake"])
+    assert narrowcast_cli.main() == 2
+    assert "bake" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["narrowcast", "--help"])
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(cli, "MISSING", "typer")
+    assert narrowcast_cli.main() == 2
+    assert "the package typer is missing" in capsys.readouterr().err
 
 
 # Of each package a process of its own, which begins with the library imported.
