@@ -56,6 +56,15 @@ def check(shape, kind, dtype, device, name: str, **params: float) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_at_the_limit_keep_their_gradient(dtype, device) -> None:
+    x = torch.tensor([[7.0, -7.0, 7.0, 1.0, 7.0, -7.0, -7.0, 7.0]], dtype=dtype)  # gates, then values
+    grad = torch.ones(1, 4, dtype=dtype)
+    dx = kernels.activation.backward(grad.to(device), x.to(device), "clamped_swiglu").cpu()
+    assert_bitwise(dx, reference.backward(grad, x, "clamped_swiglu"))
+    assert dx.count_nonzero() == 8
+
+
 def patterns() -> torch.Tensor:
     """fp32 of all exponents with random mantissas, and the neighbours of the midpoints of bf16 and of fp16."""
     edges = torch.arange(-(2**31), 2**31, 2**12 if torch.cuda.is_available() else 2**19, dtype=torch.int64)

@@ -241,8 +241,9 @@ def backward(grad: Tensor, x: Tensor, activation: str, **params: float) -> Tenso
 
     Numerics:
         Shape and dtype of ``x``, computed in fp32, rounded once: ``grad * f'(a)``, or for a gated activation
-        ``(grad * b) * f'(a)`` beside ``grad * f(a)``; clamped values have the gradient 0, and "situ_glu" has
-        ``beta2 * tanh(b / beta2)`` in place of b and its derivative as a last factor. ``f'`` is 0 at 0 for "relu".
+        ``(grad * b) * f'(a)`` beside ``grad * f(a)``. Values beyond the limit have the gradient 0; a value at the limit
+        keeps its gradient, as in Transformer Engine. "situ_glu" has ``beta2 * tanh(b / beta2)`` instead of b and its
+        derivative as a last factor. ``f'`` is 0 at 0 for "relu".
     """
     check_gradient(grad, x, activation, params)
     return gradient(widened(grad, activation), x, activation, **params)
@@ -270,6 +271,7 @@ def gradient(g: Tensor, x: Tensor, activation: str, **params: float) -> Tensor:
     if activation == "clamped_swiglu":
         x1, x2, limits = _clamped(a, b, found, params)
         value, slope = _swish(x1, limits["alpha"])
+        # Written out: at the limit the gradient of Tensor.clamp is 1 before PyTorch 2.14, and 0 from then on.
         da = ((g * (x2 + limits["glu_linear_offset"])) * slope).masked_fill(a > limits["limit"], 0.0)
         db = (g * value).masked_fill(b.abs() > limits["limit"], 0.0)
     elif activation == "situ_glu":

@@ -80,6 +80,21 @@ def test_parameters() -> None:
     torch.testing.assert_close(ops.SiTUGLU(beta1=0.5, beta2=2.0)(x), exact)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_values_at_the_limit_keep_their_gradient(compiled: bool) -> None:
+    """As with ``torch.where``; the gradient of ``Tensor.clamp`` there depends on the release of PyTorch."""
+    gate, value = torch.cartesian_prod(
+        torch.tensor([-7.25, -7.0, 7.0, 7.25]), torch.tensor([-7.0, 7.0, 7.5])
+    ).T
+    x = torch.cat((gate, value))[None].to(DEVICE, torch.bfloat16).requires_grad_()
+    op = ops.ClampedSwiGLU()
+    (torch.compile(op, fullgraph=True, backend="aot_eager") if compiled else op)(x).sum().backward()
+    assert x.grad is not None
+    of_gate, of_value = x.grad[0].chunk(2)
+    assert torch.equal(of_gate != 0, (gate <= 7.0).to(DEVICE))
+    assert torch.equal(of_value != 0, (value.abs() <= 7.0).to(DEVICE))
+
+
 # -- interleaved channels ----------------------------------------------------------------------------------------------
 
 

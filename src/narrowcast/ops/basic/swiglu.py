@@ -51,7 +51,7 @@ class ClampedSwiGLU(SwiGLU):
     """``y = (a' * sigmoid(alpha * a')) * (b' + glu_linear_offset)`` with a' = min(a, limit), b' = clamp(b, ±limit).
 
     Args:
-        limit: bound of the gate from above, of the linear channels on both sides; clamped values have no gradient.
+        limit: bound of the gate from above, of the linear channels on both sides; values beyond it have no gradient.
         alpha: slope of the sigmoid.
         glu_linear_offset: added to the linear channels.
         cache_quantized_input, glu_interleave_size: as of :class:`SwiGLU`; so are the errors.
