@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import platform
+import random
 import shlex
 import sys
 import time
@@ -16,26 +18,33 @@ import torch
 
 import narrowcast as nc
 
+from . import programs
 from .draw import Draw
 
-Case = Callable[[Draw], dict[str, float]]
+Drawn = Callable[[random.Random], programs.Program]
+LIMIT = 600  # seconds of a case
+SHRINK = 20.0  # seconds that making a failure smaller may take
 
 
 @dataclass
 class Suite:
     """One kind of attack: its share of the time, and what it has found.
 
-    A figure of a case is a number whose largest value is reported; ``Skip`` raised by a case ends the suite.
+    A figure of a case is a number whose largest value is reported; ``Skip`` raised by a case ends the suite. A suite of
+    programs has ``draw``, which makes one of a seed, and its case takes the program; what one refuses is counted.
     """
 
     name: str
-    case: Case
+    case: Callable[..., dict[str, float]]
     weight: float
+    draw: Drawn | None = None
     cases: int = 0
     seconds: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
     failures: list[dict[str, str]] = field(default_factory=list)
     skipped: str = ""
+    seen: dict[str, int] = field(default_factory=dict)
+    said: dict[str, int] = field(default_factory=dict)
 
 
 class Skip(Exception):
@@ -44,6 +53,9 @@ class Skip(Exception):
 
 def run_case(suite: Suite, seed: int, device: str, effort: float) -> bool:
     """Run one case and keep what it says; whether it passed."""
+    if suite.draw is not None:
+        program = suite.draw(random.Random(f"{suite.name} {seed}"))
+        return run_program(suite, program, f"--suite {suite.name} --seed {seed} --cases 1", str(seed))
     draw = Draw(suite.name, seed, device, effort)
     begin = time.perf_counter()
     try:
@@ -52,27 +64,78 @@ def run_case(suite: Suite, seed: int, device: str, effort: float) -> bool:
         suite.skipped = str(reason)
         return True
     except Exception as error:
-        repro = f"python -m tests.soak --device {device} --suite {suite.name} --seed {seed} --cases 1"
-        suite.failures.append(
-            {
-                "seed": str(seed),
-                "drawn": ", ".join(draw.notes),
-                "error": f"{type(error).__name__}: {error}",
-                "traceback": traceback.format_exc(),
-                "repro": repro,
-            }
-        )
-        print(f"FAILED {suite.name} seed {seed}: {type(error).__name__}: {str(error)[:400]}", file=sys.stderr)
-        print(f"  drawn: {', '.join(draw.notes)}\n  {repro}", file=sys.stderr, flush=True)
+        repro = f"python -m tests.fuzz --device {device} --suite {suite.name} --seed {seed} --cases 1"
+        _keep(suite, str(seed), ", ".join(draw.notes), error, repro)
         return False
     finally:
-        suite.cases += 1
-        suite.seconds += time.perf_counter() - begin
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
+        _end_of_case(suite, begin)
     for name, value in figures.items():
         suite.figures[name] = max(suite.figures.get(name, value), value)
     return True
+
+
+def run_program(suite: Suite, program: programs.Program, arguments: str, seed: str = "") -> bool:
+    """Run a program; the first failure of its kind is made smaller. Whether it passed."""
+    begin = time.perf_counter()
+    try:
+        error = outcome(suite, program)
+        if error is None:
+            return True
+        kind = programs.signature(error)
+        suite.seen[kind] = suite.seen.get(kind, 0) + 1
+        if suite.seen[kind] > 1:
+            return False
+        small = programs.shrink(program, lambda one: _fails_as(suite, one, kind), SHRINK) if SHRINK else program
+        _keep(suite, seed, json.dumps(small), error, f"python -m tests.fuzz {arguments}")
+        return False
+    finally:
+        _end_of_case(suite, begin)
+
+
+def outcome(suite: Suite, program: programs.Program) -> BaseException | None:
+    """What a program fails with."""
+    try:
+        with programs.limit(LIMIT):
+            for name in suite.case(copy.deepcopy(program)) or ():
+                suite.said[name] = suite.said.get(name, 0) + 1
+    except programs.Invalid:
+        suite.said["says nothing"] = suite.said.get("says nothing", 0) + 1
+    except (Exception, programs.Slow) as error:
+        return error
+    return None
+
+
+def _fails_as(suite: Suite, program: programs.Program, kind: str) -> bool:
+    try:
+        with programs.limit(60):
+            suite.case(copy.deepcopy(program))
+    except (Exception, programs.Slow) as error:
+        return programs.signature(error) == kind
+    return False
+
+
+def _end_of_case(suite: Suite, begin: float) -> None:
+    suite.cases += 1
+    suite.seconds += time.perf_counter() - begin
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def _keep(suite: Suite, seed: str, drawn: str, error: BaseException, repro: str) -> None:
+    suite.failures.append(
+        {
+            "seed": seed,
+            "case": str(suite.cases),
+            "drawn": drawn,
+            "error": f"{type(error).__name__}: {error}",
+            "kind": programs.signature(error),
+            "traceback": "".join(traceback.format_exception(error)),
+            "repro": repro,
+        }
+    )
+    print(f"FAILED {suite.name} seed {seed}: {type(error).__name__}: {str(error)[:400]}", file=sys.stderr)
+    print(f"  {programs.signature(error)}", file=sys.stderr)
+    print(f"  drawn: {drawn}\n  {repro}", file=sys.stderr, flush=True)
 
 
 def run(
@@ -152,8 +215,8 @@ def report(suites: list[Suite], device: str, out: Path | None) -> None:
     if out is not None:
         document = {"machine": where, "command": shlex.join(sys.argv)}
         kept = [
-            {name: value for name, value in asdict(suite).items() if name != "case"}
-            for suite in [Suite(**{**vars(suite), "case": None}) for suite in suites]  # type: ignore[arg-type]
+            {name: value for name, value in asdict(suite).items() if name not in ("case", "draw")}
+            for suite in [Suite(**{**vars(suite), "case": None, "draw": None}) for suite in suites]  # type: ignore[arg-type]
         ]
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps({**document, "suites": kept}, indent=1) + "\n")

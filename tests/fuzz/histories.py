@@ -1,0 +1,569 @@
+"""Histories of a model: the same steps, edits, saves and evaluations under a wrapping, and plainly.
+
+The plain run has no compiler, no checkpoint, no replay and no kept weights, edits weights by ``copy_`` under ``no_grad``,
+and leaves out what must change nothing (copies, moves, hooks, reloading, failed calls). In it each ``Linear`` is also
+measured against its product in fp64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.functional import replay
+
+from .models import DTYPES, Model, draw_layer, draw_recipe, draw_wrap, recipe_of, wrapped
+from .programs import Difference, Invalid, Program, attempt, compare, generator, normal, refusal, said
+
+NEUTRAL = ("to", "cpu", "deepcopy", "reload", "pickle", "hook", "failed", "evaluated", "requires")
+EDITS = (
+    "mul_", "data", "data_assign", "numpy", "storage", "set_", "swap", "foreach", "transposed", "load", "vector",
+    "data_copy",
+)
+OPTIMIZERS = (
+    "SGD", "SGD foreach", "SGD fused", "AdamW", "AdamW foreach", "AdamW fused", "AdamW capturable", "FusedAdam",
+    "FusedSGD",
+)
+# Largest relative error of a GEMM's output, and of its gradients: what the elements' bits allow, with room.
+TOLERANCES = {
+    "delayed": (0.08, 0.095), "current": (0.08, 0.095), "block": (0.08, 0.095), "hybrid": (0.08, 0.095),
+    "mxfp8": (0.08, 0.095), "mxfp6": (0.12, 0.2), "mxfp4": (0.4, 0.4), "nvfp4": (0.4, 0.4), "none": (1e-5, 1e-5),
+}
+
+
+def draw(rng: random.Random, inductor: float = 0.04) -> Program:
+    program: Program = {
+        "seed": rng.randrange(10**6),
+        "dtype": rng.choice(("float32", "float32", "float32", "bfloat16")),
+        "features": rng.choice((16, 32, 32, 48, 64, 17, 1)),
+        "magnitude": rng.choice((1.0, 1.0, 0.01, 30.0)),
+        "wander": rng.random() < 0.4,
+        "rows": rng.choice((16, 32, 64)),
+        "odd_rows": rng.random() < 0.3,
+        "loss": rng.choice(("sum", "weighted", "square")),
+        "recipe": draw_recipe(rng),
+        "how": rng.choice(("autocast", "set_recipe", "own")),
+        "stored": rng.random() < 0.15,
+        "preserve": rng.random() < 0.5,
+        "replay": rng.random() < 0.3,
+        "optimizer": rng.choice(OPTIMIZERS),
+        "whole": None,
+        "blocks": [],
+        "history": [],
+    }
+    index = 0
+    compiles = rng.random() < 0.35
+    for _ in range(rng.choice((1, 1, 2, 2, 3))):
+        layers = []
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            layers.append(draw_layer(rng, index))
+            index += 1
+        program["blocks"].append({"layers": layers, "wrap": draw_wrap(rng, inductor)})
+    if rng.random() < 0.3:
+        program["whole"] = draw_wrap(rng, inductor)
+    for wrap in (program["whole"], *(block["wrap"] for block in program["blocks"])):
+        if wrap and not compiles:
+            wrap["compile"] = None
+            wrap["inside"] = False
+    flags = _flags_fit(program)
+    program["history"] = [_draw_item(rng, flags) for _ in range(rng.choice((2, 3, 4, 6, 8)))]
+    return program
+
+
+def _draw_item(rng: random.Random, flags: bool) -> Program:
+    do = rng.choices(
+        ("step", "evaluate", "no_grad", "inference", "dropped", "edit", "neutral", "recipe", "freeze"),
+        (10, 2, 2, 0.5, 1, 3, 3, 0.5, 0.5),
+    )[0]
+    item: Program = {"do": do}
+    if do == "step":
+        item["batches"] = [rng.randrange(10**6) for _ in range(rng.choice((1, 1, 2, 2, 3)))]
+        item["flags"] = [rng.choice((True, False, None)) if flags else None for _ in item["batches"]]
+        item["order"] = rng.choice(("each", "each", "fifo", "lifo", "joined"))
+        item["retain"] = rng.random() < 0.15
+        item["update"] = rng.random() < 0.8
+        item["parts"] = rng.random() < 0.1
+        item["between"] = rng.choice((None, None, None, "no_grad", "evaluate"))
+    elif do in ("evaluate", "no_grad", "inference", "dropped"):
+        item["batch"] = rng.randrange(10**6)
+        item["flag"] = rng.choice((True, False, None)) if flags else None
+    elif do == "edit":
+        item |= {"way": rng.choice(EDITS), "which": rng.randrange(8), "factor": rng.choice((1.5, 0.5, 1000.0, -1.0))}
+    elif do == "neutral":
+        item["way"] = rng.choice(NEUTRAL)
+    elif do == "recipe":
+        item["recipe"] = draw_recipe(rng)
+    elif do == "freeze":
+        item |= {"which": rng.randrange(8), "frozen": rng.random() < 0.5}
+    return item
+
+
+def _wraps(program: Program) -> list[Program]:
+    return [wrap for wrap in (program["whole"], *(block.get("wrap") for block in program["blocks"])) if wrap]
+
+
+def _families(program: Program) -> set[str]:
+    described = [program["recipe"], *(item.get("recipe") for item in program["history"])]
+    described += [layer.get("own") for block in program["blocks"] for layer in block["layers"]]
+    return {one["family"] for one in described if one}
+
+
+def _flags_fit(program: Program) -> bool:
+    """Whether kept weights give what weights quantized on every call do: scales have no state, nothing is compiled."""
+    return "delayed" not in _families(program) and not any(wrap.get("compile") for wrap in _wraps(program))
+
+
+class World:
+    """One run of a program."""
+
+    def __init__(self, program: Program, plain: bool, torchs: bool) -> None:
+        self.program, self.plain, self.torchs = program, plain, torchs
+        self.trace: list[tuple[str, Tensor | None]] = []
+        self.recipe = None if torchs else recipe_of(program["recipe"])
+        self.stored = bool(program["stored"]) and not torchs and self.recipe is not None
+        torch.manual_seed(program["seed"])
+        init: Any = contextlib.nullcontext()
+        if self.stored:
+            init = nc.quantized_model_init(
+                recipe=self.recipe, preserve_high_precision_init_val=bool(program["preserve"])
+            )
+        with init:
+            self.model = Model(program, plain, torchs)
+        if program["how"] in ("set_recipe", "own") and not torchs:
+            self._give(self.recipe)
+        self.make_run()
+        self.optimizer = self._optimizer()
+        self.measure: Measure | None = None
+        if plain and not torchs:
+            self.measure = Measure(self)
+
+    def _give(self, recipe: Any) -> None:
+        """Recipes of the layers: as ``set_recipe`` gives them, or each by hand; a layer's own stays."""
+        if self.program["how"] == "set_recipe":
+            nc.set_recipe(self.model, recipe)
+        for block in self.model.blocks:
+            for described, module in zip(block.described, block.layers):
+                own = described.get("own")
+                if own is not None:
+                    wanted = recipe_of(own)
+                elif self.program["how"] == "own":
+                    wanted = recipe
+                else:
+                    continue
+                if described["kind"] == "again":
+                    continue
+                for inner in module.modules():
+                    if isinstance(getattr(type(inner), "recipe", None), property):
+                        inner.recipe = wanted
+
+    def make_run(self) -> None:
+        self.run = self.model if self.plain else wrapped(self.model, self.program["whole"])
+
+    def context(self) -> Any:
+        if self.torchs or self.program["how"] != "autocast":
+            return contextlib.nullcontext()
+        return nc.autocast(enabled=self.recipe is not None, recipe=self.recipe) if self.recipe else contextlib.nullcontext()
+
+    def _optimizer(self) -> Any:
+        parameters = list(self.model.parameters())
+        if not parameters:
+            raise Invalid("no parameters")
+        name = "FusedAdam" if self.stored else self.program["optimizer"] or "SGD"
+        if name == "FusedAdam":
+            if self.torchs:
+                return torch.optim.AdamW(parameters, lr=1e-3)
+            return nc.optimizers.FusedAdam(parameters, lr=1e-3, master_weights=self.stored)
+        if name == "FusedSGD":
+            if self.torchs:
+                return torch.optim.SGD(parameters, lr=1e-3)
+            return nc.optimizers.FusedSGD(parameters, lr=1e-3, momentum=0.9)
+        kind, _, form = name.partition(" ")
+        options = {form: True} if form else {}
+        return getattr(torch.optim, kind)(parameters, lr=1e-2, **options)
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def record(self, label: str, tensor: Tensor | None) -> None:
+        self.trace.append((label, None if tensor is None else tensor.detach().clone()))
+
+    def batch(self, seed: int) -> Tensor:
+        program, rng = self.program, random.Random(seed)
+        rows = program["rows"] or 16
+        if program["odd_rows"]:
+            rows = rng.choice((rows, 0, 1, 2, 7, 33))
+        scale = program["magnitude"] or 1.0
+        if program["wander"]:
+            scale *= rng.choice((0.1, 1.0, 8.0))
+        dtype = DTYPES[program["dtype"] or "float32"]
+        return normal(seed, rows, program["features"] or 16, dtype=dtype, scale=scale)
+
+    def loss(self, y: Tensor, seed: int) -> Tensor:
+        kind = self.program["loss"]
+        if kind == "square":
+            return 0.5 * y.float().square().sum()
+        if kind == "weighted":
+            return (y.float() * normal(seed + 1, *y.shape)).sum()
+        return y.float().sum()
+
+    def forward(self, x: Tensor, flag: bool | None, parts: bool = False) -> Tensor:
+        flag = None if self.plain or self.torchs else flag
+        with self.context():
+            if parts:
+                for run in self.model.run:
+                    x = run(x, flag)
+                return x
+            return self.run(x, flag)
+
+    def step(self, index: int, item: Program) -> None:
+        self.model.train()
+        losses, leaves = [], []
+        joined = item["order"] == "joined"
+        flags = list(item["flags"] or ()) + [None] * len(item["batches"])
+        for number, seed in enumerate(item["batches"]):
+            leaf = self.batch(seed).requires_grad_()
+            y = self.forward(leaf, flags[number], bool(item.get("parts")))
+            self.record(f"step {index} output {number}", y)
+            leaves.append(leaf)
+            if not y.requires_grad:
+                continue
+            losses.append(self.loss(y, seed))
+            if item["order"] == "each":
+                self.backward(losses.pop(), bool(item.get("retain")), seed)
+            if item.get("between"):
+                self.look(item["between"], seed + 3, None)
+                self.model.train()
+        if joined and losses:
+            losses = [sum(losses[1:], losses[0])]
+        for loss in losses if item["order"] != "lifo" else reversed(losses):
+            self.backward(loss, bool(item.get("retain")), 5)
+        for number, leaf in enumerate(leaves):
+            self.record(f"step {index} gradient of x {number}", leaf.grad)
+        for name, parameter in self.model.named_parameters():
+            self.record(f"step {index} gradient of {name}", parameter.grad)
+        if self.measure is not None:
+            self.measure.end_of_step()
+        if item["update"]:
+            self.optimizer.step()
+            for name, parameter in self.model.named_parameters():
+                self.record(f"step {index} new {name}", _dense(parameter))
+        self.optimizer.zero_grad()
+
+    def backward(self, loss: Tensor, retain: bool, seed: int) -> None:
+        if retain:
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+    def look(self, how: str, seed: int, flag: bool | None) -> Tensor:
+        """A forward without a backward."""
+        x = self.batch(seed)
+        self.model.train(how != "evaluate")
+        if how == "dropped":
+            return self.forward(x.requires_grad_(), flag)
+        with torch.inference_mode() if how == "inference" else torch.no_grad():
+            return self.forward(x, flag).clone()
+
+    def matrix(self, which: int) -> tuple[str, nn.Parameter] | None:
+        matrices = [(name, p) for name, p in self.model.named_parameters() if p.dim() == 2]
+        return matrices[which % len(matrices)] if matrices else None
+
+    def edit(self, item: Program) -> None:
+        found = self.matrix(item["which"] or 0)
+        if found is None:
+            return
+        name, p = found
+        factor, way = float(item["factor"] or 1.5), item["way"] or "mul_"
+        value = (_dense(p).detach() * factor).to(p.dtype)
+        if way == "transposed":
+            if p.shape[0] != p.shape[1]:
+                return
+            value = _dense(p).detach().t().clone()
+        with torch.no_grad():
+            if self.plain or isinstance(p, nc.QuantizedTensor):
+                p.copy_(value)
+            else:
+                _EDITS[way](self, name, p, value, factor)
+
+    def neutral(self, way: str) -> None:
+        """What must change nothing; the plain run leaves it out."""
+        if self.plain:
+            return
+        model = self.model
+        if way == "to":
+            model.to(DTYPES[self.program["dtype"] or "float32"])
+        elif way == "cpu":
+            model.cpu()
+        elif way == "hook":
+            model.blocks[0].register_forward_hook(lambda *_: None)
+        elif way == "requires":
+            for p in model.parameters():
+                flag = p.requires_grad
+                p.requires_grad_(not flag)
+                p.requires_grad_(flag)
+        elif way == "failed":
+            with contextlib.suppress(Exception), self.context():
+                self.run(self.batch(1)[:, :-1], None)
+        elif way == "evaluated":
+            self.look("evaluate", 11, None)
+            model.train()
+        else:
+            self._replace(way)
+
+    def _replace(self, way: str) -> None:
+        """Go on with a copy of the model, and an optimizer of its own."""
+        if way == "reload":
+            if self.stored:
+                return
+            kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            with torch.no_grad():
+                for p in self.model.parameters():
+                    p.zero_()
+            self.model.load_state_dict(kept)
+            return
+        if way == "pickle":
+            if self.stored:
+                return
+            file = io.BytesIO()
+            torch.save(self.model.state_dict(), file)
+            file.seek(0)
+            self.model.load_state_dict(torch.load(file, weights_only=not self.stored))
+            return
+        frozen = [p.requires_grad for p in self.model.parameters()]
+        self.model = copy.deepcopy(self.model)
+        for p, flag in zip(self.model.parameters(), frozen):
+            p.requires_grad_(flag)
+        self.make_run()
+        state = self.optimizer.state_dict()
+        self.optimizer = self._optimizer()
+        self.optimizer.load_state_dict(state)
+
+    def play(self) -> list[tuple[str, Tensor | None]]:
+        for index, item in enumerate(self.program["history"]):
+            torch.manual_seed(index)
+            do = item["do"]
+            if do == "step":
+                self.step(index, item)
+            elif do in ("evaluate", "no_grad", "inference", "dropped"):
+                self.record(f"{do} {index}", self.look(do, item["batch"] or 0, item.get("flag")))
+            elif do == "edit":
+                self.edit(item)
+            elif do == "neutral":
+                self.neutral(item["way"] or "to")
+            elif do == "recipe":
+                self._change_recipe(item["recipe"])
+            elif do == "freeze":
+                found = self.matrix(item["which"] or 0)
+                if found is not None:
+                    found[1].requires_grad_(not item["frozen"])
+        if not self.torchs:
+            for name, tensor in self.model.state_dict().items():
+                if "scale" in name or "amax" in name:
+                    self.record(f"at the end state {name}", tensor)
+        return self.trace
+
+    def _change_recipe(self, described: Program | None) -> None:
+        if self.torchs or self.stored or described is None:
+            return
+        self.recipe = recipe_of(described)
+        if self.program["how"] != "autocast":
+            self._give(self.recipe)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.dequantize() if isinstance(tensor, nc.QuantizedTensor) else tensor
+
+
+def _swap(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
+    with torch.enable_grad():
+        torch.utils.swap_tensors(p, nn.Parameter(value.clone()))
+
+
+def _load(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
+    world.model.load_state_dict({**world.model.state_dict(), name: value})
+
+
+def _foreach(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
+    torch._foreach_mul_([p], factor)
+
+
+def _transposed(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
+    p.data = p.data.t()
+
+
+def _data_assign(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
+    p.data = value.clone()
+
+
+def _numpy(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
+    if p.dtype == torch.bfloat16:
+        p.data.copy_(value)
+    else:
+        p.detach().numpy()[...] = value.numpy()
+
+
+def _storage(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
+    if p.is_contiguous() and p.untyped_storage().nbytes() == p.nbytes:
+        p.untyped_storage().copy_(value.contiguous().clone().untyped_storage())
+
+
+def _set(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
+    p.set_(value.clone())
+
+
+def _vector(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
+    nn.utils.vector_to_parameters(value.clone().reshape(-1), [p])
+
+
+_EDITS: dict[str, Callable[..., None]] = {
+    "mul_": lambda world, name, p, value, factor: p.mul_(factor),
+    "data": lambda world, name, p, value, factor: p.data.mul_(factor),
+    "data_copy": lambda world, name, p, value, factor: p.data.copy_(value),
+    "data_assign": _data_assign,
+    "numpy": _numpy,
+    "storage": _storage,
+    "set_": _set,
+    "swap": _swap,
+    "foreach": _foreach,
+    "transposed": _transposed,
+    "load": _load,
+    "vector": _vector,
+}
+
+
+class Measure:
+    """What each ``Linear`` does, beside its products in fp64."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.wanted: dict[nn.Module, Tensor] = {}
+        self.calls: dict[nn.Module, int] = {}
+        program = world.program
+        edited = any(item["do"] in ("edit", "recipe") for item in program["history"])
+        calm = not program["wander"] and not program["odd_rows"] and not edited
+        self.calm = calm and (program["rows"] or 16) >= 16
+        self.usable = (program["features"] or 16) >= 16 and (program["rows"] or 16) >= 16 and not program["odd_rows"]
+        for module in world.model.modules():
+            if type(module) is nc.Linear:
+                module.register_forward_hook(self.after)
+
+    def family(self, layer: Any) -> str:
+        recipe = layer.recipe if self.world.program["how"] != "autocast" else self.world.recipe
+        if recipe is None and self.world.program["how"] == "autocast":
+            recipe = layer.recipe
+        if recipe is None:
+            return "none"
+        return {"float8_block": "block", "custom": "hybrid"}.get(recipe._family, recipe._family)
+
+    def check(self, layer: Any, found: Tensor, wanted: Tensor, what: str, gradient: bool) -> None:
+        family = self.family(layer)
+        tolerance = TOLERANCES.get(family, (0.4, 0.4))[gradient]
+        if found.dtype == torch.bfloat16:
+            tolerance = max(tolerance, 0.02)
+        if family == "delayed":
+            if not self.calm:
+                return
+            tolerance = tolerance if self.calls.get(layer, 0) <= 1 else 0.2
+        if not self.usable or min(found.shape) < 8 or wanted.norm() < 1e-20:
+            return
+        error = ((found.double() - wanted).norm() / wanted.norm()).item()
+        if not error <= tolerance:
+            when = "first call" if self.calls.get(layer, 0) <= 1 else "later call"
+            raise Difference(f"accuracy of {what} under {family} in the {when}: off by {error:.3g}")
+
+    def after(self, layer: Any, inputs: tuple[Tensor, ...], y: Any) -> None:
+        x = inputs[0]
+        if isinstance(layer.weight, nc.QuantizedTensor) or not isinstance(y, Tensor):
+            return
+        if self.world.model.training:
+            self.calls[layer] = self.calls.get(layer, 0) + 1
+        weight = layer.weight.detach().double().clone()
+        wide = x.detach().double().reshape(-1, x.shape[-1]).clone()
+        wanted = wide @ weight.t()
+        bias = layer.bias.detach().double() if layer.bias is not None else 0.0
+        self.check(layer, y.detach().reshape(-1, y.shape[-1]), wanted + bias, "a product", False)
+        if not y.requires_grad:
+            return
+        calls = self.calls[layer]
+
+        def seen(dy: Tensor) -> None:
+            flat = dy.detach().double().reshape(-1, dy.shape[-1])
+            part = flat.t() @ wide
+            self.wanted[layer] = self.wanted.get(layer, 0) + part
+            if x.requires_grad:
+                grads = flat @ weight
+                x_grads.append((grads, calls))
+
+        x_grads: list[tuple[Tensor, int]] = []
+
+        def seen_x(dx: Tensor) -> None:
+            if x_grads:
+                grads, _ = x_grads[-1]
+                self.check(layer, dx.detach().reshape(-1, dx.shape[-1]), grads, "dgrad", True)
+
+        y.register_hook(seen)
+        if x.requires_grad and x.grad_fn is not None:
+            x.register_hook(seen_x)
+
+    def end_of_step(self) -> None:
+        for layer, wanted in self.wanted.items():
+            if layer.weight.requires_grad and layer.weight.grad is not None:
+                self.check(layer, layer.weight.grad.detach(), wanted, "wgrad", True)
+        self.wanted = {}
+
+
+def play(program: Program, *, plain: bool, torchs: bool = False) -> list[tuple[str, Tensor | None]]:
+    """The trace of one run, from a clean start."""
+    torch._dynamo.reset()
+    before = replay.ON_CPU
+    replay.ON_CPU = bool(program["replay"]) and not plain and not torchs
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return World(program, plain, torchs).play()
+    finally:
+        replay.ON_CPU = before
+
+
+def run(program: Program) -> dict[str, float]:
+    if not program["blocks"] or not any(block["layers"] for block in program["blocks"]):
+        raise Invalid("no layers")
+    if any(value for item in program["history"] for value in item.get("flags") or ()) and not _flags_fit(program):
+        raise Invalid("kept weights where they have other scales")
+    theirs, error = attempt(lambda: play(program, plain=True))
+    if error is not None:
+        if refusal(error):
+            return {f"refused: {said(error)}": 1.0}
+        _, twin = attempt(lambda: play(program, plain=True, torchs=True))
+        if twin is None:
+            raise error
+        return {"torch refuses": 1.0}
+    ours, error = attempt(lambda: play(program, plain=False))
+    if error is not None:
+        if refusal(error):
+            return {f"refused wrapped: {said(error)}": 1.0}
+        _, twin = attempt(lambda: play(program, plain=False, torchs=True))
+        if twin is None:
+            raise error
+        return {"torch refuses": 1.0}
+    tolerance = 0.0
+    compiled = [wrap["compile"] for wrap in _wraps(program) if wrap.get("compile")]
+    if compiled:
+        tolerance = 0.03 if "inductor" in compiled or program["dtype"] == "bfloat16" else 2e-3
+    how = "+".join(sorted({_how(wrap) for wrap in _wraps(program)})) or "eager"
+    for (label, a), (_, b) in zip(ours, theirs, strict=True):
+        kind = " ".join(word for word in label.split() if not word[0].isdigit() and "." not in word)
+        compare(a, b, f"{how}: {kind}", tolerance)
+    return {}
+
+
+def _how(wrap: Program) -> str:
+    parts = [str(wrap.get(name)) for name in ("compile", "checkpoint") if wrap.get(name)]
+    return " in ".join(reversed(parts) if wrap.get("inside") else parts) or "plain"

@@ -1,0 +1,205 @@
+"""Cases that are programs: JSON that a seed draws, that runs alone, that shrinks, and that the corpus keeps.
+
+What a program may raise is decided here: ``Difference`` for results that are not as they should be, our own words for
+what we refuse. Everything else fails the case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import narrowcast as nc
+
+PACKAGE = str(Path(nc.__file__).resolve().parent)
+HERE = str(Path(__file__).resolve().parent)
+Program = dict[str, Any]
+
+# What an error that can be acted on says: what is taken, or what to do.
+_REMEDY = re.compile(
+    r"\b(use|uses|used|got|write|pass|give|make|call|set|write|leave|keep|add|drop|cast|move|choose|enter|convert|copy|assign|install|run|"
+    r"need|needs|must|takes|take|has|only|expected|instead|in place of|belongs?|cannot|dequantize|between|are|is not|"
+    r"multiples?|supported|allowed|wants)\b",
+    re.IGNORECASE,
+)
+_INTERNAL = (AssertionError, KeyError, IndexError, NameError, RecursionError, ZeroDivisionError, MemoryError)
+
+
+class Invalid(Exception):
+    """The program says nothing: parts of it do not fit, as of one that was shrunk too far."""
+
+
+class Difference(AssertionError):
+    """Results that differ, and by which oracle."""
+
+
+class Slow(BaseException):
+    """A case that does not end."""
+
+
+def refusal(error: BaseException) -> bool:
+    """Whether we raised it on purpose, in words that help."""
+    if isinstance(error, _INTERNAL) or isinstance(error, (Difference, Slow)):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not str(Path(frames[-1].filename).resolve()).startswith(PACKAGE):
+        return False
+    line = frames[-1].line or ""
+    raised = "raise" in line or line.strip().startswith((")", "f\"", "\"", "return"))
+    if isinstance(error, (AttributeError, TypeError)) and not raised:
+        return False
+    return bool(_REMEDY.search(str(error)))
+
+
+def attempt(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What the function returns, or what it raises."""
+    try:
+        return function(), None
+    except (Invalid, Difference):
+        raise
+    except Exception as error:
+        return None, error
+
+
+def said(error: BaseException) -> str:
+    """Type and first line of an error, without what differs from case to case; of a compiler's error, what is within."""
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, BaseException):
+        return f"{type(error).__name__} of {said(inner)}"
+    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
+    text = lines[0]
+    if isinstance(error, AssertionError) and len(text) > 300:
+        text = text[:300]
+    text = re.sub(r"0x[0-9a-f]+", "0x", text)
+    text = re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "#", text)
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def signature(error: BaseException) -> str:
+    """What two failures of one cause share: the words, and the innermost place in the package."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if str(frame.filename).startswith(PACKAGE)
+    ]
+    where = "" if isinstance(error, Difference) or not frames else f" at {Path(frames[-1].filename).name}:{frames[-1].name}"
+    return said(error) + where
+
+
+def compare(ours: Any, theirs: Any, what: str, tolerance: float = 0.0) -> None:
+    """Equal in every bit, or within a relative error of the norm; ``what`` names the oracle, for the signature."""
+    if ours is None or theirs is None:
+        if (ours is None) != (theirs is None):
+            raise Difference(f"{what}: one is None, the other is not")
+        return
+    if tuple(ours.shape) != tuple(theirs.shape):
+        raise Difference(f"{what}: shapes differ, {tuple(ours.shape)} and {tuple(theirs.shape)}")
+    if ours.dtype != theirs.dtype and not tolerance:
+        raise Difference(f"{what}: dtypes differ, {ours.dtype} and {theirs.dtype}")
+    a, b = ours.detach().double(), theirs.detach().double()
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        raise Difference(f"{what}: finite in other places")
+    a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
+    if torch.equal(a, b):
+        return
+    error = ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+    if error > tolerance:
+        raise Difference(f"{what}: off by {error:.3g}")
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=generator(seed)) * scale).to(dtype)
+
+
+@contextlib.contextmanager
+def limit(seconds: int) -> Iterator[None]:
+    """Raise ``Slow`` when the body takes longer."""
+
+    def ring(*_: Any) -> None:
+        raise Slow(f"did not end within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def shrink(program: Program, fails: Callable[[Program], bool], seconds: float) -> Program:
+    """A smaller program for which ``fails`` still holds: entries of lists left out, values made plain."""
+    end = time.monotonic() + seconds
+    best, changed = program, True
+    while changed and time.monotonic() < end:
+        changed = False
+        for candidate in _smaller(best):
+            if time.monotonic() > end:
+                break
+            if fails(candidate):
+                best, changed = candidate, True
+                break
+    return best
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    """Candidates, bold ones first."""
+    places = list(_places(program, ()))
+    lists = [path for path, value in places if isinstance(value, list) and value]
+    for path in sorted(lists, key=lambda path: -len(_at(program, path))):
+        size = len(_at(program, path))
+        width = size
+        while width:
+            for begin in range(0, size, width):
+                smaller = copy.deepcopy(program)
+                del _at(smaller, path)[begin : begin + width]
+                yield smaller
+            width //= 2
+    for path, value in places:
+        if not path:
+            continue
+        for plain in _plainer(path[-1], value):
+            smaller = copy.deepcopy(program)
+            _at(smaller, path[:-1])[path[-1]] = plain
+            yield smaller
+
+
+def _plainer(name: Any, value: Any) -> list[Any]:
+    if value is None or value is False or name in ("seed", "do", "kind", "name"):
+        return []
+    if value is True:
+        return [False]
+    if isinstance(value, int):
+        return [n for n in dict.fromkeys((0, 1, 16, value // 2)) if abs(n) < abs(value)]
+    if isinstance(value, (dict, str)):
+        return [None]
+    if isinstance(value, float):
+        return [n for n in (1.0, 0.0) if n != value][:1]
+    return []
+
+
+def _places(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from _places(inner, (*path, key))
+
+
+def _at(program: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        program = program[key]
+    return program

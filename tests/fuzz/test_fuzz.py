@@ -1,0 +1,136 @@
+"""A slice of the fuzzer in every run of the tests: fixed seeds, and every program that failed once."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from recipes import DEVICE
+
+from . import corpus, programs, runner, suites
+from .draw import Draw
+from .runner import Suite, outcome, report, run, run_case
+
+# Suite, seed of the first case, number of cases.
+SLICES = [
+    ("products", 0, 150),
+    ("encodings", 0, 20),
+    ("encodings", 1000, 20),
+    ("special", 0, 120),
+    ("semantics", 2000, 40),
+    ("semantics", 2100, 40),
+    ("options", 0, 60),
+    pytest.param("compiled", 0, 5, marks=pytest.mark.requested),
+    pytest.param("cycles", 0, 1, marks=pytest.mark.requested),
+    pytest.param("resume", 0, 1, marks=pytest.mark.requested),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.parametrize(("name", "seed", "cases"), SLICES)
+def test_slice(name: str, seed: int, cases: int) -> None:
+    suite = next(suite for suite in suites.all_suites() if suite.name == name)
+    for index in range(cases):
+        run_case(suite, seed + index, DEVICE, effort=0.03)
+    if suite.skipped:
+        pytest.skip(suite.skipped)
+    assert not suite.failures, "\n".join(
+        f"{f['error']}\n  {f['drawn']}\n  {f['repro']}" for f in suite.failures
+    )
+
+
+def test_a_case_is_a_function_of_its_seed() -> None:
+    def drawn(seed: int) -> list[str]:
+        draw = Draw("products", seed, DEVICE)
+        layer = draw.layer(draw.size("features"), draw.recipe(), draw.dtype())
+        return [*draw.notes, *(str(p.sum().item()) for p in layer.parameters())]
+
+    assert drawn(5) == drawn(5) != drawn(6)
+
+
+def test_failures_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """With what was drawn, the command that repeats the case alone, and in the log."""
+
+    def broken(draw: Draw) -> dict[str, float]:
+        assert draw.pick("number", (1,)) == 2, "one is not two"
+        return {}
+
+    record = Suite("broken", broken, 1.0)
+    fine = Suite("fine", lambda draw: {"seed": float(draw.seed)}, 1.0)
+    run([record, fine], device="cpu", minutes=0.0, seed=3, cases=2, effort=1.0)
+    report([record, fine], "cpu", tmp_path / "log.json")
+    assert "--suite broken --seed 4 --cases 1" in capsys.readouterr().out
+    log = json.loads((tmp_path / "log.json").read_text())
+    assert [suite["cases"] for suite in log["suites"]] == [2, 2]
+    assert log["suites"][0]["failures"][0]["drawn"] == "number=1"
+    assert log["suites"][1]["figures"] == {"seed": 4.0}
+    run([fine], device="cpu", minutes=0.001, seed=0, cases=None, effort=1.0)
+    assert fine.cases > 2
+
+
+@pytest.mark.parametrize("file", corpus.files(), ids=lambda file: file.stem)
+def test_what_failed_once_passes(file: Path) -> None:
+    entry = json.loads(file.read_text())
+    suite = next(suite for suite in suites.all_suites() if suite.name == entry["suite"])
+    error = outcome(suite, entry["program"])
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("suite", [suite for suite in suites.all_suites() if suite.draw], ids=lambda suite: suite.name)
+def test_a_program_is_json_of_its_seed(suite: Suite) -> None:
+    for seed in range(20):
+        first, second = (suite.draw(random.Random(f"{suite.name} {seed}")) for _ in range(2))  # type: ignore[misc]
+        assert json.loads(json.dumps(first)) == first == second
+
+
+def test_a_failing_program_is_made_smaller_and_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As long as it fails in the same way; what it says nothing about passes."""
+
+    def case(program: programs.Program) -> dict[str, float]:
+        if not program["ops"]:
+            raise programs.Invalid("nothing")
+        if any(op["n"] > 7 for op in program["ops"]):
+            raise programs.Difference(f"off by {len(program['ops'])}")
+        assert program["ops"][0]["n"] != 3, "another failure"
+        return {}
+
+    def draw(rng: random.Random) -> programs.Program:
+        return {"ops": [{"do": "a", "n": rng.choice((1, 3, 100))} for _ in range(8)], "flag": True}
+
+    record = Suite("mine", case, 1.0, draw)
+    run([record], device="cpu", minutes=0.0, seed=0, cases=20, effort=1.0)
+    (found,) = [one for one in record.failures if "off by" in one["error"]]
+    small = json.loads(found["drawn"])
+    assert small["flag"] is False and len(small["ops"]) == 1 and 7 < small["ops"][0]["n"] <= 25
+    assert record.seen["Difference: off by #"] > 1
+    assert f"python -m tests.fuzz --suite mine --seed {found['seed']} --cases 1" in capsys.readouterr().err
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps({"suite": "mine", "program": small}))
+    assert not corpus.run_file(file, [record])
+    file.write_text(json.dumps({"suite": "mine", "program": {**small, "ops": []}}))
+    assert corpus.run_file(file, [record])
+
+
+def test_a_case_that_does_not_end_is_stopped() -> None:
+    with pytest.raises(programs.Slow), programs.limit(1):
+        while True:
+            pass
+
+
+def test_words_that_help_are_told_from_crashes() -> None:
+    import narrowcast as nc
+
+    def error_of(function: object) -> BaseException:
+        _, error = programs.attempt(function)  # type: ignore[arg-type]
+        assert error is not None
+        return error
+
+    assert programs.refusal(error_of(lambda: nc.Linear(16, 16, device="cpu", recipe=3)))
+    assert not programs.refusal(error_of(lambda: {}["key"]))
+    assert not programs.refusal(error_of(lambda: nc.Linear(16)))  # Python's own, not ours
+    assert runner.LIMIT > 60
