@@ -1,4 +1,4 @@
-# make demo | test | slice | small | matrix | lint | docs | bench | plots | soak: each makes the virtual environment it needs
+# make demo | test | slice | small | matrix | lint | docs | bench | plots | soak | fuzz: each makes the virtual environment it needs
 # and installs into it, once. TORCH=torch==2.14.1 takes another PyTorch than the newest that was tested, in .venv-2.14.1.
 TORCH ?=
 release := $(subst torch==,,$(TORCH))
@@ -14,7 +14,7 @@ bin := $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(JOBS) --dist worksteal
 listed = $(shell sed 's/ *\#.*//' .ci/$(1))
 
-.PHONY: demo test slice small matrix lint docs bench plots soak census
+.PHONY: demo test slice small matrix lint docs bench plots soak fuzz census
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -58,7 +58,11 @@ bench: $(installed)-train
 
 # An hour of random cases, or SOAK_ARGS="--minutes 5".
 soak: $(installed)-test
-	$(bin)/python -m tests.soak $(SOAK_ARGS)
+	$(bin)/python -m tests.fuzz $(SOAK_ARGS)
+
+# Five minutes of them with new seeds, as CI does.
+fuzz: $(installed)-test
+	$(bin)/python -m tests.fuzz --minutes 5 --device cpu
 
 # What the house has more than one of: calls of a layer, caches, lines.
 census: $(installed)-test

@@ -21,7 +21,9 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, help="of the first case; the next has the next (default: a new one, printed)"
     )
-    parser.add_argument("--program", type=Path, action="append", help="run files of the corpus, or what a failure printed")
+    parser.add_argument(
+        "--program", type=Path, action="append", help="run files of the corpus, or what a failure printed"
+    )
     parser.add_argument("--no-shrink", action="store_true", help="report failing programs as they were drawn")
     parser.add_argument("--cases", type=int, help="so many cases of each suite instead of --minutes")
     parser.add_argument(

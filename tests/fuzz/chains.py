@@ -19,11 +19,52 @@ from .programs import Difference, Invalid, Program, attempt, compare, normal, re
 NAMES = tuple(name for name in VARIANTS if "stochastic" not in name)
 SIZES = (1, 2, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96, 128, 130)
 OPS = (
-    "slice", "slice", "slice", "split", "split_sizes", "chunk", "narrow", "select", "index", "view", "view2",
-    "reshape", "flatten", "transpose", "permute", "unsqueeze", "squeeze", "expand", "as_strided", "clone", "detach",
-    "contiguous", "to_dtype", "to_same", "double", "deepcopy", "save", "parameter", "data", "cat", "mul_", "add_",
-    "zero_", "fill_", "copy_", "requires_grad_", "zeros_like", "new_zeros", "abs", "sum", "matmul", "unbind", "half",
-    "cpu", "ones_like", "setitem",
+    "slice",
+    "slice",
+    "slice",
+    "split",
+    "split_sizes",
+    "chunk",
+    "narrow",
+    "select",
+    "index",
+    "view",
+    "view2",
+    "reshape",
+    "flatten",
+    "transpose",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "as_strided",
+    "clone",
+    "detach",
+    "contiguous",
+    "to_dtype",
+    "to_same",
+    "double",
+    "deepcopy",
+    "save",
+    "parameter",
+    "data",
+    "cat",
+    "mul_",
+    "add_",
+    "zero_",
+    "fill_",
+    "copy_",
+    "requires_grad_",
+    "zeros_like",
+    "new_zeros",
+    "abs",
+    "sum",
+    "matmul",
+    "unbind",
+    "half",
+    "cpu",
+    "ones_like",
+    "setitem",
 )
 
 
@@ -36,8 +77,12 @@ def draw(rng: random.Random) -> Program:
         "dtype": rng.choice(("float32", "bfloat16")),
         "usage": rng.choice(("both", "both", "rowwise", "columnwise")),
         "ops": [
-            {"do": rng.choice(OPS), "dim": rng.randrange(-2, 3), "a": rng.choice((0, 1, 8, 16, 17, 32, 64)),
-             "b": rng.choice((1, 2, 8, 16, 17, 32, 33, 64, 1000))}
+            {
+                "do": rng.choice(OPS),
+                "dim": rng.randrange(-2, 3),
+                "a": rng.choice((0, 1, 8, 16, 17, 32, 64)),
+                "b": rng.choice((1, 2, 8, 16, 17, 32, 33, 64, 1000)),
+            }
             for _ in range(rng.randint(1, 5))
         ],
     }
@@ -150,11 +195,11 @@ def run(program: Program) -> dict[str, float]:
     columns = None if columns is None else columns.clone()
     cast = False
     for op in program["ops"]:
-        expected, theirs = attempt(lambda: apply(plain, op))  # noqa: B023
+        expected, theirs = attempt(lambda: apply(plain, op))
         if theirs is not None:
             continue
         before = t
-        t, error = attempt(lambda: apply(before, op))  # noqa: B023
+        t, error = attempt(lambda: apply(before, op))
         if error is not None:
             if refusal(error):
                 return {"refused": 1.0}
@@ -168,7 +213,9 @@ def run(program: Program) -> dict[str, float]:
                 columns = apply(columns, op)
             found = columns_of(t)
             if found is not None and columns is not None:
-                compare(found, columns.to(found.dtype), f"column-wise codes after {name}", 1e-2 if cast else 0.0)
+                compare(
+                    found, columns.to(found.dtype), f"column-wise codes after {name}", 1e-2 if cast else 0.0
+                )
             if not t._quantizer.get_usages()["columnwise"]:
                 columns = None
         else:

@@ -1,4 +1,4 @@
-"""Quantizers of a user's own: subclasses that encode, or describe, in their own way, made anywhere, eager and compiled."""
+"""Quantizers of a user's own: subclasses that encode in their own way, made anywhere, eager and compiled."""
 
 from __future__ import annotations
 
@@ -59,10 +59,12 @@ def make_class(program: Program) -> Any:
     if where == "local":
         body = "".join(f"    {line}\n" for line in source.splitlines())
         source = f"def make():\n{body}    return {name}\n"
-    exec(source, scope)  # noqa: S102
+    exec(source, scope)
     made = scope["make"]() if where == "local" else scope[name]
     if where != "local":
-        module = sys.modules.get(scope["__name__"]) or sys.modules.setdefault("users_module", type(sys)("users_module"))
+        module = sys.modules.get(scope["__name__"]) or sys.modules.setdefault(
+            "users_module", type(sys)("users_module")
+        )
         setattr(module, name, made)
     return nc.dynamo.register_value_opaque_quantizer(made) if program["registered"] else made
 
@@ -84,7 +86,9 @@ def run(program: Program) -> dict[str, float]:
         return nc.IdentityQuantizer()
 
     after: Callable[[torch.Tensor], torch.Tensor] = {
-        "relu": torch.relu, "sum": lambda y: y + y.sum(), "twice": lambda y: 2 * y,
+        "relu": torch.relu,
+        "sum": lambda y: y + y.sum(),
+        "twice": lambda y: 2 * y,
     }.get(program["after"] or "", lambda y: y)
 
     def layer_of() -> nc.Linear:
@@ -121,9 +125,13 @@ def run(program: Program) -> dict[str, float]:
         wide = dy.double() * (2 if program["after"] else 1)
         across = [quantizer.with_usage(rowwise=False, columnwise=True)] * 2
         alone = program["for"] not in (None, "all")
-        grads = [wide if alone else q.quantize(wide.float()).dequantize().double() for q in (quantizer, *across[:1])]
+        grads = [
+            wide if alone else q.quantize(wide.float()).dequantize().double()
+            for q in (quantizer, *across[:1])
+        ]
         columns = [
-            t.double() if q is None else across[0].quantize(t).dequantize().double() for q, t in zip(used, (x, weight))
+            t.double() if q is None else across[0].quantize(t).dequantize().double()
+            for q, t in zip(used, (x, weight))
         ]
         compare(plain[1], grads[0] @ columns[1], "operands of a user's quantizer, dgrad", 5e-3)
         compare(plain[2], grads[1].t() @ columns[0], "operands of a user's quantizer, wgrad", 5e-3)

@@ -1,6 +1,6 @@
 """Histories of a model: the same steps, edits, saves and evaluations under a wrapping, and plainly.
 
-The plain run has no compiler, no checkpoint, no replay and no kept weights, edits weights by ``copy_`` under ``no_grad``,
+The plain run has no compiler, no checkpoint, no replay and no kept weights, edits weights by ``copy_`` in ``no_grad``,
 and leaves out what must change nothing (copies, moves, hooks, reloading, failed calls). In it each ``Linear`` is also
 measured against its product in fp64.
 """
@@ -22,21 +22,45 @@ import narrowcast as nc
 from narrowcast.functional import replay
 
 from .models import DTYPES, Model, draw_layer, draw_recipe, draw_wrap, recipe_of, wrapped
-from .programs import Difference, Invalid, Program, attempt, compare, generator, normal, refusal, said
+from .programs import Difference, Invalid, Program, attempt, compare, normal, refusal, said
 
 NEUTRAL = ("to", "cpu", "deepcopy", "reload", "pickle", "hook", "failed", "evaluated", "requires")
 EDITS = (
-    "mul_", "data", "data_assign", "numpy", "storage", "set_", "swap", "foreach", "transposed", "load", "vector",
+    "mul_",
+    "data",
+    "data_assign",
+    "numpy",
+    "storage",
+    "set_",
+    "swap",
+    "foreach",
+    "transposed",
+    "load",
+    "vector",
     "data_copy",
 )
 OPTIMIZERS = (
-    "SGD", "SGD foreach", "SGD fused", "AdamW", "AdamW foreach", "AdamW fused", "AdamW capturable", "FusedAdam",
+    "SGD",
+    "SGD foreach",
+    "SGD fused",
+    "AdamW",
+    "AdamW foreach",
+    "AdamW fused",
+    "AdamW capturable",
+    "FusedAdam",
     "FusedSGD",
 )
 # Largest relative error of a GEMM's output, and of its gradients: what the elements' bits allow, with room.
 TOLERANCES = {
-    "delayed": (0.08, 0.095), "current": (0.08, 0.095), "block": (0.08, 0.095), "hybrid": (0.08, 0.095),
-    "mxfp8": (0.08, 0.095), "mxfp6": (0.12, 0.2), "mxfp4": (0.4, 0.4), "nvfp4": (0.4, 0.4), "none": (1e-5, 1e-5),
+    "delayed": (0.08, 0.095),
+    "current": (0.08, 0.095),
+    "block": (0.08, 0.095),
+    "hybrid": (0.08, 0.095),
+    "mxfp8": (0.08, 0.095),
+    "mxfp6": (0.12, 0.2),
+    "mxfp4": (0.4, 0.4),
+    "nvfp4": (0.4, 0.4),
+    "none": (1e-5, 1e-5),
 }
 
 
@@ -97,7 +121,11 @@ def _draw_item(rng: random.Random, flags: bool) -> Program:
         item["batch"] = rng.randrange(10**6)
         item["flag"] = rng.choice((True, False, None)) if flags else None
     elif do == "edit":
-        item |= {"way": rng.choice(EDITS), "which": rng.randrange(8), "factor": rng.choice((1.5, 0.5, 1000.0, -1.0))}
+        item |= {
+            "way": rng.choice(EDITS),
+            "which": rng.randrange(8),
+            "factor": rng.choice((1.5, 0.5, 1000.0, -1.0)),
+        }
     elif do == "neutral":
         item["way"] = rng.choice(NEUTRAL)
     elif do == "recipe":
@@ -171,7 +199,11 @@ class World:
     def context(self) -> Any:
         if self.torchs or self.program["how"] != "autocast":
             return contextlib.nullcontext()
-        return nc.autocast(enabled=self.recipe is not None, recipe=self.recipe) if self.recipe else contextlib.nullcontext()
+        return (
+            nc.autocast(enabled=self.recipe is not None, recipe=self.recipe)
+            if self.recipe
+            else contextlib.nullcontext()
+        )
 
     def _optimizer(self) -> Any:
         parameters = list(self.model.parameters())
@@ -449,7 +481,9 @@ class Measure:
         edited = any(item["do"] in ("edit", "recipe") for item in program["history"])
         calm = not program["wander"] and not program["odd_rows"] and not edited
         self.calm = calm and (program["rows"] or 16) >= 16
-        self.usable = (program["features"] or 16) >= 16 and (program["rows"] or 16) >= 16 and not program["odd_rows"]
+        self.usable = (
+            (program["features"] or 16) >= 16 and (program["rows"] or 16) >= 16 and not program["odd_rows"]
+        )
         for module in world.model.modules():
             if type(module) is nc.Linear:
                 module.register_forward_hook(self.after)
@@ -535,7 +569,9 @@ def play(program: Program, *, plain: bool, torchs: bool = False) -> list[tuple[s
 def run(program: Program) -> dict[str, float]:
     if not program["blocks"] or not any(block["layers"] for block in program["blocks"]):
         raise Invalid("no layers")
-    if any(value for item in program["history"] for value in item.get("flags") or ()) and not _flags_fit(program):
+    if any(value for item in program["history"] for value in item.get("flags") or ()) and not _flags_fit(
+        program
+    ):
         raise Invalid("kept weights where they have other scales")
     theirs, error = attempt(lambda: play(program, plain=True))
     if error is not None:

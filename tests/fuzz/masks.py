@@ -1,4 +1,4 @@
-"""Attention: masks, windows, formats and groups against softmax written out, gradients against PyTorch's autograd of it."""
+"""Attention: masks, windows, formats and groups against softmax written out, and autograd of that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ import narrowcast as nc
 
 from .programs import Invalid, Program, attempt, compare, normal, refusal
 
-TYPES = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right", "arbitrary")
+TYPES = (
+    "no_mask",
+    "causal",
+    "causal_bottom_right",
+    "padding",
+    "padding_causal",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
 
 
 def draw(rng: random.Random) -> Program:
@@ -57,7 +65,7 @@ def visible(program: Program, n_q: int, n_k: int) -> Tensor:
 def run(program: Program) -> dict[str, float]:
     b, n_q, n_k = program["batch"] or 1, program["queries"], program["keys"]
     h, g, d, seed = program["heads"] or 1, program["groups"] or 1, program["channels"] or 8, program["seed"]
-    if not n_k or h % g or program["window"] is not None and len(program["window"]) != 2:
+    if not n_k or h % g or (program["window"] is not None and len(program["window"]) != 2):
         raise Invalid("sizes")
     kind, dtype = program["type"] or "no_mask", getattr(torch, program["dtype"] or "float32")
     q, k, v = (
@@ -89,9 +97,14 @@ def run(program: Program) -> dict[str, float]:
 
     def ours() -> list[Tensor]:
         module = nc.DotProductAttention(
-            h, d, num_gqa_groups=g, qkv_format=program["format"] or "sbhd", attn_mask_type=kind,
+            h,
+            d,
+            num_gqa_groups=g,
+            qkv_format=program["format"] or "sbhd",
+            attn_mask_type=kind,
             window_size=None if program["window"] is None else tuple(program["window"]),
-            bottom_right_diagonal=program["bottom_right"], softmax_type=program["sink"] or "vanilla",
+            bottom_right_diagonal=program["bottom_right"],
+            softmax_type=program["sink"] or "vanilla",
             return_max_logit=bool(program["max_logit"]),
         )
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -99,7 +112,10 @@ def run(program: Program) -> dict[str, float]:
         out = module(*given, checkpoint_core_attention=bool(program["checkpoint"]), **options)
         out = out[0] if program["max_logit"] else out
         out = out.transpose(0, 1) if flip else out
-        return [out.reshape(b, n_q, h, d), *torch.autograd.grad((out.float() * dy.reshape(out.shape)).sum(), leaves)]
+        return [
+            out.reshape(b, n_q, h, d),
+            *torch.autograd.grad((out.float() * dy.reshape(out.shape)).sum(), leaves),
+        ]
 
     dy = normal(seed + 3, b, n_q, h * d)
     results, error = attempt(ours)

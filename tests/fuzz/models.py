@@ -25,7 +25,8 @@ def draw_recipe(rng: random.Random, families: tuple[str, ...] = ()) -> Program:
     """A recipe with options that reproduces its bits."""
     family = rng.choice(
         families
-        or ("delayed",) * 5 + ("current", "current", "mxfp8", "block", "nvfp4", "mxfp6", "mxfp4", "hybrid", "none")
+        or ("delayed",) * 5
+        + ("current", "current", "mxfp8", "block", "nvfp4", "mxfp6", "mxfp4", "hybrid", "none")
     )
     options: dict[str, Any] = {}
     if family == "delayed":
@@ -89,7 +90,9 @@ def draw_layer(rng: random.Random, index: int) -> Program:
         if kind == "lnmlp":
             layer["activation"] = rng.choice(("gelu", "relu", "swiglu", "geglu"))
         if kind == "ops":
-            layer["ops"] = rng.sample(("norm", "linear", "gelu", "relu", "quantize", "quantize_grad", "bias"), rng.randint(1, 5))
+            layer["ops"] = rng.sample(
+                ("norm", "linear", "gelu", "relu", "quantize", "quantize_grad", "bias"), rng.randint(1, 5)
+            )
         return layer
     kind = rng.choice(OTHERS)
     if kind == "again":
@@ -132,8 +135,14 @@ class Transformer(nn.Module):
     def __init__(self, features: int, place: dict[str, Any], own: Any) -> None:
         super().__init__()
         self.layer = nc.TransformerLayer(
-            features, 2 * features, 2, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="causal",
-            params_dtype=place["dtype"], device=place["device"],
+            features,
+            2 * features,
+            2,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            self_attn_mask_type="causal",
+            params_dtype=place["dtype"],
+            device=place["device"],
         )
         if own is not None:
             nc.set_recipe(self.layer, own)
@@ -172,8 +181,13 @@ def _ours(layer: Program, features: int, place: dict[str, Any]) -> nn.Module:
         )
     if kind == "lnmlp":
         return nc.LayerNormMLP(
-            features, layer.get("n") or 16, bias=bias, recipe=own, normalization=layer.get("norm") or "LayerNorm",
-            activation=layer.get("activation") or "gelu", **place,
+            features,
+            layer.get("n") or 16,
+            bias=bias,
+            recipe=own,
+            normalization=layer.get("norm") or "LayerNorm",
+            activation=layer.get("activation") or "gelu",
+            **place,
         )
     if kind == "grouped":
         return Grouped(features, bias, place, own)

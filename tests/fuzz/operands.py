@@ -13,7 +13,9 @@ import narrowcast as nc
 from .programs import Invalid, Program, attempt, compare, normal, refusal
 
 NAMES = tuple(
-    name for name in VARIANTS if "stochastic" not in name and "row-scaled" not in name and "4over6" not in name
+    name
+    for name in VARIANTS
+    if "stochastic" not in name and "row-scaled" not in name and "4over6" not in name
 )
 
 
@@ -35,7 +37,10 @@ def draw(rng: random.Random) -> Program:
 
 
 def run(program: Program) -> dict[str, float]:
-    names = {one: program["input"] if program["alike"] else program[one] for one in ("input", "weight", "grad_output")}
+    names = {
+        one: program["input"] if program["alike"] else program[one]
+        for one in ("input", "weight", "grad_output")
+    }
     if None in names.values() or not program["inputs"] or not program["outputs"] or not program["layer"]:
         raise Invalid("no sizes")
 
@@ -49,7 +54,9 @@ def run(program: Program) -> dict[str, float]:
     def ours() -> list[Any]:
         recipe = nc.recipe.CustomRecipe(qfactory=factory)
         torch.manual_seed(seed)
-        with nc.quantized_model_init(enabled=bool(program["stored"]), recipe=recipe, preserve_high_precision_init_val=True):
+        with nc.quantized_model_init(
+            enabled=bool(program["stored"]), recipe=recipe, preserve_high_precision_init_val=True
+        ):
             if program["layer"] == "ops.Linear":
                 layer = nc.ops.Linear(k, n, bias=False, device="cpu", dtype=dtype)
                 nc.set_recipe(layer, recipe)
@@ -60,7 +67,11 @@ def run(program: Program) -> dict[str, float]:
         x = normal(seed, rows, k, dtype=dtype).requires_grad_()
         dy = normal(seed + 1, rows, n, dtype=dtype)
         weight = next(layer.parameters())
-        kept = weight.get_high_precision_init_val() if isinstance(weight, nc.QuantizedTensor) else weight.detach()
+        kept = (
+            weight.get_high_precision_init_val()
+            if isinstance(weight, nc.QuantizedTensor)
+            else weight.detach()
+        )
         extra = ([rows],) if program["layer"] == "GroupedLinear" else ()
         flagged = program["flag"] and program["layer"] != "ops.Linear"
         y = layer(x, *extra, **({"is_first_microbatch": True} if flagged else {}))

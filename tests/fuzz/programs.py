@@ -49,13 +49,13 @@ class Slow(BaseException):
 
 def refusal(error: BaseException) -> bool:
     """Whether we raised it on purpose, in words that help."""
-    if isinstance(error, _INTERNAL) or isinstance(error, (Difference, Slow)):
+    if isinstance(error, (*_INTERNAL, Difference, Slow)):
         return False
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not str(Path(frames[-1].filename).resolve()).startswith(PACKAGE):
         return False
     line = frames[-1].line or ""
-    raised = "raise" in line or line.strip().startswith((")", "f\"", "\"", "return"))
+    raised = "raise" in line or line.strip().startswith((")", 'f"', '"', "return"))
     if isinstance(error, (AttributeError, TypeError)) and not raised:
         return False
     return bool(_REMEDY.search(str(error)))
@@ -72,7 +72,7 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def said(error: BaseException) -> str:
-    """Type and first line of an error, without what differs from case to case; of a compiler's error, what is within."""
+    """Type and first line of an error without what differs between cases; of a compiler's error, what is within."""
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, BaseException):
         return f"{type(error).__name__} of {said(inner)}"
@@ -81,6 +81,7 @@ def said(error: BaseException) -> str:
     if isinstance(error, AssertionError) and len(text) > 300:
         text = text[:300]
     text = re.sub(r"0x[0-9a-f]+", "0x", text)
+    text = re.sub(r"'[^']{0,40}'|\b\w+\([^()]*\)", "*", text) if "is not a valid" in text else text
     text = re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "#", text)
     return f"{type(error).__name__}: {text[:200]}"
 
@@ -92,7 +93,11 @@ def signature(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if str(frame.filename).startswith(PACKAGE)
     ]
-    where = "" if isinstance(error, Difference) or not frames else f" at {Path(frames[-1].filename).name}:{frames[-1].name}"
+    where = (
+        ""
+        if isinstance(error, Difference) or not frames
+        else f" at {Path(frames[-1].filename).name}:{frames[-1].name}"
+    )
     return said(error) + where
 
 

@@ -14,28 +14,84 @@ import narrowcast as nc
 from .programs import Difference, Invalid, Program, attempt, normal, refusal
 
 R = nc.recipe
-CLASSES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "MXFP6BlockScaling",
-           "MXFP4BlockScaling", "NVFP4BlockScaling")  # fmt: skip
-VALUES = ("true", "false", "null", "0", "1", "-1", "16", "1000000000000", "0.5", "NaN", "Infinity", '"max"', '"most_recent"',
-          '"E4M3"', '"HYBRID"', '"range"', '"one"', '"high_precision"', "[]", "{}", '""', '{"type": "QParams"}',
-          '{"type": "MMParams"}', '{"type": "object"}', "1e400", '"x"', "1.0", "true", "3",
-          '{"type": "QParams", "amax_epsilon": NaN}', '{"type": "QParams", "amax_epsilon": -1}',
-          '{"type": "QParams", "power_2_scale": true}', '{"type": ["QParams"]}')  # fmt: skip
+CLASSES = (
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "Float8BlockScaling",
+    "MXFP8BlockScaling",
+    "MXFP6BlockScaling",
+    "MXFP4BlockScaling",
+    "NVFP4BlockScaling",
+)
+VALUES = (
+    "true",
+    "false",
+    "null",
+    "0",
+    "1",
+    "-1",
+    "16",
+    "1000000000000",
+    "0.5",
+    "NaN",
+    "Infinity",
+    '"max"',
+    '"most_recent"',
+    '"E4M3"',
+    '"HYBRID"',
+    '"range"',
+    '"one"',
+    '"high_precision"',
+    "[]",
+    "{}",
+    '""',
+    '{"type": "QParams"}',
+    '{"type": "MMParams"}',
+    '{"type": "object"}',
+    "1e400",
+    '"x"',
+    "1.0",
+    "true",
+    "3",
+    '{"type": "QParams", "amax_epsilon": NaN}',
+    '{"type": "QParams", "amax_epsilon": -1}',
+    '{"type": "QParams", "power_2_scale": true}',
+    '{"type": ["QParams"]}',
+)
 
 
 def draw(rng: random.Random) -> Program:
     name = rng.choice(CLASSES)
     fields = [one.name for one in dataclasses.fields(getattr(R, name))]
     picked = rng.sample(fields, rng.randint(1, min(3, len(fields))))
+    if rng.random() < 0.3:  # settings that go together: all of one prefix
+        prefix = rng.choice(fields)[:8]
+        picked = [one for one in fields if one.startswith(prefix)]
+    same = rng.choice((None, 0, 1, 2))
     return {
         "do": rng.choice(("assign", "assign", "json", "json", "json", "text")),
         "name": name,
-        "fields": [{"field": one, "choice": rng.randrange(1000)} for one in picked],
+        "fields": [{"field": one, "choice": rng.randrange(1000) if same is None else same} for one in picked],
         "values": [rng.choice(VALUES) for _ in picked],
         "pattern": rng.choice(("", "layers.*", "**", "(", "\\\\")),
-        "text": rng.choice(("[" * 2000, "{", "", "null", '{"": 1}', '{"": {"type": 3}}', '{"": {}}', '{"": []}',
-                            '{"": {"type": "Recipe"}}', '{"": {"type": "CustomRecipe"}}', '{"": {"type": "__class__"}}',
-                            '{"a": ' * 3000, "9" * 5000, '{"": {"type": null}}')),  # fmt: skip
+        "text": rng.choice(
+            (
+                "[" * 2000,
+                "{",
+                "",
+                "null",
+                '{"": 1}',
+                '{"": {"type": 3}}',
+                '{"": {}}',
+                '{"": []}',
+                '{"": {"type": "Recipe"}}',
+                '{"": {"type": "CustomRecipe"}}',
+                '{"": {"type": "__class__"}}',
+                '{"a": ' * 3000,
+                "9" * 5000,
+                '{"": {"type": null}}',
+            )
+        ),
         "twice": rng.random() < 0.2,
     }
 
@@ -56,7 +112,11 @@ def _other(name: str, held: Any, choice: int) -> Any:
     if isinstance(held, bool):
         return bool(choice % 2)
     if isinstance(held, R.QParams):
-        flags = {one.name: bool(choice >> i & 1) for i, one in enumerate(dataclasses.fields(R.QParams)) if one.type == "bool"}
+        flags = {
+            one.name: bool(choice >> i & 1)
+            for i, one in enumerate(dataclasses.fields(R.QParams))
+            if one.type == "bool"
+        }
         flags.pop("derived", None)
         return R.QParams(**flags)
     if isinstance(held, R.MMParams):
@@ -92,16 +152,16 @@ def assign(program: Program) -> None:
             raise error
         return
     if error is not None:
-        raise Difference(f"{program['name']}: the constructor takes what assignments do not: {error}") from error
+        raise Difference(
+            f"{program['name']}: the constructor takes what assignments do not: {error}"
+        ) from error
     if ours != made:
         raise Difference(f"{program['name']}: assigned, it is another recipe")
 
 
 def from_json(program: Program) -> None:
     pattern = program["pattern"] or ""
-    body = ", ".join(
-        f'"{one["field"]}": {value}' for one, value in zip(program["fields"], program["values"])
-    )
+    body = ", ".join(f'"{one["field"]}": {value}' for one, value in zip(program["fields"], program["values"]))
     again = ", " + body if program["twice"] and body else ""
     text = f'{{{json.dumps(pattern)}: {{"type": "{program["name"]}"{", " if body else ""}{body}{again}}}}}'
     table, error = attempt(lambda: R.recipes_from_json(text))

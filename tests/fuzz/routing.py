@@ -52,7 +52,12 @@ def run(program: Program) -> dict[str, float]:
 
 
 def _logits(program: Program) -> Tensor:
-    return normal(program["seed"], program["tokens"], program["experts"], dtype=getattr(torch, program["dtype"] or "float32"))
+    return normal(
+        program["seed"],
+        program["tokens"],
+        program["experts"],
+        dtype=getattr(torch, program["dtype"] or "float32"),
+    )
 
 
 def scores(program: Program) -> None:
@@ -72,9 +77,15 @@ def scores(program: Program) -> None:
 def topk(program: Program) -> None:
     logits = _logits(program).float()
     function, k = program["function"] or "softmax", program["topk"]
-    bias = normal(program["seed"] + 2, program["experts"]) if program["bias"] and function != "softmax" else None
+    bias = (
+        normal(program["seed"] + 2, program["experts"]) if program["bias"] and function != "softmax" else None
+    )
     ours, chosen = nc.fused_topk_with_score_function(
-        logits, k, use_pre_softmax=bool(program["pre"]), scaling_factor=program["factor"], score_function=function,
+        logits,
+        k,
+        use_pre_softmax=bool(program["pre"]),
+        scaling_factor=program["factor"],
+        score_function=function,
         expert_bias=bias,
     )
     values = logits.double()
@@ -99,7 +110,13 @@ def loss(program: Program) -> None:
     probs = _scored(_logits(program), "softmax").float()
     counts = torch.randint(0, 9, (program["experts"],), generator=torch.Generator().manual_seed(3))
     ours = nc.fused_moe_aux_loss(probs, counts, program["tokens"], program["experts"], program["topk"], 0.1)
-    expected = (probs.double().sum(0) * counts).sum() * 0.1 * program["experts"] / program["topk"] / program["tokens"] ** 2
+    expected = (
+        (probs.double().sum(0) * counts).sum()
+        * 0.1
+        * program["experts"]
+        / program["topk"]
+        / program["tokens"] ** 2
+    )
     compare(ours, expected, "the auxiliary loss", 1e-5)
 
 
@@ -122,13 +139,26 @@ def permute(program: Program) -> None:
 
 def permute_index(program: Program) -> None:
     tokens, k = program["tokens"], program["topk"]
-    indices = torch.stack(
-        [torch.randperm(program["experts"], generator=torch.Generator().manual_seed(program["seed"] + t))[:k] for t in range(tokens)]
-    ) if tokens else torch.empty(0, k, dtype=torch.long)
+    indices = (
+        torch.stack(
+            [
+                torch.randperm(
+                    program["experts"], generator=torch.Generator().manual_seed(program["seed"] + t)
+                )[:k]
+                for t in range(tokens)
+            ]
+        )
+        if tokens
+        else torch.empty(0, k, dtype=torch.long)
+    )
     x = normal(program["seed"], tokens, program["features"] or 1)
     y, rest = nc.moe_permute(x, indices.int(), map_type="index")
-    pairs = sorted(((int(indices[t, j]), t, j) for t in range(tokens) for j in range(k)), key=lambda one: one[:2])
-    compare(y, x[[t for _, t, _ in pairs]] if pairs else x.new_empty(0, x.shape[1]), "rows permuted by index", 0.0)
+    pairs = sorted(
+        ((int(indices[t, j]), t, j) for t in range(tokens) for j in range(k)), key=lambda one: one[:2]
+    )
+    compare(
+        y, x[[t for _, t, _ in pairs]] if pairs else x.new_empty(0, x.shape[1]), "rows permuted by index", 0.0
+    )
     back = nc.moe_unpermute(y, rest, map_type="index")
     compare(back, x.double() * k, "rows unpermuted by index", 1e-5)
 
@@ -142,7 +172,16 @@ def sort(program: Program) -> None:
     parts = x.split(sizes)
     as_tensors = bool(program["weighted"])
     given = [torch.tensor(v, dtype=torch.int32) if as_tensors else v for v in (sizes, order)]
-    compare(nc.moe_sort_chunks_by_index(x, *given), torch.cat([parts[i] for i in order]), "sorted chunks", 0.0)
+    compare(
+        nc.moe_sort_chunks_by_index(x, *given), torch.cat([parts[i] for i in order]), "sorted chunks", 0.0
+    )
 
 
-_SUITES = {"scores": scores, "topk": topk, "loss": loss, "permute": permute, "permute_index": permute_index, "sort": sort}
+_SUITES = {
+    "scores": scores,
+    "topk": topk,
+    "loss": loss,
+    "permute": permute,
+    "permute_index": permute_index,
+    "sort": sort,
+}

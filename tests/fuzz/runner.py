@@ -85,7 +85,9 @@ def run_program(suite: Suite, program: programs.Program, arguments: str, seed: s
         suite.seen[kind] = suite.seen.get(kind, 0) + 1
         if suite.seen[kind] > 1:
             return False
-        small = programs.shrink(program, lambda one: _fails_as(suite, one, kind), SHRINK) if SHRINK else program
+        small = (
+            programs.shrink(program, lambda one: _fails_as(suite, one, kind), SHRINK) if SHRINK else program
+        )
         _keep(suite, seed, json.dumps(small), error, f"python -m tests.fuzz {arguments}")
         return False
     finally:

@@ -1,4 +1,4 @@
-"""Optimizers: histories of ours beside PyTorch's own, with gradients that come late, groups that are empty, saves and loads."""
+"""Optimizers: histories of ours beside PyTorch's own: gradients that come late, empty groups, saves and loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def draw(rng: random.Random) -> Program:
         "nesterov": rng.random() < 0.3,
         "capturable": kind != "SGD" and rng.random() < 0.3,
         "master": rng.random() < 0.3,
-        "groups": [[_shape(rng) for _ in range(rng.choice((0, 1, 1, 2, 3)))] for _ in range(rng.choice((1, 1, 2)))],
+        "groups": [
+            [_shape(rng) for _ in range(rng.choice((0, 1, 1, 2, 3)))] for _ in range(rng.choice((1, 1, 2)))
+        ],
         "history": [_item(rng) for _ in range(rng.randint(1, 8))],
     }
 
@@ -35,10 +37,27 @@ def _shape(rng: random.Random) -> list[int]:
 
 def _item(rng: random.Random) -> Program:
     do = rng.choices(
-        ("step", "steps", "state", "cross", "crossed", "group", "rate", "zero", "scaler", "deepcopy", "multi"),
+        (
+            "step",
+            "steps",
+            "state",
+            "cross",
+            "crossed",
+            "group",
+            "rate",
+            "zero",
+            "scaler",
+            "deepcopy",
+            "multi",
+        ),
         (10, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1),
     )[0]
-    return {"do": do, "mask": rng.choice((-1, -1, -1, 1, 2, 5, 0)), "seed": rng.randrange(10**6), "count": rng.choice((3, 30))}
+    return {
+        "do": do,
+        "mask": rng.choice((-1, -1, -1, 1, 2, 5, 0)),
+        "seed": rng.randrange(10**6),
+        "count": rng.choice((3, 30)),
+    }
 
 
 def _make(program: Program, groups: list[dict[str, Any]], ours: bool) -> Any:
@@ -50,7 +69,11 @@ def _make(program: Program, groups: list[dict[str, Any]], ours: bool) -> Any:
     options = {"lr": 0.1, "weight_decay": program["decay"] or 0.0}
     if not ours:
         return getattr(torch.optim, kind)(groups, **options)
-    options |= {"adam_w_mode": kind == "AdamW", "capturable": bool(program["capturable"]), "master_weights": bool(program["master"])}
+    options |= {
+        "adam_w_mode": kind == "AdamW",
+        "capturable": bool(program["capturable"]),
+        "master_weights": bool(program["master"]),
+    }
     return nc.optimizers.FusedAdam(groups, **options)
 
 
@@ -79,7 +102,9 @@ class Twins:
     def _gradients(self, item: Program, parameters: list[nn.Parameter], step: int = 0) -> None:
         mask = item["mask"] if item["mask"] is not None else -1
         for number, p in enumerate(parameters):
-            p.grad = normal(item["seed"] + number + 100 * step, *p.shape) if mask >> (number % 8) & 1 else None
+            p.grad = (
+                normal(item["seed"] + number + 100 * step, *p.shape) if mask >> (number % 8) & 1 else None
+            )
 
     def _one(self, item: Program, ours: bool, parameters: list[nn.Parameter], optimizer: Any) -> None:
         do = item["do"]
@@ -119,7 +144,15 @@ class Twins:
 def run(program: Program) -> dict[str, float]:
     twins, error = attempt(lambda: Twins(program))
     if error is not None:
-        _, plain = attempt(lambda: [_make(program, [{"params": [nn.Parameter(torch.zeros(*s)) for s in g]} for g in program["groups"]], False)])
+        _, plain = attempt(
+            lambda: [
+                _make(
+                    program,
+                    [{"params": [nn.Parameter(torch.zeros(*s)) for s in g]} for g in program["groups"]],
+                    False,
+                )
+            ]
+        )
         if plain is not None or refusal(error):
             return {"refused": 1.0}
         raise error
@@ -131,7 +164,7 @@ def run(program: Program) -> dict[str, float]:
             if _cross(twins, item):
                 return {"crossed": 1.0}
             continue
-        _, error = attempt(lambda: twins.both(item))  # noqa: B023
+        _, error = attempt(lambda: twins.both(item))
         if error is not None:
             if refusal(error):
                 return {"refused": 1.0}
@@ -142,7 +175,7 @@ def run(program: Program) -> dict[str, float]:
 def _cross(twins: Twins, item: Program) -> bool:
     """Load the state of the other kind: taken, and then right, or refused at once."""
     (mine, ours), (theirs, torchs) = twins.sides
-    source, target, parameters = (torchs, ours, mine) if item["do"] == "cross" else (ours, torchs, theirs)
+    source, target = (torchs, ours) if item["do"] == "cross" else (ours, torchs)
     _, error = attempt(lambda: target.load_state_dict(copy.deepcopy(source.state_dict())))
     if error is not None:
         if refusal(error) or isinstance(error, ValueError):
@@ -161,7 +194,11 @@ def _multi(item: Program) -> None:
     tensors = [normal(item["seed"] + i, *_shape(rng)) for i in range(rng.randint(1, 3))]
     flag = torch.zeros(1, dtype=torch.int32)
     scale = rng.choice((2.0, torch.tensor(2.0), torch.tensor([2.0])))
-    apply = nc.optimizers.multi_tensor_scale_tensor if isinstance(scale, torch.Tensor) else nc.optimizers.multi_tensor_scale
+    apply = (
+        nc.optimizers.multi_tensor_scale_tensor
+        if isinstance(scale, torch.Tensor)
+        else nc.optimizers.multi_tensor_scale
+    )
     out = [torch.empty_like(t) for t in tensors]
     _, error = attempt(lambda: apply(2048, flag, [tensors, out], scale))
     if error is not None:
@@ -171,7 +208,12 @@ def _multi(item: Program) -> None:
     for a, b in zip(out, tensors):
         compare(a, b * 2.0, "multi_tensor_scale", 1e-6)
     norm, each = nc.optimizers.multi_tensor_l2norm(2048, flag, [tensors], True)
-    compare(norm, torch.cat([t.reshape(-1) for t in tensors]).norm().reshape(1).double(), "multi_tensor_l2norm", 1e-5)
+    compare(
+        norm,
+        torch.cat([t.reshape(-1) for t in tensors]).norm().reshape(1).double(),
+        "multi_tensor_l2norm",
+        1e-5,
+    )
     del each
 
 
