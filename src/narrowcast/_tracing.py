@@ -8,11 +8,13 @@ traced code reads next is what that function left, guarded as if it had always b
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from .upstream import opaque
+from .upstream.compiler import is_dynamo_loaded
 
 
 def while_tracing(function: Callable[[Any], None]) -> None:
@@ -40,17 +42,22 @@ def refuse_in_one_graph(context: Any, reason: str) -> None:
     """Say why the traced code cannot be part of a graph, where it must be (``fullgraph=True``).
 
     Raises:
-        RuntimeError: the compiler's own kind, with ``reason`` in its first line.
+        RuntimeError: the compiler's own kind, with ``reason`` in its first line. UpstreamError: this release of
+        PyTorch cannot have quantizers in graphs, ``fullgraph`` or not.
     """
     from .upstream import dynamo
 
+    if (
+        not opaque.AVAILABLE
+    ):  # no graph can have a quantizer: eager code in its place would be slow in silence
+        raise opaque.missing()
     if dynamo.is_one_graph(context):
         raise dynamo.Unsupported(reason)
 
 
 def in_eager(function: Any, *operands: Any, **options: Any) -> Any:
     """``function(*operands, **options)``, in traced code outside of any graph."""
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it would take seconds
+    if is_dynamo_loaded():  # else nothing is compiled, and loading it would take seconds
         function = torch.compiler.disable(function)
     return function(*operands, **options)
 
@@ -71,12 +78,6 @@ def once_differentiable(backward: Any) -> Any:
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that are no more than memory, whose shapes are numbers."""
-
-# What eager code looks at before it goes past PyTorch's dispatcher; not for traced code.
-in_transform = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
-count_modes = torch._C._len_torch_dispatch_stack
-is_autocast = torch._C._is_any_autocast_enabled
-is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def refused_in_transform(what: str, instead: str = "") -> NotImplementedError:

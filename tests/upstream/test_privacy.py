@@ -110,8 +110,8 @@ THEIRS = {
     "_orig_mod",
     "_base",
 }
-BY_TABLE = {"_data", "_amax_rowwise", "_warned_of_delayed_input"}
-"""Our own fields that no statement names: tables of a format's buffers, and of what a layer has said."""
+BY_TABLE = {"_apply_gate", "_data", "_amax_rowwise", "_warned_of_delayed_input"}
+"""Our own fields that no statement names, and what a module of Transformers has that our layer takes the place of."""
 NODE_META = {
     "val",
     "recompute",
@@ -154,8 +154,9 @@ def own_names() -> set[str]:
 class Finder(ast.NodeVisitor):
     """Collects the private names that one file uses, as ``line: what``."""
 
-    def __init__(self, own: set[str]) -> None:
+    def __init__(self, own: set[str], theirs: set[str]) -> None:
         self.own = own
+        self.theirs = theirs
         self.roots: dict[str, str] = {}
         self.found: list[str] = []
 
@@ -210,7 +211,7 @@ class Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def is_theirs(self, name: str) -> bool:
-        return name in THEIRS or name in FRAMES or (is_private(name) and name not in self.own)
+        return name in self.theirs or name in FRAMES or (is_private(name) and name not in self.own)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         if isinstance(node.value, ast.Attribute) and node.value.attr == "meta":
@@ -235,8 +236,10 @@ class Finder(ast.NodeVisitor):
 
 
 def private_names(text: str, own: set[str]) -> list[str]:
-    finder = Finder(own)
-    finder.visit(ast.parse(text))
+    tree = ast.parse(text)
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    finder = Finder(own | defined, THEIRS - defined)
+    finder.visit(tree)
     return finder.found
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from ..upstream.compiler import compile_up_to
 from .masks import Geometry, Tokens
 from .scores import Scores
 
@@ -47,13 +48,12 @@ def attend(
     """
     if torch.compiler.is_compiling() or not q.is_cuda:
         return _attend(q, k, v, scores, max_logit)
-    with torch._dynamo.config.patch(recompile_limit=LIMIT):  # type: ignore[attr-defined]
-        return _compiled()(q, k, v, scores, max_logit)
+    return _compiled()(q, k, v, scores, max_logit)
 
 
 @functools.cache
 def _compiled() -> Any:
-    return torch.compile(_attend, fullgraph=True)
+    return compile_up_to(_attend, LIMIT)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, max_logit: bool) -> tuple[Tensor, Tensor | None]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .._device import default_device
+from ..upstream.compiler import keep_address
 from .formats import checked_format
 
 Caches = tuple[Tensor, Tensor]
@@ -98,7 +99,7 @@ class KVCacheManager:
             torch.zeros(slots, heads, dim, dtype=dtype, device=self.device) for dim in (dim_k, dim_v or dim_k)
         ]
         for part in parts:  # else a compiled graph with CUDA graphs copies it in, and the result out
-            torch._dynamo.mark_static_address(part, guard=False)
+            keep_address(part)
         self.caches[layer_number] = (parts[0], parts[1])
 
     def assign(self, lengths: Mapping[Hashable, int]) -> None:
@@ -266,7 +267,7 @@ class InferenceParams:
             self._lengths = torch.zeros(3 * batch + 2, dtype=torch.int32, device=self.device)
             self._page_table = torch.zeros(batch, pages, dtype=torch.int32, device=self.device)
         for buffer in (self._lengths, self._page_table):
-            torch._dynamo.mark_static_address(buffer, guard=False)
+            keep_address(buffer)
         self.sequences: OrderedDict[Hashable, int] = OrderedDict()
         self.batch_size = 0
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._tracing import in_transform, refused_in_transform
+from .._tracing import refused_in_transform
 from ..functional import act, act_backward
+from ..upstream.tensors import in_transform
 
 
 @dataclass(frozen=True)

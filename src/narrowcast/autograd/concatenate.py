@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._tracing import in_transform
+from ..upstream.tensors import in_transform
 
 
 class _Adjacent(torch.autograd.Function):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._tracing import in_transform, refused_in_transform
+from .._tracing import refused_in_transform
 from ..functional import draw_seed, norm, norm_backward, norm_quantize
 from ..quantizers import OperandBuffers
+from ..upstream.tensors import in_transform
 from .arguments import LinearFwdArgs
 
 

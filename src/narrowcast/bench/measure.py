@@ -139,7 +139,7 @@ def measure(work: Work, contender: Contender, device: str) -> Result:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     named = work.name, contender.name, contender.mode
     try:
         ms = _milliseconds(_step(work, contender, device), device)

@@ -12,6 +12,7 @@ from ..layers.delayed import DelayedLayer
 from ..layers.extra_state import EXTRA_STATE, to_extra_state
 from ..layers.norm import NormParameters
 from ..nn import DotProductAttention
+from ..upstream.modules import own_buffers
 
 
 def transformer_engine_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def transformer_engine_state_dict(model: nn.Module) -> dict[str, Any]:
             continue
         prefix, extra = f"{name}." if name else "", torch.empty(0, dtype=torch.uint8)
         if isinstance(layer, DelayedLayer):
-            buffers: dict[str, Tensor | None] = {own: layer._buffers[own] for own in layer._state_names()}
+            buffers: dict[str, Tensor | None] = {own: own_buffers(layer)[own] for own in layer._state_names()}
             for own in buffers:
                 state.pop(prefix + own, None)
             extra = to_extra_state(buffers, sorted(layer._stage_names), ("fwd", "bwd"))

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from ..layers import GroupedLinearLayer, LinearLayer, RecipeOwner
 from ..nn import LayerNorm, Linear, RMSNorm
 from ..tensors import QuantizedTensor
+from ..upstream.modules import own_parameters
 from .conv1d import Conv1DLayer
 from .experts import ExpertsLayer
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 # in names of parameters that are added or looked up, not multiplied
 _LOOKED_UP = ("embed", "position", "token")
@@ -188,7 +189,7 @@ def _chosen_experts(*places: Any, groups: int) -> float:
 def _is_conv1d(module: nn.Module) -> bool:
     """Whether it runs as a ``Conv1D`` of Transformers, by name and parts; that package is not imported."""
     runs_as = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    weight, bias = own_parameters(module).get("weight"), own_parameters(module).get("bias")
     return (
         runs_as.__name__ == "Conv1D"
         and hasattr(module, "nf")
@@ -210,7 +211,7 @@ def _is_experts(module: nn.Module) -> bool:
     return (
         hasattr(module, "has_post_expert_norm")
         and hasattr(module, between)
-        and all(module._parameters.get(name) is not None for name in (*names, *biases))
+        and all(own_parameters(module).get(name) is not None for name in (*names, *biases))
         and all(getattr(module, name).dim() == 3 for name in names)
         and all(getattr(module, name).shape[0] == module.num_experts for name in names)
     )
@@ -232,7 +233,7 @@ def _why_not_any(module: nn.Module, weights: tuple[str, ...]) -> str:
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance; convert before what did that"
     for name in weights:
-        weight = module._parameters.get(name)
+        weight = own_parameters(module).get(name)
         if weight is None:
             return f"{name} is not a parameter of its own (weight_norm, pruning or such)"
         if isinstance(weight, nn.parameter.UninitializedParameter):

@@ -16,6 +16,7 @@ from ..layers.parameters import weight_quantizer
 from ..quantizers import Operand, Quantizer
 from ..recipe import Recipe
 from ..tensors import QuantizedTensor
+from ..upstream.modules import own_parameters
 
 _SYMMETRIC = ("tensor", "128x128")
 
@@ -55,7 +56,9 @@ def why_not_stored(weight: torch.Tensor, uses: Counter[int]) -> str:
 
 def uses_of_parameters(model: nn.Module) -> Counter[int]:
     """How many modules have each parameter, by its id."""
-    return Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    return Counter(
+        id(p) for module in model.modules() for p in own_parameters(module).values() if p is not None
+    )
 
 
 def store(layer: Any) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..layers import LinearLayer
 from ..recipe import Recipe
+from ..upstream.modules import own_buffers
 
 _KEPT = "_before_conversion"
 
@@ -62,7 +63,7 @@ def converted_class(layer: type[nn.Module], original: type[nn.Module]) -> type[C
 
 def become(module: nn.Module, layer: type[nn.Module], name: str = "", recipe: Recipe | None = None) -> None:
     """Turn a module into a converted layer; ``name``: in the quantizer roles of a custom recipe."""
-    before, buffers = dict(module.__dict__), set(module._buffers)
+    before, buffers = dict(module.__dict__), set(own_buffers(module))
     original = type(module)
     module.__class__ = converted_class(layer, original)
     converted: Any = module
@@ -71,7 +72,7 @@ def become(module: nn.Module, layer: type[nn.Module], name: str = "", recipe: Re
         converted.recipe = recipe
     added = tuple(key for key in module.__dict__ if key not in before)
     replaced = {key: value for key, value in before.items() if module.__dict__[key] is not value}
-    new_buffers = tuple(key for key in module._buffers if key not in buffers)
+    new_buffers = tuple(key for key in own_buffers(module) if key not in buffers)
     module.__dict__[_KEPT] = _Before(original, added, replaced, new_buffers)
 
 
@@ -93,7 +94,7 @@ def turn_back(module: nn.Module) -> None:
     """Undo :func:`become`: class and attributes are those of before, parameters those of now."""
     before: _Before = module.__dict__.pop(_KEPT)
     for key in before.buffers:
-        module._buffers.pop(key, None)
+        own_buffers(module).pop(key, None)
     for key in before.added:
         module.__dict__.pop(key, None)
     module.__dict__.update(before.replaced)

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..layers import DelayedLayer
 from ..tensors import QuantizedTensor
+from ..upstream.modules import own_buffers
 
 
 def save_checkpoint(
@@ -208,10 +209,10 @@ def _make_room(model: nn.Module, there: dict[str, Any]) -> None:
     for name, layer in _layers(model).items():
         for own in layer._state_names():
             described = there.get(f"model.{name}.{own}" if name else f"model.{own}")
-            buffer = layer._buffers[own]
+            buffer = own_buffers(layer)[own]
             if described is not None and (buffer is None or buffer.shape != described.size):
                 device = next(layer.parameters()).device
-                layer._buffers[own] = torch.zeros(described.size, dtype=torch.float32, device=device)
+                own_buffers(layer)[own] = torch.zeros(described.size, dtype=torch.float32, device=device)
 
 
 def _replace(target: Path, written: Path) -> None:

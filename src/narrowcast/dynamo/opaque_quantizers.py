@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from ..functional import _opaque
 from ..quantizers import VALUE_QUANTIZERS, Quantizer
 from ..quantizers.value import value_fields
+from ..upstream import opaque
 
 # what operands and TensorProto use of a quantizer in traced code
 _MAKERS = ("_value_text", "_without_reduction", "copy", "replace", "with_usage")
@@ -64,7 +64,7 @@ def register_value_opaque_quantizer(cls: type) -> type:
     fields = value_fields(cls)
     cls._registered_fields = tuple(fields)
     cls._registered_enums = {name: kind for name, kind in fields.items() if issubclass(kind, enum.Enum)}
-    cls._te_compile_value_opaque = _opaque.register_value_type(cls, _MAKERS, (*fields, *_MEMBERS), _TRACED)
+    cls._te_compile_value_opaque = opaque.register_value_type(cls, _MAKERS, (*fields, *_MEMBERS), _TRACED)
     return cls
 
 

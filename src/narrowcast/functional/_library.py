@@ -6,19 +6,36 @@ import contextlib
 import contextvars
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import _get_proxies, get_proxy_mode
-from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .._environment import read_flag
-from .._tracing import PLAIN, count_modes, is_autocast, is_profiled
-from . import _opaque
+from .._tracing import PLAIN, while_tracing
+from ..upstream import opaque
+from ..upstream.compiler import start_kernels_statically
+from ..upstream.functionalization import (
+    CheckpointMode,
+    FunctionalMode,
+    FunctionalTensor,
+    allow_writes_after_saving,
+    end_library,
+    is_export,
+    nodes_of,
+    save_in_checkpoint,
+    state_key,
+)
+from ..upstream.tensors import (
+    autocast_off,
+    count_modes,
+    is_autocast,
+    is_exporting,
+    is_profiled,
+    schema_of,
+)
 from .quantizer_value import QuantizerValue, quantizer_of_text
 from .replay import Recording
 
@@ -27,14 +44,14 @@ def _library() -> torch.library.Library:
     """The one library of this namespace; that of an import before this one, whose modules were deleted, ends."""
     of_namespace = vars(torch.ops.narrowcast)
     if "_library" in of_namespace:
-        of_namespace.pop("_library")._destroy()
+        end_library(of_namespace.pop("_library"))
     of_namespace["_library"] = torch.library.Library("narrowcast", "DEF")
     return of_namespace["_library"]
 
 
 _LIBRARY = _library()
 
-QUANTIZER = _opaque.schema_type(QuantizerValue) if _opaque.AVAILABLE else "Any"
+QUANTIZER = opaque.schema_type(QuantizerValue) if opaque.AVAILABLE else "Any"
 
 
 def define(
@@ -59,10 +76,11 @@ def define(
     neither an input nor each other, and the fake's strides must be the real ones; the compiler relies on both.
     What is returned calls the overload, except where nobody but the implementation would see the call; see
     :func:`_with_shortcut`.
-    Without the opaque-object API an operator that takes a quantizer is its plain Python implementation, eager only.
+    Without the opaque-object API an operator that takes a quantizer is its plain Python implementation, and raises in
+    a graph.
     """
-    if not _opaque.AVAILABLE and QUANTIZER in schema:
-        return implementation
+    if not opaque.AVAILABLE and QUANTIZER in schema:
+        return _refused_in_graphs(implementation)
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _LIBRARY.impl(name, _without_autocast(implementation), "CompositeExplicitAutograd")
@@ -70,7 +88,7 @@ def define(
     rule = _inline(implementation, inlined, shared)
     torch.library.register_torch_dispatch(
         f"narrowcast::{name}",
-        FunctionalTensorMode,
+        FunctionalMode,
         _saved(rule) if saved else rule,
         lib=_LIBRARY,
     )
@@ -79,11 +97,27 @@ def define(
     )
     if saved:  # PyTorch 2.13 has this mode tag the nodes of every checkpoint, 2.11 those of a selective one
         torch.library.register_torch_dispatch(
-            f"narrowcast::{name}", _CachingTorchDispatchMode, _saved(_by_mode), lib=_LIBRARY
+            f"narrowcast::{name}", CheckpointMode, _saved(_by_mode), lib=_LIBRARY
         )
     if QUANTIZER in schema or "ScalarType" in schema:
         _define_text_overload(name, schema, implementation, fake, tags)
     return _with_shortcut(getattr(torch.ops.narrowcast, name), implementation, of_state)
+
+
+def _refused_in_graphs(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """``implementation`` for eager code; the trace of a graph ends with an error, also without ``fullgraph``."""
+
+    @functools.wraps(implementation)
+    def run(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            while_tracing(_refuse_while_tracing)
+        return implementation(*args)
+
+    return run
+
+
+def _refuse_while_tracing(_: Any) -> None:
+    raise opaque.missing()
 
 
 def _define_text_overload(
@@ -111,13 +145,13 @@ def _define_text_overload(
     _LIBRARY.impl(f"{name}.text", _without_autocast(run), "CompositeExplicitAutograd")
     torch.library.register_fake(full_name, _all_on_meta(name, with_values(fake)), lib=_LIBRARY)
     torch.library.register_torch_dispatch(
-        full_name, FunctionalTensorMode, _inline(run, None, shared=False), lib=_LIBRARY
+        full_name, FunctionalMode, _inline(run, None, shared=False), lib=_LIBRARY
     )
 
 
 def _readers(overload: Any) -> dict[int, Callable[[str], Any]]:
     """From the positions of what is a text in ``<name>.text`` alone to what reads it."""
-    names = [argument.name for argument in overload._schema.arguments]
+    names = [argument.name for argument in schema_of(overload).arguments]
     kinds = {"quantizer": quantizer_of_text, "dtype": functools.partial(getattr, torch)}
     return {i: read for i, name in enumerate(names) for kind, read in kinds.items() if name.endswith(kind)}
 
@@ -158,7 +192,7 @@ def _with_shortcut(
     overload = packet.default
     as_text = getattr(packet, "text", overload)
     texts_at = () if as_text is overload else tuple(_readers(overload))
-    arguments = overload._schema.arguments
+    arguments = schema_of(overload).arguments
     first = next((i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)), None)
     if first is None:
         return overload  # type: ignore[no-any-return]
@@ -169,8 +203,7 @@ def _with_shortcut(
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
-            # the flag itself: Dynamo of PyTorch 2.11 answers is_exporting() with True in whatever it traces
-            if texts_at and torch.compiler._is_exporting_flag:
+            if texts_at and is_exporting():
                 return as_text(*[_text_of(arg) if i in texts_at else arg for i, arg in enumerate(args)])
             return overload(*args)
         if torch.is_grad_enabled() and not of_state:
@@ -217,23 +250,23 @@ def _inline(
     """
     run = _without_autocast(implementation)
 
-    def rule(mode: FunctionalTensorMode, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def rule(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (*args, *(kwargs or {}).values())
         _may_change(op, args)
         traced = _TAKING_APART.get() or (
             inlined is not None
-            and not mode.export
+            and not is_export(mode)
             and _is_static_on_gpu(given)
             and read_flag("INLINE", True)
             and inlined(*given)
         )
         if not traced:
             return mode.__torch_dispatch__(op, types, args, kwargs)
-        _let_inductor_start_kernels()
+        start_kernels_statically()
         with mode:
             return once(mode, given) if shared else run(*args, **(kwargs or {}))
 
-    def once(mode: FunctionalTensorMode, given: tuple[Any, ...]) -> Any:
+    def once(mode: Any, given: tuple[Any, ...]) -> Any:
         """The outputs of an earlier call of this graph on the same values; the compiler would launch twice."""
         results = vars(mode).setdefault("_narrowcast_results", {})  # as long as the trace
         key = (implementation, get_proxy_mode(), *(_identity(value) for value in given))
@@ -252,11 +285,11 @@ def _may_change(op: Any, args: tuple[Any, ...]) -> None:
     """
     if get_proxy_mode() is None:
         return
-    for argument, value in zip(op._schema.arguments, args):
+    for argument, value in zip(schema_of(op).arguments, args):
         if argument.name in ("amax", "amaxes") and argument.alias_info is None:
             for amax in value if isinstance(value, list) else [value]:
-                for proxy in _get_proxies(amax) if isinstance(amax, Tensor) else ():
-                    proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+                if isinstance(amax, Tensor):
+                    allow_writes_after_saving(amax)
 
 
 def _is_ours(quantizer: QuantizerValue) -> bool:
@@ -273,7 +306,7 @@ def _recorded(implementation: Callable[..., Any]) -> Callable[..., Any]:
             mode.refuse()  # who knows what its code depends on
         with mode:
             result = implementation(*args, **(kwargs or {}))
-            for argument, value in zip(op._schema.arguments, args):
+            for argument, value in zip(schema_of(op).arguments, args):
                 if argument.alias_info is not None and value is not None:
                     mode.written(value)
         return result
@@ -292,37 +325,20 @@ def _saved(rule: Callable[..., Any]) -> Callable[..., Any]:
         tracing = get_proxy_mode()
         if tracing is None:
             return rule(*given)
-        graph = tracing.tracer.graph
-        before = len(graph.nodes)
+        nodes = nodes_of(tracing)
+        before = len(nodes)
         outputs = rule(*given)
-        for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - before):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        save_in_checkpoint(itertools.islice(reversed(nodes), len(nodes) - before))
         return outputs
 
     return run
-
-
-def _let_inductor_start_kernels() -> None:
-    """Have graphs start library kernels as cheaply as the compiler's own.
-
-    PyTorch's default starts them through Triton's launcher, which costs the host more. Only that default changes, in
-    the whole process: ``TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS=0`` and
-    ``options={"static_launch_user_defined_triton_kernels": False}`` of ``torch.compile`` still win. The public way to
-    set an option reaches one thread, and graphs of a backward are compiled in another.
-    """
-    inductor = sys.modules.get("torch._inductor.config")
-    option = inductor and inductor._config.get("static_launch_user_defined_triton_kernels")
-    if option:
-        option.default = True
 
 
 def _identity(value: Any) -> Any:
     """Equal for the same value in a trace: of tensors the same part of the same storage, not written to in between."""
     if not isinstance(value, FunctionalTensor):
         return value
-    x = value.elem
-    where = (x.untyped_storage()._cdata, torch._functionalize_mutation_counter(x))
-    return (*where, value.dtype, tuple(value.shape), value.stride(), value.storage_offset())
+    return (*state_key(value), value.dtype, tuple(value.shape), value.stride(), value.storage_offset())
 
 
 def _is_static_on_gpu(given: Iterable[Any]) -> bool:
@@ -349,7 +365,7 @@ def _without_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(implementation)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._DisableAutocast():
+        with autocast_off():
             return implementation(*args, **kwargs)
 
     return run

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..formats import ELEMENT_FORMATS, DType
-from . import _opaque
+from ..upstream import opaque
+from ..upstream.tensors import schema_of
 from . import gemm as _gemm  # noqa: F401  # defines operators that are looked up here
 from . import grouped_gemm as _grouped_gemm  # noqa: F401
 from .gemm import gemm_directions
@@ -35,7 +36,7 @@ class GemmCall(NamedTuple):
 
 def gemm_call(func: Any, args: Sequence[Any]) -> GemmCall | None:
     """The GEMM that a dispatched call computes; None for a call that does not multiply quantized operands."""
-    named = dict(zip((argument.name for argument in func._schema.arguments), args))
+    named = dict(zip((argument.name for argument in schema_of(func).arguments), args))
     if "left_quantizer" not in named:
         return None
     return GemmCall(**{name: named[name] for name in GemmCall._fields})
@@ -119,7 +120,7 @@ class _WhenLoaded(importlib.abc.MetaPathFinder):
         return spec
 
 
-if _opaque.AVAILABLE:
+if opaque.AVAILABLE:
     if _FLOP_COUNTER in sys.modules:
         _register_formulas()
     else:

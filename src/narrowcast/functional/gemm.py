@@ -27,8 +27,9 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torch.torch_version import TorchVersion
 
 from .. import _device
+from ..upstream import opaque
+from ..upstream.compiler import may_choose_gemms
 from ..upstream.cuda import scaled_mm, scaled_mm_in_blocks
-from . import _opaque
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
 from .quantizer_value import GemmOperand, NativeOperand, QuantizerValue
@@ -94,14 +95,12 @@ def _is_library_gemm(*arguments: Any) -> bool:
     An emulated one would be fused with its scaling, and while it tunes GEMMs the compiler takes kernels of its own.
     MXFP8 and NVFP4, whose scales are bytes, stay whole: nobody has compiled their dtypes on a GPU that multiplies them.
     """
-    from torch._inductor import config  # only compiled code needs it, and it has been imported there
-
     if any(isinstance(argument, QuantizerValue) and argument._multiplies for argument in arguments):
         return False
     left = next(argument for argument in arguments if isinstance(argument, (list, tuple)))
     if len(left) > 1 and left[1].dtype == torch.uint8:
         return False
-    return not arguments[-1] and not (config.max_autotune or config.max_autotune_gemm)
+    return not arguments[-1] and not may_choose_gemms()
 
 
 def _gemm_fake(kind: str, left: list[Tensor], *arguments: Any) -> Tensor:
@@ -168,7 +167,7 @@ _accumulate_op = define(
 
 
 # Before 2.13 the functionalization of a mutating operator replaces arguments that are callable, and quantizers are.
-_COMPILES_MUTATION = TorchVersion(torch.__version__) >= "2.13" or not _opaque.AVAILABLE
+_COMPILES_MUTATION = TorchVersion(torch.__version__) >= "2.13" or not opaque.AVAILABLE
 
 
 def gemm_accumulate_(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _opaque
+from ..upstream import opaque
 
 BufferTable = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -47,7 +47,7 @@ class NativeOperand(NamedTuple):
     tensor_scale: Tensor | None = None
 
 
-class QuantizerValue(_opaque.OpaqueBase):
+class QuantizerValue(opaque.Base):
     """Base of every quantizer: a frozen description that operators take by value."""
 
     _takes_sources: ClassVar[bool] = False
@@ -74,6 +74,8 @@ class QuantizerValue(_opaque.OpaqueBase):
     @classmethod
     def _not_a_value(cls) -> str:
         """Message of the error where compiled code meets a quantizer of this class."""
+        if not opaque.AVAILABLE:
+            return str(opaque.missing())
         return (
             f"{cls.__qualname__} is not registered as a compile-time value; call "
             f"narrowcast.dynamo.register_value_opaque_quantizer({cls.__qualname__}) after defining it"
@@ -174,7 +176,7 @@ class QuantizerValue(_opaque.OpaqueBase):
         return None
 
 
-_opaque.register_base(QuantizerValue)
+opaque.register_base(QuantizerValue)
 
 CLASSES: dict[str, type[QuantizerValue]] = {}
 """Quantizer classes by identifier; a class that is defined again gets another, and the older one keeps its own."""

@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._environment import read_flag
-from .._tracing import PLAIN, count_modes, is_autocast, is_profiled
+from .._tracing import PLAIN
 from ..upstream.cuda import binding_of, current_device, current_stream, empty_strided, part_of
+from ..upstream.tensors import count_modes, is_autocast, is_profiled
 from .quantizer_value import QuantizerValue
 
 ENABLED = read_flag("REPLAY", True)

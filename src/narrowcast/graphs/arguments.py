@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from ..upstream.modules import has_backward_hooks
+from ..upstream.tensors import tree_flatten
 
 OLD_NAMES = {
     "fp8_enabled": "enabled",
@@ -44,7 +46,7 @@ def with_old_names(old: dict[str, Any], **given: Any) -> dict[str, Any]:
 
 def flat(args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[list[Any], Any]:
     """Arguments of one call as (leaves, what puts them together again), whatever the order of keywords."""
-    return pytree.tree_flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
+    return tree_flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
 
 
 def check_leaves(leaves: Sequence[Any]) -> None:
@@ -70,7 +72,7 @@ def check_callable(function: Callable[..., Any]) -> None:
         return
     for name, module in function.named_modules():
         where = f"{name or 'the module'} ({type(module).__name__})"
-        if module._backward_hooks or module._backward_pre_hooks:
+        if has_backward_hooks(module):
             raise RuntimeError(
                 f"{where} has backward hooks, which a replay would not run; remove them before"
             )

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
 from ..functional import WeightsNote, are_unchanged, note_weights
 from ..layers import DelayedLayer, LinearLayer, mark_added_to_main_grad
 from ..state import register_random_states
+from ..upstream.tensors import tree_flatten, tree_unflatten
 from .arguments import check_call, check_leaves, flat
 
 
@@ -94,12 +94,12 @@ class Captured:
 
     def forward(self, first: bool | None = None) -> list[Any]:
         """Run on the static inputs; the leaves of the result."""
-        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        args, kwargs = tree_unflatten(self.leaves, self.spec)
         if self.keeps_weights:
             kwargs["is_first_microbatch"] = first
         with self.under():
             outputs = self.run(*args, **kwargs)
-        leaves, self.output_spec = pytree.tree_flatten(outputs)
+        leaves, self.output_spec = tree_flatten(outputs)
         self.outputs = leaves
         return leaves
 
@@ -163,7 +163,7 @@ class Captured:
                 self.weights_note = note_weights(weights)
         results = iter(_Graphed.apply(self, first is True, clone_grads, *inputs, *self.parameters))
         filled = [next(results) if isinstance(out, Tensor) else out for out in self.outputs]
-        return pytree.tree_unflatten(filled, self.output_spec)
+        return tree_unflatten(filled, self.output_spec)
 
 
 def _nothing() -> None:

@@ -20,6 +20,7 @@ from ..layers import DelayedLayer, RecipeOwner
 from ..layers.set_recipe import matching_names
 from ..recipe import Recipe
 from ..state import THREAD
+from ..upstream.modules import own_buffers
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def _left_as_it_was(model: nn.Module, owners: Mapping[str, RecipeOwner]) -> Iter
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     attributes = {name: {key: getattr(layer, key) for key in _REMEMBERED} for name, layer in owners.items()}
     states = {
-        name: (dict(layer._buffers), dict(layer._delayed))
+        name: (dict(own_buffers(layer)), dict(layer._delayed))
         for name, layer in owners.items()
         if isinstance(layer, DelayedLayer)
     }
@@ -155,7 +156,7 @@ def _left_as_it_was(model: nn.Module, owners: Mapping[str, RecipeOwner]) -> Iter
             layer.__dict__.update(attributes[name])
         for name, (buffers, delayed) in states.items():
             layer: Any = owners[name]
-            layer._buffers.update(buffers)
+            own_buffers(layer).update(buffers)
             layer._delayed = delayed
         for buffer, value in values:
             buffer.copy_(value)

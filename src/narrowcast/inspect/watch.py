@@ -25,6 +25,7 @@ from ..nn.norm_linear import NormLinearLayer
 from ..quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from ..recipe import Recipe, linear_plan
 from ..tensors import QuantizedTensor
+from ..upstream.modules import drop_buffer, own_buffers
 
 # buffers of a watched layer, one per hook: as parts of one they would not be what compiled code writes to
 _INPUT, _GRADIENT = "_watched_input", "_watched_gradient"
@@ -263,8 +264,7 @@ class Watch:
             handle.remove()
         for layer in self._layers.values():
             for name in (_INPUT, _GRADIENT):
-                layer._buffers.pop(name, None)
-                layer._non_persistent_buffers_set.discard(name)
+                drop_buffer(layer, name)
         self._layers, self._handles = {}, []
 
 
@@ -293,6 +293,6 @@ def watch(model: nn.Module, *, every: int = 100, only: str | None = None) -> Wat
     if not layers:
         raise ValueError("the model has no layer of narrowcast to watch; call narrowcast.convert first")
     for name, layer in layers.items():
-        if _INPUT in layer._buffers:
+        if _INPUT in own_buffers(layer):
             raise ValueError(f"{name!r} is watched already; close() the other watch")
     return Watch(layers, every, skipped)

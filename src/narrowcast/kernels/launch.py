@@ -27,9 +27,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunctionalizeAPI
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from .._tracing import PLAIN, count_modes
+from .._tracing import PLAIN
 from ..formats import ElementFormat
 from ..upstream.cuda import current_device, current_stream, empty_strided
+from ..upstream.tensors import count_modes
 from ..upstream.triton import HOOKS, Start, launch_in_graph, node_of, start_of, written_by
 
 INTERPRETING: bool = bool(triton.knobs.runtime.interpret)

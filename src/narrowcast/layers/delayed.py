@@ -45,6 +45,7 @@ from ..state import (
     scales_read_in_checkpoint,
     starts_a_step,
 )
+from ..upstream.modules import own_buffers
 from .extra_state import delayed_state, take_extra_state
 from .parameters import largest_magnitude
 from .recipe_owner import RecipeOwner
@@ -278,17 +279,17 @@ class DelayedLayer(RecipeOwner):
 
     def _apply(self, fn: Any, recurse: bool = True) -> DelayedLayer:
         """Move the state with the layer, with its values: half-precision scales would lose amax, ``to_empty`` all."""
-        before = {name: self._buffers[name] for name in self._state_names()}
+        before = {name: own_buffers(self)[name] for name in self._state_names()}
         super()._apply(fn, recurse)
         left_meta = False
         for name, tensor in before.items():
-            moved = self._buffers[name]
+            moved = own_buffers(self)[name]
             if tensor is None or moved is None or moved is tensor:
                 continue
             if moved.dtype != torch.float32 or moved.is_inference():
                 with torch.inference_mode(False):  # the layer may be trained later
                     moved = torch.zeros(tensor.shape, dtype=torch.float32, device=moved.device)
-                self._buffers[name] = moved
+                own_buffers(self)[name] = moved
             if tensor.is_meta:
                 left_meta |= not moved.is_meta
             else:
@@ -327,7 +328,7 @@ class DelayedLayer(RecipeOwner):
             for direction, _, kinds in _DIRECTIONS:
                 width = len(kinds) * self._groups
                 error_msgs += self._adopt(_buffer_names(stage, direction), width, state_dict, prefix)
-        known = [name for name in names if self._buffers[name] is not None]
+        known = [name for name in names if own_buffers(self)[name] is not None]
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -362,10 +363,10 @@ class DelayedLayer(RecipeOwner):
                     f"{prefix + key} holds {wrong}; a checkpoint's scales are finite and positive, amax not negative"
                 ]
         for key, tensor in saved.items():
-            ours = self._buffers[key]
+            ours = own_buffers(self)[key]
             if ours is None or ours.shape != tensor.shape:
                 device = tensor.device if ours is None else ours.device
-                self._buffers[key] = torch.empty_like(tensor, dtype=torch.float32, device=device)
+                own_buffers(self)[key] = torch.empty_like(tensor, dtype=torch.float32, device=device)
         return []
 
     @torch.inference_mode(False)
@@ -379,9 +380,11 @@ class DelayedLayer(RecipeOwner):
             device = self._state_device(stage)  # not the state's where a model on meta was assigned weights
             for direction, _, _ in _DIRECTIONS:
                 for name in _buffer_names(stage, direction):
-                    buffer = self._buffers[name]
+                    buffer = own_buffers(self)[name]
                     if buffer is not None and buffer.device != device:
-                        self._buffers[name] = torch.zeros(buffer.shape, dtype=torch.float32, device=device)
+                        own_buffers(self)[name] = torch.zeros(
+                            buffer.shape, dtype=torch.float32, device=device
+                        )
         self.reset_delayed_scaling()
 
     def __getstate__(self) -> dict[str, Any]:

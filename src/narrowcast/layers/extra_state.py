@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..upstream.tensors import REBUILD_TENSOR, rebuild_tensor
+
 EXTRA_STATE = "_extra_state"
 
 
@@ -69,7 +71,7 @@ class _TensorsOnly(pickle.Unpickler):
 
     _KNOWN: ClassVar[dict[tuple[str, str], Any]] = {
         ("collections", "OrderedDict"): collections.OrderedDict,
-        ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,  # type: ignore[attr-defined]
+        REBUILD_TENSOR: rebuild_tensor,
         ("torch.storage", "_load_from_bytes"): _tensor_of_bytes,
         ("builtins", "getattr"): _Inert,  # how some versions of Python pickle members of an enum
     }

@@ -36,6 +36,8 @@ from ..tensors import (
     plain,
     storage_of,
 )
+from ..upstream.modules import own_parameters
+from ..upstream.tensors import base_of
 from .linear_layer import LinearLayer, Stage
 from .parameters import (
     checked_input,
@@ -217,7 +219,7 @@ class GroupedLinearLayer(LinearLayer):
                 "quantized into; use single_grouped_weight=False, or make it without quantized_model_init"
             )
         for name, value in zip(self._names_of("weight"), values, strict=True):
-            held: Any = self._parameters[name]
+            held: Any = own_parameters(self)[name]
             if hasattr(value, "_local_tensor"):  # FSDP2 has the parameter
                 held.copy_(value)
                 continue
@@ -419,12 +421,12 @@ class GroupedLinearLayer(LinearLayer):
                 del converted[prefix + kind]
                 for group, own in enumerate(_plain_and_whole(whole).unbind(0)):
                     name = f"{kind}{group}"
-                    converted[prefix + name] = _placed_like(own, self._parameters[name])
+                    converted[prefix + name] = _placed_like(own, own_parameters(self)[name])
             elif single and all(part is not None for part in parts):
                 for group in range(self.num_gemms):
                     del converted[f"{prefix}{kind}{group}"]
                 stacked = torch.stack([_plain_and_whole(part) for part in parts])
-                converted[prefix + kind] = _placed_like(stacked, self._parameters[kind])
+                converted[prefix + kind] = _placed_like(stacked, own_parameters(self)[kind])
         super()._load_from_state_dict(converted, prefix, *args)
 
 
@@ -517,7 +519,12 @@ def rows_of_buffer(
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors overlap; in traced code, where memory has no address, whether they are one or its view."""
     if torch.compiler.is_compiling():
-        return a is b or a._base is b or b._base is a or (a._base is not None and a._base is b._base)
+        return (
+            a is b
+            or base_of(a) is b
+            or base_of(b) is a
+            or (base_of(a) is not None and base_of(a) is base_of(b))
+        )
     spans = []
     for tensor in (a, b):
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._tracing import in_transform, refused_in_transform
+from .._tracing import refused_in_transform
 from ..autograd import (
     DelayedScales,
     LinearFunction,
@@ -38,6 +38,8 @@ from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
 from ..tensors import GroupedTensor, QuantizedTensor, dequantized, local, plain
 from ..tensors.storage import resolve_storage_class
+from ..upstream.modules import own_parameters
+from ..upstream.tensors import in_transform
 from .delayed import DelayedLayer
 from .parameters import (
     INIT_STD,
@@ -207,7 +209,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         """Tell data-parallel wrappers what to expect of the gradients; for every new parameter object."""
         weights = [name for stage in self._stages for name in self._names_of(stage.weight)]
         biases = [name for stage in self._stages for name in self._names_of(stage.bias)]
-        for name, parameter in self._parameters.items():
+        for name, parameter in own_parameters(self).items():
             if parameter is None:
                 continue
             if self.fuse_wgrad_accumulation and name in weights:
@@ -505,10 +507,10 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
 
     def _apply(self, fn: Any, recurse: bool = True) -> LinearLayer:
         self._drop_workspaces()
-        shards = {name: local(p) for name, p in self._parameters.items() if hasattr(p, "_local_tensor")}
+        shards = {name: local(p) for name, p in own_parameters(self).items() if hasattr(p, "_local_tensor")}
         super()._apply(fn, recurse)
         for name, shard in shards.items():
-            moved: Any = self._parameters[name]
+            moved: Any = own_parameters(self)[name]
             if isinstance(shard, QuantizedTensor) and not isinstance(local(moved), QuantizedTensor):
                 moved._local_tensor = shard._with_values(
                     local(moved)
@@ -527,7 +529,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if keep_vars:  # the parameters themselves: all of their bits
             return
-        for name, parameter in self._parameters.items():
+        for name, parameter in own_parameters(self).items():
             if isinstance(local(parameter), QuantizedTensor):
                 destination[prefix + name] = dequantized(parameter)
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from .._device import default_device
 from ..quantizers import Float8CurrentScalingQuantizer, Quantizer
 from ..recipe import Recipe, linear_plan
 from ..tensors import GroupedTensor, QuantizedTensor, quantize_members
+from ..upstream.tensors import accumulation_hooks, is_default_device_set
 
 INIT_STD = 0.023
 
@@ -40,7 +39,7 @@ def parameter_device(device: torch.device | str | None) -> torch.device:
     """
     if device is not None:
         return torch.device(device)
-    if any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+    if is_default_device_set():
         return torch.get_default_device()
     return default_device()
 
@@ -151,8 +150,7 @@ def mark_added_to_main_grad(parameter: Tensor) -> None:
 
 def mark_after_accumulation(parameter: Tensor) -> None:
     """Have :func:`mark_added_to_main_grad` run in every backward, once."""
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    if mark_added_to_main_grad not in hooks.values():
+    if mark_added_to_main_grad not in accumulation_hooks(parameter):
         parameter.register_post_accumulate_grad_hook(mark_added_to_main_grad)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from .._tracing import traced_local, while_tracing
 from ..recipe import Recipe, recipes_from_json
 from ..state import checked_recipe, reduce_amax, renew
+from ..upstream.modules import forward_pre_hooks
 from .delayed import DelayedLayer
 from .policies import choose, policy_named
 from .recipe_owner import RecipeOwner
@@ -107,14 +108,14 @@ def renew_from(model: nn.Module) -> None:
     delayed = [
         layer for layer in model.modules() if isinstance(layer, DelayedLayer) and layer.delayed_slots()
     ]
-    hooks: Any = model._forward_pre_hooks
+    hooks: Any = forward_pre_hooks(model)
     if delayed and renew_layers not in hooks.values():
         model.register_forward_pre_hook(renew_layers)
 
 
 def stop_renewing_from(model: nn.Module) -> None:
     """Undo :func:`renew_from`."""
-    hooks: Any = model._forward_pre_hooks
+    hooks: Any = forward_pre_hooks(model)
     for key in [key for key, hook in hooks.items() if hook is renew_layers]:
         del hooks[key]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._tracing import in_eager, in_transform, refused_in_transform
+from .._tracing import in_eager, refused_in_transform
 from ..autograd import grouped_linear
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import plan_for_rows, rows_of_buffer
@@ -16,6 +16,8 @@ from ..layers.neutral import GroupedOptions, check_neutral
 from ..layers.parameters import parameter_dtype
 from ..layers.tensor_parallel import TensorParallelOptions, checked_size
 from ..recipe import Recipe, linear_plan
+from ..upstream.modules import own_parameters
+from ..upstream.tensors import in_transform
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -113,7 +115,7 @@ class GroupedLinear(GroupedLinearLayer):
         if not (self.single_grouped_weight or self.single_grouped_bias):
             # group by group, as in Transformer Engine: optimizers know parameters by their number
             for name in [f"{kind}{group}" for group in range(num_gemms) for kind in ("weight", "bias")]:
-                self._parameters[name] = self._parameters.pop(name)
+                own_parameters(self)[name] = own_parameters(self).pop(name)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Check that a group fits; the layer itself communicates nothing.

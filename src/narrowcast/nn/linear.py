@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._tracing import in_eager, is_autocast
+from .._tracing import in_eager
 from ..autograd import LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device, positive
 from ..layers.neutral import OverlapOptions, check_neutral
@@ -25,6 +25,8 @@ from ..layers.tensor_parallel import (
 from ..recipe import Recipe
 from ..state import THREAD
 from ..tensors import local
+from ..upstream.modules import own_buffers
+from ..upstream.tensors import is_autocast
 from .parameters_split import ParametersSplit, parts_of
 
 if TYPE_CHECKING:
@@ -170,7 +172,7 @@ class Linear(LinearLayer, nn.Linear):
         """As of any module. PyTorch's style registers its own when it has made DTensors of all buffers, too: delayed
         scaling's become plain tensors again."""
         if self._on_dtensors:
-            self._buffers.update({name: local(buffer) for name, buffer in self._buffers.items()})
+            own_buffers(self).update({name: local(buffer) for name, buffer in own_buffers(self).items()})
         return super().register_forward_pre_hook(*args, **options)
 
     def extra_repr(self) -> str:

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._tracing import in_eager, in_transform, refused_in_transform
+from .._tracing import in_eager, refused_in_transform
 from ..autograd import DelayedScales
 from ..autograd.quantized_boundary import plain_gradient
 from ..quantizers import Operand
 from ..recipe import Recipe
 from ..state import THREAD
 from ..tensors import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx
+from ..upstream.modules import forward_pre_hooks, has_original_parameters, own_children, own_parameters
+from ..upstream.tensors import in_transform
 from .context import OperationContext, RestoredContext
 from .handover import ScaledOperand
 from .registry import REGISTRY, FusionFunction
@@ -240,13 +242,13 @@ def _run_backward(
 
 def _refuse_computed_parameters(op: BasicOperation) -> None:
     """Refuse what PyTorch puts in the place of a parameter: an operation's gradients go to parameters as they are."""
-    computed: list[str] = list(op._modules.get("parametrizations") or ())  # type: ignore[arg-type]
+    computed: list[str] = list(own_children(op).get("parametrizations") or ())  # type: ignore[arg-type]
     for name, value in vars(op).items():  # as pruning does it, and the older norms of weights
-        if isinstance(value, Tensor) and any(name + end in op._parameters for end in ("_orig", "_v")):
+        if isinstance(value, Tensor) and any(name + end in own_parameters(op) for end in ("_orig", "_v")):
             computed.append(name)
     if computed:
         raise RuntimeError(
-            f"{computed[0]!r} of this {op._get_name()} is computed from other parameters (parametrize, prune, "
+            f"{computed[0]!r} of this {type(op).__name__} is computed from other parameters (parametrize, prune, "
             "weight_norm, spectral_norm), whose gradients an operation cannot give; use the module of that name "
             "in narrowcast.nn"
         )
@@ -335,9 +337,9 @@ class OperationFuser:
         params: list[list[Tensor]] = []
         operands = [input_]
         for op in self.basic_ops:
-            if op._modules or op._forward_pre_hooks:
+            if own_children(op) or forward_pre_hooks(op):
                 _refuse_computed_parameters(op)
-            whole = op.__dict__.get("_fsdp_use_orig_params", True)
+            whole = has_original_parameters(op)
             params.append(list(op.parameters()) if whole else op._views_of_parameters())
             operands += params[-1]
         first = self._first_with_backward(input_, extra_inputs, params)

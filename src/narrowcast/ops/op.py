@@ -31,6 +31,7 @@ from ..recipe import Mode, Recipe
 from ..roles import QuantizerRole
 from ..state import checked_recipe
 from ..tensors import TensorOrQuantized
+from ..upstream.modules import own_children
 from .context import OperationContext
 from .forms import check_no_extra_io, check_one_form, check_pairs, form_defined_by, something_returned
 from .fuser import OperationFuser
@@ -483,7 +484,9 @@ class CompositeOperation(FusibleOperation, nn.Module, framework_base=True):
 
     def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
         super().__init__()
-        self._modules["basic_ops"] = nn.ModuleList(basic_ops)  # by hand: the name is taken by the property
+        own_children(self)["basic_ops"] = nn.ModuleList(
+            basic_ops
+        )  # by hand: the name is taken by the property
 
     @property
     def is_fused_op(self) -> bool:
@@ -491,7 +494,7 @@ class CompositeOperation(FusibleOperation, nn.Module, framework_base=True):
 
     @property
     def basic_ops(self) -> Sequence[BasicOperation]:
-        return self._modules["basic_ops"]  # type: ignore[return-value]  # a module: torch.func finds parameters by path
+        return own_children(self)["basic_ops"]  # type: ignore[return-value]  # a module: torch.func finds parameters by path
 
     def forward(
         self, input_: Any, *extra_inputs: Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recipe import Recipe
+from ..upstream.modules import own_children
 from .explain import Explanation, explain
 from .fuser import OperationFuser, taken_apart
 from .op import BasicOperation, CompositeOperation
@@ -94,7 +95,7 @@ class Sequential(nn.Sequential):
 
     def groups(self) -> list[OperationFuser | nn.Module]:
         """The modules in order, adjacent operations as one fuser."""
-        modules = tuple(self._modules.values())
+        modules = tuple(own_children(self).values())
         if torch.compiler.is_compiling():
             return _group(modules)
         if self._groups is None or modules != self._grouped:

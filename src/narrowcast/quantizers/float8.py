@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tracing import count_modes
 from ..formats import ELEMENT_FORMATS, DType
 from ..functional import NativeOperand, calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
+from ..upstream.cuda import part_of
+from ..upstream.tensors import count_modes
 from .amax_reduction import AmaxReducing
 from .arguments import FP8_ELEMENTS, fp8_dtype_of, warn_ignored
 from .codes import codes_as_matrix
@@ -125,7 +126,7 @@ def _slot_of(state: Tensor, slot: int) -> Tensor:
     Eager code takes it as compiled graphs do, which takes the host half as long.
     """
     if type(state) is Tensor and not count_modes():  # a mode would not see it
-        return torch._C._dynamo.guards._reinterpret_tensor(state, (1,), (1,), slot)  # type: ignore[attr-defined,no-any-return]
+        return part_of(state, (1,), (1,), slot)
     return state.as_strided((1,), (1,), state.storage_offset() + slot)
 
 

@@ -17,6 +17,7 @@ from ..dynamo import TensorProto
 from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_2D, FLOAT8_BLOCK_SCALE_ALIGNMENT, cdiv, round_up
 from ..nn import Linear
 from ..recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
+from ..upstream.modules import own_buffers, own_parameters
 
 INDEX = "model.safetensors.index.json"
 LARGEST_CONFIG, LARGEST_INDEX = 2**24, 2**28  # bytes
@@ -292,5 +293,5 @@ def _put(model: nn.Module, key: str, value: Tensor) -> None:
     elif not isinstance(value, nn.Parameter):
         new = value.clone()
     for other in model.modules():
-        for names in (other._parameters, other._buffers):
+        for names in (own_parameters(other), own_buffers(other)):
             names.update({own: new for own, held in names.items() if held is old})

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+
+from ..upstream.functionalization import FunctionalTensor
+from ..upstream.tensors import make_wrapper, no_torch_function, schema_of, tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
@@ -126,7 +127,7 @@ class DequantizingTensor(Tensor):
         """Drop that copy."""
         self._high_precision_init_val = None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,11 +138,11 @@ class DequantizingTensor(Tensor):
         handler = cls._HANDLERS.get(func)
         if handler is not None:
             return handler(func, *args, **kwargs)
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             return _run_in_place(func, args, kwargs)
-        args, kwargs = pytree.tree_map_only(DequantizingTensor, _plain_of, (args, kwargs))
+        args, kwargs = tree_map_only(DequantizingTensor, _plain_of, (args, kwargs))
         result = func(*args, **kwargs)
-        return pytree.tree_map_only(Tensor, read_only, result) if func.is_view else result
+        return tree_map_only(Tensor, read_only, result) if func.is_view else result
 
 
 def plain(tensor: Any) -> Tensor:
@@ -158,7 +159,7 @@ class DequantizedView(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> DequantizedView:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return make_wrapper(
             cls,
             values.shape,
             strides=values.stride(),
@@ -198,7 +199,7 @@ class DequantizedView(Tensor):
         """Rebuild from ``__tensor_flatten__``'s parts."""
         return DequantizedView(inner_tensors["_held"])
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,17 +212,17 @@ class DequantizedView(Tensor):
         Raises:
             RuntimeError: the operator writes to a view.
         """
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             given = _by_name(func, args, kwargs)
-            written = pytree.tree_leaves([given[name] for name in _written(func) & given.keys()])
+            written = tree_leaves([given[name] for name in _written(func) & given.keys()])
             if any(isinstance(tensor, DequantizedView) for tensor in written):
                 raise RuntimeError(
                     f"{func} writes through a view of a quantized tensor, whose codes would not see it; write to the "
                     "tensor itself (w[0] = w[0] + x, w.copy_(x), w.mul_(x)), or clone() the view to have its own"
                 )
-        args, kwargs = pytree.tree_map_only(DequantizedView, _held_by, (args, kwargs))
+        args, kwargs = tree_map_only(DequantizedView, _held_by, (args, kwargs))
         result = func(*args, **kwargs)
-        return pytree.tree_map_only(Tensor, read_only, result) if func.is_view else result
+        return tree_map_only(Tensor, read_only, result) if func.is_view else result
 
 
 def read_only(values: Tensor) -> Tensor:
@@ -297,28 +298,24 @@ def _run_in_any_mode(run: Callable[..., Any], func: Any, args: Any, kwargs: Any)
 
 def _by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What an operator is given, by the names of its schema."""
-    return {**dict(zip([argument.name for argument in func._schema.arguments], args)), **kwargs}
+    return {**dict(zip([argument.name for argument in schema_of(func).arguments], args)), **kwargs}
 
 
 def _written(func: Any) -> set[str]:
     """Names of the arguments that an operator writes to."""
-    return {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    return {a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write}
 
 
 def _run_in_place(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Dequantize, run, and requantize every argument the schema writes to; keywords are paired by name."""
     given = _by_name(func, args, kwargs)
-    plain = {
-        name: pytree.tree_map_only(DequantizingTensor, _plain_of, value) for name, value in given.items()
-    }
+    plain = {name: tree_map_only(DequantizingTensor, _plain_of, value) for name, value in given.items()}
     positional = tuple(plain.values())[: len(args)]
     result = func(*positional, **{name: plain[name] for name in kwargs})
     originals: dict[int, Any] = {}
     for name in _written(func) & given.keys():
-        for target, source in zip(
-            pytree.tree_leaves(given[name]), pytree.tree_leaves(plain[name]), strict=True
-        ):
+        for target, source in zip(tree_leaves(given[name]), tree_leaves(plain[name]), strict=True):
             originals[id(source)] = target
             if isinstance(target, DequantizingTensor):
                 target._overwrite(source)
-    return pytree.tree_map_only(Tensor, lambda returned: originals.get(id(returned), returned), result)
+    return tree_map_only(Tensor, lambda returned: originals.get(id(returned), returned), result)

@@ -21,6 +21,7 @@ from ..functional import (
 )
 from ..functional.grouped_quantize import Direction
 from ..functional.quantize import overwrite
+from ..upstream.tensors import make_wrapper, schema_of, unsafe_view
 from .dequantizing import DequantizingTensor, Handler, handles_in, is_all_of, read_only
 from .sharding import check_not_sharded
 from .storage import BufferHolder, QuantizedTensorStorage, resolve_storage_class, shapes_of
@@ -281,7 +282,7 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
     ) -> GroupedTensor:
         storage._check_uniform()
         device = next(buffer.device for buffer in storage.get_data_tensors() if buffer is not None)
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return make_wrapper(
             cls,
             storage.logical_shape,
             strides=stride,
@@ -371,7 +372,7 @@ _TAGS_ON_VALUES = {torch.Tag.pointwise, torch.Tag.reduction}
 
 def _works_on_values(func: Any) -> bool:
     """Whether the operator makes something new of the values, or writes to the tensor without changing its shape."""
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return torch.Tag.inplace_view not in func.tags
     name = func.overloadpacket.__name__
     by_name = name in _ON_VALUES or name.startswith("_foreach_") or name.endswith("_like")
@@ -412,7 +413,7 @@ def _empty_like(func: Any, tensor: GroupedTensor, **kwargs: Any) -> GroupedTenso
     return empty.to_dtype(kwargs.get("dtype") or tensor.dtype)
 
 
-@_handles(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
+@_handles(aten.view.default, unsafe_view, aten.expand.default, aten.reshape.default)
 def _reshaped(func: Any, tensor: GroupedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
     if list(size) == [-1] and isinstance(tensor, torch.nn.Parameter):  # as parameters_to_vector does
         return read_only(tensor._plain().view(-1))

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..functional import QuantizerValue
 from ..functional.grouped_quantize import part_of
+from ..upstream.functionalization import FunctionalTensor
+from ..upstream.tensors import make_wrapper, unsafe_view
 from .dequantizing import DequantizingTensor, Handler, handles_in, is_all_of, read_only
 from .sharding import ShardedRows
 from .storage import QuantizedTensorStorage, flatten_context, resolve_storage_class
@@ -57,7 +58,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
             described: dict[str, Any] = {"quantizer": quantizer, "fake_dtype": fake_dtype, **buffers}
             bare = cls._bare_class()(**described)
             shape = tuple(bare.size())
-        return torch.Tensor._make_wrapper_subclass(
+        return make_wrapper(
             cls,
             shape,
             strides=stride,
@@ -390,7 +391,7 @@ def _zeros_like(func: Any, tensor: QuantizedTensor, *, memory_format: Any = None
     return torch.zeros(tensor.shape, **{"dtype": tensor.dtype, "device": tensor.device, **kwargs})
 
 
-@_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+@_handles(aten.view.default, unsafe_view, aten.reshape.default, aten.expand.default)
 def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tensor:
     if tuple(size) == tuple(tensor.shape):
         return tensor._like(lambda buffer: buffer)

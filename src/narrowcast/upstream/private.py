@@ -50,6 +50,22 @@ class Entry:
             f"{self.without}; narrowcast was tested with {tested}, see `narrowcast doctor`"
         )
 
+    def take(self) -> Any:
+        """Return the object at the path that the name is, for files that must not load its module before it is used.
+
+        Raises:
+            UpstreamError: this release lacks it.
+        """
+        found = _find(self.name)
+        if found is _NOTHING:
+            raise self.error()
+        return found
+
+    def take_or(self, fallback: Any) -> Any:
+        """Return the object at the path that the name is, or ``fallback`` on a release that lacks it."""
+        found = _find(self.name)
+        return fallback if found is _NOTHING else found
+
 
 ENTRIES: dict[str, Entry] = {}
 """Every entry whose file was imported, by name."""
@@ -70,6 +86,7 @@ def entry(
 
 
 _REQUIRED: Any = object()
+_NOTHING: Any = object()
 
 
 def private(
@@ -83,12 +100,26 @@ def private(
         fallback: what to return on a release that lacks the name; by default a stand-in whose every use raises.
     """
     found = entry(path, follows=follows, without=without, falls_back=fallback is not _REQUIRED, tried=tried)
+    value = _find(path)
+    if value is not _NOTHING:
+        return value
+    return Absent(found) if fallback is _REQUIRED else fallback
+
+
+def needed(value: Any) -> Any:
+    """Return what :func:`private` returned, or raise its error at once: for what the import cannot do without."""
+    if isinstance(value, Absent):
+        value()
+    return value
+
+
+def _find(path: str) -> Any:
     if path not in HIDDEN:
         try:
             return _resolve(path)
         except (ImportError, AttributeError):
             pass
-    return Absent(found) if fallback is _REQUIRED else fallback
+    return _NOTHING
 
 
 def _resolve(path: str) -> Any:

@@ -1,0 +1,102 @@
+"""Dynamo and Inductor, as far as they are asked about without loading them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .private import entry
+
+_MAX_AUTOTUNE = entry(
+    "torch._inductor.config.max_autotune",
+    follows="torch/_inductor/config.py",
+    without="graphs keep GEMMs as operators, with the same bits at a higher cost to the host",
+    falls_back=True,
+)
+_MAX_AUTOTUNE_GEMM = entry(
+    "torch._inductor.config.max_autotune_gemm",
+    follows="torch/_inductor/config.py",
+    without="graphs keep GEMMs as operators, with the same bits at a higher cost to the host",
+    falls_back=True,
+)
+_STATIC_LAUNCH = entry(
+    "torch._inductor.config.static_launch_user_defined_triton_kernels",
+    follows="torch/_inductor/config.py",
+    without="Inductor starts kernels through Triton's launcher, with the same bits at a higher cost to the host",
+    falls_back=True,
+)
+
+
+entry(
+    "torch._dynamo",
+    follows="torch/_dynamo/__init__.py",
+    without="traced code raises at the first use of upstream/dynamo.py",
+)
+
+
+def is_dynamo_loaded() -> bool:
+    """Return whether anything can have been compiled in this process; for traced code, too."""
+    return "torch._dynamo" in sys.modules
+
+
+def may_choose_gemms() -> bool:
+    """Return whether Inductor may compute a GEMM with another kernel than the library's; True where that is unknown."""
+    tunes = [option.take_or(True) for option in (_MAX_AUTOTUNE, _MAX_AUTOTUNE_GEMM)]
+    return any(tunes)
+
+
+def start_kernels_statically() -> None:
+    """Have graphs start kernels of users as cheaply as Inductor's own.
+
+    Only the option's default changes, and only in processes that compile narrowcast for a GPU.
+    ``TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS=0`` and
+    ``options={"static_launch_user_defined_triton_kernels": False}`` of ``torch.compile`` still win.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    options = getattr(config, "_config", {})
+    option = options.get("static_launch_user_defined_triton_kernels")
+    if option is not None and hasattr(option, "default"):
+        option.default = True
+
+
+_KEEP_ADDRESS = entry(
+    "torch._dynamo.mark_static_address",
+    follows="torch/_dynamo/decorators.py",
+    without="a compiled graph with CUDA graphs copies the tensor in and the result out, with the same bits",
+    falls_back=True,
+)
+
+
+def keep_address(tensor: Tensor) -> None:
+    """Tell the compiler that a tensor stays where it is in memory, and that it need not check."""
+    mark = _KEEP_ADDRESS.take_or(None)
+    if mark is not None:
+        mark(tensor, guard=False)
+
+
+_CONFIG = entry(
+    "torch._dynamo.config.patch",
+    follows="torch/_dynamo/config.py; torch.compile takes recompile_limit since 2.12",
+    without="install PyTorch 2.12 or newer",
+)
+_TAKES_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
+
+
+def compile_up_to(function: Callable[..., Any], limit: int) -> Callable[..., Any]:
+    """Compile a function as one graph, again for other sizes and options up to a limit; beyond it calls raise."""
+    if _TAKES_LIMIT:
+        return torch.compile(function, fullgraph=True, recompile_limit=limit)  # type: ignore[call-overload]
+    compiled = torch.compile(function, fullgraph=True)
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        with _CONFIG.take()(recompile_limit=limit):
+            return compiled(*args)
+
+    return run

@@ -1,0 +1,70 @@
+"""``nn.Module``: its tables of parameters, buffers, children and hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .private import entry
+
+_INSTALL = "install a release that was tested"
+_TABLES = [
+    entry(f"nn.Module.{name}", follows="torch/nn/modules/module.py", without=_INSTALL)
+    for name in (
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+    )
+]
+_probe = vars(nn.Module())
+for _table in _TABLES:
+    if _table.name.removeprefix("nn.Module.") not in _probe:
+        raise _table.error()
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the module's table of its own parameters, None among them; writing to it changes the module."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the module's table of its own buffers, None among them; writing to it changes the module."""
+    return module._buffers
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the module's table of its children; writing to it changes the module."""
+    return module._modules
+
+
+def drop_buffer(module: nn.Module, name: str) -> None:
+    """Take a buffer off a module, if it is there."""
+    module._buffers.pop(name, None)
+    module._non_persistent_buffers_set.discard(name)
+
+
+def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
+    """Return the module's table of hooks that run before its forward; deleting from it removes them."""
+    return module._forward_pre_hooks
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a hook runs in the module's backward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+entry(
+    "module._fsdp_use_orig_params",
+    follows="torch/distributed/fsdp/fully_sharded_data_parallel.py",
+    without="wrap with use_orig_params=True, or use fully_shard",
+)
+
+
+def has_original_parameters(module: nn.Module) -> bool:
+    """Return whether a module's parameters are its own, not views of a flat one of ``FullyShardedDataParallel``."""
+    return module.__dict__.get("_fsdp_use_orig_params", True)
