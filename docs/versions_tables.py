@@ -24,16 +24,23 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+def python(version: str) -> str:
+    """A release of Python, and where PyTorch's releases for it end."""
+    torch = versions.TESTED_PYTHON[version]
+    return version if torch == versions.NEWEST_TORCH else f"{version} (PyTorch up to {minor(torch)})"
+
+
 def support() -> str:
     """What is supported, what was tested, and what does not work."""
     oldest, newest = minor(versions.OLDEST_TORCH), minor(versions.NEWEST_TORCH)
     releases = ", ".join(f"{torch} ({triton})" for torch, triton in versions.TESTED_TORCH.items())
+    pythons = ", ".join(map(python, versions.TESTED_PYTHON))
     lines = [
         "| | supported | tested |",
         "| --- | --- | --- |",
         f"| PyTorch (with Triton) | {oldest} to {newest} | {releases} |",
         f"| Triton | as PyTorch brings it | {', '.join(versions.TESTED_TRITON)} |",
-        f"| Python | {versions.OLDEST_PYTHON} to {versions.NEWEST_PYTHON} | {', '.join(versions.TESTED_PYTHON)} |",
+        f"| Python | {versions.OLDEST_PYTHON} to {versions.NEWEST_PYTHON} | {pythons} |",
         "",
         "| GPU | | kernels |",
         "| --- | --- | --- |",

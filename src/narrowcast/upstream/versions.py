@@ -13,6 +13,8 @@ NEWEST_TORCH = "2.15.0"
 SLICED_TORCH = "2.11.0 2.13.0"
 OLDEST_PYTHON = "3.10"
 NEWEST_PYTHON = "3.13"
+# PyTorch 2.15 is not there for Python 3.10.
+NEWEST_TORCH_ON_PYTHON_3_10 = "2.14.1"
 
 TESTED_TORCH = {
     "2.11.0": "3.6.0",
@@ -23,7 +25,13 @@ TESTED_TORCH = {
 }
 """Releases of PyTorch, oldest first, each with the Triton that it was tested with."""
 TESTED_TRITON = ("3.6", "3.7", "3.8", "3.9")
-TESTED_PYTHON = ("3.10", "3.11", "3.12", "3.13")
+TESTED_PYTHON = {
+    "3.10": NEWEST_TORCH_ON_PYTHON_3_10,
+    "3.11": NEWEST_TORCH,
+    "3.12": NEWEST_TORCH,
+    "3.13": NEWEST_TORCH,
+}
+"""Releases of Python, oldest first, each with the newest PyTorch that it was tested with."""
 
 SUPPORTED_RELEASES = 5
 """How many minor releases of PyTorch are supported: the newest that was tested and those before it."""
