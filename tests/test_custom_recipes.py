@@ -195,7 +195,7 @@ def test_different_state_per_direction() -> None:
         "grad_output": DelayedScalingRequest(amax_history_len=3, margin=2),
     }
     recipe = CustomRecipe(qfactory=lambda role: requests[role.tensor_type])
-    plan = linear_plan(recipe, "fc1", True, True)
+    plan = linear_plan(recipe, "fc1", True, True, module_type="linear")
     assert plan.forward_state == DelayedScaling(amax_history_len=2)
     assert plan.backward_state == DelayedScaling(amax_history_len=3, margin=2)
     layer, x = make_layer(bias=False), make_input()

@@ -227,7 +227,7 @@ def test_alignment_of_grouped_rows() -> None:
 
 
 def quantizers(recipe: Recipe) -> dict[str, nc.Quantizer]:
-    plan = linear_plan(recipe, "fc", True, True)
+    plan = linear_plan(recipe, "fc", True, True, module_type="linear")
     return {kind: getattr(plan, kind).quantizer for kind in ("input", "weight", "grad_output")}
 
 
@@ -247,9 +247,9 @@ def test_element_types_follow_the_format(kind: type[Recipe], fp8_format: Format,
 def test_delayed_slots_and_state() -> None:
     recipe = DelayedScaling(amax_history_len=4)
     assert [q.slot for q in quantizers(recipe).values()] == [0, 1, 0]  # type: ignore[attr-defined]
-    plan = linear_plan(recipe, "", True, True)
+    plan = linear_plan(recipe, "", True, True, module_type="linear")
     assert plan.forward_state == plan.backward_state == recipe
-    stateless = linear_plan(Float8CurrentScaling(), "", True, True)
+    stateless = linear_plan(Float8CurrentScaling(), "", True, True, module_type="linear")
     assert stateless.forward_state is stateless.backward_state is None
 
 
@@ -614,3 +614,9 @@ def test_flags_are_true_or_false(value: Any) -> None:
         for name in names:
             with pytest.raises(ValueError, match=f"{kind.__name__}: {name} is {value!r}; use True or False"):
                 kind(**{name: value})
+
+
+def test_a_plan_needs_the_type_of_its_module() -> None:
+    """Left out, it was "linear", and a factory gave grouped weights the format of others."""
+    with pytest.raises(TypeError, match="module_type"):
+        linear_plan(None, "", True, True)  # type: ignore[call-arg]

@@ -409,3 +409,44 @@ def test_a_tracker_stays_out_of_graphs() -> None:
     eager = case.run()
     tracker.set_states(states)
     assert_equal(case.run(torch.compile(case.module, backend="aot_eager")), eager, 0.0)
+
+
+WINDOWS = (None, (-1, -1), (-1, 0), (0, 0), (1, -1), (2, 1), (0, -1), (-1, 1))
+
+
+@pytest.mark.parametrize("backend", ["chosen", "sdpa", "unfused"])
+@pytest.mark.parametrize("size_q, size_kv", itertools.product([1, 2, 5], [1, 2, 5]))
+def test_few_queries_and_few_keys(
+    size_q: int, size_kv: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every mask, window and diagonal, where one query or one key makes them meet."""
+    if backend != "chosen":
+        monkeypatch.setattr("narrowcast.attention.core.choose_backend", lambda facts, switches: backend)
+    wrong = []
+    for mask, window, bottom_right, groups in itertools.product(
+        ("no_mask", "causal", "causal_bottom_right"), WINDOWS, (None, False, True), (HEADS, 2)
+    ):
+        module = nc.DotProductAttention(
+            HEADS, DIM, groups, qkv_format="bshd", attn_mask_type=mask, window_size=window
+        )
+        q, k, v = leaf(2, size_q, HEADS, DIM), leaf(2, size_kv, groups, DIM), leaf(2, size_kv, groups, DIM)
+        out = module(q, k, v, bottom_right_diagonal=bottom_right)
+        diagonal = mask != "causal" if bottom_right is None else bottom_right
+        rows = [
+            oracle.one_sequence(
+                *(x[row].transpose(0, 1) for x in (q, k, v)),
+                scale=DIM**-0.5,
+                causal="causal" in mask,
+                window=window or (-1, -1),
+                bottom_right=diagonal,
+            )[0]
+            for row in range(2)
+        ]
+        expected = oracle.join(rows, "bshd", q, [size_q] * 2)
+        weight = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+        ours = torch.autograd.grad((out * weight).sum(), (q, k, v))
+        theirs = torch.autograd.grad((expected * weight).sum(), (q, k, v))
+        error = max((a - b).abs().max().item() for a, b in zip((out, *ours), (expected, *theirs)))
+        if error > 4e-6:
+            wrong.append((mask, window, bottom_right, groups, error))
+    assert wrong == []

@@ -36,7 +36,7 @@ def operands() -> tuple[Tensor, list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("name", ["current", "mxfp8", "block"])
 def test_groups_are_linear_layers(name: str, known: bool) -> None:
     x, weights, biases = operands()
-    plan = linear_plan(QUANTIZED[name], "", True, True)
+    plan = linear_plan(QUANTIZED[name], "", True, True, module_type="linear")
     args = LinearFwdArgs(plan, DTYPE, DelayedScales(), None, LinearWgrad(), True)
     groups = Groups(3, 48, 32, True, True, known, [None] * len(SIZES), [""] * len(SIZES))
     y = grouped_linear(x, torch.tensor(SIZES), weights, biases, args, groups)

@@ -49,7 +49,7 @@ def run(tensors: tuple[Tensor, ...], plan: LinearPlan, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("name", [name for name in QUANTIZED if name != "delayed"])
 def test_is_a_norm_and_a_linear_layer(name: str) -> None:
-    plan, tensors = linear_plan(QUANTIZED[name], "", True, True), operands()
+    plan, tensors = linear_plan(QUANTIZED[name], "", True, True, module_type="linear"), operands()
     x, norm_weight, weight, bias = tensors
     results = []
     for fused in (True, False):
@@ -64,7 +64,7 @@ def test_is_a_norm_and_a_linear_layer(name: str) -> None:
 
 
 def test_the_norm_s_output_is_not_saved() -> None:
-    plan, tensors = linear_plan(QUANTIZED["mxfp8"], "", True, True), operands()
+    plan, tensors = linear_plan(QUANTIZED["mxfp8"], "", True, True, module_type="linear"), operands()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):
         run(tensors, plan)
@@ -73,7 +73,7 @@ def test_the_norm_s_output_is_not_saved() -> None:
 
 
 def test_what_is_returned_beside_the_output_takes_gradients() -> None:
-    plan, tensors = linear_plan(QUANTIZED["mxfp8"], "", True, True), operands()
+    plan, tensors = linear_plan(QUANTIZED["mxfp8"], "", True, True, module_type="linear"), operands()
     y, normalized, passed = run(tensors, plan, return_layernorm_output=True, return_input=True)
     assert torch.equal(normalized, normalize(tensors[0], tensors[1], None, NORM))
     assert torch.equal(passed, tensors[0])

@@ -37,7 +37,12 @@ def operands() -> list[Tensor]:
 def results(name: str, tensors: list[Tensor], run: Any) -> list[Tensor]:
     torch.manual_seed(3)
     linear = LinearFwdArgs(
-        linear_plan(QUANTIZED[name], "", True, True), DTYPE, DelayedScales(), None, LinearWgrad(), False
+        linear_plan(QUANTIZED[name], "", True, True, module_type="linear"),
+        DTYPE,
+        DelayedScales(),
+        None,
+        LinearWgrad(),
+        False,
     )
     y = run(linear, *tensors)
     return [y, *torch.autograd.grad(y.float().square().sum(), tensors)]
@@ -63,7 +68,7 @@ def test_is_its_four_parts(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["current", "nvfp4"])
 def test_recomputation_saves_operands_alone_and_changes_nothing(name: str) -> None:
-    tensors, plan = operands(), linear_plan(QUANTIZED[name], "", False, False)
+    tensors, plan = operands(), linear_plan(QUANTIZED[name], "", False, False, module_type="linear")
     saved: list[Tensor] = []
 
     def recomputed(linear: LinearFwdArgs, *operands: Tensor) -> Any:

@@ -31,7 +31,7 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
 def arguments(
     recipe: Any, needs_input: bool = True, needs_weight: bool = True, **changes: Any
 ) -> LinearFwdArgs:
-    plan = linear_plan(recipe, "", needs_input, needs_weight)
+    plan = linear_plan(recipe, "", needs_input, needs_weight, module_type="linear")
     args = LinearFwdArgs(plan, DTYPE, DelayedScales(), None, LinearWgrad(), True)
     return dataclasses.replace(args, **changes)
 
@@ -55,9 +55,9 @@ def test_is_what_the_module_computes(name: str) -> None:
 
 
 def test_a_plan_is_resolved_once_and_frozen() -> None:
-    plan = linear_plan(CURRENT, "", True, True)
-    assert linear_plan(CURRENT, "", True, True) is plan
-    assert linear_plan(CURRENT, "", True, False) is not plan
+    plan = linear_plan(CURRENT, "", True, True, module_type="linear")
+    assert linear_plan(CURRENT, "", True, True, module_type="linear") is plan
+    assert linear_plan(CURRENT, "", True, False, module_type="linear") is not plan
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.emulate = True  # type: ignore[misc]
 

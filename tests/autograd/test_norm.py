@@ -17,7 +17,9 @@ NORMS = [NormSettings("LayerNorm", 1e-5, False), NormSettings("RMSNorm", 1e-3, T
 
 
 def arguments(name: str, override: str | None = None) -> LinearFwdArgs:
-    plan = dataclasses.replace(linear_plan(QUANTIZED[name], "", True, True), backward_override=override)
+    plan = dataclasses.replace(
+        linear_plan(QUANTIZED[name], "", True, True, module_type="linear"), backward_override=override
+    )
     scales = DelayedScales()
     if plan.input.delayed:
         scales = DelayedScales(torch.tensor([2.0, 1.0, 1.0]), torch.zeros(3))

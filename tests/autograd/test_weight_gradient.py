@@ -13,7 +13,7 @@ from narrowcast.functional.wgrad_store import DeferredWgrad, WeightGradStore
 from narrowcast.quantizers import IdentityQuantizer
 from narrowcast.recipe import linear_plan
 
-PLAN = linear_plan(None, "", True, True)
+PLAN = linear_plan(None, "", True, True, module_type="linear")
 ARGS = LinearBwdArgs(
     PLAN, torch.float32, None, LinearWgrad(), True, torch.float32, torch.float32, (3, 5), (1, None), (1, None)
 )

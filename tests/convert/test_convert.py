@@ -402,3 +402,30 @@ def test_norms_are_converted_only_where_asked() -> None:
     assert torch.equal(model(x), plain)
     nc.convert(model, CURRENT, norms=True, skip="0")
     assert type(model[0]) is nn.LayerNorm and isinstance(model[2], nc.RMSNorm)
+
+
+def test_experts_have_the_role_of_grouped_layers() -> None:
+    """Also in the receipt, in plans for its bytes, and while they calibrate."""
+    asked = set()
+
+    def factory(role: Any) -> Any:
+        asked.add(role.module_type)
+        return nc.custom_recipes.current_scaling_factory(role)
+
+    experts = Experts()
+    receipt = nc.convert(experts, nc.recipe.CustomRecipe(qfactory=factory))
+    x = torch.randn(9, 32, requires_grad=True)
+    experts(x, *route(9, 4)).square().sum().backward()
+    with nc.autocast(enabled=False, calibrating=True, recipe=nc.recipe.CustomRecipe(qfactory=factory)):
+        experts(x, *route(9, 4))
+    assert receipt.gemms[0].covered and asked == {"grouped_linear"}
+
+
+def test_a_factory_that_tells_grouped_layers_apart() -> None:
+    model = nn.Sequential(Experts(), nn.Linear(32, 32))
+    factory = nc.custom_recipes.nvfp4_linear_mxfp8_grouped_linear_factory
+    nc.convert(model, nc.recipe.CustomRecipe(qfactory=factory))
+    x, (index, weights) = torch.randn(9, 32), route(9, 4)
+    ours = model[0](x, index, weights)
+    nc.set_recipe(model[0], nc.recipe.MXFP8BlockScaling())
+    assert torch.equal(ours, model[0](x, index, weights))

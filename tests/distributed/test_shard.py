@@ -593,3 +593,17 @@ def test_weights_that_change_between_microbatches(one: Any) -> None:
         model[0].weight.mul_(2)
     with pytest.raises(RuntimeError, match="between microbatches without gradient sync weights must stay"):
         model(x)
+
+
+def test_groups_have_the_role_of_grouped_layers(one: Any) -> None:
+    """A factory that tells them apart gives the shard and the layer the same quantizer."""
+    asked = set()
+
+    def factory(role: Any) -> Any:
+        asked.add(role.module_type)
+        return nc.custom_recipes.current_scaling_factory(role)
+
+    layer: Any = nc.GroupedLinear(2, 32, 48, device="cpu", recipe=nc.recipe.CustomRecipe(qfactory=factory))
+    shard(layer, one)
+    layer(torch.randn(8, 32), [3, 5]).square().sum().backward()
+    assert asked == {"grouped_linear"}

@@ -114,7 +114,7 @@ def test_saturation_is_seen_where_a_scale_is_too_large() -> None:
 
 def test_every_format_knows_its_largest_code() -> None:
     for name in ("mxfp8", "block", "nvfp4", "mxfp6", "mxfp4"):
-        quantizer = nc.recipe.linear_plan(RECIPES[name], "", True, True).input.quantizer
+        quantizer = nc.recipe.linear_plan(RECIPES[name], "", True, True, module_type="linear").input.quantizer
         quantizer = quantizer.with_usage(rowwise=True, columnwise=False)
         x = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
         row = observed(x, quantizer)

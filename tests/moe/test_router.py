@@ -140,6 +140,17 @@ def test_histogram_of_the_bias_each_expert_needs() -> None:
 
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("topk", [1, 2, EXPERTS])
+def test_scores_for_the_loss_are_normalized_for_every_topk(topk: int, score_function: str) -> None:
+    """As Transformer Engine's; the weights of :func:`fused_topk_with_score_function` are not, of one expert."""
+    logits = draw()
+    mask, scores = nc.fused_compute_score_for_moe_aux_loss(logits, topk, score_function)
+    raw = torch.tensor([scored(row, score_function, True) for row in logits.tolist()])
+    assert_close(scores, raw / raw.sum(1, keepdim=True), "fp32_sum_order")
+    assert torch.equal(mask.sum(1), torch.full((TOKENS,), topk))
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_balancing_loss(score_function: str) -> None:
     logits = draw().requires_grad_(True)
     mask, scores = nc.fused_compute_score_for_moe_aux_loss(logits, TOPK, score_function)

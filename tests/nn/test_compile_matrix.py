@@ -275,7 +275,7 @@ def parameters_of_gemms(module: nn.Module) -> list[nn.Parameter]:
 def quantized_input(cell: Cell) -> list[Tensor]:
     quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
     if cell.recipe is not None and not cell.recipe.float8_per_tensor_scaling():
-        quantizer = linear_plan(cell.recipe, "", True, True).input.quantizer
+        quantizer = linear_plan(cell.recipe, "", True, True, module_type="linear").input.quantizer
     x = cell.input()
     out = cell(quantizer.quantize(x))
     loss(out).backward()

@@ -224,7 +224,7 @@ def test_original_input_under_delayed_scaling() -> None:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_input_is_multiplied_as_it_is(name: str) -> None:
     recipe = RECIPES["current"] if name == "delayed" else RECIPES[name]
-    quantizer = linear_plan(recipe, "", True, True).input.quantizer
+    quantizer = linear_plan(recipe, "", True, True, module_type="linear").input.quantizer
     ours, theirs = layer(), layer()
     x, y = tokens(), tokens()
     torch.manual_seed(7)
@@ -298,7 +298,7 @@ def test_the_output_alone_may_be_scaled_with_delay() -> None:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_input_and_output_of_any_shape(name: str, shape: tuple[int, ...]) -> None:
     recipe = RECIPES["current"] if name == "delayed" else RECIPES[name]
-    quantizer = linear_plan(recipe, "", True, True).input.quantizer
+    quantizer = linear_plan(recipe, "", True, True, module_type="linear").input.quantizer
     module, x = layer(), torch.randn(shape, requires_grad=True)
     out = forward(module, quantizer.quantize(x), recipe, fp8_output=True)
     assert out.shape == (*shape[:-1], N)

@@ -36,7 +36,7 @@ def test_linear_multiplies_the_decoded_operands(name: str, tokens: int) -> None:
         y = layer(x)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y)
     dx, dw, db = torch.autograd.grad(y, (x, layer.weight, layer.bias), dy)
-    plan = linear_plan(recipe, "", True, True)
+    plan = linear_plan(recipe, "", True, True, module_type="linear")
     inp, weight, grad = (operand.quantizer for operand in (plan.input, plan.weight, plan.grad_output))
     expected = {
         "y": (y, decoded(inp, x, False) @ decoded(weight, layer.weight, False).t() + layer.bias.float()),
@@ -66,7 +66,7 @@ def test_backward_override(name: str, override: str) -> None:
 def test_tiles_of_weights(name: str) -> None:
     recipe = dataclasses.replace(MORE_FORMATS[name], enable_2d_quantization=True)  # type: ignore[type-var]
     layer, x = make_linear(64, 96), make_input(64)
-    quantizer = linear_plan(recipe, "", True, True).weight.quantizer
+    quantizer = linear_plan(recipe, "", True, True, module_type="linear").weight.quantizer
     rows, columns = (decoded(quantizer, layer.weight, columnwise) for columnwise in (False, True))
     assert torch.equal(rows, columns)
     plain, tiled = step(layer, x, MORE_FORMATS[name]), step(layer, x, recipe)
@@ -138,6 +138,6 @@ def test_a_hybrid_half(name: str) -> None:
 def test_nvfp4_with_four_over_six_and_stochastic_gradients(choice: str) -> None:
     """Four over six is for the forward; gradients are rounded stochastically beside it."""
     recipe = nc.recipe.NVFP4BlockScaling(disable_rht=True, nvfp4_4over6=choice)
-    plan = linear_plan(recipe, "", True, True)
+    plan = linear_plan(recipe, "", True, True, module_type="linear")
     assert plan.grad_output.stochastic and not (plan.input.stochastic or plan.weight.stochastic)
     compare_compiled(make_linear(), 100, recipe, steps=1)

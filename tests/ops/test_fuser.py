@@ -412,7 +412,7 @@ def test_wrong_arguments_are_refused() -> None:
 def test_a_quantized_result_that_nobody_asked_for() -> None:
     class Quantizes(Identity):
         def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
-            plan = linear_plan(nc.recipe.Float8CurrentScaling(), "", False, False)
+            plan = linear_plan(nc.recipe.Float8CurrentScaling(), "", False, False, module_type="linear")
             return ScaledOperand(plan.input).quantize(input_), ()
 
         op_forward_save_ctx = Identity.op_forward_save_ctx

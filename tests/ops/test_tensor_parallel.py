@@ -131,7 +131,7 @@ def run_functional(rank: int, mode: str, sequence: bool) -> bool:
     """Whether the functional form does what the layer does, and its fakes tell what it returns."""
     bare = mode if mode == "column" else BARE
     layer, (x, dy) = make_layer(rank, bare, sequence).basic_ops[0], operands(rank, mode, sequence, 0)
-    plan: Any = linear_plan(RECIPES["mxfp8"], "", True, True)
+    plan: Any = linear_plan(RECIPES["mxfp8"], "", True, True, module_type="linear")
     split = {"tensor_parallel_mode": mode, "sequence_parallel": sequence, "with_quantized_compute": True}
     for kind in ("input", "weight"):
         split[f"{kind}_quantizer"] = getattr(plan, kind).quantizer

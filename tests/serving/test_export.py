@@ -96,7 +96,7 @@ def test_every_format_writes_the_codes_of_the_quantizer(format: str, name: str, 
     model = trained(recipe, 256, 384)
     nc.export(model, tmp_path / "out", format=format)
     tensors = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
-    quantizer = nc.recipe.linear_plan(recipe, "", False, False).kept_weight.quantizer
+    quantizer = nc.recipe.linear_plan(recipe, "", False, False, module_type="linear").kept_weight.quantizer
     quantized: Any = quantizer.with_usage(rowwise=True, columnwise=False).quantize(model[0].weight.detach())
     codes = quantized._data if name == "current" else quantized._rowwise_data
     written = tensors["0.weight_packed" if name == "nvfp4" else "0.weight"]

@@ -38,7 +38,7 @@ def test_every_recipe(name: str) -> None:
     assert layer.weight.requires_grad
     assert type(layer.bias) is torch.nn.Parameter
     assert layer.weight.get_usages() == {"rowwise": True, "columnwise": True}
-    quantizer = linear_plan(recipe, "", True, True).kept_weight.quantizer
+    quantizer = linear_plan(recipe, "", True, True, module_type="linear").kept_weight.quantizer
     if name == "delayed":  # no history yet: scaled by its own amax
         quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
     expected = quantizer.quantize(plain.weight.detach())

@@ -50,7 +50,7 @@ def delayed(**fields: Any) -> DelayedScaling:
 
 @pytest.mark.parametrize("recipe", STATELESS, ids=lambda recipe: type(recipe).__name__)
 def test_slots_by_position(recipe: Recipe) -> None:
-    plan = linear_plan(recipe, "", True, True)
+    plan = linear_plan(recipe, "", True, True, module_type="linear")
     inp, weight, grad = (operand.quantizer for operand in (plan.input, plan.kept_weight, plan.grad_output))
     forward = [q.with_usage(True, True) for q in create(recipe, num_quantizers=6).make_quantizers()]
     assert forward[0] == forward[3] == inp

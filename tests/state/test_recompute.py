@@ -206,6 +206,26 @@ def test_a_tracker_repeats_its_random_numbers(use_reentrant: bool) -> None:
     assert not torch.equal(drawn[2], drawn[0]) and again.requires_grad
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_keywords_go_to_the_function(use_reentrant: bool) -> None:
+    layer = make_layer()
+
+    def block(x: torch.Tensor, *, scale: float, shift: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(layer(x) * scale, 0.5) + shift
+
+    results = []
+    for run in (block, nc.checkpoint):
+        torch.manual_seed(1)
+        x, shift = draw(1, 8, 24).requires_grad_(), torch.tensor(0.5, requires_grad=True)
+        options = {} if run is block else {"use_reentrant": use_reentrant, "preserve_rng_state": True}
+        function = () if run is block else (block,)
+        out = run(*function, x, scale=2.0, shift=shift, **options)
+        out.square().sum().backward()
+        results.append((out.detach(), x.grad, shift.grad))
+    for ours, theirs in zip(*results):
+        assert torch.equal(ours, theirs)
+
+
 def test_what_checkpoint_does_not_do_is_named() -> None:
     x = torch.ones(1, requires_grad=True)
     with pytest.raises(NotImplementedError, match="does not take distribute_saved_activations; leave it out"):

@@ -122,7 +122,7 @@ def attend(
         out, largest = flex.attend(q, k, v, scores, max_logit)
     elif backend == "sdpa":
         kernels = None if switches == Switches() else sdpa_kernels(facts, switches)
-        out = sdpa.attend(q, k, v, scores, kernels)
+        out = sdpa.attend(q, k, v, scores, kernels, causal=flag and not everything)
     else:
         out, largest = unfused.attend(q, k, v, scores)
     return flattened(out, qkv_format), largest if max_logit else None

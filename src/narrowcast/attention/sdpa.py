@@ -24,13 +24,17 @@ def says_causal(rule: MaskRule, length_q: int, length_kv: int) -> bool:
     return not rule.bottom_right or length_q == length_kv
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, kernels: list[SDPBackend] | None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, kernels: list[SDPBackend] | None, causal: bool
+) -> Tensor:
     """Attention by one of PyTorch's kernels.
 
     Args:
         q: (b, h, s_q, d). k: (b, g, s_kv, d). v: (b, g, s_kv, d_v); g divides h.
         scores: without slopes, score_mod and sink.
         kernels: what PyTorch may choose from; None: from all.
+        causal: PyTorch's flag says the rule (:func:`says_causal`). Otherwise ``scores.places`` does, or every query
+            sees every key.
 
     Returns:
         (b, h, s_q, d_v).
@@ -44,7 +48,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, kernels: list[SDPBac
     if scores.bias is not None:
         bias = scores.bias if mask is None else scores.bias.masked_fill(~mask, float("-inf"))
         mask = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    causal = scores.places is None and scores.rule.window == (-1, 0)
     gqa = q.shape[1] != k.shape[1]
     folds = gqa and not causal and q.shape[2] == 1 and (mask is None or mask.shape[1] == 1)
     if folds:  # a decoding step: the queries of a group are rows, so that no key or value is repeated

@@ -21,6 +21,8 @@ class ExpertsLayer(LinearLayer):
     ``_apply_gate`` or ``act_fn`` between the two; ``post_expert_norm`` where ``has_post_expert_norm``.
     """
 
+    _module_type = "grouped_linear"
+
     down_proj: nn.Parameter
 
     def _take_over(self, name: str) -> None:

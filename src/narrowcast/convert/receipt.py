@@ -43,6 +43,11 @@ class Decision:
         """The layer's name in quantizer roles: only where a recipe reads it, so that equal layers share a graph."""
         return self.found.name if self.recipe is not None and self.recipe.custom() else ""
 
+    @property
+    def module_type(self) -> str:
+        """What it is, or becomes, in quantizer roles."""
+        return getattr(self.found.layer or self.found.module, "_module_type", "linear")
+
 
 @dataclass(frozen=True)
 class GemmRecord:
@@ -271,13 +276,15 @@ def _record(one: Decision, weight: Weight, share: float) -> GemmRecord:
         "" if one.recipe is None else type(one.recipe).__name__,
         0 if lazy else weight.tensor.numel(),
         share,
-        0.0 if one.recipe is None else _padding(one.recipe, one.role_name, weight),
+        0.0 if one.recipe is None else _padding(one.recipe, one, weight),
         one.stored,
     )
 
 
-def _padding(recipe: Recipe, name: str, weight: Weight) -> float:
-    layout = linear_plan(recipe, name, True, True).weight.quantizer._format_layout()
+def _padding(recipe: Recipe, one: Decision, weight: Weight) -> float:
+    layout = linear_plan(
+        recipe, one.role_name, True, True, module_type=one.module_type
+    ).weight.quantizer._format_layout()
     multiple = _MULTIPLES.get(layout.native, max(layout.scale_group))
     if not multiple or not weight.rows * weight.columns:
         return 0.0
@@ -293,7 +300,9 @@ def _expected_bytes(one: Decision, weight: Weight) -> tuple[int, float, float]:
     recipe: Any = one.recipe
     trains = weight.tensor.requires_grad
     elements = weight.rows * weight.columns if weight.groups == 1 else None
-    plan = linear_plan(recipe, one.role_name, True, trains, weight_elements=elements)
+    plan = linear_plan(
+        recipe, one.role_name, True, trains, module_type=one.module_type, weight_elements=elements
+    )
     dtype, size = weight.tensor.dtype, weight.tensor.element_size()
     plain = size * weight.columns * weight.per_token if trains else 0.0
     if plan.backward_override == "high_precision":

@@ -234,7 +234,7 @@ class _Chosen:
             return "in ignored_params"
         if layer._parallel is not None or getattr(getattr(layer, "parallel", None), "mode", None) is not None:
             return "its layer is split over tensor-parallel ranks"
-        plan = linear_plan(recipe, stage.name, True, True)
+        plan = linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
         if not plan.quantized:
             return "its layer runs in high precision"
         if plan.backward_override is not None:
@@ -289,8 +289,8 @@ class _Chosen:
 
     def _wrap(self, layer: LinearLayer, stage: Stage, name: str, parameter: Any) -> WeightGather:
         recipe: Any = layer.recipe or self.recipe
-        plan = linear_plan(recipe, stage.name, True, True)
-        described: Any = weight_quantizer(recipe, stage.name)
+        plan = linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
+        described: Any = weight_quantizer(recipe, stage.name, layer._module_type)
         tile, rowwise = _tile(described), described.with_usage(rowwise=True, columnwise=False)
         members = parameter.shape[0] if parameter.dim() == 3 else 0
         if tile == 1:

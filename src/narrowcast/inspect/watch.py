@@ -89,7 +89,7 @@ class _Hooks:
         if not self.sampling:
             return None
         stage = layer._stages[-1]  # they stand in the order of a backward
-        quantizer = _quantizer(layer._recipe_in_force(), stage, "input")
+        quantizer = _quantizer(layer, layer._recipe_in_force(), stage, "input")
         x = inputs[0]
         if quantizer is None or isinstance(x, QuantizedTensor):
             return None
@@ -108,7 +108,7 @@ class _Hooks:
         if not self.sampling or not out.requires_grad or isinstance(out, QuantizedTensor):
             return None
         stage = layer._stages[0]
-        quantizer = _quantizer(layer._recipe_in_force(), stage, "grad_output")
+        quantizer = _quantizer(layer, layer._recipe_in_force(), stage, "grad_output")
         if quantizer is None:
             return None
         into = getattr(layer, _GRADIENT)
@@ -116,9 +116,9 @@ class _Hooks:
         return (out, *output[1:]) if isinstance(output, tuple) else out
 
 
-def _quantizer(recipe: Recipe | None, stage: Stage, operand: str) -> Quantizer | None:
+def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) -> Quantizer | None:
     """What quantizes an operand of a stage row-wise, and only so; None for high precision."""
-    plan = linear_plan(recipe, stage.name, True, True)
+    plan = linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
     if not plan.quantized:
         return None
     quantizer: Any = getattr(plan, operand).quantizer
@@ -184,7 +184,7 @@ class Watch:
             rows.append((name, operand, row.clone()))
             row.fill_(math.nan)
         for stage in layer._stages[::-1]:
-            quantizer = _quantizer(layer._last_recipe, stage, "weight")
+            quantizer = _quantizer(layer, layer._last_recipe, stage, "weight")
             weight = layer._whole(stage.weight)
             if quantizer is not None and not isinstance(weight, QuantizedTensor):
                 into = torch.empty_like(getattr(layer, _INPUT))

@@ -262,6 +262,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             grad and weight.requires_grad,
             save_original_input,
             hands_over,
+            module_type=self._module_type,
             weight_elements=weight.numel(),
         )
 
@@ -379,7 +380,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             kept, weight = self._fp8_workspaces[stage.weight], self._whole(stage.weight)
             if recipe is None or kept is None or isinstance(weight, QuantizedTensor):
                 continue
-            plan = linear_plan(recipe, stage.name, True, True)
+            plan = linear_plan(recipe, stage.name, True, True, module_type=self._module_type)
             scale = amax = None
             if plan.forward_state is not None:
                 slots = self._slots(stage.prefix, "fwd", "forward", plan.forward_state)
@@ -427,7 +428,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
 
     def _calibrate(self, stage: Stage, recipe: Recipe, inp: Tensor, weight: Tensor) -> None:
         """Collect the amax of both operands under an autocast that only calibrates."""
-        plan = linear_plan(recipe, stage.name, True, True)
+        plan = linear_plan(recipe, stage.name, True, True, module_type=self._module_type)
         if plan.forward_state is not None:
             self._keep_states((stage.prefix,), (plan,))
             amax = getattr(self, f"{stage.prefix}amax_fwd")

@@ -178,7 +178,7 @@ def largest_magnitude(weight: Any, grouped: bool = False) -> Tensor:
     return of_rank.full_tensor()
 
 
-def weight_quantizer(recipe: Recipe, name: str, module_type: str = "linear") -> Quantizer:
+def weight_quantizer(recipe: Recipe, name: str, module_type: str) -> Quantizer:
     """What quantizes a weight to be stored; in place of delayed scaling, which has no history yet, current scaling.
 
     Raises:

@@ -111,7 +111,7 @@ def fused_compute_score_for_moe_aux_loss(
     Args:
         logits: (*lead, E), fp32, bf16 or fp16; differentiable.
         topk: experts per token.
-        score_function: "softmax", or "sigmoid" or "sqrtsoftplus", which are divided by their sum unless ``topk`` is 1.
+        score_function: "softmax", or "sigmoid" or "sqrtsoftplus", which are divided by their sum for every ``topk``.
         routing_map_format: as in :func:`fused_topk_with_score_function`.
 
     Returns:
@@ -126,7 +126,7 @@ def fused_compute_score_for_moe_aux_loss(
         scores = values.softmax(-1)
     else:
         scores = torch.sigmoid(values) if score_function == "sigmoid" else F.softplus(values).sqrt()
-        scores = scores / (scores.sum(-1, keepdim=True) + EPSILON) if topk > 1 else scores
+        scores = scores / (scores.sum(-1, keepdim=True) + EPSILON)
     chosen = scores.detach().topk(topk, dim=-1)[1]
     return _routing_map(chosen, experts, routing_map_format), scores
 

@@ -94,7 +94,8 @@ def linear_plan(
     needs_weight: bool,
     save_original_input: bool = False,
     hands_over: bool = False,
-    module_type: str = "linear",
+    *,
+    module_type: str,
     weight_elements: int | None = None,
 ) -> LinearPlan:
     """The plan of a linear layer: built once, then read off the recipe.

@@ -157,6 +157,9 @@ class _under:
         THREAD.state.recomputes = recomputes
 
 
+_CHECKPOINT_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug")
+
+
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -178,7 +181,7 @@ def checkpoint(
             is not read.
         get_rng_state_tracker: returns an object that keeps random states of its own, by ``get_states()`` and
             ``set_states(states)``; the recomputation starts from those of the first forward. Eager code only.
-        **kwargs: for the function and, as in PyTorch, for the checkpoint.
+        **kwargs: for the function and, by PyTorch's names, for the checkpoint.
     Raises:
         NotImplementedError: ``distribute_saved_activations``, or a tracker in compiled code.
     """
@@ -192,6 +195,10 @@ def checkpoint(
         )
     if compiling:
         return run(function, *args, use_reentrant=False, **kwargs)
+    if use_reentrant:  # PyTorch's reentrant checkpoint takes no keywords for the function
+        own = {name: value for name, value in kwargs.items() if name not in _CHECKPOINT_OPTIONS}
+        kwargs = {name: value for name, value in kwargs.items() if name in _CHECKPOINT_OPTIONS}
+        function = functools.partial(function, **own)
     values = THREAD.state.get()
     tracker = None if get_rng_state_tracker is None else _Tracked(get_rng_state_tracker())
     runs = itertools.count()

@@ -264,7 +264,7 @@ def test_quantized_weight_must_fit_the_recipe() -> None:
 @pytest.mark.parametrize("name", ["current", "mxfp8"])
 def test_quantized_input(name: str) -> None:
     recipe, op, x = QUANTIZED[name], make_op(), make_input(K)
-    quantizer = linear_plan(recipe, "", True, True).input.quantizer
+    quantizer = linear_plan(recipe, "", True, True, module_type="linear").input.quantizer
     results = []
     for layer in (op, twin(op)):
         with nc.autocast(recipe=recipe):

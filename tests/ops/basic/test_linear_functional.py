@@ -29,7 +29,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def quantizers(name: str) -> dict[str, Any]:
     """Those of a recipe."""
-    plan = linear_plan(QUANTIZED[name], "", True, True)
+    plan = linear_plan(QUANTIZED[name], "", True, True, module_type="linear")
     operands = {"input": plan.input, "weight": plan.kept_weight, "grad_output": plan.grad_output}
     return {kind: operand.quantizer for kind, operand in operands.items()}
 

@@ -23,7 +23,7 @@ from .contract import check_split_forward
 
 def rounded(x: torch.Tensor, recipe: Any, mode: str) -> torch.Tensor:
     """Quantized as the recipe does it, and dequantized."""
-    plan = linear_plan(recipe, "", False, False)
+    plan = linear_plan(recipe, "", False, False, module_type="linear")
     quantizer = (plan.input if mode == "forward" else plan.grad_output).quantizer
     return quantizer.replace(internal=False).quantize(x.detach()).dequantize()
 

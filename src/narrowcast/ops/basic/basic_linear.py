@@ -150,7 +150,7 @@ class BasicLinear(LinearLayer, BasicOperation):
 
     def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole]:
         kinds = ("input", "weight") if mode == "forward" else ("grad_output",)
-        return [QuantizerRole("linear", kind, self.name) for kind in kinds]
+        return [QuantizerRole(self._module_type, kind, self.name) for kind in kinds]
 
     def get_input_quantizer(self) -> Operand | None:
         """How the GEMMs quantize the input; None if they, or a gather before them, take it in high precision."""
@@ -172,7 +172,9 @@ class BasicLinear(LinearLayer, BasicOperation):
 
     def _plan_of(self, recipe: Recipe | None, requires_grad: bool, input_requires_grad: bool) -> LinearPlan:
         wanted = requires_grad and input_requires_grad, requires_grad and self.weight.requires_grad
-        return linear_plan(recipe, self.name, *wanted, weight_elements=self.weight.numel())
+        return linear_plan(
+            recipe, self.name, *wanted, module_type=self._module_type, weight_elements=self.weight.numel()
+        )
 
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         recipe = self._recipe_in_force()
@@ -181,7 +183,12 @@ class BasicLinear(LinearLayer, BasicOperation):
         if calibrating is None:
             return {"plan": plan, **self._state_arguments(plan)}
         # in high precision, with the state that collects amax on the way
-        return {"plan": plan, **self._state_arguments(linear_plan(calibrating, self.name, True, True))}
+        return {
+            "plan": plan,
+            **self._state_arguments(
+                linear_plan(calibrating, self.name, True, True, module_type=self._module_type)
+            ),
+        }
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 

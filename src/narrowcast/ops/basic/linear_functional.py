@@ -301,7 +301,7 @@ def _plan(quantized: bool, override: str | None, needs_input: bool, needs_weight
     """A plan without operands, with the accumulation of the autocast in force, else of recipes by default."""
     recipe: Any = THREAD.state.recipe or Recipe
     return replace(
-        linear_plan(None, "", needs_input, needs_weight),
+        linear_plan(None, "", needs_input, needs_weight, module_type="linear"),
         quantized=quantized,
         backward_override=override if quantized else "high_precision",
         emulate=recipe.emulate if THREAD.state.recipe else read_flag("EMULATE"),

@@ -66,7 +66,7 @@ class Quantize(BasicOperation):
         return plan.input if mode == "forward" else plan.grad_output
 
     def _plan(self) -> LinearPlan:
-        return linear_plan(self._recipe_in_force(), "", False, False)
+        return linear_plan(self._recipe_in_force(), "", False, False, module_type="linear")
 
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         plan = self._plan()
