@@ -88,3 +88,45 @@ def route(tokens: int, experts: int, chosen: int = 2) -> tuple[Tensor, Tensor]:
     """Experts of each token and their weights, without a router."""
     index = torch.stack([torch.randperm(experts)[:chosen] for _ in range(tokens)])
     return index, torch.rand(tokens, chosen)
+
+
+class Gate(nn.Module):
+    """As HunYuan, Switch and JetMoE have it: the router's linear layer is a module's only one."""
+
+    def __init__(self, name: str, width: int, experts: int) -> None:
+        super().__init__()
+        self.name = name
+        self.add_module(name, nn.Linear(width, experts, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, self.name)(x)
+
+
+class Mixture(nn.Module):
+    """A mixture of experts; ``gate``: its router. ``kind``: how the experts are held."""
+
+    def __init__(self, gate: nn.Module, kind: str = "list", experts: int = 4, width: int = 32) -> None:
+        super().__init__()
+        self.gate, self.shared_expert_gate = gate, nn.Linear(width, 1, bias=False)
+        self.shared = nn.Linear(width, width)
+        self.experts: nn.Module
+        if kind == "list":
+            self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+        elif kind == "dict":
+            self.experts = nn.ModuleDict({f"e{i}": nn.Linear(width, width) for i in range(experts)})
+        elif kind == "stacked":
+            self.experts = Experts(experts, width)
+        else:
+            self.w1 = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        if hasattr(self, "w1"):
+            outs = torch.einsum("ti,eoi->eto", x, self.w1)
+        elif isinstance(self.experts, Experts):
+            return self.experts(x, index, weights) + self.shared_expert_gate(x).sigmoid() * self.shared(x)
+        else:
+            experts = self.experts.values() if isinstance(self.experts, nn.ModuleDict) else self.experts
+            outs = torch.stack([expert(x) for expert in experts])  # type: ignore[union-attr]
+        chosen = outs.transpose(0, 1).gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+        return (chosen * weights[..., None]).sum(1) + self.shared_expert_gate(x).sigmoid() * self.shared(x)

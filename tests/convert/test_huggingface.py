@@ -249,3 +249,62 @@ def test_accelerate_needs_nothing_more() -> None:
                 losses.append(loss.item())
     assert {one.calls for one in receipt.ran()} == {4} and not receipt.ran().idle
     assert all(torch.tensor(losses).isfinite())
+
+
+ROUTERS: dict[str, tuple[str, str, dict[str, Any], set[str]]] = {
+    "hunyuan": (
+        "HunYuanMoEV1ForCausalLM",
+        "HunYuanMoEV1Config",
+        {**MIXTURE, "num_experts": 4, "moe_topk": 2, "head_dim": 8},
+        {"wg"},
+    ),
+    "switch": (
+        "SwitchTransformersForConditionalGeneration",
+        "SwitchTransformersConfig",
+        {
+            "vocab_size": 96,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_experts": 4,
+        }
+        | {"num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+        {"classifier"},
+    ),
+    "jetmoe": (
+        "JetMoeForCausalLM",
+        "JetMoeConfig",
+        {
+            **SIZES,
+            "num_key_value_heads": 2,
+            "kv_channels": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        {"layer"},
+    ),
+    "qwen2-moe": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {**MIXTURE, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        {"shared_expert_gate"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_stay_in_high_precision(name: str) -> None:
+    cls, config, sizes, routers = ROUTERS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, cls)(getattr(transformers, config)(**sizes))
+    receipt = nc.convert(model, CURRENT)
+    found = {one.name for one in receipt.gemms if one.reason.startswith("a router")}
+    assert {one.rpartition(".")[2] for one in found} == routers
+    assert all(type(model.get_submodule(one)) is nn.Linear for one in found)
+    assert not any(
+        part in one for one in found for part in ("q_proj", "k_proj", "v_proj", "kv_proj", "lm_head")
+    )
+    again = nc.convert(model, CURRENT, routers=True)
+    assert {one.name for one in again.gemms if one.decision == "converted"} >= found

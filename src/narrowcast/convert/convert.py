@@ -29,6 +29,7 @@ def convert(
     skip: Patterns = None,
     weights: Literal["plain", "stored"] = "plain",
     norms: bool = False,
+    routers: bool = False,
     dry_run: bool = False,
     policy: str | None = None,
     rows: int | None = None,
@@ -50,6 +51,8 @@ def convert(
             recipes that quantize a weight and its transpose alike, per-tensor FP8 and 128 x 128 tiles.
         norms: convert ``nn.LayerNorm`` and ``nn.RMSNorm``, too, to narrowcast's, which are not quantized: their numbers
             are the same eager and compiled, and on every device.
+        routers: convert ``nn.Linear``s that choose the experts of a mixture or weigh them, too. They stay by default:
+            rounded logits send tokens to other experts.
         policy, rows: as of :func:`narrowcast.set_recipe`; the receipt tells what was chosen, and the times.
         dry_run: change nothing, and return the receipt of what would be done.
     Returns:
@@ -73,7 +76,7 @@ def convert(
         recipes.update(dict.fromkeys(_matching(pattern, names, model), value))
     chosen = set(names if only is None else _matching_any(only, names, model))
     skipped = set(_matching_any(skip, names, model)) if skip is not None else set()
-    decisions = [_decide(one, recipes, chosen, skipped) for one in found]
+    decisions = [_decide(one, recipes, chosen, skipped, routers) for one in found]
     if policy is not None:
         choose = policy_named(policy, rows)
         decisions = [_by_policy(one, choose, rows) for one in decisions]  # type: ignore[arg-type]
@@ -118,7 +121,9 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _decide(one: Found, recipes: dict[str, Recipe | None], chosen: set[str], skipped: set[str]) -> Decision:
+def _decide(
+    one: Found, recipes: dict[str, Recipe | None], chosen: set[str], skipped: set[str], routers: bool
+) -> Decision:
     if isinstance(one.module, RecipeOwner):
         return Decision(one, "narrowcast", one.reason, one.module.recipe)
     if one.layer is None:
@@ -130,6 +135,10 @@ def _decide(one: Found, recipes: dict[str, Recipe | None], chosen: set[str], ski
     recipe = recipes.get(one.name)
     if recipe is None:
         return Decision(one, "kept", "no recipe is given for it", None)
+    if one.router and not routers:
+        return Decision(
+            one, "kept", "a router, whose rounding would change experts; routers=True converts it", None
+        )
     return Decision(one, "converted", one.note, recipe)
 
 

@@ -39,7 +39,7 @@ class Weight(NamedTuple):
 class Found(NamedTuple):
     """A module with such weights. ``layer``: what it can become; None where it cannot, for the ``reason``.
 
-    ``note``: what the user should know if the module is converted.
+    ``note``: what the user should know if the module is converted. ``router``: it chooses experts, or weighs them.
     """
 
     name: str
@@ -48,18 +48,74 @@ class Found(NamedTuple):
     layer: type[LinearLayer] | None
     reason: str
     note: str = ""
+    router: bool = False
 
 
 def gemm_modules(model: nn.Module) -> Iterator[Found]:
     """The modules of a model that hold weights of GEMMs, in its order; one with two names comes under the first."""
     parents = {id(child): module for module in model.modules() for child in module.children()}
-    modules = dict(model.named_modules())
+    modules, routers = dict(model.named_modules()), router_modules(model)
     for name, module in modules.items():
         found = _look(name, module, parents.get(id(module)))
         if found is not None and found.weights:
             share = _share_of_tokens(name, modules)
             met = [weight._replace(per_token=weight.per_token * share) for weight in found.weights]
-            yield found._replace(weights=met)
+            yield found._replace(weights=met, router=id(module) in routers)
+
+
+def router_modules(model: nn.Module) -> set[int]:
+    """Return the ids of the ``nn.Linear`` modules that choose experts or weigh them, by where they are.
+
+    A router is beside the experts, in the module that holds both: as its child, or as the only linear layer of a child,
+    such as ``gate.wg`` or ``router.classifier``. It has as many outputs as there are experts, and fewer than inputs. A
+    child with one output, such as ``shared_expert_gate``, weighs what an expert adds.
+    """
+    found = set()
+    for module in model.modules():
+        children = dict(module.named_children())
+        counts = {name: _experts_of(name, child) for name, child in children.items()}
+        experts = {*filter(None, counts.values()), *_stacked(module)}
+        if not experts:
+            continue
+        for name, child in children.items():
+            if counts[name]:
+                continue
+            inside = [one for one in child.modules() if isinstance(one, nn.Linear)]
+            named = "router" in f"{name} {type(child).__name__}".lower()
+            for linear in inside if named else inside[: len(inside) == 1]:
+                outputs, inputs = linear.out_features, linear.in_features
+                if (outputs in experts and outputs < inputs) or (outputs == 1 and linear is child):
+                    found.add(id(linear))
+    return found
+
+
+def _experts_of(name: str, module: nn.Module) -> int:
+    """How many experts a child of a mixture holds; 0 where it holds none."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        names = [name, type(module).__name__, *(type(one).__name__ for one in module.children())]
+        return len(module) if len(module) > 1 and any("expert" in one.lower() for one in names) else 0
+    if isinstance(module, GroupedLinearLayer):
+        return int(module.num_gemms)
+    counts = _stacked(module)
+    if "expert" in f"{name} {type(module).__name__}".lower():
+        told = (getattr(module, key, 0) for key in ("num_experts", "moe_num_experts", "num_local_experts"))
+        counts |= {count for count in told if isinstance(count, int) and count > 1}
+    return max(counts, default=0)
+
+
+def _stacked(module: nn.Module) -> set[int]:
+    """The sizes of dim 0 of a module's own 3-D parameters, which hold a matrix per expert."""
+    if isinstance(module, _CONVOLUTIONS):
+        return set()
+    return {
+        one.shape[0]
+        for name, one in module._parameters.items()
+        if one is not None
+        and not isinstance(one, nn.parameter.UninitializedParameter)
+        and one.dim() == 3
+        and min(one.shape) > 1
+        and not any(part in name for part in _LOOKED_UP)
+    }
 
 
 def _share_of_tokens(name: str, modules: dict[str, nn.Module]) -> float:

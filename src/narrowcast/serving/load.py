@@ -67,7 +67,8 @@ def load_quantized(model: nn.Module, path: str | Path, recipe: Recipe | None = N
         _put(model, key, nn.Parameter(weight, requires_grad=False))
     for key, value in tensors.items():
         _put(model, key, value)
-    return convert(model, recipe, only=[key.removesuffix(".weight") for key in weights], weights="stored")
+    names = [key.removesuffix(".weight") for key in weights]
+    return convert(model, recipe, only=names, routers=True, weights="stored")
 
 
 def _json_object(file: Path, at_most: int) -> dict[str, Any]:

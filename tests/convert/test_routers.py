@@ -1,0 +1,73 @@
+"""Routers stay in high precision: rounded logits send tokens to other experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+
+from .models import Gate, Mixture, Model
+
+CURRENT = nc.recipe.Float8CurrentScaling()
+REASON = "a router, whose rounding would change experts; routers=True converts it"
+GATES = {
+    "": lambda: nn.Linear(32, 4, bias=False),
+    **{name: (lambda name=name: Gate(name, 32, 4)) for name in ("wg", "classifier", "layer")},
+}
+
+
+def kept(receipt: Any) -> dict[str, str]:
+    return {one.name: one.reason for one in receipt.gemms if one.decision == "kept"}
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "stacked", "own"])
+@pytest.mark.parametrize("gate", list(GATES))
+def test_routers_beside_experts_stay(gate: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), Mixture(GATES[gate](), kind))
+    x = torch.randn(16, 32)
+    before = model[1].gate(x)
+    router = f"1.gate.{gate}".rstrip(".")
+    expected = {router: REASON, "1.shared_expert_gate": REASON}
+    found = kept(nc.convert(model, CURRENT, dry_run=True))
+    found.pop("1", None)  # weights of the mixture itself, whose forward is not known
+    assert found == expected
+    receipt = nc.convert(model, CURRENT)
+    assert torch.equal(model[1].gate(x), before)
+    assert type(model[1].shared_expert_gate) is nn.Linear and isinstance(model[1].shared, nc.Linear)
+    model(x).sum().backward()
+    assert "routers=True converts it" in str(receipt)
+
+
+def test_routers_are_converted_on_request() -> None:
+    model = Mixture(GATES["wg"]())
+    receipt = nc.convert(model, CURRENT, routers=True)
+    assert isinstance(model.gate.wg, nc.Linear) and isinstance(model.shared_expert_gate, nc.Linear)
+    assert kept(receipt) == {}
+    only = Mixture(GATES["wg"]())
+    nc.convert(only, CURRENT, only="gate.wg", routers=True)
+    assert isinstance(only.gate.wg, nc.Linear) and type(only.shared) is nn.Linear
+
+
+def test_other_linear_layers_are_no_routers() -> None:
+    """Lists of blocks, heads of as many classes as there are blocks, projections of the experts' number."""
+    blocks = nn.ModuleDict(
+        {"layers": nn.ModuleList(nn.Linear(32, 32) for _ in range(4)), "head": nn.Linear(32, 4)}
+    )
+    heads = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Linear(32, 4), nn.Linear(32, 1))
+    for model in (blocks, heads, Model()):
+        assert not any("router" in reason for reason in kept(nc.convert(model, CURRENT)).values())
+    mixture = Mixture(nn.Linear(32, 4))
+    mixture.experts[0] = nn.Linear(32, 32)
+    mixture.block = Gate("up", 4, 4)  # type: ignore[assignment]  # no more inputs than experts
+    mixture.attention = nn.ModuleDict({"k": nn.Linear(32, 4), "v": nn.Linear(32, 4)})  # several linear layers
+    assert set(kept(nc.convert(mixture, CURRENT))) == {"gate", "shared_expert_gate"}
+
+
+def test_a_router_beside_grouped_layers_stays() -> None:
+    model = nn.ModuleDict({"router": nn.Linear(32, 4), "fc1": nc.GroupedLinear(4, 32, 48, device="cpu")})
+    assert kept(nc.convert(model, CURRENT)) == {"router": REASON}
