@@ -11,7 +11,7 @@ import torch
 
 import narrowcast as nc
 
-from .programs import Invalid, Program, attempt, compare, normal, refusal
+from .programs import Invalid, Program, attempt, compare, normal, refusal, settings
 
 E4M3 = nc.DType.kFloat8E4M3
 BASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -36,6 +36,8 @@ class {name}(Base):
 def draw(rng: random.Random) -> Program:
     return {
         "seed": rng.randrange(10**6),
+        "replay": rng.random() < 0.3,
+        "large": rng.random() < 0.5,
         "base": rng.choice(tuple(BASES)),
         "encodes": rng.random() < 0.7,
         "registered": rng.random() < 0.7,
@@ -44,7 +46,8 @@ def draw(rng: random.Random) -> Program:
         "fullgraph": rng.random() < 0.5,
         "after": rng.choice((None, "relu", "sum", "twice")),
         "for": rng.choice(("all", "weight", "input")),
-        "calls": rng.choice((1, 2)),
+        "calls": rng.choice((1, 2, 3)),
+        "use": rng.choice(("layer", "layer", "direct")),
     }
 
 
@@ -70,6 +73,11 @@ def make_class(program: Program) -> Any:
 
 
 def run(program: Program) -> dict[str, float]:
+    with settings(bool(program["replay"]), bool(program["large"])):
+        return _run(program)
+
+
+def _run(program: Program) -> dict[str, float]:
     if program["base"] is None:
         raise Invalid("no base")
     arguments = BASES[program["base"]][1]
@@ -98,7 +106,16 @@ def run(program: Program) -> dict[str, float]:
 
     x, dy = normal(program["seed"], 64, 32), normal(program["seed"] + 1, 64, 48)
 
+    def direct(compiled: bool) -> list[torch.Tensor]:
+        """The quantizer called by a function of the user's."""
+        run: Callable[..., Any] = lambda t: after(quantizer.quantize(t).dequantize())  # noqa: E731
+        if compiled:
+            run = torch.compile(run, backend=program["compile"], fullgraph=bool(program["fullgraph"]))
+        return [run(x) for _ in range(program["calls"] or 1)]
+
     def step(compiled: bool) -> list[torch.Tensor]:
+        if program["use"] == "direct":
+            return direct(compiled)
         layer = layer_of()
         run: Callable[..., Any] = lambda t: after(layer(t))  # noqa: E731
         if compiled:
@@ -120,8 +137,9 @@ def run(program: Program) -> dict[str, float]:
     decoded = [
         t.double() if q is None else q.quantize(t).dequantize().double() for q, t in zip(used, (x, weight))
     ]
-    compare(plain[0], after(decoded[0] @ decoded[1].t()), "operands of a user's quantizer", 5e-3)
-    if program["after"] in (None, "twice"):  # whose gradient is known
+    if program["use"] != "direct":
+        compare(plain[0], after(decoded[0] @ decoded[1].t()), "operands of a user's quantizer", 5e-3)
+    if program["use"] != "direct" and program["after"] in (None, "twice"):  # whose gradient is known
         wide = dy.double() * (2 if program["after"] else 1)
         across = [quantizer.with_usage(rowwise=False, columnwise=True)] * 2
         alone = program["for"] not in (None, "all")

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.functional import replay
 
 from .models import DTYPES, Model, draw_layer, draw_recipe, draw_wrap, recipe_of, wrapped
-from .programs import Difference, Invalid, Program, attempt, compare, normal, refusal, said
+from .programs import Difference, Invalid, Program, attempt, compare, normal, refusal, said, settings
 
 NEUTRAL = ("to", "cpu", "deepcopy", "reload", "pickle", "hook", "failed", "evaluated", "requires")
 EDITS = (
@@ -57,11 +56,20 @@ TOLERANCES = {
     "block": (0.08, 0.095),
     "hybrid": (0.08, 0.095),
     "mxfp8": (0.08, 0.095),
-    "mxfp6": (0.12, 0.2),
+    "mxfp6": (0.2, 0.25),
     "mxfp4": (0.4, 0.4),
     "nvfp4": (0.4, 0.4),
     "none": (1e-5, 1e-5),
 }
+
+# Errors of ours that are right in a drawn model; what is not here is reported once, and read.
+REVIEWED = (
+    "matches no low-precision layer",
+    "parameters_split inside quantized_model_init",
+    "ran under an autocast and is recomputed outside of it",
+    "renews its scales inside a compiled torch.utils.checkpoint",
+    "the recipe in force wants",
+)
 
 
 def draw(rng: random.Random, inductor: float = 0.04) -> Program:
@@ -79,6 +87,7 @@ def draw(rng: random.Random, inductor: float = 0.04) -> Program:
         "stored": rng.random() < 0.15,
         "preserve": rng.random() < 0.5,
         "replay": rng.random() < 0.3,
+        "large": rng.random() < 0.3,
         "optimizer": rng.choice(OPTIMIZERS),
         "whole": None,
         "blocks": [],
@@ -315,8 +324,8 @@ class World:
         factor, way = float(item["factor"] or 1.5), item["way"] or "mul_"
         value = (_dense(p).detach() * factor).to(p.dtype)
         if way == "transposed":
-            if p.shape[0] != p.shape[1]:
-                return
+            if p.shape[0] != p.shape[1] or "fused" in (self.program["optimizer"] or ""):
+                return  # fused kernels of PyTorch read a weight of other strides than their state as if it had the same
             value = _dense(p).detach().t().clone()
         with torch.no_grad():
             if self.plain or isinstance(p, nc.QuantizedTensor):
@@ -553,17 +562,21 @@ class Measure:
         self.wanted = {}
 
 
+def refused(error: BaseException) -> bool:
+    """Whether the error is one that a user can act on in such a model: each of them was read by a person."""
+    return refusal(error) and any(words in str(error) for words in REVIEWED)
+
+
 def play(program: Program, *, plain: bool, torchs: bool = False) -> list[tuple[str, Tensor | None]]:
     """The trace of one run, from a clean start."""
     torch._dynamo.reset()
-    before = replay.ON_CPU
-    replay.ON_CPU = bool(program["replay"]) and not plain and not torchs
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return World(program, plain, torchs).play()
-    finally:
-        replay.ON_CPU = before
+    ours = not plain and not torchs
+    with (
+        warnings.catch_warnings(),
+        settings(bool(program["replay"]) and ours, bool(program["large"]) and ours),
+    ):
+        warnings.simplefilter("ignore")
+        return World(program, plain, torchs).play()
 
 
 def run(program: Program) -> dict[str, float]:
@@ -575,7 +588,7 @@ def run(program: Program) -> dict[str, float]:
         raise Invalid("kept weights where they have other scales")
     theirs, error = attempt(lambda: play(program, plain=True))
     if error is not None:
-        if refusal(error):
+        if refused(error):
             return {f"refused: {said(error)}": 1.0}
         _, twin = attempt(lambda: play(program, plain=True, torchs=True))
         if twin is None:
@@ -583,7 +596,7 @@ def run(program: Program) -> dict[str, float]:
         return {"torch refuses": 1.0}
     ours, error = attempt(lambda: play(program, plain=False))
     if error is not None:
-        if refusal(error):
+        if refused(error):
             return {f"refused wrapped: {said(error)}": 1.0}
         _, twin = attempt(lambda: play(program, plain=False, torchs=True))
         if twin is None:

@@ -142,5 +142,5 @@ def run(program: Program) -> dict[str, float]:
             if a.double().norm() > 1e-3:
                 compare(a, e, f"attention, {name}", 1.0)
             continue
-        compare(a, e, f"attention, {name}", 2e-2 if dtype == torch.bfloat16 else 1e-4)
+        compare(a, e, f"attention, {name}", 6e-2 if dtype == torch.bfloat16 else 1e-4)
     return {}

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 import narrowcast as nc
+from narrowcast.functional import replay
+from narrowcast.recipe import plan
 
 PACKAGE = str(Path(nc.__file__).resolve().parent)
 HERE = str(Path(__file__).resolve().parent)
@@ -27,9 +29,9 @@ Program = dict[str, Any]
 
 # What an error that can be acted on says: what is taken, or what to do.
 _REMEDY = re.compile(
-    r"\b(use|uses|used|got|write|pass|give|make|call|set|write|leave|keep|add|drop|cast|move|choose|enter|convert|copy|assign|install|run|"
-    r"need|needs|must|takes|take|has|only|expected|instead|in place of|belongs?|cannot|dequantize|between|are|is not|"
-    r"multiples?|supported|allowed|wants)\b",
+    r"\b(use|uses|used|got|write|pass|give|make|call|set|leave|keep|add|drop|cast|move|choose|enter|convert|copy|assign|"
+    r"install|run|need|needs|may be|must|takes|take|has|only|expected|instead|in place of|belongs?|cannot|dequantize|"
+    r"between|are|is not|multiples?|supported|allowed|wants)\b",
     re.IGNORECASE,
 )
 _INTERNAL = (AssertionError, KeyError, IndexError, NameError, RecursionError, ZeroDivisionError, MemoryError)
@@ -120,6 +122,17 @@ def compare(ours: Any, theirs: Any, what: str, tolerance: float = 0.0) -> None:
     error = ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
     if error > tolerance:
         raise Difference(f"{what}: off by {error:.3g}")
+
+
+@contextlib.contextmanager
+def settings(on_cpu: bool, large: bool) -> Iterator[None]:
+    """Replay on a CPU, and weights of any size treated as large ones: paths that small cases do not take otherwise."""
+    kept = replay.ON_CPU, plan.SMALL_WEIGHT
+    replay.ON_CPU, plan.SMALL_WEIGHT = on_cpu, 0 if large else plan.SMALL_WEIGHT
+    try:
+        yield
+    finally:
+        replay.ON_CPU, plan.SMALL_WEIGHT = kept
 
 
 def generator(seed: int) -> torch.Generator:

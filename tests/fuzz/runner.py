@@ -76,7 +76,7 @@ def run_case(suite: Suite, seed: int, device: str, effort: float) -> bool:
 
 def run_program(suite: Suite, program: programs.Program, arguments: str, seed: str = "") -> bool:
     """Run a program; the first failure of its kind is made smaller. Whether it passed."""
-    begin = time.perf_counter()
+    begin, shrunk = time.perf_counter(), 0.0
     try:
         error = outcome(suite, program)
         if error is None:
@@ -85,13 +85,15 @@ def run_program(suite: Suite, program: programs.Program, arguments: str, seed: s
         suite.seen[kind] = suite.seen.get(kind, 0) + 1
         if suite.seen[kind] > 1:
             return False
-        small = (
-            programs.shrink(program, lambda one: _fails_as(suite, one, kind), SHRINK) if SHRINK else program
-        )
+        start = time.perf_counter()
+        small = program
+        if SHRINK:
+            small = programs.shrink(program, lambda one: _fails_as(suite, one, kind), SHRINK)
+        shrunk = time.perf_counter() - start  # is not the suite's share
         _keep(suite, seed, json.dumps(small), error, f"python -m tests.fuzz {arguments}")
         return False
     finally:
-        _end_of_case(suite, begin)
+        _end_of_case(suite, begin + shrunk)
 
 
 def outcome(suite: Suite, program: programs.Program) -> BaseException | None:
