@@ -42,6 +42,27 @@ def test_import_warns_about_nothing() -> None:
     run_python("-W", "error", "-c", "import narrowcast")
 
 
+# What importing PyTorch says is its own; what is said after it is ours. Loggers that have no handler write to stderr.
+SILENT = """
+import logging, sys, warnings
+import torch
+warnings.simplefilter("always")
+logging.captureWarnings(True)
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True)
+print("torch is there", flush=True)
+print("torch is there", file=sys.stderr, flush=True)
+import narrowcast
+"""
+
+
+def test_import_is_silent() -> None:
+    """Not a line on stdout, on stderr, or of any logger, PyTorch's included: pytest itself cannot see the latter."""
+    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for stream in (done.stdout, done.stderr):
+        assert stream.partition("torch is there\n")[2] == ""
+
+
 def test_import_again() -> None:
     """Reloaded, and after its modules were deleted, as notebooks do: no warning, and what is new works."""
     run_python(
