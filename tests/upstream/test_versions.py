@@ -129,3 +129,42 @@ def test_an_environment_with_another_torch_is_not_taken_in_silence(wanted: str, 
         assert done.returncode == 0
         newest = versions.TESTED_PYTHON.get("{}.{}".format(*sys.version_info), versions.NEWEST_TORCH)
         assert ("the newest that was tested is" in done.stderr) is (wanted == "" and installed != newest)
+
+
+MAKE = """#!/bin/sh
+echo "$@" >> "$CALLS"
+echo "1 passed in 2.00s of $1"
+case " $FAILS " in *" $1 "*)
+    echo "1 failed in 3.00s of $1"; echo "make: *** [Makefile:1: $1] Error 1" >&2; exit 2;;
+esac
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the build files are for a POSIX shell")
+@pytest.mark.parametrize("fails", ["", "slice", "small", "test"])
+def test_a_run_ends_with_the_summary_of_its_last_tests(fails: str, tmp_path: Path) -> None:
+    """The whole suite comes last. What fails ends the run, which fails, too, and has pytest's line at its end."""
+    calls = tmp_path / "calls"
+    stand_ins = {"make": MAKE, **{f"python{version}": "#!/bin/sh\n" for version in versions.TESTED_PYTHON}}
+    for name, program in stand_ins.items():
+        (tmp_path / name).write_text(program)
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "CI": "1", "FAILS": fails, "CALLS": str(calls), "PATH": path}
+    done = subprocess.run(
+        [ROOT / ".ci/run"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    whole = [call.split() for call in calls.read_text().splitlines()]
+    order = list(dict.fromkeys(call[0] for call in whole))
+    if fails:
+        assert done.returncode != 0 and order[-1] == fails
+        assert done.stdout.splitlines()[-1] == f"1 failed in 3.00s of {fails}"
+    else:
+        assert done.returncode == 0 and order[0] == "lint" and {"slice", "small"} < set(order)
+        slices = [call[-1 - ("PYTHON" in call[-1])] for call in whole if call[0] == "slice"]
+        assert slices == [f"TORCH=torch=={release}" for release in versions.SLICED_TORCH.split()]
+        assert done.stdout.splitlines()[-1] == "1 passed in 2.00s of test"
+    folders = {
+        Path(word.removeprefix("VENV=")).parent for call in whole for word in call if word.startswith("VENV=")
+    }
+    assert len(folders) == 1 and not folders.pop().exists(), "the environments of a CI machine are removed"
