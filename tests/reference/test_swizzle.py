@@ -1,5 +1,10 @@
 """The GEMM's scale order: the golden permutation, its formula, and its inverse."""
 
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import golden_vectors
 import pytest
 import torch
@@ -29,6 +34,29 @@ def test_every_byte_goes_where_the_formula_says(shape: tuple[int, int]) -> None:
     assert torch.equal(swizzle.unswizzle_scales(swizzled), scales)
     assert torch.equal(swizzle.swizzle_scales(scales.t().contiguous().t()), swizzled)
     assert_fresh([swizzled], [scales])
+
+
+def _to_blocked() -> Callable[[torch.Tensor], torch.Tensor]:
+    """PyTorch's, out of a module that imports what is not installed with it."""
+    path = Path(torch.__file__).parent / "testing/_internal/common_quantized.py"
+    wanted = [
+        node
+        for node in ast.parse(path.read_text()).body
+        if getattr(node, "name", "") in ("ceil_div", "to_blocked")
+    ]
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(ast.Module(wanted, []), str(path), "exec"), names)
+    return names["to_blocked"]
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (1, 1), (33, 5), (257, 9), (512, 36)])
+def test_order_is_that_of_pytorch(shape: tuple[int, int]) -> None:
+    """PyTorch's own tests of ``scaled_mm`` rearrange scales so for GPUs of compute capability 10."""
+    rows, columns = shape
+    scales = torch.randint(0, 256, shape, dtype=torch.uint8)
+    padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 4) * 4, dtype=torch.uint8)
+    padded[:rows, :columns] = scales
+    assert torch.equal(swizzle.swizzle_scales(padded).flatten(), _to_blocked()(scales))
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (128, 0)])

@@ -30,7 +30,18 @@ from .codecs import (
     reciprocal,
     to_float32,
 )
-from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, beside, contiguous, for_hopper, is_traced
+from .launch import (
+    INTERPRETING,
+    PLAIN,
+    TENSOR,
+    Launch,
+    Launcher,
+    NotCompiledError,
+    beside,
+    contiguous,
+    for_hopper,
+    is_traced,
+)
 from .scaling import OVERFLOW_BY_DTYPE, power_2_scales, scale_from_amax
 from .sources import ACTIVATIONS, Source, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .tiles import is_wide, store_row, store_tile, store_transposed, tile_grid, tile_position
@@ -340,5 +351,16 @@ def quantize(
         return [buffer.zero_() for buffer in buffers]
     # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
     pointers = (*buffers[:2], *buffers[-2:], source.partial_sums() if sums else buffers[0])
-    launch([*operands, *pointers])  # type: ignore[list-item]
+    try:
+        launch([*operands, *pointers])  # type: ignore[list-item]
+    except NotCompiledError:  # nothing ran, and ``for_hopper`` has no module any more
+        return quantize(
+            x,
+            fmt,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            block_dim=block_dim,
+            power_2=power_2,
+            epsilon=epsilon,
+        )
     return buffers

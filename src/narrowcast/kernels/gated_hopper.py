@@ -15,9 +15,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..formats import FLOAT8_BLOCK, FLOAT8_FORMATS
+from ..upstream.gluon import reinterpret
 from .activation import activate_gated, activate_gated_backward
 from .codecs import fp8_code, fp8_word, larger, magnitude, round_to_dtype, to_float32
-from .launch import TENSOR, Launch, Launcher
+from .launch import TENSOR, GluonLauncher, Launch
 from .reduction import PARTIAL_ROWS, fold_pairs
 from .scaling import OVERFLOW_BY_DTYPE, power_2_scales
 from .tiles import is_wide, tile_grid, tile_position
@@ -28,8 +29,6 @@ _BLOCK = gl.constexpr(FLOAT8_BLOCK)
 _PARTS = gl.constexpr(FLOAT8_BLOCK // PARTIAL_ROWS)
 _ROWS = gl.constexpr(2 * WARPS)  # of a slab: sixteen lanes share a row
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-# the method's name up to Triton 3.6, and since
-_PRIVATE = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
 
 
 @gluon.jit
@@ -69,10 +68,7 @@ def _emit_columns(
     amax = gl.maximum(gl.max(magnitude(largest, False), axis=0), 0.0)
     scale, scale_inv = power_2_scales(amax, epsilon, FP8_MAX, OVERFLOW, EPSILON)
     gl.store(scale_ptr + tile_m * K + k0 + gl.arange(0, _BLOCK, layout=scale.type.layout), scale_inv)
-    if _PRIVATE:
-        tile = stash._reinterpret(stash.dtype, [_BLOCK, _BLOCK], _PLAIN).load(READ)
-    else:
-        tile = stash.reinterpret(stash.dtype, [_BLOCK, _BLOCK], _PLAIN).load(READ)
+    tile = reinterpret(stash, stash.dtype, [_BLOCK, _BLOCK], _PLAIN).load(READ)
     even, odd = gl.split(gl.permute(gl.reshape(tile, [_BLOCK // 4, 2, 2, _BLOCK]), [0, 3, 1, 2]))
     x0, x2 = gl.split(even)
     x1, x3 = gl.split(odd)
@@ -177,7 +173,7 @@ def _gated_kernel(
             )  # fmt: skip
 
 
-_gated = Launcher(_gated_kernel, num_warps=WARPS)
+_gated = GluonLauncher(_gated_kernel, num_warps=WARPS)
 
 
 def launch(

@@ -141,6 +141,7 @@ def _current_kernel(
     # ``T``: rows of ``x`` in all. ``rows``: of the transposed codes, all groups padded; without RAGGED of a matrix.
     # ``done_ptr``: parts of each group whose amax is taken, then how many programs have begun.
     BAND_ROWS: tl.constexpr = 2 * TILE_ROWS
+    rows = tl.zeros([], tl.int32) + rows  # also where a single row is a constant of the kernel
     across = tl.cdiv(K, TILE_COLUMNS)
     done_ptr = done_ptr.to(tl.pointer_type(tl.int32))
     number = tl.atomic_add(done_ptr + groups, 1, sem="relaxed")

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..formats import FLOAT8_BLOCK, cdiv
 from .codecs import round_to_dtype, to_float32
 from .grouped_quantize import group_ends
-from .launch import INTERPRETING, Launcher, check_device, for_hopper
+from .launch import INTERPRETING, Launcher, NotCompiledError, check_device, for_hopper
 
 TILE_M = 128
 TILE_N = 128
@@ -369,8 +369,8 @@ def rows(
     if faster is not None:
         bias = None if bias is None else bias.contiguous()
         operands = left, left_scale, right, right_scale, splits, bias
-        faster.multiply(out, *operands, alignment, _programs(left.device), fast_accumulation)
-        return out
+        if _multiplied(faster, out, *operands, alignment, _programs(left.device), fast_accumulation):
+            return out
     strides = (right.stride(0), right.stride(1))
     strides += (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0, 0)
     tile_n = WIDE_TILE_N if fast_accumulation and not block_scaled else TILE_N
@@ -429,8 +429,8 @@ def contraction(
     faster = _faster(left, right, right_scale, N, alignment, blocks)
     if faster is not None:
         operands = left, left_scale, right, right_scale, splits, None
-        faster.multiply(out, *operands, alignment, _programs(left.device), fast_accumulation)
-        return out
+        if _multiplied(faster, out, *operands, alignment, _programs(left.device), fast_accumulation):
+            return out
     strides = (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0)
     wide = WIDE_TILE_N if fast_accumulation else TILE_N
     tile_m, tile_n = VECTORS_TILE if block_scaled else (TILE_M, wide)
@@ -489,6 +489,15 @@ def _faster(left: Tensor, *operands: Any) -> Any:
     """The module that multiplies these operands faster, or None."""
     module = for_hopper("grouped_hopper", left.device)
     return module if module is not None and module.takes(left, *operands) else None
+
+
+def _multiplied(faster: Any, *arguments: Any) -> bool:
+    """Whether that module multiplied; otherwise Triton does not compile its kernel, and nothing ran."""
+    try:
+        faster.multiply(*arguments)
+    except NotCompiledError:
+        return False
+    return True
 
 
 @functools.cache

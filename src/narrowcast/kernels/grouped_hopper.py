@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..formats import FLOAT8_BLOCK
-from .launch import Launcher
+from .launch import GluonLauncher
 
 TILE_K = 128
 BAND = 16
@@ -426,7 +426,7 @@ def _grouped_kernel(
     )  # fmt: skip
 
 
-_grouped = Launcher(_grouped_kernel, num_warps=4)
+_grouped = GluonLauncher(_grouped_kernel, num_warps=4)
 
 
 def takes(

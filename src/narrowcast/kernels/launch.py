@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Hashable
 from functools import reduce
 from operator import attrgetter, itemgetter, or_
@@ -95,12 +96,17 @@ class Launcher:
         key = (device, constants, kinds)
         start = self.variants.get(key)
         if start is None:  # or interpreted: the interpreter compiles nothing and returns None again
-            compiled = self.kernel[grid](*arguments, *constants, num_warps=self.num_warps, **self.options)
+            compiled = self._compile_and_launch(grid, arguments, constants)
             self.variants[key] = None if compiled is None else start_of(compiled)
         elif HOOKS.launch_enter_hook.calls:  # a profiler wants to know
             start.kernel[grid](*arguments, *constants)
         else:
             start(grid, current_stream(device), (*values, *constants))
+
+    def _compile_and_launch(
+        self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
+    ) -> Any:
+        return self.kernel[grid](*arguments, *constants, num_warps=self.num_warps, **self.options)
 
     def _record(
         self, mode: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
@@ -151,6 +157,28 @@ class Launcher:
             config = triton.Config({}, num_warps=self.num_warps, **options)
             self.traced = triton.autotune(configs=[config], key=[])(self.kernel)
         return self.traced
+
+
+class NotCompiledError(RuntimeError):
+    """This Triton cannot compile a kernel that is for one kind of GPU; the general one gives the same bits."""
+
+
+class GluonLauncher(Launcher):
+    """A kernel in Triton's Gluon, an experimental language that changes between releases.
+
+    Raises:
+        NotCompiledError: when called, if Triton cannot compile it; :func:`for_hopper` returns None from then on.
+    """
+
+    def _compile_and_launch(
+        self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
+    ) -> Any:
+        try:  # first without the launch, whose errors are none of the language's
+            self.kernel.warmup(*arguments, *constants, grid=grid, num_warps=self.num_warps, **self.options)
+        except Exception as error:
+            _lose(self.kernel.fn.__module__.rpartition(".")[2], error)
+            raise NotCompiledError(f"Triton {triton.__version__} does not compile {self.kernel}") from error
+        return super()._compile_and_launch(grid, arguments, constants)
 
 
 TENSOR = object()
@@ -288,15 +316,39 @@ def _places(types: tuple[type, ...]) -> tuple[list[int], list[int], list[int]]:
     return tensors, ints, descriptors
 
 
+LOST: dict[str, str] = {}
+"""Modules of kernels for one kind of GPU that this Triton cannot load or compile, with the reason."""
+
+
+def _lose(name: str, error: Exception) -> None:
+    """Use the general kernels in place of a module's, and say so once."""
+    reason = str(error).strip().partition("\n")[0]
+    LOST[name] = f"{type(error).__name__}: {reason}"
+    for_hopper.cache_clear()
+    warnings.warn(
+        f"Triton {triton.__version__} cannot use narrowcast's {name} kernels ({LOST[name]}); the general kernels "
+        "compute the same bits more slowly. Install a Triton that `narrowcast doctor` names as tested",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return not INTERPRETING and torch.cuda.get_device_capability(device)[0] == 9
+
+
 @functools.cache
 def for_hopper(name: str, device: torch.device) -> Any:
-    """The module of that name, of kernels in Triton's Gluon that are for this kind of GPU alone, or None elsewhere."""
-    if INTERPRETING or torch.cuda.get_device_capability(device)[0] != 9:
+    """Return the module of Gluon kernels for this kind of GPU; None elsewhere, or if this Triton cannot use it."""
+    if name in LOST or not _is_hopper(device):
         return None
     try:
         return importlib.import_module(f"{__package__}.{name}")
-    except ImportError:  # a Triton without the language that it is written in
-        return None
+    except ImportError as error:  # a Triton without the language
+        LOST[name] = f"{type(error).__name__}: {error}"
+    except Exception as error:  # one whose language has changed
+        _lose(name, error)
+    return None
 
 
 def is_traced(x: Tensor) -> bool:
