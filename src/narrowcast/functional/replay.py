@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._environment import read_flag
 from .._tracing import PLAIN
 from ..upstream.cuda import binding_of, current_device, current_stream, empty_strided, part_of
+from ..upstream.functionalization import OperatorMode
 from ..upstream.tensors import count_modes, is_autocast, is_profiled
 from .quantizer_value import QuantizerValue
 
@@ -127,7 +127,7 @@ def _outputs(result: Any) -> Sequence[Tensor]:
     return outputs
 
 
-class Recording(TorchDispatchMode):
+class Recording(OperatorMode):
     """Writes down operators and launches as lines of Python, in which the stage's tensors are ``t0, t1, ...``."""
 
     def __init__(self, stage: Callable[..., Any], tensors: Sequence[Tensor | None]) -> None:

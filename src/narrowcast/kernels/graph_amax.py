@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _detect_infra_mode
+
+from ..upstream.functionalization import FunctionalTensor, functional_mode, state_key
 
 PARTS = 1024  # at most; a cast program reads all of them at once
 CHUNK = 1024  # of a row
@@ -23,7 +23,7 @@ def takes_amax(x: Tensor) -> bool:
 
     Who does quantizes with current scaling, in the forward or the gradient that a backward begins with.
     """
-    return isinstance(x, FunctionalTensor) and x.numel() > 0 and _NAME in vars(_mode())
+    return isinstance(x, FunctionalTensor) and x.numel() > 0 and _NAME in vars(functional_mode())
 
 
 def keep_amax(x: Tensor, maxima: Tensor) -> None:
@@ -68,16 +68,9 @@ def in_parts(maxima: Tensor) -> Tensor:
     return maxima if count <= PARTS else maxima.reshape(min(count & -count, PARTS), -1).amax(1)
 
 
-def _mode() -> Any:
-    """What traces the graph, and lives as long as that takes."""
-    return _detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
-
-
 def _made() -> dict[Any, Any]:
-    return vars(_mode()).setdefault(_NAME, {})
+    return vars(functional_mode()).setdefault(_NAME, {})
 
 
 def _identity(x: Tensor) -> Any:
-    inner = x.elem  # type: ignore[attr-defined]
-    storage, written = inner.untyped_storage()._cdata, torch._functionalize_mutation_counter(inner)
-    return storage, written, x.dtype, x.numel()
+    return *state_key(x), x.dtype, x.numel()

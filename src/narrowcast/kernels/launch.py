@@ -24,13 +24,17 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunctionalizeAPI
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from .._tracing import PLAIN
 from ..formats import ElementFormat
 from ..upstream.cuda import current_device, current_stream, empty_strided
+from ..upstream.functionalization import (
+    FakeTensor,
+    FunctionalAPI,
+    FunctionalTensor,
+    current_mode,
+    without_modes,
+)
 from ..upstream.tensors import count_modes
 from ..upstream.triton import HOOKS, Start, launch_in_graph, node_of, start_of, written_by
 
@@ -84,7 +88,7 @@ class Launcher:
         if type(first) is not Tensor and isinstance(first, _TRACED):
             self._emit(grid, arguments, constants)
             return
-        if count_modes() and hasattr(mode := _get_current_dispatch_mode(), "launched"):
+        if count_modes() and hasattr(mode := current_mode(), "launched"):
             self._record(mode, grid, arguments, constants)
             return
         device = first.get_device()
@@ -112,7 +116,7 @@ class Launcher:
         self, mode: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
     ) -> None:
         """Launch unseen by the dispatch modes in force, and tell the one that records what was launched."""
-        with _disable_current_modes():
+        with without_modes():
             self(grid, arguments, constants)
             kinds, _ = specialization(arguments)
         start = self.variants[arguments[0].get_device(), constants, kinds]
@@ -135,7 +139,7 @@ class Launcher:
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in given.items() if name not in tensors}
         node = node_of(self._traced(), numbers)
-        functional = PythonFunctionalizeAPI()
+        functional = FunctionalAPI()
         key = (constants, *(x.dtype if isinstance(x, Tensor) else type(x) for x in arguments))
         if key not in self.written:
             names = written_by(node, functional.unwrap_tensors(tensors))

@@ -41,6 +41,62 @@ CheckpointMode: Any = needed(
 )
 """The mode in which a compiled checkpoint tags its nodes."""
 
+FakeTensor: Any = needed(
+    private(
+        "torch._subclasses.fake_tensor.FakeTensor",
+        follows="torch/_subclasses/fake_tensor.py",
+        without=_INSTALL,
+    )
+)
+FunctionalAPI: Any = private(
+    "torch._subclasses.functional_tensor.PythonFunctionalizeAPI",
+    follows="torch/_subclasses/functional_tensor.py; torch/_higher_order_ops/triton_kernel_wrap.py",
+    without=_NOT_COMPILED,
+)
+"""What an operator's rule for functional tensors unwraps them with, and commits writes to them."""
+
+OperatorMode: Any = needed(
+    private(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        follows="torch/utils/_python_dispatch.py; documented in docs/source/notes/extending.rst",
+        without=_INSTALL,
+    )
+)
+"""A mode whose ``__torch_dispatch__`` sees every operator."""
+
+current_mode: Callable[[], Any] = needed(
+    private(
+        "torch.utils._python_dispatch._get_current_dispatch_mode",
+        follows="torch/utils/_python_dispatch.py",
+        without=_INSTALL,
+    )
+)
+"""Return the innermost mode that sees operators, or None."""
+
+without_modes: Callable[[], Any] = needed(
+    private(
+        "torch.utils._python_dispatch._disable_current_modes",
+        follows="torch/utils/_python_dispatch.py",
+        without=_INSTALL,
+    )
+)
+"""A context in which no mode sees operators."""
+
+_detect_mode = private(
+    "torch.utils._python_dispatch._detect_infra_mode",
+    follows="torch/utils/_python_dispatch.py",
+    without=_NOT_COMPILED,
+)
+_FUNCTIONAL = private(
+    "torch._C._TorchDispatchModeKey.FUNCTIONAL", follows="torch/csrc/autograd/init.cpp", without=_NOT_COMPILED
+)
+
+
+def functional_mode() -> Any:
+    """Return the mode that functionalizes the graph that is being traced, which lives as long as that takes."""
+    return _detect_mode(_FUNCTIONAL)
+
+
 _get_proxies = private(
     "torch.fx.experimental.proxy_tensor._get_proxies",
     follows="torch/fx/experimental/proxy_tensor.py",
