@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
+from ranks import process_group_removed
 
 if not torch.cuda.is_available():  # before anything imports Triton, which reads it once
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -103,6 +104,13 @@ def clean_compiler() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """A test that fails between creating a process group and destroying it fails alone."""
+    with process_group_removed():
+        yield
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 Work = Callable[[int], Any]
+
+
+@contextmanager
+def process_group_removed() -> Iterator[None]:
+    """Destroy a process group that the block creates and leaves behind."""
+    before = dist.is_available() and dist.is_initialized()
+    try:
+        yield
+    finally:
+        if not before and dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def run_ranks(work: Work, folder: Path, world: int, seconds: int, backend: str = "gloo") -> list[Any]:
