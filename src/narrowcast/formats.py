@@ -252,7 +252,8 @@ class Buffer:
             border = extent.group if extent.bits == 8 else extent.multiple
             if first % border:
                 return None
-            entries = count * extent.bits // 8 if extent.bits < 8 else cdiv(count, extent.group)
+            # packed codes are whole blocks, whose last one is no zeros behind the end where it was rotated
+            entries = extent.of(count) if extent.bits < 8 else cdiv(count, extent.group)
             return dim, first // extent.group * extent.bits // 8, entries, extent.of(count)
         return -1, 0, 0, 0
 

@@ -55,8 +55,7 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
     amax_epsilon: float
 
     _compatible_recipe = "Float8CurrentScaling"
-    _takes_sources = True
-    _needs_amax = True
+    _takes_sources = _needs_amax = _shares_amax = True
 
     def __init__(
         self,

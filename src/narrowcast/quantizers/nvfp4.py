@@ -65,6 +65,7 @@ class NVFP4Quantizer(AmaxReducing):
         "rht_matrix_random_sign_mask_t",
     )
     _compatible_recipe = "NVFP4BlockScaling"
+    _shares_amax = True
     _elements = (DType.kFloat4E2M1,)
 
     def __init__(

@@ -37,6 +37,10 @@ from .codes import codes_as_matrix
 from .value import SPELLINGS, _rebuild_quantizer, class_identifier
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLAGS_OF_ENCODING = {
+    "_encode": ("_takes_sources", "_needs_amax", "_shares_amax"),
+    "_encode_scaled": ("_takes_sources",),
+}
 
 
 class Quantizer(Sealable, QuantizerValue):
@@ -75,8 +79,11 @@ class Quantizer(Sealable, QuantizerValue):
         cls._identifier = class_identifier(cls)
         CLASSES[cls._identifier] = cls
         cls._te_compile_value_opaque = False  # of each class itself: a subclass registers for itself
-        if "_encode" in cls.__dict__ and "_takes_sources" not in cls.__dict__:
-            cls._takes_sources = False  # what another class's encoding does with its input is its own affair
+        # they describe the encoding that they were declared beside; of another nothing is known
+        for method, flags in _FLAGS_OF_ENCODING.items():
+            for flag in flags if method in cls.__dict__ else ():
+                if flag not in cls.__dict__:
+                    setattr(cls, flag, False)
         for names in SPELLINGS:  # whichever of the two a class defines, both are that
             own = next((name for name in names if name in cls.__dict__), None)
             if own is not None:

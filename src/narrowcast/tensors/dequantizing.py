@@ -28,6 +28,8 @@ class DequantizingTensor(Tensor):
     """
 
     _high_precision_init_val: Tensor | None = None
+    _of_parameter: bool = False
+    """Whether it has the attributes of the parameter that it was made from."""
     _HANDLERS: ClassVar[dict[Any, Handler]] = {}
     """Operators that work on the codes, with what runs in their place: ``handler(func, *args, **kwargs)``."""
 
@@ -265,7 +267,23 @@ def _to_copy(func: Any, tensor: DequantizingTensor, **kwargs: Any) -> Tensor:
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
     if dtype not in (None, tensor.dtype):
         return func(tensor._plain(dtype), **kwargs)
-    return tensor._like(lambda buffer: buffer.to(device, copy=True) if device is not None else buffer.clone())
+    moved = tensor._like(
+        lambda buffer: buffer.to(device, copy=True) if device is not None else buffer.clone()
+    )
+    return with_attributes_of(tensor, moved)
+
+
+def with_attributes_of(source: DequantizingTensor, result: Any, but: tuple[str, ...] = ()) -> Any:
+    """The result, with what was set on the parameter that it was made from.
+
+    ``Module.to`` makes a parameter of it and swaps the two, attributes included; a plain parameter stays what it is.
+    """
+    own, set_on_it = vars(result), vars(source)
+    if len(set_on_it) > len(own) and (source._of_parameter or isinstance(source, torch.nn.Parameter)):
+        left_out = {*own, "_is_param", *but}
+        own.update((name, value) for name, value in set_on_it.items() if name not in left_out)
+        result._of_parameter = True
+    return result
 
 
 def is_all_of(tensor: Tensor, size: Any, stride: Any, storage_offset: int | None) -> bool:

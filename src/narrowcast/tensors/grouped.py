@@ -22,7 +22,7 @@ from ..functional import (
 from ..functional.grouped_quantize import Direction
 from ..functional.quantize import overwrite
 from ..upstream.tensors import make_wrapper, schema_of, unsafe_view
-from .dequantizing import DequantizingTensor, Handler, handles_in, is_all_of, read_only
+from .dequantizing import DequantizingTensor, Handler, handles_in, is_all_of, read_only, with_attributes_of
 from .sharding import check_not_sharded
 from .storage import BufferHolder, QuantizedTensorStorage, resolve_storage_class, shapes_of
 
@@ -391,7 +391,7 @@ _handles = handles_in(GroupedTensor._HANDLERS)
 
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, tensor: GroupedTensor) -> GroupedTensor:
-    return GroupedTensor(tensor)
+    return with_attributes_of(tensor, GroupedTensor(tensor))
 
 
 @_handles(aten.copy_.default)
@@ -410,7 +410,8 @@ def _copy(func: Any, destination: Tensor, source: Tensor, *args: Any) -> Tensor:
 @_handles(aten.empty_like.default)
 def _empty_like(func: Any, tensor: GroupedTensor, **kwargs: Any) -> GroupedTensor:
     empty = tensor._like(lambda buffer: torch.empty_like(buffer, device=kwargs.get("device")))
-    return empty.to_dtype(kwargs.get("dtype") or tensor.dtype)
+    empty = empty.to_dtype(kwargs.get("dtype") or tensor.dtype)
+    return with_attributes_of(tensor, empty, but=("_high_precision_init_val",))
 
 
 @_handles(aten.view.default, unsafe_view, aten.expand.default, aten.reshape.default)

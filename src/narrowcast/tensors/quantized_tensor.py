@@ -17,7 +17,7 @@ from ..functional import QuantizerValue
 from ..functional.grouped_quantize import part_of
 from ..upstream.functionalization import FunctionalTensor
 from ..upstream.tensors import make_wrapper, unsafe_view
-from .dequantizing import DequantizingTensor, Handler, handles_in, is_all_of, read_only
+from .dequantizing import DequantizingTensor, Handler, handles_in, is_all_of, read_only, with_attributes_of
 from .sharding import ShardedRows
 from .storage import QuantizedTensorStorage, flatten_context, resolve_storage_class
 
@@ -144,10 +144,13 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         shape = (count, self.shape[1]) if dim == 0 else (self.shape[0], count)
         part = self._around(shape, buffers)
         part._is_part = True
+        part._begins = self._begins + first * (self.shape[1] if dim == 0 else 1)
         return part
 
     _is_part: bool = False
     """Whether this is part of another tensor, which would not see what is written here."""
+    _begins: int = 0
+    """Elements of that tensor in front of this part, whose wrapper itself begins at 0."""
 
     def _check_whole(self) -> None:
         """
@@ -223,7 +226,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
                 return None
             buffers[buffer.argument] = None if held is None else held.view(buffer.sizes(full))
         regrouped = self._around(full, buffers)
-        regrouped._is_part = self._is_part
+        regrouped._is_part, regrouped._begins = self._is_part, self._begins
         return regrouped
 
     @classmethod
@@ -311,8 +314,9 @@ def rebuild_quantized_tensor(
 
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
-    same = tensor._like(lambda buffer: buffer)
-    same._is_part = tensor._is_part
+    same = with_attributes_of(tensor, tensor._like(lambda buffer: buffer))
+    if tensor._is_part:
+        same._is_part, same._begins = True, tensor._begins
     return same
 
 
@@ -382,7 +386,7 @@ def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
     empty = tensor._quantizer.make_empty(tuple(tensor.shape), dtype=dtype, device=device)  # type: ignore[attr-defined]
     empty._shards = tensor._shards
-    return empty
+    return with_attributes_of(tensor, empty, but=("_high_precision_init_val",))
 
 
 @_handles(aten.zeros_like.default)
@@ -394,7 +398,7 @@ def _zeros_like(func: Any, tensor: QuantizedTensor, *, memory_format: Any = None
 @_handles(aten.view.default, unsafe_view, aten.reshape.default, aten.expand.default)
 def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tensor:
     if tuple(size) == tuple(tensor.shape):
-        return tensor._like(lambda buffer: buffer)
+        return _alias(func, tensor)
     if (
         func is not aten.expand.default
         and len(size) > 1
@@ -411,9 +415,19 @@ def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tenso
 def _as_strided(
     func: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> Tensor:
-    """FSDP2 makes a parameter of what it has gathered by a view of all of it."""
+    """FSDP2 makes a parameter of what it has gathered by a view of all of it.
+
+    Raises:
+        RuntimeError: an offset is given, which counts from the start of the tensor that this is a later part of.
+    """
+    if tensor._begins and storage_offset is not None:
+        raise RuntimeError(
+            f"as_strided with storage_offset={storage_offset} counts from the start of the whole tensor, of which this "
+            f"part begins at {tensor._begins} and holds no more than itself; call it on the whole tensor, or leave "
+            "storage_offset out"
+        )
     if is_all_of(tensor, size, stride, storage_offset):
-        return tensor._like(lambda buffer: buffer)
+        return _alias(func, tensor)
     offset, columns = storage_offset or 0, tensor.shape[-1]
     of_rows = tensor.dim() == len(size) == 2 and size[1] == columns and list(stride) == [columns, 1]
     part = tensor._part(0, offset // columns, size[0]) if of_rows and not offset % columns else None

@@ -1,0 +1,93 @@
+"""Slices and splits of quantized tensors, of either direction: the slice of the values, whatever its start and stop."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from quantizers.catalog import E4M3, VARIANTS, quantize
+from reference.checks import normal
+from torch import Tensor
+
+import narrowcast as nc
+from narrowcast.functional import dequantize
+from narrowcast.tensors import storage_of
+
+EDGES = (0, 1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 47, 64, 65, 128, 130, 160, -1, -16, None)
+SHAPES = [(33, 65), (64, 33), (130, 48)]
+
+
+def values(tensor: Any, columnwise: bool) -> Tensor:
+    storage, buffers = storage_of(tensor), tensor.columnwise_operand if columnwise else tensor.rowwise_operand
+    shape = list(tensor.shape)
+    return dequantize(buffers(), storage._quantizer, columnwise, torch.float32, shape)
+
+
+def plain(part: Any, columnwise: bool) -> Tensor:
+    return values(part, columnwise) if isinstance(part, nc.QuantizedTensor) else part.clone()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_slice_holds_the_slice_of_the_values(name: str, shape: tuple[int, int]) -> None:
+    for columnwise in (False, True):
+        quantizer = VARIANTS[name].with_usage(rowwise=not columnwise, columnwise=columnwise)
+        tensor = quantize(quantizer, normal(shape, torch.float32))
+        whole = tensor.dequantize()
+        for dim, (first, last) in itertools.product((0, 1), itertools.product(EDGES[:-1], EDGES[1:])):
+            index = (slice(first, last), slice(None))[:: 1 - 2 * dim]
+            assert torch.equal(tensor[index].dequantize() if isinstance(tensor[index], nc.QuantizedTensor)
+                               else tensor[index].clone(), whole[index]), (columnwise, index)  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parts_of_both_directions_hold_both(name: str, shape: tuple[int, int]) -> None:
+    tensor = quantize(VARIANTS[name].with_usage(True, True), normal(shape, torch.float32))
+    wholes = [values(tensor, columnwise) for columnwise in (False, True)]
+    for dim, size in itertools.product((0, 1), (1, 16, 17, 32, 48, 128, 200)):
+        for cut in (
+            torch.split,
+            lambda x, n, d: torch.split(x, [n] * (x.shape[d] // n) + [x.shape[d] % n], d),
+        ):
+            parts = cut(tensor, size, dim)
+            for columnwise, whole in enumerate(wholes):
+                if not all(isinstance(part, nc.QuantizedTensor) for part in parts):
+                    columnwise = 0  # plain values: those of the rows
+                for part, expected in zip(parts, cut(wholes[columnwise], size, dim), strict=True):
+                    assert torch.equal(plain(part, bool(columnwise)), expected), (dim, size, columnwise)
+
+
+def test_the_last_column_of_an_odd_slice() -> None:
+    tensor = nc.NVFP4Quantizer().quantize(torch.randn(64, 33))
+    assert torch.equal(tensor[:, 16:33].dequantize(), tensor.dequantize()[:, 16:33])
+
+
+def test_a_slice_multiplies_as_the_slice_of_the_values() -> None:
+    """What follows the end within a block is padding, which a GEMM reads, too."""
+    for quantizer in (nc.NVFP4Quantizer(), nc.MXFP8Quantizer(E4M3)):
+        weight, x = quantizer.quantize(torch.randn(64, 80)), torch.randn(8, 48)
+        part = weight[:, 32:]
+        assert isinstance(part, nc.QuantizedTensor) and part.shape == (64, 48)
+        assert torch.equal(torch.nn.functional.linear(x, part), x @ weight.dequantize()[:, 32:].t())
+
+
+def test_strides_of_a_later_part_count_from_its_own_start_or_are_refused() -> None:
+    tensor = nc.MXFP8Quantizer(E4M3).quantize(torch.randn(256, 32))
+    for part, first in ((tensor[128:], 128), (tensor[128:].detach(), 128), (tensor.split(128)[1], 128)):
+        with pytest.raises(RuntimeError, match="counts from the start of the whole tensor"):
+            part.as_strided((32, 32), (32, 1), 0)
+        expected = tensor.dequantize()[first : first + 32]
+        assert torch.equal(part.as_strided((32, 32), (32, 1)).clone(), expected)
+    assert torch.equal(tensor[:128].as_strided((32, 32), (32, 1), 0).clone(), tensor.dequantize()[:32])
+    assert torch.equal(tensor.as_strided((32, 32), (32, 1), 64 * 32).clone(), tensor.dequantize()[64:96])
+
+
+def test_a_view_of_a_part_refuses_writes_as_the_part_does() -> None:
+    tensor = nc.MXFP8Quantizer(E4M3).quantize(torch.randn(256, 32))
+    part = tensor[:128]
+    for view in (part, part.view(128, 32), part.detach(), part.as_strided((128, 32), (32, 1))):
+        with pytest.raises(RuntimeError, match="through a view of a quantized tensor"):
+            view.zero_()
