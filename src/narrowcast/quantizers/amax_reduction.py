@@ -30,8 +30,8 @@ class AmaxReducing(Quantizer):
             return None
         if not self._shares_amax:
             raise ValueError(
-                f"{type(self).__qualname__} has with_amax_reduction=True and an _encode of its own, which takes no amax "
-                "from outside; use with_amax_reduction=False, or define _encode_scaled and set _shares_amax = True"
+                f"{type(self).__qualname__} has with_amax_reduction=True and an _encode of its own, which takes no "
+                "amax from outside; use with_amax_reduction=False, or define _encode_scaled and set _shares_amax = True"
             )
         group = getattr(self, "amax_reduction_group", None) if given is None else given
         if group is None:
