@@ -173,7 +173,9 @@ def test_state_dicts_are_fp32_and_restore_the_dtypes(name: str) -> None:
     again = [nn.Parameter(p.detach().clone()) for p in params]
     restored = FusedAdam(again, lr=1.0, **options)
     restored.load_state_dict(copy.deepcopy(saved))
-    assert restored.param_groups[0]["step"] == 2 and restored.param_groups[0]["lr"] == 1e-2
+    assert {float(restored.state[q]["step"]) for q in again} == {2.0} and restored.param_groups[0][
+        "lr"
+    ] == 1e-2
     for p, q in zip(params, again):
         for key, tensor in optimizer.state[p].items():
             assert restored.state[q][key].dtype == tensor.dtype
@@ -209,7 +211,7 @@ def test_capturable_compiles(name: str, adam_w: bool) -> None:
     for p, q in zip(params, twins):
         masters = [o.get_unscaled_state(x, "master_param") for o, x in ((ours, p), (eager, q))]
         assert_close(*masters, "fp32_sum_order" if name in ("fp32", "remainders") else "bf16_output")
-    assert ours.param_groups[0]["step"] == 4
+    assert {float(ours.state[p]["step"]) for p in params} == {4.0}
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -226,6 +228,142 @@ def test_a_step_of_quantized_parameters_compiles() -> None:
     for weight in weights:
         expected = weight._quantizer.quantize(optimizer.state[weight]["master_param"])
         assert torch.equal(weight.detach().dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("way", ["eager", "capturable", "compiled"])
+def test_a_parameter_counts_the_steps_that_it_takes(way: str) -> None:
+    """As in PyTorch: one whose first gradient comes late, or that misses some, is corrected by its own count."""
+    ours, theirs = parameters(torch.float32, "cpu"), parameters(torch.float32, "cpu")
+    optimizer = FusedAdam(ours, lr=0.05, weight_decay=0.1, capturable=way != "eager")
+    reference = torch.optim.AdamW(theirs, lr=0.05, weight_decay=0.1)
+    step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if way == "compiled" else None
+    present = [(0,), (0,), (0, 1), (0, 1, 2), (1,), (0, 1, 2), (2,), (0, 1, 2), (0, 1, 2), (0, 1, 2)]
+    for index, those in enumerate(present):
+        for params in (ours, theirs):
+            give_gradients(params, index)
+            for i, p in enumerate(params):
+                p.grad = p.grad if i in those else None
+        # the state of a parameter is made by a step outside of the graph
+        (optimizer.step if step is None or index < 4 else step)()
+        reference.step()
+        for p, q in zip(ours, theirs):
+            assert_close(p.detach(), q.detach(), "fp32_sum_order")
+    for p, q in zip(ours, theirs):
+        assert optimizer.state[p]["step"] == reference.state[q]["step"]
+
+
+def test_parameters_in_step_share_their_count_and_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    from narrowcast.optimizers import fused_adam as room
+
+    calls = []
+    monkeypatch.setattr(room, "adam_", lambda weights, *_, **options: calls.append(len(weights)))
+    params = parameters(torch.float32, "cpu")
+    optimizer = FusedAdam(params)
+    for _ in range(2):
+        give_gradients(params, 0)
+        optimizer.step()
+    assert calls == [3, 3] and len({id(optimizer.state[p]["step"]) for p in params}) == 1
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_state_dicts_of_torch_load_and_load_there(kind: str, capturable: bool) -> None:
+    options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.8, 0.9)}
+
+    def make_torch(params: Any) -> torch.optim.Optimizer:
+        return getattr(torch.optim, kind)(params, **options)  # type: ignore[no-any-return]
+
+    def make_ours(params: Any) -> torch.optim.Optimizer:
+        return FusedAdam(params, adam_w_mode=kind == "AdamW", capturable=capturable, **options)
+
+    for make, other in ((make_torch, make_ours), (make_ours, make_torch)):
+        params = parameters(torch.float32, "cpu")
+        first = make(params)
+        for index in range(3):
+            give_gradients(params, index)
+            params[1].grad = params[1].grad if index else None
+            first.step()
+        twins = [nn.Parameter(p.detach().clone()) for p in params]
+        second = other(twins)
+        saved = first.state_dict()
+        for group in saved["param_groups"] if other is make_torch else ():
+            group["capturable"] = False  # PyTorch's own refuses it on a CPU
+        second.load_state_dict(saved)
+        for both in ((params, first), (twins, second)):
+            give_gradients(both[0], 7)
+            both[1].step()
+        for p, q in zip(params, twins):
+            assert_close(p.detach(), q.detach(), "fp32_sum_order")
+
+
+def test_state_dicts_whose_groups_count_load() -> None:
+    """As Transformer Engine saves them."""
+    params = parameters(torch.float32, "cpu")
+    optimizer = FusedAdam(params)
+    give_gradients(params, 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        del state["step"]
+    saved["param_groups"][0]["step"] = 5
+    optimizer.load_state_dict(saved)
+    assert {float(optimizer.state[p]["step"]) for p in params} == {5.0}
+    assert "step" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "is momentum_buffer; FusedAdam loads exp_avg"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True, which FusedAdam has not"),
+        (lambda p: torch.optim.AdamW(p, maximize=True), "maximize=True, which FusedAdam has not"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "make it with adam_w_mode=False"),
+    ],
+)
+def test_state_dicts_of_others_are_refused(make: Any, message: str) -> None:
+    params = parameters(torch.float32, "cpu")
+    other = make(params)
+    give_gradients(params, 0)
+    other.step()
+    optimizer = FusedAdam(parameters(torch.float32, "cpu"), lr=0.25)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(other.state_dict())
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_an_empty_group() -> None:
+    params = parameters(torch.float32, "cpu")
+    for capturable in (False, True):
+        optimizer = FusedAdam([{"params": []}, {"params": params}], capturable=capturable)
+        give_gradients(params, 0)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert {float(optimizer.state[p]["step"]) for p in params} == {1.0}
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.filterwarnings("error")
+def test_gradients_in_fp16_that_a_scaler_scaled(capturable: bool) -> None:
+    params, twins = parameters(torch.float16, "cpu"), parameters(torch.float32, "cpu")
+    optimizer = FusedAdam(params, lr=0.05, master_weights=True, capturable=capturable)
+    for twin, p in zip(twins, params):
+        twin.data.copy_(p.data)
+    reference = torch.optim.AdamW(twins, lr=0.05, weight_decay=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    for index in range(4):
+        give_gradients(params, index)
+        for p, q in zip(params, twins):
+            q.grad = p.grad.float()
+            p.grad *= 4
+        if index == 1:
+            params[0].grad[0, 0] = float("inf")
+        else:
+            reference.step()
+        scaler.step(optimizer)
+        scaler.update(4.0)
+    for p, q in zip(params, twins):
+        assert_close(optimizer.get_unscaled_state(p, "master_param"), q.detach(), "fp32_sum_order")
 
 
 def test_schedulers_write_the_rate_in_place() -> None:
@@ -264,7 +402,7 @@ def test_gradient_scaler(how: str, capturable: bool) -> None:
         scaler._per_optimizer_states.clear()
     for p, q in zip(params, twins):
         assert_close(p.detach(), q.detach(), "fp32_sum_order")
-    assert int(optimizer.param_groups[0]["step"]) == 2
+    assert {float(optimizer.state[p]["step"]) for p in params} == {2.0}
 
 
 def test_decoupled_gradients_closures_and_idle_groups() -> None:
@@ -279,7 +417,7 @@ def test_decoupled_gradients_closures_and_idle_groups() -> None:
     params[0].decoupled_grad = torch.ones(SHAPES[0], dtype=torch.bfloat16)
     optimizer.step()
     assert not torch.equal(params[0], before)
-    assert [group["step"] for group in optimizer.param_groups] == [2, 2]
+    assert float(optimizer.state[params[0]]["step"]) == 1 and not optimizer.state[params[1]]
     optimizer.zero_grad()
     assert params[0].decoupled_grad is None and params[0].grad is None
     given = FusedAdam(params, set_grad_none=False)
@@ -345,6 +483,7 @@ def test_sharded_parameters(tmp_path: Path) -> None:
         assert {name: (type(t), t.dtype) for name, t in state.items()} == {
             "exp_avg": (DTensor, torch.uint8),
             "exp_avg_sq": (DTensor, torch.float32),
+            "step": (torch.Tensor, torch.float32),
         }
     finally:
         dist.destroy_process_group()

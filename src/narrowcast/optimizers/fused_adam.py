@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 from torch.torch_version import TorchVersion
 
 from ..functional import adam_
@@ -17,6 +17,7 @@ from .stored import decode, encode
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master_param"
+_STEP = "step"
 _STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 _STEPPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,6 +30,7 @@ class _Tensors(NamedTuple):
     first: Tensor
     second: Tensor
     beside: Tensor | None
+    count: Tensor
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -37,6 +39,9 @@ class FusedAdam(torch.optim.Optimizer):
     The step is one kernel that reads and writes weights, moments and master weights as they are stored, fp32, bf16 or
     fp16, and computes in fp32 by PyTorch's formula (``reference.adam.step``); the bits are the same on a CPU and in
     compiled code. State that has scales is decoded before it and encoded after it. Use ``capturable`` in compiled code.
+
+    As in PyTorch, the bias correction of a parameter counts the steps in which it had a gradient. Parameters that had
+    one in the same steps share the tensor ``state[p]["step"]``, and are stepped together.
 
     The master weight of a quantized parameter begins as the unrounded value that it was made from, where
     ``quantized_model_init(preserve_high_precision_init_val=True)`` kept that and the parameter still is its
@@ -105,20 +110,22 @@ class FusedAdam(torch.optim.Optimizer):
             "exp_avg_sq": exp_avg_sq_dtype,
             _MASTER: master_weight_dtype,
         }
+        self._step_supports_amp_scaling = (
+            True  # to GradScaler: during a step it sets grad_scale and found_inf
+        )
         # Of each parameter and name the scale of what is stored there; not state, for state dicts hold values.
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"bias_correction": bias_correction, "capturable": capturable, "step": 0}
+        defaults |= {"bias_correction": bias_correction, "capturable": capturable}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; with ``capturable`` its rate and step count move to the device of its parameters."""
+        """Add a group; with ``capturable`` its rate moves to the device of its parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if self.capturable:
-            device = group["params"][0].device
-            for name in ("lr", "step"):
-                group[name] = torch.as_tensor(group[name], dtype=torch.float32).to(device, copy=True)
+            device = next((p.device for p in group["params"]), None)
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device, copy=True)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop gradients, or zero them, as ``set_grad_none`` says unless told here; decoupled ones are dropped."""
@@ -156,12 +163,14 @@ class FusedAdam(torch.optim.Optimizer):
         """State of a parameter as fp32 values; what is stored where it is fp32.
 
         Args:
-            state_name: "exp_avg", "exp_avg_sq" or "master_param". skip_unscale: return what is stored as it is.
+            state_name: "exp_avg", "exp_avg_sq", "master_param" or "step". skip_unscale: return what is stored as it is.
         Raises:
             KeyError: it has no such state.
         """
         stored = self.state[param][state_name]
         if skip_unscale:
+            return stored
+        if state_name == _STEP:
             return stored
         if stored.dtype == torch.int16:
             return join(param.detach(), stored)
@@ -192,41 +201,85 @@ class FusedAdam(torch.optim.Optimizer):
                 where[state_name].copy_(value)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: GradScaler | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **scaling: GradScaler | None) -> Any:  # type: ignore[override]
         """One step; returns what ``closure`` returned.
 
         Args:
-            grad_scaler: divides gradients by its scale within the step, and a step with gradients that are not finite
-                changes nothing; without ``capturable`` that waits for the device. Eager code only.
-                ``grad_scaler.step(optimizer)`` works, too.
+            grad_scaler: the same as ``grad_scaler.step(optimizer)``: gradients are divided by its scale within the
+                step, and a step with gradients that are not finite changes nothing; without ``capturable`` that waits
+                for the device. Gradients may be fp16. Eager code only.
         Raises:
             RuntimeError: a sparse gradient, or what making state raises.
         """
+        # no argument of this name: PyTorch's scaler would hand itself over, with a warning, in place of what it found
+        scaler = scaling.pop("grad_scaler", None)
+        if scaling:
+            raise TypeError(f"step() got {', '.join(scaling)}; it takes closure and grad_scaler")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if grad_scaler is not None and torch.compiler.is_compiling():
+        if scaler is not None and torch.compiler.is_compiling():
             raise NotImplementedError(
                 "compiled code takes no grad_scaler; call grad_scaler.step outside of it"
             )
-        inv_scale, found_inf = (None, None) if grad_scaler is None else _amp_state(self, grad_scaler)
+        if scaler is not None:
+            scaler.step(self)
+            return loss
+        inv_scale, found_inf = self._found_by_scaler()
         if found_inf is not None and not self.capturable:
             if found_inf.item():
                 return loss
             found_inf = None
         for group in self.param_groups:
-            # Also of a group without gradients: its count is that of the optimizer's steps.
-            group["step"] += 1 if found_inf is None else 1 - found_inf.to(group["step"].device)
-            pairs = []
-            for p in group["params"]:
-                grad = self._gradient(p)
-                if grad is not None:
-                    pairs.append((p, grad))
-                    if not self.state[p]:
-                        self.initialize_state(p, self.store_param_remainders)
-            self._step_group(group, pairs, inv_scale, found_inf)
+            pairs = [(p, grad) for p, grad in self._gradients(group) if grad is not None]
+            counts = self._advance(group, [p for p, _ in pairs], found_inf)
+            for count in counts:
+                together = [(p, grad) for p, grad in pairs if self.state[p][_STEP] is count]
+                self._step_group(group, together, inv_scale, found_inf)
         return loss
+
+    def _found_by_scaler(self) -> tuple[Tensor | None, Tensor | None]:
+        """(what gradients are still to be multiplied by, whether one of them is not finite)."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        inv_scale = None if scale is None else scale.double().reciprocal().float()
+        return inv_scale, found.float().reshape(()) if isinstance(found, Tensor) else None
+
+    def _advance(self, group: dict[str, Any], params: list[Tensor], found_inf: Tensor | None) -> list[Tensor]:
+        """Count this step for the parameters that have a gradient; the counts, each of parameters that share it."""
+        counts: list[Tensor] = []
+        made: list[Tensor] = []
+        for p in params:
+            state = self.state[p]
+            if not state:
+                self.initialize_state(p, self.store_param_remainders)
+            if _STEP not in state:
+                device = p.device if self.capturable else torch.device("cpu")
+                fresh = next((count for count in made if count.device == device), None)
+                if fresh is None:
+                    fresh = torch.zeros((), device=device)
+                    made.append(fresh)
+                state[_STEP] = fresh
+            if not any(count is state[_STEP] for count in counts):
+                counts.append(state[_STEP])
+        if len(params) < len(group["params"]):
+            # those without a gradient stay where they are; they kept pace with the others until now
+            left: list[tuple[Tensor, Tensor]] = []
+            for p, grad in self._gradients(group):
+                count = self.state[p].get(_STEP) if grad is None and p in self.state else None
+                if count is None or not any(count is moving for moving in counts):
+                    continue
+                copied = next((new for old, new in left if old is count), None)
+                if copied is None:
+                    copied = count.clone()
+                    left.append((count, copied))
+                self.state[p][_STEP] = copied
+        for count in counts:
+            count += 1 if found_inf is None else 1 - found_inf.to(count.device)
+        return counts
+
+    def _gradients(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor | None]]:
+        return [(p, self._gradient(p)) for p in group["params"]]
 
     def _gradient(self, p: Tensor) -> Tensor | None:
         grad = getattr(p, "decoupled_grad", None) if self.use_decoupled_grad else p.grad
@@ -241,7 +294,7 @@ class FusedAdam(torch.optim.Optimizer):
         inv_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Adam on parameters with their gradients, in one operator where state is stored as that reads it."""
+        """Adam on parameters that share a count, in one operator where state is stored as that reads it."""
         alike: dict[Any, list[_Tensors]] = {}
         rounded: list[tuple[Tensor, Tensor]] = []
         for p, grad in pairs:
@@ -277,7 +330,7 @@ class FusedAdam(torch.optim.Optimizer):
         else:
             weight = self.get_unscaled_state(p, _MASTER)
             beside = p.detach() if direct else None
-        return _Tensors(weight, _placed_as(grad, p), first, second, beside)
+        return _Tensors(weight, _placed_as(grad, p), first, second, beside, state[_STEP])
 
     def state_dict(self) -> dict[str, Any]:
         """As PyTorch's, with every state in fp32: a checkpoint does not depend on how state is stored."""
@@ -288,24 +341,31 @@ class FusedAdam(torch.optim.Optimizer):
             if self.state.get(p)
         }
         groups = [
-            {
-                name: v.item() if name in ("lr", "step") and isinstance(v, Tensor) else v
-                for name, v in g.items()
-            }
+            {name: v.item() if name == "lr" and isinstance(v, Tensor) else v for name, v in g.items()}
             for g in state_dict["param_groups"]
         ]
         return {**state_dict, "state": state, "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As PyTorch's; every state is stored in the dtype that this optimizer was made for."""
-        tensors = [(group["lr"], group["step"]) for group in self.param_groups]
+        """As PyTorch's; every state is stored in the dtype that this optimizer was made for.
+
+        Also of ``torch.optim.Adam`` and ``AdamW``, which load this optimizer's, too, and of Transformer Engine, whose
+        groups count steps.
+
+        Raises:
+            ValueError: the state of another optimizer, or of options that this one does not have.
+        """
+        _check_loaded(state_dict, self.adam_w_mode)
+        rates = [group["lr"] for group in self.param_groups]
+        before = {p: self.state[p][_STEP] for p in self._parameters() if _STEP in self.state.get(p, ())}
         super().load_state_dict(
             {**state_dict, "state": {}}
         )  # which would cast state to the parameters' dtype
         self._scales.clear()
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, p in zip(indices, self._parameters(), strict=True):
+        counted = [(index, g) for g in state_dict["param_groups"] for index in g["params"]]
+        counts: dict[Any, Tensor] = {}
+        for (index, saved), p in zip(counted, self._parameters(), strict=True):
             given = state_dict["state"].get(index)
             if not given:
                 continue
@@ -313,12 +373,24 @@ class FusedAdam(torch.optim.Optimizer):
             for name in self.state[p]:
                 if name in given:
                     self.set_scaled_state(p, name, given[name].detach().to(p.device, torch.float32))
-        for group, kept in zip(self.param_groups, tensors):
+            steps = float(given.get(_STEP, saved.get(_STEP)))
+            device = p.device if self.capturable else torch.device("cpu")
+            known = before.get(p)
+            key = (steps, device, None if known is None else id(known))
+            if key not in counts:
+                is_free = known is not None and not any(count is known for count in counts.values())
+                counts[key] = (
+                    known if is_free else torch.zeros((), device=device)
+                )  # a CUDA graph reads what is there
+                counts[key].fill_(steps)
+            self.state[p][_STEP] = counts[key]
+        for group, rate in zip(self.param_groups, rates):
+            group.pop(_STEP, None)
             group["capturable"] = self.capturable
-            for name, tensor in (
-                zip(("lr", "step"), kept) if self.capturable else ()
-            ):  # a CUDA graph reads these
-                group[name] = tensor.fill_(group[name])
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            if self.capturable:  # a CUDA graph reads it
+                group["lr"] = rate.fill_(group["lr"])
 
     def _parameters(self) -> Iterator[Any]:
         for group in self.param_groups:
@@ -335,7 +407,7 @@ def _run(
     """A step of parameters of one device, all or none of which have something beside them."""
     if any(hasattr(tensors.weight, "_local_tensor") for tensors in parameters):
         parameters = [_Tensors(*[local(x) for x in tensors]) for tensors in parameters]
-    weights, grads, first, second, beside = ([*column] for column in zip(*parameters))
+    weights, grads, first, second, beside, _ = ([*column] for column in zip(*parameters))
     adam_(
         weights,
         grads,
@@ -343,7 +415,7 @@ def _run(
         second,
         beside if beside[0] is not None else [],
         lr=group["lr"],
-        count=group["step"],
+        count=parameters[0].count if group["capturable"] else int(parameters[0].count),
         inv_scale=inv_scale,
         found_inf=found_inf,
         betas=group["betas"],
@@ -395,17 +467,31 @@ def _initial_master(param: Tensor) -> Tensor:
     return kept.to(param.device, torch.float32, copy=True) if torch.equal(requantized, rounded) else rounded
 
 
-def _amp_state(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> tuple[Tensor | None, Tensor | None]:
-    """(what gradients are still to be multiplied by, whether one of them is not finite) of a scaler."""
-    state = scaler._per_optimizer_states[id(optimizer)]
-    unscaled = state["stage"] is OptState.UNSCALED
-    found = state["found_inf_per_device"] if unscaled else scaler._check_inf_per_device(optimizer)
-    flags = [flag.float() for flag in found.values()]
-    if not flags:
-        return None, None
-    total = torch.stack([flag.to(flags[0].device).reshape(()) for flag in flags]).amax()
-    scale = None if unscaled else scaler._get_scale_async()
-    return (None if scale is None else scale.double().reciprocal().float()), total
+def _check_loaded(state_dict: dict[str, Any], decoupled: bool) -> None:
+    """
+    Raises:
+        ValueError: the state of another optimizer, or of options that this one does not have.
+    """
+    for group in state_dict["param_groups"]:
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise ValueError(
+                    f"the state dict is of an optimizer with {option}=True, which FusedAdam has not"
+                )
+        saved = group.get("decoupled_weight_decay")
+        if saved is not None and saved != decoupled and group.get("weight_decay"):
+            kinds = {True: "AdamW", False: "Adam"}
+            raise ValueError(
+                f"the state dict is of torch.optim.{kinds[saved]} with weight_decay={group['weight_decay']}, and "
+                f"this optimizer decays as {kinds[decoupled]}; make it with adam_w_mode={saved}"
+            )
+        for index in group["params"]:
+            state = state_dict["state"].get(index)
+            if state and not ({*_MOMENTS} <= state.keys() and (_STEP in state or _STEP in group)):
+                raise ValueError(
+                    f"the state of parameter {index} is {', '.join(map(str, state))}; FusedAdam loads "
+                    "exp_avg, exp_avg_sq and step, as torch.optim.Adam, AdamW and FusedAdam save them"
+                )
 
 
 def _check_numbers(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
