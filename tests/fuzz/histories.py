@@ -424,7 +424,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _swap(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
     with torch.enable_grad():
-        torch.utils.swap_tensors(p, nn.Parameter(value.clone()))
+        torch.utils.swap_tensors(p, nn.Parameter(value.clone(), requires_grad=p.requires_grad))
 
 
 def _load(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
@@ -453,6 +453,8 @@ def _numpy(world: World, name: str, p: nn.Parameter, value: Tensor, factor: floa
 def _storage(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
     if p.is_contiguous() and p.untyped_storage().nbytes() == p.nbytes:
         p.untyped_storage().copy_(value.contiguous().clone().untyped_storage())
+    else:  # weights that share one
+        p.copy_(value)
 
 
 def _set(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
@@ -525,7 +527,7 @@ class Measure:
         x = inputs[0]
         if isinstance(layer.weight, nc.QuantizedTensor) or not isinstance(y, Tensor):
             return
-        if self.world.model.training:
+        if self.world.model.training and y.requires_grad:
             self.calls[layer] = self.calls.get(layer, 0) + 1
         weight = layer.weight.detach().double().clone()
         wide = x.detach().double().reshape(-1, x.shape[-1]).clone()
@@ -534,7 +536,7 @@ class Measure:
         self.check(layer, y.detach().reshape(-1, y.shape[-1]), wanted + bias, "a product", False)
         if not y.requires_grad:
             return
-        calls = self.calls[layer]
+        calls = self.calls.get(layer, 0)
 
         def seen(dy: Tensor) -> None:
             flat = dy.detach().double().reshape(-1, dy.shape[-1])
@@ -606,11 +608,23 @@ def run(program: Program) -> dict[str, float]:
     compiled = [wrap["compile"] for wrap in _wraps(program) if wrap.get("compile")]
     if compiled:
         tolerance = 0.03 if "inductor" in compiled or program["dtype"] == "bfloat16" else 2e-3
+    elif _sums_in_another_order(program):
+        tolerance = 0.02  # a rounding more or less, after the quantization that follows
     how = "+".join(sorted({_how(wrap) for wrap in _wraps(program)})) or "eager"
     for (label, a), (_, b) in zip(ours, theirs, strict=True):
         kind = " ".join(word for word in label.split() if not word[0].isdigit() and "." not in word)
         compare(a, b, f"{how}: {kind}", tolerance)
     return {}
+
+
+def _sums_in_another_order(program: Program) -> bool:
+    """Whether a gradient may be the sum of three or more parts, of which a recomputation adds some first."""
+    parts = max(
+        (len(item.get("batches") or ()) * (1 + bool(item.get("retain"))) for item in program["history"]),
+        default=1,
+    )
+    calls = 1 + sum(layer["kind"] == "again" for block in program["blocks"] for layer in block["layers"])
+    return parts * calls > 2 and any(wrap.get("checkpoint") for wrap in _wraps(program))
 
 
 def _how(wrap: Program) -> str:
