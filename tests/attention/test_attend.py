@@ -450,3 +450,19 @@ def test_few_queries_and_few_keys(
         if error > 4e-6:
             wrong.append((mask, window, bottom_right, groups, error))
     assert wrong == []
+
+
+@pytest.mark.parametrize("max_logit", [False, True])
+@pytest.mark.parametrize("softmax", ["vanilla", "off-by-one"])
+def test_no_query_attends_to_nothing(softmax: str, max_logit: bool) -> None:
+    module = nc.DotProductAttention(
+        2, 8, qkv_format="bshd", attn_mask_type="no_mask", softmax_type=softmax, return_max_logit=max_logit
+    )
+    q, k, v = (torch.randn(2, n, 2, 8, requires_grad=True) for n in (0, 3, 3))
+    out = module(q, k, v)
+    if max_logit:
+        out, largest = out
+        assert torch.equal(largest, torch.full((2,), float("-inf")))
+    assert out.shape == (2, 0, 16)
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert not gradient.any()

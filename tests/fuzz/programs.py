@@ -31,7 +31,7 @@ Program = dict[str, Any]
 _REMEDY = re.compile(
     r"\b(use|uses|used|got|write|pass|give|make|call|set|leave|keep|add|drop|cast|move|choose|enter|convert|copy|assign|"
     r"install|run|need|needs|may be|must|takes|take|has|only|expected|instead|in place of|belongs?|cannot|dequantize|"
-    r"between|are|is not|multiples?|supported|allowed|wants)\b",
+    r"between|are|is not|multiples?|supported|allowed|wants|switch|without)\b",
     re.IGNORECASE,
 )
 _INTERNAL = (AssertionError, KeyError, IndexError, NameError, RecursionError, ZeroDivisionError, MemoryError)
@@ -69,6 +69,10 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return function(), None
     except (Invalid, Difference):
         raise
+    except (KeyError, NameError, TypeError, AttributeError) as error:
+        if traceback.extract_tb(error.__traceback__)[-1].filename.startswith(HERE):
+            raise  # our own mistake
+        return None, error
     except Exception as error:
         return None, error
 

@@ -150,7 +150,8 @@ def _rank(rank: int, program: Program, folder: str) -> None:
     if error is not None:
         text = "".join(traceback.format_exception(error))[-3000:]
         result = {"error": said(error), "refusal": refusal(error), "text": text}
-    torch.save(result, f"{folder}/rank{rank}.pt")
+    torch.save(result, f"{folder}/writing{rank}")
+    os.replace(f"{folder}/writing{rank}", f"{folder}/rank{rank}.pt")
     if error is None:
         dist.barrier()
     sys.stdout.flush()

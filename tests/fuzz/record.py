@@ -1,7 +1,7 @@
 """Which rows of a list of defects the fuzzer finds in an older state of the package, and after how many cases.
 
-``PYTHONPATH=OLDER/src python -m tests.fuzz.record LOG...`` reads the logs (``--out``) of runs on that state: each failure
-is counted to the first row whose words it has. The words name what the row is about, not a case.
+``PYTHONPATH=OLDER/src python -m tests.fuzz.record LOG...`` reads the logs (``--out``) of runs on that state: a failure is
+counted to the first row whose words it has. The words name what the row is about, not a case.
 """
 
 from __future__ import annotations

@@ -97,7 +97,9 @@ def run_program(suite: Suite, program: programs.Program, arguments: str, seed: s
 
 
 def outcome(suite: Suite, program: programs.Program) -> BaseException | None:
-    """What a program fails with."""
+    """What a program fails with; what it does not say, as one from before there was a choice, is None."""
+    if suite.draw is not None:
+        program = {**dict.fromkeys(suite.draw(random.Random(0))), **program}
     try:
         with programs.limit(LIMIT):
             for name in suite.case(copy.deepcopy(program)) or ():

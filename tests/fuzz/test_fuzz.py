@@ -133,6 +133,7 @@ def test_words_that_help_are_told_from_crashes() -> None:
         return error
 
     assert programs.refusal(error_of(lambda: nc.Linear(16, 16, device="cpu", recipe=3)))
-    assert not programs.refusal(error_of(lambda: {}["key"]))
-    assert not programs.refusal(error_of(lambda: nc.Linear(16)))  # Python's own, not ours
+    assert not programs.refusal(error_of(lambda: json.loads("[")))
+    with pytest.raises(KeyError):  # a mistake of the case itself
+        programs.attempt(lambda: {}["key"])
     assert runner.LIMIT > 60

@@ -36,7 +36,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Te
         logits = logits.masked_fill(hidden, float("-inf"))
     seen = logits.detach()
     # a row without any key has no largest score; any finite number in its place makes its weights zero
-    top = seen.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    top = _largest(seen, (3,), True).clamp(min=torch.finfo(torch.float32).min)
     sink = None if scores.sink is None else scores.sink.float()[None, :, None, None]
     if sink is not None:
         top = torch.maximum(top, sink.detach())
@@ -49,7 +49,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Te
     weights = weights / total
     if scores.dropout:
         weights = torch.nn.functional.dropout(weights, scores.dropout)
-    return (weights @ values).to(q.dtype), seen.amax((0, 2, 3))
+    return (weights @ values).to(q.dtype), _largest(seen, (0, 2, 3))
+
+
+def _largest(scores: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
+    """The largest along dims; -inf where there is none, as with no query, for which PyTorch's amax raises."""
+    if scores.numel():
+        return scores.amax(dims, keepdim)
+    return scores.sum(dims, keepdim).fill_(float("-inf"))
 
 
 def _modified(logits: Tensor, scores: Scores) -> Tensor:
