@@ -39,7 +39,7 @@ def draw(rng: random.Random) -> Program:
         "recipe": draw_recipe(rng, ("delayed", "delayed", "current", "mxfp8", "block", "nvfp4", "none")),
         "wrap": rng.choice(("ddp", "ddp", "fsdp2", "shard", "shard", None)),
         "how": rng.choice(("autocast", "set_recipe")),
-        "by_type": rng.random() < 0.2,
+        "by_type": rng.random() < 0.4,
         "layers": [
             rng.choice(("linear", "linear", "lnmlp", "grouped", "relu")) for _ in range(rng.randint(1, 3))
         ],

@@ -1,6 +1,6 @@
 """Which rows of a list of defects the fuzzer finds in an older state of the package, and after how many cases.
 
-``PYTHONPATH=OLDER/src python -m tests.fuzz.record LOG...`` reads the logs (``--out``) of runs on that state: a failure is
+``PYTHONPATH=OLDER/src python -m tests.fuzz.record LOG...`` reads logs (``--out``) of runs on that state: a failure is
 counted to the first row whose words it has. The words name what the row is about, not a case.
 """
 
