@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import narrowcast as nc
 from narrowcast.functional import _library
 
-READ = ("x_ptr", "operand_0", "scale_ptr", "amax_ptr", "sums_ptr")
+READ = ("x_ptr", "operand_0", "scale_ptr", "amax_ptr", "sums_ptr", "starts_ptr")
 wrap.get_mutated_tensors = lambda *, kwargs, **_: [name for name in kwargs if name not in READ]
 ops = torch.ops.narrowcast
 quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
@@ -86,15 +86,46 @@ assert torch._inductor.config.static_launch_user_defined_triton_kernels  # by de
 with torch._inductor.config.patch(static_launch_user_defined_triton_kernels=False):
     traced(multiply)
     assert not torch._inductor.config.static_launch_user_defined_triton_kernels
-# a layer renews its scales in one launch, which a backward that recomputes does not repeat
-def renewing(x):
+# each layer renews its scales in one launch; one operator for the graph finds out whether they may
+def states(x, renews=True):
     scales, histories, amaxes = (
         [x.new_ones(*lead, n, dtype=torch.float32) for n in (3, 2)] for lead in ((), (16,), ())
     )
-    return ops.renewed_scales(scales, histories, amaxes, [448.0, 57344.0], [0, 0], ["max", "max"])
+    rules = [448.0, 57344.0], [0, 0], ["max", "max"]
+    return (scales, histories, amaxes, *rules) if renews else (scales, [], amaxes, [], [], [])
 
 
-assert len(launches(renewing)) == 1 and whole(traced(renewing)) == {"narrowcast.starts_a_step.default"}
+def renewing(x):
+    return ops.scales_of_run(*states(x), [True, False], True, "", 0)
+
+
+assert len(launches(renewing)) == 1 and whole(traced(renewing)) == {"narrowcast.enters_graph.default"}
+
+
+def graph_of_layers(renews, root=""):
+    # the state of three layers is the input of the graph; the third is the first again
+    def run(first, second):
+        reads = []
+        for of_layer in (first, second, first):
+            reads += ops.scales_of_run(*of_layer, [True, False], True, root, 0)
+        return reads
+
+    with FakeTensorMode():
+        x = torch.empty(1, device="cuda")
+        given = states(x, renews), states(x, renews)
+    return make_fx(dispatch_functionalize(run, FunctionalTensorMode()), tracing_mode="fake")(*given).graph
+
+
+for renews in (True, False):
+    nodes = list(graph_of_layers(renews).nodes)
+    entered = [node for node in nodes if node.target is ops.enters_graph.default]
+    started = [node for node in nodes if node.target is wrap.triton_kernel_wrapper_functional]
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    assert len(started) == 3 and all(entered[0] in node.all_input_nodes for node in started)
+    assert [len(node.args[0]) for node in entered] == [6]
+    assert set(entered[0].all_input_nodes) == {node for node in inputs if node.users}
+    assert entered[0].args[7] == [0, 0, 0, 0, 1, 1]
+    assert all(node.meta["recompute"] is CheckpointPolicy.MUST_SAVE for node in (*entered, *started))
 with torch.fx.traceback.preserve_node_meta():
     torch.fx.traceback.current_meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     (launch,) = launches(renewing)

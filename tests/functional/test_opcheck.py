@@ -418,9 +418,21 @@ def read_scales_cases(x: Tensor) -> Iterator[Arguments]:
     yield ([torch.ones(n, device=x.device) for n in (3, 2)],)
 
 
-@family("starts_a_step")
-def starts_a_step_cases(x: Tensor) -> Iterator[Arguments]:
-    yield (x.device,)
+@family("scales_of_run")
+def scales_of_run_cases(x: Tensor) -> Iterator[Arguments]:
+    for states in renewed_scales_cases(x):
+        for root in ("", "root7"):
+            yield *states, [True, False], True, root, 0
+    scales, _, amaxes, *_ = states
+    yield scales, [], amaxes, [], [], [], [True, False], False, "", 0
+
+
+@family("enters_graph")
+def enters_graph_cases(x: Tensor) -> Iterator[Arguments]:
+    for states in renewed_scales_cases(x):
+        yield *states, [True, False], [0, 0], True, ""
+    scales, _, amaxes, *_ = states
+    yield scales, [], amaxes, [], [], [], [True, False], [0, 1], False, "root7"
 
 
 @family("renewed_scales")

@@ -15,7 +15,14 @@ from .cross_entropy import (
     linear_cross_entropy_gradients,
     linear_cross_entropy_statistics,
 )
-from .delayed_scaling import calibrate_, read_scales, renew_delayed_scaling, renewed_scales, take_amaxes
+from .delayed_scaling import (
+    calibrate_,
+    read_scales,
+    renew_delayed_scaling,
+    renewed_scales,
+    scales_of_run,
+    take_amaxes,
+)
 from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
 from .grouped_gemm import grouped_dequantize, grouped_gemm, grouped_mm
@@ -121,6 +128,7 @@ __all__ = [
     "rotate_qkv_backward",
     "scaled_act",
     "scaled_act_backward",
+    "scales_of_run",
     "splits_on_device",
     "swizzle_scales",
     "take_amaxes",

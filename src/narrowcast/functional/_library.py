@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import functools
@@ -16,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from .._environment import read_flag
 from .._tracing import PLAIN, while_tracing
 from ..upstream import opaque
+from ..upstream.autograd import graph_task_id, set_versions, version_of
 from ..upstream.compiler import start_kernels_statically
 from ..upstream.functionalization import (
     CheckpointMode,
@@ -24,7 +26,7 @@ from ..upstream.functionalization import (
     allow_writes_after_saving,
     end_library,
     is_export,
-    nodes_of,
+    node_of,
     save_in_checkpoint,
     state_key,
 )
@@ -63,6 +65,7 @@ def define(
     shared: bool = False,
     of_state: bool = False,
     saved: bool = False,
+    numbered: bool = False,
 ) -> Callable[..., Any]:
     """Define ``narrowcast::<schema>`` and return its default overload.
 
@@ -70,7 +73,8 @@ def define(
     holds what the implementation launches in place of the operator; see :func:`_inline`. ``shared``: calls with the
     same arguments are then one, for operators whose outputs nobody writes to and no graph returns. ``of_state``: its
     tensors are a layer's state and never have gradients, so that it does not matter whether any are recorded.
-    ``saved``: a compiled checkpoint saves the outputs; the backward never repeats the operator.
+    ``saved``: a compiled checkpoint saves the outputs; the backward never repeats the operator. ``numbered``: the last
+    argument of such an operator becomes the number of earlier calls in the graph whose third argument was the same.
 
     One implementation serves CPU and CUDA tensors: it picks reference or kernels from the device. Outputs must alias
     neither an input nor each other, and the fake's strides must be the real ones; the compiler relies on both.
@@ -83,13 +87,15 @@ def define(
         return _refused_in_graphs(implementation)
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-    _LIBRARY.impl(name, _without_autocast(implementation), "CompositeExplicitAutograd")
+    overload = getattr(torch.ops.narrowcast, name).default
+    unseen = _without_autocast(implementation, _amaxes_at(overload))
+    _LIBRARY.impl(name, unseen, "CompositeExplicitAutograd")
     torch.library.register_fake(f"narrowcast::{name}", _all_on_meta(name, fake), lib=_LIBRARY)
     rule = _inline(implementation, inlined, shared)
     torch.library.register_torch_dispatch(
         f"narrowcast::{name}",
         FunctionalMode,
-        _saved(rule) if saved else rule,
+        _saved(rule, numbered) if saved else rule,
         lib=_LIBRARY,
     )
     torch.library.register_torch_dispatch(
@@ -142,7 +148,8 @@ def _define_text_overload(
         )
 
     run, full_name = with_values(implementation), f"narrowcast::{name}.text"
-    _LIBRARY.impl(f"{name}.text", _without_autocast(run), "CompositeExplicitAutograd")
+    unseen = _without_autocast(run, _amaxes_at(getattr(torch.ops.narrowcast, name).text))
+    _LIBRARY.impl(f"{name}.text", unseen, "CompositeExplicitAutograd")
     torch.library.register_fake(full_name, _all_on_meta(name, with_values(fake)), lib=_LIBRARY)
     torch.library.register_torch_dispatch(
         full_name, FunctionalMode, _inline(run, None, shared=False), lib=_LIBRARY
@@ -286,10 +293,43 @@ def _may_change(op: Any, args: tuple[Any, ...]) -> None:
     if get_proxy_mode() is None:
         return
     for argument, value in zip(schema_of(op).arguments, args):
-        if argument.name in ("amax", "amaxes") and argument.alias_info is None:
+        if argument.name in _AMAXES and argument.alias_info is None:
             for amax in value if isinstance(value, list) else [value]:
                 if isinstance(amax, Tensor):
                     allow_writes_after_saving(amax)
+
+
+def shared_call(operator: Any, *args: Any) -> Any:
+    """Call an operator once in a graph that is being traced; later calls add to the lists among its arguments.
+
+    Its result is one for all of these. Calls that differ in an argument that is no list are apart, and so are those on
+    tensors that the graph computes.
+    """
+    tracing = get_proxy_mode()
+    if tracing is None:
+        return operator(*args)
+    graph = tracing.tracer.graph
+    values = [
+        [node_of(x) if isinstance(x, Tensor) else x for x in value] if isinstance(value, list) else value
+        for value in args
+    ]
+    key = (operator, *(bool(value) if isinstance(value, list) else value for value in args))
+    calls = vars(graph).setdefault("_narrowcast_shared", {})
+    inputs = all(
+        node_of(x) is not None and node_of(x).op == "placeholder"
+        for value in args
+        if isinstance(value, list)
+        for x in value
+        if isinstance(x, Tensor)
+    )
+    if not inputs or key not in calls:
+        result = operator(*args)
+        if inputs:
+            calls[key] = result, next(node for node in reversed(graph.nodes) if node.target is operator)
+        return result
+    result, call = calls[key]
+    call.args = tuple([*a, *b] if isinstance(a, list) else a for a, b in zip(call.args, values))
+    return result
 
 
 def _is_ours(quantizer: QuantizerValue) -> bool:
@@ -318,17 +358,22 @@ def _by_mode(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None)
     return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
-def _saved(rule: Callable[..., Any]) -> Callable[..., Any]:
+def _saved(rule: Callable[..., Any], numbered: bool = False) -> Callable[..., Any]:
     """``rule``, after which what it traced is tagged to be saved, whatever a checkpoint around it has said."""
 
-    def run(*given: Any) -> Any:
+    def run(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracing = get_proxy_mode()
         if tracing is None:
-            return rule(*given)
-        nodes = nodes_of(tracing)
-        before = len(nodes)
-        outputs = rule(*given)
-        save_in_checkpoint(itertools.islice(reversed(nodes), len(nodes) - before))
+            return rule(mode, op, types, args, kwargs)
+        graph = tracing.tracer.graph
+        if numbered:
+            calls = vars(graph).setdefault("_narrowcast_calls", collections.Counter())
+            key = (op, *map(node_of, args[2]))
+            args = (*args[:-1], calls[key])
+            calls[key] += 1
+        before = len(graph.nodes)
+        outputs = rule(mode, op, types, args, kwargs)
+        save_in_checkpoint(itertools.islice(reversed(graph.nodes), len(graph.nodes) - before))
         return outputs
 
     return run
@@ -360,12 +405,48 @@ def always(*_: Any) -> bool:
     return True
 
 
-def _without_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """An ambient torch.autocast must not reach into the numerics: their matrix products are fp32 on purpose."""
+def _amaxes_at(overload: Any) -> tuple[int, ...]:
+    """Return the positions of amaxes to which an operator writes without declaring it."""
+    arguments = schema_of(overload).arguments
+    return tuple(i for i, a in enumerate(arguments) if a.name in _AMAXES and a.alias_info is None)
+
+
+_AMAXES = ("amax", "amaxes")
+
+
+def _without_autocast(
+    implementation: Callable[..., Any], amaxes_at: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    """An ambient torch.autocast must not reach into the numerics: their matrix products are fp32 on purpose.
+
+    Args:
+        amaxes_at: positions of amaxes whose version counters do not count what is written. A graph hands the amax of
+            its gradients to its backward, which must not refuse it. PyTorch's mark for such tensors does not do alone:
+            it is counted from the end, where the random states of a checkpoint are appended. An amax (1, n) is that of
+            a forward: a backward, which repeats a part of it, collects nothing there.
+    """
 
     @functools.wraps(implementation)
     def run(*args: Any, **kwargs: Any) -> Any:
+        counted = []
+        for at in amaxes_at:
+            if at < len(args) and args[at] is not None:
+                given = args[at] if type(args[at]) is list else (args[at],)
+                if given and given[0].dim() == 2 and graph_task_id() != -1:
+                    args = (*args[:at], None, *args[at + 1 :])
+                    continue
+                for amax in given:
+                    if not amax.is_inference():
+                        counted.append(amax)
         with autocast_off():
-            return implementation(*args, **kwargs)
+            if not counted:
+                return implementation(*args, **kwargs)
+            versions = []
+            for amax in counted:
+                versions.append(version_of(amax))
+            try:
+                return implementation(*args, **kwargs)
+            finally:
+                set_versions(counted, versions)
 
     return run

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..formats import E4M3
-from ._library import always, define
+from ..upstream.autograd import graph_task_id, is_in_backward, version_preserved
+from ._library import always, define, shared_call
 from .numerics import computed_by, numerics_for
+from .recomputation import ASIDE, RUNNING, put_back, read_in_graph, run_now, show
 from .replay import replay_of
 
 # Up to so many states are renewed in place, two per launch; more are joined, which takes ten launches in all.
@@ -24,8 +26,10 @@ _RULES = ("fp8_maxes", "margins", "algos")
 def _renew(
     scales: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Sequence[Tensor], *rules: Sequence[Any]
 ) -> None:
-    if not scales or torch._C._current_graph_task_id() != -1:  # a graph that runs again inside a backward
+    if not scales or graph_task_id() != -1:  # a graph that runs again inside a backward
         return
+    if ASIDE:
+        put_back([*scales, *amaxes])
     delayed = numerics_for(scales[0]).delayed
     if len(scales) <= _FEW and _in_place(scales, histories, amaxes):
         delayed.renew(scales, histories, amaxes, **dict(zip(_RULES, rules)), copies=False)
@@ -47,7 +51,8 @@ def _renew_alike(
     scale, renewed = delayed.update(torch.cat(scales), history.flatten(1), **rule)
     torch._foreach_copy_(scales, list(scale.view(len(scales), -1).unbind()))
     torch._foreach_copy_(histories, list(renewed.view(history.shape).transpose(0, 1).contiguous().unbind()))
-    torch._foreach_zero_(amaxes)
+    with version_preserved(amaxes):
+        torch._foreach_zero_(amaxes)
 
 
 def _in_place(scales: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Sequence[Tensor]) -> bool:
@@ -100,30 +105,14 @@ the compiler moves what only the backward reads into the backward.
 """
 
 
-starts_a_step = define(
-    "starts_a_step(Device device) -> Tensor",
-    lambda device: torch.full(
-        (1,), torch._C._current_graph_task_id() == -1, dtype=torch.int32, device=device
-    ),
-    lambda device: torch.empty(1, dtype=torch.int32, device=device),
-    of_state=True,
-)
-"""int32 (1,) on ``device``: 0 inside a backward, whose forwards are recomputations, else 1.
-
-Read by the layers of a graph that renew their own scales: one value for all of them, made when the graph runs.
-"""
-
-
 def _renewed_scales(
     scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor], *rules: list[Any]
 ) -> list[Tensor]:
     states = tuple(scales), tuple(histories), tuple(amaxes), *map(tuple, rules)
-    if isinstance(scales[0], FunctionalTensor):
-        return _renewed_and_read(
-            *states, starts=starts_a_step(scales[0].device) if scales[0].is_cuda else None
-        )
-    if torch._C._current_graph_task_id() != -1:
+    if graph_task_id() != -1:
         return _read_scales(scales)  # type: ignore[no-any-return]
+    if ASIDE:
+        put_back([*scales, *amaxes])
     stage = replay_of(_renewed_and_read, [*scales, *histories, *amaxes], (), *states[3:], of_state=True)
     return stage(*states)  # type: ignore[no-any-return]
 
@@ -147,9 +136,7 @@ renewed_scales = define(
     "str[] algorithms) -> Tensor[]",
     _renewed_scales,
     lambda scales, *_: _read_scales_fake(scales),
-    inlined=lambda scales, histories, amaxes, *_: _in_place(scales, histories, amaxes),
     of_state=True,
-    saved=True,
 )
 """Renew the state of a layer that renews its own, one entry per direction, and read its scales.
 
@@ -158,24 +145,141 @@ forward, only copies. No write is declared: order is given by the data flow thro
 """
 
 
-def _take_amaxes(amaxes: list[Tensor]) -> list[Tensor]:
-    if torch._C._current_graph_task_id() != -1:
+def _scales_of_run(
+    scales: list[Tensor],
+    histories: list[Tensor],
+    amaxes: list[Tensor],
+    fp8_maxes: list[float],
+    margins: list[int],
+    algorithms: list[str],
+    collects: list[bool],
+    recorded: bool,
+    root: str,
+    call: int,
+) -> list[Tensor]:
+    states = tuple(scales), tuple(histories), tuple(amaxes)
+    rules = tuple(fp8_maxes), tuple(margins), tuple(algorithms)
+    if isinstance(scales[0], FunctionalTensor):
+        starts = None
+        if scales[0].is_cuda:
+            given = (fp8_maxes, margins, algorithms, collects, [call] * len(scales), recorded, root)
+            starts = shared_call(torch.ops.narrowcast.enters_graph.default, scales, histories, amaxes, *given)
+        if histories:
+            return _renewed_and_read(*states, *rules, starts=starts)
+        return numerics_for(scales[0]).delayed.copy_scales(scales, starts)  # type: ignore[no-any-return]
+
+    def read() -> list[Tensor]:
+        if not _renews(histories, root, call):
+            return _read_scales(scales)  # type: ignore[no-any-return]
+        return _renewed_and_read(*states, *rules)
+
+    return read_in_graph(scales, amaxes, collects, recorded, read)
+
+
+def _renews(histories: Sequence[Tensor], root: str, call: int) -> bool:
+    """Return whether the layers of a graph renew their scales now.
+
+    Raises:
+        RuntimeError: for a second time in the graph.
+    """
+    renews = bool(histories) and not is_in_backward() and root not in RUNNING.roots
+    if renews and call:
+        raise RuntimeError(
+            "a layer under delayed scaling that renews its own scales runs twice in one compiled function, which reads "
+            "them once; give the model around both calls its recipe with narrowcast.set_recipe and call that model"
+        )
+    return renews
+
+
+scales_of_run = define(
+    "scales_of_run(Tensor[] scales, Tensor[] histories, Tensor[] amaxes, float[] fp8_maxes, int[] margins, "
+    "str[] algorithms, bool[] collects, bool recorded, str root, int call) -> Tensor[]",
+    _scales_of_run,
+    lambda scales, *_: _read_scales_fake(scales),
+    inlined=lambda scales, histories, amaxes, *_: _in_place(scales, histories, amaxes),
+    of_state=True,
+    saved=True,
+    numbered=True,
+)
+"""What a traced forward in training reads: :data:`read_scales`, or with histories :data:`renewed_scales`; in a
+recomputation what its first run has read. Which forward is repeated is found when the graph runs.
+
+Args:
+    amaxes: of every state; ``collects``: whether the operands of the forward are collected there. What a run that does
+        not count collects is taken back.
+    recorded: the graph records gradients.
+    root: the model that renews in place of the layers while its forward runs in eager code; "" for none.
+    call: 0; the graph counts.
+Raises:
+    RuntimeError: the graph runs in a backward, and which forward it repeats is not known; or a layer renews twice.
+"""
+
+
+def _enters_graph(
+    scales: list[Tensor],
+    histories: list[Tensor],
+    amaxes: list[Tensor],
+    fp8_maxes: list[float],
+    margins: list[int],
+    algorithms: list[str],
+    collects: list[bool],
+    calls: list[int],
+    recorded: bool,
+    root: str,
+) -> Tensor:
+    rules = tuple(fp8_maxes), tuple(margins), tuple(algorithms)
+    starts = _renews(histories, root, max(calls)) and recorded and run_now() is None
+
+    def read() -> list[Tensor]:
+        if not _renews(histories, root, max(calls)):
+            return _read_scales(scales)  # type: ignore[no-any-return]
+        return _renewed_and_read(tuple(scales), tuple(histories), tuple(amaxes), *rules)
+
+    if is_in_backward() or not recorded or run_now() is not None:
+        copies = read_in_graph(scales, amaxes, collects, recorded, read)
+        if is_in_backward():
+            show(scales, copies)
+    else:
+        put_back([*scales, *amaxes])
+    return torch.full((1,), starts, dtype=torch.int32, device=scales[0].device)
+
+
+enters_graph = define(
+    "enters_graph(Tensor[] scales, Tensor[] histories, Tensor[] amaxes, float[] fp8_maxes, int[] margins, "
+    "str[] algorithms, bool[] collects, int[] calls, bool recorded, str root) -> Tensor",
+    _enters_graph,
+    lambda scales, *_: scales[0].new_empty(1, dtype=torch.int32),
+    tags=(torch.Tag.cudagraph_unsafe,),
+    of_state=True,
+    saved=True,
+)
+"""Make the state of all layers of a graph on a GPU what its launches are to read, once per graph; see
+:data:`scales_of_run`. The result, int32 (1,), is 1 where these launches renew the scales, else 0.
+
+It looks at what runs on the host, so that no CUDA graph may hold it.
+"""
+
+
+def _take_amaxes(amaxes: list[Tensor], root: str = "") -> list[Tensor]:
+    if is_in_backward() or root in RUNNING.roots:
         return [torch.zeros_like(amax) for amax in amaxes]
+    put_back(amaxes)
     collected = [amax.clone() for amax in amaxes]
-    torch._foreach_zero_(amaxes)
+    with version_preserved(amaxes):
+        torch._foreach_zero_(amaxes)
     return collected
 
 
 take_amaxes = define(
-    "take_amaxes(Tensor[] amaxes) -> Tensor[]",
+    'take_amaxes(Tensor[] amaxes, str root="") -> Tensor[]',
     _take_amaxes,
-    lambda amaxes: [torch.empty_like(amax) for amax in amaxes],
+    lambda amaxes, root="": [torch.empty_like(amax) for amax in amaxes],
     of_state=True,
 )
 """Take out what was collected, fp32 (n,) each, for a renewal by functions of the user; zeros are left behind.
 
-Inside a backward, which recomputes, it returns zeros, as if nothing had been collected, and changes nothing. The
-schema does not declare the write, as in :data:`renewed_scales`.
+Inside a backward (a recomputation) it returns zeros, as if nothing was collected, and changes nothing; so it does while
+the forward of ``root`` runs, which has renewed. The schema does not declare the write, as in :data:`renewed_scales`.
 """
 
 

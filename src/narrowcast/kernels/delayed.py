@@ -217,10 +217,10 @@ def renew(
     return _run(scales, copies, histories, amaxes, list(zip(fp8_maxes, margins, algos)), starts)
 
 
-def copy_scales(scales: list[Tensor]) -> list[Tensor]:
-    """``reference.delayed.copy_scales``, two vectors in a launch."""
+def copy_scales(scales: list[Tensor], starts: Tensor | None = None) -> list[Tensor]:
+    """``reference.delayed.copy_scales``, two vectors in a launch; in a graph after what makes ``starts``."""
     nothing: list[None] = [None] * len(scales)
-    return _run(scales, True, nothing, nothing, [(0.0, 0, "max")] * len(scales), None)
+    return _run(scales, True, nothing, nothing, [(0.0, 0, "max")] * len(scales), starts)
 
 
 def _run(

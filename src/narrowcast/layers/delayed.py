@@ -15,6 +15,7 @@ things follow:
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from .._tracing import traced_local, while_tracing
 from ..autograd import DelayedScales
 from ..functional import read_scales
+from ..functional.recomputation import ASIDE, RUNNING, UNKNOWN_FORWARD, put_back, run_now
 from ..recipe import (
     BACKWARD_TENSOR_TYPES,
     FORWARD_TENSOR_TYPES,
@@ -42,7 +44,7 @@ from ..state import (
     register_delayed,
     renew,
     renew_and_read,
-    scales_read_in_checkpoint,
+    scales_of_traced,
     starts_a_step,
 )
 from ..upstream.modules import own_buffers
@@ -156,12 +158,14 @@ class DelayedLayer(RecipeOwner):
             fitted[:kept] = history[:kept]
             setattr(self, names[1], fitted)
 
-    def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
+    def _keep_states(
+        self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...], compiling: bool | None = None
+    ) -> None:
         """:meth:`_keep_state` in traced and eager code alike, of all stages at once, before any is read."""
         states = [(plan.forward_state, plan.backward_state) for plan in plans]
         if states == [(None, None)] * len(states):
             return
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() if compiling is None else compiling):
             for prefix, (forward, backward) in zip(prefixes, states):
                 self._keep_state(prefix, forward, backward)
             return
@@ -232,6 +236,10 @@ class DelayedLayer(RecipeOwner):
                 slots.append((len(kinds) * self._groups, amax if takes_part else None))
         return slots
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._put_back()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def _slots(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> DelayedSlots:
         scale, history, amax = _buffer_names(prefix, direction)
         return DelayedSlots(delayed, mode, getattr(self, scale), getattr(self, history), getattr(self, amax))
@@ -247,10 +255,20 @@ class DelayedLayer(RecipeOwner):
         scales = [DelayedScales() for _ in plans]
         if all(plan.forward_state is None and plan.backward_state is None for plan in plans):
             return scales
-        self._keep_states(prefixes, plans)
-        collects = self.training and torch.is_grad_enabled()
+        compiling, recorded = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        self._keep_states(prefixes, plans, compiling)
+        # a graph without gradients may be the first run of a reentrant checkpoint: what does not count is put back
+        collects = self.training and (recorded or compiling)
         # without gradients, too: so runs the first forward of a reentrant checkpoint; renewing early changes no scale
-        renews = self.training and (THREAD.state.traced if THREAD.state.depth else not self._renewed_by_root)
+        renews, root = self.training, ""
+        if THREAD.state.depth:
+            renews = renews and THREAD.state.traced
+        elif self._renewed_by_root:
+            # while its forward runs; of one in eager code a graph finds that when it runs
+            root = self._root or ""
+            renews = renews and bool(root) and root not in THREAD.state.roots
+            if renews and not compiling:
+                renews = root not in RUNNING.roots
         states: list[_States] = []
         for prefix, plan, own in zip(prefixes, plans, scales):
             fwd = bwd = None
@@ -261,17 +279,32 @@ class DelayedLayer(RecipeOwner):
                 bwd = self._slots(prefix, "bwd", "backward", plan.backward_state)
                 own.scale_bwd, own.amax_bwd = bwd.scale, bwd.amax if collects else None
             states.append((fwd, bwd))
-        read = None if torch.compiler.is_compiling() else scales_read_in_checkpoint(self.training)
-        if read is not None:
-            for own, (fwd, bwd) in zip(scales, states):
-                if fwd is None and bwd is None:
-                    continue
-                copies = read.take() or read.keep(_copies([(fwd, bwd)], renews)[0])
+        if compiling:
+            if self.training or recorded:
+                traced = _by_stage(states, _traced_copies(states, renews, recorded, root))
+                for own, (fwd, _), copies in zip(scales, states, traced):
+                    own.scale_fwd, own.scale_bwd = copies
+                    if fwd is not None and own.amax_fwd is not None and not fwd.amax.is_cuda:
+                        own.amax_fwd = fwd.amax.view(
+                            1, -1
+                        )  # known as a forward's: a backward collects nothing there
+            return scales
+        if ASIDE:
+            self._put_back()
+        starts = starts_a_step()
+        run = run_now(functions=self.training and not (recorded and starts))
+        if run is None and self.training and recorded and not starts:
+            raise RuntimeError(UNKNOWN_FORWARD)
+        if run is not None:
+            collects = self.training and run.collects(recorded)
+            amaxes = [state.amax for stage in states for state in stage if state is not None]
+            copied = run.read(amaxes, partial(_copies, states, renews))
+            for own, (fwd, _), copies in zip(scales, states, _by_stage(states, copied)):
                 own.scale_fwd, own.scale_bwd = copies
-                own.amax_fwd = fwd.amax if fwd is not None and self.training and read.collects() else None
+                own.amax_fwd = fwd.amax if fwd is not None and collects else None
             return scales
         if renews or torch.is_grad_enabled():
-            for own, copies in zip(scales, _copies(states, renews)):
+            for own, copies in zip(scales, _by_stage(states, _copies(states, renews))):
                 own.scale_fwd, own.scale_bwd = copies
         return scales
 
@@ -387,7 +420,12 @@ class DelayedLayer(RecipeOwner):
                         )
         self.reset_delayed_scaling()
 
+    def _put_back(self) -> None:
+        """Undo in the buffers what a recomputation, or a graph without gradients, has written there."""
+        put_back([state for slots in self.delayed_slots() for state in (slots.scale, slots.amax)])
+
     def __getstate__(self) -> dict[str, Any]:
+        self._put_back()
         # without the recipes of others, which need not pickle; the next forward tells them
         return {**super().__getstate__(), "_registered_with": None, "_delayed": {}}
 
@@ -408,10 +446,18 @@ _States = tuple[DelayedSlots | None, DelayedSlots | None]
 """Of a stage: forward and backward."""
 
 
-def _copies(states: list[_States], renews: bool | None) -> list[tuple[Tensor | None, Tensor | None]]:
+def _copies(states: list[_States], renews: bool | None) -> list[Tensor]:
     """Copies of the scales of stages, renewed first where that is up to the layer."""
     present = [state for stage in states for state in stage if state is not None]
-    copies = renew_and_read(present) if renews else read_scales([state.scale for state in present])
+    return renew_and_read(present) if renews else read_scales([state.scale for state in present])
+
+
+def _traced_copies(states: list[_States], renews: bool | None, recorded: bool, root: str) -> list[Tensor]:
+    present = [state for stage in states for state in stage if state is not None]
+    return scales_of_traced(present, bool(renews), recorded, root)
+
+
+def _by_stage(states: list[_States], copies: list[Tensor]) -> list[tuple[Tensor | None, Tensor | None]]:
     of_stages, place = [], 0
     for fwd, bwd in states:
         of_bwd = place + (fwd is not None)

@@ -24,6 +24,7 @@ class RecipeOwner(nn.Module):
     _last_recipe: Recipe | None
     # the model that set_recipe was called with renews this layer's delayed scaling
     _renewed_by_root: bool = False
+    _root: str | None = None  # which one: only while its forward runs; None: always
 
     def _init_recipe_owner(self, recipe: Recipe | None) -> None:
         self._recipe = self._last_recipe = checked_recipe(recipe, type(self).__name__)
@@ -36,7 +37,7 @@ class RecipeOwner(nn.Module):
     @recipe.setter
     def recipe(self, recipe: Recipe | None) -> None:
         self._init_recipe_owner(recipe)
-        self._renewed_by_root = False
+        self._renewed_by_root, self._root = False, None
         self._prepare_for_recipe()
 
     def _prepare_for_recipe(self) -> None:
@@ -70,7 +71,7 @@ class RecipeOwner(nn.Module):
 
         And without the model, of which the copy need not be a part.
         """
-        return {**self.__dict__, "_last_recipe": self._recipe, "_renewed_by_root": False}
+        return {**self.__dict__, "_last_recipe": self._recipe, "_renewed_by_root": False, "_root": None}
 
 
 def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from torch import nn
 
 from .._tracing import traced_local, while_tracing
+from ..functional.recomputation import RUNNING
 from ..recipe import Recipe, recipes_from_json
-from ..state import checked_recipe, reduce_amax, renew
-from ..upstream.modules import forward_pre_hooks
+from ..state import THREAD, checked_recipe, reduce_amax, renew
+from ..upstream.autograd import graph_task_id
+from ..upstream.modules import forward_hooks, forward_pre_hooks
 from .delayed import DelayedLayer
 from .policies import choose, policy_named
 from .recipe_owner import RecipeOwner
@@ -109,15 +112,17 @@ def renew_from(model: nn.Module) -> None:
         layer for layer in model.modules() if isinstance(layer, DelayedLayer) and layer.delayed_slots()
     ]
     hooks: Any = forward_pre_hooks(model)
-    if delayed and renew_layers not in hooks.values():
-        model.register_forward_pre_hook(renew_layers)
+    if delayed and _enter_root not in hooks.values():
+        model.__dict__["_renews_as"] = f"root{next(_ROOTS)}"
+        model.register_forward_pre_hook(_enter_root)
+        model.register_forward_hook(_leave_root, always_call=True)
 
 
 def stop_renewing_from(model: nn.Module) -> None:
     """Undo :func:`renew_from`."""
-    hooks: Any = forward_pre_hooks(model)
-    for key in [key for key, hook in hooks.items() if hook is renew_layers]:
-        del hooks[key]
+    for hooks in (forward_pre_hooks(model), forward_hooks(model)):
+        for key in [key for key, hook in hooks.items() if hook in (_enter_root, _leave_root)]:
+            del hooks[key]
 
 
 def get_recipes(model: nn.Module) -> dict[str, Recipe | None]:
@@ -132,36 +137,63 @@ def _regular_expression(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(?:{body})(?:\..*)?$" if pattern else r".*$")
 
 
-def renew_layers(model: nn.Module, args: Any = ()) -> None:
-    """Renew the scales of all delayed layers of a model: its forward pre-hook.
+_ROOTS = itertools.count()
 
-    Not in evaluation, nor in a backward, whose recomputation sees the scales of the first forward.
+
+def _enter_root(model: nn.Module, args: Any) -> None:
+    """Renew, and until the forward ends keep the layers from doing so: the forward pre-hook of a model."""
+    name = model.__dict__["_renews_as"]
+    if torch.compiler.is_compiling():
+        renew_layers(model)
+        others = [root for root in THREAD.state.roots if root != name]  # an exception may have left it there
+        THREAD.state.roots = (*others, name)
+    else:
+        _renew_now(model)
+        RUNNING.roots.append(name)
+
+
+def _leave_root(model: nn.Module, args: Any, output: Any) -> None:
+    name = model.__dict__["_renews_as"]
+    if torch.compiler.is_compiling():
+        THREAD.state.roots = tuple([root for root in THREAD.state.roots if root != name])
+    elif name in RUNNING.roots:
+        RUNNING.roots.remove(name)
+
+
+def renew_layers(model: nn.Module) -> None:
+    """Renew the scales of all delayed layers of a model, which then leave that to it.
+
+    Not in evaluation, nor in a backward, whose recomputation reads the scales of its forward.
 
     Raises:
         RuntimeError: in a graph, inside a checkpoint.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
-    if torch.compiler.is_compiling():
-        while_tracing(_renewed_by_root_while_tracing)
-    elif torch._C._current_graph_task_id() != -1:
+    if not torch.compiler.is_compiling():
+        _renew_now(model)
         return
-    else:
-        _renewed_by_root(model, layers)
+    layers = [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
+    while_tracing(_renewed_by_root_while_tracing)
     if model.training:
         renew(layers)
 
 
-def _renewed_by_root(model: nn.Module, layers: list[DelayedLayer]) -> None:
-    if model.training:
-        for layer in layers:
-            layer.__dict__["_renewed_by_root"] = True
+def _renew_now(model: nn.Module) -> None:
+    if graph_task_id() == -1 and model.training:
+        layers: list[DelayedLayer] = []
+        for layer in model.modules():
+            if isinstance(layer, DelayedLayer):
+                layer.__dict__.update(_renewed_by_root=True, _root=model.__dict__.get("_renews_as"))
+                layers.append(layer)
+        renew(layers)
 
 
 def _renewed_by_root_while_tracing(context: Any) -> None:
     model, layers = traced_local(context, "model"), traced_local(context, "layers")
-    _renewed_by_root(model, layers)
     from ..upstream import dynamo  # loads Dynamo, which is there already where code is traced
 
+    if model.training:
+        for layer in layers:
+            layer.__dict__.update(_renewed_by_root=True, _root=model.__dict__.get("_renews_as"))
     delayed = any(layer._delayed for layer in layers)
     if delayed and dynamo.is_in_subgraph(context):
         raise RuntimeError(

@@ -155,6 +155,6 @@ def renew(
     return copy_scales(scales) if copies else []
 
 
-def copy_scales(scales: list[Tensor]) -> list[Tensor]:
-    """Copies of vectors, fp32 (n,) each."""
+def copy_scales(scales: list[Tensor], starts: Tensor | None = None) -> list[Tensor]:
+    """Copies of vectors, fp32 (n,) each; ``starts`` is not read."""
     return [scale.clone() for scale in scales]

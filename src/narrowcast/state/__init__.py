@@ -27,6 +27,7 @@ from .delayed_scaling import (
     reduce_amax,
     renew,
     renew_and_read,
+    scales_of_traced,
 )
 from .random_states import CudaRNGStatesTracker, register_random_states
 from .recipe_state import (
@@ -42,7 +43,6 @@ from .recompute import (
     checkpoint,
     in_fp8_activation_recompute_phase,
     is_fp8_activation_recompute_enabled,
-    scales_read_in_checkpoint,
 )
 
 __all__ = [
@@ -79,7 +79,7 @@ __all__ = [
     "register_random_states",
     "renew",
     "renew_and_read",
-    "scales_read_in_checkpoint",
+    "scales_of_traced",
     "set_autocast_state",
     "starts_a_step",
     "with_fp8_parameters",

@@ -48,6 +48,9 @@ class AutocastState:
         self.entered: list[autocast] = []
         self.delayed: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.recomputes: bool | None = None
+        self.roots: tuple[
+            str, ...
+        ] = ()  # models whose forward is traced, that renew the scales of their layers
 
     @property
     def init_recipe(self) -> Recipe | None:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..functional import read_scales, renew_delayed_scaling, renewed_scales, take_amaxes
+from ..functional import read_scales, renew_delayed_scaling, renewed_scales, scales_of_run, take_amaxes
+from ..functional.recomputation import put_back
 from ..recipe import DelayedScaling, Mode
+from ..upstream.autograd import version_preserved
 
 
 class DelayedSlots(NamedTuple):
@@ -93,6 +95,18 @@ def renew_and_read(states: list[DelayedSlots]) -> list[Tensor]:
     return renewed_scales(*_states_and_rules(states))  # type: ignore[no-any-return]
 
 
+def scales_of_traced(states: list[DelayedSlots], renews: bool, recorded: bool, root: str) -> list[Tensor]:
+    """What a traced forward in training reads: :data:`..functional.scales_of_run`."""
+    if renews and any(asks_callables(state.recipe) for state in states):
+        for state in states:
+            _renew_with_callables([state], root)
+        renews = False
+    scales, histories, amaxes, *rules = _states_and_rules(states)
+    histories, rules = (histories, rules) if renews else ([], [[], [], []])
+    collects = [state.mode == "forward" for state in states]
+    return scales_of_run(scales, histories, amaxes, *rules, collects, recorded, root, 0)  # type: ignore[no-any-return]
+
+
 def _states_and_rules(group: list[DelayedSlots]) -> tuple[list[Any], ...]:
     """What the operators that renew take of each state."""
     return (
@@ -110,9 +124,9 @@ def asks_callables(recipe: DelayedScaling) -> bool:
     return callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
 
 
-def _renew_with_callables(group: Sequence[DelayedSlots]) -> None:
+def _renew_with_callables(group: Sequence[DelayedSlots], root: str = "") -> None:
     """Unlike the fused rule this one rolls unused tensors, too; but not in a step in which no tensor was used."""
-    recipe, amaxes = group[0].recipe, take_amaxes([slots.amax for slots in group])
+    recipe, amaxes = group[0].recipe, take_amaxes([slots.amax for slots in group], root)
     used = torch.cat(amaxes).any()
     for slots, amax in zip(group, amaxes):
         collected = torch.cat([amax[None], slots.amax_history[1:]])
@@ -146,6 +160,7 @@ def reduce_amax(slots: Sequence[tuple[int, Tensor | None]], group: Any = None, c
         distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1
     ):
         return -1
+    put_back([amax for _, amax in slots if amax is not None])
     device = next((amax.device for _, amax in slots if amax is not None), torch.device("cpu"))
     if "nccl" in distributed.get_backend(group):
         device = torch.device("cuda", torch.cuda.current_device())
@@ -167,6 +182,7 @@ def reduce_amax(slots: Sequence[tuple[int, Tensor | None]], group: Any = None, c
         distributed.all_reduce(collected, op=distributed.ReduceOp.MAX, group=group)
         reduced = zip(slots, collected.split([size for size, _ in slots]))
         kept = [(amax, own) for (_, amax), own in reduced if amax is not None]
-        if kept:
-            torch._foreach_copy_([amax for amax, _ in kept], [own for _, own in kept])
+        with version_preserved([amax for amax, _ in kept]):
+            if kept:
+                torch._foreach_copy_([amax for amax, _ in kept], [own for _, own in kept])
     return count

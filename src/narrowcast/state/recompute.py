@@ -1,132 +1,20 @@
-"""Recomputation: ``checkpoint``, and what a recomputed layer reads of delayed scaling: what its forward read.
+"""``checkpoint``: PyTorch's, whose recomputation runs under the recipe of the first forward.
 
-A checkpoint drops what its function saved, and runs it a second time in the backward. Under delayed scaling that run
-must see the scales of the first one, which the layers may have renewed in between. The layers cannot be asked: one
-may run several times in a function, and several forwards may be under way. So every run of a checkpointed function
-writes down, in order, the copies of scales that its layers read, and every later run of it is handed these again.
-
-The list hangs on the object that PyTorch makes for each forward of a checkpoint, and goes when that goes. Nothing
-passes this object to the function, but it can be found: the hooks for saved tensors of the non-reentrant form hold
-it, and a frame of the call stack those of the reentrant form. Checkpoints may lie inside of each other; the inner
-one, which is made anew by every run of the outer one, then takes its scales from that.
+Under delayed scaling a recomputed layer reads the scales that its forward read: ``functional/recomputation.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
 
-from .autocast import THREAD, is_fp8_enabled, starts_a_step
-
-Scales = tuple[Tensor | None, Tensor | None]
-
-
-class ReadScales:
-    """The scales that the layers inside a checkpointed function read, in order: copies, the same for its recomputation.
-
-    Those of the layers themselves may have been renewed until then, by a forward that ran in between.
-
-    Args:
-        kept: what the first run has read, and where that is kept.
-        rerun: this is not the first run.
-        gradients: a reentrant checkpoint will have gradients, which none of its layers can tell in its first run.
-        around: of the checkpoint around this one.
-    """
-
-    def __init__(self, kept: list[Scales], rerun: bool, gradients: bool, around: ReadScales | None) -> None:
-        self.kept, self.rerun, self.around = kept, rerun, None if rerun else around
-        self.repeats = rerun or (around is not None and around.repeats)
-        self.gradients = gradients or (around is not None and around.gradients)
-        self.count = 0
-
-    def collects(self) -> bool:
-        """Whether a layer in training collects the amax of its operands, which is once: in the first run of all."""
-        return not self.repeats and (torch.is_grad_enabled() or self.gradients)
-
-    def take(self) -> Scales | None:
-        """What the layer that runs now has read before; None in a first run."""
-        if self.rerun and self.count < len(self.kept):
-            self.count += 1
-            return self.kept[self.count - 1]
-        found = None if self.around is None else self.around.take()
-        if found is not None and not self.rerun:
-            self.kept.append(found)
-        return found
-
-    def keep(self, scales: Scales) -> Scales:
-        """Remember what the layer reads that runs now."""
-        if not self.rerun:
-            self.kept.append(scales)
-        return scales if self.around is None else self.around.keep(scales)
-
-
-def scales_read_in_checkpoint(training: bool) -> ReadScales | None:
-    """What the checkpointed function has read that runs now in eager code, be it called by PyTorch's or by ours.
-
-    PyTorch's says to nobody which forward it repeats, but keeps an object for each: that takes what was read along.
-    Of checkpoints inside of each other the innermost, which asks the one around.
-
-    Args:
-        training: the layer that asks may have its scales renewed.
-    """
-    runs = _runs_by_saved_tensors()
-    if training and not (torch.is_grad_enabled() and starts_a_step()):
-        # no gradients are recorded in the first run of a reentrant one, so none of the others lies inside of that
-        reentrant = _runs_of_reentrant()
-        recomputations = [(owner, run) for owner, run in reentrant if run is not None]
-        runs = recomputations + runs + [(owner, run) for owner, run in reentrant if run is None]
-    read: ReadScales | None = None
-    for owner, run in runs:
-        reads = vars(owner).setdefault("_narrowcast_reads", {})
-        if run not in reads:
-            kept = reads[None].kept if None in reads else []
-            reads[run] = ReadScales(kept, run is not None, any(getattr(owner, "needs_input_grad", ())), read)
-        read = reads[run]
-    return read
-
-
-def _runs_by_saved_tensors() -> list[tuple[Any, Any]]:
-    """The frames of the non-reentrant checkpoints that run, outermost first, and which run of each; the first is None.
-
-    The hooks in force for saved tensors hold them. PyTorch shows only those on top; the others by taking these away.
-    """
-    autograd = torch._C._autograd  # type: ignore[attr-defined]
-    hooks: list[Any] = []
-    if autograd._saved_tensors_hooks_is_enabled():
-        while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
-            hooks.append(top)
-            autograd._pop_saved_tensors_default_hooks()
-        for pack, unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
-    runs = []
-    for pack, _ in reversed(hooks):
-        pack = inspect.unwrap(pack)
-        if getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__:
-            held = inspect.getclosurevars(pack).nonlocals
-            first_frame = held.get("target_frame_ref")
-            runs.append((held.get("frame") if first_frame is None else first_frame(), held.get("gid")))
-    return [(frame, run) for frame, run in runs if frame is not None]
-
-
-def _runs_of_reentrant() -> list[tuple[Any, Any]]:
-    """The contexts of the reentrant checkpoints that run, and which run of each, as above."""
-    function = torch.utils.checkpoint.CheckpointFunction
-    runs = {function.forward.__code__: None, function.backward.__code__: torch._C._current_graph_task_id()}
-    found, caller = [], sys._getframe(1)
-    while caller is not None:
-        if caller.f_code in runs:
-            found.append((caller.f_locals["ctx"], runs[caller.f_code]))
-        caller = caller.f_back
-    return found[::-1]
+from .autocast import THREAD, is_fp8_enabled
 
 
 def is_fp8_activation_recompute_enabled() -> bool:

@@ -159,9 +159,10 @@ def _check_tags() -> None:
         raise _RECOMPUTE.error("a partitioner that does not read it")
 
 
-def nodes_of(mode: Any) -> Any:
-    """Return the nodes that a tracing mode has recorded so far."""
-    return mode.tracer.graph.nodes
+def node_of(tensor: Tensor) -> Any:
+    """Return the node of the graph that is being traced whose value a tensor is; None if it has none."""
+    proxies = _get_proxies(tensor)
+    return proxies[0].node if proxies else None
 
 
 def save_in_checkpoint(nodes: Iterable[Any]) -> None:

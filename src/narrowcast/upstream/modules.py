@@ -16,6 +16,7 @@ _TABLES = [
         "_buffers",
         "_modules",
         "_non_persistent_buffers_set",
+        "_forward_hooks",
         "_forward_pre_hooks",
         "_backward_hooks",
         "_backward_pre_hooks",
@@ -51,6 +52,11 @@ def drop_buffer(module: nn.Module, name: str) -> None:
 def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
     """Return the module's table of hooks that run before its forward; deleting from it removes them."""
     return module._forward_pre_hooks
+
+
+def forward_hooks(module: nn.Module) -> dict[int, Any]:
+    """Return the module's table of hooks that run after its forward; deleting from it removes them."""
+    return module._forward_hooks
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

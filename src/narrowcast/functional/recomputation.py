@@ -1,0 +1,187 @@
+"""Which run of a recomputed function is under way, and which scales it reads: for eager layers and for graphs alike.
+
+A recomputation reads the scales that its first run has read, and collects no amax. Both are decided when a layer, or an
+operator in its graph, runs. PyTorch keeps an object for each forward that will be recomputed
+(:mod:`..upstream.autograd`). What the first run reads is recorded on that object, and is freed with it. Checkpoints may
+be nested: every run of the outer one makes the inner one again, which takes its scales from the outer one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..upstream.autograd import (
+    after_backward,
+    is_in_backward,
+    records_gradients,
+    running_checkpoints,
+    running_functions,
+    version_preserved,
+)
+
+
+class Run:
+    """One run of a recomputed function.
+
+    Args:
+        kept: by address of a state's amax, the copies of its scales that the first run has read, in order.
+        rerun: this is not the first run.
+        gradients: the first run will have a backward, though it records no gradients.
+        around: the run of the checkpoint around this one.
+    """
+
+    def __init__(
+        self, kept: dict[int, list[Tensor]], rerun: bool, gradients: bool, around: Run | None
+    ) -> None:
+        self.kept, self.rerun, self.around = kept, rerun, None if rerun else around
+        self.repeats = rerun or (around is not None and around.repeats)
+        self.gradients = gradients or (around is not None and around.gradients)
+        self.counts: dict[int, int] = {}
+
+    def collects(self, recorded: bool) -> bool:
+        """Return whether amax counts: in the first run of all. ``recorded``: this run records gradients."""
+        return not self.repeats and (recorded or self.gradients)
+
+    def read(self, amaxes: list[Tensor], read: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the scales of some states: what the first run has read, or in a first run what ``read`` returns.
+
+        Args:
+            amaxes: of the states, by which these are known: their scales may be computed in a graph.
+        Raises:
+            RuntimeError: the first run has not read them.
+        """
+        keys = [amax.data_ptr() for amax in amaxes]
+        taken = [self._take(key) for key in keys]
+        if None not in taken:
+            return [copy.clone() for copy in taken]  # type: ignore[union-attr]
+        copies = read()
+        for key, copy in zip(keys, copies):
+            self._keep(key, copy.clone())  # the memory of a graph may be used again
+        return copies
+
+    def _take(self, key: int) -> Tensor | None:
+        if self.rerun:
+            if key not in self.kept:
+                raise RuntimeError(UNKNOWN_FORWARD)
+            at = self.counts[key] = self.counts.get(key, -1) + 1
+            return self.kept[key][min(at, len(self.kept[key]) - 1)]
+        found = None if self.around is None else self.around._take(key)
+        if found is not None:
+            self.kept.setdefault(key, []).append(found)
+        return found
+
+    def _keep(self, key: int, copy: Tensor) -> None:
+        self.kept.setdefault(key, []).append(copy)
+        if self.around is not None:
+            self.around._keep(key, copy)
+
+
+UNKNOWN_FORWARD = (
+    "a layer under delayed scaling runs in a backward, and which forward it repeats is not known: that forward did not "
+    "pass here, or the layer was moved since; recompute with torch.utils.checkpoint or narrowcast.checkpoint, compile "
+    "the function around the checkpoint, or use a recipe without delayed scaling"
+)
+
+
+def run_now(functions: bool = True) -> Run | None:
+    """Return the innermost recomputed function that runs; None outside of any.
+
+    Args:
+        functions: look for reentrant checkpoints, too, and others that are autograd functions.
+    Raises:
+        UpstreamError: this release keeps a checkpoint's forward in a way that is not known.
+    """
+    runs = running_checkpoints()
+    if functions:
+        # no gradients are recorded in the first run of a function, so no other checkpoint is inside of that
+        of_functions = running_functions()
+        reruns = [(owner, run) for owner, run in of_functions if run is not None]
+        runs = reruns + runs + [(owner, run) for owner, run in of_functions if run is None]
+    found: Run | None = None
+    for owner, run in runs:
+        known = vars(owner).setdefault("_narrowcast_runs", {})
+        if run not in known:
+            kept = known[None].kept if None in known else {}
+            gradients = hasattr(owner, "next_functions") and records_gradients(owner)
+            known[run] = Run(kept, run is not None, gradients, found)
+        found = known[run]
+    return found
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.roots: list[str] = []
+
+
+RUNNING = _Running()
+"""The models whose forward runs in eager code of this thread and that renew the scales of their layers."""
+
+
+# By address: a state, and what it holds in truth. What a recomputation reads, and what it or a forward without
+# gradients collects, is in the state for as long as its graph runs.
+ASIDE: dict[int, tuple[Tensor, Tensor]] = {}
+
+
+def set_aside(states: Sequence[Tensor]) -> None:
+    """Remember what these hold: what is written to them from now on does not count."""
+    new = [state for state in states if state.data_ptr() not in ASIDE]
+    for state, before in zip(new, [state.clone() for state in new]):
+        ASIDE[state.data_ptr()] = (state, before)
+
+
+def put_back(states: Sequence[Tensor]) -> None:
+    """End what :func:`set_aside` began; by whatever reads or changes the same state next."""
+    if ASIDE:
+        _write_back([ASIDE.pop(state.data_ptr(), None) for state in states])
+
+
+def _put_all_back() -> None:
+    _write_back([ASIDE.pop(address, None) for address in list(ASIDE)])
+
+
+def _write_back(found: list[tuple[Tensor, Tensor] | None]) -> None:
+    for state, before in [pair for pair in found if pair is not None]:
+        with torch.inference_mode(state.is_inference()), torch.no_grad(), version_preserved([state]):
+            state.copy_(before)
+
+
+def read_in_graph(
+    scales: list[Tensor],
+    amaxes: list[Tensor],
+    collects: list[bool],
+    recorded: bool,
+    read: Callable[[], list[Tensor]],
+) -> list[Tensor]:
+    """Return the scales that the forward of a graph reads: ``read()``, or what the forward that it repeats has read.
+
+    Args:
+        scales, amaxes: of the layers in the graph, by direction.
+        collects: whether the operands of the forward are collected in an amax.
+        recorded: the graph records gradients.
+        read: returns copies of the scales, renewed first where that is up to the layers.
+    Raises:
+        RuntimeError: the graph runs in a backward, and which forward it repeats is not known.
+    """
+    put_back([*scales, *amaxes])
+    run, in_backward = run_now(), is_in_backward()
+    if run is None and in_backward and recorded:
+        raise RuntimeError(UNKNOWN_FORWARD)
+    copies = read() if run is None else run.read(amaxes, read)
+    if not (recorded if run is None else run.collects(recorded)):
+        set_aside([amax for amax, of_forward in zip(amaxes, collects) if of_forward])
+        if in_backward:
+            after_backward(_put_all_back)
+    return copies
+
+
+def show(scales: list[Tensor], copies: list[Tensor]) -> None:
+    """Let the state hold what a recomputation reads, until the state is used next or the backward ends."""
+    set_aside(scales)
+    for scale, copy in zip(scales, copies):
+        with version_preserved([scale]):
+            scale.copy_(copy)
+    after_backward(_put_all_back)
