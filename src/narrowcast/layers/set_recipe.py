@@ -36,7 +36,7 @@ def set_recipe(
     """Give every low-precision layer of a model its own recipe; no ``autocast`` is needed then.
 
     ``model`` renews the scales of its delayed layers at the start of each of its training forwards, in a few launches.
-    As long as only parts of it are called, the layers renew their own. Call the one or the other.
+    Layers that run outside of its forward, as parts, renew their own.
 
     Args:
         model: the model, or any part of one.
@@ -104,9 +104,9 @@ def matching_names(pattern: str, names: Iterable[str], model: nn.Module, kind: s
 
 
 def renew_from(model: nn.Module) -> None:
-    """Have ``model`` renew the scales of its delayed layers, from the first time that it is called in training.
+    """Have ``model`` renew the scales of its delayed layers when it is called in training.
 
-    Until then they renew their own: a pipeline, or ``checkpoint_sequential``, calls its parts alone.
+    Outside of its forward they renew their own: a pipeline, or ``checkpoint_sequential``, calls its parts alone.
     """
     delayed = [
         layer for layer in model.modules() if isinstance(layer, DelayedLayer) and layer.delayed_slots()
