@@ -33,6 +33,7 @@ def draw_recipe(rng: random.Random, families: tuple[str, ...] = ()) -> Program:
         options = {
             "amax_history_len": rng.choice((1, 2, 4, 16)),
             "amax_compute_algo": rng.choice(("max", "most_recent")),
+            "initial_scale": rng.choice(("range", "range", "one")),
         }
     elif family in ("mxfp8", "mxfp6", "mxfp4"):
         options = {"enable_2d_quantization": rng.random() < 0.3}
@@ -252,14 +253,14 @@ class Block(nn.Module):
         return x
 
 
-def wrapped(run: Callable[..., Tensor], wrap: Program | None) -> Callable[..., Tensor]:
+def wrapped(run: Callable[..., Tensor], wrap: Program | None, torchs: bool = False) -> Callable[..., Tensor]:
     """What calls a part of the model, or all of it, in place of a plain call."""
     if not wrap:
         return run
 
     def checkpointed(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
         how = wrap["checkpoint"]
-        outer = nc.checkpoint if how.startswith("ours") else checkpoint
+        outer = nc.checkpoint if how.startswith("ours") and not torchs else checkpoint
         reentrant = how.endswith("reentrant")
 
         def call(x: Tensor, first: bool | None = None) -> Tensor:
@@ -319,11 +320,14 @@ class Model(nn.Module):
             blocks.append(Block(layers))
         self.blocks = nn.ModuleList(blocks)
         self.wraps = [None if plain else described.get("wrap") for described in program["blocks"]]
+        self.torchs = torchs
         self.rewrap()
 
     def rewrap(self) -> None:
         """Wrap what the blocks are now: a copy of a model would call the blocks of the original."""
-        self.__dict__["run"] = [wrapped(block, wrap) for block, wrap in zip(self.blocks, self.wraps)]
+        self.__dict__["run"] = [
+            wrapped(block, wrap, self.torchs) for block, wrap in zip(self.blocks, self.wraps)
+        ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Model:
         import copy

@@ -26,7 +26,7 @@ ROWS = (
     ("C25", "chains", r"after as_strided"),
     ("C8", "chains", r"Difference.*after (split|slice|chunk|narrow|split_sizes|unbind|as_strided)"),
     ("C9", "masks", r"attention, "),
-    ("C10", "classes", r"operands of a user's quantizer, dgrad"),
+    ("C10", "classes", r"operands of a user's quantizer"),
     ("C11", "ranks", r"quantize with a group"),
     ("C12", "ranks", r"scales differ between ranks"),
     ("D2", "ranks", r"ddp: output of rank"),
