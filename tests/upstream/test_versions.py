@@ -47,6 +47,18 @@ def test_the_tested_releases_are_the_supported_ones() -> None:
     assert {standing for _, standing in versions.GPUS.values()} <= {"runs", "compiles", "not tried"}
 
 
+def test_the_gpus_said_to_compile_are_those_that_a_test_compiles_for() -> None:
+    script = ROOT / "tests" / "kernels" / "cross_compile.py"
+    if not script.exists():
+        pytest.skip(
+            "needs tests/kernels/cross_compile.py, which compiles every kernel for GPUs that are not here"
+        )
+    found = re.search(r"^SHARED_MEMORY = \{(.*?)\}", script.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    compiled = {divmod(int(sm), 10) for sm in re.findall(r"(\d+):", found[1])}
+    assert {gpu for gpu, (_, standing) in versions.GPUS.items() if standing != "not tried"} == compiled
+
+
 def test_the_package_requires_the_oldest() -> None:
     assert f'"torch>={minor(versions.OLDEST_TORCH)}"' in PYPROJECT
     assert f'requires-python = ">={versions.OLDEST_PYTHON}"' in PYPROJECT
