@@ -9,12 +9,13 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
+MUTANTS_ARGS ?=
 MATRIX_ARGS ?=
 bin := $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(JOBS) --dist worksteal
 listed = $(shell sed 's/ *\#.*//' .ci/$(1))
 
-.PHONY: demo test slice small matrix lint docs bench plots soak fuzz census
+.PHONY: demo test slice small matrix lint docs bench plots soak fuzz mutants census
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -63,6 +64,10 @@ soak: $(installed)-test
 # Five minutes of them with new seeds, as CI does.
 fuzz: $(installed)-test
 	$(bin)/python -m tests.fuzz --minutes 5 --device cpu
+
+# Two thousand small changes of the code, each of which the mirrored tests must notice: hours. MUTANTS_ARGS="--count 40"
+mutants: $(installed)-test
+	$(bin)/python tools/mutants.py $(MUTANTS_ARGS)
 
 # What the house has more than one of: calls of a layer, caches, lines.
 census: $(installed)-test

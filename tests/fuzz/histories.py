@@ -328,7 +328,7 @@ class World:
         factor, way = float(item["factor"] or 1.5), item["way"] or "mul_"
         value = (_dense(p).detach() * factor).to(p.dtype)
         if way == "transposed":
-            if p.shape[0] != p.shape[1] or "fused" in (self.program["optimizer"] or ""):
+            if p.shape[0] != p.shape[1] or "fused" in (self.program["optimizer"] or "").lower():
                 return  # fused kernels of PyTorch read a weight of other strides than their state as if it had the same
             value = _dense(p).detach().t().clone()
         with torch.no_grad():
