@@ -51,6 +51,7 @@ from ..upstream.modules import own_buffers
 from .extra_state import delayed_state, take_extra_state
 from .parameters import largest_magnitude
 from .recipe_owner import RecipeOwner
+from .replicas import PENDING, leave_state_to_ranks
 
 _DIRECTIONS: tuple[tuple[str, Mode, tuple[str, ...]], ...] = (
     ("fwd", "forward", FORWARD_TENSOR_TYPES),
@@ -289,6 +290,8 @@ class DelayedLayer(RecipeOwner):
                             1, -1
                         )  # known as a forward's: a backward collects nothing there
             return scales
+        if PENDING:
+            leave_state_to_ranks()
         if ASIDE:
             self._put_back()
         starts = starts_a_step()
@@ -467,6 +470,7 @@ def _by_stage(states: list[_States], copies: list[Tensor]) -> list[tuple[Tensor 
 
 
 def _keep_states_while_tracing(context: Any) -> None:
+    leave_state_to_ranks()
     layer, prefixes, states = (traced_local(context, name) for name in ("self", "prefixes", "states"))
     for prefix, (forward, backward) in zip(prefixes, states):
         layer._keep_state(prefix, forward, backward, tracing=True)

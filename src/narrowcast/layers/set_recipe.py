@@ -203,11 +203,12 @@ def _renewed_by_root_while_tracing(context: Any) -> None:
 
 
 def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
-    """MAX over ranks of the amax that the delayed layers of a model have collected; call it once per step.
+    """MAX over ranks of the amax that the delayed layers of a model have collected; call it after every backward.
 
     One all-reduce whose layout follows from ``model.modules()`` alone: it does not matter which layers ran on a rank,
-    how often, or which have no state yet. The first call for a group compares sizes besides. Call it between the
-    backward and the next forward, for example in a step pre-hook of the optimizer. Recipes with ``reduce_amax=False``
+    how often, or which have no state yet. The first call for a group compares sizes besides. Call it before the
+    next training forward, which renews: with accumulated gradients once per microbatch. Otherwise scales and histories
+    of the ranks differ, and a checkpoint holds those of one. Recipes with ``reduce_amax=False``
     take no part.
 
     Args:

@@ -91,8 +91,8 @@ class Trainer:
             with torch.autograd.set_multithreading_enabled(False):
                 loss.backward()
             losses.append(loss.detach())
-        if self._reduces_amax:
-            nc.reduce_delayed_scaling(self.model)
+            if self._reduces_amax:  # each part renews the scales
+                nc.reduce_delayed_scaling(self.model)
         clip = clip_gradients if self.ranks.mode else nn.utils.clip_grad_norm_
         clip(self.model.parameters(), config.clip)
         self.optimizer.step()
