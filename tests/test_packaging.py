@@ -153,3 +153,19 @@ def test_files_and_functions_are_short() -> None:
 
 def test_the_package_is_marked_as_typed() -> None:
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_reloading_one_module_of_operators() -> None:
+    """A library takes an operator's definition once."""
+    run_python(
+        "-c",
+        "import importlib, sys, torch, narrowcast as nc\n"
+        "names = [name for name in sys.modules if name.startswith('narrowcast.functional.')]\n"
+        "names = [name for name in names if not name.rpartition('.')[2].startswith('_')]\n"
+        "for name in names:\n"
+        "    importlib.reload(sys.modules[name])\n"
+        "assert len(names) > 10\n"
+        "layer = nc.Linear(32, 32, device='cpu', recipe=nc.recipe.MXFP8BlockScaling())\n"
+        "layer(torch.ones(4, 32)).sum().backward()\n"
+        "assert layer.weight.grad is not None\n",
+    )

@@ -1280,3 +1280,16 @@ def test_few_rows_save_the_quantized_weights(name: str, monkeypatch: pytest.Monk
     assert saved == [False, True]
     for first, second in zip(results[:2], results[2:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("weight, bias", [(True, True), (True, False), (False, True)])
+def test_parameters_of_groups_are_none_beside_one_for_all(weight: bool, bias: bool) -> None:
+    layer = nc.GroupedLinear(2, 32, 48, device="cpu", single_grouped_weight=weight, single_grouped_bias=bias)
+    for kind, single in (("weight", weight), ("bias", bias)):
+        for group in range(2):
+            name = f"{kind}{group}"
+            assert name in layer._parameters and (getattr(layer, name) is None) == single
+    assert not any(value is None for value in layer.state_dict().values())
+    again = nc.GroupedLinear(2, 32, 48, device="cpu", single_grouped_weight=weight, single_grouped_bias=bias)
+    again.load_state_dict(layer.state_dict(), strict=True)
+    layer(torch.randn(8, 32), [3, 5]).sum().backward()

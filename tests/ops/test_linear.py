@@ -252,3 +252,22 @@ def test_copies_and_pickles() -> None:
     expected = step(layer, inputs, RECIPES["mxfp8"])
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert_same(step(other, inputs, RECIPES["mxfp8"]), expected)
+
+
+@pytest.mark.parametrize("make", [lambda: nc.ops.Linear(48, 32), lambda: nc.ops.BasicLinear(48, 32)])
+@pytest.mark.parametrize("override", [None, "dequantized"])
+def test_the_node_shows_what_the_backward_reads(make: Any, override: Any) -> None:
+    """As that of :class:`narrowcast.Linear`."""
+    op, x = make().to("cpu"), torch.randn(16, 48)
+    with nc.autocast(recipe=nc.recipe.Float8CurrentScaling(backward_override=override)):
+        shown: Any = op(x).grad_fn.backward_objects
+    assert shown.backward_override == override and shown.fp8 is True
+    assert shown.grad_output_quantizer.dtype == nc.DType.kFloat8E5M2
+    assert shown.reduce_and_update_bwd_fp8_tensors is False
+    plain: Any = op(x).grad_fn.backward_objects
+    assert plain.fp8 is False and plain.grad_output_quantizer is None
+
+
+def test_the_node_of_operations_without_weights_shows_nothing() -> None:
+    out = nc.ops.Sequential(nc.ops.GELU())(torch.randn(4, 8, requires_grad=True))
+    assert out.grad_fn.backward_objects is None

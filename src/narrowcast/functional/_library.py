@@ -56,6 +56,9 @@ _LIBRARY = _library()
 QUANTIZER = opaque.schema_type(QuantizerValue) if opaque.AVAILABLE else "Any"
 
 
+_DEFINED: dict[str, str] = {}  # schemas by name
+
+
 def define(
     schema: str,
     implementation: Callable[..., Any],
@@ -86,6 +89,11 @@ def define(
     if not opaque.AVAILABLE and QUANTIZER in schema:
         return _refused_in_graphs(implementation)
     name = schema.split("(", 1)[0]
+    if (
+        _DEFINED.get(name) == schema
+    ):  # its module is reloaded, as in notebooks; a library takes an operator once
+        return _with_shortcut(getattr(torch.ops.narrowcast, name), implementation, of_state)
+    _DEFINED[name] = schema
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     overload = getattr(torch.ops.narrowcast, name).default
     unseen = _without_autocast(implementation, _amaxes_at(overload))

@@ -24,7 +24,7 @@ from ..autograd.grouped_linear import (
 )
 from ..functional import grouped_calibrate_, join_weights, splits_on_device
 from ..functional.wgrad_store import DeferredWgrad
-from ..quantizers import Operand, OperandBuffers
+from ..quantizers import Operand, OperandBuffers, buffers_of
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
 from ..tensors import (
@@ -139,6 +139,11 @@ class GroupedLinearLayer(LinearLayer):
         for group, name in enumerate(self._names_of(kind)):
             own = values[group] if values is not None and kind in self._parts else values
             self.register_parameter(name, None if own is None else nn.Parameter(own))
+        if (
+            kind not in self._parts
+        ):  # one parameter for all: those of the groups are absent, as Transformer Engine's
+            for group in range(self.num_gemms):
+                self.register_parameter(f"{kind}{group}", None)
 
     def _mark_parameter(self, name: str, parameter: Tensor) -> None:
         """Say which dim is split; that of the groups never is."""
@@ -248,10 +253,19 @@ class GroupedLinearLayer(LinearLayer):
         is_first_microbatch: bool | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
+        described: bool = False,
     ) -> tuple[LinearFwdArgs, Groups]:
-        """What the boundary reads besides its operands; ``dtype``: of the input, the others as in the records."""
+        """What the boundary reads besides its operands.
+
+        Args:
+            dtype: of the input; the others as in the records.
+            described: the operands are not read, only which ones there are and what quantized them.
+        """
         weights = self._parts_of("weight")
-        args = self._fwd_args(self._stages[0], plan, dtype, weights[0], None, is_first_microbatch, scales)
+        made = buffers_of(weights[0]) if described and isinstance(weights[0], QuantizedTensor) else None
+        args = self._fwd_args(
+            self._stages[0], plan, dtype, weights[0], None, is_first_microbatch, scales, made
+        )
         args.needs_bias = needs_bias
         main_grads, args.wgrad.overwrite, dummies = self._main_grads(plan.needs_weight, is_first_microbatch)
         split = not self.single_grouped_weight, not self.single_grouped_bias

@@ -275,19 +275,21 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         bias: Tensor | None,
         is_first_microbatch: bool | None,
         scales: DelayedScales | None = None,
+        workspace: OperandBuffers | None = None,
     ) -> LinearFwdArgs:
         """What the boundary reads of a stage besides its operands.
 
         Args:
-            weight: whole, or of several groups the first. scales: where they were read already.
+            weight: whole, or of several groups the first. scales: where they were read already. workspace: of a stored
+                weight, where it was made already.
         Raises:
             RuntimeError: the weight is stored without the data that the backward reads, or in another format.
         """
         scales = scales or self._scales(stage.prefix, plan)
-        workspace, lacks_columns = None, False
+        made, workspace, lacks_columns = workspace, None, False
         stored = isinstance(weight, (GroupedTensor, QuantizedTensor))
         if plan.quantized and (is_first_microbatch is not None or stored):
-            workspace = self._workspace(stage, plan.kept_weight, scales, weight, is_first_microbatch)
+            workspace = made or self._workspace(stage, plan.kept_weight, scales, weight, is_first_microbatch)
             reads_columns = plan.needs_input and plan.backward_override is None
             lacks_columns = reads_columns and not workspace.columnwise
             if lacks_columns and not self._stored_rowwise:

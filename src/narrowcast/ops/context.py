@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..autograd import DelayedScales
 from ..tensors import TensorOrQuantized
 from .handover import ScaledOperand
@@ -45,6 +47,10 @@ class OperationContext:
         """What was saved; in the backward, restored."""
         return self.to_save
 
+    def take(self) -> tuple[TensorOrQuantized | None, ...]:
+        """Return :attr:`saved_tensors`, in an eager backward for the last time: what the caller drops is freed."""
+        return self.saved_tensors
+
     if TYPE_CHECKING:  # whatever an operation keeps
 
         def __getattr__(self, name: str) -> Any: ...
@@ -69,6 +75,12 @@ class RestoredContext:
         self.saved_tensors = saved
         self.prev_op_grad_output_quantizer = prev_op_grad_output_quantizer
         self.scales = scales
+
+    def take(self) -> tuple[TensorOrQuantized | None, ...]:
+        saved = self.saved_tensors
+        if not torch.compiler.is_compiling():
+            self.saved_tensors = ()
+        return saved
 
     def __getattr__(self, name: str) -> Any:
         if name == "_stored":  # only while a copy is being made

@@ -179,6 +179,8 @@ def _save(ctx: Any, call: _Call, contexts: list[OperationContext]) -> None:
     ctx.save_for_backward(*flat)
     ctx.tensor_objects = objects
     ctx.call, ctx.contexts, ctx.ranges = call, contexts, ranges
+    # for those who look at the node: what the backward of the first linear operation reads
+    ctx.backward_objects = next((one.backward_args for one in contexts if "backward_args" in vars(one)), None)
 
 
 def _restored(ctx: Any) -> list[Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
+import importlib
 from typing import Any
 
 import ops_checks
@@ -19,6 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import narrowcast as nc
 from narrowcast import ops
+from narrowcast.layers import grouped_layer
 from narrowcast.ops import GroupedLinear
 from narrowcast.ops.fused.grouped_mlp import GROUPED_MLP, GroupedMLP
 from narrowcast.ops.fused.pattern import NearMiss
@@ -311,3 +314,64 @@ def test_only_where_the_pattern_is() -> None:
     names = [one.name for one in between.explain(MXFP8).forward]
     assert names == ["GroupedMLP", "Identity", "GroupedMLP"]
     assert isinstance(GROUPED_MLP([first, activation, last], recipe=MXFP8)[0], GroupedMLP)
+
+
+# -- what is alive when ------------------------------------------------------------------------------------------------
+
+
+def live_bytes() -> int:
+    storages = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for one in gc.get_objects()
+        if type(one) is Tensor or type(one) is nn.Parameter
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_the_last_gemm_runs_without_the_operands_of_the_others(
+    recipe: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At fc1's weight gradient, what fc2 and the activation read is gone: fused as by themselves."""
+    rows, found = 256, {}
+    for fused in (False, True, False):  # the first makes what is kept for good
+        experts = Experts(activation_recompute_in_mlp=recompute)
+        x, scales = (one.detach().clone().requires_grad_() for one in inputs_of(rows))
+        before = live_bytes()
+        with nc.autocast(recipe=RECIPES[recipe]), contextlib.nullcontext() if fused else unfused():
+            y = experts(x, scales)
+        alive: list[int] = []
+        grouped_linear = importlib.import_module("narrowcast.autograd.grouped_linear")
+        run = grouped_linear.compute_grouped_wgrad
+
+        def counted(*args: Any, run: Any = run, alive: list[int] = alive) -> Any:
+            alive.append(live_bytes())
+            return run(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(grouped_linear, "compute_grouped_wgrad", counted)
+            y.sum().backward()
+        assert len(alive) == 2
+        found[fused] = alive[1] - before
+    codes = rows * F * (1 if recipe == "mxfp8" else 0.5)
+    assert found[True] <= found[False] + codes / 4
+
+
+def test_quantized_groups_are_joined_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nc.quantized_model_init(recipe=MXFP8):
+        layer = GroupedLinear(3, K, F, device=DEVICE, dtype=torch.bfloat16)
+    calls: list[int] = []
+    join = grouped_layer.join_weights
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return join(*args)
+
+    monkeypatch.setattr(grouped_layer, "join_weights", counted)
+    (x, _), splits = inputs_of(), torch.tensor([20, 0, 20], device=DEVICE)
+    with nc.autocast(recipe=MXFP8):
+        y = layer(x, splits)
+    assert len(calls) == 1
+    y.sum().backward()
+    assert len(calls) == 1 and x.grad is not None

@@ -192,7 +192,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
     ) -> None:
         (ctx,), (own,), rows = basic_op_ctxs, basic_op_kwargs, math.prod(input_.shape[:-1])
         dtype, biases = self.activation_dtype(input_.dtype), self._parts_of("bias")
-        args, groups = self._call_args(dtype, rows, own, True, save_input, False)
+        args, groups = self._call_args(dtype, rows, own, True, save_input, False, described=True)
         place = own.get("grad_input")
         groups.dgrad_out = None if place is None else place.view(-1, self.in_features)
         ctx.save_for_backward(*tensors_to_save[0])
@@ -206,15 +206,10 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         grad_output: TensorOrQuantized,
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
-        saved_tensors: TensorsToSave | None = None,
     ) -> Gradients:
-        """Of this operation, and of the fused one it is part of.
-
-        Args:
-            saved_tensors: read in place of those of the context.
-        """
+        """Of this operation, and of the fused one it is part of."""
         ctx: Any = basic_op_ctxs[0]
-        tensors = saved_tensors or ctx.saved_tensors
+        tensors = ctx.take()
         splits: Any = tensors[0]
         scales: Any = tensors[1]
         saved: list[Any] = list(tensors[self.input_position :])
@@ -223,6 +218,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         if self.scale_bias:
             biases: list[Any] = list(tensors[2 : self.input_position])
             grad_scales = (_grad_of_scales(dy, biases, splits, scales),)
+        del tensors  # the GEMMs let go of each operand once it is read
         scale_bwd = None if ctx.scales is None else ctx.scales.scale_bwd
         grad_input, grads = grouped_backward(
             ctx.backward_args, ctx.groups, dy, splits, saved, scale_bwd, scales
@@ -249,15 +245,21 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         requires_grad: bool,
         save_input: bool,
         covered: bool,
+        described: bool = False,
     ) -> tuple[LinearFwdArgs, Groups]:
-        """What the GEMMs read besides their operands; ``kwargs``: of the call, or without plan to look one up."""
+        """What the GEMMs read besides their operands.
+
+        Args:
+            kwargs: of the call, or without plan to look one up.
+            described: for the backward's arguments, which hold no operands: quantized weights are not joined for it.
+        """
         plan = kwargs.get("plan") or self._plan_of(requires_grad, requires_grad)
         if save_input and plan.quantized:
             plan = self._plan_of(requires_grad, plan.needs_input, True)
         plan = plan_for_rows(plan, rows, self.num_gemms)
         needs_bias = requires_grad and any(bias.requires_grad for bias in self._parts_of("bias"))
         scales = kwargs.get("scales") or DelayedScales()
-        return self._grouped_args(plan, scales, dtype, needs_bias, covered)
+        return self._grouped_args(plan, scales, dtype, needs_bias, covered, described=described)
 
     def _checked_buffers(
         self,

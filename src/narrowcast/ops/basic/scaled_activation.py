@@ -67,7 +67,7 @@ class ScaledActivationOperation(ActivationBase):
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: TensorOrQuantized, **kwargs: Any
     ) -> Gradients:
-        x, scale = basic_op_ctxs[0].saved_tensors
+        x, scale = basic_op_ctxs[0].take()
         wanted = basic_op_ctxs[0].prev_op_grad_output_quantizer
         halves = channels_to_halves(plain(x), self.glu_interleave_size)  # type: ignore[arg-type]
         dx, dscale = scaled_act_backward(plain(grad_output), halves, scale, *self.formula)

@@ -105,18 +105,20 @@ class GroupedMLP(FusedOperation):
         no_extra_outputs: Any = {"basic_op_grad_extra_outputs": [()]}
         fc1, activation, fc2 = self._parts
         first, between, last = basic_op_ctxs
-        saved2 = list(last.saved_tensors)
         if last.recompute:  # type: ignore[attr-defined]
+            saved2 = list(last.saved_tensors)
             saved2[fc2.input_position] = _activated(activation, between, grad_output)
-        grad, grads2, extra2 = fc2.fuser_backward(
-            [last], grad_output, saved_tensors=tuple(saved2), **no_extra_outputs
-        )
+            last.saved_tensors = tuple(saved2)  # type: ignore[misc, attr-defined]  # of this backward alone
+            del saved2
+        # each takes its operands out of its context, so that they are gone when the next one runs
+        grad, grads2, extra2 = fc2.fuser_backward([last], grad_output, **no_extra_outputs)
         grads1: ParameterGradients = [(None,) * len(list(fc1.parameters()))]
         extra1: ExtraTensors = [(None,) * fc1.num_extra_inputs]
         extra: ExtraTensors = [(None,)]
         grad_input: TensorOrQuantized | None = None
         if between.requires_grad and grad is not None:
             hidden, _, extra = activation.fuser_backward([between], grad, **no_extra_outputs)
+            grad = None
             if first.requires_grad and hidden is not None:
                 grad_input, grads1, extra1 = fc1.fuser_backward([first], hidden, **no_extra_outputs)
         return grad_input, [*grads1, (), *grads2], [*extra1, *extra, *extra2]
