@@ -118,6 +118,18 @@ def define(
     return _with_shortcut(getattr(torch.ops.narrowcast, name), implementation, of_state)
 
 
+_DIFFERENTIABLE: set[str] = set()
+
+
+def give_backward(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
+    """Register the backward of ``narrowcast::<name>``, once: PyTorch refuses a second, also of a reloaded module."""
+    if name not in _DIFFERENTIABLE:
+        _DIFFERENTIABLE.add(name)
+        torch.library.register_autograd(
+            f"narrowcast::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+        )
+
+
 def _refused_in_graphs(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """``implementation`` for eager code; the trace of a graph ends with an error, also without ``fullgraph``."""
 

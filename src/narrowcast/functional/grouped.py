@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..formats import round_up
-from ._library import _LIBRARY, define
+from ._library import define, give_backward
 from .grouped_quantize import splits_on_device
 from .numerics import computed_by
 
@@ -50,12 +50,8 @@ def _unpad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return _pad_op(grad, splits, ctx.alignment, ctx.rows)[0], None, None, None
 
 
-torch.library.register_autograd(
-    "narrowcast::pad_rows", _pad_backward, setup_context=_setup_context, lib=_LIBRARY
-)
-torch.library.register_autograd(
-    "narrowcast::unpad_rows", _unpad_backward, setup_context=_setup_context, lib=_LIBRARY
-)
+give_backward("pad_rows", _pad_backward, _setup_context)
+give_backward("unpad_rows", _unpad_backward, _setup_context)
 
 
 def pad_rows(x: Tensor, splits: Tensor | Sequence[int], alignment: int) -> tuple[Tensor, Tensor, Tensor]:
