@@ -174,6 +174,8 @@ def run(program: Program) -> dict[str, float]:
 
 def _cross(twins: Twins, item: Program) -> bool:
     """Load the state of the other kind: taken, and then right, or refused at once."""
+    if item["do"] == "crossed" and twins.program["capturable"]:
+        return True  # PyTorch's own are not capturable on a CPU, and say so in their step
     (mine, ours), (theirs, torchs) = twins.sides
     source, target = (torchs, ours) if item["do"] == "cross" else (ours, torchs)
     _, error = attempt(lambda: target.load_state_dict(copy.deepcopy(source.state_dict())))
