@@ -82,6 +82,30 @@ def test_shards_make_up_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) ->
         assert weights[0]._quantizer.amax == master.bfloat16().abs().max()
 
 
+@pytest.mark.parametrize("tile", [(128, 128), (1, 32), (32, 1), (16, 16)])
+@pytest.mark.parametrize("shape", [(7, 5), (160, 96), (33, 70)])
+def test_the_first_element_of_others(tile: tuple[int, int], shape: tuple[int, int]) -> None:
+    whole = shape[0] * shape[1]
+    index = torch.arange(whole).view(shape)
+    for shard in (range(0), range(whole), range(3, 4), range(whole // 3 + 1, whole - 2), range(whole - 1)):
+        theirs = torch.where((index < shard.start) | (index >= shard.stop), index, whole)
+        expected = [[int(part.min()) for part in rows.split(tile[1], 1)] for rows in theirs.split(tile[0], 0)]
+        found = master_weights._first_of_others(shape, shard, tile, torch.device("cpu"))
+        assert found.tolist() == expected
+
+
+def test_the_first_element_of_others_in_large_weights() -> None:
+    """Indices that fp32 does not hold, as in every weight of more than 2**24 elements."""
+    shape, begin, end = (1 << 12, (1 << 14) + 1), (1 << 25) + 3, (1 << 25) + 9
+    found = master_weights._first_of_others(shape, range(begin, end), (128, 128), torch.device("cpu"))
+    rows, columns = torch.arange(0, shape[0], 128), torch.arange(0, shape[1], 128)
+    expected = rows.unsqueeze(1) * shape[1] + columns
+    row, column = begin // shape[1], begin % shape[1]
+    assert found.shape == (32, 129) and torch.equal(found, expected) and (row % 128 or column % 128)
+    found = master_weights._first_of_others(shape, range(end), (128, 128), torch.device("cpu"))
+    assert found[row // 128, column // 128] == end and found[-1, -1] == expected[-1, -1]
+
+
 @pytest.mark.parametrize("name", ["current", "mxfp8"])
 def test_codes_elsewhere(name: str) -> None:
     """Of sharded weights: the codes go where they are wanted."""

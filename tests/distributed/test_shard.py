@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 from quantizers.catalog import ONE_OF_EACH
 from recipes import QUANTIZED
+from torch.torch_version import TorchVersion
 
 import narrowcast as nc
-from narrowcast.distributed import quantize_master_weights, shard
+from narrowcast.distributed import gradient_exchange, quantize_master_weights, shard
 from narrowcast.distributed.sharded_weight import ShardedWeight, WeightGather
 from narrowcast.nn import quantize_weight, scatter_workspace
 from narrowcast.tensors import local
@@ -117,6 +119,7 @@ def kept(mesh: Any) -> dict[str, Any]:
     return found
 
 
+GRADIENTS = [(768, 512), (768, 1), (9, 768), (9, 1), (32, 9), (32, 1)]  # large, uneven and small ones
 STORED_SIZES = {"block": (256, 512, 1), "mxfp8": (64, 128, 1), "nvfp4": (64, 128, 1)}
 
 
@@ -234,23 +237,33 @@ def operations(mesh: Any) -> tuple[Any, Any]:
     return losses[0], losses[1]
 
 
-def reduced(mesh: Any, microbatches: int) -> dict[str, Any]:
-    """Gradients of other rows on every rank, reduced in fp32 by FSDP2 and by ``shard``; bytes sent without it."""
+def reduced(mesh: Any, microbatches: int, reduce_dtype: Any = torch.float32) -> dict[str, Any]:
+    """Gradients of other rows on every rank, reduced by FSDP2 and by ``shard``; bytes sent past it and by it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-    gradients, sent = [], 0
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)}
+    gradients, sent, scattered, real = [], 0, [0, 0], gradient_exchange.reduce_scatter_single
+
+    def scatter(out: torch.Tensor, *args: Any, **options: Any) -> Any:
+        scattered[own] += out.nbytes  # what the other rank gets
+        return real(out, *args, **options)
+
     for own in (False, True):
         torch.manual_seed(0)
         layers = [torch.nn.Linear(512, 768), torch.nn.Linear(768, 9), torch.nn.Linear(9, 32)]
-        model: Any = torch.nn.Sequential(*layers)  # large, uneven and small gradients
+        model: Any = torch.nn.Sequential(*layers)
         if own:
             shard(model, blocks=layers[1:2], **options)
         else:
             fully_shard(layers[1], **options)
             fully_shard(model, **options)
         rows = torch.Generator().manual_seed(dist.get_rank())
-        with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchanged:
+        with (
+            mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchanged,
+            mock.patch.object(gradient_exchange, "reduce_scatter_single", scatter),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
             for _ in range(2):
                 model.zero_grad()
                 for left in reversed(range(microbatches)):
@@ -258,7 +271,9 @@ def reduced(mesh: Any, microbatches: int) -> dict[str, Any]:
                     model(torch.randn(16, 512, generator=rows)).float().square().mean().backward()
         gradients.append([local(parameter.grad).clone() for parameter in model.parameters()])
         sent += sum(one.tensor.nbytes for call in exchanged.call_args_list for one in call.args[0][::2])
-    return {"equal": all(map(torch.equal, *gradients)), "sent": sent}
+    said = sum("accumulated gradients travel" in str(one.message) for one in caught)
+    equal = all(map(torch.equal, *gradients))
+    return {"equal": equal, "sent": sent, "scattered": scattered[True], "said": said}
 
 
 class Experts(torch.nn.Module):
@@ -331,7 +346,8 @@ def checks_of_two(folder: str) -> dict[str, Any]:
         checks[f"grouped {recipe}"] = lambda recipe=recipe: grouped(recipe, mesh)
     checks["operations"] = lambda: operations(mesh)
     for count in (1, 2):
-        checks[f"reduced {count}"] = lambda count=count: reduced(mesh, count)
+        for dtype in (torch.float32, None):
+            checks[f"reduced {count} {dtype}"] = lambda count=count, dtype=dtype: reduced(mesh, count, dtype)
     return checks
 
 
@@ -413,6 +429,24 @@ def test_kept_weights_are_scattered_and_gathered(two: list[dict[str, Any]]) -> N
         assert len(found) > 9 and all(found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_gradients_travel_in_16_bits(dtype: Any, two: list[dict[str, Any]]) -> None:
+    """With fp32 sums, which FSDP2 makes since PyTorch 2.15 also where the policy names no dtype."""
+    elements = 2 * sum(
+        -(-rows // 2) * columns for rows, columns in GRADIENTS
+    )  # to the other rank, in two steps
+    in_fp32 = dtype == torch.float32 or TorchVersion(torch.__version__) >= "2.15"
+    for result in of_all(two, f"reduced 1 {dtype}"):
+        assert result["equal"] and not result["said"]
+        assert (result["sent"], result["scattered"]) == ((2 * elements, 0) if in_fp32 else (0, 2 * elements))
+    for result in of_all(
+        two, f"reduced 2 {dtype}"
+    ):  # what was accumulated is fp32, and nobody asked for that
+        assert result["equal"] and result["sent"] == 0
+        assert result["scattered"] == (4 if in_fp32 else 2) * elements
+        assert result["said"] == (in_fp32 and dtype is None)
+
+
 def test_operations(two: list[dict[str, Any]]) -> None:
     for quantized, plain in of_all(two, "operations"):
         assert quantized == plain
@@ -460,6 +494,81 @@ def test_stored_weights_that_are_tied_and_cast(recipe: str, one: Any) -> None:
     assert losses[0] == losses[1] and losses[2] == losses[3]
     weight = local(model[0].weight)
     assert isinstance(weight, nc.QuantizedTensor) and weight.dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("stored", [False, True], ids=["plain", "stored"])
+def test_recipes_that_tell_grouped_layers_apart(stored: bool, one: Any) -> None:
+    """A grouped layer gets the format of its role, as without sharding; linear layers get theirs."""
+    recipe = nc.recipe.CustomRecipe(nc.custom_recipes.nvfp4_linear_mxfp8_grouped_linear_factory)
+
+    class Pair(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.grouped = nc.GroupedLinear(2, 128, 128, device="cpu")
+            self.plain = nc.Linear(128, 128, device="cpu")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.plain(self.grouped(x, torch.tensor([16, 16])))
+
+    results = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        with nc.quantized_model_init(enabled=stored, recipe=recipe):
+            model: Any = Pair()
+        nc.set_recipe(model, recipe)
+        if sharded:
+            shard(model, one, recompute=False, reshard_after_forward=True)
+        torch.manual_seed(1)
+        x = torch.randn(32, 128, requires_grad=True)
+        torch.manual_seed(2)
+        out = model(x)
+        out.square().sum().backward()
+        results.append([out, x.grad, *(local(parameter.grad) for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "train evaluate step",
+        "train step evaluate",
+        "train step evaluate train",
+        "forward unwatched backward step",
+    ],
+)
+@pytest.mark.parametrize("reshard", [None, False, True])
+def test_forwards_between_those_that_train(recipe: str, calls: str, reshard: bool | None, one: Any) -> None:
+    """What they leave gathered is given back where the next forward has other scales, or other weights."""
+    if reshard is False and "unwatched" in calls and recipe == "delayed":
+        pytest.skip("weights that stay gathered for a backward are those of the last forward")
+    losses = []
+    for sharded in (False, True):
+        model, found, pending = make_model(recipe), [], torch.zeros(())
+        if sharded:
+            shard(model, one, blocks=model.blocks, reshard_after_forward=reshard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        rows = torch.Generator().manual_seed(0)
+        for call in 3 * calls.split():
+            if call == "step":
+                optimizer.step()
+                optimizer.zero_grad()
+                continue
+            if call == "backward":
+                pending.backward()
+                continue
+            model.train(call != "evaluate")
+            with torch.set_grad_enabled(call in ("train", "forward")):
+                loss = model(torch.randn(32, 64, generator=rows)).square().mean()
+            found.append(loss.item())
+            if call == "train":
+                loss.backward()
+            elif call == "forward":
+                pending = loss
+        losses.append(found)
+    assert losses[0] == losses[1]
 
 
 def test_what_is_gathered_in_high_precision_and_why(one: Any) -> None:

@@ -101,6 +101,14 @@ def test_a_group_must_be_given(name: str) -> None:
             use()
     with pytest.raises(TypeError, match="amax_reduction_group is a int"):
         quantizer.quantize(x, amax_reduction_group=5)
+    alone = QUANTIZERS[name]
+    for ignore in (
+        lambda: alone.quantize(x, amax_reduction_group="group"),
+        lambda: alone.quantize(x, out=out, amax_reduction_group="group"),
+        lambda: alone.update_quantized(x, out, amax_reduction_group="group"),
+    ):
+        with pytest.raises(ValueError, match=r"with_amax_reduction=False; use quantizer\.replace"):
+            ignore()
     with pytest.raises(ValueError, match="call its quantize with amax_reduction_group"):
         functional.quantize(x, quantizer)
 

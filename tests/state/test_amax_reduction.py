@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling
+from narrowcast.state import delayed_scaling
 
 WORLD, STEPS, SECONDS = 2, 5, 120
 REDUCED = DelayedScaling(amax_history_len=3, initial_scale="one")
@@ -143,3 +145,35 @@ def test_without_ranks_nothing_is_reduced() -> None:
     model[0].amax_fwd.fill_(3.0)
     nc.reduce_delayed_scaling(model)
     assert model[0].amax_fwd.tolist() == [3.0] * 3
+
+
+@pytest.fixture
+def two() -> Any:
+    """The default group, of this process and one that answers nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    return dist.group.WORLD
+
+
+def steps(group: Any, recipe: DelayedScaling = REDUCED, reduce: bool = False) -> list[str]:
+    """Warnings of three steps under an autocast with a group."""
+    model = nn.Sequential(nc.Linear(16, 16, device="cpu"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with nc.autocast(recipe=recipe, amax_reduction_group=group):
+                model(torch.ones(4, 16)).sum().backward()
+            if reduce:
+                nc.reduce_delayed_scaling(model, group)
+    return [str(one.message) for one in caught if "amax_reduction_group" in str(one.message)]
+
+
+def test_a_group_that_nothing_is_reduced_over_is_said_once(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delayed_scaling, "_SAID", set())
+    assert not steps(None) and not steps(two, LOCAL)
+    (message,) = steps(two)
+    assert "call narrowcast.reduce_delayed_scaling(model, group)" in message
+    assert not steps(two)
+    monkeypatch.setattr(delayed_scaling, "_SAID", set())
+    assert not steps(two, reduce=True)

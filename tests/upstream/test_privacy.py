@@ -24,30 +24,16 @@ DOCUMENTED = {
 """Names that PyTorch documents in spite of their underscore."""
 
 LEFT: dict[str, str] = {
-    "convert/recording.py": "dist",
-    "distributed/gather_in_place.py": "dist",
-    "distributed/gradient_exchange.py": "dist",
-    "distributed/master_weights.py": "dist",
-    "distributed/micro_pipeline.py": "dist",
-    "distributed/moe_exchange.py": "dist",
-    "distributed/parallel_styles.py": "dist",
-    "distributed/shard.py": "dist",
-    "distributed/sharded_weight.py": "dist",
-    "distributed/stand_in.py": "dist",
-    "distributed/weight_scales.py": "dist",
-    "functional/collectives.py": "dist",
     "functional/delayed_scaling.py": "delayed",
     "functional/kept_weights.py": "corners",
     "layers/grouped_layer.py": "core",
     "layers/linear_layer.py": "core",
     "layers/recipe_owner.py": "delayed",
     "layers/set_recipe.py": "delayed",
-    "layers/tensor_parallel.py": "dist",
     "offload.py": "corners",
     "optimizers/fused_adam.py": "corners",
     "state/autocast.py": "delayed",
     "state/recompute.py": "delayed",
-    "tensors/sharding.py": "dist",
 }
 """Files that are still to move, with their owner."""
 

@@ -109,7 +109,7 @@ def _stacked(module: nn.Module) -> set[int]:
         return set()
     return {
         one.shape[0]
-        for name, one in module._parameters.items()
+        for name, one in own_parameters(module).items()
         if one is not None
         and not isinstance(one, nn.parameter.UninitializedParameter)
         and one.dim() == 3

@@ -8,7 +8,6 @@ difference whether the calls come from eager code or from a compiled graph.
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,12 @@ from .._table import aligned
 from ..functional import GemmCall, element_of, gemm_call
 from ..functional.gemm import gemm_directions
 from ..tensors import QuantizedTensor
+from ..upstream.aot import runs_compiled
+from ..upstream.modules import own_parameters
+from ..upstream.tensors import schema_of
 
 _ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2}
 _NATIVE = {f"aten::_scaled_{kind}mm{version}" for kind in ("", "grouped_") for version in ("", "_v2")}
-_COMPILED_BY = "torch/_functorch/_aot_autograd/"
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class NamedWeight(NamedTuple):
 
     def address(self) -> int | None:
         """Where the weight lies now: sharding puts another tensor there for the forward of the module."""
-        weight: Any = self.module._parameters.get(self.parameter)
+        weight: Any = own_parameters(self.module).get(self.parameter)
         if isinstance(weight, QuantizedTensor):  # its codes are what is read
             weight = next(buffer for buffer in weight.get_data_tensors() if buffer is not None)
         return None if weight is None or hasattr(weight, "to_local") else weight.data_ptr()
@@ -131,7 +132,7 @@ class Recorder(TorchDispatchMode):
         for weight in weights:
             self._weights.setdefault(weight.size, []).append(weight)
         self._calls, self._inlined = list[_Call](), 0
-        self._buffers: dict[int, _Buffers] = {}  # by where their memory lies; the last that lay there
+        self._seen: dict[int, _Buffers] = {}  # by where their memory lies; the last that lay there
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -148,7 +149,7 @@ class Recorder(TorchDispatchMode):
                 self._follow(args, out)
             else:
                 self._note(gemm)
-        elif func._schema.name in _NATIVE:  # inside an operator of ours they are not seen
+        elif schema_of(func).name in _NATIVE:  # inside an operator of ours they are not seen
             self._inlined += 1
         return out
 
@@ -157,17 +158,17 @@ class Recorder(TorchDispatchMode):
         if gemm.kind != "wgrad":
             left.met += [name for name in right.made_from if name not in left.met]
         emulated = gemm.emulate or not gemm.left[0].is_cuda
-        self._calls.append(_Call(gemm.kind, _precision(gemm), emulated, _is_compiled(), left, right))
+        self._calls.append(_Call(gemm.kind, _precision(gemm), emulated, runs_compiled(), left, right))
 
     def _follow(self, args: tuple[Any, ...], out: Any) -> None:
         buffers = _Buffers()
         for tensor in _tensors(args):
             buffers.made_from += self._names_of(tensor)
         for tensor in _tensors(out):
-            self._buffers[_place(tensor)] = buffers
+            self._seen[_place(tensor)] = buffers
 
     def _buffers_of(self, operand: Sequence[Tensor]) -> _Buffers:
-        known = [self._buffers[_place(x)] for x in operand if _place(x) in self._buffers]
+        known = [self._seen[_place(x)] for x in operand if _place(x) in self._seen]
         stored = [name for x in operand for name in self._names_of(x)]
         return known[0] if known else _Buffers(made_from=stored)
 
@@ -218,12 +219,3 @@ def _precision(gemm: GemmCall) -> str:
     codes = " x ".join("high" if one is None else re.sub(r"^kFloat\d+|^k", "", one.name) for one in elements)
     formats = dict.fromkeys(type(one).__name__.removesuffix("Quantizer") for one in quantizers)
     return f"{codes} ({', '.join(formats)})"
-
-
-def _is_compiled() -> bool:
-    frame = sys._getframe()
-    while frame is not None:
-        if _COMPILED_BY in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False

@@ -9,20 +9,21 @@ that launch.
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from ..functional.collectives import all_gather_single
 from ..state import starts_a_step
+from ..upstream.autograd import version_preserved
+from ..upstream.c10d import run_together
 from .stand_in import Contents, StandIn
 
 
-class GatherInPlace(DefaultAllGather):
+class GatherInPlace:
     """For ``FSDPModule.set_custom_all_gather`` of the modules of one model."""
 
     def __init__(self) -> None:
@@ -59,14 +60,12 @@ class GatherInPlace(DefaultAllGather):
         if dtype == torch.uint8 and self._sent:
             return StandIn(_Gathered(self), size, dtype, device)
         self._sent.clear()
-        return super().allocate(size, dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(  # type: ignore[override]
-        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
-    ) -> Any:
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         """Gather in the stream that this runs in: codes to their places, all else together."""
         if not isinstance(output_tensor, StandIn):
-            return super().__call__(output_tensor, input_tensor, group, async_op)
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         gathered: Any = output_tensor.contents
         places = [self._sent.get(one.data_ptr()) for one in gathered.tensors]
         self._sent.clear()
@@ -84,13 +83,12 @@ class GatherInPlace(DefaultAllGather):
         # gloo writes when it counts as a change of the weight
         async_op = async_op and self._stream is not None
         counted = tuple(place for place, _ in pairs if not place.is_inference())
-        with (
-            torch.autograd._unsafe_preserve_version_counter(counted) if counted else nullcontext(),
-            dist._coalescing_manager(group=group, async_ops=async_op) as transfers,
-        ):
-            for place, one in pairs:
-                all_gather_single(place, one, group=group, async_op=async_op)
-        return transfers.works[0] if async_op else None
+        starts = [
+            functools.partial(all_gather_single, place, one, group=group, async_op=async_op)
+            for place, one in pairs
+        ]
+        with version_preserved(counted) if counted else nullcontext():
+            return run_together(starts, group, async_op)
 
     def _take(self, places: list[Tensor]) -> None:
         """Give memory to the places of a block, and wait until the stream of the model is through with it."""

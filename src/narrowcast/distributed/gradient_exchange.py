@@ -7,27 +7,30 @@ and sums them in fp32. The cast adds nothing, so it is the same sum; of more tha
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from ..functional.collectives import reduce_scatter_single
 from ..functional.numerics import numerics_for
+from ..upstream.fsdp import cat_chunks
 from .stand_in import Contents, StandIn
 
 _LARGE = 1 << 18  # bytes to one rank; what is smaller travels together
 
 
-class GradientExchange(DefaultReduceScatter):
+class GradientExchange:
     """For ``FSDPModule.set_custom_reduce_scatter`` of modules that compute in 16 bits and reduce in fp32.
 
     Gradients that an earlier backward of the step left are in fp32 already, and reduced as FSDP2 does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype_stated: bool = True) -> None:
+        self._dtype_stated = dtype_stated
         self._accumulates = self._leaves = False
         # in the backward of this forward, and of the one before
         self._reductions = self._reductions_before = 0
@@ -40,26 +43,42 @@ class GradientExchange(DefaultReduceScatter):
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """What stands for the gradients of modules that are reduced; when it was filled, memory for their sums."""
-        if self._contents.tensors:
-            self._contents = Contents()
-            return super().allocate(size, dtype=dtype, device=device)
-        return StandIn(self._contents, size, dtype, device)
+        if dtype == torch.float32 and not self._contents.tensors:
+            return StandIn(self._contents, size, dtype, device)
+        self._contents = Contents()
+        return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, output_tensor: Tensor, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         """Put this rank's part of the ranks' sum, or mean, into ``output_tensor``, in the stream that this runs in."""
+        if not isinstance(input_tensor, StandIn):
+            return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         gradients, ranks = input_tensor.contents.tensors, group.size()
         divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: ranks}.get(op)
-        if self._accumulates or divisor is None or gradients[0].dtype == output_tensor.dtype:
+        travels = len({one.dtype for one in gradients}) == 1 and gradients[0].dtype != output_tensor.dtype
+        if self._accumulates or divisor is None or not travels:
             buffer = torch.empty(input_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
-            torch._chunk_cat(gradients, 0, ranks, out=buffer.view(ranks, -1))
-            return super().__call__(output_tensor, buffer, group, op, async_op)
+            self._say_what_travels(output_tensor)
+            gradients = [one.to(buffer.dtype) for one in gradients]
+            cat_chunks(gradients, 0, ranks, out=buffer.view(ranks, -1))
+            return reduce_scatter_single(output_tensor, buffer, group=group, op=op, async_op=async_op)
         self._reductions += 1
         alone = self._reductions == self._reductions_before  # the last of a backward: no GEMM runs beside it
         for own, others, part in _exchanged(gradients, output_tensor, group):
             numerics_for(own).reduction.rank_sum(own, others, group.rank(), divisor, part, alone)
         return None
+
+    def _say_what_travels(self, output: Tensor) -> None:
+        """Warn once where the release chose to send fp32: since PyTorch 2.15 without a ``reduce_dtype``."""
+        if not self._dtype_stated:
+            self._dtype_stated = True
+            warnings.warn(
+                f"accumulated gradients travel in {output.dtype}: mp_policy has no reduce_dtype, and PyTorch "
+                f"{torch.__version__} then reduces in the dtype of the parameters; pass reduce_dtype=torch.bfloat16 to "
+                "send half the bytes, or reduce_dtype=torch.float32 to keep this",
+                stacklevel=2,
+            )
 
 
 def _exchanged(
@@ -81,7 +100,7 @@ def _exchanged(
     together = [counts[index] for index in small]
     rows = output.new_empty(ranks, sum(together), dtype=gradients[0].dtype)
     if small:
-        torch._chunk_cat([gradients[index] for index in small], 0, ranks, out=rows)
+        cat_chunks([gradients[index] for index in small], 0, ranks, out=rows)
         sent.append((*_send(rows, group), rows.new_empty(rows.shape[1], dtype=output.dtype)))
     for works, own, others, part in sent:  # what came is summed while the next is on its way
         for work in works:

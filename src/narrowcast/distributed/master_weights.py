@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..quantizers import Float8Quantizer, Quantizer
 from ..reference.layout import group_max
-from ..tensors import QuantizedTensor
+from ..tensors import QuantizedTensor, local
+from ..upstream.fsdp import is_distributed
 
 
 def replace_raw_data(tensor: QuantizedTensor, new_raw_data: Tensor) -> None:
@@ -89,7 +91,7 @@ def quantize_master_weights(
         )
     parts = []
     for weight, master, start, into in zip(model_weights, master_weights, start_offsets, shards):
-        if hasattr(weight, "_local_tensor"):
+        if is_distributed(weight):
             _write_shard(weight, master, start, into)
             continue
         parts.append(_Part(_checked(weight, master, start), _placed(weight, master, start), start or 0, into))
@@ -130,7 +132,7 @@ class _Part(NamedTuple):
 
 def _write_shard(weight: Any, master: Tensor | None, start: int | None, into: Any) -> None:
     """Write this rank's rows of a weight that FSDP2 shards."""
-    own: Any = weight._local_tensor
+    own: Any = local(weight)
     _check_tensor(own, "quantize_master_weights")
     spread = [dim for dim, placement in enumerate(weight.placements) if placement.is_shard()]
     first = sum(weight.device_mesh.get_local_rank(dim) * own.numel() for dim in spread)
@@ -282,16 +284,31 @@ def _with_others(values: Tensor, part: _Part, tile: tuple[int, int], mine: Tenso
     rows, columns = values.shape
     high, wide = tile if tile[0] else (rows, columns)
     count = 0 if part.values is None else part.values[1]
-    index = torch.arange(rows * columns, device=values.device).view(rows, columns)
-    theirs = (index < part.start) | (index >= part.start + count)
-    # the first element of others in each group: the largest of what falls with the index
-    first = group_max(torch.where(theirs, float(rows * columns) - index, 0.0).double(), high, wide)
-    place = (rows * columns - first).long().view(-1)
-    wanted = (every > mine).view(-1)
+    shard = range(part.start, part.start + count)
+    place = _first_of_others((rows, columns), shard, (high, wide), values.device).view(-1)
+    wanted = ((every > mine) | (every.isnan() & ~mine.isnan())).view(-1)
     place, magnitude = place[wanted], every.reshape(-1)[wanted]
     filled = values.clone()
     filled.view(-1)[place] = magnitude.to(values.dtype)
     return filled
+
+
+def _first_of_others(shape: tuple[int, int], shard: range, tile: tuple[int, int], device: Any) -> Tensor:
+    """Return the index of each group's first element outside of a shard; the number of elements where there is none.
+
+    Args:
+        shape: (N, K) of the weight. shard: consecutive elements, counted over its rows. tile: of a group.
+    """
+    (rows, columns), (high, wide) = shape, tile
+    none = rows * columns
+    left = torch.arange(0, columns, wide, device=device)
+    row = torch.arange(0, none, columns, device=device).unsqueeze(1)
+    begin, end = row + left, row + (left + wide).clamp(max=columns)
+    # the first element of each row of a group, or the one behind the shard
+    behind = torch.where(end > shard.stop, shard.stop, none)
+    first = torch.where((begin >= shard.start) & (begin < shard.stop), behind, begin)
+    first = F.pad(first, (0, 0, 0, -rows % high), value=none)
+    return first.view(-1, high, len(left)).amin(1)
 
 
 def _copy_shard(part: _Part, codes: Tensor, own: Tensor, columnwise: bool) -> None:

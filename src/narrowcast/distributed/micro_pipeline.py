@@ -7,14 +7,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from ..functional.collectives import group_name
+from ..upstream.c10d import group_named
+from ..upstream.micro_pipeline import (
+    GraphPass,
+    all_gather_op,
+    hash_of_files,
+    is_scaled_product,
+    is_view,
+    reduce_scatter_op,
+    set_value,
+    start_symmetric_memory,
+    turn_on,
+    value_of,
+    wait_op,
+)
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+aten = torch.ops.aten
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def async_tensor_parallel(group: Any = None) -> None:
@@ -32,21 +44,17 @@ def async_tensor_parallel(group: Any = None) -> None:
         RuntimeError: there is no such memory for the group, or another pass is in the place that this one needs; the
         message says why.
     """
-    from torch._inductor import config
-
     name = group_name(group)
     reason = _why_not(name)
     if reason:
         raise RuntimeError(
             f"async_tensor_parallel: {reason}; compiled layers keep their collectives as they are"
         )
-    if not isinstance(config.post_grad_custom_pre_pass, (_AsWritten, type(None))):
+    if turn_on(_AsWritten(), _AsWritten):
         raise RuntimeError(
             "async_tensor_parallel: torch._inductor.config.post_grad_custom_pre_pass is set; graphs must be rewritten "
             "there before PyTorch's pass sees them"
         )
-    config.post_grad_custom_pre_pass = _AsWritten()
-    config._micro_pipeline_tp = True
 
 
 def _why_not(group: str | None) -> str:
@@ -57,21 +65,18 @@ def _why_not(group: str | None) -> str:
         return "it needs CUDA GPUs, and there are none"
     process_group: Any = dist.group.WORLD
     if group is not None:
-        process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        process_group = group_named(group)
     backend = dist.get_backend(process_group)
     if "nccl" not in backend:
         return f"the group's backend is {backend!r}, it needs 'nccl'"
-    from torch.distributed import _symmetric_memory
-
     try:
-        _symmetric_memory.enable_symm_mem_for_group(process_group.group_name)
-        _symmetric_memory.get_symm_mem_workspace(process_group.group_name, min_size=1)
+        start_symmetric_memory(process_group.group_name)
     except (RuntimeError, ValueError) as error:
         return f"the group's GPUs have no symmetric memory: {error}"
     return ""
 
 
-class _AsWritten(CustomGraphPass):
+class _AsWritten(GraphPass):
     """Brings what layers send into the forms that PyTorch's pass looks for.
 
     Codes travel as bytes, and a GEMM reads them as FP8; the fused operator multiplies what travels. So they travel as
@@ -82,39 +87,39 @@ class _AsWritten(CustomGraphPass):
         for node in list(graph.nodes):
             if node.target == aten.view.dtype:
                 _gather_as_float8(graph, node)
-            elif node.target == c10d.reduce_scatter_tensor.default:
+            elif node.target == reduce_scatter_op:
                 _scatter_matrix(graph, node)
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
         """What caches of compiled graphs tell this pass by."""
-        return get_hash_for_files((__file__,))
+        return hash_of_files((__file__,))
 
 
 def _gather_as_float8(graph: fx.Graph, view: fx.Node) -> None:
     """``view(wait(gather(bytes)), float8)`` becomes ``wait(gather(view(bytes, float8)))``."""
     wait, dtype = view.args
-    if dtype not in _FLOAT8 or not isinstance(wait, fx.Node) or wait.target != c10d.wait_tensor.default:
+    if dtype not in _FLOAT8 or not isinstance(wait, fx.Node) or wait.target != wait_op:
         return
     gather: Any = wait.args[0]
-    if gather.target != c10d.all_gather_into_tensor.default:
+    if gather.target != all_gather_op:
         return
     shard, *rest = gather.args
-    if shard.meta["val"].dtype != torch.uint8:
+    if value_of(shard).dtype != torch.uint8:
         return
     with graph.inserting_before(gather):
-        codes = _call(graph, aten.view.dtype, (shard, dtype), shard.meta["val"].view(dtype))
-        begun = _call(graph, gather.target, (codes, *rest), gather.meta["val"].view(dtype))
+        codes = _call(graph, aten.view.dtype, (shard, dtype), value_of(shard).view(dtype))
+        begun = _call(graph, gather.target, (codes, *rest), value_of(gather).view(dtype))
     with graph.inserting_before(wait):
-        arrived = _call(graph, wait.target, (begun,), view.meta["val"])
+        arrived = _call(graph, wait.target, (begun,), value_of(view))
     view.replace_all_uses_with(arrived)
     graph.erase_node(view)
     if (
         wait.users
     ):  # a second reader takes the bytes of the one gather, by a way that the pass takes for no gather
-        whole = wait.meta["val"]
+        whole = value_of(wait)
         with graph.inserting_before(wait):
-            flat = _call(graph, aten.view.default, (arrived, [whole.numel()]), arrived.meta["val"].view(-1))
+            flat = _call(graph, aten.view.default, (arrived, [whole.numel()]), value_of(arrived).view(-1))
             raw = _call(graph, aten.view.dtype, (flat, torch.uint8), whole.view(-1))
             raw = _call(graph, aten.view.default, (raw, list(whole.shape)), whole)
         wait.replace_all_uses_with(raw)
@@ -126,27 +131,23 @@ def _gather_as_float8(graph: fx.Graph, view: fx.Node) -> None:
 def _scatter_matrix(graph: fx.Graph, scatter: fx.Node) -> None:
     """``wait(scatter(view(product)))`` becomes ``view(wait(scatter(product)))``."""
     view, *rest = scatter.args
-    if not isinstance(view, fx.Node) or view.target not in _VIEWS or len(view.users) > 1:
+    if not isinstance(view, fx.Node) or not is_view(view.target) or len(view.users) > 1:
         return
     product: Any = view.args[0]
     waits = list(scatter.users)
-    if (
-        product.target != aten._scaled_mm.default
-        or len(waits) != 1
-        or waits[0].target != c10d.wait_tensor.default
-    ):
+    if not is_scaled_product(product.target) or len(waits) != 1 or waits[0].target != wait_op:
         return
     (wait,) = waits
-    rows, features = product.meta["val"].shape
-    part = scatter.meta["val"].numel() // features
-    if view.meta["val"].shape[-1] != features or rows % part:
+    rows, features = value_of(product).shape
+    part = value_of(scatter).numel() // features
+    if value_of(view).shape[-1] != features or rows % part:
         return
     with graph.inserting_before(scatter):
-        begun = _call(graph, scatter.target, (product, *rest), scatter.meta["val"].reshape(part, features))
+        begun = _call(graph, scatter.target, (product, *rest), value_of(scatter).reshape(part, features))
     with graph.inserting_before(wait):
-        arrived = _call(graph, wait.target, (begun,), wait.meta["val"].reshape(part, features))
-        shape = list(wait.meta["val"].shape)
-        shaped = _call(graph, aten.reshape.default, (arrived, shape), wait.meta["val"])
+        arrived = _call(graph, wait.target, (begun,), value_of(wait).reshape(part, features))
+        shape = list(value_of(wait).shape)
+        shaped = _call(graph, aten.reshape.default, (arrived, shape), value_of(wait))
     wait.replace_all_uses_with(shaped)
     for node in (wait, scatter, view):
         graph.erase_node(node)
@@ -154,5 +155,5 @@ def _scatter_matrix(graph: fx.Graph, scatter: fx.Node) -> None:
 
 def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
     node = graph.call_function(target, args)
-    node.meta["val"] = value
+    set_value(node, value)
     return node

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ..functional import dequantize, moe_collect, moe_spread, quantize
 from ..quantizers import Quantizer
+from ..upstream.c10d import all_to_all_op, size_of_group_named, wait_op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +82,8 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wire: Wi
         return x
     # by way of a vector: a column counts as contiguous whatever its last stride
     raw = x.contiguous().reshape(-1).view(torch.uint8).view(x.shape[0], x.shape[1] * x.element_size())
-    out = torch.ops._c10d_functional.all_to_all_single.default(raw, list(received), list(sent), wire.group)
-    return torch.ops._c10d_functional.wait_tensor.default(out).view(x.dtype)
+    out = all_to_all_op(raw, list(received), list(sent), wire.group)
+    return wait_op(out).view(x.dtype)
 
 
 def travel(x: Tensor, route: Route, wire: Wire) -> Tensor:
@@ -168,9 +169,9 @@ def group_of(group: Any) -> tuple[str, int]:
     if not (dist.is_available() and dist.is_initialized()):
         return "", 1
     if group is None:
-        group = dist.distributed_c10d._get_default_group()
+        group = dist.group.WORLD
     if isinstance(group, str):
-        return group, dist.distributed_c10d._get_group_size_by_name(group)  # type: ignore[arg-type]
+        return group, size_of_group_named(group)
     if not hasattr(group, "group_name"):
         raise TypeError(f"group is a {type(group).__name__}; pass a torch.distributed process group, or None")
     return group.group_name, group.size()

@@ -19,6 +19,7 @@ from ..layers.norm import NormParameters
 from ..layers.tensor_parallel import TensorParallelOptions, shared
 from ..nn import LayerNormLinear, Linear
 from ..tensors import QuantizedTensor
+from ..upstream.modules import own_parameters
 
 _COLUMNS = Shard(-1)
 
@@ -114,7 +115,7 @@ def _place(layer: LinearLayer, mesh: DeviceMesh, mode: str, shares_rows: bool, s
             f"a {type(layer).__name__} cannot be made {mode} parallel; make it with tp_group=mesh.get_group(), and "
             "parallel_mode or set_parallel_mode"
         )
-    weight: Any = layer._parameters.get("weight")
+    weight: Any = own_parameters(layer).get("weight")
     obstacles = {
         f"tp_size={layer.tp_size}": layer.tp_size > 1,
         "parameters_split": bool(layer._parts),

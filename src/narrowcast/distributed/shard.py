@@ -24,9 +24,17 @@ from ..quantizers import (
 from ..recipe import LinearPlan, Recipe, linear_plan
 from ..state import checked_recipe, starts_a_step
 from ..tensors import QuantizedTensor, local
+from ..upstream.fsdp import (
+    gathers_in_backward,
+    is_distributed,
+    keeps_after_backward,
+    parameter_groups,
+    sharded_parts,
+)
+from ..upstream.modules import own_parameters
 from .shard_receipt import ShardedParameter, ShardReceipt
 from .sharded_weight import ShardedWeight, WeightGather, like
-from .weight_scales import ScaledWeight, WeightScales, fsdp_groups, synchronizes
+from .weight_scales import ScaledWeight, WeightScales, synchronizes
 
 _TILE = 128
 _PER_TENSOR = (Float8CurrentScalingQuantizer, DelayedFloat8Quantizer)
@@ -49,8 +57,8 @@ def shard(
     The bits are those of quantizing the gathered weight. Per-tensor scales take one all-reduce for all weights, in the
     forward of ``model``; none in later forwards of a step under ``model.set_requires_gradient_sync(False)``.
 
-    Where ``mp_policy`` computes in 16 bits and reduces in fp32, gradients travel in 16 bits and are summed in fp32: the
-    sums that FSDP2 makes of gradients in fp32. ``set_custom_reduce_scatter`` puts another reduction in its place.
+    If ``mp_policy`` computes in 16 bits and FSDP2 reduces in fp32, gradients travel in 16 bits and are summed in fp32:
+    the sums that FSDP2 makes of gradients in fp32. ``set_custom_reduce_scatter`` puts another reduction in its place.
 
     A weight is gathered quantized where its recipe has one scale for the tensor (``Float8CurrentScaling``,
     ``DelayedScaling``), or square tiles (``Float8BlockScaling``, ``NVFP4BlockScaling``, ``MXFP8BlockScaling`` with
@@ -109,8 +117,9 @@ def shard(
     if over.size() > 1 and chosen.placed:
         _gather_in_place([*blocks, model], chosen.placed)
     halves = dtype in (torch.bfloat16, torch.float16)
-    if over.size() > 1 and halves and policy.reduce_dtype == torch.float32:  # type: ignore[union-attr]
-        _exchange_gradients([*blocks, model])
+    # without a reduce_dtype FSDP2 reduces fp32 parameters' gradients in fp32 since PyTorch 2.15
+    if over.size() > 1 and halves and policy.reduce_dtype in (torch.float32, None):  # type: ignore[union-attr]
+        _exchange_gradients([*blocks, model], policy.reduce_dtype is not None)  # type: ignore[union-attr]
     return ShardReceipt(tuple(chosen.rows), over.size())
 
 
@@ -182,7 +191,9 @@ class _Chosen:
         self.model, self.ranks, self.recipe, self.wanted, self.dtype = model, ranks, recipe, wanted, dtype
         self.ignored = {id(parameter) for parameter in options.get("ignored_params") or ()}
         self.placement = options.get("shard_placement_fn")
-        self.uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+        self.uses = Counter(
+            id(p) for m in model.modules() for p in own_parameters(m).values() if p is not None
+        )
         # modules whose weights are gathered for forward and backward apart
         self.given_back: set[nn.Module] = set()
         self.recompute = True
@@ -201,7 +212,7 @@ class _Chosen:
             for name in layer._parts.get(stage.weight, [stage.weight])
         }
         for module_name, module in list(self.model.named_modules()):
-            for name, parameter in list(module._parameters.items()):
+            for name, parameter in list(own_parameters(module).items()):
                 if parameter is None:
                     continue
                 full = f"{module_name}.{name}" if module_name else name
@@ -226,7 +237,7 @@ class _Chosen:
             return "a part of a weight"
         if recipe is None:
             return "its layer has no recipe"
-        if hasattr(parameter, "_local_tensor"):
+        if is_distributed(parameter):
             return "a DTensor already"
         if self.uses[id(parameter)] > 1:
             return "tied to another parameter"
@@ -310,6 +321,7 @@ class _Chosen:
         if tile != 1:
             self.placed.append(gather)
         if gather.per_tensor or plan.weight.delayed:
+            gather.is_renewed = plan.weight.delayed
             self.scaled.append(ScaledWeight(layer, stage, name, recipe, plan.weight.delayed, gather))
         sharded = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
         vars(sharded).update(vars(parameter))  # type: ignore[attr-defined]
@@ -354,11 +366,11 @@ def _gather_in_place(modules: list[Any], gathers: list[WeightGather]) -> None:
     model.register_forward_pre_hook(begin, prepend=True)
 
 
-def _exchange_gradients(modules: list[Any]) -> None:
+def _exchange_gradients(modules: list[Any], dtype_stated: bool) -> None:
     """Have FSDP2 reduce by exchange; the model comes last."""
     from .gradient_exchange import GradientExchange
 
-    exchange, model = GradientExchange(), modules[-1]
+    exchange, model = GradientExchange(dtype_stated), modules[-1]
     for module in modules:
         module.set_custom_reduce_scatter(exchange)
 
@@ -371,8 +383,11 @@ def _exchange_gradients(modules: list[Any]) -> None:
 
 def _watch_gathers(model: nn.Module) -> None:
     """Have forwards tell how weights are gathered quantized what their backward will need."""
-    gathers = [(group, _gathers_of(group)) for group in fsdp_groups(model)]
+    gathers = [(group, _gathers_of(group)) for group in parameter_groups(model)]
     model.register_forward_pre_hook(functools.partial(_keep_codes, gathers), prepend=True)
+    if any(found for _, found in gathers):
+        every = [one for _, found in gathers for one in found]
+        model.register_forward_pre_hook(functools.partial(_gather_anew, every), prepend=True)
     groups = [group for group, found in gathers if any(one.backward_encoder is not None for one in found)]
     if groups:
         model.register_forward_pre_hook(functools.partial(_check_given_back, groups), prepend=True)
@@ -380,17 +395,37 @@ def _watch_gathers(model: nn.Module) -> None:
 
 def _gathers_of(group: Any) -> list[WeightGather]:
     """How weights are gathered quantized that FSDP2 gathers together."""
-    shards = [local(one.sharded_param) for one in group.fsdp_params]
-    return [own._gather for own in shards if isinstance(own, ShardedWeight)]
+    return [own._gather for own in sharded_parts(group) if isinstance(own, ShardedWeight)]
+
+
+def _gather_anew(gathers: list[WeightGather], model: nn.Module, args: Any) -> None:
+    """Forward pre-hook: give back what is still gathered of an earlier forward, and is not what this one would gather.
+
+    Weights were written since, or their scales are renewed, as every forward of a model in training does.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if not starts_a_step():
+        return
+    renews = model.training and any(gather.is_renewed for gather in gathers)
+    if renews or any(gather.written for gather in gathers):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+    for gather in gathers:
+        if not gather.has_scale:  # of the others WeightScales takes note
+            gather.written = False
 
 
 def _keep_codes(groups: list[tuple[Any, list[WeightGather]]], model: nn.Module, args: Any) -> None:
     """Forward pre-hook: shards are quantized once for a forward and its backward, where that gathers again."""
     if starts_a_step():
         for group, gathers in groups:
-            keeps = torch.is_grad_enabled() and group.post_forward_mesh_info is not None
+            keeps = torch.is_grad_enabled() and gathers_in_backward(group)
             for gather in gathers:
-                gather.keeps, gather.given = keeps and gather.backward_encoder is None, None
+                gather.keeps = keeps and gather.backward_encoder is None
+                if torch.is_grad_enabled():  # others leave what an earlier forward keeps for its backward
+                    gather.given = None
 
 
 def _check_given_back(groups: list[Any], model: nn.Module, args: Any) -> None:
@@ -400,7 +435,7 @@ def _check_given_back(groups: list[Any], model: nn.Module, args: Any) -> None:
         RuntimeError: a weight that was gathered for the forward would still be there in the backward, or the reverse.
     """
     for group in groups:
-        if group.post_forward_mesh_info is None or not group.reshard_after_backward:
+        if not gathers_in_backward(group) or keeps_after_backward(group):
             raise RuntimeError(
                 "shard was given recompute=False, so that weights are gathered by direction, and they now stay "
                 "gathered after a forward or a backward: undo set_reshard_after_forward(False), "
@@ -445,7 +480,5 @@ class _Rewrap:
         assigned = metadata.get("assign_to_params_buffers", False)
         if not assigned or value is None or isinstance(local(value), ShardedWeight):
             return
-        if hasattr(value, "_local_tensor"):
-            state_dict[prefix + self.name] = like(
-                value, ShardedWeight(value._local_tensor.detach(), self.gather)
-            )
+        if is_distributed(value):
+            state_dict[prefix + self.name] = like(value, ShardedWeight(local(value).detach(), self.gather))

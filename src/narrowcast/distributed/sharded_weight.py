@@ -16,6 +16,8 @@ from ..functional import grouped_quantize_weights, quantize_rounded
 from ..quantizers import Quantizer
 from ..state import starts_a_step
 from ..tensors import GroupedTensor, GroupedTensorStorage, grouped_layout, local, overwrite_unseen
+from ..upstream.fsdp import is_distributed
+from ..upstream.tensors import make_wrapper, no_torch_function, schema_of
 
 aten = torch.ops.aten
 
@@ -61,11 +63,17 @@ class WeightGather:
         self.scale: Tensor | None = None
         self.amax: Tensor | None = None
         self.kept: Tensor | None = None
+        self.is_renewed = False  # the scale comes from delayed scaling, which renews it
         self.written = False  # since the scale was taken
         self.columns_arrived = False  # what was gathered last is column-wise
         self.keeps = False  # of the forward that runs, for its backward: what this rank gave
         self.given: Any = None
         self.in_place: Any = None  # a ``GatherInPlace``
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether there is one for the whole tensor, or for each member, from outside."""
+        return self.per_tensor or self.encoder._is_delayed()
 
     def bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes that a gather moves: the codes, and the scales of blocks."""
@@ -84,7 +92,7 @@ class WeightGather:
         """
         encoder = self.backward_encoder if columnwise else self.encoder
         assert encoder is not None
-        if (self.per_tensor or encoder._is_delayed()) and (self.scale is None or self.written):
+        if self.has_scale and (self.scale is None or self.written):
             raise RuntimeError(
                 "a sharded weight was written to, and has no scale yet: call the model that narrowcast was given to "
                 "shard, not a part of it or unshard(); between microbatches without gradient sync weights must stay"
@@ -125,7 +133,7 @@ class ShardedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor, gather: WeightGather) -> ShardedWeight:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return make_wrapper(
             cls, values.size(), strides=values.stride(), dtype=values.dtype, device=values.device
         )
 
@@ -151,22 +159,22 @@ class ShardedWeight(Tensor):
         """Whether code that was compiled for one weight serves another; what is guarded is a copy."""
         return (guarded.encoder, guarded.quantizer) == (given.encoder, given.quantizer)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         weights: list[ShardedWeight] = []
         plain = [_plain(argument, weights) for argument in args]
         result = func(*plain, **{name: _plain(value, weights) for name, value in (kwargs or {}).items()})
-        if func._schema.is_mutable:  # of lists in place there is no result
-            given = {**dict(zip([a.name for a in func._schema.arguments], args)), **(kwargs or {})}
-            for argument in func._schema.arguments:
+        if schema_of(func).is_mutable:  # of lists in place there is no result
+            given = {**dict(zip([a.name for a in schema_of(func).arguments], args)), **(kwargs or {})}
+            for argument in schema_of(func).arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     written: list[ShardedWeight] = []
                     _plain(given.get(argument.name), written)
                     for weight in written:
                         weight._gather.written = True
-            return args[0] if func._schema.returns and isinstance(args[0], ShardedWeight) else result
+            return args[0] if schema_of(func).returns and isinstance(args[0], ShardedWeight) else result
         return ShardedWeight(result, weights[0]._gather) if func in _STAYS_A_WEIGHT else result
 
     def fsdp_pre_all_gather(
@@ -181,7 +189,8 @@ class ShardedWeight(Tensor):
     def _given(self, mesh: Any, mp_policy: Any) -> tuple[tuple[Tensor, ...], tuple[bool, list[Tensor]]]:
         gather, given_before = self._gather, self._gather.given
         in_backward = not starts_a_step()
-        gather.given = None
+        if in_backward:
+            gather.given = None
         if in_backward and given_before is not None:  # quantized again it would be the same
             for buffer in given_before[0] if self._shard.is_cuda else ():
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
@@ -267,7 +276,7 @@ def _plain(value: Any, found: list[ShardedWeight]) -> Any:
 
 def like(sharded: Any, own: Tensor) -> Any:
     """A tensor that is sharded as another, of which this rank holds ``own``; that itself where nothing is sharded."""
-    if not hasattr(sharded, "_local_tensor"):
+    if not is_distributed(sharded):
         return own
     return torch.distributed.tensor.DTensor.from_local(  # type: ignore[attr-defined]
         own,

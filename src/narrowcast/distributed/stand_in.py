@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..upstream.fsdp import BUFFER_OPERATORS, unknown_operator
+from ..upstream.tensors import make_wrapper, no_torch_function, schema_of
+
 
 class Contents:
     """What FSDP2 would have copied into its buffer; kept as long as FSDP2 keeps the buffer."""
@@ -24,25 +27,43 @@ class StandIn(Tensor):
 
     @staticmethod
     def __new__(cls, contents: Contents, size: Any, dtype: torch.dtype, device: Any) -> StandIn:
-        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        return make_wrapper(cls, size, dtype=dtype, device=device)
 
     def __init__(self, contents: Contents, size: Any, dtype: torch.dtype, device: Any) -> None:
         self.contents = contents
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What FSDP2 does to its buffers: view them as a row for each rank, fill them, and copy out of them."""
-        fsdp = torch.ops.fsdp
         if func is torch.ops.aten.view.default:
             buffer, (rows, _) = args
             return cls(buffer.contents, (rows, buffer.numel() // rows), buffer.dtype, buffer.device)
-        if func is fsdp.chunk_cat.default:
-            return kwargs["out"].contents.tensors.extend(args[0])
-        if func is fsdp.all_gather_copy_in.default:
-            args[1].contents.tensors.extend(args[0])
-            return args[1], args[1]
-        if func is fsdp.split_with_sizes_copy.default:
-            return args[0].contents.copy_out(kwargs["out"])
-        raise NotImplementedError(f"{func} of a buffer that tensors are sent without")
+        deed = BUFFER_OPERATORS.get(func.name())
+        if deed == "put gradients in":
+            return _argument(func, args, kwargs, "out").contents.tensors.extend(
+                _argument(func, args, kwargs, "tensors")
+            )
+        if deed == "put shards in":
+            output = _argument(func, args, kwargs, "all_gather_output")
+            output.contents.tensors.extend(_argument(func, args, kwargs, "all_gather_inputs"))
+            return output, output
+        if deed == "take weights out":
+            buffer = _argument(func, args, kwargs, "all_gather_output")
+            return buffer.contents.copy_out(_argument(func, args, kwargs, "out"))
+        raise unknown_operator(func)
+
+
+def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Return an operator's argument by its name.
+
+    Raises:
+        UpstreamError: the operator has none of this name.
+    """
+    if name in (kwargs or {}):
+        return kwargs[name]
+    position = next((at for at, one in enumerate(schema_of(func).arguments) if one.name == name), len(args))
+    if position >= len(args):
+        raise unknown_operator(func)
+    return args[position]

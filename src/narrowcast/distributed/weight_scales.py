@@ -17,6 +17,8 @@ from ..recipe import WEIGHT_SLOT, Recipe
 from ..reference.scaling import reciprocal, scale_from_amax
 from ..state import starts_a_step
 from ..tensors import local
+from ..upstream.fsdp import parameter_groups, reduces_gradients
+from ..upstream.modules import own_parameters
 from .sharded_weight import ShardedWeight, WeightGather
 
 
@@ -50,7 +52,7 @@ class ScaledWeight:
     @property
     def shard(self) -> Tensor:
         """This rank's shard of the weight, also while the whole weight is gathered."""
-        own = local(self.layer._parameters[self.name])
+        own = local(own_parameters(self.layer)[self.name])
         if isinstance(own, ShardedWeight):
             self._seen = own
         return self._seen._shard
@@ -72,20 +74,9 @@ class ScaledWeight:
         return list(shard.unbind()) if self.gather.members else [shard]
 
 
-def fsdp_groups(model: nn.Module) -> list[Any]:
-    """What FSDP2 gathers together, of all modules."""
-    found = []
-    for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            state = module._get_fsdp_state()  # type: ignore[operator]
-            groups = getattr(state, "_fsdp_param_groups", None)  # PyTorch before 2.12 has one
-            found += [state._fsdp_param_group] if groups is None else groups
-    return [group for group in found if group is not None]
-
-
 def synchronizes(model: nn.Module) -> bool:
     """Whether the backward of this forward reduces gradients over ranks."""
-    return any(group.reduce_grads for group in fsdp_groups(model))
+    return any(map(reduces_gradients, parameter_groups(model)))
 
 
 class WeightScales:

@@ -11,6 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..upstream.c10d import (
+    all_gather_op,
+    all_reduce_op,
+    default_group,
+    reduce_scatter_op,
+    size_of_group_named,
+    wait_op,
+)
+
 # PyTorch 2.13 has other names for them, and warns at the old ones.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(
     dist, "all_gather_into_tensor", None
@@ -48,7 +57,7 @@ def group_size(name: str | None) -> int:
         return 1
     if name is None:
         return dist.get_world_size()
-    return dist.distributed_c10d._get_group_size_by_name(name)  # type: ignore[arg-type]
+    return size_of_group_named(name)
 
 
 def gather_rows(x: Tensor, group: str | None) -> Tensor:
@@ -85,8 +94,7 @@ def smallest_of(x: Tensor, group: str | None) -> Tensor:
 
 def start_gather(x: Tensor, group: str | None) -> Tensor:
     """:func:`gather_rows` of several processes, not to be read before :func:`arrived`."""
-    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
-    return gather(x.contiguous(), group_size(group), _registered(group))
+    return all_gather_op(x.contiguous(), group_size(group), _registered(group))
 
 
 def start_scatter(x: Tensor, group: str | None) -> Tensor:
@@ -97,8 +105,7 @@ def start_scatter(x: Tensor, group: str | None) -> Tensor:
     """
     size = group_size(group)
     check_scatters(x.shape, size)
-    scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
-    return scatter(x.contiguous(), "sum", size, _registered(group))
+    return reduce_scatter_op(x.contiguous(), "sum", size, _registered(group))
 
 
 def start_sum(x: Tensor, group: str | None) -> Tensor:
@@ -108,7 +115,7 @@ def start_sum(x: Tensor, group: str | None) -> Tensor:
 
 def arrived(tensor: Tensor) -> Tensor:
     """What was begun, once it is there."""
-    return torch.ops._c10d_functional.wait_tensor.default(tensor)
+    return wait_op(tensor)
 
 
 def check_scatters(shape: tuple[int, ...], size: int) -> None:
@@ -124,8 +131,8 @@ def check_scatters(shape: tuple[int, ...], size: int) -> None:
 
 
 def _registered(group: str | None) -> str:
-    return dist.distributed_c10d._get_default_group().group_name if group is None else group
+    return default_group().group_name if group is None else group
 
 
 def _reduce(x: Tensor, how: str, name: str) -> Tensor:
-    return torch.ops._c10d_functional.all_reduce.default(x, how, name)
+    return all_reduce_op(x, how, name)

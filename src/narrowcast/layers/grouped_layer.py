@@ -36,6 +36,7 @@ from ..tensors import (
     plain,
     storage_of,
 )
+from ..upstream.fsdp import is_distributed
 from ..upstream.modules import own_parameters
 from ..upstream.tensors import base_of
 from .linear_layer import LinearLayer, Stage
@@ -218,14 +219,14 @@ class GroupedLinearLayer(LinearLayer):
     def _quantize_weight(self, values: list[Tensor]) -> None:
         """Register the quantization of all weights, one (G, N, K) or G of (N, K), in place of the parameters."""
         quantizer = self._stored_as(self._stages[0])
-        if self.single_grouped_weight and hasattr(self.weight, "_local_tensor"):
+        if self.single_grouped_weight and is_distributed(self.weight):
             raise RuntimeError(
                 f"FSDP shards {self.name or type(self).__name__}, but not the one tensor that its groups are to be "
                 "quantized into; use single_grouped_weight=False, or make it without quantized_model_init"
             )
         for name, value in zip(self._names_of("weight"), values, strict=True):
             held: Any = own_parameters(self)[name]
-            if hasattr(value, "_local_tensor"):  # FSDP2 has the parameter
+            if is_distributed(value):  # FSDP2 has the parameter
                 held.copy_(value)
                 continue
             parameter = quantize_parameter(value, quantizer, self._init_preserve, held.requires_grad)

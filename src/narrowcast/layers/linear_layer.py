@@ -38,6 +38,7 @@ from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
 from ..tensors import GroupedTensor, QuantizedTensor, dequantized, local, plain
 from ..tensors.storage import resolve_storage_class
+from ..upstream.fsdp import is_distributed, is_managed, replace_local_part
 from ..upstream.modules import own_parameters
 from ..upstream.tensors import in_transform
 from .delayed import DelayedLayer
@@ -171,7 +172,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             rows = sum(part.shape[0] for part in parts)
             value = torch.empty(rows, value.shape[1], dtype=value.dtype, device=value.device)
         self._draw(stage, value)
-        if self._init_recipe is not None and hasattr(value, "_local_tensor"):
+        if self._init_recipe is not None and is_distributed(value):
             parts[0].copy_(value)  # FSDP2 has the parameter
         elif self._init_recipe is not None:
             setattr(
@@ -354,7 +355,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         self, name: str, operand: Operand, made_from: list[Tensor], buffers: OperandBuffers
     ) -> OperandBuffers:
         """Keep a quantized weight for later microbatches; not under FSDP, whose writes do not raise its version."""
-        if getattr(self, "_is_fsdp_managed_module", False):
+        if is_managed(self):
             return buffers
         *others, last = buffers.rowwise
         if torch.compiler.is_compiling():
@@ -510,14 +511,13 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
 
     def _apply(self, fn: Any, recurse: bool = True) -> LinearLayer:
         self._drop_workspaces()
-        shards = {name: local(p) for name, p in own_parameters(self).items() if hasattr(p, "_local_tensor")}
+        shards = {name: local(p) for name, p in own_parameters(self).items() if is_distributed(p)}
         super()._apply(fn, recurse)
         for name, shard in shards.items():
             moved: Any = own_parameters(self)[name]
             if isinstance(shard, QuantizedTensor) and not isinstance(local(moved), QuantizedTensor):
-                moved._local_tensor = shard._with_values(
-                    local(moved)
-                )  # a DTensor in another dtype became plain
+                # a DTensor in another dtype became plain
+                replace_local_part(moved, shard._with_values(local(moved)))
         for store in self.wgrad_stores.values():
             store.ticket = fn(store.ticket)
         self._prepare_parameters()

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ..autograd import NormSettings
 from ..reference.norm import NORMALIZATIONS
+from ..upstream.fsdp import placed_by_style
 from .extra_state import EXTRA_STATE
 from .neutral import NormOptions, check_neutral
 from .parameters import casts, parameter_device, parameter_dtype, remedy
-from .tensor_parallel import placed_by_style
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -137,16 +136,6 @@ def local_part(parameter: Any, to_be_summed: bool) -> Any:
     if not to_be_summed:
         return parameter.to_local()
     return parameter.to_local(grad_placements=[torch.distributed.tensor.Partial()])  # type: ignore[attr-defined]
-
-
-def placed_by_style(parameter: Any) -> bool:
-    """Whether one of PyTorch's styles for ``parallelize_module`` is about to register a parameter."""
-    if not hasattr(parameter, "device_mesh"):
-        return False
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.tensor.parallel.style":
-        frame = frame.f_back
-    return frame is not None
 
 
 def on_local(layer: Any, inp: Any, *options: Any) -> Any:

@@ -19,12 +19,12 @@ from ..layers.tensor_parallel import (
     checked_mode,
     checked_size,
     on_local,
-    placed_by_style,
     shared,
 )
 from ..recipe import Recipe
 from ..state import THREAD
 from ..tensors import local
+from ..upstream.fsdp import placed_by_style
 from ..upstream.modules import own_buffers
 from ..upstream.tensors import is_autocast
 from .parameters_split import ParametersSplit, parts_of

@@ -25,7 +25,7 @@ from ..quantizers import Operand
 from ..recipe import Recipe
 from ..state import THREAD
 from ..tensors import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx
-from ..upstream.modules import forward_pre_hooks, has_original_parameters, own_children, own_parameters
+from ..upstream.modules import forward_pre_hooks, own_children, own_parameters
 from ..upstream.tensors import in_transform
 from .context import OperationContext, RestoredContext
 from .handover import ScaledOperand
@@ -341,8 +341,7 @@ class OperationFuser:
         for op in self.basic_ops:
             if own_children(op) or forward_pre_hooks(op):
                 _refuse_computed_parameters(op)
-            whole = has_original_parameters(op)
-            params.append(list(op.parameters()) if whole else op._views_of_parameters())
+            params.append(op._whole_parameters())
             operands += params[-1]
         first = self._first_with_backward(input_, extra_inputs, params)
         for op, at in self._preparing:

@@ -31,7 +31,7 @@ from ..recipe import Mode, Recipe
 from ..roles import QuantizerRole
 from ..state import checked_recipe
 from ..tensors import TensorOrQuantized
-from ..upstream.modules import own_children
+from ..upstream.modules import own_children, own_parameters
 from .context import OperationContext
 from .forms import check_no_extra_io, check_one_form, check_pairs, form_defined_by, something_returned
 from .fuser import OperationFuser
@@ -306,9 +306,15 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         super().register_parameter(name, param)
         self.__dict__.setdefault("_registered", {})[name] = None
 
-    def _views_of_parameters(self) -> list[Tensor]:
-        """What FSDP1 with ``use_orig_params=False`` puts in the place of parameters, in the order of these."""
-        views = [getattr(self, name) for name in self.__dict__.get("_registered", ())]
+    def _whole_parameters(self) -> list[Tensor]:
+        """Return the parameters, or what stands in their place, in the order in which they were registered.
+
+        FSDP1 with ``use_orig_params=False`` takes them out of the module and leaves views as attributes.
+        """
+        names = self.__dict__.get("_registered", ())
+        if len(own_parameters(self)) == len(names):
+            return list(self.parameters())
+        views = [getattr(self, name, None) for name in names]
         return [view for view in views if view is not None]
 
     def _apply(self, fn: Any, recurse: bool = True) -> BasicOperation:

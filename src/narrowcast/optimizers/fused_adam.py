@@ -13,6 +13,7 @@ from torch.torch_version import TorchVersion
 from ..functional import adam_
 from ..reference.adam import join, split
 from ..tensors import DequantizingTensor, QuantizedTensor, dequantized, local
+from ..upstream.fsdp import is_distributed
 from .stored import decode, encode
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -405,7 +406,7 @@ def _run(
     found_inf: Tensor | None,
 ) -> None:
     """A step of parameters of one device, all or none of which have something beside them."""
-    if any(hasattr(tensors.weight, "_local_tensor") for tensors in parameters):
+    if any(is_distributed(tensors.weight) for tensors in parameters):
         parameters = [_Tensors(*[local(x) for x in tensors]) for tensors in parameters]
     weights, grads, first, second, beside, _ = ([*column] for column in zip(*parameters))
     adam_(
@@ -433,7 +434,7 @@ def _is_direct(p: Tensor) -> bool:
 
 def _placed_as(grad: Any, p: Any) -> Tensor:
     """A gradient on the ranks as its parameter is, in a dtype that a step reads."""
-    if hasattr(p, "_local_tensor") and grad.placements != p.placements:
+    if is_distributed(p) and grad.placements != p.placements:
         grad = grad.redistribute(placements=p.placements)
     return grad if grad.dtype in _STEPPED_DTYPES else grad.float()
 

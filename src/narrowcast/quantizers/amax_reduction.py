@@ -26,6 +26,11 @@ class AmaxReducing(Quantizer):
     with_amax_reduction: bool
 
     def _reduction_group(self, given: Any) -> Any:
+        if not self.with_amax_reduction and given is not None:
+            raise ValueError(
+                f"{type(self).__qualname__} got amax_reduction_group and has with_amax_reduction=False; use "
+                "quantizer.replace(with_amax_reduction=True), or leave the group out"
+            )
         if not self.with_amax_reduction:
             return None
         if not self._shares_amax:

@@ -449,8 +449,8 @@ class Quantizer(Sealable, QuantizerValue):
                 with ``with_amax_reduction``, which needs one.
         Raises:
             TypeError: another dtype. ValueError: too few dims for the format, no direction asked for, an ``out`` of
-            another kind, shape or nominal dtype, or ``with_amax_reduction`` without a group. NotImplementedError: a
-            group, and a format that has no amax to reduce.
+            another kind, shape or nominal dtype, or ``with_amax_reduction`` without a group or the reverse.
+            NotImplementedError: a group, and a format that has no amax to reduce.
         """
         if torch.compiler.is_compiling() and not self._te_compile_value_opaque:
             while_tracing(_refuse_while_tracing)

@@ -21,7 +21,7 @@ from torch.torch_version import TorchVersion
 from .._device import get_device_compute_capability, is_mxfp8_available
 from .._tracing import while_tracing
 from ..recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, share_plans
-from .delayed_scaling import DelayedState, renew
+from .delayed_scaling import DelayedState, renew, warn_unless_reduced
 
 _THREADS = itertools.count()
 
@@ -151,7 +151,8 @@ class autocast:
         enabled: False runs the layers in high precision.
         calibrating: with ``enabled=False`` and a delayed-scaling recipe, collect amax on the way.
         recipe: how to quantize; None takes :func:`get_default_recipe`.
-        amax_reduction_group: what :func:`get_fp8_group` returns; ``reduce_delayed_scaling`` reduces amax.
+        amax_reduction_group: what :func:`get_fp8_group` returns; ``reduce_delayed_scaling`` reduces amax. Delayed
+            scaling warns once if steps pass without it.
     Raises:
         TypeError: ``recipe`` is no recipe, or one is given in the place of ``enabled``. RuntimeError: entering an
         instance that is active; or, in torch before 2.13, entering inside a compiled ``torch.utils.checkpoint``.
@@ -196,6 +197,8 @@ class autocast:
                 renew(
                     [owner for owner in state.delayed if getattr(owner, "training", torch.is_grad_enabled())]
                 )
+                if self.group is not None and getattr(self.recipe, "reduce_amax", False):
+                    warn_unless_reduced(self.group)
         self.previous = state.get()
         if outermost:
             state.traced = compiling

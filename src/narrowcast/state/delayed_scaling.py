@@ -9,6 +9,7 @@ nothing keeps its scale.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from .. import reference
 from ..functional import read_scales, renew_delayed_scaling, renewed_scales, scales_of_run, take_amaxes
+from ..functional.collectives import group_name, group_size
 from ..functional.recomputation import put_back
 from ..recipe import DelayedScaling, Mode
 from ..upstream.autograd import version_preserved
@@ -143,6 +145,23 @@ def _renew_with_callables(group: Sequence[DelayedSlots], root: str = "") -> None
         slots.amax_history.copy_(torch.where(used, history, slots.amax_history))
 
 
+_SAID: set[str] = set()  # "reduced": by the user, at least once; "warned": that nobody does
+
+
+def warn_unless_reduced(group: Any) -> None:
+    """Warn once if a step has passed and nothing was ever reduced over the ranks of an autocast's group."""
+    if _SAID or not (isinstance(group, str) or hasattr(group, "group_name")):
+        return
+    if group_size(group_name(group)) > 1:
+        _SAID.add("warned")
+        warnings.warn(
+            "autocast got an amax_reduction_group, and over it nothing was reduced: ranks scale differently; call "
+            "narrowcast.reduce_delayed_scaling(model, group) once per step, between the backward and the next forward, "
+            "or use a recipe with reduce_amax=False",
+            stacklevel=4,
+        )
+
+
 def reduce_amax(slots: Sequence[tuple[int, Tensor | None]], group: Any = None, checked: int = -1) -> int:
     """MAX over the ranks of ``group`` of what the step has collected, in one all-reduce of a fixed layout.
 
@@ -155,6 +174,7 @@ def reduce_amax(slots: Sequence[tuple[int, Tensor | None]], group: Any = None, c
     Raises:
         RuntimeError: the ranks' models keep states of different sizes; on all of them.
     """
+    _SAID.add("reduced")
     distributed = torch.distributed
     if not (
         distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1

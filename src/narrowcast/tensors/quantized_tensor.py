@@ -103,7 +103,10 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         self.quantize_(values)
 
     def _quantized(self, values: Tensor) -> DequantizingTensor:
-        return self._quantizer.quantize(values)  # type: ignore[attr-defined]
+        made = self._quantizer.quantize(values)  # type: ignore[attr-defined]
+        if values.shape == self.shape:
+            made._mark_as(self)
+        return made
 
     def _adopt(self, source: QuantizedTensor) -> None:
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
@@ -205,8 +208,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
             for attribute, argument in self._FLATTEN_TENSOR_BUFFERS
         }
         same = self._around(tuple(self.shape), buffers)
-        if self._shards is not None:
-            same._shards = self._shards
+        same._mark_as(self)
         return same
 
     def _regrouped(self, shape: tuple[int, ...]) -> QuantizedTensor | None:
@@ -245,7 +247,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         if dtype is not None:
             arguments["fake_dtype"] = dtype
         wrapper = cls(**arguments)
-        wrapper._shards = tensor._shards
+        wrapper._mark_as(tensor)
         return wrapper
 
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
@@ -372,11 +374,11 @@ def _split_into(func: Any, tensor: QuantizedTensor, sizes: Sequence[int], dim: i
 
 @_handles(aten.slice.Tensor)
 def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, *bounds: Any) -> Tensor:
-    if dim == 0 and tensor._asked_for_shards():
-        return tensor._like(lambda buffer: buffer)  # all of it: shards are equal
     dim = dim % tensor.dim()
     first, last, step = [*bounds, *(None, None, 1)[len(bounds) :]]
     first, last, _ = slice(first, last).indices(tensor.shape[dim])
+    if tensor._is_shard and (dim, first, last, step) == (0, 0, tensor.shape[0], 1):
+        return tensor._like(lambda buffer: buffer)  # FSDP2 cuts padding away, of which equal shards have none
     part = tensor._part(dim, first, last - first) if step == 1 and last > first else None
     return read_only(func(tensor._plain(), dim, *bounds)) if part is None else part
 
@@ -385,7 +387,7 @@ def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, *bounds: Any) -> Te
 def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
     empty = tensor._quantizer.make_empty(tuple(tensor.shape), dtype=dtype, device=device)  # type: ignore[attr-defined]
-    empty._shards = tensor._shards
+    empty._mark_as(tensor)
     return with_attributes_of(tensor, empty, but=("_high_precision_init_val",))
 
 
@@ -405,7 +407,7 @@ def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tenso
         and (same := tensor._regrouped(tuple(size))) is not None
     ):
         return same
-    if len(size) == 1 and tensor._asked_for_shards():
+    if len(size) == 1 and (tensor._is_shard or tensor._asked_for_shards()):
         return type(tensor).make_like(tensor, shape=(tensor.numel(),))  # not read by FSDP2
     values = func(tensor._plain(), size, **kwargs)
     return read_only(values) if func.is_view else values

@@ -1,12 +1,12 @@
 """Quantized tensors whose rows FSDP2 shards: each shard is codes and scales of whole blocks, and is gathered as such.
 
-``fully_shard`` splits a parameter with operators that other code uses, too, so their handlers look at who calls them.
+``fully_shard`` splits a parameter with operators that other code uses, too, so their handlers ask who calls them. The
+shards that it makes are marked; what FSDP2 does to one later follows from the mark.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats import Buffer, Layout
+from ..upstream.autograd import version_preserved
+from ..upstream.fsdp import (
+    current_sharding,
+    is_distributed,
+    local_part,
+    sharding_caller,
+)
 
 
 class ShardedRows:
@@ -23,8 +30,16 @@ class ShardedRows:
     moves those that lie by rows; what all rows share, such as the amax of the matrix, every rank has.
     """
 
+    _is_shard: bool = False
+    """Whether FSDP2 made this, as this rank's part of a parameter."""
+
     _shards: Any = None
     """Of a shard that shares its scale with the others: group of all their ranks, over which writes reduce the amax."""
+
+    def _mark_as(self, other: Any) -> None:
+        """Be a shard if another tensor is one, with the same ranks."""
+        if other._is_shard:
+            self._is_shard, self._shards = True, other._shards
 
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
@@ -125,36 +140,26 @@ class ShardedRows:
 
     def _empty_shard(self: Any, size: Sequence[int]) -> Any:
         """An uninitialised shard, which FSDP2 fills; on the meta device, too."""
-        parameter = _sharded_parameter()
-        spread = parameter.mesh_info  # of replicas alone it has no group
-        ranks, group = getattr(spread, "shard_mesh_size", 1), getattr(spread, "shard_process_group", None)
+        ranks, group, shared_modules = current_sharding()
         if list(size) != [self.shape[0] // ranks, *self.shape[1:]]:
             raise cannot_shard(self, f"{list(size)} of its {list(self.shape)} is no equal share of rows")
         self.check_rows(size[0])
-        for module in (
-            parameter._module_info.shared_modules if self._turns() else ()
-        ):  # a gather tells only the first
-            if hasattr(module, "_takes_rows"):
-                module._takes_rows(self._BARE_NAME)
+        for module in shared_modules if self._turns() else ():  # a gather tells only the first
+            takes_rows: Any = getattr(module, "_takes_rows", None)
+            if takes_rows is not None:
+                takes_rows(self._BARE_NAME)
         quantizer = self._rows_alone()._quantizer
         shard = quantizer.make_empty(tuple(size), dtype=self.dtype, device=self.device)
-        return share_amax(shard, group if ranks > 1 else None)
-
-
-def share_amax(shard: Any, group: Any) -> Any:
-    """Have a shard agree with those of other ranks on what all rows share, whenever it is written to; the shard itself.
-
-    Args:
-        group: of the ranks that hold shards; None for one alone.
-    """
-    if any(_place(buffer, shard.shape[0])[0] < 0 for buffer, _ in _held(shard)):
-        shard._shards = group
-    return shard
+        shard._is_shard = True
+        # what all rows share, the ranks agree on whenever a shard is written to
+        if ranks > 1 and any(_place(buffer, size[0])[0] < 0 for buffer, _ in _held(shard)):
+            shard._shards = group
+        return shard
 
 
 def local(tensor: Any) -> Any:
     """What this rank holds of a tensor: of a DTensor its part."""
-    return getattr(tensor, "_local_tensor", tensor)
+    return local_part(tensor) if is_distributed(tensor) else tensor
 
 
 def dequantized(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -176,7 +181,7 @@ def dequantized(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
 def overwrite_unseen(buffers: list[Tensor], values: list[Tensor]) -> None:
     """Overwrite unseen by autograd: a backward that saved a scale must read that of the codes gathered last."""
     for buffer, value in zip(buffers, values, strict=True):
-        with torch.autograd._unsafe_preserve_version_counter(buffer):
+        with version_preserved(buffer):
             buffer.copy_(value)
 
 
@@ -197,32 +202,6 @@ def check_not_sharded(tensor: Any) -> None:
     """
     if sharding_caller():
         raise cannot_shard(tensor, "it would go on with plain values")
-
-
-def sharding_caller() -> str:
-    """ "FSDP1" or "FSDP2" when one of them is the caller, else ""."""
-    for name, _ in _frames():
-        if name.startswith("torch.distributed.fsdp"):
-            return "FSDP2" if name.startswith("torch.distributed.fsdp._fully_shard") else "FSDP1"
-    return ""
-
-
-def _sharded_parameter() -> Any:
-    """FSDP2's own record of the parameter that it is sharding: its modules, and the ranks."""
-    return next(
-        frame.f_locals["self"]
-        for name, frame in _frames()
-        if name.startswith("torch.distributed.fsdp._fully_shard")
-        and hasattr(frame.f_locals.get("self"), "_module_info")
-    )
-
-
-def _frames() -> Iterator[tuple[str, Any]]:
-    """(module, frame) of the callers, up to a module's forward: what runs inside one is not FSDP's work."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and (name := frame.f_globals.get("__name__", "")) != "torch.nn.modules.module":
-        yield name, frame
-        frame = frame.f_back
 
 
 def _held(tensor: Any) -> list[tuple[Buffer, Tensor]]:

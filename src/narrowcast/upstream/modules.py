@@ -62,15 +62,3 @@ def forward_hooks(module: nn.Module) -> dict[int, Any]:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether a hook runs in the module's backward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-entry(
-    "module._fsdp_use_orig_params",
-    follows="torch/distributed/fsdp/fully_sharded_data_parallel.py",
-    without="wrap with use_orig_params=True, or use fully_shard",
-)
-
-
-def has_original_parameters(module: nn.Module) -> bool:
-    """Return whether a module's parameters are its own, not views of a flat one of ``FullyShardedDataParallel``."""
-    return module.__dict__.get("_fsdp_use_orig_params", True)

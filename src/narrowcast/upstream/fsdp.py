@@ -1,0 +1,337 @@
+"""FSDP2 and DTensor: what sharding reads of them beyond ``fully_shard`` and its two hooks around an all-gather.
+
+Nothing of ``torch.distributed.fsdp`` is imported here: whoever shards has imported it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .private import Entry, UpstreamError, entry, private
+
+_FSDP = "torch.distributed.fsdp"
+_PARAMETER = "torch/distributed/fsdp/_fully_shard/_fsdp_param.py"
+_GROUP = "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py"
+
+# -- a DTensor's part --------------------------------------------------------------------------------------------------
+
+_LOCAL = entry(
+    "torch.distributed.tensor.DTensor._local_tensor",
+    follows="torch/distributed/tensor/_api.py",
+    without="to_local() returns a copy that writes do not reach; train on one rank or on a tested release",
+)
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Return whether a tensor is a DTensor, by an attribute that its documentation names."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Any) -> Any:
+    """Return the very tensor that this rank holds of a DTensor, without gradients.
+
+    Raises:
+        UpstreamError: this release keeps it elsewhere.
+    """
+    try:
+        return tensor._local_tensor
+    except AttributeError:
+        raise _LOCAL.error() from None
+
+
+def replace_local_part(tensor: Any, local: Tensor) -> None:
+    """Put another tensor of the same shape in the place of what this rank holds.
+
+    Raises:
+        UpstreamError: this release keeps it elsewhere.
+    """
+    if not hasattr(tensor, "_local_tensor"):
+        raise _LOCAL.error()
+    tensor._local_tensor = local
+
+
+# -- what FSDP2 gathers and reduces together ---------------------------------------------------------------------------
+
+_STATE = entry(
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+    follows="torch/distributed/fsdp/_fully_shard/_fully_shard.py",
+    without="use torch.distributed.fsdp.fully_shard in place of narrowcast.distributed.shard",
+)
+_ATTRIBUTES = {
+    name: entry(
+        f"FSDPParamGroup.{name}",
+        follows=_GROUP,
+        without="use torch.distributed.fsdp.fully_shard in place of narrowcast.distributed.shard",
+    )
+    for name in ("fsdp_params", "reduce_grads", "post_forward_mesh_info", "reshard_after_backward")
+}
+_SHARDED_PARAMETER = entry(
+    "FSDPParam.sharded_param",
+    follows=_PARAMETER,
+    without="use torch.distributed.fsdp.fully_shard in place of narrowcast.distributed.shard",
+)
+
+
+def parameter_groups(model: nn.Module) -> list[Any]:
+    """Return what FSDP2 gathers together, of all modules.
+
+    Raises:
+        UpstreamError: this release keeps them elsewhere.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    found: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            try:
+                state: Any = module._get_fsdp_state()
+                if hasattr(state, "_fsdp_param_groups"):
+                    found += state._fsdp_param_groups
+                else:  # PyTorch before 2.12 has one
+                    found.append(state._fsdp_param_group)
+            except AttributeError as error:
+                raise _STATE.error(str(error)) from None
+    return [group for group in found if group is not None]
+
+
+def _read(group: Any, name: str) -> Any:
+    try:
+        return getattr(group, name)
+    except AttributeError as error:
+        raise _ATTRIBUTES[name].error(str(error)) from None
+
+
+def reduces_gradients(group: Any) -> bool:
+    """Return whether the backward of this forward reduces gradients over ranks."""
+    return _read(group, "reduce_grads")
+
+
+def gathers_in_backward(group: Any) -> bool:
+    """Return whether weights are given back after a forward, so that the backward gathers them again."""
+    return _read(group, "post_forward_mesh_info") is not None
+
+
+def keeps_after_backward(group: Any) -> bool:
+    """Return whether weights stay gathered after a backward."""
+    return not _read(group, "reshard_after_backward")
+
+
+def sharded_parts(group: Any) -> list[Any]:
+    """Return this rank's shards of a group's parameters."""
+    try:
+        return [local_part(one.sharded_param) for one in _read(group, "fsdp_params")]
+    except AttributeError as error:
+        raise _SHARDED_PARAMETER.error(str(error)) from None
+
+
+# -- the buffers that FSDP2 sends --------------------------------------------------------------------------------------
+
+_COLLECTIVES = "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py"
+_WITHOUT_OPERATORS = (
+    "shard with quantized_gather=False, and with a MixedPrecisionPolicy whose reduce_dtype is its param_dtype"
+)
+BUFFER_OPERATORS = {
+    "fsdp::chunk_cat": "put gradients in",  # until 2.14
+    "fsdp::chunk_cat_mixed_dtype": "put gradients in",  # from 2.15
+    "fsdp::all_gather_copy_in": "put shards in",
+    "fsdp::split_with_sizes_copy": "take weights out",
+}
+"""FSDP2's own operators on the buffers that it sends, by name, with what each does."""
+
+for _name, _tried in dict.fromkeys(BUFFER_OPERATORS, "2.11-2.15").items():
+    entry(
+        f"torch.ops.{_name.replace('::', '.')}",
+        follows=_COLLECTIVES,
+        without=_WITHOUT_OPERATORS,
+        tried="2.15" if _name.endswith("mixed_dtype") else _tried,
+    )
+
+
+def unknown_operator(func: Any) -> UpstreamError:
+    """Return the error for an operator on FSDP2's buffers that no tested release applies."""
+    return Entry("operators of FSDP2's buffers", follows=_COLLECTIVES, without=_WITHOUT_OPERATORS).error(
+        f"{func} of a buffer that tensors are sent without"
+    )
+
+
+def _cat_padded_chunks(tensors: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> Tensor:
+    rows = []
+    for one in tensors:
+        missing = -one.shape[0] % num_chunks
+        padded = F.pad(one, (0, 0) * (one.dim() - 1) + (0, missing)) if missing else one
+        rows.append(padded.reshape(num_chunks, -1).to(out.dtype))
+    return torch.cat(rows, 1, out=out)
+
+
+cat_chunks: Any = private(
+    "torch._chunk_cat",
+    follows="ATen, as torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py calls it",
+    without="tensors are padded and concatenated one by one, with the same result",
+    fallback=_cat_padded_chunks,
+)
+"""``(tensors, 0, ranks, out=)``: a row for each rank, of every tensor's chunk for it, padded with zeros."""
+
+# -- sharding in progress ----------------------------------------------------------------------------------------------
+
+_CALLERS = entry(
+    "frames of torch.distributed.fsdp.fully_shard",
+    follows=_PARAMETER,
+    without="build the model without quantized_model_init and shard that",
+)
+_SHARDING = entry(
+    "FSDPParam._module_info and .mesh_info",
+    follows=_PARAMETER,
+    without="build the model without quantized_model_init and shard that",
+)
+_MODULE_CALL = nn.Module.__call__.__code__
+_SHARDS = {
+    _FSDP: ("fully_shard",),
+    "torch.distributed._composable.replicate_with_fsdp": ("replicate",),
+}
+
+
+class Sharding(NamedTuple):
+    """How FSDP2 shards a parameter: over how many ranks, their group, and further modules that share it."""
+
+    ranks: int
+    group: Any
+    shared_modules: list[nn.Module]
+
+
+def sharding_caller() -> str:
+    """Return "FSDP1" or "FSDP2" when one of them is sharding and calls this, else "".
+
+    The public functions that shard are looked for among the callers, by their code, up to a module's forward: what runs
+    inside a forward is not FSDP's work. So nothing depends on where PyTorch keeps its files.
+
+    Raises:
+        UpstreamError: another part of torch.distributed.fsdp calls this, outside of the functions that are known.
+    """
+    if _FSDP not in sys.modules:
+        return ""
+    shards, flattens = _sharding_code(tuple(map(sys.modules.get, _SHARDS)))
+    inside = False
+    for frame in _callers():
+        if frame.f_code in shards:
+            return "FSDP2"
+        if frame.f_code in flattens:
+            return "FSDP1"
+        inside |= frame.f_globals.get("__name__", "").startswith(_FSDP)
+    if inside:
+        raise _CALLERS.error("another function of torch.distributed.fsdp that splits a quantized tensor")
+    return ""
+
+
+@functools.lru_cache(8)
+def _sharding_code(modules: tuple[Any, ...]) -> tuple[frozenset[Any], frozenset[Any]]:
+    """Return the code of the functions that shard, and of those of FSDP1."""
+    functions = [
+        getattr(module, name)
+        for module, names in zip(modules, _SHARDS.values())
+        for name in names
+        if module is not None
+    ]
+    shards = frozenset(inspect.unwrap(function).__code__ for function in functions)
+    return shards, frozenset([modules[0].FullyShardedDataParallel.__init__.__code__])
+
+
+def current_sharding() -> Sharding:
+    """Return how FSDP2 shards the parameter at hand, which its callers hold.
+
+    Raises:
+        UpstreamError: no caller holds it in the form that is known.
+    """
+    for frame in _callers():
+        parameter = frame.f_locals.get("self")
+        if not hasattr(parameter, "_module_info"):
+            continue
+        try:
+            shared, mesh = parameter._module_info.shared_modules, parameter.mesh_info
+        except AttributeError as error:
+            raise _SHARDING.error(str(error)) from None
+        if hasattr(mesh, "shard_mesh_size") and hasattr(mesh, "shard_process_group"):
+            return Sharding(mesh.shard_mesh_size, mesh.shard_process_group, shared)
+        if hasattr(mesh, "replicate_mesh_size"):  # replicas alone have no shards
+            return Sharding(1, None, shared)
+        raise _SHARDING.error(f"a {type(mesh).__name__} without shard_mesh_size")
+    raise _SHARDING.error("no caller that holds it")
+
+
+def _callers() -> Iterator[Any]:
+    """Yield the frames of the callers, up to a module's forward."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code is not _MODULE_CALL:
+        yield frame
+        frame = frame.f_back
+
+
+# -- modules whose parameters FSDP writes ------------------------------------------------------------------------------
+
+_MANAGED = entry(
+    "nn.Module._is_fsdp_managed_module",
+    follows="torch/_dynamo/variables/builder.py, which reads it, too",
+    without="call layers without is_first_microbatch",
+)
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Return whether FSDP writes a module's parameters, which does not raise their versions.
+
+    Raises:
+        UpstreamError: FSDP2 of this release marks such modules in another way.
+    """
+    if getattr(module, "_is_fsdp_managed_module", False):
+        return True
+    if not torch.compiler.is_compiling() and _FSDP in sys.modules and not _marks_modules():
+        raise _MANAGED.error()
+    return False
+
+
+@functools.lru_cache(1)
+def _marks_modules() -> bool:
+    """Return whether FSDP2's code sets the mark: in ``fully_shard`` itself, or in a function of its file."""
+    shards = inspect.unwrap(sys.modules[_FSDP].fully_shard)
+    functions = [one for one in (shards, *shards.__globals__.values()) if inspect.isfunction(one)]
+    return any("_is_fsdp_managed_module" in one.__code__.co_names for one in functions)
+
+
+# -- tensor-parallel styles --------------------------------------------------------------------------------------------
+
+_STYLES = entry(
+    "frames of torch.distributed.tensor.parallel's styles",
+    follows="torch/distributed/tensor/parallel/style.py",
+    without="use the styles of narrowcast.distributed, such as narrowcast.distributed.ColwiseParallel",
+)
+_PARALLEL = "torch.distributed.tensor.parallel"
+
+
+def placed_by_style(parameter: Any) -> bool:
+    """Return whether one of PyTorch's styles for ``parallelize_module`` registers this parameter.
+
+    A caller is looked for that is a method of one of its public classes.
+
+    Raises:
+        UpstreamError: another part of torch.distributed.tensor.parallel registers it.
+    """
+    if not is_distributed(parameter) or _PARALLEL not in sys.modules:
+        return False
+    parallel: Any = sys.modules[_PARALLEL]
+    styles = (parallel.ColwiseParallel, parallel.RowwiseParallel, parallel.SequenceParallel)
+    frame: Any = sys._getframe(1)
+    inside = False
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), styles):
+            return True
+        inside |= frame.f_globals.get("__name__", "").startswith(_PARALLEL)
+        frame = frame.f_back
+    if inside:
+        raise _STYLES.error("a function that registers a DTensor")
+    return False
