@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._table import aligned
 from ..functional import GemmCall, element_of, gemm_call
 from ..functional.gemm import gemm_directions
 from ..tensors import QuantizedTensor
 from ..upstream.aot import runs_compiled
+from ..upstream.functionalization import OperatorMode
 from ..upstream.modules import own_parameters
 from ..upstream.tensors import schema_of
 
@@ -123,7 +123,7 @@ class NamedWeight(NamedTuple):
         return None if weight is None or hasattr(weight, "to_local") else weight.data_ptr()
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperatorMode):
     """Notes every GEMM that is called while it is entered; ``weights``: those that it may belong to."""
 
     def __init__(self, weights: Sequence[NamedWeight]) -> None:
