@@ -10,7 +10,6 @@ that launch.
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -87,7 +86,7 @@ class GatherInPlace:
             functools.partial(all_gather_single, place, one, group=group, async_op=async_op)
             for place, one in pairs
         ]
-        with version_preserved(counted) if counted else nullcontext():
+        with version_preserved(counted):
             return run_together(starts, group, async_op)
 
     def _take(self, places: list[Tensor]) -> None:

@@ -181,7 +181,7 @@ def dequantized(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
 def overwrite_unseen(buffers: list[Tensor], values: list[Tensor]) -> None:
     """Overwrite unseen by autograd: a backward that saved a scale must read that of the codes gathered last."""
     for buffer, value in zip(buffers, values, strict=True):
-        with version_preserved(buffer):
+        with version_preserved([buffer]):
             buffer.copy_(value)
 
 
