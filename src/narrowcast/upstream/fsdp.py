@@ -5,7 +5,6 @@ Nothing of ``torch.distributed.fsdp`` is imported here: whoever shards has impor
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
@@ -230,7 +229,6 @@ def sharding_caller() -> str:
     return ""
 
 
-@functools.lru_cache(8)
 def _sharding_code(modules: tuple[Any, ...]) -> tuple[frozenset[Any], frozenset[Any]]:
     """Return the code of the functions that shard, and of those of FSDP1."""
     functions = [
@@ -295,12 +293,9 @@ def is_managed(module: nn.Module) -> bool:
     return False
 
 
-@functools.lru_cache(1)
 def _marks_modules() -> bool:
-    """Return whether FSDP2's code sets the mark: in ``fully_shard`` itself, or in a function of its file."""
-    shards = inspect.unwrap(sys.modules[_FSDP].fully_shard)
-    functions = [one for one in (shards, *shards.__globals__.values()) if inspect.isfunction(one)]
-    return any("_is_fsdp_managed_module" in one.__code__.co_names for one in functions)
+    """Return whether ``fully_shard`` sets the mark."""
+    return "_is_fsdp_managed_module" in inspect.unwrap(sys.modules[_FSDP].fully_shard).__code__.co_names
 
 
 # -- tensor-parallel styles --------------------------------------------------------------------------------------------
