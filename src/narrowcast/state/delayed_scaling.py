@@ -156,7 +156,7 @@ def warn_unless_reduced(group: Any) -> None:
         _SAID.add("warned")
         warnings.warn(
             "autocast got an amax_reduction_group, and over it nothing was reduced: ranks scale differently; call "
-            "narrowcast.reduce_delayed_scaling(model, group) once per step, between the backward and the next forward, "
+            "narrowcast.reduce_delayed_scaling(model, group) after every backward, "
             "or use a recipe with reduce_amax=False",
             stacklevel=4,
         )
