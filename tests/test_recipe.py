@@ -620,3 +620,10 @@ def test_a_plan_needs_the_type_of_its_module() -> None:
     """Left out, it was "linear", and a factory gave grouped weights the format of others."""
     with pytest.raises(TypeError, match="module_type"):
         linear_plan(None, "", True, True)  # type: ignore[call-arg]
+
+
+def test_an_hadamard_transform_of_one_operand_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match="switch it on for both or for neither, and off for weights"):
+        NVFP4BlockScaling(
+            fp4_quant_fwd_inp=QParams(random_hadamard_transform=True), fp4_quant_bwd_grad=QParams()
+        )

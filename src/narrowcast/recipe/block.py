@@ -144,7 +144,7 @@ class NVFP4BlockScaling(Recipe):
         if rotated[0] != rotated[2] or rotated[1]:
             raise ValueError(
                 f"random_hadamard_transform of {_OPERANDS} is {rotated}; it cancels in wgrad where inputs and "
-                "gradients both have it, and weights have none"
+                "gradients both have it: switch it on for both or for neither, and off for weights"
             )
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             if getattr(self, name) not in ("none", "weights", "activations", "all"):
