@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
-from .codecs import magnitude, product, reciprocal, round_to_dtype, to_float32
+from .codecs import at_least, at_most, magnitude, product, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, check_device
 
 BLOCK = 1024
@@ -59,8 +59,7 @@ def _reciprocal(x, EMULATE: tl.constexpr):
 def sigmoid(x, EMULATE: tl.constexpr):
     """``1 / (1 + 2**t)`` with ``t = -x * log2(e)``; 2**t from a polynomial, scaled by bits of a rounding sum."""
     t = x * -1.4426950408889634
-    t = tl.maximum(t, -125.0, propagate_nan=tl.PropagateNan.ALL)
-    t = tl.minimum(t, 125.0, propagate_nan=tl.PropagateNan.ALL)
+    t = at_most(at_least(t, -125.0), 125.0)
     shifted = t + _MAGIC
     f = t - (shifted - _MAGIC)
     p = product(f, 0.0013269521296024323, EMULATE) + 0.009671291336417198
@@ -137,7 +136,7 @@ def activate(a, KIND: tl.constexpr, EMULATE: tl.constexpr):
 def _with_slope(a, KIND: tl.constexpr, EMULATE: tl.constexpr):
     """``activate`` and its derivative."""
     if KIND == "gelu" or KIND == "geglu":
-        square = tl.minimum(a * a, _FLT_MAX, propagate_nan=tl.PropagateNan.ALL)
+        square = at_most(a * a, _FLT_MAX)
         s = sigmoid(_gelu_argument(a, square, EMULATE), EMULATE)
         argument_slope = product(square, _GELU_CUBIC_SLOPE, EMULATE) + _GELU_LINEAR
         return a * s, s + product(a * (s * (1.0 - s)), argument_slope, EMULATE)
@@ -160,9 +159,7 @@ def _with_slope(a, KIND: tl.constexpr, EMULATE: tl.constexpr):
 
 @triton.jit
 def _clamped(a, b, limit):
-    a = tl.minimum(a, limit, propagate_nan=tl.PropagateNan.ALL)
-    b = tl.maximum(b, -limit, propagate_nan=tl.PropagateNan.ALL)
-    return a, tl.minimum(b, limit, propagate_nan=tl.PropagateNan.ALL)
+    return at_most(a, limit), at_most(at_least(b, -limit), limit)
 
 
 @triton.jit

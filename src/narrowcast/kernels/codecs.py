@@ -95,6 +95,29 @@ def larger(a, b, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def at_most(x, limit):
+    """The smaller of two, NaN where ``x`` is.
+
+    Not Triton's minimum that keeps NaN: beside it, ptxas 12.9 of Triton 3.8 garbles FP8 codes on their way through
+    shared memory (triton-lang/triton#11111).
+    """
+    return tl.where(x > limit, limit, x)
+
+
+@triton.jit
+def at_least(x, limit):
+    """The larger of two, NaN where ``x`` is; see ``at_most``."""
+    return tl.where(x < limit, limit, x)
+
+
+@triton.jit
+def larger_or_nan(a, b):
+    """The larger of two fp32 magnitudes, NaN where either is: as integers, of which NaN is the largest."""
+    largest = tl.maximum(a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True))
+    return largest.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def magnitude_of_four(x0, x1, x2, x3, EMULATE: tl.constexpr):
     """The largest of four magnitudes as fp32, under the rules of ``magnitude``."""
     low = larger(x0, x1, EMULATE)

@@ -325,8 +325,15 @@ def _finish_kernel(
     tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
 
 
-_rows = Launcher(_rows_kernel, num_warps=8, num_stages=4)
-_contraction = Launcher(_contraction_kernel, num_warps=8, num_stages=4)
+# In as many steps at once as shared memory holds; GPUs of compute capability 8.9 and 12 have less than half of it.
+ROOM = 200 * 1024
+FEW_STAGES = 2
+_rows, _rows_in_little = (
+    Launcher(_rows_kernel, num_warps=8, num_stages=stages) for stages in (4, FEW_STAGES)
+)
+_contraction, _contraction_in_little = (
+    Launcher(_contraction_kernel, num_warps=8, num_stages=stages) for stages in (4, FEW_STAGES)
+)
 _finish = Launcher(_finish_kernel, num_warps=4)
 
 
@@ -376,7 +383,8 @@ def rows(
     tile_n = WIDE_TILE_N if fast_accumulation and not block_scaled else TILE_N
     most_tiles = (cdiv(rows, TILE_M) + groups + 1) * cdiv(columns, tile_n)
     bias = None if bias is None else bias.contiguous()
-    _rows(
+    launcher = _rows if _has_room(left.device) else _rows_in_little
+    launcher(
         (min(most_tiles, _programs(left.device)), 1, 1),
         (
             out, left, left_scale, right, right_scale, left_scale if bias is None else bias, splits, rows, columns, K,
@@ -434,7 +442,8 @@ def contraction(
     strides = (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0)
     wide = WIDE_TILE_N if fast_accumulation else TILE_N
     tile_m, tile_n = VECTORS_TILE if block_scaled else (TILE_M, wide)
-    _contraction(
+    launcher = _contraction if _has_room(left.device) else _contraction_in_little
+    launcher(
         (min(groups * cdiv(M, tile_m) * cdiv(N, tile_n), _programs(left.device)), 1, 1),
         (out, left, left_scale, right, right_scale, splits, M, N, P, groups, *strides),
         (
@@ -498,6 +507,14 @@ def _multiplied(faster: Any, *arguments: Any) -> bool:
     except NotCompiledError:
         return False
     return True
+
+
+@functools.cache
+def _has_room(device: torch.device) -> bool:
+    """Whether a block may have ``ROOM`` bytes of shared memory."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOM
 
 
 @functools.cache

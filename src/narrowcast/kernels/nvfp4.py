@@ -75,7 +75,7 @@ def _amax_kernel(
         if ROWWISE:
             _raise_one(amax_ptr, tl.max(group_amax(xs, EMULATE)))
         # Rounding is monotonic: the largest rounded magnitude is the largest one, rounded.
-        largest = group_amax(rotate(xs, SIGN_MASK), EMULATE)
+        largest = group_amax(rotate(xs, SIGN_MASK, EMULATE), EMULATE)
         largest, _same = round_pair_to_bfloat16(largest, largest, EMULATE)
         _raise_one(amax_ptr + 1, tl.max(largest))
     else:
@@ -195,7 +195,7 @@ def _encode_kernel(
     if COLUMNWISE:
         xs = load_rows(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN, EMULATE)
         if RHT:
-            xs = round_group(rotate(xs, SIGN_MASK), EMULATE)
+            xs = round_group(rotate(xs, SIGN_MASK, EMULATE), EMULATE)
         column = tl.arange(0, TILE_K)[None, :]
         block = tl.arange(0, GROUPS_M)[:, None]
         copies = tile_m == 0 if ROW_SCALED else (tile_m == 0) & (tile_k == 0)

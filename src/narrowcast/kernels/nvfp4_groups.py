@@ -12,10 +12,12 @@ import triton.language as tl
 
 from ..formats import FLT_MAX, round_to_float32
 from .codecs import (
+    at_most,
     decode_e4m3,
     fp4_magnitude,
     fp4_sign,
     fp8_code,
+    larger_or_nan,
     magnitude,
     pack_fp4,
     product,
@@ -107,12 +109,13 @@ def butterflies(xs, DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def rotate(xs, SIGN_MASK: tl.constexpr):
+def rotate(xs, SIGN_MASK: tl.constexpr, EMULATE: tl.constexpr):
     """The random Hadamard transform of a group, in the order of additions that ``reference.hadamard`` fixes, in fp32;
     ``round_group`` completes it."""
     ys = ()
     for i in tl.static_range(16):
-        ys = ys + (xs[i] * (-0.25 if (SIGN_MASK >> i) & 1 else 0.25),)
+        # of a subnormal it is rounded, which a multiply-add would leave out
+        ys = ys + (product(xs[i], -0.25 if (SIGN_MASK >> i) & 1 else 0.25, EMULATE),)
     ys = butterflies(ys, 8)
     ys = butterflies(ys, 4)
     ys = butterflies(ys, 2)
@@ -142,7 +145,7 @@ def _poisoned_amax(xs):
     """As ``group_amax``, but NaN for a group that holds a NaN; such a maximum is as fast as one that ignores it."""
     largest = tl.abs(xs[0])
     for i in tl.static_range(1, 16):
-        largest = tl.maximum(largest, tl.abs(xs[i]), propagate_nan=tl.PropagateNan.ALL)
+        largest = larger_or_nan(largest, tl.abs(xs[i]))
     return largest
 
 
@@ -154,7 +157,7 @@ def _fold(values, HALF: tl.constexpr, MAXIMUM: tl.constexpr):
     B: tl.constexpr = values.shape[1]
     first, second = tl.split(tl.permute(tl.reshape(values, (A, B, 2, HALF)), (0, 1, 3, 2)))
     if MAXIMUM:
-        return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+        return larger_or_nan(first, second)
     else:
         return first + second
 
@@ -188,7 +191,7 @@ def _element_scale(block_scale, global_inverse, EMULATE: tl.constexpr):
     """What elements are multiplied by; a block scale of 0 saturates, not infinity, and NaN stays."""
     decoded = decode_e4m3(block_scale)
     factor = reciprocal(decoded * global_inverse, EMULATE)
-    return tl.minimum(factor, _FLT_MAX, propagate_nan=tl.PropagateNan.ALL), decoded
+    return at_most(factor, _FLT_MAX), decoded
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
-from .codecs import to_float32
+from .codecs import product, to_float32
 from .launch import INTERPRETING, Launcher, check_input
 
 BLOCK = 2048
@@ -36,8 +36,8 @@ def _loss_kernel(
         underflows += ((size != 0) & (read == 0)).to(tl.int32)
         saturations += (size > tl.abs(ceiling) * beyond).to(tl.int32)
         largest = tl.maximum(largest, size)
-        squares += x * x
-        errors += error * error
+        squares += product(x, x, EMULATE)
+        errors += product(error, error, EMULATE)
     part = parts_ptr + tl.program_id(0)
     tl.store(part, tl.sum(nonzero).to(tl.float32))
     tl.store(part + programs, tl.max(largest))

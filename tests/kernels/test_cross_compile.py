@@ -1,0 +1,85 @@
+"""Every kernel compiles for GPUs that are not here, and fits them: one launch of each, in turn; all on request."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from .conftest import HAS_TRITON
+from .cross_compile import LAUNCHES, SHARED_MEMORY, Compiled
+
+SCRIPT = Path(__file__).with_name("cross_compile.py")
+ROOT = SCRIPT.parents[2]
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+
+
+def _compile(*arguments: str, timeout: int = 900) -> str:
+    """In a process of its own, for the interpreter leaves its marks on Triton's functions."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_launch_of_every_kernel_compiles() -> None:
+    """On one of the GPUs each, in turn."""
+    kernels = json.loads(LAUNCHES.read_text())
+    assert len(kernels) >= 45
+    assert f"{len(kernels)} compiled, 0 faults" in _compile("--most", "1", "--each-on-one")
+
+
+def test_no_kernel_takes_maxima_that_keep_nan() -> None:
+    """triton-lang/triton#11111: beside them, ptxas 12.9 garbles FP8 codes that go through shared memory by bytes.
+
+    Triton 3.8 takes that ptxas for Hopper, and 3.8 and 3.9 for sm_89. ``codecs.at_most`` keeps NaN in another way.
+    """
+    sources = list((ROOT / "src/narrowcast/kernels").glob("*.py"))
+    assert len(sources) > 20
+    assert not [path.name for path in sources if "PropagateNan" in path.read_text()]
+
+
+@pytest.mark.requested
+def test_every_launch_compiles_for_every_gpu() -> None:
+    _compile(timeout=7200)
+
+
+@pytest.mark.parametrize("gpu", SHARED_MEMORY)
+def test_what_does_not_fit_is_a_fault(gpu: int) -> None:
+    fits = Compiled(warps=8, shared=SHARED_MEMORY[gpu], registers=255, spilled=0, bytes_at_risk=False)
+    assert not fits.fault(gpu)
+    for name, value, reason in (
+        ("shared", SHARED_MEMORY[gpu] + 1, "shared memory"),
+        ("warps", 16, "registers 255 x 512"),
+        ("bytes_at_risk", True, "triton#11111"),
+    ):
+        assert reason in Compiled(**(vars(fits) | {name: value})).fault(gpu)
+
+
+def test_little_shared_memory_has_fewer_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four do not fit GPUs of compute capability 8.9 and 12, which failed with out of resources."""
+    from narrowcast.kernels import grouped_gemm
+
+    device = torch.device("cuda", 0)
+    for gpu, shared in SHARED_MEMORY.items():
+        found = types.SimpleNamespace(shared_memory_per_block_optin=shared)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
+        assert grouped_gemm._has_room.__wrapped__(device) == (gpu in (90, 100))
+    assert grouped_gemm._has_room(torch.device("cpu"))
+    for name in ("_rows", "_contraction"):
+        few, many = getattr(grouped_gemm, f"{name}_in_little"), getattr(grouped_gemm, name)
+        assert few.kernel is many.kernel and (few.options["num_stages"], many.options["num_stages"]) == (2, 4)
