@@ -1,4 +1,4 @@
-# make demo | test | slice | small | matrix | lint | docs | bench | plots | soak | fuzz: each makes the virtual environment it needs
+# make demo | test | slice | small | matrix | kernels | lint | docs | bench | plots | soak | fuzz: each makes the virtual environment it needs
 # and installs into it, once. TORCH=torch==2.14.1 takes another PyTorch than the newest that was tested, in .venv-2.14.1.
 TORCH ?=
 release := $(subst torch==,,$(TORCH))
@@ -11,11 +11,12 @@ BENCH_ARGS ?=
 SOAK_ARGS ?=
 MUTANTS_ARGS ?=
 MATRIX_ARGS ?=
+KERNELS_ARGS ?=
 bin := $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(JOBS) --dist worksteal
 listed = $(shell sed 's/ *\#.*//' .ci/$(1))
 
-.PHONY: demo test slice small matrix lint docs bench plots soak fuzz mutants census
+.PHONY: demo test slice small matrix kernels lint docs bench plots soak fuzz mutants census
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -43,6 +44,10 @@ small: $(installed)-test
 # table into docs/versions.md.
 matrix:
 	.ci/matrix $(MATRIX_ARGS)
+
+# The kernels, compiled for GPUs that are not here: KERNELS_ARGS="--most 1" takes one launch of each.
+kernels: $(installed)-test
+	PYTHONPATH=src $(bin)/python tests/kernels/cross_compile.py --table docs/gpus.md $(KERNELS_ARGS)
 
 lint: $(installed)-lint
 	$(bin)/ruff check .

@@ -209,7 +209,8 @@ def table(results: dict[str, dict[int, list[Compiled | str]]], gpus: list[int], 
     lines = [
         "# GPUs",
         "",
-        "Every test of the kernels ran on an H200 (sm_90). The other GPUs were not tried: their kernels are compiled "
+        "The GPU tests ran on an H200 (sm_90), with PyTorch 2.11 and Triton 3.6, before the latest changes. "
+        "The other GPUs were not tried: their kernels are compiled "
         "without one, and what each takes is held against the GPU's limits. Kernels in Gluon are for sm_90 alone; "
         "the general kernels compute the same bits elsewhere.",
         "",
