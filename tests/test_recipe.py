@@ -627,3 +627,19 @@ def test_an_hadamard_transform_of_one_operand_is_refused_with_what_to_do() -> No
         NVFP4BlockScaling(
             fp4_quant_fwd_inp=QParams(random_hadamard_transform=True), fp4_quant_bwd_grad=QParams()
         )
+
+
+def test_operands_of_nvfp4_are_assigned_one_by_one() -> None:
+    """As code for Transformer Engine does; whether they fit together is asked at the first use."""
+    recipe = nc.recipe.NVFP4BlockScaling()
+    for name in ("fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad"):
+        setattr(recipe, name, nc.recipe.QParams())
+    assert not recipe.make_quantizer("input", 0).with_rht
+    layer = nc.Linear(32, 32, device="cpu", recipe=recipe)
+    layer(torch.randn(16, 32)).sum().backward()
+    half = nc.recipe.NVFP4BlockScaling()
+    half.fp4_quant_fwd_inp = nc.recipe.QParams()
+    with pytest.raises(ValueError, match="it cancels in wgrad where inputs and gradients both have it"):
+        nc.Linear(32, 32, device="cpu", recipe=half)(torch.randn(16, 32))
+    with pytest.raises(ValueError, match="it cancels in wgrad"):
+        nc.recipe.NVFP4BlockScaling(fp4_quant_fwd_inp=nc.recipe.QParams())

@@ -111,3 +111,11 @@ def test_sgd(nesterov: bool, after: bool, device: torch.device) -> None:
     for p, copy, twin in zip(params, copies, twins):
         assert_close(p, twin.detach(), "fp32_sum_order")
         assert torch.equal(copy, p.half())
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_scale_of_one_element(shape: tuple[int, ...]) -> None:
+    given, out = [torch.randn(3, 5)], [torch.zeros(3, 5)]
+    flag = torch.zeros(1, dtype=torch.int32)
+    room.multi_tensor_scale_tensor(2048, flag, [given, out], torch.full(shape, 0.5))
+    assert torch.equal(out[0], given[0] * 0.5)

@@ -173,3 +173,19 @@ def test_a_half_cannot_reduce() -> None:
     reducing = nc.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True)
     with pytest.raises(ValueError, match="no process group; use with_amax_reduction=False"):
         nc.HybridQuantizer(rowwise_quantizer=reducing, columnwise_quantizer=nc.MXFP8Quantizer(E4M3))
+
+
+def test_as_safe_to_requantize_as_its_halves() -> None:
+    class Unsafe(nc.MXFP8Quantizer):
+        def is_requantization_safe(self) -> bool:
+            return False
+
+    nc.dynamo.register_value_opaque_quantizer(Unsafe)
+    element = nc.DType.kFloat8E4M3
+    for row, column in ((nc.MXFP8Quantizer, Unsafe), (Unsafe, nc.MXFP8Quantizer)):
+        hybrid = nc.HybridQuantizer(rowwise_quantizer=row(element), columnwise_quantizer=column(element))
+        assert not hybrid.is_requantization_safe()
+    both = [nc.MXFP8Quantizer(element) for _ in range(2)]
+    assert nc.HybridQuantizer(
+        rowwise_quantizer=both[0], columnwise_quantizer=both[1]
+    ).is_requantization_safe()

@@ -6,7 +6,7 @@
 
 Everything here is pure but for amax and ``main_grad``, and runs in traced and eager code alike. What the compiler
 demands, as experiments have shown: operators do the work, and everything saved is an operator's output or an input;
-nothing symbolic is put on the context; every returned tensor is a fresh view or an operator's output.
+nothing symbolic is put on the context; every returned tensor is detached or an operator's output.
 """
 
 from __future__ import annotations

@@ -451,7 +451,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
         ctx.backward_objects = grouped_bwd_args(args, groups, weights[0].dtype, bias_dtype)
         ctx.groups = groups
         out = out.view(*inp.shape[:-1], out.shape[-1])
-        return out.view_as(out) if torch.compiler.is_compiling() else out.detach()
+        return out.detach()
 
     @staticmethod
     @once_differentiable

@@ -119,7 +119,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
             *of_norm, args.linear.scales.scale_bwd, *saved_input.tensors, *saved_weight.tensors
         )
         ctx.backward_objects, ctx.norm, ctx.returned_input = linear, args.norm, args.return_input
-        out = out.view_as(out) if torch.compiler.is_compiling() else out.detach()
+        out = out.detach()
         beside = ([] if normalized is None else [normalized]) + ([inp] if args.return_input else [])
         return (out, *(tensor.view_as(tensor) for tensor in beside)) if beside else out
 

@@ -366,7 +366,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
             recompute,
             tensors.residual is not None,
         )
-        out = out.view_as(out) if torch.compiler.is_compiling() else out.detach()
+        out = out.detach()
         return (out, *(tensor.view_as(tensor) for tensor in beside)) if beside else out
 
     @staticmethod

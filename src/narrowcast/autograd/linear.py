@@ -27,8 +27,8 @@ class LinearFunction(torch.autograd.Function):
         out, saved_input, saved_weight = forward(weight, inp, bias, args)
         ctx.save_for_backward(args.scales.scale_bwd, *saved_input.tensors, *saved_weight.tensors)
         ctx.backward_objects = linear_bwd_args(args, weight, bias, saved_input, saved_weight)
-        # as compiled code must; no view in eager code, where pipelines detach a stage's output in place
-        return out.view_as(out) if torch.compiler.is_compiling() else out.detach()
+        # no view, which operators in place and pipelines refuse; what PyTorch 2.11 compiles needs a call in its place
+        return out.detach()
 
     @staticmethod
     @once_differentiable

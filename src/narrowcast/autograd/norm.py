@@ -83,7 +83,7 @@ class _NormFunction(torch.autograd.Function):
         )
         ctx.save_for_backward(inp, weight, mean, rstd)
         ctx.settings = settings
-        return out
+        return out.detach()  # no view, for operators in place that follow
 
     @staticmethod
     @once_differentiable

@@ -147,9 +147,13 @@ def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: T
     if ctx is None:
         return (x, *to_caller) if to_caller else x
     _save(ctx, call, contexts)
-    if not to_caller:
-        return x.view_as(x)
-    return x.view_as(x), *[tensor.view_as(tensor) for tensor in to_caller]
+    # no view, which operators in place refuse to write to; but of an input's memory one, that they do refuse
+    out = x.view_as(x) if any(_is_memory_of(x, given) for given in (input_, *extra_inputs)) else x.detach()
+    return (out, *[tensor.view_as(tensor) for tensor in to_caller]) if to_caller else out
+
+
+def _is_memory_of(x: Tensor, given: Tensor) -> bool:
+    return x is given or (x._base is not None and (x._base is given or x._base is given._base))
 
 
 class _OperationsFunction(torch.autograd.Function):

@@ -42,6 +42,7 @@ def multi_tensor_scale(
 ) -> None:
     """Write ``scale`` times the first list to the second, in fp32 and in its dtype."""
     given, out = tensor_lists
+    scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
     _flag(noop_flag, torch._foreach_norm(given, math.inf))
     torch._foreach_copy_(out, torch._foreach_mul([x.float() for x in given], scale))
 

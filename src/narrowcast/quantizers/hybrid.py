@@ -106,6 +106,9 @@ class HybridQuantizer(Quantizer):
     def _is_stochastic(self) -> bool:
         return self._half(False)._is_stochastic() or self._half(True)._is_stochastic()
 
+    def is_requantization_safe(self) -> bool:
+        return self._half(False).is_requantization_safe() and self._half(True).is_requantization_safe()
+
     def _check_shape(self, shape: tuple[int, ...]) -> None:
         super()._check_shape(shape)
         for columnwise in (False, True):

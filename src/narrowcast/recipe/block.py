@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import field
 
+import torch
+
 from .. import _environment as environment
 from ..quantizers import Float8BlockQuantizer, NVFP4Quantizer, Quantizer
 from .base import (
@@ -140,12 +142,6 @@ class NVFP4BlockScaling(Recipe):
             raise ValueError(
                 f"NVFP4 is E2M1 elements with E4M3 scales; got {self.fp4_format} and {self.fp8_format}"
             )
-        rotated = [getattr(self, f"fp4_quant_{name}").random_hadamard_transform for name in _OPERANDS]
-        if rotated[0] != rotated[2] or rotated[1]:
-            raise ValueError(
-                f"random_hadamard_transform of {_OPERANDS} is {rotated}; it cancels in wgrad where inputs and "
-                "gradients both have it: switch it on for both or for neither, and off for weights"
-            )
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             if getattr(self, name) not in ("none", "weights", "activations", "all"):
                 raise ValueError(
@@ -165,6 +161,30 @@ class NVFP4BlockScaling(Recipe):
             )
 
     def __post_init__(self) -> None:
+        self._derive_and_check()
+        self._check_rotations()
+
+    def _assigned(self, name: str) -> None:
+        self._derive_and_check()  # of one operand at a time: whether the three fit is for the first use to ask
+
+    def _seal(self) -> None:
+        if not torch.compiler.is_dynamo_compiling() and not getattr(self, "_sealed", False):
+            self._check_rotations()
+        super()._seal()
+
+    def _check_rotations(self) -> None:
+        """
+        Raises:
+            ValueError: the rotation would not cancel.
+        """
+        rotated = [getattr(self, f"fp4_quant_{name}").random_hadamard_transform for name in _OPERANDS]
+        if rotated[0] != rotated[2] or rotated[1]:
+            raise ValueError(
+                f"random_hadamard_transform of {_OPERANDS} is {rotated}; it cancels in wgrad where inputs and "
+                "gradients both have it: switch it on for both or for neither, and off for weights"
+            )
+
+    def _derive_and_check(self) -> None:
         rht = not self.disable_rht
         derived = {
             "fp4_quant_fwd_inp": QParams(False, 0.0, rht, False, False, True),

@@ -277,12 +277,16 @@ def plain_gradient(grad: Tensor) -> Tensor:
     return grad
 
 
-def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
-    """Bare storage that shares the tensor's buffers; traceable, as a method of a tensor would not be."""
+def storage_of(tensor: QuantizedTensor, shape: tuple[int, ...] | None = None) -> QuantizedTensorStorage:
+    """Bare storage that shares the tensor's buffers; traceable, as a method of a tensor would not be.
+
+    Args:
+        shape: of the tensor; None: what the buffers tell, padding included.
+    """
     cls = type(tensor)
     buffers = {argument: getattr(tensor, attribute) for attribute, argument in cls._FLATTEN_TENSOR_BUFFERS}
     bare = resolve_storage_class(cls._BARE_NAME)
-    return bare(quantizer=tensor._quantizer, fake_dtype=tensor.dtype, shape=None, **buffers)
+    return bare(quantizer=tensor._quantizer, fake_dtype=tensor.dtype, shape=shape, **buffers)
 
 
 def rebuild_quantized_tensor(

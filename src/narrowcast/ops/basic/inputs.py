@@ -18,6 +18,7 @@ def plain_input(input_: TensorOrQuantized) -> Tensor:
 def plain(tensor: TensorOrQuantized) -> Tensor:
     """A tensor in high precision; the caller of a fuser may give a quantized one."""
     if isinstance(tensor, QuantizedTensor):
-        return storage_of(tensor).dequantize().view(tensor.shape)
+        # neither a hybrid's buffers nor padded ones say the shape
+        return storage_of(tensor, tuple(tensor.shape)).dequantize()
     assert isinstance(tensor, Tensor), "bare storages go only to operations that ask for quantized data"
     return tensor
