@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .upstream.tensors import base_of, has_inner_tensors, storage_key, tree_leaves, version_of
 
 LEAST_ELEMENTS = 256 * 1024
 
@@ -35,17 +35,17 @@ def mark_not_offload(*tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is None:
             continue
-        if is_traceable_wrapper_subclass(tensor):
-            mark_not_offload(*(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]))
+        if has_inner_tensors(tensor):
+            mark_not_offload(*(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]))  # type: ignore[attr-defined]
             continue
         kept = StorageWeakRef(tensor.untyped_storage())
         _NOT_OFFLOADED[kept.cdata] = kept
 
 
 def _stays(tensor: Tensor) -> bool:
-    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or tensor.is_meta:
+    if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter) or tensor.is_meta:
         return True
-    return tensor.numel() < LEAST_ELEMENTS or tensor.untyped_storage()._cdata in _NOT_OFFLOADED
+    return tensor.numel() < LEAST_ELEMENTS or storage_key(tensor) in _NOT_OFFLOADED
 
 
 class _Moved:
@@ -65,7 +65,7 @@ class _Moved:
             RuntimeError: it was written to since it was saved, so this is not what the backward is to see.
         """
         assert self.on_device is not None
-        if any(tensor._version != version for tensor, version in self.saved):
+        if any(version_of(tensor) != version for tensor, version in self.saved):
             raise RuntimeError(
                 "a tensor that autograd saved was modified in place before its layer ended, and would be offloaded as "
                 "it is now; do not modify it, or give it to mark_not_offload"
@@ -109,8 +109,8 @@ class _Layer:
         self.copied: Any = None
         self.reloaded: Any = None
 
-    def pack(self, tensor: Tensor) -> Any:
-        if is_traceable_wrapper_subclass(tensor):
+    def pack(self, tensor: Any) -> Any:
+        if has_inner_tensors(tensor):
             if isinstance(tensor, nn.Parameter):
                 return tensor
             names, context = tensor.__tensor_flatten__()
@@ -118,12 +118,12 @@ class _Layer:
             return type(tensor), inner, context, tensor.shape, tensor.stride()
         if _stays(tensor):
             return tensor
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor)
         if key not in self.leaving:
             self.leaving[key] = _Moved(tensor)
             self.moved.add(self.leaving[key])
         moved = self.leaving[key]
-        moved.saved.append((tensor, tensor._version))
+        moved.saved.append((tensor, version_of(tensor)))
         return _Handle(self, moved, tensor)
 
     def start_offload(self) -> None:
@@ -262,7 +262,7 @@ class _Offload:
             if layer is not None:
                 act(layer)
         forward = self.forward
-        for tensor in pytree.tree_leaves(output):
+        for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda grad: forward.begin_backward(index))
         return output

@@ -372,3 +372,23 @@ def test_parameters_and_optimizer_steps(name: str) -> None:
         optimizer.step()
         assert any(not torch.equal(before[key], b) for key, b in buffers(weight).items())
     assert counter.frame_count == 1
+
+
+@pytest.mark.inductor
+@needs_methods
+@pytest.mark.parametrize("module", ["__main__", __name__])
+def test_classes_of_scripts_and_functions_under_inductor(module: str) -> None:
+    """The graph is written to a module that cannot import them, and in which Python mangles names like ``__main__``."""
+
+    @register_value_opaque_quantizer
+    class Mine(nc.MXFP8Quantizer):
+        __module__ = module
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return quantizer.quantize(x * 2).dequantize() + 1
+
+    quantizer, x = Mine(E4M3), normal((32, 64), BF16).requires_grad_(True)
+    y = torch.compile(run, fullgraph=True)(x)
+    assert torch.equal(y, run(x))
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert (grad == 2).all()

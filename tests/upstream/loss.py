@@ -110,4 +110,8 @@ if __name__ == "__main__":
     names, scenario, modules = json.loads(sys.stdin.read())
     for module in modules:
         importlib.import_module(module)
-    print(json.dumps({name: _in_child(name, scenario) for name in names}))
+    found = {}
+    for name in names:
+        found[name] = _in_child(name, scenario)
+        print(name, found[name][-200:], file=sys.stderr, flush=True)
+    print(json.dumps(found))

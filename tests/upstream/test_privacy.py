@@ -23,18 +23,7 @@ DOCUMENTED = {
 }
 """Names that PyTorch documents in spite of their underscore."""
 
-LEFT: dict[str, str] = {
-    "functional/delayed_scaling.py": "delayed",
-    "functional/kept_weights.py": "corners",
-    "layers/grouped_layer.py": "core",
-    "layers/linear_layer.py": "core",
-    "layers/recipe_owner.py": "delayed",
-    "layers/set_recipe.py": "delayed",
-    "offload.py": "corners",
-    "optimizers/fused_adam.py": "corners",
-    "state/autocast.py": "delayed",
-    "state/recompute.py": "delayed",
-}
+LEFT: dict[str, str] = {}
 """Files that are still to move, with their owner."""
 
 OWNERS = ("torch", "triton", "transformers", "accelerate", "peft", "safetensors")

@@ -24,6 +24,7 @@ from ..quantizers import (
 from ..recipe import LinearPlan, Recipe, linear_plan
 from ..state import checked_recipe, starts_a_step
 from ..tensors import QuantizedTensor, local
+from ..upstream.compiler import traces_own_hooks
 from ..upstream.fsdp import (
     gathers_in_backward,
     is_distributed,
@@ -83,12 +84,14 @@ def shard(
         ValueError: a layer with ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, whose gradients go past FSDP2's
         reduction; a ``reshard_after_forward`` of ranks; a block that is no part of the model. TypeError: no
         recipe, mesh, policy or list of blocks.
-        RuntimeError: a weight that is stored quantized, and whose rows are not equal shards of whole blocks.
+        RuntimeError: a weight that is stored quantized, and whose rows are not equal shards of whole blocks; a block
+        whose compiled call would trace FSDP2's hooks.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     recipe, blocks = checked_recipe(recipe, "shard"), _checked_blocks(model, blocks)
+    _check_compiled([*blocks, model])
     _check_layers(model)
     _check_options(mesh, quantized_gather, options)
     policy, reshard = options.get("mp_policy"), options.get("reshard_after_forward")
@@ -121,6 +124,16 @@ def shard(
     if over.size() > 1 and halves and policy.reduce_dtype in (torch.float32, None):  # type: ignore[union-attr]
         _exchange_gradients([*blocks, model], policy.reduce_dtype is not None)  # type: ignore[union-attr]
     return ShardReceipt(tuple(chosen.rows), over.size())
+
+
+def _check_compiled(modules: list[nn.Module]) -> None:
+    for module in modules:
+        if traces_own_hooks(module):
+            raise RuntimeError(
+                f"a compiled {type(module).__name__} is to be sharded, and torch {torch.__version__} traces the hooks "
+                "of compiled containers of torch.nn, which FSDP2 refuses; compile its forward instead: "
+                "block.forward = torch.compile(block.forward, fullgraph=True)"
+            )
 
 
 def _checked_blocks(model: nn.Module, blocks: Any) -> list[nn.Module]:

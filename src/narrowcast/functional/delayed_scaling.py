@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..formats import E4M3
 from ..upstream.autograd import graph_task_id, is_in_backward, version_preserved
+from ..upstream.functionalization import FunctionalTensor
 from ._library import always, define, shared_call
 from .numerics import computed_by, numerics_for
 from .recomputation import ASIDE, RUNNING, put_back, read_in_graph, run_now, show

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._tracing import PLAIN
+from ..upstream.tensors import version_of
 from ._library import define
 
 
@@ -82,7 +83,7 @@ def are_unchanged(weights: list[Tensor], note: WeightsNote | None) -> bool:
 
 def _state(weight: Tensor) -> tuple[Any, ...]:
     layout = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
-    return *layout, weight._version, _checksum(weight)
+    return *layout, version_of(weight), _checksum(weight)
 
 
 def _checksum(weight: Tensor) -> int | None:

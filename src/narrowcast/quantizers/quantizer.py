@@ -7,8 +7,6 @@ return another one. Its fields are the annotated attributes of its class; they m
 from __future__ import annotations
 
 import enum
-import re
-import zlib
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -29,7 +27,7 @@ from ..functional import (
     quantize_into,
 )
 from ..functional.quantize import overwrite
-from ..functional.quantizer_value import CLASSES
+from ..functional.quantizer_value import CLASSES, quantizer_of_text
 from ..tensors import QuantizedTensor, QuantizedTensorStorage, plain_gradient
 from ..tensors.storage import STORAGE_CLASSES, flatten_context, resolve_storage_class, storage_identifier
 from .arguments import element_dtype_of, field_value
@@ -187,15 +185,8 @@ class Quantizer(Sealable, QuantizerValue):
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         if self._value_fields() is None:
             return super().__fx_repr__()
-        _, items = self._value_key()
-        # a graph's globals are one table, so the name must tell the class from its namesakes in other modules
-        name = (
-            "_".join(re.findall(r"\w+", self._identifier)) + f"_{zlib.crc32(self._identifier.encode()):08x}"
-        )
-        return f"_rebuild_quantizer({name}, {items!r})", {
-            "_rebuild_quantizer": _rebuild_quantizer,
-            name: type(self),
-        }
+        # by identifier: the module that a graph is written to cannot import a class of a script or of a function
+        return f"quantizer_of_text({self._value_text()!r})", {"quantizer_of_text": quantizer_of_text}
 
     def __repr__(self) -> str:
         fields = self._value_fields() or tuple(vars(self))

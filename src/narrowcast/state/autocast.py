@@ -21,6 +21,7 @@ from torch.torch_version import TorchVersion
 from .._device import get_device_compute_capability, is_mxfp8_available
 from .._tracing import while_tracing
 from ..recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, share_plans
+from ..upstream.autograd import is_in_backward
 from .delayed_scaling import DelayedState, renew, warn_unless_reduced
 
 _THREADS = itertools.count()
@@ -246,7 +247,7 @@ class autocast:
 
 def starts_a_step() -> bool:
     """Whether a forward that runs now is no recomputation, which sees the scales of the first forward."""
-    return torch._C._current_graph_task_id() == -1
+    return not is_in_backward()
 
 
 _CHECKPOINT_REFUSES_MUTATION = TorchVersion(torch.__version__) < "2.13"

@@ -100,3 +100,28 @@ def compile_up_to(function: Callable[..., Any], limit: int) -> Callable[..., Any
             return compiled(*args)
 
     return run
+
+
+_WRAPS_CALLS = entry(
+    "torch._dynamo.eval_frame.OptimizedModule._should_wrap_module_call_impl",
+    follows="torch/_dynamo/eval_frame.py, since 2.14",
+    without="a compiled container of torch.nn that is sharded raises Dynamo's own error",
+    falls_back=True,
+    tried="2.14-2.15",
+)
+_COMPILED_CALL = entry(
+    "module._compiled_call_impl",
+    follows="torch/nn/modules/module.py",
+    without="a compiled container of torch.nn that is sharded raises Dynamo's own error",
+    falls_back=True,
+)
+
+
+def traces_own_hooks(module: torch.nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called and made a graph that its own hooks would be part of.
+
+    PyTorch 2.14 and newer do so where the forward is one of ``torch.nn``, as that of ``nn.Sequential``.
+    """
+    if getattr(module, "_compiled_call_impl", None) is None:
+        return False
+    return bool(_WRAPS_CALLS.take_or(lambda call: False)(getattr(module, "_call_impl", None)))

@@ -63,6 +63,13 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+has_inner_tensors: Callable[[Any], bool] = private(
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+    follows="torch/utils/_python_dispatch.py",
+    without=_INSTALL,
+)
+"""Return whether a tensor wraps others and tells them by ``__tensor_flatten__``."""
+
 rebuild_tensor: Callable[..., Tensor] = private(
     "torch._utils._rebuild_tensor_v2",
     follows="torch/_utils.py",
