@@ -41,7 +41,7 @@ def matches(pattern: str) -> int:
 
 
 def caches() -> int:
-    return matches(r"^@functools\.(?:lru_)?cache|^@(?:lru_)?cache")
+    return matches(r"^(?:@|\w+ = )(?:functools\.)?(?:lru_)?cache\b")
 
 
 def questions() -> int:

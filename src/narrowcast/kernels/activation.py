@@ -6,7 +6,6 @@ Device functions take and give fp32, unrounded, of any shape; ``KIND`` is a name
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import at_least, at_most, magnitude, product, reciprocal, round_to_dtype, to_float32
-from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, check_device
+from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, check_device, remembered
 
 BLOCK = 1024
 AMAX_BLOCK = 2048  # with the amax, where it divides a row: 16 elements of a thread
@@ -381,7 +380,7 @@ def numbers(activation: str, params: Mapping[str, float]) -> tuple[float, float,
     return first, second, third
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _launch(
     shape: tuple[int, ...],
     activation: str,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -12,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLT_MAX, cdiv
-from .launch import PLAIN, TENSOR, Launch, Launcher, beside, check_device
+from .launch import PLAIN, TENSOR, Launch, Launcher, beside, check_device, remembered
 
 COLUMNS = 8  # 32 bytes of a history's row
 ROWS = 1024  # at once, at most: a program that walks down a history in steps waits for memory at each of them
@@ -256,7 +255,7 @@ def _run(
     return copies
 
 
-@functools.lru_cache(maxsize=256)
+@remembered
 def _launch(
     states: tuple[tuple[int, int, float, int, str], ...], renewing: bool, asks: bool, copying: bool
 ) -> Launch | None:

@@ -13,7 +13,6 @@ one 32-bit word of the transpose (``tiles.py``).
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -36,6 +35,7 @@ from .launch import (
     check_input,
     contiguous,
     is_traced,
+    remembered,
 )
 from .scaling import scale_from_amax
 from .sources import Source, convert, load_four_rows, pairs_tiles, source_of, store_column_sums
@@ -337,7 +337,7 @@ _amax = Launcher(_amax_kernel, num_warps=4)
 _transpose = Launcher(_transpose_kernel, num_warps=4)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _cast_launch(
     shape: tuple[int, ...],
     constants: tuple[Any, ...],
@@ -545,7 +545,7 @@ def amax_parts(x: Tensor) -> Tensor:
     return partials
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _amax_launch(n: int, programs: int) -> Launch:
     return Launch(_amax, (programs, 1, 1), [TENSOR, TENSOR, n], (AMAX_BLOCK, INTERPRETING))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from types import ModuleType
 from typing import Any
@@ -41,6 +40,7 @@ from .launch import (
     contiguous,
     for_hopper,
     is_traced,
+    remembered,
 )
 from .scaling import OVERFLOW_BY_DTYPE, power_2_scales, scale_from_amax
 from .sources import ACTIVATIONS, Source, load_four_rows, pairs_tiles, source_of, store_column_sums
@@ -261,7 +261,7 @@ def _scale_shapes(M: int, K: int, block_dim: int) -> tuple[tuple[int, int], tupl
     return (blocks_k, round_up(M, alignment)), (blocks_m, round_up(K, alignment))
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _launch(
     shape: tuple[int, ...],
     dtype: torch.dtype,

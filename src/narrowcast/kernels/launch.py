@@ -185,6 +185,9 @@ class GluonLauncher(Launcher):
         return super()._compile_and_launch(grid, arguments, constants)
 
 
+remembered = functools.lru_cache(maxsize=1024)
+"""For functions from shapes, dtypes and options to what their launch is made of: they depend on nothing else."""
+
 TENSOR = object()
 """In the arguments of a :class:`Launch`: the place of a tensor."""
 

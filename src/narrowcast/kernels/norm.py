@@ -13,7 +13,6 @@ has it, too.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -24,7 +23,17 @@ from torch import Tensor
 from ..formats import cdiv
 from .codecs import magnitude, product, round_to_dtype, to_float32
 from .graph_amax import keep_amax, takes_amax
-from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, beside, check_device, contiguous
+from .launch import (
+    INTERPRETING,
+    PLAIN,
+    TENSOR,
+    Launch,
+    Launcher,
+    beside,
+    check_device,
+    contiguous,
+    remembered,
+)
 from .norm_rows import kept_kernel, load_gamma, norm_kernel, row_mean
 from .reduction import column_sum, fold_rows
 
@@ -218,7 +227,7 @@ def _check(expected: tuple[int, ...], *, dtypes: tuple[torch.dtype, ...] = DTYPE
             raise ValueError(f"{name} is {dtype}, expected {' or '.join(map(str, dtypes))}")
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _statistics_launch(
     x: _Kind,
     residual: _Kind,
@@ -365,7 +374,7 @@ def normalized(
     return y, summed, mean, rstd  # type: ignore[return-value]
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _gradient_launch(
     grad: _Kind, x: _Kind, weight: _Kind, mean: _Kind, rstd: _Kind, zero_centered_gamma: bool
 ) -> tuple[Launch | None, int, int, int]:
@@ -429,7 +438,7 @@ def gradient_statistics(
     return c1, c2, column_sum(dweight, dtype), None if dbias is None else column_sum(dbias, dtype)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _backward_launch(
     grad: _Kind,
     x: _Kind,

@@ -7,8 +7,6 @@ make, and ``column_sum`` adds those.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import round_to_dtype, to_float32
-from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, beside, check_device
+from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, beside, check_device, remembered
 
 PARTIAL_ROWS = 16
 FOLDED_ROWS = 128
@@ -77,7 +75,7 @@ def _fold_kernel(
 _fold = Launcher(_fold_kernel, num_warps=4)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _launch(M: int, K: int, rows: int) -> Launch:
     tiles = cdiv(K, FOLD_COLUMNS)
     options = (FOLDED_ROWS, FOLD_COLUMNS, INTERPRETING)
