@@ -18,6 +18,7 @@ from narrowcast.upstream.private import ENTRIES
         "nn.Module._modules",
         "nn.Module._non_persistent_buffers_set",
         "nn.Module._forward_pre_hooks",
+        "nn.Module._forward_hooks",
         "nn.Module._backward_hooks",
         "nn.Module._backward_pre_hooks",
     ],

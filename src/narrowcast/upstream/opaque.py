@@ -59,7 +59,9 @@ AVAILABLE = _register is not None and _type_name is not None and not isinstance(
 
 def missing() -> UpstreamError:
     """Return the error of compiled code on a release where :data:`AVAILABLE` is False."""
-    return _API.error()
+    parts = {f"{_API.name}.get_opaque_type_name": _type_name, f"{_API.name}.MemberType": _MemberType}
+    lost = [name for name, part in parts.items() if not part]
+    return _API.error(f"no {' and no '.join(lost)}" if lost else "")
 
 
 def register_value_type(
