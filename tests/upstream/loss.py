@@ -51,7 +51,9 @@ def outcomes(
 def is_stated(name: str, found: dict[str, str]) -> bool:
     """Return whether the loss of a name led to the same bits or to the error that names it."""
     assert found[""].startswith("bits"), found[""]
-    return found[name] == found[""] or ("UpstreamError" in found[name] and name in found[name])
+    return found[name] == found[""] or (
+        "UpstreamError" in found[name] and name.rpartition(".")[2] in found[name]
+    )
 
 
 def _outcome(name: str, scenario: str) -> str:
