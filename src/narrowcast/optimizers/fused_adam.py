@@ -379,11 +379,9 @@ class FusedAdam(torch.optim.Optimizer):
             known = before.get(p)
             key = (steps, device, None if known is None else id(known))
             if key not in counts:
-                is_free = known is not None and not any(count is known for count in counts.values())
-                counts[key] = (
-                    known if is_free else torch.zeros((), device=device)
-                )  # a CUDA graph reads what is there
-                counts[key].fill_(steps)
+                if known is None or any(count is known for count in counts.values()):
+                    known = torch.zeros((), device=device)
+                counts[key] = known.fill_(steps)  # in place: a CUDA graph reads what is there
             self.state[p][_STEP] = counts[key]
         for group, rate in zip(self.param_groups, rates):
             group.pop(_STEP, None)
