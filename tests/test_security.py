@@ -195,7 +195,7 @@ def test_recipes_of_json_are_data(text: str, match: str) -> None:
 
 
 def test_recipes_with_functions_have_no_json() -> None:
-    with pytest.raises(TypeError, match="CustomRecipe has no JSON"):
+    with pytest.raises(ValueError, match="CustomRecipe has no JSON"):
         nc.recipe.recipes_from_json('{"": {"type": "CustomRecipe", "qfactory": "print"}}')
 
 

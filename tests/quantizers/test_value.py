@@ -336,7 +336,6 @@ def test_a_quantized_tensor_never_holds_the_group(process_group: Any) -> None:
     tensors = [
         stored.quantize(x),
         given.quantize(x, amax_reduction_group=process_group),
-        plain.quantize(x, amax_reduction_group=process_group),  # ignored without with_amax_reduction
         unused.quantize(x),
         unused.make_empty((33, 50), dtype=torch.bfloat16, device="cpu").copy_(x),
     ]

@@ -123,6 +123,7 @@ def stop_renewing_from(model: nn.Module) -> None:
     for hooks in (forward_pre_hooks(model), forward_hooks(model)):
         for key in [key for key, hook in hooks.items() if hook in (_enter_root, _leave_root)]:
             del hooks[key]
+    model.__dict__.pop("_renews_as", None)
 
 
 def get_recipes(model: nn.Module) -> dict[str, Recipe | None]:

@@ -21,12 +21,13 @@ from torch.autograd.function import once_differentiable
 from .._tracing import in_eager, refused_in_transform
 from ..autograd import DelayedScales
 from ..autograd.quantized_boundary import plain_gradient
+from ..layers import GroupedLinearLayer, LinearLayer
 from ..quantizers import Operand
 from ..recipe import Recipe
 from ..state import THREAD
 from ..tensors import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx
 from ..upstream.modules import forward_pre_hooks, own_children, own_parameters
-from ..upstream.tensors import in_transform
+from ..upstream.tensors import base_of, in_transform
 from .context import OperationContext, RestoredContext
 from .handover import ScaledOperand
 from .registry import REGISTRY, FusionFunction
@@ -147,13 +148,32 @@ def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: T
     if ctx is None:
         return (x, *to_caller) if to_caller else x
     _save(ctx, call, contexts)
+    if torch.compiler.is_compiling():
+        x = _after_scales(x, call)
     # no view, which operators in place refuse to write to; but of an input's memory one, that they do refuse
-    out = x.view_as(x) if any(_is_memory_of(x, given) for given in (input_, *extra_inputs)) else x.detach()
+    out = x.view_as(x) if _is_memory_of(x, (input_, *extra_inputs)) else x.detach()
     return (out, *[tensor.view_as(tensor) for tensor in to_caller]) if to_caller else out
 
 
-def _is_memory_of(x: Tensor, given: Tensor) -> bool:
-    return x is given or (x._base is not None and (x._base is given or x._base is given._base))
+def _after_scales(x: Tensor, call: _Call) -> Tensor:
+    """Return ``x``, available in a graph only once the scales of its operations were read.
+
+    The partitioner moves what only the backward reads there, after renewals in between. A linear layer reads scales in
+    its forward as well; ``Quantize(forward=False)`` and operations of users may not.
+    """
+    for op, scales in zip(call.basic_ops, call.scales):
+        in_forward = isinstance(op, (LinearLayer, GroupedLinearLayer))
+        if not in_forward and scales is not None and scales.scale_bwd is not None:
+            x = torch.where(scales.scale_bwd.sum().isnan(), x, x)
+    return x
+
+
+def _is_memory_of(x: Tensor, inputs: tuple[Tensor, ...]) -> bool:
+    base = base_of(x)
+    for given in inputs:  # noqa: SIM110  # a generator is two more calls in each step
+        if x is given or (base is not None and (base is given or base is base_of(given))):
+            return True
+    return False
 
 
 class _OperationsFunction(torch.autograd.Function):
@@ -184,7 +204,11 @@ def _save(ctx: Any, call: _Call, contexts: list[OperationContext]) -> None:
     ctx.tensor_objects = objects
     ctx.call, ctx.contexts, ctx.ranges = call, contexts, ranges
     # for those who look at the node: what the backward of the first linear operation reads
-    ctx.backward_objects = next((one.backward_args for one in contexts if "backward_args" in vars(one)), None)
+    ctx.backward_objects = None
+    for context in contexts:
+        if "backward_args" in vars(context):
+            ctx.backward_objects = context.backward_args
+            break
 
 
 def _restored(ctx: Any) -> list[Any]:

@@ -80,9 +80,12 @@ def _described(value: Any) -> Any:
     raise TypeError(f"{value!r} has no JSON; give recipes with functions in code")
 
 
+_NO_JSON = "a CustomRecipe has no JSON: its factory is a function; give it in code"
+
+
 def _defaults(cls: type) -> dict[str, Any]:
     if issubclass(cls, Recipe) and cls._family == "custom":
-        raise TypeError("a CustomRecipe has no JSON: its factory is a function; give it in code")
+        raise TypeError(_NO_JSON)
     instance = cls()
     return {field.name: getattr(instance, field.name) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
 
@@ -92,6 +95,8 @@ def _recipe(value: Any, pattern: str) -> Any:
         return None
     known = {cls.__name__: cls for cls in _subclasses(Recipe) if cls is not Recipe}
     cls, given = _class_and_fields(value, known, f"{pattern!r} has recipe type")
+    if cls._family == "custom":
+        raise ValueError(f"{pattern!r}: {_NO_JSON}")
     fields = {}
     for name, default in _known_fields(cls, given, pattern).items():
         fields[name] = _field(given[name], default, f"{pattern!r}: {cls.__name__}.{name}")
