@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from recipes import RECIPES
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 import narrowcast as nc
 
@@ -27,6 +28,8 @@ SCHEDULES = {
 CASES = [(name, "delayed", "autocast") for name in SCHEDULES]
 CASES += [("Schedule1F1B", "mxfp8", "autocast"), ("ScheduleGPipe", "delayed", "set_recipe")]
 Case = tuple[str, str, str]
+# PyTorch before 2.13 splits the backward of no torch.autograd.Function: "Attribute '_input_metadata' is invalid".
+SPLITS_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
 
 
 def blocks() -> list[nn.Module]:
@@ -116,8 +119,12 @@ def run_whole(case: Case) -> dict[str, Tensor]:
     return gradients(parts)
 
 
+def runs(case: Case) -> bool:
+    return SPLITS_FUNCTIONS or "ZeroBubble" not in case[0]
+
+
 def work(rank: int) -> Any:
-    return {case: run_pipeline(case) for case in CASES}
+    return {case: run_pipeline(case) for case in CASES if runs(case)}
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +135,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 @needs_ranks
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_stages_have_the_gradients_of_the_whole_model(ranks: list[Any], case: Case) -> None:
+    if not runs(case):
+        pytest.skip("PyTorch 2.11 and 2.12 split the backward of no autograd function; needs 2.13")
     ours, expected = {**ranks[0][case], **ranks[1][case]}, run_whole(case)
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[key], expected[key]) for key in expected)

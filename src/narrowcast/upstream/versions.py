@@ -41,7 +41,8 @@ NOT_WORKING = {
     "Python 3.9 and older": "`pip` refuses them: the code has syntax of Python 3.10",
     "PyTorch 2.11": "several threads that compile at the same time may crash the process; "
     "so may loading one of two AOTInductor packages on a GPU",
-    "PyTorch 2.11 and 2.12": "an `autocast` entered inside a compiled checkpoint raises an error that says so",
+    "PyTorch 2.11 and 2.12": "an `autocast` entered inside a compiled checkpoint raises an error that says so; "
+    "pipeline schedules that split the backward, such as `ScheduleInterleavedZeroBubble`, fail inside PyTorch",
 }
 """What is known not to work, and why."""
 
