@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import runpy
+
 import pytest
 import torch
 from torch import nn
 
 from narrowcast.upstream import modules
-from narrowcast.upstream.private import ENTRIES
+from narrowcast.upstream.private import ENTRIES, UpstreamError
+
+TABLES = [
+    "nn.Module._parameters",
+    "nn.Module._buffers",
+    "nn.Module._modules",
+    "nn.Module._non_persistent_buffers_set",
+    "nn.Module._forward_pre_hooks",
+    "nn.Module._forward_hooks",
+    "nn.Module._backward_hooks",
+    "nn.Module._backward_pre_hooks",
+]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "nn.Module._parameters",
-        "nn.Module._buffers",
-        "nn.Module._modules",
-        "nn.Module._non_persistent_buffers_set",
-        "nn.Module._forward_pre_hooks",
-        "nn.Module._forward_hooks",
-        "nn.Module._backward_hooks",
-        "nn.Module._backward_pre_hooks",
-    ],
-)
+@pytest.mark.parametrize("name", TABLES)
 def test_the_table_is_there(name: str) -> None:
     assert name in ENTRIES and name.rpartition(".")[2] in vars(nn.Module()), ENTRIES[name].error()
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # it runs a second time
+@pytest.mark.parametrize("name", TABLES)
+def test_the_import_says_which_table_is_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        def __init__(self) -> None:
+            self.__dict__.update({key: {} for key in vars(real) if key != name.rpartition(".")[2]})
+
+    real = nn.Module()
+    with monkeypatch.context() as patched:
+        patched.setattr(nn, "Module", Other)
+        with pytest.raises(UpstreamError, match=f"{name}.*install a release that was tested"):
+            runpy.run_module("narrowcast.upstream.modules")
 
 
 def test_the_tables_are_the_modules_own() -> None:
