@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from .._environment import read_flag
 from .._tracing import PLAIN, while_tracing
 from ..upstream import opaque
-from ..upstream.autograd import graph_task_id, set_versions, version_of
+from ..upstream.autograd import graph_task_id, set_versions
 from ..upstream.compiler import start_kernels_statically
 from ..upstream.functionalization import (
     CheckpointMode,
@@ -37,6 +37,7 @@ from ..upstream.tensors import (
     is_exporting,
     is_profiled,
     schema_of,
+    version_of,
 )
 from .quantizer_value import QuantizerValue, quantizer_of_text
 from .replay import Recording

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..formats import E4M3
-from ..upstream.autograd import graph_task_id, is_in_backward, version_preserved
+from ..upstream.autograd import is_in_backward, version_preserved
 from ..upstream.functionalization import FunctionalTensor
 from ._library import always, define, shared_call
 from .numerics import computed_by, numerics_for
@@ -26,7 +27,7 @@ _RULES = ("fp8_maxes", "margins", "algos")
 def _renew(
     scales: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Sequence[Tensor], *rules: Sequence[Any]
 ) -> None:
-    if not scales or graph_task_id() != -1:  # a graph that runs again inside a backward
+    if not scales or is_in_backward():  # a graph that runs again inside a backward
         return
     if ASIDE:
         put_back([*scales, *amaxes])
@@ -109,7 +110,7 @@ def _renewed_scales(
     scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor], *rules: list[Any]
 ) -> list[Tensor]:
     states = tuple(scales), tuple(histories), tuple(amaxes), *map(tuple, rules)
-    if graph_task_id() != -1:
+    if is_in_backward():
         return _read_scales(scales)  # type: ignore[no-any-return]
     if ASIDE:
         put_back([*scales, *amaxes])
@@ -168,12 +169,24 @@ def _scales_of_run(
             return _renewed_and_read(*states, *rules, starts=starts)
         return numerics_for(scales[0]).delayed.copy_scales(scales, starts)  # type: ignore[no-any-return]
 
-    def read() -> list[Tensor]:
-        if not _renews(histories, root, call):
-            return _read_scales(scales)  # type: ignore[no-any-return]
-        return _renewed_and_read(*states, *rules)
-
+    read = partial(_read_in_run, *states, *rules, root, call)
     return read_in_graph(scales, amaxes, collects, recorded, read)
+
+
+def _read_in_run(
+    scales: tuple[Tensor, ...],
+    histories: tuple[Tensor, ...],
+    amaxes: tuple[Tensor, ...],
+    fp8_maxes: tuple[float, ...],
+    margins: tuple[int, ...],
+    algorithms: tuple[str, ...],
+    root: str,
+    call: int,
+) -> list[Tensor]:
+    """Return copies of the scales, renewed first where that is up to the layers of the graph."""
+    if not _renews(histories, root, call):
+        return _read_scales(scales)  # type: ignore[no-any-return]
+    return _renewed_and_read(scales, histories, amaxes, fp8_maxes, margins, algorithms)
 
 
 def _renews(histories: Sequence[Tensor], root: str, call: int) -> bool:
@@ -230,11 +243,8 @@ def _enters_graph(
     rules = tuple(fp8_maxes), tuple(margins), tuple(algorithms)
     starts = _renews(histories, root, max(calls)) and recorded and run_now() is None
 
-    def read() -> list[Tensor]:
-        if not _renews(histories, root, max(calls)):
-            return _read_scales(scales)  # type: ignore[no-any-return]
-        return _renewed_and_read(tuple(scales), tuple(histories), tuple(amaxes), *rules)
-
+    states = tuple(scales), tuple(histories), tuple(amaxes)
+    read = partial(_read_in_run, *states, *rules, root, max(calls))
     if is_in_backward() or not recorded or run_now() is not None:
         copies = read_in_graph(scales, amaxes, collects, recorded, read)
         if is_in_backward():

@@ -15,7 +15,7 @@ from .._tracing import traced_local, while_tracing
 from ..functional.recomputation import RUNNING
 from ..recipe import Recipe, recipes_from_json
 from ..state import THREAD, checked_recipe, reduce_amax, renew
-from ..upstream.autograd import graph_task_id
+from ..upstream.autograd import is_in_backward
 from ..upstream.modules import forward_hooks, forward_pre_hooks
 from .delayed import DelayedLayer
 from .policies import choose, policy_named
@@ -179,7 +179,7 @@ def renew_layers(model: nn.Module) -> None:
 
 
 def _renew_now(model: nn.Module) -> None:
-    if graph_task_id() == -1 and model.training:
+    if not is_in_backward() and model.training:
         layers: list[DelayedLayer] = []
         for layer in model.modules():
             if isinstance(layer, DelayedLayer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import os
 import sys
 import threading
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from .private import entry, private
+from .tensors import version_of
 
 _GRAPH_TASKS = "torch/csrc/autograd/python_engine.cpp"
 _HOOKS = "torch/csrc/autograd/saved_variable_hooks.h and torch/autograd/graph.py, saved_tensors_hooks"
@@ -71,10 +71,6 @@ _queue_callback: Any = private(
     without="the state is put back when it is used next",
     fallback=None,
 )
-
-
-version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
-"""The number that a tensor's version counter has; a public name with an underscore in front."""
 
 
 def is_in_backward() -> bool:
@@ -265,6 +261,5 @@ __all__ = [
     "running_checkpoints",
     "running_functions",
     "set_versions",
-    "version_of",
     "version_preserved",
 ]

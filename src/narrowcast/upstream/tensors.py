@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -48,9 +49,8 @@ def schema_of(overload: Any) -> Any:
     return overload._schema
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written to in place."""
-    return tensor._version
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""Return how often a tensor was written to in place."""
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
