@@ -141,6 +141,11 @@ def test_a_backward_takes_nothing_and_renews_nothing(device: torch.device) -> No
     assert not amaxes[0].any() and histories[0][-1].tolist() == [2.0] * 3
 
 
+@pytest.mark.parametrize("name", ["renew_delayed_scaling", "take_amaxes", "scales_of_run", "enters_graph"])
+def test_what_decides_on_the_host_is_in_no_cuda_graph(name: str) -> None:
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.narrowcast, name).default.tags
+
+
 def test_calibrating_overwrites_one_slot(device: torch.device) -> None:
     amax = torch.full((3,), 9.0, device=device)
     functional.calibrate_(torch.tensor([1.0, math.nan, -3.0], device=device), amax, 1)

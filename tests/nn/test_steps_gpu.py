@@ -154,6 +154,24 @@ def test_reduce_overhead(name: str, kind: str) -> None:
         change_weights(graphed)
 
 
+@pytest.mark.parametrize("renewed_by", ["root", "own"])
+def test_evaluations_between_replayed_steps(renewed_by: str) -> None:
+    """In training mode, without gradients: what they collect is taken back before a replayed step renews."""
+    torch.manual_seed(0)
+    models = [given(copy.deepcopy(model), RECIPES["delayed"], renewed_by) for model in [Model()] * 2]
+    runs = [models[0], torch.compile(models[1], fullgraph=True, mode="reduce-overhead")]
+    given_x = inputs(8)
+    for x, larger in zip(given_x[:-1], given_x[1:]):
+        results = []
+        for model, run in zip(models, runs):
+            torch.compiler.cudagraph_mark_step_begin()
+            with torch.no_grad():
+                evaluated = run(larger).clone()
+            torch.compiler.cudagraph_mark_step_begin()
+            results.append([evaluated, *step(model, run, x)])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @torch.no_grad()
 def change_weights(model: nn.Module) -> None:
     for parameter in model.parameters():

@@ -65,13 +65,15 @@ renew_delayed_scaling = define(
     "int[] margins, str[] algorithms) -> ()",
     _renew,
     lambda *_: None,
+    tags=(torch.Tag.cudagraph_unsafe,),
     of_state=True,
 )
 """Renew the delayed scaling of many layers from the amaxes they collected, by the rule of ``reference.delayed.update``.
 
 Every amax becomes row 0 of its history, and is then zeroed, which the schema does not declare (see
 :mod:`.quantize`). A tensor whose amax is 0 was not used: it keeps its scale and its history. Nothing is renewed inside
-a backward, which recomputes and sees the scales of the first forward.
+a backward, which recomputes and sees the scales of the first forward. What an evaluation in training mode has collected
+is taken back before. Both are found on the host, so that no CUDA graph may hold the operator.
 
 Args:
     scales: fp32 (n,) each; histories: fp32 (L, n); amaxes: fp32 (n,). All on one device.
@@ -209,6 +211,7 @@ scales_of_run = define(
     "str[] algorithms, bool[] collects, bool recorded, str root, int call) -> Tensor[]",
     _scales_of_run,
     lambda scales, *_: _read_scales_fake(scales),
+    tags=(torch.Tag.cudagraph_unsafe,),
     inlined=lambda scales, histories, amaxes, *_: _in_place(scales, histories, amaxes),
     of_state=True,
     saved=True,
@@ -284,6 +287,7 @@ take_amaxes = define(
     'take_amaxes(Tensor[] amaxes, str root="") -> Tensor[]',
     _take_amaxes,
     lambda amaxes, root="": [torch.empty_like(amax) for amax in amaxes],
+    tags=(torch.Tag.cudagraph_unsafe,),
     of_state=True,
 )
 """Take out what was collected, fp32 (n,) each, for a renewal by functions of the user; zeros are left behind.
