@@ -15,11 +15,11 @@ from harness import Row, parser, report
 from rich.console import Console
 
 from narrowcast.testing import TOLERANCES
-from narrowcast.train.config import ModelConfig, TrainConfig
-from narrowcast.train.data import load_corpus
-from narrowcast.train.loop import Run
-from narrowcast.train.progress import make_progress
-from narrowcast.train.recipes import CHOICES
+from narrowcast_tools.train.config import ModelConfig, TrainConfig
+from narrowcast_tools.train.data import load_corpus
+from narrowcast_tools.train.loop import Run
+from narrowcast_tools.train.progress import make_progress
+from narrowcast_tools.train.recipes import CHOICES
 
 SIZES = {
     "cpu": TrainConfig(steps=20, batch_size=4, seq_len=64, eval_every=10, eval_batches=2, warmup=5),

@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/scaling.md`` and draws ``docs/assets/scaling.png``, from ``narrowcast.plan``.
+"""Writes the tables of ``docs/scaling.md`` and draws ``docs/assets/scaling.png``, from ``narrowcast_tools.plan``.
 
 python docs/scaling_tables.py
 """
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from narrowcast.plan import GPUS, MODELS, Estimate, Layout, Model, estimate, plan
+from narrowcast_tools.plan import GPUS, MODELS, Estimate, Layout, Model, estimate, plan
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "scaling.md", DOCS / "assets" / "scaling.png"

@@ -17,22 +17,20 @@ import narrowcast as nc
 from narrowcast.functional import replay
 
 SOURCE = Path(nc.__file__).parent
-PRODUCT = ("bench", "plan", "train")  # beside the library; so is the command line's file
 DTYPES = {"float32", "bfloat16", "float16"}
 
 
-def files(*without: str) -> Iterator[tuple[Path, str]]:
+def files() -> Iterator[tuple[Path, str]]:
     for path in sorted(SOURCE.rglob("*.py")):
-        if not set(path.relative_to(SOURCE).parts) & {*without}:
-            yield path, path.read_text()
+        yield path, path.read_text()
 
 
 def lines() -> int:
-    return sum(text.count("\n") for _, text in files(*PRODUCT, "cli.py", "__main__.py"))
+    return sum(text.count("\n") for _, text in files())
 
 
 def statements() -> int:
-    trees = [ast.parse(text) for _, text in files(*PRODUCT, "cli.py", "__main__.py")]
+    trees = [ast.parse(text) for _, text in files()]
     return sum(isinstance(node, ast.stmt) for tree in trees for node in ast.walk(tree))
 
 
@@ -112,7 +110,7 @@ def rows() -> Iterator[tuple[str, object]]:
     yield "is_compiling()", questions()
     yield "tuples of the three float dtypes", dtype_sets()
     yield "operators", len([name for name in dir(torch.ops.narrowcast) if not name.startswith("_")])
-    yield "lines without command line, trainer, planner, bench", lines()
+    yield "lines", lines()
     yield "statements of these", statements()
     yield "longest files", longest_files()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import narrowcast as nc
-from narrowcast.train.machine import cpu_model
+from narrowcast_tools.train.machine import cpu_model
 
 Row = dict[str, object]
 

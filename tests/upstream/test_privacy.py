@@ -10,8 +10,9 @@ import pytest
 
 import narrowcast
 
-SOURCE = Path(narrowcast.__file__).parent
-FILES = sorted(path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "upstream")
+SOURCE = Path(narrowcast.__file__).parents[1]
+ALL = sorted(SOURCE.glob("narrowcast*/**/*.py"))
+FILES = [path for path in ALL if "upstream" not in path.parts]
 
 DOCUMENTED = {
     # docs.pytorch.org/docs/stable/torch.html#foreach-operations
@@ -69,7 +70,7 @@ def is_private(name: str) -> bool:
 def own_names() -> set[str]:
     """Underscored names that narrowcast defines somewhere: fields, methods, functions, keywords, slots."""
     found: set[str] = set()
-    for path in SOURCE.rglob("*.py"):
+    for path in ALL:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
                 found.add(node.name)

@@ -1,0 +1,241 @@
+"""What a run is: the settings of the model and of its training, checked when they are made."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
+
+import torch
+
+from narrowcast import _environment as environment
+
+from .errors import SettingsError
+from .recipes import recipe_name
+
+VOCABULARY = 256  # of bytes, which are the tokens where no tokenizer is given
+CPP_COMPILERS = ("g++", "clang++", "c++")
+
+
+def _require(ok: bool, option: str, value: object, fix: str) -> None:
+    if not ok:
+        raise SettingsError(f"{option} is {value}; {fix}")
+
+
+def _require_count(config: object, name: str) -> None:
+    value = getattr(config, name)
+    _require(value > 0, option_of(name), value, "it must be at least 1")
+    _require(value < 2**63, option_of(name), value, "it must be below 2^63")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the decoder.
+
+    Args:
+        dim: width of the residual stream.
+        layers: number of blocks.
+        heads: query heads; `dim / heads` must be even (rotary pairs).
+        kv_heads: key and value heads; divides `heads`.
+        hidden: width of the gated feed-forward layer.
+        tie_embeddings: share the embedding table with the output head.
+        vocabulary: tokens that the model knows.
+
+    Raises:
+        SettingsError: a size is not positive or does not divide as above.
+    """
+
+    dim: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    hidden: int = 704
+    tie_embeddings: bool = False
+    vocabulary: int = VOCABULARY
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "layers", "heads", "kv_heads", "hidden", "vocabulary"):
+            _require_count(self, name)
+        _require(
+            self.dim % (2 * self.heads) == 0,
+            "--dim",
+            self.dim,
+            f"it must be a multiple of {2 * self.heads} (twice --heads {self.heads}, rotary pairs)",
+        )
+        _require(
+            self.heads % self.kv_heads == 0,
+            "--kv-heads",
+            self.kv_heads,
+            f"it must divide --heads {self.heads}",
+        )
+
+    @property
+    def gemm_weights(self) -> int:
+        """Weights of the linear layers of a block."""
+        key_values = 2 * self.kv_heads * (self.dim // self.heads)
+        return self.dim * (2 * self.dim + key_values + 3 * self.hidden)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides the numbers of a run, and how often it saves.
+
+    Args:
+        recipe: a name of `recipes.CHOICES`.
+        recipe_table: JSON from patterns of layer names to recipes, laid over `recipe`; see `recipes.recipe_table`.
+        keep_bf16: patterns of layers that stay in bfloat16, separated by commas; laid over both.
+        emulate: run a recipe without native kernels on an accelerator.
+        device: `cpu` or `cuda`; see `resolve_device`.
+        compile: run the model through `torch.compile(fullgraph=True)`.
+        by_block: compile one block, which serves as all of them, and not the whole model.
+        graphs: replay CUDA graphs of the compiled step.
+        steps: optimizer steps of the whole run; the learning rate's decay ends there.
+        batch_size: sequences of a step.
+        accumulate: parts that the batch of a step is run in, one after the other; divides `batch_size`.
+        recompute: keep only the input of each block for the backward, and run the block again there.
+        seq_len: tokens of a sequence.
+        lr: peak learning rate.
+        warmup: steps of linear warmup.
+        weight_decay: AdamW's decay, on matrices only.
+        clip: largest global gradient norm.
+        seed: seeds the weights, the batches and stochastic rounding.
+        eval_every: steps between evaluations on held-out text.
+        eval_batches: batches of an evaluation.
+        save_every: steps between checkpoints, and one at the end; 0 for none. Does not affect the numbers.
+        model: shape of the model.
+
+    Raises:
+        SettingsError: unknown recipe or a value out of range.
+    """
+
+    recipe: str = "bf16"
+    recipe_table: str = ""
+    keep_bf16: str = ""
+    emulate: bool = False
+    device: str = "cpu"
+    compile: bool = False
+    by_block: bool = False
+    graphs: bool = False
+    steps: int = 300
+    batch_size: int = 8
+    accumulate: int = 1
+    recompute: bool = False
+    seq_len: int = 128
+    lr: float = 1e-3
+    warmup: int = 40
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    eval_every: int = 25
+    eval_batches: int = 8
+    save_every: int = 100
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", recipe_name(self.recipe))
+        for name in ("steps", "batch_size", "accumulate", "seq_len", "eval_every", "eval_batches"):
+            _require_count(self, name)
+        _require(
+            self.batch_size % self.accumulate == 0,
+            "--accumulate",
+            self.accumulate,
+            f"it must divide --batch-size {self.batch_size}",
+        )
+        # `not x > 0` also refuses NaN.
+        for name in ("lr", "clip"):
+            _require(getattr(self, name) > 0, option_of(name), getattr(self, name), "it must be above 0")
+        for name in ("warmup", "weight_decay", "seed", "save_every"):
+            _require(getattr(self, name) >= 0, option_of(name), getattr(self, name), "it must be 0 or more")
+        _require(self.seed < 2**64, "--seed", self.seed, "it must be below 2^64")
+
+    @property
+    def part_size(self) -> int:
+        """Sequences that are run at once."""
+        return self.batch_size // self.accumulate
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.batch_size * self.seq_len
+
+
+Settings = TypeVar("Settings", ModelConfig, TrainConfig)
+UNCOMPARED = {"save_every"}
+
+
+def override(settings: Settings, **given: object) -> Settings:
+    """Return the settings with those of `given` that are not None in their place, checked like new ones."""
+    return replace(settings, **{name: value for name, value in given.items() if value is not None})
+
+
+def option_of(name: str) -> str:
+    """Return the command-line option that sets a field."""
+    return "--" + name.replace("_", "-")
+
+
+def setting_of(name: str, value: object) -> str:
+    """Return how the command line spells a value, such as `--dim 256` or `--no-compile`."""
+    if name == "vocabulary":  # no option of its own
+        return f"a --tokenizer of {value} tokens" if value != VOCABULARY else "no --tokenizer"
+    if isinstance(value, bool):
+        return option_of(name) if value else option_of(f"no_{name}")
+    return f"{option_of(name)} {value}"
+
+
+def compared_fields(config: TrainConfig) -> Iterator[tuple[str, object]]:
+    """Yield the name and value of every setting that a resumed run must share with its checkpoint."""
+    for part in (config, config.model):
+        for item in fields(part):
+            value = getattr(part, item.name)
+            if item.name not in UNCOMPARED and not isinstance(value, ModelConfig):
+                yield item.name, value
+
+
+def resolve_device(word: str) -> str:
+    """Turn `auto`, `cpu` or `cuda` into the device type to use.
+
+    Raises:
+        SettingsError: the word is unknown, or CUDA was asked for and is not there.
+    """
+    if word not in ("auto", "cpu", "cuda"):
+        raise SettingsError(f"unknown device {word!r}; --device takes auto, cpu or cuda")
+    if word == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if word == "cuda" and not torch.cuda.is_available():
+        build = f"torch {torch.__version__} finds no CUDA device"
+        raise SettingsError(
+            f"--device cuda was asked for, but {build}; use --device cpu or install a CUDA build of torch"
+        )
+    return word
+
+
+def require_graphs(device: str, *, compiled: bool, by_block: bool = False) -> None:
+    """Check that CUDA graphs can be replayed.
+
+    Raises:
+        SettingsError: the device is the CPU, or the step is not compiled as a whole.
+    """
+    if device == "cpu":
+        raise SettingsError("--graphs replays CUDA graphs, and --device is cpu; leave --graphs out")
+    if not compiled:
+        raise SettingsError(
+            "--graphs replays what the compiler made, and --compile is not given; add --compile"
+        )
+    if by_block:
+        raise SettingsError(
+            "--graphs replays the whole step, and --by-block compiles parts; leave one of them out"
+        )
+
+
+def require_compiler(device: str) -> None:
+    """Check that `torch.compile` finds what it needs.
+
+    Raises:
+        SettingsError: the device is the CPU and the machine has no C++ compiler.
+    """
+    named = environment.read_foreign("CXX")
+    if device == "cpu" and not any(shutil.which(name) for name in ([named] if named else CPP_COMPILERS)):
+        wanted = named or ", ".join(CPP_COMPILERS)
+        raise SettingsError(
+            f"--compile needs a C++ compiler on the CPU, and none is on the path ({wanted}); "
+            "install g++ or leave --compile out"
+        )

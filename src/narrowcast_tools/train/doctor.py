@@ -1,0 +1,96 @@
+"""What this machine runs natively, what it would emulate, and which versions it found."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+import narrowcast as nc
+from narrowcast._installed import gpu_standing, installed, sm, versions
+from narrowcast.upstream.versions import GPUS, OLDEST_TORCH
+
+from .machine import cpu_model
+from .recipes import CHOICES, RecipeChoice
+
+NEVER_RUN = ("mxfp8", "nvfp4")
+"""Recipes whose native GEMM was written without a GPU that has it."""
+STANDINGS = {
+    "runs": "runs; the GPU tests passed on one",
+    "compiles": "every kernel compiles; never run there",
+    "not tried": "not tried",
+}
+PACKAGES = ("safetensors", "rich", "typer", "matplotlib")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination.
+
+    Args:
+        broken: whether training cannot work because of it.
+    """
+
+    subject: str
+    text: str
+    broken: bool = False
+
+
+def examine() -> Iterator[Finding]:
+    """Yield the findings, quick ones first; each recipe is tried with a small forward and backward pass."""
+    for name, text in versions().items():
+        yield _torch(text) if name == "torch" else Finding(name, text)
+    for name in PACKAGES:
+        yield Finding(name, installed(name) or "not installed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    yield Finding("device", _device(device))
+    for capability, (names, standing) in GPUS.items():
+        yield Finding(sm(capability), f"{names}: {STANDINGS[standing]}")
+    for name, choice in CHOICES.items():
+        yield _try_recipe(name, choice, device)
+
+
+def _torch(text: str) -> Finding:
+    oldest = _minor(OLDEST_TORCH)
+    if _minor(torch.__version__) < oldest:
+        text = f"{torch.__version__}: too old, install torch {oldest[0]}.{oldest[1]} or newer"
+        return Finding("torch", text, broken=True)
+    return Finding("torch", text)
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def _device(device: str) -> str:
+    if device == "cpu":
+        return f"cpu: {cpu_model()}, torch uses {torch.get_num_threads()} of {os.cpu_count()} cores"
+    capability = torch.cuda.get_device_capability()
+    return f"cuda: {torch.cuda.get_device_name()}, {sm(capability)}: {STANDINGS[gpu_standing(capability)]}"
+
+
+def _try_recipe(name: str, choice: RecipeChoice, device: str) -> Finding:
+    recipe, how = None, "native"
+    if choice.recipe is not None:
+        native, reason = choice.availability()
+        how = "native" if native else f"emulated: {reason}"
+        if native and name in NEVER_RUN:
+            how = "native, but never run on such a GPU before a release: compare with emulate=True first"
+        recipe = choice.recipe(emulate=not native)
+    try:
+        _one_step(recipe, device)
+    except Exception as error:  # whatever it is, the user wants it as a line of this report
+        first_line = (str(error).splitlines() or [""])[0]
+        return Finding(name, f"broken: {type(error).__name__}: {first_line}", broken=True)
+    return Finding(name, how)
+
+
+def _one_step(recipe: nc.recipe.Recipe | None, device: str) -> None:
+    layer = nc.Linear(64, 64, bias=False, device=device)
+    x = torch.linspace(-1, 1, 32 * 64, device=device).view(32, 64).requires_grad_()
+    with torch.autocast(device, dtype=torch.bfloat16), nc.autocast(enabled=recipe is not None, recipe=recipe):
+        loss = layer(x).float().square().mean()
+    loss.backward()
+    if not all(torch.isfinite(g).all() for g in (loss, x.grad, layer.weight.grad) if g is not None):
+        raise ArithmeticError("a 64 x 64 layer gave a loss or gradient that is not finite")

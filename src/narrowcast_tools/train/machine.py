@@ -1,0 +1,60 @@
+"""The machine and the versions a measurement was made with."""
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from narrowcast._version import __version__
+
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def cpu_model() -> str:
+    """Return the processor's name, or its architecture where the system does not tell."""
+    if CPU_INFO.exists():
+        for line in CPU_INFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def describe(device: str) -> dict[str, str | int]:
+    """Return what a table of measurements must name."""
+    facts: dict[str, str | int] = {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "narrowcast": __version__,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if device == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def peak_memory(device: str) -> int:
+    """Return the most bytes that this process had in use: allocated on the GPU, resident on a CPU; 0 if unknown."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    if resource is None:
+        return 0
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def one_line(facts: dict[str, str | int]) -> str:
+    """Return `describe`'s facts as one line for people."""
+    gpu = f"{facts['gpu']}, " if "gpu" in facts else ""
+    return (
+        f"{gpu}{facts['cpu']}, {facts['cores']} cores (torch uses {facts['threads']}), {facts['system']}, "
+        f"Python {facts['python']}, torch {facts['torch']}, narrowcast {facts['narrowcast']}"
+    )

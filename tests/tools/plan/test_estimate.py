@@ -1,0 +1,155 @@
+"""The model of a step: near what was measured, its parts add up, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from narrowcast import cli
+from narrowcast_tools.plan import GPUS, MODELS, Layout, estimate, plan
+from narrowcast_tools.plan.hardware import RESERVE
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _tables() -> ModuleType:
+    """``docs/scaling_tables.py``, which has the steps that ran."""
+    spec = importlib.util.spec_from_file_location("scaling_tables", ROOT / "docs" / "scaling_tables.py")
+    assert spec and spec.loader
+    tables = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = tables
+    spec.loader.exec_module(tables)
+    return tables
+
+
+TABLES = _tables()
+
+
+@pytest.mark.parametrize("case", TABLES.CASES, ids=lambda case: f"{case.name}, {case.recipe}")
+def test_predictions_stay_within_the_stated_error(case) -> None:
+    assert abs(case.predicted() / case.reported - 1) <= case.error
+    if case.memory:
+        assert abs(case.estimate().total_memory / 2**30 / case.memory - 1) <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("8b", 8.03), ("70b", 70.6), ("405b", 405.9), ("671b", 671.0)]
+)
+def test_parameters_are_the_published_ones(name: str, billions: float) -> None:
+    assert MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_active_parameters_of_a_mixture() -> None:
+    model = MODELS["671b"]
+    active = model.layers * model.active_layer_weights + 2 * model.dim * model.vocabulary
+    assert active / 1e9 == pytest.approx(37.6, abs=0.5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shards_of_all_ranks_are_the_model(name: str) -> None:
+    """Memory adds up: the shards of every rank are 16 bytes of each weight, whatever the layout."""
+    layouts = [Layout(64, 2**22), Layout(64, 2**22, tp=8)]
+    if MODELS[name].experts:
+        layouts.append(Layout(64, 2**22, ep=8))
+    for layout in layouts:
+        memory = estimate(MODELS[name], layout, "bf16", GPUS["h200"]).memory
+        held = memory["parameter shards"] + memory["gradient shards"] + memory["optimizer state"]
+        assert 64 * held == pytest.approx(16 * MODELS[name].parameters)
+
+
+def test_totals_are_the_sums_of_their_parts() -> None:
+    result = plan("70b", 256)
+    told = result.as_json()
+    assert told["memory_total"] == pytest.approx(sum(told["memory"].values())) == result.total_memory
+    assert told["step"] == pytest.approx(sum(told["seconds"].values()))
+    tokens = result.tokens_per_second * result.step * 256
+    assert tokens == pytest.approx(16 * 2**20)
+    assert result.total_memory <= RESERVE * GPUS["h200"].memory
+
+
+def test_an_fp8_gather_is_half_the_bytes_and_recomputing_saves_memory() -> None:
+    model = replace(MODELS["8b"], vocabulary=1)
+    layout = Layout(64, 2**22)
+    plain, gathered, again = (
+        estimate(model, changed, "current", GPUS["h200"])
+        for changed in (layout, replace(layout, fp8_gather=True), replace(layout, recompute=True))
+    )
+    assert gathered.wire["FSDP all-gather"] == pytest.approx(plain.wire["FSDP all-gather"] / 2, rel=1e-3)
+    assert gathered.wire["FSDP reduce-scatter"] == plain.wire["FSDP reduce-scatter"]
+    assert again.memory["activations"] < 0.2 * plain.memory["activations"]
+    assert again.seconds["GEMMs"] > 1.2 * plain.seconds["GEMMs"]
+
+
+def test_the_all_gather_by_hand() -> None:
+    """Two gathers a microbatch of 7/8 of all weights in bf16."""
+    model = MODELS["8b"]
+    wire = estimate(model, Layout(8, 8 * 8192), "bf16", GPUS["h200"]).wire
+    assert wire["FSDP all-gather"] == pytest.approx(2 * 2 * 7 / 8 * model.parameters)
+    assert wire["FSDP reduce-scatter"] == pytest.approx(2 * 7 / 8 * model.parameters)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [({}, 2), ({"reduced": 4.0}, 4), ({"pp": 8, "stages": 1}, 4), ({"pp": 8, "batch": 2 * 8192}, 2)],
+    ids=["bf16", "FSDP2", "pipeline", "pipeline of one microbatch"],
+)
+def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: int) -> None:
+    """In bf16, unless FSDP2 casts them or microbatches of a pipeline have summed them in fp32; whole by hand."""
+    model = replace(MODELS["8b"], vocabulary=0)
+    layout = replace(Layout(16, 16 * 8192), **changes)
+    wire = estimate(model, layout, "bf16", GPUS["h200"]).wire
+    ranks = 16 // layout.pp
+    assert wire["FSDP reduce-scatter"] == pytest.approx(
+        size * (ranks - 1) / ranks * model.parameters / layout.pp
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model 13b", "unknown model '13b'; --model takes one of 8b, 70b, 405b, 671b"),
+        ("--recipe mxfp8", "no measured rates for recipe 'mxfp8' on these GPUs; --recipe takes one of bf16"),
+        ("--gpu b200", "unknown GPU 'b200'; --gpu takes one of h100"),
+        ("--gpus 0", "--gpus is 0; it must be at least 1"),
+        ("--gpus 8 --tp 3", "tp 3 x pp 1 x cp 1 does not divide 8 GPUs"),
+        ("--gpus 64 --tp 16", "tp must divide the heads and be at most 8"),
+        ("--gpus 8 --ep 8", "8b has no experts; leave ep at 1"),
+        ("--gpus 4096 --batch 8192", "raise the batch, tp or pp"),
+        ("--gpus 8 --batch 100", "--batch is 100 tokens and --length 8192"),
+        ("--gpus 8 --recipe bf16 --fp8-gather", "an FP8 gather needs an FP8 recipe"),
+        (
+            "--model 405b --gpus 8",
+            "405b does not fit 8 GPUs of h200: the smallest layout tried (FSDP 1 x TP 8",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["plan", *words.split()]) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    with pytest.raises(ValueError, match=r"needs [\d,.]+ GiB each, [\d,.]+ GiB more than 127.9 GiB"):
+        plan("671b", 64)
+
+
+def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture) -> None:
+    words = ["plan", "--model", "70b", "--gpus", "256", "--recipe", "block"]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    for part in ("70b, block, 256 h200", "optimizer state", "TP/SP collectives", "pipeline bubble", "MFU"):
+        assert part in shown
+    assert cli.main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["layout"]["gpus"] == 256 and told["step"] > 0 and told["gpu"] == "h200"
+
+
+def test_the_page_shows_what_the_model_says() -> None:
+    assert TABLES.page() == TABLES.PAGE.read_text(), "run python docs/scaling_tables.py"

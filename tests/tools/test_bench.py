@@ -1,0 +1,118 @@
+"""The command `bench`: every contender gets a row, what fails says why, and the files hold what the table shows."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import bench_worker
+import pytest
+from torch import nn
+
+from narrowcast import cli
+from narrowcast_tools.bench import measure as run
+from narrowcast_tools.bench import works
+from narrowcast_tools.bench.measure import Contender, Result, contenders
+from narrowcast_tools.bench.worker import Worker
+from narrowcast_tools.bench.works import build, step_of
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step counts, and nothing is compiled."""
+    module = importlib.import_module("narrowcast_tools.bench.measure")
+    monkeypatch.setattr(module, "_milliseconds", lambda step, device: step() or 2.0)
+    monkeypatch.setitem(module.MODES, "compiled", lambda module: module)
+
+
+def test_a_run_on_a_cpu(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["bench", "tiny", "--device", "cpu", "--recipes", "block", "--out", str(tmp_path)]
+    words += ["--seconds", "0"]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "cpu, emulated" in shown and "Linear 32x64->64" in shown
+    rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    own = [row for row in rows if row["contender"] in ("bf16", "block")]
+    assert len(own) == 4 * 3 and all(row["ms"] == "2.0" and row["share"] == "1.0" for row in own)
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["some"], "suite is 'some'; use one of layers, models, all, tiny"),
+        (["tiny", "--only", "Conv"], "no work of suite 'tiny' has 'Conv' in its name"),
+        (["tiny", "--recipes", "fp7"], "recipe is 'fp7'; use one of delayed"),
+        (["tiny", "--modes", "fast"], "mode is 'fast'; use one of eager, compiled, graphs"),
+        (["tiny", "--device", "tpu"], "--device is 'tpu'"),
+    ],
+)
+def test_errors(words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["bench", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_fails_is_a_row(quick: None) -> None:
+    def fails(module: nn.Module) -> Any:
+        raise RuntimeError("no such kernel\nand more")
+
+    (work, *_) = works("tiny")
+    result = run(work, Contender("broken", "eager", None, fails), "cpu")
+    assert result == Result(work.name, "broken", "eager", None, None, None, "RuntimeError: no such kernel")
+
+
+def test_resume_keeps_what_was_measured(
+    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time over after the first row: it is there, the others say so, and a second run measures those alone."""
+    module = importlib.import_module("narrowcast_tools.bench.command")
+    words = ["bench", "tiny", "--device", "cpu", "--only", "Linear", "--recipes", "current", "--seconds", "0"]
+    words += ["--out", str(tmp_path)]
+    clock = itertools.count(step=40.0)
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    assert cli.main([*words, "--minutes", "1"]) == 0
+    first = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    assert [row["ms"] for row in first[:3]] == ["2.0", "", ""] and first[1][
+        "note"
+    ] == "not started within 1 min"
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        importlib.import_module("narrowcast_tools.bench.measure"), "_milliseconds", lambda *_: 3.0
+    )
+    monkeypatch.setitem(
+        importlib.import_module("narrowcast_tools.bench.measure").MODES, "compiled", lambda m: m
+    )
+    assert cli.main([*words, "--resume"]) == 0
+    second = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    assert [row["ms"] for row in second[:3]] == ["2.0", "3.0", "3.0"] and second[1]["share"] == "1.5"
+    assert cli.main([*words[:-2], "--resume"]) == 2
+    assert "--resume needs --out" in capsys.readouterr().err
+
+
+def test_what_hangs_or_crashes_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs its seconds and no more, and the next contender has a new process."""
+    monkeypatch.setattr(
+        importlib.import_module("narrowcast_tools.bench.worker"), "_serve", bench_worker.crashes_then_hangs
+    )
+    (work, *_) = works("tiny")
+    contender = Contender("bad", "eager", None)
+    with Worker(([], [], True), "cpu", 20.0) as worker:
+        assert worker.run(work, contender, 0).note == "the process ended with code 7"
+        worker.chosen, worker.seconds = (["hang"], [], True), 0.2
+        assert worker.run(work, contender, 1).note == "not done within 0.2 s"
+        assert worker._process.exitcode is not None
+
+
+def test_contenders_do_the_same_work() -> None:
+    """Plain PyTorch and our layers take the same steps: gradients in the same shapes."""
+    for work in works("tiny"):
+        sizes = []
+        for contender in contenders(["block"], ["eager"], emulate=True):
+            if contender.name in ("bf16", "block"):
+                module = contender.prepare(build(work, contender.layers, "cpu"))
+                step_of(work, module, module, "cpu")()
+                sizes.append(sum(p.numel() for p in module.parameters()))
+        assert sizes[0] == sizes[1], work.name

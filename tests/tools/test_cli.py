@@ -1,0 +1,437 @@
+"""The command line: results, and one line with exit code 2 for everything the user can fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import narrowcast as nc
+import narrowcast_tools
+from narrowcast import cli
+from narrowcast_tools.cli import main
+from narrowcast_tools.train import doctor
+
+# fmt: off
+TINY = [
+    "--steps", "4", "--save-every", "2", "--eval-every", "2", "--eval-batches", "1", "--warmup", "1",
+    "--batch-size", "2", "--seq-len", "16", "--dim", "32", "--layers", "1", "--heads", "2", "--kv-heads", "1",
+    "--hidden", "48", "--device", "cpu",
+]
+# fmt: on
+
+
+@pytest.fixture
+def text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {i} of a text\n" for i in range(200)))
+    return path
+
+
+def tree(root: Path) -> dict[str, int]:
+    return {str(p.relative_to(root)): p.stat().st_mtime_ns for p in root.rglob("*") if p.is_file()}
+
+
+def train(text: Path, *words: str) -> int:
+    return main(["train", "--data", str(text), *TINY, *words])
+
+
+def fails_on_one_line(capsys: pytest.CaptureFixture, root: Path, words: list[str]) -> str:
+    """Run a command that must fail with exit code 2, and return its line; nothing may be written."""
+    before = tree(root)
+    capsys.readouterr()
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert len(lines) == 1, printed.err
+    assert lines[0].startswith("narrowcast: ")
+    assert tree(root) == before
+    return lines[0]
+
+
+def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(text_file, "--recipe", "current", "--out", "run") == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("current: held-out loss ")
+    assert len(printed.out.splitlines()) == 1
+    assert "step 4/4" in printed.err
+    result = json.loads(Path("run/result.json").read_text())
+    assert result["settings"]["recipe"] == "current"
+    assert len(result["history"]["train"]) == 4
+    assert result["held_out_loss"] == result["history"]["held_out"][-1][1]
+    names = sorted(p.name for p in Path("run/checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--recipe", "fp7"], ["'fp7'", "--recipe takes one of none, bf16, delayed"]),
+        (["--data", "absent.txt"], ["absent.txt", "give --data an existing"]),
+        (["--data", "empty.txt"], ["empty.txt holds 0 bytes", "--data"]),
+        (["--data", "empty"], ["empty holds 0 bytes", "--data"]),
+        (["--device", "cuda"], ["--device cuda", "use --device cpu"]),
+        (["--device", "abacus"], ["'abacus'", "auto, cpu or cuda"]),
+        (["--steps", "0"], ["--steps is 0", "at least 1"]),
+        (["--batch-size", "-4"], ["--batch-size is -4"]),
+        (["--dim", "0"], ["--dim is 0"]),
+        (["--heads", "3"], ["--dim is 32", "multiple of 6"]),
+        (["--lr", "nan"], ["--lr is nan"]),
+        (["--lr", "fast"], ["--lr", "fast", "--help"]),
+        (["--speed", "9"], ["--speed", "--help"]),
+        (["--resume"], ["no checkpoint to resume in", "checkpoints", "--out"]),
+        (["--out", "text.txt"], ["text.txt", "--out"]),
+        (["--seed", str(2**64)], ["--seed is 18446744073709551616", "below 2^64"]),
+        (["--preset", "7b"], ["'7b'", "--preset takes one of tiny, 125m, 1b, 8b-slice"]),
+        (["--accumulate", "3"], ["--accumulate is 3", "divide --batch-size 2"]),
+        (["--keep-bf16", "lm_head"], ["--keep-bf16", "'lm_head' matches no"]),
+        (["--recipe-table", "empty.txt"], ["--recipe-table empty.txt", "no JSON"]),
+        (["--graphs"], ["--graphs", "--device is cpu", "leave --graphs out"]),
+        (["--by-block"], ["--by-block", "add --compile"]),
+        (["--seeds", "0"], ["--seeds is 0", "at least 1"]),
+        (["--recipe", "bf16,fp7"], ["'fp7'"]),
+        (["--batch-size", str(10**12)], ["scores of a batch", "GiB", "lower --batch-size or --seq-len"]),
+        (["--batch-size", str(10**30)], ["--batch-size is 1000", "below 2^63"]),
+        (["--eval-batches", str(10**12)], ["held-out batches", "lower --eval-batches or --batch-size"]),
+        (["--dim", str(4 * 10**12)], ["model with its optimizer", "lower --dim, --hidden or --layers"]),
+        (["--layers", str(10**12)], ["model with its optimizer", "lower --dim, --hidden or --layers"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
+)
+def test_bad_settings(
+    words: list[str],
+    parts: list[str],
+    text_file: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    Path("empty.txt").touch()
+    Path("empty").mkdir()
+    command = ["train", "--data", str(text_file), *TINY, "--out", "run", *words]
+    line = fails_on_one_line(capsys, text_file.parent, command)
+    assert all(part in line for part in parts), line
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["bake"], ["bake", "--help"]),
+        (["demo", "--device", "cuda"], ["--device cuda", "use --device cpu"]),
+        (["demo", "--data", "absent"], ["absent", "--data"]),
+        (["demo", "--steps", "-1"], ["--steps is -1"]),
+        (["demo", "--write-docs", "page.html"], ["page.html", "--write-docs", ".md"]),
+        (["compare"], ["--help"]),
+        (["compare", "absent"], ["no finished run in absent", "result.json"]),
+        (["doctor", "--now"], ["--now", "--help"]),
+    ],
+    ids=" ".join,
+)
+def test_bad_commands(
+    words: list[str],
+    parts: list[str],
+    text_file: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    line = fails_on_one_line(capsys, text_file.parent, words)
+    assert all(part in line for part in parts), line
+    assert not Path("runs").exists()
+
+
+def test_a_preset_gives_what_no_option_does(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    Path("table.json").write_text('{"blocks.0.attention": {"type": "Float8CurrentScaling"}}')
+    words = ["--preset", "125m", "--recipe", "mxfp8", "--accumulate", "2", "--recompute", "--out", "run"]
+    assert (
+        train(text_file, *words, "--keep-bf16", "blocks.0.feed_forward", "--recipe-table", "table.json") == 0
+    )
+    assert "MFU unknown" in capsys.readouterr().out
+    result = json.loads(Path("run/result.json").read_text())
+    settings = result["settings"]
+    assert (settings["lr"], settings["steps"], settings["dim"]) == (6e-4, 4, 32)
+    assert (settings["accumulate"], settings["recompute"]) == (2, True)
+    assert "Float8CurrentScaling" in settings["recipe_table"]
+    assert result["mfu"] is None
+    assert result["peak_memory"] > 2**27
+
+
+def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--recipe", "bf16,current", "--seeds", "2", "--out", "c"]
+    assert train(text_file, *words) == 0
+    printed = capsys.readouterr().out
+    assert "FP8 current" in printed and "0.5%" in printed and "mean of up to 2 seeds" in printed
+    runs = {"bf16-0", "bf16-1", "current-0", "current-1"}
+    files = {"loss.png", "losses.csv", "summary.csv", "results.json"}
+    assert {path.name for path in Path("c").iterdir()} == runs | files
+    assert len(Path("c/losses.csv").read_text().splitlines()) == 1 + 4 * 3
+    # One that was cut short goes on, the others are left alone; a further recipe joins them.
+    Path("c/current-1/result.json").unlink()
+    before = tree(Path("c/bf16-0"))
+    assert train(text_file, "--recipe", "current,mxfp8", "--seeds", "2", "--out", "c", "--resume") == 0
+    assert "note: c/current-0 is finished" in capsys.readouterr().err
+    assert tree(Path("c/bf16-0")) == before
+    summary = Path("c/summary.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in summary[1:]] == ["bf16"] * 2 + ["current"] * 2 + ["mxfp8"] * 2
+    assert main(["compare", "c/bf16-0", "c/mxfp8-1", "--out", "d"]) == 0
+    assert len(Path("d/summary.csv").read_text().splitlines()) == 3
+    capsys.readouterr()
+    assert train(text_file, "--recipe", "nvfp4,block", "--out", "e") == 0
+    assert "note: not compared: no bf16 run among them" in capsys.readouterr().err
+
+
+def test_presets_are_shown(capsys: pytest.CaptureFixture) -> None:
+    assert main(["presets"]) == 0
+    assert "8b-slice" in capsys.readouterr().out
+
+
+def test_resume_from_another_configuration(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(text_file, "--out", "run") == 0
+    words = ["train", "--data", str(text_file), *TINY, "--out", "run", "--resume", "--seed", "7"]
+    line = fails_on_one_line(capsys, text_file.parent, words)
+    assert "--seed 0" in line
+    assert "--seed 7" in line
+    assert train(text_file, "--out", "run", "--resume") == 0
+    words = ["train", "--data", str(text_file), *TINY, "--out", "run", "--resume", "--steps", "3"]
+    assert "--steps 4" in fails_on_one_line(capsys, text_file.parent, words)
+
+
+def test_resuming_a_finished_run_keeps_its_result(text_file: Path) -> None:
+    assert train(text_file, "--out", "run") == 0
+    before = tree(text_file.parent)
+    assert train(text_file, "--out", "run", "--resume") == 0
+    assert tree(text_file.parent) == before
+    report = Path("run/result.json")
+    report.unlink()
+    assert train(text_file, "--out", "run", "--resume") == 0
+    assert report.exists()
+
+
+def test_a_second_run_does_not_overwrite_the_first(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(text_file, "--out", "run") == 0
+    words = ["train", "--data", str(text_file), *TINY, "--out", "run"]
+    line = fails_on_one_line(capsys, text_file.parent, words)
+    assert "add --resume" in line
+
+
+def test_more_steps_extend_a_run(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(text_file, "--out", "run") == 0
+    first = json.loads(Path("run/result.json").read_text())
+    capsys.readouterr()
+    assert train(text_file, "--out", "run", "--resume", "--steps", "6") == 0
+    notes = capsys.readouterr().err
+    assert (
+        "note: extended from 4 to 6 steps: from step 4 on, the learning rate is that of a run of 6" in notes
+    )
+    second = json.loads(Path("run/result.json").read_text())
+    assert second["settings"]["steps"] == 6
+    assert second["history"]["train"][:4] == first["history"]["train"]
+    assert len(second["history"]["train"]) == 6
+    assert [step for step, _ in second["history"]["held_out"]] == [0, 2, 4, 6]
+
+
+def test_a_run_without_a_folder_gets_the_next_one(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["train", "--data", str(text_file), *TINY, "--resume"]
+    assert "no run to resume in runs; give --out" in fails_on_one_line(capsys, text_file.parent, words)
+    assert train(text_file) == train(text_file) == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["train-001", "train-002"]
+    assert "note: the run is in runs/train-002" in capsys.readouterr().err
+    before = tree(Path("runs/train-001"))
+    assert train(text_file, "--resume", "--steps", "6") == 0
+    assert "run in runs/train-002" in capsys.readouterr().out
+    assert tree(Path("runs/train-001")) == before
+    assert train(text_file, "--steps", "0") == 2
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["train-001", "train-002"]
+
+
+def test_a_folder_of_text_is_told(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = Path("texts")
+    folder.mkdir()
+    (folder / "a.txt").write_text(text_file.read_text())
+    (folder / "picture.png").write_bytes(b"\0\1")
+    assert train(folder, "--out", "run") == 0
+    size = text_file.stat().st_size
+    expected = f"note: text: 1 files, {size:,} bytes of texts; skipped 1 binary"
+    assert expected in capsys.readouterr().err.splitlines()
+
+
+def test_no_room_for_the_result_is_one_line(
+    text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("narrowcast_tools.train.session.write_json", full)
+    assert train(text_file, "--out", "run") == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == (
+        "narrowcast: cannot write into run: No space left on device; make room, or give --out another folder"
+    )
+
+
+KILLED_TRAINING = """
+import os, signal, sys
+from narrowcast import cli
+from narrowcast_tools.train import atomic
+publish = atomic.publish
+
+def killed(temporary, final):
+    if final.name == "step-00000004":
+        os.kill(os.getpid(), signal.SIGKILL)
+    publish(temporary, final)
+
+atomic.publish = killed
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.requested)])
+def test_killed_during_a_save_and_resumed_is_the_same_run(recipe: str, text_file: Path) -> None:
+    words = ["train", "--data", str(text_file), *TINY, "--steps", "6", "--recipe", recipe]
+    # Sums of several threads may differ in the last bit from those of one.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+
+    def in_a_process(program: list[str], *more_words: str) -> int:
+        command = [sys.executable, *program, *words, "--out", "killed", *more_words]
+        return subprocess.run(command, env=environment, capture_output=True, timeout=300).returncode
+
+    assert in_a_process(["-c", KILLED_TRAINING]) == -signal.SIGKILL
+    assert Path("killed/.lock").exists(), "a killed run leaves its lock's file, which nobody holds"
+    names = sorted(p.name for p in Path("killed/checkpoints").iterdir())
+    assert names[0].startswith(".tmp-")
+    assert names[1:] == ["step-00000002"]
+    assert in_a_process(["-m", "narrowcast"], "--resume") == 0
+    assert main([*words, "--out", "whole"]) == 0
+    for name in ("model.safetensors", "training.safetensors"):
+        contents = [Path(run, "checkpoints/step-00000006", name).read_bytes() for run in ("killed", "whole")]
+        assert contents[0] == contents[1], name
+    histories = [json.loads(Path(run, "result.json").read_text())["history"] for run in ("killed", "whole")]
+    assert histories[0] == histories[1]
+
+
+def test_an_interrupt_is_one_line(
+    text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("narrowcast_tools.train.session.Run", interrupt)
+    assert train(text_file, "--out", "run") == 130
+    printed = capsys.readouterr()
+    assert printed.err.strip().splitlines() == [
+        "narrowcast: interrupted; a run with checkpoints continues with --resume"
+    ]
+
+
+def test_doctor_is_healthy_here(capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    subjects = [line.split()[0] for line in lines]
+    assert subjects[:3] == ["python", "torch", "narrowcast"]
+    assert {"delayed", "current", "mxfp8", "block", "nvfp4", "device"} <= set(subjects)
+    assert lines[-1].endswith("this machine can train")
+
+
+def test_doctor_tells_programs(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["healthy"] is True
+    assert [f["subject"] for f in report["findings"]][:3] == ["python", "torch", "narrowcast"]
+    monkeypatch.setattr(doctor, "OLDEST_TORCH", "99.0.0")
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["healthy"] is False
+    assert [f["subject"] for f in report["findings"] if f["broken"]] == ["torch"]
+
+
+def test_version(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"narrowcast {nc.__version__}\n"
+
+
+def test_doctor_tells_what_is_broken(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "OLDEST_TORCH", "99.0.0")
+    assert main(["doctor"]) == 1
+    assert "too old, install torch 99.0 or newer" in capsys.readouterr().out
+
+
+def test_help(capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", "--help"]) == 0
+    printed = capsys.readouterr().out
+    for option in ("--data", "--recipe", "--resume", "--compile", "--emulate", "--device"):
+        assert option in printed
+    assert main([]) == 0
+    assert "doctor" in capsys.readouterr().out
+
+
+HELP_FIRST = """
+import sys
+import narrowcast_tools
+sys.argv = ["narrowcast", *sys.argv[1:]]
+code = narrowcast_tools.main()
+print([name for name in sys.modules if name.split(".")[0] in ("torch", "narrowcast", "numpy")])
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]], ids=" ".join)
+def test_help_answers_without_pytorch(words: list[str], capsys: pytest.CaptureFixture) -> None:
+    """Importing torch takes seconds. The text is that of the command line, which imports it."""
+    command = [sys.executable, "-c", HELP_FIRST, *words]
+    environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    text, _, loaded = done.stdout.rstrip("\n").rpartition("\n")
+    assert loaded == "[]"
+    assert main(words) == 0
+    assert [line.split() for line in text.splitlines() if line.strip()] == [
+        line.split() for line in capsys.readouterr().out.splitlines() if line.strip()
+    ]
+
+
+def test_the_first_step_leaves_the_rest_to_the_command_line(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["narrowcast", "bake"])
+    assert narrowcast_tools.main() == 2
+    assert "bake" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["narrowcast", "--help"])
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(cli, "MISSING", "typer")
+    assert narrowcast_tools.main() == 2
+    assert "the package typer is missing" in capsys.readouterr().err
+
+
+# Of each package a process of its own, which begins with the library imported.
+WITHOUT_PACKAGES = """
+import os, sys, narrowcast
+for package in sys.argv[1:]:
+    if not os.fork():
+        sys.modules[package] = None
+        from narrowcast import cli
+        code = cli.main(["doctor"])
+        sys.stdout.flush()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 2, package
+"""
+
+
+def test_a_missing_extra_is_one_line() -> None:
+    packages = ["typer", "rich", "matplotlib", "safetensors"]
+    command = [sys.executable, "-c", WITHOUT_PACKAGES, *packages]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [
+        f"narrowcast: the package {package} is missing; run: pip install 'narrowcast[train]'"
+        for package in packages
+    ]
+    assert done.stdout == ""

@@ -1,0 +1,112 @@
+"""Finished runs side by side: what is read, what is refused, what is written."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from narrowcast_tools.train.comparison import compare_runs, write_comparison
+from narrowcast_tools.train.config import TrainConfig
+from narrowcast_tools.train.data import Corpus
+from narrowcast_tools.train.errors import SettingsError
+from narrowcast_tools.train.progress import Progress
+from narrowcast_tools.train.session import run_in, series
+
+
+@pytest.fixture
+def runs(config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path) -> Path:
+    config = replace(config, steps=2)
+    configs = [replace(config, recipe=name, seed=seed) for name in ("bf16", "nvfp4") for seed in (0, 1)]
+    series(tmp_path / "runs", configs, corpus, progress, resume=False)
+    return tmp_path / "runs"
+
+
+def changed(run: Path, **settings: object) -> None:
+    path = run / "result.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "settings": {**content["settings"], **settings}}))
+
+
+def test_what_is_written_is_what_was_measured(runs: Path) -> None:
+    comparison = compare_runs([runs])
+    assert [row.seeds for row in comparison.rows] == [[0, 1], [0, 1]]
+    write_comparison(comparison, runs, command="narrowcast compare runs")
+    summary = list(csv.DictReader((runs / "summary.csv").open()))
+    for line in summary:
+        content = json.loads((runs / f"{line['recipe']}-{line['seed']}" / "result.json").read_text())
+        assert float(line["held-out loss"]) == pytest.approx(content["held_out_loss"], abs=1e-6)
+        assert (line["steps"], line["mode"], line["MFU of bf16 peak"]) == ("2", "eager", "")
+    losses = list(csv.DictReader((runs / "losses.csv").open()))
+    assert len(losses) == 4 * 2
+    results = json.loads((runs / "results.json").read_text())
+    assert "seed" not in results["settings"]
+    assert results["recipes"][1]["seeds"] == [0, 1]
+    assert (runs / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_layers_apart_are_a_row_of_their_own(runs: Path) -> None:
+    changed(runs / "nvfp4-1", keep_bf16="blocks.0")
+    titles = [row.title for row in compare_runs([runs]).rows]
+    assert titles == ["bf16", "NVFP4", "NVFP4 (bf16: blocks.0)"]
+
+
+def test_what_cannot_be_compared_is_refused(runs: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"no bf16 run among them .*--recipe bf16"):
+        compare_runs([runs / "nvfp4-0"])
+    with pytest.raises(SettingsError, match=r"no finished run in .*absent"):
+        compare_runs([tmp_path / "absent"])
+    changed(runs / "nvfp4-1", seed=0)
+    with pytest.raises(SettingsError, match=r"nvfp4-0.* and .*nvfp4-1.* are the same recipe and seed"):
+        compare_runs([runs])
+    changed(runs / "nvfp4-1", seed=1, lr=1.0)
+    with pytest.raises(SettingsError, match=r"bf16-0.* with --lr 0.002 and .*nvfp4-1.* with --lr 1.0"):
+        compare_runs([runs])
+    (runs / "nvfp4-1" / "result.json").write_text("{}")
+    with pytest.raises(SettingsError, match=r"nvfp4-1.*is no result of narrowcast train"):
+        compare_runs([runs])
+
+
+def test_a_series_goes_on(runs: Path, config: TrainConfig, corpus: Corpus, progress: Progress) -> None:
+    """Finished runs are left alone, unless they are to be longer."""
+    times = {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")}
+    short = replace(config, steps=2)
+    series(runs, [short, replace(short, seed=1)], corpus, progress, resume=True)
+    assert {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")} == times
+    series(runs, [replace(config, steps=4)], corpus, progress, resume=True)
+    assert json.loads((runs / "bf16-0" / "result.json").read_text())["settings"]["steps"] == 4
+
+
+def test_runs_without_checkpoints(
+    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
+) -> None:
+    """Finished ones are left alone all the same; an earlier result is not overwritten unasked."""
+    light = replace(config, steps=2, save_every=0)
+    series(tmp_path, [light], corpus, progress, resume=False)
+    report = tmp_path / "bf16-0" / "result.json"
+    assert not list(tmp_path.rglob("step-*"))
+    before = report.stat().st_mtime_ns
+    series(tmp_path, [light], corpus, progress, resume=True)
+    assert report.stat().st_mtime_ns == before
+    with pytest.raises(SettingsError, match=r"result\.json is of an earlier run; give --out another folder"):
+        series(tmp_path, [light], corpus, progress, resume=False)
+    series(tmp_path, [replace(light, steps=3)], corpus, progress, resume=True)
+    assert json.loads(report.read_text())["settings"]["steps"] == 3
+
+
+def test_a_text_that_is_drawn_more_than_once_is_told(
+    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
+) -> None:
+    assert corpus.repeated(len(corpus.train)) == ""
+    run_in(
+        tmp_path,
+        replace(config, batch_size=2048, eval_batches=1, steps=1),
+        corpus,
+        progress,
+        resume=False,
+        told=False,
+    )
+    assert "bytes to train on, and the run draws 32,768: each" in progress._console.file.getvalue()

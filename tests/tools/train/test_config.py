@@ -1,0 +1,98 @@
+"""Settings are checked when they are made, and name the option and the value that is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowcast_tools.train.config import (
+    ModelConfig,
+    TrainConfig,
+    compared_fields,
+    require_compiler,
+    resolve_device,
+    setting_of,
+)
+from narrowcast_tools.train.errors import SettingsError
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, r"--steps is 0; .*at least 1"),
+        ({"batch_size": -3}, r"--batch-size is -3"),
+        ({"seq_len": 0}, r"--seq-len is 0"),
+        ({"accumulate": 0}, r"--accumulate is 0"),
+        ({"accumulate": 3}, r"--accumulate is 3; it must divide --batch-size 8"),
+        ({"lr": 0.0}, r"--lr is 0.0; .*above 0"),
+        ({"lr": float("nan")}, r"--lr is nan"),
+        ({"clip": -1.0}, r"--clip is -1.0"),
+        ({"warmup": -1}, r"--warmup is -1"),
+        ({"seed": -1}, r"--seed is -1"),
+        ({"save_every": -1}, r"--save-every is -1; .*0 or more"),
+        ({"recipe": "fp7"}, r"unknown recipe 'fp7'; --recipe takes one of none, bf16, delayed"),
+    ],
+)
+def test_bad_training_settings(changes: dict, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        TrainConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dim": 0}, r"--dim is 0"),
+        ({"layers": -1}, r"--layers is -1"),
+        ({"heads": 0}, r"--heads is 0"),
+        ({"dim": 36, "heads": 4}, r"--dim is 36; it must be a multiple of 8"),
+        ({"heads": 4, "kv_heads": 3}, r"--kv-heads is 3; it must divide --heads 4"),
+    ],
+)
+def test_bad_shapes(changes: dict, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        ModelConfig(**changes)
+
+
+def test_none_is_another_word_for_bf16() -> None:
+    assert TrainConfig(recipe="none") == TrainConfig(recipe="bf16")
+
+
+def test_only_the_saving_rhythm_may_differ_on_resume(config: TrainConfig) -> None:
+    def compared(changed: TrainConfig) -> dict:
+        return dict(compared_fields(changed))
+
+    assert compared(config) == compared(replace(config, save_every=1))
+    assert compared(config) != compared(replace(config, seed=1))
+    assert compared(config) != compared(replace(config, model=replace(config.model, hidden=64)))
+
+
+def test_settings_are_spelled_as_options() -> None:
+    assert setting_of("batch_size", 4) == "--batch-size 4"
+    assert setting_of("compile", True) == "--compile"
+    assert setting_of("tie_embeddings", False) == "--no-tie-embeddings"
+
+
+def test_device_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == "cpu"
+    assert resolve_device("cpu") == "cpu"
+    with pytest.raises(SettingsError, match=r"--device cuda was asked for, but .* use --device cpu"):
+        resolve_device("cuda")
+    with pytest.raises(SettingsError, match=r"unknown device 'tpu'; --device takes auto, cpu or cuda"):
+        resolve_device("tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto") == "cuda"
+
+
+def test_compiling_for_the_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(SettingsError, match=r"--compile needs a C\+\+ compiler .*install g\+\+ or leave"):
+        require_compiler("cpu")
+    require_compiler("cuda")
+    compiler = tmp_path / "clang++"
+    compiler.touch(mode=0o755)
+    require_compiler("cpu")

@@ -1,0 +1,56 @@
+"""The demo writes what it shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from narrowcast_tools.train import demo as demos
+from narrowcast_tools.train.config import TrainConfig
+from narrowcast_tools.train.data import Corpus
+from narrowcast_tools.train.demo import ALL_RECIPES, CONFIG, check_recipes, run_demo, write_results
+from narrowcast_tools.train.errors import SettingsError
+from narrowcast_tools.train.progress import Progress
+
+
+def test_results_picture_and_page(
+    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
+) -> None:
+    finished = run_demo(config, corpus, progress)
+    page = tmp_path / "docs" / "first-light.md"
+    write_results(finished, tmp_path / "demo", command="narrowcast demo", document=page)
+    results = json.loads((tmp_path / "demo" / "results.json").read_text())
+    assert [run["recipe"] for run in results["runs"]] == list(ALL_RECIPES)
+    assert results["settings"]["steps"] == config.steps
+    assert "recipe" not in results["settings"]
+    assert {"cpu", "cores", "torch", "python"} <= results["machine"].keys()
+    picture = (tmp_path / "demo" / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert (page.parent / "assets" / "first-light.png").read_bytes() == picture
+    for run in results["runs"]:
+        assert f"{run['held_out_loss']:.4f}" in page.read_text()
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_no_page_unless_asked(
+    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
+) -> None:
+    finished = run_demo(config, corpus, progress, recipes=["bf16", "block"])
+    write_results(finished, tmp_path / "demo", command="narrowcast demo", document=None)
+    assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == ["loss.png", "results.json"]
+
+
+def test_recipes_are_checked_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(name: str, **arguments: object) -> None:
+        asked.append(name)
+        if name == "nvfp4":
+            raise SettingsError("no")
+
+    monkeypatch.setattr(demos, "build_recipe", refuse)
+    with pytest.raises(SettingsError):
+        check_recipes(CONFIG)
+    assert asked == list(ALL_RECIPES)

@@ -1,0 +1,148 @@
+"""The comparison: gaps, verdicts, and their three renderings."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from rich.console import Console
+
+from narrowcast_tools.train.config import TrainConfig
+from narrowcast_tools.train.data import Corpus
+from narrowcast_tools.train.document import compose
+from narrowcast_tools.train.history import History, RunResult
+from narrowcast_tools.train.pace import Pace
+from narrowcast_tools.train.picture import draw, spread
+from narrowcast_tools.train.report import Row, cells, compare, markdown_table, rows_to_json, terminal_table
+
+FACTS = {
+    "cpu": "Some CPU",
+    "cores": 2,
+    "threads": 2,
+    "python": "3.11",
+    "torch": "2.13",
+    "narrowcast": "1",
+    "system": "S",
+}
+
+
+def result(recipe: str, loss: float) -> RunResult:
+    held_out = [(0, 5.545), (10, 3.0), (20, loss)]
+    return RunResult(recipe, History([5.0] * 20, held_out), 20, 1000, Pace(12345.6), 61.0)
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    return compare([result("bf16", 2.0), result("current", 2.01), result("mxfp8", 2.1), result("nvfp4", 1.9)])
+
+
+def test_gaps_are_relative_to_bf16(rows: list[Row]) -> None:
+    assert [round(row.gap_percent, 6) for row in rows] == [0.0, 0.5, 5.0, -5.0]
+    assert [row.within for row in rows] == [True, True, False, True]
+    assert [row.tolerance_percent for row in rows] == [None, 1.0, 1.0, 3.0]
+
+
+def test_the_baseline_is_needed() -> None:
+    with pytest.raises(ValueError, match="no bf16 run"):
+        compare([result("current", 2.0)])
+
+
+def test_seeds_are_one_row() -> None:
+    """A gap compares equal seeds; one inside what seeds do to bf16 is none."""
+    runs = [
+        ("bf16", 0, 2.0),
+        ("bf16", 1, 2.04),
+        ("current", 0, 2.02),
+        ("current", 1, 2.05),
+        ("nvfp4", 1, 2.2),
+    ]
+    several = compare([replace(result(name, loss), seed=seed) for name, seed, loss in runs], strict=True)
+    assert [row.seeds for row in several] == [[0, 1], [0, 1], [1]]
+    assert several[1].spread == (2.02, 2.05)
+    assert several[1].gap_percent == pytest.approx(50 * (2.02 / 2.0 + 2.05 / 2.04 - 2))
+    assert several[1].gaps[-1][2:] == pytest.approx((100 * (2.05 / 2.04 - 1), 1.0))
+    assert several[2].gap_percent == pytest.approx(100 * (2.2 / 2.04 - 1))
+    assert [row.tolerance_percent for row in several] == [None, 0.5, 1.5]
+    assert [row.within for row in several] == [True, True, False]
+    assert several[1].gap_percent > 0.5, "met by the spread of bf16's seeds"
+    assert cells(several[1])[1:4] == ["2.0350 (2.0200 to 2.0500)", "+0.75%", "0.5%, within bf16's seeds"]
+    assert draw(several, subtitle="seeds").startswith(b"\x89PNG")
+
+
+def test_terminal_table(rows: list[Row]) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(terminal_table(rows))
+    lines = [line for line in console.file.getvalue().splitlines() if "FP8 current" in line]
+    assert len(lines) == 1
+    for part in ("2.0100", "+0.50%", "1%, met", "12,346", "1:01"):
+        assert part in lines[0]
+    assert "1%, missed" in console.file.getvalue()
+
+
+def test_markdown_table(rows: list[Row]) -> None:
+    lines = markdown_table(rows).splitlines()
+    assert len(lines) == 2 + len(rows)
+    assert len({line.count("|") for line in lines}) == 1
+    assert "| MXFP8 | 2.1000 | +5.00% | 1%, missed | 12,346 | 1:01 |" in lines
+
+
+def test_json_is_plain(rows: list[Row]) -> None:
+    read = json.loads(json.dumps(rows_to_json(rows)))
+    assert read[1]["recipe"] == "current"
+    assert read[1]["within"] is True
+    assert read[1]["held_out"] == [[0, 5.545], [10, 3.0], [20, 2.01]]
+
+
+def test_the_picture_is_a_png_of_readable_size(rows: list[Row]) -> None:
+    image = draw(rows, subtitle="a test")
+    assert image.startswith(b"\x89PNG")
+    width, height = (int.from_bytes(image[i : i + 4], "big") for i in (16, 20))
+    assert width >= 1200
+    assert height >= 500
+
+
+@pytest.mark.parametrize(
+    "heights", [[0.0], [0.0, 0.0, 0.0], [1.0, -1.0], [0.3, 0.1, 0.2, 2.0, 2.1, -3.0], [5.0, 4.9, 4.8, 4.7]]
+)
+def test_labels_keep_their_order_and_distance(heights: list[float]) -> None:
+    placed = spread(heights, apart=0.5)
+    ordered = sorted(placed)
+    assert all(b - a >= 0.5 - 1e-9 for a, b in pairwise(ordered))
+    assert sorted(range(len(heights)), key=lambda i: heights[i]) == sorted(
+        range(len(placed)), key=lambda i: placed[i]
+    )
+    assert sum(placed) == pytest.approx(sum(heights))
+
+
+def test_labels_far_apart_stay() -> None:
+    assert spread([1.0, -2.0, 0.0], apart=0.5) == [1.0, -2.0, 0.0]
+
+
+def test_the_page_names_machine_command_and_misses(
+    rows: list[Row], config: TrainConfig, corpus: Corpus
+) -> None:
+    arguments = {
+        "config": config,
+        "corpus": corpus,
+        "parameters": 1000,
+        "machine": FACTS,
+        "command": "narrowcast demo --seed 3",
+        "picture": "assets/first-light.png",
+    }
+    page = compose(rows, **arguments)
+    for part in (
+        "Some CPU",
+        "2 cores",
+        "torch 2.13",
+        "narrowcast demo --seed 3",
+        "](assets/first-light.png)",
+    ):
+        assert part in page
+    assert "Not every recipe met its allowed gap in this run: MXFP8 (+5.00%)." in page
+    assert markdown_table(rows) in page
+    assert max(map(len, page.splitlines())) <= 110
+    assert "\n- **Machine:** " in page
+    assert "Every recipe met its allowed gap in this run." in compose(rows[:2], **arguments)
