@@ -35,7 +35,7 @@ LIMIT = 300
 
 
 def case(draw: Draw) -> dict[str, float]:
-    from narrowcast import cli
+    from narrowcast_tools import cli
 
     if cli.MISSING is not None:
         raise Skip(f"narrowcast train needs {cli.MISSING}")

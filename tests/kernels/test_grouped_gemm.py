@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from reference import grouped_gemm
 from torch import Tensor
 
 import narrowcast as nc
-from narrowcast import functional, kernels, reference
+from narrowcast import functional, kernels
 from narrowcast.testing import assert_close
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -75,7 +76,7 @@ def test_rows(splits: list[int], K: int, N: int, scaling: str, device: torch.dev
         "rows": rows,
         "columns": N,
     }
-    expected = reference.grouped_gemm.rows(**arguments, **options)
+    expected = grouped_gemm.rows(**arguments, **options)
     for fast in (False, True) if scaling == "tensor" else (False,):
         actual = kernel.rows(**moved(arguments, device), **options, fast_accumulation=fast)
         assert_near(actual, expected)
@@ -105,7 +106,7 @@ def test_contraction(splits: list[int], K: int, N: int, scaling: str, device: to
         "splits": torch.tensor(splits, dtype=torch.int32),
     }
     options = {"left_block": 1, "right_block": 1, "alignment": alignment, "dtype": DTYPES[(groups + N) % 3]}
-    expected = reference.grouped_gemm.contraction(**arguments, **options)
+    expected = grouped_gemm.contraction(**arguments, **options)
     actual = kernel.contraction(**moved(arguments, device), **options)
     assert_near(actual, expected)
     for group, size in enumerate(splits):

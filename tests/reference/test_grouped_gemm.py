@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from narrowcast import reference
-
+from . import grouped_gemm
 from .checks import normal
 
 SPLITS = [3, 0, 130]
@@ -19,7 +18,7 @@ def test_rows_with_a_scale_per_group(dtype: torch.dtype) -> None:
     left, right = codes((140, 16), 0), codes((3, 10, 16), 1)
     scale_a, scale_b = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0.5, 1.0, 0.125])
     bias = normal((3, 10), torch.float32, 2)
-    out = reference.grouped_gemm.rows(
+    out = grouped_gemm.rows(
         left, scale_a, right, scale_b, torch.tensor(SPLITS), bias, left_block=1, right_block=1, alignment=1,
         dtype=dtype, rows=140, columns=10,
     )  # fmt: skip
@@ -31,7 +30,7 @@ def test_rows_with_a_scale_per_group(dtype: torch.dtype) -> None:
 def test_rows_with_scales_per_block() -> None:
     left, right = codes((384, 256), 0), codes((3, 256, 256), 1)
     scale_a, scale_b = normal((384, 2), torch.float32, 2), normal((3, 2, 2), torch.float32, 3)
-    out = reference.grouped_gemm.rows(
+    out = grouped_gemm.rows(
         left, scale_a, right, scale_b, torch.tensor(SPLITS), None, left_block=1, right_block=128, alignment=128,
         dtype=torch.float32, rows=133, columns=250,
     )  # fmt: skip
@@ -47,7 +46,7 @@ def test_rows_with_scales_per_block() -> None:
 def test_contraction() -> None:
     left, right = codes((10, 160), 0), codes((6, 160), 1)
     scale = torch.tensor([1.0, 2.0, 4.0])
-    out = reference.grouped_gemm.contraction(
+    out = grouped_gemm.contraction(
         left, scale, right, scale, torch.tensor(SPLITS), left_block=1, right_block=1, alignment=16,
         dtype=torch.float32,
     )  # fmt: skip
@@ -58,7 +57,7 @@ def test_contraction() -> None:
 def test_contraction_with_scales_per_block() -> None:
     left, right = codes((10, 384), 0), codes((6, 384), 1)
     scale_a, scale_b = normal((10, 3), torch.float32, 2), normal((6, 3), torch.float32, 3)
-    out = reference.grouped_gemm.contraction(
+    out = grouped_gemm.contraction(
         left, scale_a, right, scale_b, torch.tensor([128, 0, 100]), left_block=1, right_block=1, alignment=128,
         dtype=torch.float32,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import bench_worker
 import pytest
 from torch import nn
 
-from narrowcast import cli
+from narrowcast_tools import cli
 from narrowcast_tools.bench import measure as run
 from narrowcast_tools.bench import works
 from narrowcast_tools.bench.measure import Contender, Result, contenders

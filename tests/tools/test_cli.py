@@ -14,7 +14,7 @@ import torch
 
 import narrowcast as nc
 import narrowcast_tools
-from narrowcast import cli
+from narrowcast_tools import cli
 from narrowcast_tools.cli import main
 from narrowcast_tools.train import doctor
 
@@ -280,7 +280,7 @@ def test_no_room_for_the_result_is_one_line(
 
 KILLED_TRAINING = """
 import os, signal, sys
-from narrowcast import cli
+from narrowcast_tools import cli
 from narrowcast_tools.train import atomic
 publish = atomic.publish
 
@@ -417,7 +417,7 @@ import os, sys, narrowcast
 for package in sys.argv[1:]:
     if not os.fork():
         sys.modules[package] = None
-        from narrowcast import cli
+        from narrowcast_tools import cli
         code = cli.main(["doctor"])
         sys.stdout.flush()
         os._exit(code)

@@ -353,11 +353,21 @@ def rows(
     columns: int,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """``reference.grouped_gemm.rows``, the sums in the order of the hardware.
+    """Multiply every group of rows with its own matrix: ``RN_dtype(left @ right.T + RN_dtype(bias))`` in fp32.
+
+    Rows of the result beyond the sum of the splits are 0. Sums have the order of the hardware.
 
     Args:
-        left: contiguous. right: its last dim contiguous; elements past K are not read. Scales per block: any strides.
-        splits: on the device of ``left``; not read by the host.
+        left: (P, K) float8_e4m3fn or float8_e5m2, contiguous; groups start at multiples of ``alignment``.
+        left_scale: fp32 (G,), one per group; or per block, (P / left_block, K / 128), of any strides.
+        right: (G, >= columns, K), as ``left``; its last dim contiguous, elements past K are not read.
+        right_scale: fp32 (G,), or per block, (G, columns / right_block, K / 128), of any strides.
+        splits: int32 or int64 (G,) on the device of ``left``; not read by the host.
+        bias: (G, columns) or None.
+        left_block, right_block: rows that share a scale.
+        alignment: rows that groups of ``left`` are padded to.
+        dtype: bf16, fp16 or fp32.
+        rows, columns: size of the result; its groups lie one after the other.
         fast_accumulation: leave sums in the tensor cores' registers; ignored with block scales.
     """
     _check(left, right, 3)
@@ -412,12 +422,14 @@ def contraction(
     dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """``reference.grouped_gemm.contraction``, the sums in the order of the hardware.
+    """Multiply two matrices over every group's part of the contraction: (G, N, K), in fp32; 0 for an empty group.
 
     Args:
-        left, right: contiguous, zeros between the groups. Scales per block: any strides.
-        splits: on the device of ``left``; not read by the host.
-        alignment: a multiple of 128 with block scales.
+        left: (N, P) float8_e4m3fn or float8_e5m2, contiguous, zeros between the groups.
+        right: (K, P), as ``left``.
+        left_scale, right_scale: fp32 (G,), or per block, (N / left_block, P / 128), of any strides.
+        splits, left_block, right_block, dtype: as of :func:`rows`, for columns.
+        alignment: groups of columns start at multiples of it; a multiple of 128 with block scales.
         fast_accumulation: leave sums in the tensor cores' registers; ignored with block scales.
     """
     _check(left, right, 2)

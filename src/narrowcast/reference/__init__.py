@@ -11,7 +11,6 @@ from . import (  # noqa: F401  # by these names the operators find the numerics
     float8,
     float8_block,
     grouped,
-    grouped_gemm,
     grouped_mm,
     grouped_quantize,
     hadamard,

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from narrowcast import cli
+from narrowcast_tools import cli
 from narrowcast_tools.plan import GPUS, MODELS, Layout, estimate, plan
 from narrowcast_tools.plan.hardware import RESERVE
 

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 from distributed.ranks_checks import of_all, run_checks
 
-from narrowcast import cli
 from narrowcast.testing import TOLERANCES
+from narrowcast_tools import cli
 from narrowcast_tools.train.checkpoint import load
 from narrowcast_tools.train.config import TrainConfig
 from narrowcast_tools.train.errors import SettingsError

@@ -1,10 +1,10 @@
-"""GEMMs of groups of FP8 codes: on each group's rows, or over each group's part of the contraction."""
+"""GEMMs of groups of FP8 codes in plain PyTorch: what those of the kernels are compared with."""
 
 import torch
 from torch import Tensor
 
-from ..formats import FLOAT8_BLOCK, round_up
-from .grouped_quantize import extents
+from narrowcast.formats import FLOAT8_BLOCK, round_up
+from narrowcast.reference.grouped_quantize import extents
 
 
 def rows(
@@ -22,23 +22,7 @@ def rows(
     rows: int,
     columns: int,
 ) -> Tensor:
-    """Multiply every group of rows with its own matrix.
-
-    Args:
-        left: (P, K) float8_e4m3fn or float8_e5m2; groups start at multiples of ``alignment``.
-        left_scale: fp32 (G,), one per group; or per block, (P / left_block, K / 128).
-        right: (G, >= columns, K), as ``left``.
-        right_scale: fp32 (G,), or per block, (G, columns / right_block, K / 128).
-        splits: int32 or int64 (G,).
-        bias: (G, columns) or None.
-        left_block, right_block: rows that share a scale.
-        alignment: rows that groups of ``left`` are padded to.
-        dtype: bf16, fp16 or fp32.
-        rows, columns: size of the result; its groups lie one after the other.
-
-    Numerics:
-        ``RN_dtype(left @ right.T + RN_dtype(bias))`` in fp32; rows beyond the sum of the splits are 0.
-    """
+    """Like ``kernels.grouped_gemm.rows``."""
     out = torch.zeros((rows, columns), dtype=dtype, device=left.device)
     sizes, starts, _ = extents(splits, rows, 1)
     padded_start = 0
@@ -71,17 +55,7 @@ def contraction(
     alignment: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply two matrices over every group's part of the contraction.
-
-    Args:
-        left: (N, P) float8_e4m3fn or float8_e5m2; groups of columns start at multiples of ``alignment``.
-        right: (K, P), as ``left``.
-        left_scale, right_scale: fp32 (G,), or per block, (N / left_block, P / 128).
-        splits, left_block, right_block, alignment, dtype: as of ``rows``, for columns.
-
-    Numerics:
-        (G, N, K), ``RN_dtype(left @ right.T)`` in fp32; 0 for an empty group.
-    """
+    """Like ``kernels.grouped_gemm.contraction``."""
     groups = splits.shape[0]
     out = torch.zeros((groups, left.shape[0], right.shape[0]), dtype=dtype, device=left.device)
     sizes, _, starts = extents(splits, left.shape[1], alignment)
