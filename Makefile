@@ -70,7 +70,7 @@ soak: $(installed)-test
 fuzz: $(installed)-test
 	$(bin)/python -m tests.fuzz --minutes 5 --device cpu
 
-# Two thousand small changes of the code, each of which the mirrored tests must notice: hours. MUTANTS_ARGS="--count 40"
+# Two thousand small changes of the code, each of which its tests must notice: some core-hours. MUTANTS_ARGS="--jobs 8"
 mutants: $(installed)-test
 	$(bin)/python tools/mutants.py $(MUTANTS_ARGS)
 

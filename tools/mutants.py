@@ -1,30 +1,40 @@
-"""Mutation testing: change one thing in a file where wrongness is silent, and see whether its own tests notice.
+"""Mutation testing: change one thing in a file where wrongness is silent, and see whether its tests notice.
 
-``make mutants`` or ``python tools/mutants.py --count 40 --seed 1``. A mutant is a comparison, an operator, a number, a
-condition, a returned value or a statement that is another; it is killed when the mirrored tests fail. Survivors are
-printed with their line: each becomes a test, or is named as equivalent. Files and tests:
-``src/narrowcast/A/b.py`` -> ``tests/A/test_b*.py``, or else those that name it most; then the rest of ``tests/A``.
+``make mutants`` or ``python tools/mutants.py --jobs 2 --minutes 30``, with Python 3.12 or newer. A mutant of
+``src/narrowcast/A/b.py`` is killed when a test of ``tests/A`` or a ``tests/*/test_b.py`` fails or hangs. A first run
+records which lines each test executes; a mutant then runs the tests of its line alone, one case of every test function
+first, up to the first failure. ``--out`` is added to: a run with the same seed goes on where another stopped, and
+``--retry`` tries its survivors again. Mutants that change nothing are named in ``tools/equivalent_mutants.csv``, with
+the reason, and are not run.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import copy
+import csv
+import gzip
+import hashlib
+import json
 import os
-import random
-import re
+import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from mutant_processes import ROOT, lines_of_tests, run_all, run_tests, warm_up
+
 PACKAGE = ROOT / "src" / "narrowcast"
+EQUIVALENT = ROOT / "tools" / "equivalent_mutants.csv"
 SILENT = (
     "reference/*.py", "quantizers/*.py", "tensors/*.py", "state/*.py", "autograd/*.py", "layers/*.py",
     "functional/kept_weights.py", "functional/replay.py", "attention/core.py", "attention/masks.py", "moe/*.py",
@@ -38,184 +48,236 @@ OPERATORS = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
+COLUMNS = ("room", "mutants", "killed", "hung", "survived", "no test", "percent")
 
 
-def places(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Number of a node in ``ast.walk`` and what to do there. Nothing that only words a message, or a type."""
-    quiet: set[int] = set()
+class Mutant(NamedTuple):
+    file: str  # in the package
+    line: int
+    text: str  # of that line
+    change: str  # the old code, an arrow, the new code
+    replaced: tuple[int, int, str]  # from which byte to which, by what
+
+    def key(self) -> str:
+        return hashlib.sha1("|".join((self.file, self.text, self.change)).encode()).hexdigest()[:16]
+
+
+def mutants_of(file: str, source: str) -> Iterator[Mutant]:
+    """Every mutant of the source, none of them in what only words a message, names a type or sizes a cache."""
+    data, lines, tree = source.encode(), source.splitlines(), ast.parse(source)
+    starts = [0]
+    for line in data.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    quiet = {id(part) for node in ast.walk(tree) for root in _quiet(node) for part in ast.walk(root)}
     for node in ast.walk(tree):
-        annotations = [getattr(node, name, None) for name in ("annotation", "returns")]
-        inside = [one for one in annotations if isinstance(one, ast.AST)]
-        if isinstance(node, (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom)):
-            inside.append(node)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            inside.append(node)
-        quiet.update(id(one) for root in inside for one in ast.walk(root))
-    for number, node in enumerate(ast.walk(tree)):
-        if id(node) in quiet:
-            continue
-        if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
-            yield number, "comparison"
-        elif isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in OPERATORS:
-            if not isinstance(getattr(node, "left", None), ast.Constant) or not isinstance(
-                node.left.value, str
-            ):  # type: ignore[union-attr]
-                yield number, "operator"
-        elif isinstance(node, ast.Constant) and type(node.value) is bool:
-            yield number, "bool"
-        elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
-            yield number, "number"
-        elif isinstance(node, ast.BoolOp):
-            yield number, "and/or"
-        elif isinstance(node, (ast.If, ast.IfExp)):
-            yield number, "condition"
-        elif isinstance(node, ast.Return) and node.value is not None:
-            if not (isinstance(node.value, ast.Constant) and node.value.value is None):
-                yield number, "return None"
-        elif isinstance(node, (ast.Expr, ast.Assign, ast.AugAssign)) and not _is_text(node):
-            yield number, "drop"
+        for target, new in () if id(node) in quiet else _changes(node):
+            start = starts[target.lineno - 1] + target.col_offset
+            end = starts[target.end_lineno - 1] + target.end_col_offset
+            change = " ".join(data[start:end].decode().split()) + " => " + new
+            new += "\n" * (target.end_lineno - target.lineno)  # later lines keep their numbers
+            new = f"({new})" if isinstance(target, ast.expr) else new
+            yield Mutant(file, target.lineno, lines[target.lineno - 1].strip(), change, (start, end, new))
 
 
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+def _quiet(node: Any) -> Iterator[ast.AST]:
+    """What of a node is left alone."""
+    yield from (part for name in ("annotation", "returns") if (part := getattr(node, name, None)))
+    target = getattr(getattr(node, "targets", [None])[0], "id", "")
+    value = getattr(node, "value", None)
+    if (
+        isinstance(node, (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom))
+        or (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
+        or (isinstance(node, ast.keyword) and node.arg in ("maxsize", "stacklevel", "slots"))
+        or (isinstance(node, ast.Expr) and isinstance(value, ast.Constant))
+        or target in ("__all__", "__slots__")
+        or (target and node.col_offset == 0 and isinstance(value, ast.Subscript))  # a name for a type
+        or (target and isinstance(value, ast.Call) and getattr(value.func, "id", "") == "TypeVar")
+    ):
+        yield node
 
 
-def mutate(tree: ast.Module, number: int, kind: str) -> tuple[str, int]:
-    """The source with that one change, and its line."""
-    tree = copy.deepcopy(tree)
-    node: Any = list(ast.walk(tree))[number]
-    line = node.lineno
-    if kind == "comparison":
-        node.ops[0] = COMPARISONS[type(node.ops[0])]()
-    elif kind == "operator":
-        node.op = OPERATORS[type(node.op)]()
-    elif kind == "bool":
-        node.value = not node.value
-    elif kind == "number":
-        node.value += 1
-    elif kind == "and/or":
-        node.op = ast.And() if isinstance(node.op, ast.Or) else ast.Or()
-    elif kind == "condition":
-        node.test = ast.UnaryOp(ast.Not(), node.test)
-    elif kind == "return None":
-        node.value = ast.Constant(None)
-    else:
-        _drop(tree, node)
-    return ast.unparse(ast.fix_missing_locations(tree)), line
+def _changes(node: Any) -> Iterator[tuple[Any, str]]:
+    """What to replace, and by which code."""
+
+    def with_(**fields: Any) -> str:
+        other = copy.copy(node)
+        other.__dict__.update(fields)
+        return ast.unparse(other)
+
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
+        yield node, with_(ops=[COMPARISONS[type(node.ops[0])](), *node.ops[1:]])
+    elif isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in OPERATORS:
+        if not isinstance(getattr(getattr(node, "left", None), "value", None), str):
+            yield node, with_(op=OPERATORS[type(node.op)]())
+    elif isinstance(node, ast.Constant) and type(node.value) is bool:
+        yield node, str(not node.value)
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield node, repr(node.value + 1)
+    elif isinstance(node, ast.BoolOp):
+        yield node, with_(op=ast.And() if isinstance(node.op, ast.Or) else ast.Or())
+    elif isinstance(node, (ast.If, ast.IfExp)):
+        yield node.test, f"not ({ast.unparse(node.test)})"
+    elif isinstance(node, ast.Return) and getattr(node.value, "value", node.value) is not None:
+        yield node, "return None"
+    if isinstance(node, (ast.Expr, ast.Assign, ast.AugAssign)):
+        yield node, "pass"
 
 
-def _drop(tree: ast.Module, node: ast.AST) -> None:
-    for owner in ast.walk(tree):
-        for _, block in ast.iter_fields(owner):
-            if isinstance(block, list) and node in block:
-                block[block.index(node)] = ast.Pass()
-                return
-
-
-def tests_of(file: Path) -> list[str]:
-    """The mirrored tests; where there are none, the three files that say the module's name most often."""
-    folder = ROOT / "tests" / file.parent.relative_to(PACKAGE)
-    stem = file.stem.lstrip("_")
-    mirrored = sorted(folder.glob(f"test_{stem}*.py"))
-    if not mirrored:
-        every = {
-            test: len(re.findall(rf"\b{stem}\b", test.read_text()))
-            for test in (ROOT / "tests").rglob("test_*.py")
-        }
-        mirrored = sorted((test for test in every if every[test]), key=lambda test: -every[test])[:3]
-    return [str(test.relative_to(ROOT)) for test in mirrored]
-
-
-def wider_tests(file: Path, run: list[str]) -> list[str]:
-    """What a survivor is tried with once more: the other tests of its folder."""
-    folder = ROOT / "tests" / file.parent.relative_to(PACKAGE)
-    tests = [str(test.relative_to(ROOT)) for test in sorted(folder.glob("test_*.py"))]
-    return [test for test in tests if test not in run and "gpu" not in test]
-
-
-def run_tests(tree: Path, tests: list[str], seconds: float) -> int | None:
-    """What pytest returns of the tests on the package in ``tree``; None where it did not end."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tree),
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+def sample(count: int, seed: int) -> list[Mutant]:
+    """The mutants to run. Whether one is drawn hangs on its own line, not on what changes elsewhere."""
+    with EQUIVALENT.open() as file:
+        named = {tuple(row[:3]) for row in csv.reader(file)}
+    every: dict[str, Mutant] = {}
+    for path in sorted({path for pattern in SILENT for path in PACKAGE.glob(pattern)}):
+        for one in mutants_of(str(path.relative_to(PACKAGE)), path.read_text()):
+            every.setdefault(one.key(), one)
+    drawn = sorted(every, key=lambda key: hashlib.sha1(f"{seed}{key}".encode()).digest())[:count]
+    kept = [every[key] for key in drawn if (every[key].file, every[key].text, every[key].change) not in named]
+    print(
+        f"{len(every)} mutants, {len(drawn)} drawn with seed {seed}, {len(drawn) - len(kept)} equivalent",
+        flush=True,
     )
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.wait()
-        return None
+    return kept
+
+
+def tests_for(file: str) -> set[str]:
+    """The files of tests that mirror a file of the package: those of its room, and those of its name."""
+    room, stem = file.split("/")[0], Path(file).stem.lstrip("_")
+    paths = [*(ROOT / "tests" / room).glob("test_*.py"), *ROOT.glob(f"tests/*/test_{stem}.py")]
+    return {str(path.relative_to(ROOT)) for path in paths}
+
+
+def record(store: Path, files: set[str], folder: Path, jobs: int) -> dict[str, Any]:
+    """Seconds and lines of the tests in ``files``, recorded again where these or the package changed."""
+    package = b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))
+    now = {file: hashlib.sha1((ROOT / file).read_bytes() + package).hexdigest() for file in sorted(files)}
+    known = json.loads(gzip.decompress(store.read_bytes())) if store.exists() else {}
+    tasks = [
+        (file, 1200.0, partial(lines_of_tests, file)) for file in now if known.get(file, [""])[0] != now[file]
+    ]
+    for file, tests, taken, _ in run_all(tasks, folder, jobs, float("inf")):
+        known[file] = now[file], tests or {}
+        print(f"recorded {len(tests or {})} tests of {file} in {taken:.0f} s", flush=True)
+        store.write_bytes(gzip.compress(json.dumps(known).encode(), 1))
+    return {file: known[file][1] for file in now}
+
+
+def choose(one: Mutant, tests: dict[str, Any], budget: float) -> tuple[list[str], float]:
+    """Tests that execute its line, else its file (what runs on import, or is traced), and the seconds they take."""
+    of_file = [
+        (seconds, test, int(lines[one.file], 16) >> one.line & 1)
+        for file in tests_for(one.file)
+        for test, (seconds, lines) in tests[file].items()
+        if one.file in lines
+    ]
+    of_line = [row for row in of_file if row[2]]
+    mirrored = f"/test_{Path(one.file).stem.lstrip('_')}"
+    turns: Counter[str] = Counter()
+    order: list[tuple[int, bool, float, str]] = []
+    for seconds, test, _ in sorted(of_line or of_file):
+        function = test.split("[")[0]
+        order.append((turns[function], mirrored not in test, seconds, test))
+        turns[function] += 1  # one case of every function first
+    chosen, total = [], 0.0
+    for _, _, seconds, test in sorted(order):
+        if total + seconds <= budget or not chosen:
+            chosen.append(test)
+            total += seconds
+    return chosen, total
+
+
+def summarize(rows: list[dict[str, Any]], out: Path | None) -> None:
+    """Print counts per room and of all; ``out``: write them as CSV, with the machine."""
+    rooms: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        for room in (row["file"].split("/")[0], "~ all"):
+            rooms[room][row["result"]] += 1
+    table = [COLUMNS]
+    for room, counts in sorted(rooms.items()):
+        share = 1 - (counts["survived"] + counts["no test"]) / counts.total()
+        table.append((room, counts.total(), *(counts[name] for name in COLUMNS[2:6]), f"{100 * share:.1f}"))
+    for row in table:
+        print("{:14}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}".format(*row))
+    if out:
+        machine = f"{platform.machine()} with {os.cpu_count()} cores", sys.modules["torch"].__version__
+        with out.open("w") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow((*COLUMNS, "machine", "torch", "python", "date"))
+            writer.writerows((*row, *machine, platform.python_version(), date.today()) for row in table[1:])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=2000, help="mutants (default 2000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample (default 0)")
-    parser.add_argument(
-        "--seconds", type=float, default=300.0, help="limit of one run of tests (default 300)"
+    add = parser.add_argument
+    add("--count", type=int, default=2000, help="mutants of the sample (default 2000)")
+    add("--seed", type=int, default=0, help="of the sample (default 0)")
+    add("--jobs", type=int, default=1, help="processes at a time (default 1)")
+    add("--minutes", type=float, default=1e9, help="stop after so many")
+    add("--hours", type=float, default=1e9, help="stop after so many")
+    add("--only", default="", help="of the sample, these rooms or files: reference/,state/autocast")
+    add("--budget", type=float, default=20.0, help="seconds of tests that a mutant runs (default 20)")
+    add("--retry", action="store_true", help="run the survivors of --out again")
+    add(
+        "--unchanged", action="store_true", help="run the tests of every file without a change: all must pass"
     )
-    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many")
-    parser.add_argument("--only", default="", help="files whose path has this in it")
-    arguments = parser.parse_args()
-    files = sorted(
-        {file for pattern in SILENT for file in PACKAGE.glob(pattern) if file.name != "__init__.py"}
+    add(
+        "--out", type=Path, default=ROOT / "build/mutants.jsonl", help="a JSON line per mutant is added there"
     )
-    files = [file for file in files if arguments.only in str(file)]
-    trees = {file: ast.parse(file.read_text()) for file in files}
-    every = [(file, number, kind) for file in files for number, kind in places(trees[file])]
-    sample = random.Random(arguments.seed).sample(every, min(arguments.count, len(every)))
-    counts = {"killed": 0, "survived": 0, "without tests": 0, "did not end": 0, "tests fail anyway": 0}
-    times: dict[Path, float] = {}
-    end = time.monotonic() + 60 * arguments.minutes
-    print(
-        f"{len(every)} places in {len(files)} files; {len(sample)} of them, seed {arguments.seed}", flush=True
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
-        shutil.copytree(PACKAGE, tree / "narrowcast", ignore=shutil.ignore_patterns("__pycache__"))
-        for file, number, kind in sample:
-            if time.monotonic() > end:
-                break
-            tests, name = tests_of(file), file.relative_to(PACKAGE)
-            target = tree / "narrowcast" / name
-            source = file.read_text()
-            if tests and file not in times:  # unparsed, without a change
-                target.write_text(ast.unparse(trees[file]))
-                begin = time.monotonic()
-                passed = run_tests(tree, tests, arguments.seconds) == 0
-                times[file] = time.monotonic() - begin if passed else -1.0
-                target.write_text(source)
-            if not tests or times[file] < 0:
-                counts["tests fail anyway" if tests else "without tests"] += 1
-                print(f"{'not run' if tests else 'NO TESTS'} {name}", flush=True)
-                continue
-            changed, line = mutate(trees[file], number, kind)
-            target.write_text(changed)
-            code = run_tests(tree, tests, min(arguments.seconds, 30 + 4 * times[file]))
-            if code == 0 and wider_tests(file, tests):
-                code = run_tests(tree, wider_tests(file, tests), arguments.seconds)
-            target.write_text(source)
-            result = "did not end" if code is None else "survived" if code == 0 else "killed"
-            counts[result] += 1
-            if result == "survived":
-                print(f"SURVIVED {name}:{line} {kind}: {source.splitlines()[line - 1].strip()}", flush=True)
-    run = counts["killed"] + counts["survived"] + counts["did not end"]
-    share = 100 * (run - counts["survived"]) / max(run, 1)
-    print(f"{run} mutants run, {share:.0f}% killed: " + ", ".join(f"{k} {v}" for k, v in counts.items()))
+    add("--map", type=Path, default=ROOT / "build/mutants_map.gz", help="which test executes which line")
+    add("--csv", type=Path, help="write the counts there, too")
+    given = parser.parse_args()
+    end = time.monotonic() + min(60 * given.minutes, 3600 * given.hours)
+    drawn = [
+        one for one in sample(given.count, given.seed) if one.file.startswith(tuple(given.only.split(",")))
+    ]
+    if given.unchanged:
+        drawn = [
+            one._replace(text="", change="", replaced=(0, 0, ""))
+            for one in {o.file: o for o in drawn}.values()
+        ]
+    for path in (given.out, given.map):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    given.out.touch()
+    rows = {row["key"]: row for row in map(json.loads, given.out.read_text().splitlines())}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ.update(
+            CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1", OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE",
+            TORCHINDUCTOR_COMPILE_THREADS="1", HYPOTHESIS_STORAGE_DIRECTORY=f"{name}/hypothesis",
+        )  # fmt: skip
+        warm_up()
+        shutil.copytree(PACKAGE, folder / "0/src/narrowcast")
+        compileall.compile_dir(folder / "0/src", quiet=1)
+        for number in range(1, given.jobs):
+            shutil.copytree(folder / "0", folder / str(number))
+        tests = record(given.map, {test for one in drawn for test in tests_for(one.file)}, folder, given.jobs)
+        again = {key for key, row in rows.items() if given.retry and row["result"] in ("survived", "no test")}
+        left = [one for one in drawn if one.key() not in rows or one.key() in again]
+        chosen = {one: choose(one, tests, given.budget) for one in left}
+        tasks = [
+            (one, 20 + 5 * seconds, partial(run_tests, names, one.file, one.replaced))
+            for one, (names, seconds) in chosen.items()
+            if names
+        ]
+        with given.out.open("a") as out:
+
+            def note(one: Mutant, result: str, **rest: Any) -> None:
+                rows[one.key()] = {"key": one.key(), "result": result, **one._asdict(), **rest}
+                print(json.dumps(rows[one.key()]), file=out, flush=True)
+                if result in ("survived", "no test"):
+                    print(f"{result.upper()} {one.file}:{one.line} {one.change}", flush=True)
+
+            for one, (names, _) in chosen.items():
+                if not names:
+                    note(one, "no test")
+            for one, result, taken, slot in run_all(tasks, folder, given.jobs, end):
+                shutil.copy2(PACKAGE / one.file, slot / "src" / "narrowcast" / one.file)
+                code, test = result or (-1, "")
+                word = "hung" if result is None else "killed" if code else "survived"
+                note(one, word, by=test or code, tests=len(chosen[one][0]), seconds=round(taken, 1))
+    summarize([rows[one.key()] for one in drawn if one.key() in rows], given.csv)
     return 0
 
 

@@ -1,0 +1,167 @@
+"""Processes of ``mutants.py``: forked from one that imported PyTorch and pytest, they import the package themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+Work = Callable[[Path], Any]  # of the folder that has its copy of the package; returns what JSON can hold
+
+
+def warm_up() -> None:
+    """Import what a child need not import again. It must not start threads."""
+    needed = "torch torch._dynamo torch._inductor torch.testing torch.distributed.fsdp numpy pytest _pytest.assertion"
+    for name in (*needed.split(), "hypothesis", "ml_dtypes", "triton", "triton.language"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            print(f"{name} is not installed", flush=True)
+    importlib.import_module("torch").set_num_threads(1)
+
+
+def run_all(
+    tasks: Iterable[tuple[Any, float, Work]], folder: Path, jobs: int, end: float
+) -> Iterator[tuple[Any, Any, float, Path]]:
+    """Call each task's work in a child; yield the task's name, the result (None: it hung), seconds and its folder.
+
+    The number in a task limits its CPU seconds, and six times that its seconds. After ``end`` none begins.
+    """
+    running: dict[int, tuple[Any, float, float, Path]] = {}
+    free, waiting = [folder / str(number) for number in range(jobs)], iter(tasks)
+    while True:
+        while free and time.monotonic() < end and (task := next(waiting, None)):
+            name, seconds, work = task
+            slot = free.pop()
+            (slot / "result").unlink(missing_ok=True)
+            if not (pid := os.fork()):
+                _be_child(slot, seconds, work)
+            running[pid] = name, time.monotonic(), 6 * seconds, slot
+        if not running:
+            return
+        time.sleep(0.01)
+        for pid, (name, begin, limit, slot) in list(running.items()):
+            taken = time.monotonic() - begin
+            if not os.waitpid(pid, os.WNOHANG)[0]:
+                if taken < limit:
+                    continue
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # ranks that it started
+            del running[pid]
+            free.append(slot)
+            result = slot / "result"
+            yield name, json.loads(result.read_text()) if result.exists() else None, taken, slot
+
+
+def _be_child(slot: Path, seconds: float, work: Work) -> None:
+    leave = os._exit
+    try:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
+        resource.setrlimit(resource.RLIMIT_DATA, (12 << 30, 12 << 30))
+        log = os.open(slot / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(ROOT)
+        sys.path[:0] = [str(slot / "src"), str(ROOT / "tests")]
+        os.environ["PYTHONPATH"] = str(slot / "src")
+        # Ranks run the mutant, and need not import PyTorch again.
+        importlib.import_module("ranks").start_method = lambda: "fork"
+        (slot / "unfinished").write_text(json.dumps(work(slot)))
+        (slot / "unfinished").rename(slot / "result")
+    finally:
+        sys.stdout.flush()
+        leave(0)
+
+
+def run_tests(tests: list[str], file: str, change: tuple[int, int, str], slot: Path) -> tuple[int, str]:
+    """What pytest returns of the tests with that change of the file, and the first test that fails."""
+    path = slot / "src" / "narrowcast" / file
+    start, end, new = change
+    data = path.read_bytes()
+    path.write_bytes(data[:start] + new.encode() + data[end:])
+    sys.dont_write_bytecode = True
+    first = tests[0].split("::")[0]  # to collect every file takes longer than to run its tests
+    batches = (
+        [test for test in tests if test.startswith(first)],
+        [test for test in tests if first not in test],
+    )
+    for batch in filter(None, batches):
+        killer = _Killer()
+        if code := _run_pytest(["-x", *batch], killer):
+            return code, killer.test
+    return 0, ""
+
+
+def lines_of_tests(file: str, slot: Path) -> dict[str, tuple[float, dict[str, str]]]:
+    """Of each test that passes: its seconds, and the lines of the package that it executes, as the bits of a number."""
+    plugin = _Lines(slot)
+    _run_pytest([file], plugin)
+    return plugin.tests
+
+
+def _run_pytest(arguments: list[str], plugin: Any) -> int:
+    pytest = importlib.import_module("pytest")
+    return int(pytest.main(["-q", "-p", "no:cacheprovider", "--tb=short", *arguments], plugins=[plugin]))
+
+
+class _Killer:
+    test = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and not self.test:
+            self.test = report.nodeid
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+class _Lines:
+    def __init__(self, slot: Path) -> None:
+        self.prefix, self.slot = str(slot / "src" / "narrowcast") + "/", slot
+        self.seen: set[tuple[str, int]] = set()
+        self.tests: dict[str, tuple[float, dict[str, str]]] = {}
+        leave, watch = os._exit, sys.monitoring
+        watch.use_tool_id(watch.COVERAGE_ID, "mutants")
+        watch.register_callback(watch.COVERAGE_ID, watch.events.LINE, self.line)
+        watch.set_events(watch.COVERAGE_ID, watch.events.LINE)
+
+        def leave_lines(code: int) -> None:  # how a rank ends
+            (slot / f"rank{os.getpid()}").write_text(json.dumps(sorted(self.seen)))
+            leave(code)
+
+        os._exit = leave_lines
+
+    def line(self, code: Any, number: int) -> Any:
+        if code.co_filename.startswith(self.prefix):
+            self.seen.add((code.co_filename[len(self.prefix) :], number))
+        return sys.monitoring.DISABLE
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.seen, self.begin, self.passed = set(), time.monotonic(), False
+        sys.monitoring.restart_events()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.passed = report.passed and (self.passed or report.when != "teardown")
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        for rank in self.slot.glob("rank*"):
+            self.seen.update(map(tuple, json.loads(rank.read_text())))
+            rank.unlink()
+        masks: Counter[str] = Counter()
+        for file, number in self.seen:
+            masks[file] += 1 << number
+        if self.passed:
+            taken = round(time.monotonic() - self.begin, 3)
+            self.tests[nodeid] = taken, {file: hex(mask) for file, mask in masks.items()}
