@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import pickle
 import sys
 import weakref
 from collections.abc import Callable
@@ -422,6 +423,60 @@ def test_deepcopy_goes_its_own_way() -> None:
     copied(batch(9))
     assert all(map(torch.equal, before, model.buffers()))
     assert_goes_on_alike(copy.deepcopy(model), model)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("own", [2, 9])
+def test_a_copy_keeps_the_history_of_an_autocast(own: int, how: str) -> None:
+    """The layer's own recipe asks for another length; what a shorter one cuts off is lost."""
+    layer = nc.Linear(32, 32, device="cpu", recipe=DelayedScaling(amax_history_len=own))
+
+    def run(layer: nn.Module, seed: int, size: float = 1.0) -> None:
+        with nc.autocast(recipe=DelayedScaling(amax_history_len=6)):
+            layer(size * torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))).sum().backward()
+
+    for seed in range(5):
+        run(layer, seed, 100.0 if not seed else 1.0)
+    copied = copy.deepcopy(layer) if how == "deepcopy" else pickle.loads(pickle.dumps(layer))  # noqa: S301
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(copied.state_dict()[name], tensor), name
+    run(layer, 7)
+    wanted = copy.deepcopy(layer.state_dict())  # the next autocast renews it, too
+    run(copied, 7)
+    for name, tensor in wanted.items():
+        assert torch.equal(copied.state_dict()[name], tensor), name
+    copied(torch.randn(16, 32))  # under its own recipe
+    assert len(copied.amax_history_fwd) == own
+
+
+@pytest.mark.parametrize("then", ["recipe", "to", "reset", "load"])
+def test_what_a_forward_without_gradients_collected_is_taken_back(then: str) -> None:
+    """A graph collects first, for it may be the first run of a checkpoint; whatever comes next finds it taken back."""
+    layer, plain = (nc.Linear(32, 32, device="cpu", recipe=RECIPE) for _ in range(2))
+    plain.load_state_dict(layer.state_dict())
+    saved = {name: 0.5 * tensor for name, tensor in layer.state_dict().items()}
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = []
+    for one, call in ((layer, run), (plain, plain)):
+        with nc.autocast(recipe=RECIPE):  # renews before the first of the two alone
+            call(x).sum().backward()
+            with torch.no_grad():
+                call(100 * x)
+        if then == "recipe":
+            one.recipe = Float8CurrentScaling()
+        elif then == "to":
+            one.half().float()
+        elif then == "reset":
+            one.reset_delayed_scaling()
+        else:
+            one.load_state_dict(saved)
+        found.append(copy.deepcopy(one.state_dict()))
+        if then != "recipe":
+            one(x)
+            found[-1]["renewed"] = one.scale_fwd.clone()
+    for name, tensor in found[1].items():
+        assert torch.equal(found[0][name], tensor), name
 
 
 def test_averaged_model() -> None:

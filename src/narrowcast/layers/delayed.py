@@ -15,6 +15,7 @@ things follow:
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -208,6 +209,7 @@ class DelayedLayer(RecipeOwner):
     @torch.no_grad()
     def _start_anew(self, from_weights: bool = True) -> None:
         """:meth:`reset_delayed_scaling`; ``from_weights`` False: no scale follows from a weight, there are none yet."""
+        self._put_back()
         for prefix in self._stage_names:
             states = self._delayed.get(prefix, (None, None))
             for delayed, (direction, mode, _) in zip(states, _DIRECTIONS):
@@ -315,6 +317,7 @@ class DelayedLayer(RecipeOwner):
 
     def _apply(self, fn: Any, recurse: bool = True) -> DelayedLayer:
         """Move the state with the layer, with its values: half-precision scales would lose amax, ``to_empty`` all."""
+        self._put_back()
         before = {name: own_buffers(self)[name] for name in self._state_names()}
         super()._apply(fn, recurse)
         left_meta = False
@@ -352,6 +355,7 @@ class DelayedLayer(RecipeOwner):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        self._put_back()  # else what is loaded would be
         names, state_dict = self._state_names(), dict(state_dict)
         extra = take_extra_state(state_dict, prefix)
         saved = [name for name in names if prefix + name in state_dict]
@@ -425,7 +429,9 @@ class DelayedLayer(RecipeOwner):
 
     def _put_back(self) -> None:
         """Undo in the buffers what a recomputation, or a graph without gradients, has written there."""
-        put_back([state for slots in self.delayed_slots() for state in (slots.scale, slots.amax)])
+        if ASIDE:  # of a recipe that is no longer in force, too
+            buffers = [own_buffers(self)[name] for name in self._state_names()]
+            put_back([buffer for buffer in buffers if buffer is not None])
 
     def __getstate__(self) -> dict[str, Any]:
         self._put_back()
@@ -434,7 +440,23 @@ class DelayedLayer(RecipeOwner):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        before = {name: own_buffers(self)[name] for name in self._state_names()}
         self._prepare_for_recipe()
+        # an autocast may have kept more rows than the layer's own recipe asks for: the next forward tells
+        for prefix, states in self._delayed.items():
+            self._delayed[prefix] = tuple(  # type: ignore[assignment]
+                self._with_history(delayed, _buffer_names(prefix, direction)[1], before)
+                for delayed, (direction, _, _) in zip(states, _DIRECTIONS)
+            )
+
+    def _with_history(
+        self, delayed: DelayedScaling | None, name: str, before: dict[str, Tensor | None]
+    ) -> DelayedScaling | None:
+        history = before[name]
+        if delayed is None or history is None or len(history) == delayed.amax_history_len:
+            return delayed
+        own_buffers(self)[name] = history
+        return replace(delayed, amax_history_len=len(history))
 
 
 def _wrong_value(name: str, saved: Tensor) -> float | None:

@@ -145,25 +145,27 @@ def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: T
             f"{type(forward[-1][0]).__name__} returned a {type(x).__name__} as the last output; an operation returns a "
             "quantized tensor only where next_op_input_quantizer is not None"
         )
+    if torch.compiler.is_compiling():
+        x = _after_scales(x, call, ctx is not None)
     if ctx is None:
         return (x, *to_caller) if to_caller else x
     _save(ctx, call, contexts)
-    if torch.compiler.is_compiling():
-        x = _after_scales(x, call)
     # no view, which operators in place refuse to write to; but of an input's memory one, that they do refuse
     out = x.view_as(x) if _is_memory_of(x, (input_, *extra_inputs)) else x.detach()
     return (out, *[tensor.view_as(tensor) for tensor in to_caller]) if to_caller else out
 
 
-def _after_scales(x: Tensor, call: _Call) -> Tensor:
+def _after_scales(x: Tensor, call: _Call, recorded: bool) -> Tensor:
     """Return ``x``, available in a graph only once the scales of its operations were read.
 
     The partitioner moves what only the backward reads there, after renewals in between. A linear layer reads scales in
-    its forward as well; ``Quantize(forward=False)`` and operations of users may not.
+    its forward as well; ``Quantize(forward=False)`` and operations of users may not. A graph that records no gradients
+    may be the first run of a reentrant checkpoint, whose recomputation reads the scales that this one has read.
     """
     for op, scales in zip(call.basic_ops, call.scales):
         in_forward = isinstance(op, (LinearLayer, GroupedLinearLayer))
-        if not in_forward and scales is not None and scales.scale_bwd is not None:
+        reads = not in_forward and (recorded or op.training)
+        if reads and scales is not None and scales.scale_bwd is not None:
             x = torch.where(scales.scale_bwd.sum().isnan(), x, x)
     return x
 

@@ -12,6 +12,7 @@ from modules import assert_same
 from ops_checks import check, check_compiled, make_inputs, step
 from recipes import DEVICE, QUANTIZED, RECIPES
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast import ops
@@ -130,3 +131,27 @@ def test_a_copy_has_its_scales_renewed() -> None:
         with nc.autocast(recipe=RECIPES["delayed"]):
             copied(x)
     assert copied.scale_fwd[0] != 1
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_a_reentrant_checkpoint_reads_the_gradient_scale_of_its_forward(compiles: bool) -> None:
+    """Its first run records no gradients, and nothing in the graph of that run needs the scale."""
+    recipe = nc.recipe.DelayedScaling(amax_history_len=1)
+
+    def gradients(recomputes: bool) -> list[torch.Tensor]:
+        op, found = ops.Quantize(forward=False, backward=True, device="cpu"), []
+        model = ops.Sequential(op)
+        nc.set_recipe(model, recipe)
+        op.recipe = recipe
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
+        for seed in range(3):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            y = checkpoint(run, x, use_reentrant=True) if recomputes else run(x)
+            with torch.no_grad():
+                run(x)  # renews
+            ((10.0**seed) * y.sin()).sum().backward()
+            found.append(x.grad)
+        return [*found, *(buffer for name, buffer in op.state_dict().items())]
+
+    for ours, wanted in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(ours, wanted)
