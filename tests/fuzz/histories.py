@@ -1,8 +1,12 @@
 """Histories of a model: the same steps, edits, saves and evaluations under a wrapping, and plainly.
 
 The plain run has no compiler, no checkpoint, no replay and no kept weights, edits weights by ``copy_`` in ``no_grad``,
-and leaves out what must change nothing (copies, moves, hooks, reloading, failed calls). In it each ``Linear`` is also
+and leaves out what must change nothing (copies, moves, hooks, reloading, evaluations). In it each ``Linear`` is also
 measured against its product in fp64.
+
+Of a call that fails: what a step has collected counts where its layers ran before the error, as it does in a call that
+does not, and the scales are renewed when they would have been. So the plain run makes the call, too. A graph that fails
+while it is traced runs nothing; there the call brings zeros, which collect nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.state import renew
 
 from .models import DTYPES, Model, draw_layer, draw_recipe, draw_wrap, recipe_of, wrapped
 from .programs import Difference, Invalid, Program, attempt, compare, normal, refusal, said, settings
@@ -54,7 +59,7 @@ TOLERANCES = {
     "delayed": (0.08, 0.095),
     "current": (0.08, 0.095),
     "block": (0.08, 0.095),
-    "hybrid": (0.08, 0.095),
+    "hybrid": (0.08, 0.125),  # gradients in E5M2 blocks: of values that are alike, all may be an eighth off
     "mxfp8": (0.08, 0.095),
     "mxfp6": (0.2, 0.25),
     "mxfp4": (0.4, 0.4),
@@ -69,6 +74,7 @@ REVIEWED = (
     "ran under an autocast and is recomputed outside of it",
     "renews its scales inside a compiled torch.utils.checkpoint",
     "the recipe in force wants",
+    "that renews its own scales runs twice in one compiled function",
 )
 
 
@@ -337,9 +343,25 @@ class World:
             else:
                 _EDITS[way](self, name, p, value, factor)
 
+    def delayed(self) -> list[Any]:
+        """What keeps state of delayed scaling."""
+        return [module for module in self.model.modules() if hasattr(module, "delayed_slots")]
+
+    def fail(self) -> None:
+        """A call of the wrong width, in every run: see the module's first lines."""
+        x = self.batch(1)[:, :-1].requires_grad_()
+        if any(wrap.get("compile") for wrap in _wraps(self.program)):
+            if not self.torchs:
+                renew(self.delayed())  # as the call does in eager code
+            x = torch.zeros_like(x, requires_grad=True)
+        with contextlib.suppress(Exception), self.context():
+            self.run(x, None)
+
     def neutral(self, way: str) -> None:
         """What must change nothing; the plain run leaves it out."""
-        if self.plain:
+        if way == "failed":
+            self.fail()
+        if self.plain or way == "failed":
             return
         model = self.model
         if way == "to":
@@ -353,9 +375,6 @@ class World:
                 flag = p.requires_grad
                 p.requires_grad_(not flag)
                 p.requires_grad_(flag)
-        elif way == "failed":
-            with contextlib.suppress(Exception), self.context():
-                self.run(self.batch(1)[:, :-1], None)
         elif way == "evaluated":
             self.look("evaluate", 11, None)
             model.train()
@@ -408,11 +427,12 @@ class World:
                 found = self.matrix(item["which"] or 0)
                 if found is not None:
                     found[1].requires_grad_(not item["frozen"])
-        for number, p in enumerate(self.model.parameters()):
+        for of, p in self.model.named_parameters():
             for name, value in self.optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
-                    self.record(f"at the end optimizer's {name} {number}", _dense(value))
+                    self.record(f"at the end optimizer's {name} of {of}", _dense(value))
         if not self.torchs:
+            renew(self.delayed())  # when scales are renewed does not matter, before the next training forward
             for name, tensor in self.model.state_dict().items():
                 if "scale" in name or "amax" in name:
                     self.record(f"at the end state {name}", tensor)
@@ -424,6 +444,8 @@ class World:
         self.recipe = recipe_of(described)
         if self.program["how"] != "autocast":
             self._give(self.recipe)
+        if self.measure is not None:
+            self.measure.forget()
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -490,23 +512,30 @@ _EDITS: dict[str, Callable[..., None]] = {
 
 
 class Measure:
-    """What each ``Linear`` does, beside its products in fp64."""
+    """What each ``Linear`` does, beside its products in fp64.
+
+    Delayed scaling is held to it where the last calls tell the scales: an operand that is not much larger than in each
+    of them, and not much smaller than in any call before.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.wanted: dict[nn.Module, Tensor] = {}
+        self.fitting: dict[nn.Module, bool] = {}
+        self.amaxes: dict[nn.Module, tuple[list[float], list[float], list[float]]] = {}
+        """Of each layer under delayed scaling: what was collected of its input, its weight, its output's gradient."""
         self.steps = 0
         program = world.program
         edited = any(item["do"] in ("edit", "recipe") for item in program["history"])
         calm = not program["wander"] and not program["odd_rows"] and not edited
-        self.steady = not program["wander"] and not program["odd_rows"] and program["magnitude"] == 1.0
         self.calm = calm and (program["rows"] or 16) >= 16
-        self.usable = (
-            (program["features"] or 16) >= 16 and (program["rows"] or 16) >= 16 and not program["odd_rows"]
-        )
         for module in world.model.modules():
             if type(module) is nc.Linear:
                 module.register_forward_hook(self.after)
+
+    def forget(self) -> None:
+        """Another recipe is in force, whose scales no call has told."""
+        self.amaxes = {}
 
     def family(self, layer: Any) -> str:
         recipe = layer.recipe if self.world.program["how"] != "autocast" else self.world.recipe
@@ -516,23 +545,21 @@ class Measure:
             return "none"
         return {"float8_block": "block", "custom": "hybrid"}.get(recipe._family, recipe._family)
 
-    def check(self, layer: Any, found: Tensor, wanted: Tensor, what: str, gradient: bool) -> None:
+    def check(
+        self, layer: Any, found: Tensor, wanted: Tensor, what: str, gradient: bool, fits: bool = True
+    ) -> None:
         family = self.family(layer)
         tolerance = TOLERANCES.get(family, (0.4, 0.4))[gradient]
         if found.dtype == torch.bfloat16:
             tolerance = max(tolerance, 0.02)
         if family == "delayed":
-            if (
-                self.steady and not self.calm
-            ):  # after an edit scales may be old, but not so old that nothing is left
-                tolerance = 0.6
-            elif not self.calm:
+            if self.steps:
+                tolerance = 0.15
+            elif not (self.calm and self.world.program["first_too"]):
                 return
-            first = not self.steps
-            if first and not self.world.program["first_too"]:
+            if self.steps and not fits:
                 return
-            tolerance = max(tolerance, tolerance if first else 0.2)
-        if not self.usable or min(found.shape) < 8 or wanted.norm() < 1e-20:
+        if min(found.shape) < 8 or layer.in_features < 16 or wanted.norm() < 1e-20:
             return
         error = ((found.double() - wanted).norm() / wanted.norm()).item()
         if not error <= tolerance:
@@ -547,23 +574,32 @@ class Measure:
         wide = x.detach().double().reshape(-1, x.shape[-1]).clone()
         wanted = wide @ weight.t()
         bias = layer.bias.detach().double() if layer.bias is not None else 0.0
-        self.check(layer, y.detach().reshape(-1, y.shape[-1]), wanted + bias, "a product", False)
+        past = self.amaxes.setdefault(layer, ([], [], []))
+        fits = _fits(past[0], wide, layer.training) and _fits(past[1], weight, layer.training)
+        self.check(layer, y.detach().reshape(-1, y.shape[-1]), wanted + bias, "a product", False, fits)
+        if layer.training and y.requires_grad:
+            _collect(past[0], wide)
+            _collect(past[1], weight)
         if not y.requires_grad:
             return
+        known = list(past[2])
 
         def seen(dy: Tensor) -> None:
             flat = dy.detach().double().reshape(-1, dy.shape[-1])
             part = flat.t() @ wide
             self.wanted[layer] = self.wanted.get(layer, 0) + part
+            fit = fits and _fits(known, flat, layer.training)
+            self.fitting[layer] = self.fitting.get(layer, True) and fit
+            _collect(past[2], flat)
             if x.requires_grad:
-                grads = flat @ weight
-                x_grads.append(grads)
+                x_grads.append((flat @ weight, fit))
 
-        x_grads: list[Tensor] = []
+        x_grads: list[tuple[Tensor, bool]] = []
 
         def seen_x(dx: Tensor) -> None:
             if x_grads:
-                self.check(layer, dx.detach().reshape(-1, dx.shape[-1]), x_grads[-1], "dgrad", True)
+                grads, fit = x_grads[-1]
+                self.check(layer, dx.detach().reshape(-1, dx.shape[-1]), grads, "dgrad", True, fit)
 
         y.register_hook(seen)
         if x.requires_grad and x.grad_fn is not None:
@@ -572,9 +608,24 @@ class Measure:
     def end_of_step(self) -> None:
         for layer, wanted in self.wanted.items():
             if layer.weight.requires_grad and layer.weight.grad is not None:
-                self.check(layer, layer.weight.grad.detach(), wanted, "wgrad", True)
-        self.wanted = {}
+                self.check(layer, layer.weight.grad.detach(), wanted, "wgrad", True, self.fitting[layer])
+        self.wanted, self.fitting = {}, {}
         self.steps += 1
+
+
+def _collect(past: list[float], operand: Tensor) -> None:
+    amax = operand.abs().max().item() if operand.numel() else 0.0
+    if amax:
+        past.append(amax)
+
+
+def _fits(past: list[float], operand: Tensor, training: bool) -> bool:
+    """Whether scales that come from any of the last calls, or from the largest of all, suit the operand.
+
+    An evaluation reads those from before the last training forward, a layer that runs twice in a forward, too.
+    """
+    amax = operand.abs().max().item() if operand.numel() else 0.0
+    return len(past) > (not training) and max(past) / 50 <= amax <= 1.1 * min(past[-4:])
 
 
 def refused(error: BaseException) -> bool:
@@ -597,9 +648,8 @@ def play(program: Program, *, plain: bool, torchs: bool = False) -> list[tuple[s
 def run(program: Program) -> dict[str, float]:
     if not program["blocks"] or not any(block["layers"] for block in program["blocks"]):
         raise Invalid("no layers")
-    if any(value for item in program["history"] for value in item.get("flags") or ()) and not _flags_fit(
-        program
-    ):
+    flags = [flag for item in program["history"] for flag in (*(item.get("flags") or ()), item.get("flag"))]
+    if flags.count(None) < len(flags) and not _flags_fit(program):
         raise Invalid("kept weights where they have other scales")
     theirs, error = attempt(lambda: play(program, plain=True))
     if error is not None:
@@ -626,11 +676,18 @@ def run(program: Program) -> dict[str, float]:
     if compiled:
         tolerance = 0.03 if "inductor" in compiled or program["dtype"] == "bfloat16" else 2e-3
     elif _sums_in_another_order(program):
-        tolerance = 0.02  # a rounding more or less, after the quantization that follows
+        # a rounding more or less, after the quantization that follows; of Adam in bf16 also the sign of a step
+        tolerance = 0.05 if program["dtype"] == "bfloat16" else 0.02
     how = "+".join(sorted({_how(wrap) for wrap in _wraps(program)})) or "eager"
-    for (label, a), (_, b) in zip(ours, theirs, strict=True):
+    found, wanted = dict(ours), dict(theirs)
+    for label in [*wanted, *(label for label in found if label not in wanted)]:
         kind = " ".join(word for word in label.split() if not word[0].isdigit() and "." not in word)
-        compare(a, b, f"{how}: {kind}", tolerance)
+        if tolerance and "key_bias" in label:
+            continue  # softmax takes it away: its gradient is what rounding leaves of 0
+        if label in found and label in wanted:
+            compare(found[label], wanted[label], f"{how}: {kind}", tolerance)
+        elif "at the end state" not in label or ("amax" in label and (found | wanted)[label].any()):
+            raise Difference(f"{how}: {kind}: in {'ours' if label in found else 'the plain run'} alone")
     return {}
 
 

@@ -221,13 +221,24 @@ def _others(layer: Program, features: int, place: dict[str, Any]) -> nn.Module:
     return makers[kind]()
 
 
+class Reshaped(nn.Sequential):
+    """As ``Grouped`` and ``Transformer`` do: what they return is a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+
 def _theirs(layer: Program, features: int, place: dict[str, Any]) -> nn.Module:
     """What stands for the layer in a model of PyTorch's own: of its shape and its ways, not of its values."""
     kind = layer["kind"]
-    if kind in ("linear", "grouped", "ops"):
-        return nn.Linear(features, features, **place)
+    linear = nn.Linear(features, features, **place)
+    if kind in ("linear", "ops"):
+        return linear
+    if kind == "grouped":
+        return Reshaped(linear)
     if kind in ("lnlinear", "lnmlp", "transformer"):
-        return nn.Sequential(nn.LayerNorm(features, **place), nn.Linear(features, features, **place))
+        view = kind == "transformer" and not features % 2
+        return (Reshaped if view else nn.Sequential)(nn.LayerNorm(features, **place), linear)
     if kind == "ournorm":
         return nn.LayerNorm(features, **place)
     return _others(layer, features, place)
