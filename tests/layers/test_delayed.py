@@ -437,7 +437,7 @@ def test_a_copy_keeps_the_history_of_an_autocast(own: int, how: str) -> None:
 
     for seed in range(5):
         run(layer, seed, 100.0 if not seed else 1.0)
-    copied = copy.deepcopy(layer) if how == "deepcopy" else pickle.loads(pickle.dumps(layer))  # noqa: S301
+    copied = copy.deepcopy(layer) if how == "deepcopy" else pickle.loads(pickle.dumps(layer))
     for name, tensor in layer.state_dict().items():
         assert torch.equal(copied.state_dict()[name], tensor), name
     run(layer, 7)
