@@ -48,6 +48,8 @@ OPERATORS = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
+# Where else a room is tested: its base classes are, as the modules that they are the base of.
+ELSEWHERE = {"layers": ("nn/test_linear*.py", "nn/test_grouped_linear.py", "nn/test_pa*.py")}
 COLUMNS = ("room", "mutants", "killed", "hung", "survived", "no test", "percent")
 
 
@@ -143,7 +145,8 @@ def sample(count: int, seed: int) -> list[Mutant]:
 def tests_for(file: str) -> set[str]:
     """The files of tests that mirror a file of the package: those of its room, and those of its name."""
     room, stem = file.split("/")[0], Path(file).stem.lstrip("_")
-    paths = [*(ROOT / "tests" / room).glob("test_*.py"), *ROOT.glob(f"tests/*/test_{stem}.py")]
+    patterns = f"{room}/test_*.py", f"*/test_{stem}.py", *ELSEWHERE.get(room, ())
+    paths = [path for pattern in patterns for path in (ROOT / "tests").glob(pattern)]
     return {str(path.relative_to(ROOT)) for path in paths}
 
 
@@ -216,7 +219,7 @@ def main() -> int:
     add("--jobs", type=int, default=1, help="processes at a time (default 1)")
     add("--minutes", type=float, default=1e9, help="stop after so many")
     add("--hours", type=float, default=1e9, help="stop after so many")
-    add("--only", default="", help="of the sample, these rooms or files: reference/,state/autocast")
+    add("--only", default="", help="of the sample, these alone: reference/,state/autocast.py:12")
     add("--budget", type=float, default=20.0, help="seconds of tests that a mutant runs (default 20)")
     add("--retry", action="store_true", help="run the survivors of --out again")
     add(
@@ -229,9 +232,8 @@ def main() -> int:
     add("--csv", type=Path, help="write the counts there, too")
     given = parser.parse_args()
     end = time.monotonic() + min(60 * given.minutes, 3600 * given.hours)
-    drawn = [
-        one for one in sample(given.count, given.seed) if one.file.startswith(tuple(given.only.split(",")))
-    ]
+    only = tuple(given.only.split(","))
+    drawn = [one for one in sample(given.count, given.seed) if f"{one.file}:{one.line}".startswith(only)]
     if given.unchanged:
         drawn = [
             one._replace(text="", change="", replaced=(0, 0, ""))
