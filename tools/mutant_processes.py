@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -69,6 +70,7 @@ def _be_child(slot: Path, seconds: float, work: Work) -> None:
     leave = os._exit
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends when its parent does
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
         resource.setrlimit(resource.RLIMIT_DATA, (12 << 30, 12 << 30))
         log = os.open(slot / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

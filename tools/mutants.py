@@ -143,17 +143,28 @@ def sample(count: int, seed: int) -> list[Mutant]:
 
 
 def tests_for(file: str) -> set[str]:
-    """The files of tests that mirror a file of the package: those of its room, and those of its name."""
+    """The files of tests that mirror a file: those of its room and, where its name is not among them, of its name."""
     room, stem = file.split("/")[0], Path(file).stem.lstrip("_")
-    patterns = f"{room}/test_*.py", f"*/test_{stem}.py", *ELSEWHERE.get(room, ())
-    paths = [path for pattern in patterns for path in (ROOT / "tests").glob(pattern)]
+    own = list((ROOT / "tests" / room).glob("test_*.py"))
+    of_name = list((ROOT / "tests").glob(f"*/test_{stem}.py"))
+    elsewhere = [path for pattern in ELSEWHERE.get(room, ()) for path in (ROOT / "tests").glob(pattern)]
+    paths = own + elsewhere + ([] if set(own) & set(of_name) else of_name)
     return {str(path.relative_to(ROOT)) for path in paths}
 
 
-def record(store: Path, files: set[str], folder: Path, jobs: int) -> dict[str, Any]:
-    """Seconds and lines of the tests in ``files``, recorded again where these or the package changed."""
-    package = b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))
-    now = {file: hashlib.sha1((ROOT / file).read_bytes() + package).hexdigest() for file in sorted(files)}
+def record(store: Path, drawn: list[Mutant], folder: Path, jobs: int) -> dict[str, Any]:
+    """Seconds and lines of the mutants' tests, recorded again where these or a room that they are for changed."""
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for one in drawn:
+        for test in tests_for(one.file):
+            rooms[test].add(one.file.split("/")[0])
+    now = {}
+    for file in sorted(rooms):
+        read = [
+            ROOT / file,
+            *(path for room in sorted(rooms[file]) for path in sorted((PACKAGE / room).glob("*.py"))),
+        ]
+        now[file] = hashlib.sha1(b"".join(path.read_bytes() for path in read)).hexdigest()
     known = json.loads(gzip.decompress(store.read_bytes())) if store.exists() else {}
     tasks = [
         (file, 1200.0, partial(lines_of_tests, file)) for file in now if known.get(file, [""])[0] != now[file]
@@ -254,7 +265,7 @@ def main() -> int:
         compileall.compile_dir(folder / "0/src", quiet=1)
         for number in range(1, given.jobs):
             shutil.copytree(folder / "0", folder / str(number))
-        tests = record(given.map, {test for one in drawn for test in tests_for(one.file)}, folder, given.jobs)
+        tests = record(given.map, drawn, folder, given.jobs)
         again = {key for key, row in rows.items() if given.retry and row["result"] in ("survived", "no test")}
         left = [one for one in drawn if one.key() not in rows or one.key() in again]
         chosen = {one: choose(one, tests, given.budget) for one in left}
