@@ -4,26 +4,28 @@ from .activation import ActivationSettings, activate
 from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
 from .concatenate import concatenate
 from .grouped_linear import Groups, grouped_linear
-from .layernorm_linear import LayerNormLinearFunction, LayerNormLinearFwdArgs
-from .layernorm_mlp import LayerNormMLPFunction, LayerNormMLPFwdArgs
 from .linear import LinearFunction
 from .norm import NormSettings, normalize
+from .program import Activation, Linear, Norm, NormArgs, Program, ProgramArgs, ProgramFunction
 from .quantized_boundary import quantize_input_gradient, quantize_output
 from .weight_gradient import add_to_main_grad_, compute_wgrad
 
 __all__ = [
+    "Activation",
     "ActivationSettings",
     "DelayedScales",
     "Groups",
-    "LayerNormLinearFunction",
-    "LayerNormLinearFwdArgs",
-    "LayerNormMLPFunction",
-    "LayerNormMLPFwdArgs",
+    "Linear",
     "LinearBwdArgs",
     "LinearFunction",
     "LinearFwdArgs",
     "LinearWgrad",
+    "Norm",
+    "NormArgs",
     "NormSettings",
+    "Program",
+    "ProgramArgs",
+    "ProgramFunction",
     "activate",
     "add_to_main_grad_",
     "compute_wgrad",

@@ -1,19 +1,17 @@
-"""LayerNorm and RMSNorm as differentiable functions, and as the producer of a GEMM's operand."""
+"""LayerNorm and RMSNorm as differentiable functions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._tracing import refused_in_transform
-from ..functional import draw_seed, norm, norm_backward, norm_quantize
-from ..quantizers import OperandBuffers
+from ..functional import norm, norm_backward
 from ..upstream.tensors import in_transform
-from .arguments import LinearFwdArgs
 
 
 @dataclass(frozen=True)
@@ -23,56 +21,6 @@ class NormSettings:
     normalization: str
     eps: float
     zero_centered_gamma: bool
-
-
-class Normalized(NamedTuple):
-    """A norm as a GEMM reads it, its statistics, and its output in high precision where that is returned or saved.
-
-    ``operand``: None where the GEMM reads the rows of several processes, and these are gathered in high precision.
-    ``summed``: the sum with the residual, empty without one.
-    """
-
-    operand: OperandBuffers | None
-    output: Tensor | None
-    mean: Tensor
-    rstd: Tensor
-    summed: Tensor
-
-
-def normalized_operand(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    settings: NormSettings,
-    args: LinearFwdArgs,
-    keep_output: bool,
-) -> Normalized:
-    """Norm of ``x`` (M, K) or ``x + residual`` as the input of a GEMM: in one step, unless its output is wanted."""
-    plan, scale, amax = args.plan, args.scales.scale_fwd, args.scales.amax_fwd
-    how = (settings.eps, settings.normalization, settings.zero_centered_gamma)
-    if args.parallel is not None and args.parallel.gathers_input:
-        parallel, joins = args.parallel, args.parallel.joins(plan.input, x.shape[0])
-        if (
-            keep_output
-            or not joins
-            or plan.input.shared is not None
-            or plan.backward_override == "high_precision"
-        ):
-            output, mean, rstd, summed = norm(x, residual, weight, bias, *how)
-            share = (
-                parallel.share(output, plan.input, plan.input.seed(output), scale, amax) if joins else None
-            )
-            return Normalized(share, output, mean, rstd, summed)
-        scale = parallel.shared_scale(plan.input, scale)
-    if keep_output or (plan.needs_weight and plan.backward_override == "high_precision"):
-        output, mean, rstd, summed = norm(x, residual, weight, bias, *how)
-        return Normalized(plan.input.quantize(output, scale, amax), output, mean, rstd, summed)
-    quantizer, seed = plan.input.quantizer, draw_seed(x) if plan.input.stochastic else None
-    *buffers, mean, rstd, summed = norm_quantize(
-        x, residual, weight, bias, *how, quantizer, seed, scale, amax
-    )
-    return Normalized(plan.input.split(buffers), None, mean, rstd, summed)
 
 
 class _NormFunction(torch.autograd.Function):

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .. import autograd
 from .._tracing import in_eager
 from ..autograd import (
-    LayerNormLinearFunction,
-    LayerNormLinearFwdArgs,
+    NormArgs,
+    Program,
+    ProgramArgs,
+    ProgramFunction,
     quantize_input_gradient,
     quantize_output,
 )
@@ -26,6 +29,8 @@ from .parameters_split import ParametersSplit, parts_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_PROGRAM = Program([autograd.Norm(1, 2), autograd.Linear(3, 4)], 5)
 
 
 class LayerNormLinear(NormLinearLayer):
@@ -182,17 +187,18 @@ class LayerNormLinear(NormLinearLayer):
             return self._returned(out, learned_bias, normalized, (given,) if return_input else ())
         plan = self._plan(recipe, stage, self._norm_has_backward(inp), weight, hands_over=hands_over)
         linear = self._fwd_args(stage, plan, inp.dtype, weight, bias, first)
-        args = LayerNormLinearFwdArgs(self.norm, linear, self.return_layernorm_output, passes)
+        how = NormArgs(self.norm, self.return_layernorm_output, passes)
+        call = ProgramArgs(_PROGRAM, (how, linear))
         if fp8_grad and inp.requires_grad:
             inp = quantize_input_gradient(inp, plan.grad_input, linear.scales)
         norm_weight, norm_bias = self.layer_norm_weight, self.layer_norm_bias
         if self._placed:
             norm_weight, norm_bias = self._norm_parameters()
-        operands = (inp, norm_weight, norm_bias, weight, bias, args)
+        operands = (call, inp, norm_weight, norm_bias, weight, bias)
         if plan.eager_only:
-            result = in_eager(LayerNormLinearFunction.apply, *operands)
+            result = in_eager(ProgramFunction.apply, *operands)
         else:
-            result = LayerNormLinearFunction.apply(*operands)
+            result = ProgramFunction.apply(*operands)
         out, *beside = (result,) if isinstance(result, Tensor) else result
         normalized, beside = (beside[0], beside[1:]) if self.return_layernorm_output else (None, beside)
         if fp8_output:

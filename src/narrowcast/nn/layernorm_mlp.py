@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .. import autograd
 from .._tracing import in_eager
-from ..autograd import ActivationSettings, LayerNormMLPFunction, LayerNormMLPFwdArgs, activate
+from ..autograd import ActivationSettings, NormArgs, Program, ProgramArgs, ProgramFunction, activate
 from ..layers import Stage, checked_input, parameter_device, positive
 from ..layers.neutral import MLPOptions, check_neutral
 from ..layers.norm import norm_settings
@@ -22,6 +23,10 @@ from .norm_linear import NormLinearLayer, check_gathered_output
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_PROGRAM = Program(
+    [autograd.Norm(1, 2, 7), autograd.Linear(3, 4), autograd.Activation(), autograd.Linear(5, 6)], 8
+)
 
 
 def activation_settings(activation: str, params: Mapping[str, float] | None) -> ActivationSettings:
@@ -211,20 +216,19 @@ class LayerNormMLP(NormLinearLayer):
                 linear_plan(recipe, fc2.name, False, False, module_type=self._module_type),
             )
         first, dtype = is_first_microbatch, inp.dtype
-        args = LayerNormMLPFwdArgs(
-            self.norm,
-            self.activation,
+        args = (
+            NormArgs(self.norm, self.return_layernorm_output, residual is not None),
             self._fwd_args(fc1, plans[0], dtype, fc1_weight, fc1_bias, first, scales[0]),
+            self.activation,
             self._fwd_args(fc2, plans[1], dtype, fc2_weight, fc2_bias, first, scales[1]),
-            self.return_layernorm_output,
-            forward_plans,
         )
         norm = (self.layer_norm_weight, self.layer_norm_bias)
-        operands = (inp, *norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, args)
+        call = ProgramArgs(_PROGRAM, args, forward_plans)
+        operands = (call, inp, *norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual)
         if plans[0].eager_only or plans[1].eager_only:
-            result = in_eager(LayerNormMLPFunction.apply, *operands)
+            result = in_eager(ProgramFunction.apply, *operands)
         else:
-            result = LayerNormMLPFunction.apply(*operands)
+            result = ProgramFunction.apply(*operands)
         out, *beside = (result,) if isinstance(result, Tensor) else result
         if self._bias_behind:
             out = self._with_bias_behind(out, self.fc2_bias)
