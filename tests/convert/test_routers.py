@@ -71,3 +71,15 @@ def test_other_linear_layers_are_no_routers() -> None:
 def test_a_router_beside_grouped_layers_stays() -> None:
     model = nn.ModuleDict({"router": nn.Linear(32, 4), "fc1": nc.GroupedLinear(4, 32, 48, device="cpu")})
     assert kept(nc.convert(model, CURRENT)) == {"router": REASON}
+
+
+def test_a_gate_as_wide_as_its_input_stays() -> None:
+    """Found by the fuzzer: 16 experts of width 16."""
+    model = nn.ModuleDict(
+        {
+            "gate": nn.Linear(16, 16),
+            "up": nn.Linear(16, 16),
+            "experts": nn.ModuleList(nn.Linear(16, 16) for _ in range(16)),
+        }
+    )
+    assert kept(nc.convert(model, CURRENT)) == {"gate": REASON}

@@ -175,7 +175,9 @@ def run(program: Program) -> dict[str, float]:
         if refusal(error):
             return {"refused": 1.0}
         raise error
-    theirs = _step(plain, program)
+    theirs, error = attempt(lambda: _step(plain, program))
+    if error is not None:  # two operators in place in a row, say
+        return {"torch refuses": 1.0}
     found, error = attempt(lambda: _step(ours, program, bool(program["compile"])))
     if error is not None:
         if refusal(error):

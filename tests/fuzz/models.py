@@ -164,7 +164,7 @@ def _ops(described: Program, features: int, place: dict[str, Any]) -> nn.Module:
         elif name == "bias":
             parts.append(nc.ops.Bias(width, **place))
         elif name in ("quantize", "quantize_grad"):
-            parts.append(nc.ops.Quantize(forward=name == "quantize", backward=name != "quantize"))
+            parts.append(nc.ops.Quantize(name == "quantize", name != "quantize", device="cpu"))
         else:
             parts.append({"gelu": nc.ops.GELU, "relu": nc.ops.ReLU}[name]())
     if width != features:

@@ -134,7 +134,9 @@ def settings(on_cpu: bool, large: bool) -> Iterator[None]:
     kept = replay.ON_CPU, plan.SMALL_WEIGHT
     replay.ON_CPU, plan.SMALL_WEIGHT = on_cpu, 0 if large else plan.SMALL_WEIGHT
     try:
-        yield
+        # a history has many sizes, with gradients and without, under a recipe and outside of it
+        with torch._dynamo.config.patch(recompile_limit=64):
+            yield
     finally:
         replay.ON_CPU, plan.SMALL_WEIGHT = kept
 

@@ -79,3 +79,11 @@ def test_a_vector_has_no_matrix() -> None:
 def test_widen_refuses_other_dtypes() -> None:
     with pytest.raises(TypeError, match=r"torch\.float64; use float32, bfloat16 or float16"):
         layout.widen(torch.ones(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((5, 1), (1, 0)), ((1, 1), (0, 0)), ((3, 4), (4, 1)), ((4, 3), (1, 4))]
+)
+def test_bytes_of_rows_of_any_strides(shape: tuple[int, int], strides: tuple[int, int]) -> None:
+    x = normal((12,), torch.bfloat16).as_strided(shape, strides)
+    assert torch.equal(layout.bytes_of_rows(x).view(torch.bfloat16), x)

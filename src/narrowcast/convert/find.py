@@ -67,8 +67,9 @@ def router_modules(model: nn.Module) -> set[int]:
     """Return the ids of the ``nn.Linear`` modules that choose experts or weigh them, by where they are.
 
     A router is beside the experts, in the module that holds both: as its child, or as the only linear layer of a child,
-    such as ``gate.wg`` or ``router.classifier``. It has as many outputs as there are experts, and fewer than inputs. A
-    child with one output, such as ``shared_expert_gate``, weighs what an expert adds.
+    such as ``gate.wg`` or ``router.classifier``. It has as many outputs as there are experts, and fewer than inputs
+    unless the child is a gate or router by name. A child with one output, such as ``shared_expert_gate``, weighs what
+    an expert adds.
     """
     found = set()
     for module in model.modules():
@@ -84,7 +85,8 @@ def router_modules(model: nn.Module) -> set[int]:
             named = "router" in f"{name} {type(child).__name__}".lower()
             for linear in inside if named else inside[: len(inside) == 1]:
                 outputs, inputs = linear.out_features, linear.in_features
-                if (outputs in experts and outputs < inputs) or (outputs == 1 and linear is child):
+                chooses = outputs in experts and (outputs < inputs or named or name == "gate")
+                if chooses or (outputs == 1 and linear is child):
                     found.add(id(linear))
     return found
 

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ..functional import dequantize, moe_collect, moe_spread, quantize
 from ..quantizers import Quantizer
+from ..reference.layout import bytes_of_rows
 from ..upstream.c10d import all_to_all_op, size_of_group_named, wait_op
 
 
@@ -80,9 +81,7 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wire: Wi
     """Rows for each rank against rows from each rank; they travel as bytes. ``x`` itself where there is one rank."""
     if wire.ranks == 1:
         return x
-    # by way of a vector: a column counts as contiguous whatever its last stride
-    raw = x.contiguous().reshape(-1).view(torch.uint8).view(x.shape[0], x.shape[1] * x.element_size())
-    out = all_to_all_op(raw, list(received), list(sent), wire.group)
+    out = all_to_all_op(bytes_of_rows(x), list(received), list(sent), wire.group)
     return wait_op(out).view(x.dtype)
 
 

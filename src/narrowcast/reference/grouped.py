@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .layout import bytes_of_rows
+
 
 def pad_rows(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Zero-pad each group of rows to a multiple of ``alignment`` rows.
@@ -52,6 +54,6 @@ def _gather(x: Tensor, source: Tensor) -> Tensor:
     if x.numel() == 0:
         return x.new_zeros((source.shape[0], x.shape[1]))
     # the rows are moved as bytes, so that every dtype is and a NaN in the row that stands in for -1 does no harm
-    raw = x.contiguous().view(torch.uint8)
+    raw = bytes_of_rows(x)
     keep = (source >= 0).to(torch.uint8).neg().unsqueeze(1)
     return raw[source.clamp(min=0)].bitwise_and_(keep).view(x.dtype)

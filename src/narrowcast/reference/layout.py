@@ -29,6 +29,15 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.contiguous().reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def bytes_of_rows(x: Tensor) -> Tensor:
+    """The bytes of a matrix's rows, uint8 (M, K * bytes of an element); a view where ``x`` (M, K) is contiguous.
+
+    A dimension of one element counts as contiguous whatever its stride, which a view as bytes would refuse.
+    """
+    dense = x.contiguous().as_strided((x.numel(),), (1,))
+    return dense.view(torch.uint8).view(x.shape[0], x.shape[1] * x.element_size())
+
+
 def widen(x: Tensor) -> Tensor:
     """The values of a tensor to quantize in fp32.
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .layout import bytes_of_rows
 from .reduction import round_to_dtype, row_sum
 
 
@@ -19,8 +20,7 @@ def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:
     """
     if x.numel() == 0:
         return x.new_zeros((positions.shape[0], x.shape[1]))
-    # by way of a vector: a column counts as contiguous whatever its stride
-    raw = x.contiguous().reshape(-1).view(torch.uint8).view(x.shape[0], -1)
+    raw = bytes_of_rows(x)
     keep = (positions >= 0).to(torch.uint8).neg().unsqueeze(1)
     return raw[positions.clamp(min=0) // columns].bitwise_and_(keep).view(x.dtype)
 

@@ -112,6 +112,24 @@ def test_hands_over_codes() -> None:
     assert isinstance(made, QuantizedTensorStorage) and made.shape == x.shape
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_layer_behind_it_trains(name: str) -> None:
+    """Outside of a list nobody asks for columns; a layer's weight gradient reads them all the same."""
+    torch.manual_seed(0)
+    quantize, linear = ops.Quantize(device=DEVICE), nc.Linear(64, 48, device=DEVICE, bias=False)
+    (x,) = make_inputs([(32, 64)], dtype=torch.float32)
+    for leaf in (x, x.detach()):
+        linear.weight.grad = None
+        with nc.autocast(recipe=QUANTIZED[name]):
+            given = quantize(leaf)
+            linear(given).sum().backward()
+            with torch.no_grad():
+                assert not quantize(leaf).get_usages()["columnwise"]
+        wanted = torch.ones(32, 48, device=DEVICE).t() @ x.detach()
+        error = (linear.weight.grad - wanted).norm() / wanted.norm()  # type: ignore[operator]
+        assert error < 0.3
+
+
 def test_its_quantizers() -> None:
     op = ops.Quantize(forward=False, backward=True)
     assert (op.num_quantizers("forward"), op.num_quantizers("backward")) == (0, 1)

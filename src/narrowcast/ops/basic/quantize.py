@@ -70,7 +70,8 @@ class Quantize(BasicOperation):
 
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         plan = self._plan()
-        return {"plan": plan, **self._state_arguments(plan)}
+        # a layer that gets the quantized tensor reads its columns for the weight gradient
+        return {"plan": plan, "columnwise": torch.is_grad_enabled(), **self._state_arguments(plan)}
 
     def op_forward_compute(
         self,
@@ -81,10 +82,13 @@ class Quantize(BasicOperation):
         requires_grad: bool,
         plan: LinearPlan | None = None,
         scales: DelayedScales | None = None,
+        columnwise: bool = False,
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
         x = plain_input(input_)
         arguments = (
-            {"plan": plan, "scales": scales} if plan else self.forward_arguments(requires_grad, requires_grad)
+            {"plan": plan, "scales": scales, "columnwise": columnwise}
+            if plan
+            else self.forward_arguments(requires_grad, requires_grad)
         )
         chosen: LinearPlan = arguments["plan"]
         if not (self.quantizes_forward and chosen.quantized):
@@ -92,7 +96,7 @@ class Quantize(BasicOperation):
         state: DelayedScales = arguments.get("scales") or DelayedScales()
         own = ScaledOperand(chosen.input, state.scale_fwd, state.amax_fwd)
         if next_op_input_quantizer is None and chosen.input.value and not torch.compiler.is_compiling():
-            quantizer = chosen.input.quantizer
+            quantizer = chosen.input.quantizer.with_usage(rowwise=True, columnwise=arguments["columnwise"])
             return quantizer._assemble(quantize(x, quantizer, *own.state(x)), tuple(x.shape), x.dtype), ()
         return _rounded(x, next_op_input_quantizer, own), ()
 
