@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import narrowcast as nc
-from narrowcast.autograd.gemms import transposed
+from narrowcast.autograd import DelayedScales, LinearFwdArgs, LinearWgrad
+from narrowcast.autograd.gemms import linear_forward, transposed
+from narrowcast.recipe import linear_plan
 
 E4M3 = nc.DType.kFloat8E4M3
 QUANTIZERS = {
@@ -29,3 +31,25 @@ def test_transposed_buffers_are_those_of_the_quantizer(name: str, shape: tuple[i
     for ours, theirs in zip(made, whole.columnwise_operand(), strict=True):
         assert torch.equal(ours, theirs)
         assert ours.stride() == theirs.stride()  # the GEMM of a GPU reads the scales by their strides
+
+
+@pytest.mark.parametrize("override", [None, "dequantized", "high_precision"])
+@pytest.mark.parametrize("needs_weight", [True, False])
+def test_a_row_wise_input_is_enough_where_the_backward_reads_no_columns(override, needs_weight) -> None:
+    """Only the weight gradient in low precision reads a quantized input column-wise."""
+    recipe = nc.recipe.MXFP8BlockScaling(backward_override=override)
+    plan = linear_plan(recipe, "", True, needs_weight, module_type="linear")
+    args = LinearFwdArgs(plan, torch.bfloat16, DelayedScales(), None, LinearWgrad(), False)
+    weight, x = torch.randn(64, 32, dtype=torch.bfloat16), torch.randn(64, 32, dtype=torch.bfloat16)
+    quantizer = nc.MXFP8Quantizer(E4M3).replace(internal=True)
+    rowwise, both = quantizer.with_usage(columnwise=False).quantize(x), quantizer.quantize(x)
+    expected, saved, _ = linear_forward(weight, both, None, args)
+    if needs_weight and override is None:
+        assert len(saved.tensors) == 2 and saved.tensors[0] is both.columnwise_operand()[0]
+        with pytest.raises(RuntimeError, match="without column-wise data.*columnwise=True"):
+            linear_forward(weight, rowwise, None, args)
+        return
+    out, saved, _ = linear_forward(weight, rowwise, None, args)
+    assert torch.equal(out, expected)
+    kept = [buffer.data_ptr() for buffer in saved.tensors]
+    assert kept == ([buffer.data_ptr() for buffer in rowwise.rowwise_operand()] if needs_weight else [])

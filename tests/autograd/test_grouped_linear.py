@@ -50,3 +50,32 @@ def test_groups_are_linear_layers(name: str, known: bool) -> None:
     assert torch.equal(y, expected)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("wanted", ["input", "weight", "bias", "nothing"])
+@pytest.mark.parametrize("name", ["high precision", "current"])
+def test_one_gradient_alone(name: str, wanted: str) -> None:
+    x, weights, biases = operands()
+    recipe = QUANTIZED.get(name)
+    full = LinearFwdArgs(
+        linear_plan(recipe, "", True, True, module_type="linear"),
+        DTYPE,
+        DelayedScales(),
+        None,
+        LinearWgrad(),
+        True,
+    )
+    groups = Groups(3, 48, 32, True, True, True, [None] * len(SIZES), [""] * len(SIZES))
+    y = grouped_linear(x, torch.tensor(SIZES), weights, biases, full, groups)
+    leaves = {"input": [x], "weight": weights, "bias": biases, "nothing": []}[wanted]
+    expected = torch.autograd.grad(y.float().square().sum(), leaves) if leaves else ()
+    for tensor in (x, *weights, *biases):
+        tensor.requires_grad_(any(tensor is leaf for leaf in leaves))
+    plan = linear_plan(recipe, "", wanted == "input", wanted == "weight", module_type="linear")
+    args = LinearFwdArgs(plan, DTYPE, DelayedScales(), None, LinearWgrad(), wanted == "bias")
+    alone = grouped_linear(x, torch.tensor(SIZES), weights, biases, args, groups)
+    assert torch.equal(alone, y)
+    assert alone.requires_grad == bool(leaves)
+    if leaves:
+        for ours, theirs in zip(torch.autograd.grad(alone.float().square().sum(), leaves), expected):
+            assert torch.equal(ours, theirs)

@@ -118,3 +118,38 @@ def test_callables_get_the_filled_history_and_the_recipe() -> None:
 def test_an_unknown_algorithm_is_named(update: Callable) -> None:
     with pytest.raises(ValueError, match="unknown amax_compute_algo 'mean'; use 'max'"):
         update(torch.ones(1), torch.ones(2, 1), **options("mean"))
+
+
+@pytest.mark.parametrize("starts", [None, 1, 0])
+@pytest.mark.parametrize("copies", [True, False])
+def test_renewal_in_place_is_the_update_of_each_state(copies: bool, starts: int | None) -> None:
+    scales, amaxes = (
+        [torch.tensor([2.0, 3.0]), torch.tensor([5.0])],
+        [torch.tensor([1.5, 0.0]), torch.tensor([7.0])],
+    )
+    histories = [torch.tensor([[9.0, 9.0], [0.5, 0.25], [4.0, 0.0]]), torch.tensor([[1.0]])]
+    how = {"fp8_maxes": [448.0, 57344.0], "margins": [0, 2], "algos": ["max", "most_recent"]}
+    expected = []
+    for at, (scale, history, amax) in enumerate(zip(scales, histories, amaxes)):
+        begun = torch.cat((amax[None], history[1:]))
+        one = {"fp8_max": how["fp8_maxes"][at], "margin": how["margins"][at], "algo": how["algos"][at]}
+        kept = (scale.clone(), history.clone(), amax.clone())
+        expected.append(
+            kept if starts == 0 else (*delayed.update(scale, begun, **one), torch.zeros_like(amax))
+        )
+    flag = None if starts is None else torch.tensor([starts], dtype=torch.int32)
+    returned = delayed.renew(scales, histories, amaxes, **how, copies=copies, starts=flag)
+    for states, wanted in zip(zip(scales, histories, amaxes), expected):
+        for state, value in zip(states, wanted):
+            assert_bitwise(state, value)
+    assert len(returned) == (2 if copies else 0)
+    for copied, scale in zip(returned, scales):
+        assert_bitwise(copied, scale)
+        assert copied.data_ptr() != scale.data_ptr()
+
+
+def test_copies_of_scales_are_fresh() -> None:
+    scales = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+    copied = delayed.copy_scales(scales)
+    assert [one.tolist() for one in copied] == [[1.0, 2.0], [3.0]]
+    assert_fresh(copied, scales)
