@@ -1,0 +1,71 @@
+"""Mutants are code that compiles, has the same lines, and differs in one place that is no message."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parents[1] / "tools"
+SOURCE = '''"""A module."""
+__all__ = ["f"]
+def f(x: list[1] = (2), *, deep=True):
+    """Of 3."""
+    if (x < 4 and
+            deep):
+        raise ValueError(f"{x + 5} of 6")
+    y = x * 7
+    y += 8
+    return y
+'''
+
+
+@pytest.fixture(scope="module")
+def tool() -> dict:
+    sys.path.insert(0, str(TOOLS))
+    try:
+        return runpy.run_path(str(TOOLS / "mutants.py"))
+    finally:
+        sys.path.remove(str(TOOLS))
+
+
+def test_mutants_of_a_source(tool):
+    mutants = list(tool["mutants_of"]("a.py", SOURCE))
+    changes = {mutant.change for mutant in mutants}
+    assert changes == {
+        "2 => 3", "True => False", "x < 4 and deep => x < 4 or deep", "x < 4 => x <= 4", "4 => 5",
+        "x < 4 and deep => not (x < 4 and deep)", "y = x * 7 => pass", "x * 7 => x // 7", "7 => 8", "y += 8 => y -= 8",
+        "y += 8 => pass", "8 => 9", "return y => return None",
+    }  # fmt: skip
+    for mutant in mutants:
+        start, end, new = mutant.replaced
+        changed = SOURCE[:start] + new + SOURCE[end:]
+        compile(changed, "a.py", "exec")
+        assert changed.count("\n") == SOURCE.count("\n") and changed != SOURCE
+        assert SOURCE.splitlines()[mutant.line - 1].strip() == mutant.text
+
+
+def test_tests_that_execute_the_line_come_first_a_case_of_each_function_at_a_time(tool):
+    one = tool["Mutant"]("state/b.py", 3, "", "", (0, 0, ""))
+    tool["choose"].__globals__["tests_for"] = lambda file: ["t"]
+    rows = {
+        "t::test_x[1]": (0.1, {"state/b.py": hex(0b1000)}),
+        "t::test_x[2]": (0.2, {"state/b.py": hex(0b1010)}),
+        "t::test_y": (5.0, {"state/b.py": hex(0b1000)}),
+        "t::test_other_line": (0.1, {"state/b.py": hex(0b0110)}),
+        "t::test_other_file": (0.1, {"state/a.py": hex(0b1000)}),
+    }
+    chosen = tool["choose"](one, {"t": rows}, 20.0)[0]
+    assert chosen == ["t::test_x[1]", "t::test_y", "t::test_x[2]"]
+    assert tool["choose"](one, {"t": rows}, 1.0)[0] == ["t::test_x[1]", "t::test_x[2]"]
+    of_file = tool["choose"](one._replace(line=9), {"t": rows}, 20.0)[0]  # what runs on import only
+    assert set(of_file) == {"t::test_x[1]", "t::test_x[2]", "t::test_y", "t::test_other_line"}
+
+
+def test_files_that_mirror(tool):
+    tests = tool["tests_for"]("state/recompute.py")
+    assert "tests/state/test_recompute.py" in tests and all(test.startswith("tests/state/") for test in tests)
+    assert "tests/kernels/test_adam.py" in tool["tests_for"]("reference/adam.py")
+    assert "tests/nn/test_grouped_linear.py" in tool["tests_for"]("layers/grouped_layer.py")
