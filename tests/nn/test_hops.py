@@ -74,7 +74,7 @@ PLACE: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
     [
         (lambda: nc.Linear(64, 64, **PLACE), 7, 45),
         (lambda: nc.LayerNormMLP(64, 64, **PLACE), 8, 95),
-        (lambda: nc.ops.Sequential(nc.ops.Linear(64, 64, **PLACE)), 10, 76),
+        (lambda: nc.ops.Sequential(nc.ops.Linear(64, 64, **PLACE)), 10, 65),
     ],
     ids=["linear", "layernorm_mlp", "sequential"],
 )

@@ -26,7 +26,7 @@ from ..quantizers import Operand
 from ..recipe import Recipe
 from ..state import THREAD
 from ..tensors import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx
-from ..upstream.modules import forward_pre_hooks, own_children, own_parameters
+from ..upstream.modules import own_children, own_parameters, own_tables
 from ..upstream.tensors import base_of, in_transform
 from .context import OperationContext, RestoredContext
 from .handover import ScaledOperand
@@ -92,15 +92,6 @@ class _Call:
         scale = scales.scale_bwd if scales_bwd is None else scales_bwd[index - 1]
         return ScaledOperand(operand, scale, scales.amax_bwd)
 
-    def contexts(self) -> list[OperationContext]:
-        """Fresh contexts, one per basic operation."""
-        first, contexts = self.first_with_backward, []
-        for index, operand in enumerate(self.grad_operands):
-            wants_input = index > first or (index == first and self.input_requires_grad)
-            wanted = None if operand is None else self.wanted_grad_input(index, operand)
-            contexts.append(OperationContext(index >= first, wants_input, wanted, self.scales[index]))
-        return contexts
-
 
 def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: Tensor) -> Any:
     """Run the operations: the output, or a tuple of it and the extra outputs for the caller.
@@ -110,7 +101,12 @@ def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: T
         tensors: parameters of all operations, then the caller's extra inputs.
     """
     forward, wiring = call.fused.forward, call.wiring
-    contexts, extra_inputs = call.contexts(), tensors[num_params:]
+    contexts: list[OperationContext] = []
+    first, extra_inputs = call.first_with_backward, tensors[num_params:]
+    for index, operand in enumerate(call.grad_operands):
+        wants_input = index > first or (index == first and call.input_requires_grad)
+        wanted = None if operand is None else call.wanted_grad_input(index, operand)
+        contexts.append(OperationContext(index >= first, wants_input, wanted, call.scales[index]))
     channels: dict[str, Tensor] = {}
     to_caller: list[Tensor] = []
     x: Any = input_
@@ -369,9 +365,10 @@ class OperationFuser:
         params: list[list[Tensor]] = []
         operands = [input_]
         for op in self.basic_ops:
-            if own_children(op) or forward_pre_hooks(op):
+            own_params, children, hooks = own_tables(op)
+            if children or hooks:
                 _refuse_computed_parameters(op)
-            params.append(op._whole_parameters())
+            params.append(op._whole_parameters(own_params))
             operands += params[-1]
         first = self._first_with_backward(input_, extra_inputs, params)
         for op, at in self._preparing:

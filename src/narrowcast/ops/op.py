@@ -31,7 +31,7 @@ from ..recipe import Mode, Recipe
 from ..roles import QuantizerRole
 from ..state import checked_recipe
 from ..tensors import TensorOrQuantized
-from ..upstream.modules import own_children, own_parameters
+from ..upstream.modules import own_children
 from .context import OperationContext
 from .forms import check_no_extra_io, check_one_form, check_pairs, form_defined_by, something_returned
 from .fuser import OperationFuser
@@ -306,13 +306,14 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         super().register_parameter(name, param)
         self.__dict__.setdefault("_registered", {})[name] = None
 
-    def _whole_parameters(self) -> list[Tensor]:
+    def _whole_parameters(self, own: dict[str, Any]) -> list[Tensor]:
         """Return the parameters, or what stands in their place, in the order in which they were registered.
 
-        FSDP1 with ``use_orig_params=False`` takes them out of the module and leaves views as attributes.
+        ``own``: the module's table of them. FSDP1 with ``use_orig_params=False`` takes them out of the module and
+        leaves views as attributes.
         """
         names = self.__dict__.get("_registered", ())
-        if len(own_parameters(self)) == len(names):
+        if len(own) == len(names):
             return list(self.parameters())
         views = [getattr(self, name, None) for name in names]
         return [view for view in views if view is not None]
@@ -421,7 +422,8 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         basic_op_kwargs: list[dict[str, Any]],
         **kwargs: Any,
     ) -> None:
-        check_no_extra_io(self)
+        if self.num_extra_inputs or self.num_extra_outputs:
+            check_no_extra_io(self)
         (ctx,), (saved,) = basic_op_ctxs, tensors_to_save
         returned: Any = self.op_forward_save_ctx(ctx, input_, saved, **kwargs, **basic_op_kwargs[0])
         if returned is not None:

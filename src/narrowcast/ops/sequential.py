@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..recipe import Recipe
-from ..upstream.modules import own_children
 from .explain import Explanation, explain
 from .fuser import OperationFuser, taken_apart
 from .op import BasicOperation, CompositeOperation
@@ -95,7 +94,7 @@ class Sequential(nn.Sequential):
 
     def groups(self) -> list[OperationFuser | nn.Module]:
         """The modules in order, adjacent operations as one fuser."""
-        modules = tuple(own_children(self).values())
+        modules = tuple(self)
         if torch.compiler.is_compiling():
             return _group(modules)
         if self._groups is None or modules != self._grouped:

@@ -43,6 +43,11 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def own_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[int, Any]]:
+    """Return the module's tables of its own parameters, of its children, and of hooks in front of its forward."""
+    return module._parameters, module._modules, module._forward_pre_hooks
+
+
 def drop_buffer(module: nn.Module, name: str) -> None:
     """Take a buffer off a module, if it is there."""
     module._buffers.pop(name, None)

@@ -25,7 +25,7 @@ from ...functional import calibrate_
 from ...functional.collectives import group_size
 from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
 from ...layers.parameters import random_numbers_of
-from ...quantizers import Operand, Quantizer
+from ...quantizers import Operand
 from ...recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Mode, Recipe, linear_plan
 from ...roles import QuantizerRole
 from ...state import THREAD
@@ -181,7 +181,9 @@ class BasicLinear(LinearLayer, BasicOperation):
         plan = self._plan_of(recipe, requires_grad, input_requires_grad)
         calibrating = THREAD.state.calibrating
         if calibrating is None:
-            return {"plan": plan, **self._state_arguments(plan)}
+            if plan.forward_state is None and plan.backward_state is None:
+                return {"plan": plan}
+            return {"plan": plan, "scales": self._scales("", plan)}
         # in high precision, with the state that collects amax on the way
         return {
             "plan": plan,
@@ -232,11 +234,14 @@ class BasicLinear(LinearLayer, BasicOperation):
             and plan.backward_override is None
             and not self.parallel.joins(plan.input, rows_of(input_))
         )
-        saved_input = SavedOperand(inp, None if plain else _saved_quantizer(plan, plan.input, input_))
-        requantized = plan.dgrad_weight is not None and not isinstance(weight, QuantizedTensorStorage)
-        saved_weight = SavedOperand(
-            rest, None if requantized else _saved_quantizer(plan, plan.weight, weight)
-        )
+        high_precision = plan.backward_override == "high_precision"
+        saved_input = SavedOperand(inp, None if plain or high_precision else plan.input.quantizer)
+        if isinstance(input_, QuantizedTensorStorage):  # what reads the codes that came
+            saved_input = SavedOperand(inp, input_._quantizer)  # type: ignore[arg-type]
+        requantized = plan.dgrad_weight is not None
+        saved_weight = SavedOperand(rest, None if requantized or high_precision else plan.weight.quantizer)
+        if isinstance(weight, QuantizedTensorStorage):
+            saved_weight = SavedOperand(rest, weight._quantizer)
         ctx.save_for_backward(*tensors_to_save)
         ctx.input_dtype = input_.dtype
         args = self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales or DelayedScales())
@@ -318,10 +323,3 @@ def initialize(tracker: Callable[[], Any] | None, in_features: int, weight: Tens
     bound = 1 / math.sqrt(in_features)
     with random_numbers_of(tracker):
         weight.uniform_(-bound, bound)
-
-
-def _saved_quantizer(plan: LinearPlan, operand: Operand, given: TensorOrQuantized) -> Quantizer | None:
-    """What reads the saved tensors of an operand that came as ``given``; None for one in high precision."""
-    if isinstance(given, QuantizedTensorStorage):
-        return given._quantizer  # type: ignore[return-value]
-    return None if plan.backward_override == "high_precision" else operand.quantizer

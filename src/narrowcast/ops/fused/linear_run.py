@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dynamo import TensorProto
 from ...tensors import TensorOrQuantized
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
@@ -63,7 +62,7 @@ class ForwardLinearRun(FusedOperation):
             basic_op_ctxs[0], input_, tensors_to_save[0], **kwargs, **basic_op_kwargs[0]
         )
         # what the others get is not there; they read its dtype
-        between: Any = TensorProto((), basic_op_ctxs[0].backward_args.dtype)
+        between = basic_op_ctxs[0].backward_args
         for index in range(1, len(self._basic_ops)):
             self._basic_ops[index].fuser_forward_save_ctx(
                 [basic_op_ctxs[index]],
