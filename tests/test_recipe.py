@@ -629,6 +629,27 @@ def test_an_hadamard_transform_of_one_operand_is_refused_with_what_to_do() -> No
         )
 
 
+@pytest.mark.parametrize(
+    ("recipe", "given", "refused"),
+    [
+        ("NVFP4BlockScaling", {"row_scaled_activation": True, "disable_rht": True}, "pass disable_rht=True"),
+        ("NVFP4BlockScaling", {"nvfp4_4over6": "all", "disable_rht": True}, "pass disable_rht=True"),
+        ("Float8BlockScaling", {"x_block_scaling_dim": 2, "w_block_scaling_dim": 1}, "two 128x128-scaled"),
+    ],
+)
+def test_fields_that_need_another_are_assigned_before_it(
+    recipe: str, given: dict[str, Any], refused: str
+) -> None:
+    """Found by the fuzzer: what the constructor takes, assignments take, in any order."""
+    whole, half = (getattr(nc.recipe, recipe)() for _ in range(2))
+    for name, value in given.items():
+        setattr(whole, name, value)
+    assert whole == getattr(nc.recipe, recipe)(**given)
+    setattr(half, *next(iter(given.items())))
+    with pytest.raises(ValueError, match=refused):
+        nc.Linear(32, 32, device="cpu", recipe=half)(torch.randn(16, 32))
+
+
 def test_operands_of_nvfp4_are_assigned_one_by_one() -> None:
     """As code for Transformer Engine does; whether they fit together is asked at the first use."""
     recipe = nc.recipe.NVFP4BlockScaling()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+import torch
 from typing_extensions import dataclass_transform
 
 from .. import _environment as environment
@@ -181,7 +182,12 @@ class Recipe(Sealable):
         cls._flags = (*cls._flags, *own)
 
     def __post_init__(self) -> None:
+        self._check_fields()
+        self._check_together()
+
+    def _check_fields(self) -> None:
         check_flags(self, self._flags)
+        self._derive()
         self._check()
 
     def _taken(self, name: str, value: Any) -> Any:
@@ -191,7 +197,12 @@ class Recipe(Sealable):
         return value
 
     def _assigned(self, name: str) -> None:
-        self.__post_init__()
+        self._check_fields()  # the first use asks whether they fit: the next may be assigned
+
+    def _seal(self) -> None:
+        if not torch.compiler.is_dynamo_compiling() and not getattr(self, "_sealed", False):
+            self._check_together()
+        super()._seal()
 
     def __getstate__(self) -> dict[str, Any]:
         # without plans: a copy may be changed
@@ -199,6 +210,15 @@ class Recipe(Sealable):
 
     def _how_to_change(self, name: str) -> str:
         return f"make another recipe by dataclasses.replace(recipe, {name}=...)"
+
+    def _check_together(self) -> None:
+        """
+        Raises:
+            ValueError: fields that are right one by one and do not combine.
+        """
+
+    def _derive(self) -> None:
+        """Fill in the fields that follow from others."""
 
     def _check(self) -> None:
         override = self.backward_override

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import field
 
-import torch
-
 from .. import _environment as environment
 from ..quantizers import Float8BlockQuantizer, NVFP4Quantizer, Quantizer
 from .base import (
@@ -54,23 +52,27 @@ class Float8BlockScaling(Recipe):
     backward_override: BackwardOverride = None
     emulate: bool = flag_field("EMULATE")
 
-    def __post_init__(self) -> None:
+    def _derive(self) -> None:
         fill_qparams(self, not self.use_f32_scales)
-        super().__post_init__()
 
-    def _check(self) -> None:
-        super()._check()
-        refuse_pure_e5m2(self, self.fp8_format)
-        dims = {
+    def _dims(self) -> dict[str, int]:
+        return {
             "x_block_scaling_dim": self.x_block_scaling_dim,
             "w_block_scaling_dim": self.w_block_scaling_dim,
             "grad_block_scaling_dim": self.grad_block_scaling_dim,
         }
-        for name, dim in dims.items():
-            if dim not in (1, 2):
-                raise ValueError(f"{name} is {dim!r}; use 1 (1x128) or 2 (128x128)")
+
+    def _check_together(self) -> None:
+        dims = self._dims()
         if list(dims.values()).count(2) > 1:
             raise ValueError(f"a GEMM cannot multiply two 128x128-scaled operands; got {dims}")
+
+    def _check(self) -> None:
+        super()._check()
+        refuse_pure_e5m2(self, self.fp8_format)
+        for name, dim in self._dims().items():
+            if dim not in (1, 2):
+                raise ValueError(f"{name} is {dim!r}; use 1 (1x128) or 2 (128x128)")
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             if not getattr(self, name).use_split_accumulator:
                 raise ValueError(f"{name}: 128-block FP8 always accumulates split; use MMParams(True)")
@@ -149,6 +151,8 @@ class NVFP4BlockScaling(Recipe):
                 )
         if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
             raise ValueError(f"nvfp4_4over6_err_mode is {self.nvfp4_4over6_err_mode!r}; use 'MAE' or 'MSE'")
+
+    def _check_together(self) -> None:
         if not self.disable_rht and self.nvfp4_4over6 in ("activations", "all"):
             raise ValueError(
                 f"nvfp4_4over6={self.nvfp4_4over6!r} does not combine with the Hadamard rotation of activations; "
@@ -159,24 +163,6 @@ class NVFP4BlockScaling(Recipe):
                 "row_scaled_activation=True does not combine with the Hadamard rotation of activations; "
                 "pass disable_rht=True"
             )
-
-    def __post_init__(self) -> None:
-        self._derive_and_check()
-        self._check_rotations()
-
-    def _assigned(self, name: str) -> None:
-        self._derive_and_check()  # of one operand at a time: whether the three fit is for the first use to ask
-
-    def _seal(self) -> None:
-        if not torch.compiler.is_dynamo_compiling() and not getattr(self, "_sealed", False):
-            self._check_rotations()
-        super()._seal()
-
-    def _check_rotations(self) -> None:
-        """
-        Raises:
-            ValueError: the rotation would not cancel.
-        """
         rotated = [getattr(self, f"fp4_quant_{name}").random_hadamard_transform for name in _OPERANDS]
         if rotated[0] != rotated[2] or rotated[1]:
             raise ValueError(
@@ -184,7 +170,7 @@ class NVFP4BlockScaling(Recipe):
                 "gradients both have it: switch it on for both or for neither, and off for weights"
             )
 
-    def _derive_and_check(self) -> None:
+    def _derive(self) -> None:
         rht = not self.disable_rht
         derived = {
             "fp4_quant_fwd_inp": QParams(False, 0.0, rht, False, False, True),
@@ -195,7 +181,6 @@ class NVFP4BlockScaling(Recipe):
             given = getattr(self, name)
             if given is None or given.derived:
                 object.__setattr__(self, name, params)
-        super().__post_init__()
 
     def _chosen(self, choice: str, tensor_type: str) -> bool:
         group = "weights" if tensor_type == "weight" else "activations"

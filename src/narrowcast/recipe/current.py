@@ -46,8 +46,7 @@ class Float8CurrentScaling(Recipe):
     backward_override: BackwardOverride = None
     emulate: bool = flag_field("EMULATE")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _derive(self) -> None:
         fill_qparams(self, self.use_power_2_scales)
 
     def _check(self) -> None:
