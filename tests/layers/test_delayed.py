@@ -479,6 +479,35 @@ def test_what_a_forward_without_gradients_collected_is_taken_back(then: str) -> 
         assert torch.equal(found[0][name], tensor), name
 
 
+@pytest.mark.parametrize("kind", ["copied", "loaded"])
+def test_an_autocast_renews_a_layer_that_runs_in_the_graph_of_another(kind: str) -> None:
+    """A graph of one layer fits its copies, and blocks whose state was loaded: each must be made known."""
+
+    def run(compiles: bool) -> tuple[list[Tensor], list[Tensor]]:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nc.Linear(32, 32, device="cpu")) for _ in range(3)]
+        with nc.autocast(recipe=RECIPE):
+            blocks[0](batch(0)[:, :32]).sum().backward()
+        if kind == "copied":
+            blocks[1:] = [copy.deepcopy(blocks[0]) for _ in blocks[1:]]
+        else:
+            for block in blocks[1:]:
+                block.load_state_dict(blocks[0].state_dict())
+        run: Any = [torch.compile(b, fullgraph=True, backend="aot_eager") if compiles else b for b in blocks]
+        outputs = []
+        for step in range(3):
+            with nc.autocast(recipe=RECIPE):
+                y = batch(step)[:, :32] * 5.0**step
+                for block in run:
+                    y = block(y)
+            y.sum().backward()
+            outputs.append(y.detach())
+        return outputs, [block[0].scale_fwd.clone() for block in blocks]  # type: ignore[misc]
+
+    for ours, wanted in zip(run(True), run(False)):
+        assert all(map(torch.equal, ours, wanted))
+
+
 def test_averaged_model() -> None:
     model = built()
     average = torch.optim.swa_utils.AveragedModel(

@@ -85,7 +85,7 @@ class DelayedLayer(RecipeOwner):
             stage_names: prefix of the buffers -> name in quantizer roles, of each stage.
         """
         self._stage_names, self._delayed = stage_names, {}
-        self._registered_with: Any = None
+        self._registered_with: tuple[str, ...] = ()  # threads whose autocasts renew the state
         for name in self._state_names():
             self.register_buffer(name, None)
 
@@ -114,7 +114,8 @@ class DelayedLayer(RecipeOwner):
                 has made on that object would fail at once.
         """
         state = THREAD.state
-        if state.depth and self._registered_with is not state and not (forward is None and backward is None):
+        unknown = state.depth and state.thread not in self._registered_with
+        if unknown and not (forward is None and backward is None):
             self._register_with(state)
         known = self._delayed.get(prefix)
         if known is not None and known[0] is forward and known[1] is backward:
@@ -132,7 +133,7 @@ class DelayedLayer(RecipeOwner):
 
         A layer that was restored or copied comes with the amax of its last step.
         """
-        self.__dict__["_registered_with"] = state
+        self.__dict__["_registered_with"] = (*self._registered_with, state.thread)
         register_delayed(self)
         recipe = state.recipe or state.calibrating
         if recipe is not None:
@@ -171,10 +172,16 @@ class DelayedLayer(RecipeOwner):
             for prefix, (forward, backward) in zip(prefixes, states):
                 self._keep_state(prefix, forward, backward)
             return
-        if (
+        thread = (
             THREAD.state.thread
-        ):  # always; read to be guarded: another thread traces again, and so registers the layer
+        )  # read to be guarded: another thread traces again, and so registers the layer
+        if thread:  # always
             while_tracing(_keep_states_while_tracing)
+        # another layer, which a graph fits too, registers by being traced as well: a copy, or one that was loaded
+        if THREAD.state.depth and thread not in self._registered_with:
+            raise RuntimeError(
+                "an autocast does not know a layer that is traced under it; report this with the code"
+            )
 
     def _state_device(self, prefix: str) -> torch.device:
         return self._weight_of_state(prefix).device
@@ -436,7 +443,7 @@ class DelayedLayer(RecipeOwner):
     def __getstate__(self) -> dict[str, Any]:
         self._put_back()
         # without the recipes of others, which need not pickle; the next forward tells them
-        return {**super().__getstate__(), "_registered_with": None, "_delayed": {}}
+        return {**super().__getstate__(), "_registered_with": (), "_delayed": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
