@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -29,6 +30,8 @@ def warm_up() -> None:
         except ImportError:
             print(f"{name} is not installed", flush=True)
     importlib.import_module("torch").set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # children need not look through it again
 
 
 def run_all(
@@ -116,7 +119,8 @@ def lines_of_tests(file: str, slot: Path) -> dict[str, tuple[float, dict[str, st
 
 def _run_pytest(arguments: list[str], plugin: Any) -> int:
     pytest = importlib.import_module("pytest")
-    return int(pytest.main(["-q", "-p", "no:cacheprovider", "--tb=short", *arguments], plugins=[plugin]))
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:unraisableexception"]
+    return int(pytest.main([*options, *arguments], plugins=[plugin]))
 
 
 class _Killer:

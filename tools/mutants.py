@@ -258,7 +258,8 @@ def main() -> int:
         folder = Path(name)
         os.environ.update(
             CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1", OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE",
-            TORCHINDUCTOR_COMPILE_THREADS="1", HYPOTHESIS_STORAGE_DIRECTORY=f"{name}/hypothesis",
+            TORCHINDUCTOR_COMPILE_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+            HYPOTHESIS_STORAGE_DIRECTORY=f"{name}/hypothesis",
         )  # fmt: skip
         warm_up()
         shutil.copytree(PACKAGE, folder / "0/src/narrowcast")
