@@ -147,3 +147,20 @@ def test_refuses() -> None:
         norm.gradient_statistics(x[:1], x, weight, None, rstd, zero_centered_gamma=False)
     with pytest.raises(ValueError, match=r"residual_grad has shape \(1, 4\)"):
         norm.backward(x, x, weight, None, rstd, rstd, None, zero_centered_gamma=False, residual_grad=x[:1])
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("normalization", norm.NORMALIZATIONS)
+def test_normalized_is_statistics_and_forward(normalization: str, residual: bool) -> None:
+    x, other = normal((9, 300), torch.bfloat16), normal((9, 300), torch.bfloat16, seed=1)
+    weight, bias = vectors(300, torch.bfloat16, normalization)
+    how: dict[str, Any] = {
+        "eps": EPS,
+        "normalization": normalization,
+        "residual": other if residual else None,
+    }
+    y, *statistics = norm.normalized(x, weight, bias, zero_centered_gamma=True, **how)
+    for ours, theirs in zip(statistics, norm.statistics(x, **how), strict=True):
+        assert ours is theirs is None or assert_bitwise(ours, theirs) is None
+    inner = x + other if residual else x
+    assert_bitwise(y, norm.forward(inner, weight, bias, *statistics[1:], zero_centered_gamma=True))
