@@ -16,7 +16,7 @@ import narrowcast as nc
 from narrowcast.dynamo import register_value_opaque_quantizer
 from narrowcast.functional.quantizer_value import quantizer_of_text
 from narrowcast.quantizers import DelayedFloat8Quantizer
-from narrowcast.quantizers.value import _rebuild_quantizer, value_fields
+from narrowcast.quantizers.value import _rebuild_quantizer, class_identifier, value_fields
 
 from .catalog import E4M3, E5M2, SHAPES, USAGES, VARIANTS, assert_same_buffers, delayed, quantize
 
@@ -418,3 +418,19 @@ def test_live_state_means_identity() -> None:
     assert one == one and one != two
     assert len({one, two, one}) == 2
     assert vars(one.with_usage(columnwise=False))["scale"] is one.scale
+
+
+def test_an_identifier_outlives_moves_of_the_library_and_tells_classes_of_one_name_apart() -> None:
+    assert nc.MXFP8Quantizer._identifier == "narrowcast:MXFP8Quantizer"
+    assert class_identifier(nc.MXFP8Quantizer) == "narrowcast:MXFP8Quantizer#2"
+
+    class Mine(nc.MXFP8Quantizer):
+        pass
+
+    assert Mine._identifier == f"{__name__}:{Mine.__qualname__}"
+
+
+def test_a_field_that_is_assigned_is_checked_with_the_others() -> None:
+    quantizer = nc.NVFP4Quantizer(with_rht=True)
+    with pytest.raises(ValueError, match="does not define nvfp4_use_4over6 together with with_rht"):
+        quantizer.nvfp4_use_4over6 = True
