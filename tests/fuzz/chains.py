@@ -105,14 +105,14 @@ def apply(t: Any, op: Program) -> Any:
     if do == "expand":
         return t.expand(2, *size)
     if do == "as_strided":
-        rows = size[0] - a if len(size) == 2 else size[0]
+        rows = max(size[0] - a, 0) if len(size) == 2 else size[0]
         return t.as_strided((min(rows, b), *size[1:]), t.stride(), a * t.stride(0) if len(size) == 2 else 0)
     if do == "view2":
         return t.view(-1, size[-1], 1) if a % 2 else t.view(-1, size[-1])
     if do == "index":
         return t[torch.arange(0, size[0], 2)]
     if do == "permute":
-        return t.permute(*reversed(range(t.dim())))
+        return t.permute([*reversed(range(t.dim()))])
     if do == "save":
         file = io.BytesIO()
         torch.save(t, file)
