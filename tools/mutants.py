@@ -177,14 +177,14 @@ def record(store: Path, drawn: list[Mutant], folder: Path, jobs: int) -> dict[st
 
 
 def choose(one: Mutant, tests: dict[str, Any], budget: float) -> tuple[list[str], float]:
-    """Tests that execute its line, else its file (what runs on import, or is traced), and the seconds they take."""
-    of_file = [
-        (seconds, test, int(lines[one.file], 16) >> one.line & 1)
+    """Tests that execute its line, else its file (it is traced, or runs on import), else all; the seconds they take."""
+    every = [
+        (seconds, test, int(lines.get(one.file, "0"), 16))
         for file in tests_for(one.file)
         for test, (seconds, lines) in tests[file].items()
-        if one.file in lines
     ]
-    of_line = [row for row in of_file if row[2]]
+    of_file = [row for row in every if row[2]] or every
+    of_line = [row for row in of_file if row[2] >> one.line & 1]
     mirrored = f"/test_{Path(one.file).stem.lstrip('_')}"
     turns: Counter[str] = Counter()
     order: list[tuple[int, bool, float, str]] = []
