@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import random
 import warnings
@@ -357,6 +358,8 @@ class World:
             x = torch.zeros_like(x, requires_grad=True)
         with contextlib.suppress(Exception), self.context():
             self.run(x, None)
+        # an error of the compiler refers to itself, and keeps the hooks of a checkpoint in force: of plain modules, too
+        gc.collect()
 
     def neutral(self, way: str) -> None:
         """What must change nothing; the plain run leaves it out."""
