@@ -122,3 +122,20 @@ def test_operators_that_write_return_what_they_were_given(name):
     values = tensor.dequantize()
     assert torch.add(tensor, 1.0, out=out) is out and torch.equal(out, values + 1.0)
     assert_same_buffers(tensor, quantize(ONE_OF_EACH[name], values))
+
+
+def test_rows_under_other_leading_dims_keep_their_codes():
+    tensor: Any = quantize(ONE_OF_EACH["mxfp8"], normal((2, 16, 64), BF16))
+    for view in (tensor.view(-1, 64), tensor.view(32, -1), tensor.view(4, -1, 64)):
+        assert type(view) is type(tensor) and torch.equal(
+            view.dequantize().flatten(), tensor.dequantize().flatten()
+        )
+        assert view._rowwise_data.data_ptr() == tensor._rowwise_data.data_ptr()
+    assert tuple(tensor.view(-1, 64).shape) == (32, 64) and tuple(tensor.view(4, -1, 64).shape) == (4, 8, 64)
+    assert type(tensor.view(16, 128)) is not type(tensor)
+
+
+def test_the_first_rows_by_strides_keep_their_codes():
+    tensor = made("current")
+    rows = tensor.as_strided((16, 64), (64, 1))
+    assert type(rows) is type(tensor) and torch.equal(rows.dequantize(), tensor.dequantize()[:16])
