@@ -408,7 +408,8 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         basic_op_kwargs: list[dict[str, Any]],
         **kwargs: Any,
     ) -> tuple[TensorOrQuantized, ExtraTensors, list[TensorsToSave]]:
-        check_no_extra_io(self)
+        if self.num_extra_inputs or self.num_extra_outputs:
+            check_no_extra_io(self)
         output, tensors_to_save = self.op_forward_compute(input_, **kwargs, **basic_op_kwargs[0])
         return output, [()], [tensors_to_save]
 
@@ -436,7 +437,8 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> Gradients:
-        check_no_extra_io(self)
+        if self.num_extra_inputs or self.num_extra_outputs:
+            check_no_extra_io(self)
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
         return grad_input, [grad_params], [()]
 

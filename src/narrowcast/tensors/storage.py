@@ -57,7 +57,7 @@ class BufferHolder:
 
     def get_data_tensors(self) -> tuple[Tensor | None, ...]:
         """All buffers in flatten order, absent ones as None."""
-        return tuple(getattr(self, attribute) for attribute, _ in self._FLATTEN_TENSOR_BUFFERS)
+        return tuple([getattr(self, attribute) for attribute, _ in self._FLATTEN_TENSOR_BUFFERS])
 
     def rowwise_operand(self) -> list[Tensor]:
         """Buffers of the row-wise GEMM operand.

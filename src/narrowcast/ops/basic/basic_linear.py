@@ -21,7 +21,7 @@ from ...autograd.gemms import (
     rows_of,
 )
 from ...autograd.tensor_parallel import TensorParallel, local_features, tensor_parallel
-from ...functional import calibrate_
+from ...functional import calibrate_, replay_of
 from ...functional.collectives import group_size
 from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
 from ...layers.parameters import random_numbers_of
@@ -271,7 +271,9 @@ class BasicLinear(LinearLayer, BasicOperation):
                 calibrate_(plain(weight), scales.amax_fwd, WEIGHT_SLOT)
         scales, dtype = scales or DelayedScales(), self.activation_dtype(input_)
         args = self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales)
-        out, saved_input, saved_weight = linear_forward(weight, input_, bias, args)
+        read, how = _read_of(input_)
+        forward = replay_of(linear_forward, [weight, bias, *read], (args,), *how)
+        out, saved_input, saved_weight = forward(weight, input_, bias, args)
         if not (plan.needs_input or plan.needs_weight):
             return out, ()
         # what is in front of the None belongs to the input
@@ -299,7 +301,9 @@ class BasicLinear(LinearLayer, BasicOperation):
         count = args.saved_input[0]
         inp, rest = list(saved[:count]), list(saved[count + 1 :])
         scale = None if ctx.scales is None else ctx.scales.scale_bwd
-        grad_weight, grad_input, grad_bias = linear_backward(args, grad_output, inp, rest, scale)
+        read, how = _read_of(grad_output)
+        backward = replay_of(linear_backward, [*read, scale, *inp, *rest], (args,), *how)
+        grad_weight, grad_input, grad_bias = backward(args, grad_output, inp, rest, scale)
         if grad_input is not None:
             grad_input = grad_input.to(ctx.input_dtype)
         return grad_input, grad_weight, grad_bias
@@ -310,9 +314,9 @@ class BasicLinear(LinearLayer, BasicOperation):
         return self.parallel.output_shape(tuple(input_.shape), self.weight.shape[0], size)
 
     def activation_dtype(self, input_: TensorOrQuantized) -> torch.dtype:
-        kind = input_.device.type
         if isinstance(input_, QuantizedTensorStorage):
             return input_.dtype
+        kind = input_.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
         return self.weight.dtype if input_.dtype in _FLOATS else input_.dtype
@@ -323,3 +327,14 @@ def initialize(tracker: Callable[[], Any] | None, in_features: int, weight: Tens
     bound = 1 / math.sqrt(in_features)
     with random_numbers_of(tracker):
         weight.uniform_(-bound, bound)
+
+
+def _read_of(given: TensorOrQuantized) -> tuple[list[Any], tuple[Any, ...]]:
+    """What a stage reads of a tensor, as a replay knows it: tensors, and what else it depends on."""
+    if isinstance(given, Tensor):
+        return [given], ()
+    buffers = given.get_data_tensors()
+    unique = {id(buffer): buffer for buffer in buffers}  # a scale of both directions is one tensor
+    places = [*unique]
+    which = [places.index(id(buffer)) for buffer in buffers]
+    return [*unique.values()], (type(given), given._quantizer, given._dtype, given.shape, *which)
