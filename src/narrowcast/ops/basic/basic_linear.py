@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import DelayedScales, LinearBwdArgs
+from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs
 from ...autograd.gemms import (
     Gradients,
     SavedOperand,
@@ -271,8 +271,7 @@ class BasicLinear(LinearLayer, BasicOperation):
                 calibrate_(plain(weight), scales.amax_fwd, WEIGHT_SLOT)
         scales, dtype = scales or DelayedScales(), self.activation_dtype(input_)
         args = self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales)
-        read, how = _read_of(input_)
-        forward = replay_of(linear_forward, [weight, bias, *read], (args,), *how)
+        forward = _replay_of(linear_forward, input_, plan.input, [weight, bias], args)
         out, saved_input, saved_weight = forward(weight, input_, bias, args)
         if not (plan.needs_input or plan.needs_weight):
             return out, ()
@@ -301,8 +300,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         count = args.saved_input[0]
         inp, rest = list(saved[:count]), list(saved[count + 1 :])
         scale = None if ctx.scales is None else ctx.scales.scale_bwd
-        read, how = _read_of(grad_output)
-        backward = replay_of(linear_backward, [*read, scale, *inp, *rest], (args,), *how)
+        backward = _replay_of(linear_backward, grad_output, args.plan.grad_output, [scale, *inp, *rest], args)
         grad_weight, grad_input, grad_bias = backward(args, grad_output, inp, rest, scale)
         if grad_input is not None:
             grad_input = grad_input.to(ctx.input_dtype)
@@ -329,12 +327,26 @@ def initialize(tracker: Callable[[], Any] | None, in_features: int, weight: Tens
         weight.uniform_(-bound, bound)
 
 
-def _read_of(given: TensorOrQuantized) -> tuple[list[Any], tuple[Any, ...]]:
-    """What a stage reads of a tensor, as a replay knows it: tensors, and what else it depends on."""
+def _replay_of(
+    stage: Any,
+    given: TensorOrQuantized,
+    operand: Operand,
+    others: list[Any],
+    args: LinearFwdArgs | LinearBwdArgs,
+) -> Any:
+    """What to call in place of a stage: as ``replay_of``, of one that reads what its neighbor may have quantized.
+
+    Args:
+        given: a tensor, or what reads as ``operand`` says; of anything else the stage runs itself. others: the tensors
+            that the stage reads besides.
+    """
     if isinstance(given, Tensor):
-        return [given], ()
+        return replay_of(stage, [given, *others], (args,)) if args.plan.quantized else stage
+    if given._quantizer is not operand.quantizer:
+        return stage
     buffers = given.get_data_tensors()
-    unique = {id(buffer): buffer for buffer in buffers}  # a scale of both directions is one tensor
-    places = [*unique]
-    which = [places.index(id(buffer)) for buffer in buffers]
-    return [*unique.values()], (type(given), given._quantizer, given._dtype, given.shape, *which)
+    unique = {id(buffer): buffer for buffer in buffers if buffer is not None}
+    places = [*unique]  # a scale of both directions is one tensor
+    which = [None if buffer is None else places.index(id(buffer)) for buffer in buffers]
+    how = type(given), given._dtype, given.shape, *which
+    return replay_of(stage, [*unique.values(), *others], (args,), *how)
