@@ -35,6 +35,12 @@ def test_views_know_their_base() -> None:
     """``Tensor._base``."""
     x = torch.zeros(4)
     assert tensors.base_of(x[1:]) is x and tensors.base_of(x) is None
+    assert (
+        tensors.is_view_of(x, (x,))
+        and tensors.is_view_of(x[1:], (x,))
+        and tensors.is_view_of(x[1:], (x[:1],))
+    )
+    assert not tensors.is_view_of(x + 1, (x,)) and not tensors.is_view_of(x, (x + 1, x[1:]))
 
 
 def test_storages_have_keys() -> None:

@@ -27,7 +27,7 @@ from ..recipe import Recipe
 from ..state import THREAD
 from ..tensors import TensorOrQuantized, prepare_for_saving, restore_from_func_ctx
 from ..upstream.modules import own_children, own_parameters, own_tables
-from ..upstream.tensors import base_of, in_transform
+from ..upstream.tensors import in_transform, is_view_of
 from .context import OperationContext, RestoredContext
 from .handover import ScaledOperand
 from .registry import REGISTRY, FusionFunction
@@ -147,7 +147,7 @@ def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: T
         return (x, *to_caller) if to_caller else x
     _save(ctx, call, contexts)
     # no view, which operators in place refuse to write to; but of an input's memory one, that they do refuse
-    out = x.view_as(x) if _is_memory_of(x, (input_, *extra_inputs)) else x.detach()
+    out = x.view_as(x) if is_view_of(x, (input_, *extra_inputs)) else x.detach()
     return (out, *[tensor.view_as(tensor) for tensor in to_caller]) if to_caller else out
 
 
@@ -164,14 +164,6 @@ def _after_scales(x: Tensor, call: _Call, recorded: bool) -> Tensor:
         if reads and scales is not None and scales.scale_bwd is not None:
             x = torch.where(scales.scale_bwd.sum().isnan(), x, x)
     return x
-
-
-def _is_memory_of(x: Tensor, inputs: tuple[Tensor, ...]) -> bool:
-    base = base_of(x)
-    for given in inputs:  # noqa: SIM110  # a generator is two more calls in each step
-        if x is given or (base is not None and (base is given or base is base_of(given))):
-            return True
-    return False
 
 
 class _OperationsFunction(torch.autograd.Function):
@@ -370,7 +362,9 @@ class OperationFuser:
                 _refuse_computed_parameters(op)
             params.append(op._whole_parameters(own_params))
             operands += params[-1]
-        first = self._first_with_backward(input_, extra_inputs, params)
+        first = 0
+        if not (input_.requires_grad and torch.is_grad_enabled()):
+            first = self._first_with_backward(extra_inputs, params)
         for op, at in self._preparing:
             op.pre_fuser_forward(requires_grad=at >= first)
         call = self._call(first, input_, params, basic_op_kwargs)
@@ -484,14 +478,10 @@ class OperationFuser:
                 f"{len(self.basic_ops)} basic operations"
             )
 
-    def _first_with_backward(
-        self, input_: Any, extra_inputs: Sequence[Tensor], params: Sequence[Sequence[Tensor]]
-    ) -> int:
-        """Position of the first operation that has a backward; behind the last one if none has."""
+    def _first_with_backward(self, extra_inputs: Sequence[Tensor], params: Sequence[Sequence[Tensor]]) -> int:
+        """Position of the first operation with a backward, where the input has none; behind the last one without."""
         if not torch.is_grad_enabled():
             return len(self.basic_ops)
-        if input_.requires_grad:
-            return 0
         wanting = [inlet.op for inlet in self.wiring.inlets if inlet.position >= 0]
         wanting = [op for op, extra in zip(wanting, extra_inputs) if extra.requires_grad]
         for index, own in enumerate(params):

@@ -58,6 +58,15 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
+def is_view_of(x: Tensor, tensors: tuple[Tensor, ...]) -> bool:
+    """Return whether autograd knows ``x`` as one of these tensors, or as a view of their memory."""
+    base = x._base
+    for given in tensors:  # noqa: SIM110  # a generator is two more calls in each step
+        if x is given or (base is not None and (base is given or base is given._base)):
+            return True
+    return False
+
+
 def storage_key(tensor: Tensor) -> int:
     """Return a number that tells the tensor's storage from all others that live."""
     return tensor.untyped_storage()._cdata
