@@ -346,10 +346,10 @@ class OperationFuser:
             RuntimeError: a fusion lost operations, or PyTorch computes a parameter of one from others.
         """
         self._check_arguments(input_, extra_inputs, basic_op_kwargs)
-        if not torch.compiler.is_compiling() and in_transform():
-            raise refused_in_transform("a list of operations")
         if torch.compiler.is_compiling():
             _make_features_static(input_)
+        elif in_transform():
+            raise refused_in_transform("a list of operations")
         elif not self._ran and input_.device.type != "meta":
             for op in self.basic_ops:
                 op.pre_first_fuser_forward()  # may make parameters

@@ -342,7 +342,7 @@ def _replay_of(
     """
     if isinstance(given, Tensor):
         return replay_of(stage, [given, *others], (args,)) if args.plan.quantized else stage
-    if given._quantizer is not operand.quantizer:
+    if torch.compiler.is_compiling() or given._quantizer is not operand.quantizer:
         return stage
     buffers = given.get_data_tensors()
     unique = {id(buffer): buffer for buffer in buffers if buffer is not None}
