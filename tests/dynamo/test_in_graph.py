@@ -297,6 +297,21 @@ def test_an_unregistered_quantizer_runs_between_graphs() -> None:
             assert torch.equal(ours.amax, theirs.amax) and ours.amax > 0
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_tensor_of_an_unregistered_quantizer_enters_a_graph(backend: str) -> None:
+    """Its guards held a copy of the quantizer, which equals nothing, and failed at once."""
+    torch._dynamo.reset()
+    quantizer, x = Plain(E4M3), normal((32, 32), BF16)
+    run = torch.compile(lambda t: quantizer.quantize(t).dequantize() + 1, backend=backend)
+    expected = quantizer.quantize(x).dequantize() + 1
+    if backend == "eager":
+        assert torch.equal(run(x), expected)
+        assert torch.equal(run(x), expected)
+    else:  # what reads it is an operator of the graph, which takes no such quantizer
+        with pytest.raises(Exception, match="register_value_opaque_quantizer"):
+            run(x)
+
+
 def unregistered(kind: str) -> Any:
     """A layer whose recipe makes quantizers that are no values."""
     recipe = nc.recipe.CustomRecipe(qfactory=lambda role: Plain(E4M3))

@@ -280,6 +280,7 @@ def _inline(
 
     def rule(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (*args, *(kwargs or {}).values())
+        _check_values(given)
         _may_change(op, args)
         traced = _TAKING_APART.get() or (
             inlined is not None
@@ -304,6 +305,13 @@ def _inline(
         return [output.view_as(output) for output in results[key][0]]
 
     return rule
+
+
+def _check_values(given: Iterable[Any]) -> None:
+    """Refuse quantizers that no graph can hold, such as that of a tensor which the graph was given."""
+    for value in given:
+        if isinstance(value, QuantizerValue) and not value._value_text():
+            raise TypeError(value._not_a_value())
 
 
 def _may_change(op: Any, args: tuple[Any, ...]) -> None:

@@ -267,7 +267,18 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         present = [a for a, _ in self._FLATTEN_TENSOR_BUFFERS if getattr(self, a) is not None]
-        return present, flatten_context(type(self), self.requires_grad, self._quantizer, self._dtype)
+        context = flatten_context(type(self), self.requires_grad, self._quantizer, self._dtype)
+        return present, context if self._quantizer._value_text() else _ByIdentity(context)
+
+
+class _ByIdentity(dict[str, Any]):
+    """What flattening keeps of a tensor whose quantizer equals nothing but itself.
+
+    The compiler guards a deep copy of it, which must keep the quantizer, or the guard would fail at once.
+    """
+
+    def __deepcopy__(self, memo: Any) -> _ByIdentity:
+        return _ByIdentity(self)
 
 
 def plain_gradient(grad: Tensor) -> Tensor:
