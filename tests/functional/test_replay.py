@@ -125,15 +125,17 @@ def test_linear_layers_in_a_list_read_what_others_quantized(
     assert set(known()) == {"recording"}
 
 
-def test_a_graph_that_is_kept_runs_twice(device: torch.device) -> None:
-    layer = built(LAYERS["linear"], QUANTIZED["current"], device)
-    train(layer, device)
-    x = torch.randn(32, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
-    out = layer(x)
-    grad = torch.randn_like(out)
-    wanted = [x, *layer.parameters()]
-    first = torch.autograd.grad(out, wanted, grad, retain_graph=True)
-    assert_equal(list(torch.autograd.grad(out, wanted, grad)), list(first))
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_graph_that_is_kept_runs_twice(kind: str, recipe: str, device: torch.device) -> None:
+    layer = LAYERS[kind](device=device, recipe=QUANTIZED[recipe])
+    x = torch.randn(32, 64, device=device, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    for _ in range(4):
+        out = layer(x)
+        loss = (out[0] if isinstance(out, tuple) else out).float().square().sum()
+        first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_microbatches_keep_their_weight(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -391,7 +391,7 @@ class ProgramBwdArgs:
     """
 
     program: Program
-    records: list[Any]
+    records: tuple[Any, ...]
     recompute: Recomputation | None
 
     @property
@@ -496,7 +496,8 @@ class ProgramFunction(torch.autograd.Function):
             stage = program.stages[at]
             records[at] = linear_bwd_args(args[at], tensors[stage.weight], tensors[stage.bias], *kept[at])  # type: ignore[union-attr]
         ctx.save_for_backward(*[args[at].scales.scale_bwd for at in program.linears], *to_save)
-        ctx.backward_objects = ProgramBwdArgs(program, records, recompute)
+        # a tuple, for the backward empties the lists that it is given, and a retained graph runs again
+        ctx.backward_objects = ProgramBwdArgs(program, tuple(records), recompute)
         out = out.detach()
         return (out, *[tensor.view_as(tensor) for tensor in beside]) if beside else out
 
