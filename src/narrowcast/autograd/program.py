@@ -116,7 +116,7 @@ class Norm:
             parallel = None
             keeps |= plan.needs_weight and plan.backward_override == "high_precision"
         operand: OperandBuffers | None = None
-        output: Tensor | None = None
+        output: Any = None
         if keeps:
             output, mean, rstd, summed = norm(*how)
             if parallel is None:
@@ -131,10 +131,10 @@ class Norm:
         if residual is not None:
             inp = summed.view(inp.shape)
         if args.returns_output:
-            beside.append(output.view(inp.shape))  # type: ignore[union-attr]
+            beside.append(output.view(inp.shape))
         if args.returns_input:
             beside.append(inp)
-        saved = [inp, weight, mean, rstd] if plan.needs_input else [None, None, None, None]
+        saved: list[Any] = [inp, weight, mean, rstd] if plan.needs_input else [None, None, None, None]
         return Value(output, operand, value.lead, x.shape[0]), [SavedOperand(saved, None)]
 
     def backward(
@@ -325,7 +325,8 @@ def run_forward(
         if at == last and not last_gemm:
             *_, saved = stage.operands(value, tensors, args[at])  # type: ignore[union-attr]
             return None, beside, [*kept, saved]
-        value, saved = stage.forward(value, tensors, args[at], None if at == last else args[at + 1], beside)
+        behind: Any = None if at == last else args[at + 1]
+        value, saved = stage.forward(value, tensors, args[at], behind, beside)
         kept.append(saved)
     out: Any = value.plain
     if len(value.lead) != 1:
@@ -350,7 +351,8 @@ def run_backward(
     grads: list[Tensor | None] = [None] * program.slots
     flow, scale_of = [Grad(dy)], dict(zip(program.linears, scales))
     for at in range(len(program.stages) - 1, -1, -1):
-        front, scale = (records[at - 1] if at else None), scale_of.get(at, scale_of.get(at - 1))
+        front: Any = records[at - 1] if at else None
+        scale = scale_of.get(at, scale_of.get(at - 1))
         program.stages[at].backward(flow, saved, records[at], front, scale, grads, beside)
         if flow[0].plain is None and flow[0].operand is None:
             return grads
