@@ -1,4 +1,4 @@
-"""Delayed scaling under ``DistributedDataParallel`` with its defaults, and with accumulated gradients."""
+"""Delayed scaling, and weights that are stored quantized, under ``DistributedDataParallel`` with its defaults."""
 
 from __future__ import annotations
 
@@ -15,6 +15,18 @@ import narrowcast as nc
 
 WORLD, SECONDS = 2, 200
 RECIPE = nc.recipe.DelayedScaling(amax_history_len=3)
+STORED: dict[str, Any] = {
+    "current": nc.recipe.Float8CurrentScaling(),
+    "mxfp8": nc.recipe.MXFP8BlockScaling(),
+    "mxfp6": nc.recipe.MXFP6BlockScaling(),
+    "mxfp4": nc.recipe.MXFP4BlockScaling(),
+    "nvfp4": nc.recipe.NVFP4BlockScaling(),
+}
+LAYERS: dict[str, Any] = {
+    "linear": lambda: nc.Linear(64, 96, device="cpu"),
+    "grouped": lambda: nc.GroupedLinear(2, 64, 64, bias=False, device="cpu", single_grouped_parameter=True),
+}
+CASES = [*((recipe, "linear") for recipe in STORED), ("mxfp6", "grouped")]
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 
@@ -58,10 +70,51 @@ def accumulated(rank: int) -> bool:
     return torch.equal(theirs[0], theirs[1])
 
 
+def bytes_of(module: nn.Module) -> torch.Tensor:
+    """All buffers of the weights that a module stores quantized."""
+    buffers: list[torch.Tensor] = []
+    for parameter in module.parameters():
+        if isinstance(parameter, nc.tensors.DequantizingTensor):
+            parameter._like(lambda buffer: buffers.append(buffer) or buffer)
+    return torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers]).clone()
+
+
+def stored(rank: int, recipe: str, kind: str) -> Any:
+    """(bytes of rank 0 before the constructor, of this rank after it, masters after a step)."""
+    torch.manual_seed(rank)
+    with nc.quantized_model_init(recipe=STORED[recipe], preserve_high_precision_init_val=True):
+        model = LAYERS[kind]()
+    first = bytes_of(model)
+    if recipe == "current" and rank == 1:  # the columns follow from the rows, and may be there or not
+        model.weight.update_usage(columnwise_usage=False)
+    dist.broadcast(first, 0)
+    replica = DistributedDataParallel(model)
+    if recipe == "current":
+        model.weight.update_usage(columnwise_usage=True)
+    ours = bytes_of(model)
+    nc.set_recipe(model, STORED[recipe])
+    optimizer = nc.optimizers.FusedAdam(model.parameters(), lr=1e-3, master_weights=True)
+    splits = () if kind == "linear" else ([8, 8],)
+    replica(torch.ones(16, 64), *splits).square().mean().backward()
+    optimizer.step()
+    masters = [optimizer.get_unscaled_state(p, "master_param") for p in model.parameters() if p.dim() > 1]
+    return first, ours, torch.cat([master.flatten() for master in masters])
+
+
+def stored_differently(rank: int) -> str:
+    with nc.quantized_model_init(recipe=STORED["mxfp4" if rank else "mxfp8"]):
+        model = nc.Linear(64, 64, device="cpu")
+    try:
+        DistributedDataParallel(model)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def work(rank: int) -> Any:
-    return {how: error_of(rank, how) for how in ("set_recipe", "own", "compiled")} | {
-        "equal": accumulated(rank)
-    }
+    found: dict[Any, Any] = {how: error_of(rank, how) for how in ("set_recipe", "own", "compiled")}
+    found |= {"equal": accumulated(rank), "differently": stored_differently(rank)}
+    return found | {case: stored(rank, *case) for case in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +130,16 @@ def test_each_rank_keeps_what_it_has_collected(ranks: list[dict[str, Any]], how:
 
 def test_a_reduction_after_every_backward_keeps_ranks_equal(ranks: list[dict[str, Any]]) -> None:
     assert all(results["equal"] for results in ranks)
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_every_rank_holds_the_codes_of_the_first(ranks: list[dict[Any, Any]], case: tuple[str, str]) -> None:
+    """Also of columns, and of the unrounded values that masters begin as."""
+    (first, zero, masters), (_, one, masters_of_one) = ranks[0][case], ranks[1][case]
+    assert torch.equal(zero, first)
+    assert torch.equal(one, first)
+    assert torch.equal(masters, masters_of_one)
+
+
+def test_ranks_that_store_weights_differently_are_told(ranks: list[dict[Any, Any]]) -> None:
+    assert all("in different formats or directions: weight; build" in one["differently"] for one in ranks)
