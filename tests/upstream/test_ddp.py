@@ -53,7 +53,9 @@ def test_replicas_broadcast_by_the_function_that_is_known(
 
 def test_without_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp, "_sync_module_states", Absent(ENTRIES[ddp._SYNC]))
-    with pytest.raises(UpstreamError, match="_sync_module_states as narrowcast uses it; build the model without"):
+    with pytest.raises(
+        UpstreamError, match="_sync_module_states as narrowcast uses it; build the model without"
+    ):
         DistributedDataParallel(make())
 
 
@@ -65,5 +67,7 @@ def test_without_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ddp, "_sync_module_states", other)
     assert distributed._sync_module_states(make(stored=False), None) == "broadcast"
-    with pytest.raises(UpstreamError, match="arguments of _sync_module_states as narrowcast uses it .found model"):
+    with pytest.raises(
+        UpstreamError, match="arguments of _sync_module_states as narrowcast uses it .found model"
+    ):
         distributed._sync_module_states(make(), None)

@@ -73,10 +73,15 @@ def _broadcast_codes(module: nn.Module, group: Any, src: int, ignored: Container
         if isinstance(parameter, DequantizingTensor) and name not in ignored
     }
     buffers: list[Tensor] = []
+
+    def note(buffer: Tensor) -> Tensor:
+        buffers.append(buffer)
+        return buffer
+
     device = next((parameter.device for parameter in stored.values()), torch.device("cpu"))
     for parameter in stored.values():
         turns = isinstance(parameter, QuantizedTensor) and parameter._turns()
-        (parameter._rows_alone() if turns else parameter)._like(lambda buffer: buffers.append(buffer) or buffer)
+        (parameter._rows_alone() if turns else parameter)._like(note)
         initial = parameter.get_high_precision_init_val()
         buffers += [] if initial is None else [initial]
     _check_stored_alike([*stored], buffers, group, device)
@@ -86,10 +91,10 @@ def _broadcast_codes(module: nn.Module, group: Any, src: int, ignored: Container
             dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=src)
             buffer.copy_(sent)
     for parameter in stored.values():
-        if isinstance(parameter, QuantizedTensor) and parameter._turns():
-            if parameter.get_usages()["columnwise"]:  # made anew, of the rows that came
-                parameter.update_usage(columnwise_usage=False)
-                parameter.update_usage(columnwise_usage=True)
+        turns = isinstance(parameter, QuantizedTensor) and parameter._turns()
+        if turns and parameter.get_usages()["columnwise"]:  # made anew, of the rows that came
+            parameter.update_usage(columnwise_usage=False)
+            parameter.update_usage(columnwise_usage=True)
     return set(stored)
 
 
