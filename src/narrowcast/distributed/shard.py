@@ -35,7 +35,7 @@ from ..upstream.fsdp import (
 from ..upstream.modules import own_parameters
 from .shard_receipt import ShardedParameter, ShardReceipt
 from .sharded_weight import ShardedWeight, WeightGather, like
-from .weight_scales import ScaledWeight, WeightScales, synchronizes
+from .weight_scales import ScaledWeight, WeightScales, reshard, synchronizes
 
 _TILE = 128
 _PER_TENSOR = (Float8CurrentScalingQuantizer, DelayedFloat8Quantizer)
@@ -116,6 +116,8 @@ def shard(
             stop_renewing_from(model)  # the scales do, in front of the first gather
         model.register_forward_pre_hook(scales.renew, prepend=True)
         model.register_forward_hook(scales.record)
+        if scales.delayed:
+            model.register_forward_hook(scales.restore, always_call=True)
     _watch_gathers(model)
     if over.size() > 1 and chosen.placed:
         _gather_in_place([*blocks, model], chosen.placed)
@@ -416,15 +418,11 @@ def _gather_anew(gathers: list[WeightGather], model: nn.Module, args: Any) -> No
 
     Weights were written since, or their scales are renewed, as every forward of a model in training does.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     if not starts_a_step():
         return
     renews = model.training and any(gather.is_renewed for gather in gathers)
     if renews or any(gather.written for gather in gathers):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
     for gather in gathers:
         if not gather.has_scale:  # of the others WeightScales takes note
             gather.written = False

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..formats import ELEMENT_FORMATS, FLT_MAX
+from ..functional.recomputation import run_now
 from ..layers import LinearLayer, Stage
 from ..layers.set_recipe import renew_layers
 from ..quantizers import NVFP4Quantizer
@@ -79,6 +80,21 @@ def synchronizes(model: nn.Module) -> bool:
     return any(map(reduces_gradients, parameter_groups(model)))
 
 
+def reshard(model: nn.Module) -> None:
+    """Give back what is gathered of a model, of all modules."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _has_backward() -> bool:
+    """Whether the forward that begins has a backward; the first run of a reentrant checkpoint records no gradients."""
+    run = None if torch.is_grad_enabled() else run_now()
+    return torch.is_grad_enabled() or (run is not None and run.collects(False))
+
+
 class WeightScales:
     """One scale per weight, the same on every rank: set in front of every forward of the model."""
 
@@ -91,6 +107,9 @@ class WeightScales:
         self.of_shards: Tensor | None = None  # what the casts have found
         self.amax: Tensor | None = None  # of the weights, the same on all ranks
         self.known = False  # both are of the weights as they are
+        self.displaces = False  # the forward that runs has other delayed scales, and no backward
+        # delayed scales that the backward of the last forward with one reads, to be handed out again
+        self.of_backward: list[tuple[Tensor | None, Tensor | None]] = []
         self.counts = [weight.count for weight in weights]
         self.own = [weight.own(mesh) for weight in weights]
 
@@ -114,6 +133,22 @@ class WeightScales:
             if self.delayed:
                 renew_layers(model)
             self._set()
+        self.displaces = self.delayed and model.training and not _has_backward()
+        if self.delayed and not self.displaces:
+            self.of_backward = [(one.gather.scale, one.gather.kept) for one in self.weights if one.delayed]
+
+    def restore(self, model: nn.Module, args: Any, out: Any) -> None:
+        """Forward hook, also of a forward that raises: hand out again what an earlier forward's backward will read.
+
+        A forward in training without gradients renews the scales. Weights that stay gathered have its codes then.
+        """
+        if self.displaces and starts_a_step():
+            self.displaces = False
+            delayed = [weight.gather for weight in self.weights if weight.delayed]
+            for gather, (scale, kept) in zip(delayed, self.of_backward):
+                gather.scale, gather.kept = scale, kept
+            if self.of_backward:
+                reshard(model)
 
     def _of_shards(self) -> Tensor:
         """The amax of what this rank holds, with zeros in place of other ranks' groups; not by casts: of all shards."""

@@ -1,0 +1,145 @@
+"""``WeightScales``: one scale per sharded weight, and which forward's a backward reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from recipes import QUANTIZED
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.distributed import shard
+from narrowcast.distributed.sharded_weight import ShardedWeight
+from narrowcast.tensors import local
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Refusing(nn.Sequential):
+    """Raises after its layers when it is told to."""
+
+    refuses = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.refuses:
+            raise ValueError("refused")
+        return y
+
+
+def make(recipe: str = "delayed", sharded: bool = True, reshard: bool | None = False) -> Any:
+    torch.manual_seed(0)
+    model = Refusing(nc.Linear(64, 64, device="cpu"), nc.Linear(64, 64, device="cpu"))
+    nc.set_recipe(model, QUANTIZED[recipe])
+    if sharded:
+        shard(model, blocks=[model[0]], reshard_after_forward=reshard)
+    return model
+
+
+def gathers(model: Any) -> list[Any]:
+    own = [local(parameter) for parameter in model.parameters()]
+    return [one._gather for one in own if isinstance(one, ShardedWeight)]
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(step)) * (1 + 3 * step)
+
+
+def unwatched(model: Any, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(x)
+
+
+def refused(model: Any, x: torch.Tensor) -> None:
+    model.refuses = True
+    with torch.no_grad(), pytest.raises(ValueError, match="refused"):
+        model(x)
+    model.refuses = False
+
+
+def evaluated(model: Any, x: torch.Tensor) -> None:
+    model.eval()
+    unwatched(model, x)
+    model.train()
+
+
+@pytest.mark.parametrize("between", [unwatched, refused, evaluated])
+@pytest.mark.parametrize("reshard", [None, False, True])
+def test_a_backward_reads_the_scales_of_its_forward(between: Any, reshard: bool | None) -> None:
+    """Also where weights stay gathered, and a forward in between has renewed the scales."""
+    gradients: list[list[torch.Tensor]] = []
+    for sharded in (False, True):
+        model, found = make(sharded=sharded, reshard=reshard), []
+        for step in range(4):
+            loss = model(batch(step)).square().mean()
+            between(model, 7 * batch(step))
+            between(model, 9 * batch(step))
+            loss.backward()
+            found += [local(parameter.grad).clone() for parameter in model.parameters()]
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+        gradients.append(found)
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_model_in_a_reentrant_checkpoint() -> None:
+    """Its first run records no gradients and is the forward all the same."""
+    gradients = []
+    for sharded in (False, True):
+        model, found = make(sharded=sharded), []
+        for step in range(3):
+            x = batch(step).requires_grad_()
+            y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True)  # type: ignore[attr-defined]
+            y.square().mean().backward()
+            found.append(x.grad)
+        gradients.append(found)
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_the_scale_is_that_of_the_whole_weight(recipe: str) -> None:
+    model = make(recipe, reshard=True)
+    model(batch(0))
+    for gather, layer in zip(gathers(model), model, strict=True):
+        largest = local(layer.weight)._shard.abs().max()
+        if recipe == "current":
+            assert gather.scale == torch.tensor(448.0) / largest
+            assert gather.kept == gather.scale.reciprocal()
+        else:
+            assert gather.scale == layer.scale_fwd[1]
+
+
+def test_later_microbatches_ask_for_no_new_scale() -> None:
+    model = make("current", reshard=True)
+    model.set_requires_gradient_sync(False)
+    model(batch(0)).sum().backward()
+    before = [gather.scale for gather in gathers(model)]
+    model.set_requires_gradient_sync(True)
+    model(batch(1)).sum().backward()
+    assert all(torch.equal(a, b.scale) for a, b in zip(before, gathers(model), strict=True))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model(batch(2))
+    assert not any(torch.equal(a, b.scale) for a, b in zip(before, gathers(model), strict=True))
+
+
+def test_a_shard_that_was_written_has_no_scale() -> None:
+    model = make("current", reshard=True)
+    model(batch(0))
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="was written to, and has no scale yet: call the model"):
+        model[0].unshard()
