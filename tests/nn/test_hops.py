@@ -18,6 +18,9 @@ ROOT = str(Path(nc.__file__).parent)
 # what computes: here the reference, on a GPU the kernels; what they call on the way is theirs
 NUMERICS = ("/reference/", "/kernels/")
 
+# Before Python 3.12 each is a frame of its own.
+COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
+
 
 class Calls(NamedTuple):
     """``count``: calls of functions of this package. ``hops``: how many stood between the user and the numerics."""
@@ -33,7 +36,7 @@ def calls_of(run: Callable[[], Any]) -> Calls:
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal count, hops
         file = frame.f_code.co_filename
-        if not file.startswith(ROOT):
+        if not file.startswith(ROOT) or frame.f_code.co_name in COMPREHENSIONS:
             return
         if event == "return":
             stack.pop()

@@ -177,8 +177,9 @@ class DelayedLayer(RecipeOwner):
         )  # read to be guarded: another thread traces again, and so registers the layer
         if thread:  # always
             while_tracing(_keep_states_while_tracing)
-        # another layer, which a graph fits too, registers by being traced as well: a copy, or one that was loaded
-        if THREAD.state.depth and thread not in self._registered_with:
+        # another layer, which a graph fits too, registers by being traced as well: a copy, or one that was loaded.
+        # Under an autocast that the graph itself enters, the graph renews
+        if THREAD.state.depth and not THREAD.state.traced and thread not in self._registered_with:
             raise RuntimeError(
                 "an autocast does not know a layer that is traced under it; report this with the code"
             )
