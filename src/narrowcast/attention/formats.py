@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ..formats import HIGH_PRECISION
+
 FORMATS = ("sbhd", "bshd", "thd")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def checked_format(qkv_format: str) -> str:
@@ -44,10 +44,10 @@ def check_tensors(
             )
         if x.shape[-2] != count or x.shape[-1] != dim:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; its last two dims must be ({count}, {dim})")
-        if x.dtype not in _DTYPES or x.dtype != q.dtype:
+        if x.dtype not in HIGH_PRECISION or x.dtype != q.dtype:
             raise TypeError(
                 f"{name} is {x.dtype} and query_layer {q.dtype}; attention takes all three in one of "
-                f"{', '.join(map(str, _DTYPES))}"
+                f"{', '.join(map(str, HIGH_PRECISION))}"
             )
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and query_layer on {q.device}; move them together")

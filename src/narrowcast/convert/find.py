@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
+from ..formats import HIGH_PRECISION
 from ..layers import GroupedLinearLayer, LinearLayer, RecipeOwner
 from ..nn import LayerNorm, Linear, RMSNorm
 from ..tensors import QuantizedTensor
@@ -16,7 +16,6 @@ from ..upstream.modules import own_parameters
 from .conv1d import Conv1DLayer
 from .experts import ExpertsLayer
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 # in names of parameters that are added or looked up, not multiplied
@@ -299,6 +298,6 @@ def _why_not_any(module: nn.Module, weights: tuple[str, ...]) -> str:
         if type(weight) is not nn.Parameter and not isinstance(weight, QuantizedTensor):
             hint = "; convert before sharding" if hasattr(weight, "to_local") else ""
             return f"{name} is a {type(weight).__name__}{hint}"
-        if weight.dtype not in _DTYPES:
+        if weight.dtype not in HIGH_PRECISION:
             return f"{name} is {weight.dtype}"
     return ""

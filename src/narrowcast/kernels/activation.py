@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import cdiv
+from ..formats import HIGH_PRECISION, cdiv
 from .codecs import at_least, at_most, magnitude, product, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, check_device, remembered
 
@@ -353,7 +353,7 @@ def checked(x: Tensor, activation: str, params: Mapping[str, float]) -> Kind:
 
 def _check_readable(x: Tensor, what: str) -> None:
     check_device(x)
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if x.dtype not in HIGH_PRECISION:
         raise ValueError(
             f"{what} takes torch.bfloat16, torch.float16 or torch.float32, got {x.dtype}; cast it first"
         )

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import cdiv
+from ..formats import HIGH_PRECISION, cdiv
 from .codecs import product, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_device, is_aligned, is_traced
 
@@ -24,7 +24,6 @@ BLOCK = 1024
 AT_ONCE = 8
 _NOTHING, _COPY, _REST = 0, 1, 2
 _NO_DECAY, _OF_GRADIENTS, _OF_WEIGHTS = 0, 1, 2
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPE_OF = operator.attrgetter("dtype")
 _FEW = 2**31 - 2**16  # elements that 32 bits count, a block more included
 
@@ -260,5 +259,5 @@ def _are_aligned(columns: list[list[Tensor]]) -> Iterable[bool]:
 
 def _check_dtypes(tensors: Iterable[Tensor]) -> None:
     for x in tensors:
-        if x.dtype not in _DTYPES:
+        if x.dtype not in HIGH_PRECISION:
             raise ValueError(f"cannot step {x.dtype}; use torch.float32, torch.bfloat16 or torch.float16")

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import cdiv
+from ..formats import HIGH_PRECISION, cdiv
 from .codecs import round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_device
 
@@ -86,7 +86,7 @@ _gradient = Launcher(_gradient_kernel, num_warps=8)
 
 def _check(logits: Tensor, target: Tensor) -> None:
     check_device(logits)
-    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if logits.dtype not in HIGH_PRECISION:
         raise ValueError(
             f"cross entropy takes logits in torch.float32, torch.bfloat16 or torch.float16, got {logits.dtype}"
         )

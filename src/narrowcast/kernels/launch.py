@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 
 from .._tracing import PLAIN
-from ..formats import ElementFormat
+from ..formats import HIGH_PRECISION, ElementFormat
 from ..upstream.cuda import current_device, current_stream, empty_strided
 from ..upstream.functionalization import (
     FakeTensor,
@@ -43,7 +43,6 @@ INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
 
 _address_of, _dtype_of = Tensor.data_ptr, attrgetter("dtype")
 _TRACED = (FakeTensor, FunctionalTensor)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Launcher:
@@ -389,7 +388,7 @@ def check_input(x: Tensor, min_rank: int) -> None:
     Raises:
         ValueError: ``check_device`` refuses, the dtype is not fp32, bf16 or fp16, or the rank is below ``min_rank``.
     """
-    if not (x.is_cuda or INTERPRETING) or x.dtype not in _DTYPES or x.dim() < min_rank:
+    if not (x.is_cuda or INTERPRETING) or x.dtype not in HIGH_PRECISION or x.dim() < min_rank:
         check_device(x)
         check_dtype(x.dtype)
         check_rank(x.dim(), min_rank)
@@ -401,7 +400,7 @@ def check_dtype(dtype: torch.dtype) -> None:
     Raises:
         ValueError: it is not fp32, bf16 or fp16.
     """
-    if dtype not in _DTYPES:
+    if dtype not in HIGH_PRECISION:
         raise ValueError(f"cannot quantize {dtype}; use torch.bfloat16, torch.float16 or torch.float32")
 
 
@@ -427,7 +426,7 @@ def check_codes(data: Tensor, dtype: torch.dtype, min_rank: int, fmt: ElementFor
         ValueError: ``check_device`` refuses, another dtype than bf16, fp16 or fp32, another format, or too low a rank.
     """
     check_device(data)
-    if dtype not in _DTYPES:
+    if dtype not in HIGH_PRECISION:
         raise ValueError(f"cannot dequantize to {dtype}; use torch.bfloat16, torch.float16 or torch.float32")
     if fmt is not None and fmt.name not in ("e4m3", "e5m2"):
         raise ValueError(f"{fmt.name} is not an FP8 format; use E4M3 or E5M2")

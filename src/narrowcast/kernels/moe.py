@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import cdiv
+from ..formats import HIGH_PRECISION, cdiv
 from .codecs import product, round_to_dtype, to_float32
 from .grouped import BYTES, ROWS, raw
 from .launch import INTERPRETING, Launcher, check_device
@@ -17,7 +17,6 @@ COLUMNS = 1024
 ENTRIES = 1024
 LANES = 256
 GRADIENT_ROWS = 4
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
@@ -175,5 +174,5 @@ def collect_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Ten
 
 
 def _check_dtype(rows: Tensor) -> None:
-    if rows.dtype not in _DTYPES:
+    if rows.dtype not in HIGH_PRECISION:
         raise ValueError(f"cannot add up rows of {rows.dtype}; use bfloat16, float16 or float32")

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import cdiv
+from ..formats import HIGH_PRECISION, cdiv
 from .codecs import magnitude, product, round_to_dtype, to_float32
 from .graph_amax import keep_amax, takes_amax
 from .launch import (
@@ -46,7 +46,6 @@ KEPT_CHUNKS = range(9, 17)  # of a row that a warp keeps in registers: with fewe
 PROGRAMS = 1024  # at most; a cast program reads the amax partials of all at once
 REREAD_BYTES = 32 * 2**20  # rows in work that are read again should still be in L2
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -209,14 +208,16 @@ def _kind(x: Tensor | None) -> _Kind:
 def _sizes(x: _Kind) -> tuple[int, int]:
     """Rows and columns of the matrix behind ``x``; refuses what the kernels cannot read."""
     shape, dtype = x  # type: ignore[misc]
-    if dtype not in DTYPES:
-        raise ValueError(f"norms take {' or '.join(map(str, DTYPES))}, got {dtype}; cast it first")
+    if dtype not in HIGH_PRECISION:
+        raise ValueError(f"norms take {' or '.join(map(str, HIGH_PRECISION))}, got {dtype}; cast it first")
     if not shape:
         raise ValueError("norms need a last dim, got a tensor of rank 0")
     return math.prod(shape[:-1]), shape[-1]
 
 
-def _check(expected: tuple[int, ...], *, dtypes: tuple[torch.dtype, ...] = DTYPES, **tensors: _Kind) -> None:
+def _check(
+    expected: tuple[int, ...], *, dtypes: tuple[torch.dtype, ...] = HIGH_PRECISION, **tensors: _Kind
+) -> None:
     for name, tensor in tensors.items():
         if tensor is None:
             continue

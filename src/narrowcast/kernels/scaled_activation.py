@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import cdiv
+from ..formats import HIGH_PRECISION, cdiv
 from . import activation as activations
 from .activation import (
     activate,
@@ -29,7 +29,6 @@ from .reduction import fold_lanes
 
 LANES = 256
 ROWS = 4
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -119,7 +118,7 @@ def _check_scale(x: Tensor, scale: Tensor, activation: str) -> None:
             f"the scale of {activation} has shape {tuple(scale.shape)}, expected one value per row, "
             f"{tuple(x.shape[:-1])}"
         )
-    if scale.dtype not in DTYPES:
+    if scale.dtype not in HIGH_PRECISION:
         raise ValueError(
             f"the scale of {activation} must be torch.bfloat16, torch.float16 or torch.float32, got {scale.dtype}; "
             "cast it first"

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..formats import HIGH_PRECISION
 from ..functional import cross_entropy_gradient, cross_entropy_statistics
 from ..functional.collectives import gather_rows, group_name, group_size
 from .token_loss import Smoothing, check_target, mean_loss, token_gradient, token_loss
@@ -79,7 +80,7 @@ def parallel_cross_entropy(
             range on a CPU. On a GPU, and in compiled code, such a token's loss and gradient are NaN instead.
         TypeError: ``dist_process_group`` is none. RuntimeError: it has no name; or the gradient is differentiated.
     """
-    if inp.dim() < 1 or inp.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if inp.dim() < 1 or inp.dtype not in HIGH_PRECISION:
         raise ValueError(
             f"inp has shape {tuple(inp.shape)} and dtype {inp.dtype}; parallel_cross_entropy takes logits (*lead, V) "
             "in torch.float32, torch.bfloat16 or torch.float16"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..formats import HIGH_PRECISION
 from ..functional import linear_cross_entropy_gradients, linear_cross_entropy_statistics
 from ..layers.parameters import casts
 from ..tensors import QuantizedTensor
@@ -120,7 +121,7 @@ def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
-        if tensor.dtype != hidden.dtype or tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if tensor.dtype != hidden.dtype or tensor.dtype not in HIGH_PRECISION:
             raise ValueError(
                 f"{name} has dtype {tensor.dtype} and hidden {hidden.dtype}; use one of torch.float32, torch.bfloat16 "
                 "and torch.float16 for all, or torch.autocast"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import round_up
+from ..formats import HIGH_PRECISION, round_up
 from ..functional import moe_positions
 from .quantized import check_movable, is_quantized
 from .rows import Permute, PermuteProbs, Unpermute, kept, row_map_of_indices, row_map_of_mask
@@ -174,7 +174,7 @@ def moe_unpermute(
         merging_probs = probs
     if is_quantized(inp):
         raise TypeError("moe_unpermute adds rows up, which quantized ones cannot; pass inp.dequantize()")
-    if inp.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if inp.dtype not in HIGH_PRECISION:
         raise TypeError(f"moe_unpermute got {inp.dtype}; use bfloat16, float16 or float32")
     _check_type(map_type)
     if inp.dim() != 2 or row_id_map.dim() != 2 or row_id_map.dtype != torch.int32:

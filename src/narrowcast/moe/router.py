@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..formats import HIGH_PRECISION
+
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 MAP_FORMATS = ("bytemap", "bitmap_u8")
 HISTOGRAM_MODES = ("two_kernel", "fused_atomic")
 EPSILON = 1e-20
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fused_topk_with_score_function(
@@ -155,7 +156,7 @@ def fused_moe_aux_loss(
     Raises (before any kernel):
         ValueError: shapes that do not fit, or float64.
     """
-    if probs.dtype not in _DTYPES:
+    if probs.dtype not in HIGH_PRECISION:
         raise ValueError(f"probs is {probs.dtype}; use float32, bfloat16 or float16")
     if probs.dim() != 2 or probs.shape[1] != num_experts or tokens_per_expert.shape != (num_experts,):
         raise ValueError(
@@ -233,7 +234,7 @@ def _count_margins(histogram: Tensor, bounds: Tensor, scores: Tensor, biased: Te
 
 def _check(logits: Tensor, topk: int, score_function: str, routing_map_format: str) -> int:
     """The number of experts."""
-    if logits.dtype not in _DTYPES:
+    if logits.dtype not in HIGH_PRECISION:
         raise ValueError(f"logits is {logits.dtype}; use float32, bfloat16 or float16")
     if score_function not in SCORE_FUNCTIONS:
         raise ValueError(f"score_function is {score_function!r}; use one of {', '.join(SCORE_FUNCTIONS)}")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.torch_version import TorchVersion
 
+from ..formats import HIGH_PRECISION
 from ..functional import adam_
 from ..reference.adam import join, split
 from ..tensors import DequantizingTensor, QuantizedTensor, dequantized, local
@@ -19,8 +20,7 @@ from .stored import decode, encode
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master_param"
 _STEP = "step"
-_STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
-_STEPPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STATE_DTYPES = (*HIGH_PRECISION, torch.uint8)
 
 
 class _Tensors(NamedTuple):
@@ -427,14 +427,14 @@ def _run(
 
 def _is_direct(p: Tensor) -> bool:
     """Whether a step reads and writes a parameter as it is stored."""
-    return p.dtype in _STEPPED_DTYPES and not isinstance(local(p), DequantizingTensor)
+    return p.dtype in HIGH_PRECISION and not isinstance(local(p), DequantizingTensor)
 
 
 def _placed_as(grad: Any, p: Any) -> Tensor:
     """A gradient on the ranks as its parameter is, in a dtype that a step reads."""
     if is_distributed(p) and grad.placements != p.placements:
         grad = grad.redistribute(placements=p.placements)
-    return grad if grad.dtype in _STEPPED_DTYPES else grad.float()
+    return grad if grad.dtype in HIGH_PRECISION else grad.float()
 
 
 _GRAPHS_REFUSE_QUANTIZING_IN_PLACE = TorchVersion(torch.__version__) < "2.13"

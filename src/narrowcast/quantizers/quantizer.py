@@ -16,7 +16,7 @@ from torch import Tensor
 from .._device import default_device
 from .._sealing import Sealable
 from .._tracing import in_eager, refuse_in_one_graph, traced_local, while_tracing
-from ..formats import ELEMENT_FORMATS, DType, ElementFormat, Layout
+from ..formats import ELEMENT_FORMATS, HIGH_PRECISION, DType, ElementFormat, Layout
 from ..functional import (
     BufferTable,
     GemmOperand,
@@ -34,7 +34,6 @@ from .arguments import element_dtype_of, field_value
 from .codes import codes_as_matrix
 from .value import SPELLINGS, _rebuild_quantizer, class_identifier
 
-_INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLAGS_OF_ENCODING = {
     "_encode": ("_takes_sources", "_needs_amax", "_shares_amax"),
     "_encode_scaled": ("_takes_sources",),
@@ -539,7 +538,7 @@ class Quantizer(Sealable, QuantizerValue):
 
     def is_quantizable(self, tensor: Tensor) -> bool:
         """Whether :meth:`quantize` takes this tensor."""
-        return tensor.dim() >= self._minimum_rank and tensor.dtype in _INPUT_DTYPES
+        return tensor.dim() >= self._minimum_rank and tensor.dtype in HIGH_PRECISION
 
     def supports_only_rowwise_all_gather(self) -> bool:
         """Whether gathered bytes must be row-wise."""
@@ -553,7 +552,7 @@ class Quantizer(Sealable, QuantizerValue):
         return ELEMENT_FORMATS[self.dtype]  # type: ignore[attr-defined]
 
     def _check_input(self, tensor: Tensor) -> None:
-        if tensor.dtype not in _INPUT_DTYPES:
+        if tensor.dtype not in HIGH_PRECISION:
             raise TypeError(f"cannot quantize a {tensor.dtype} tensor; use float32, bfloat16 or float16")
         self._check_shape(tuple(tensor.shape))
 

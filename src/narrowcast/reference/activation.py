@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..formats import FLT_MAX
-from .layout import INPUT_DTYPES
+from ..formats import FLT_MAX, HIGH_PRECISION
 from .reduction import round_to_dtype
 
 _LOG2_E = 1.4426950408889634
@@ -291,7 +290,7 @@ def widened(x: Tensor, activation: str) -> Tensor:
     Raises:
         TypeError: it is not fp32, bf16 or fp16.
     """
-    if x.dtype not in INPUT_DTYPES:
+    if x.dtype not in HIGH_PRECISION:
         raise TypeError(f"{activation} takes float32, bfloat16 or float16, got {x.dtype}; cast it first")
     return x.detach().contiguous().float()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from ..formats import HIGH_PRECISION
 
 
 def check(logits: Tensor, target: Tensor) -> None:
@@ -19,7 +19,7 @@ def check(logits: Tensor, target: Tensor) -> None:
     Raises:
         ValueError: another rank, dtype or number of rows.
     """
-    if logits.dtype not in DTYPES:
+    if logits.dtype not in HIGH_PRECISION:
         raise ValueError(
             f"cross entropy takes logits in torch.float32, torch.bfloat16 or torch.float16, got {logits.dtype}"
         )

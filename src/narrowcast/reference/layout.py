@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import round_up
-
-INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from ..formats import HIGH_PRECISION, round_up
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -51,7 +49,7 @@ def widen(x: Tensor) -> Tensor:
         Exact, contiguous and cut from autograd; shares memory with ``x`` where that already is contiguous
         fp32.
     """
-    if x.dtype not in INPUT_DTYPES:
+    if x.dtype not in HIGH_PRECISION:
         raise TypeError(f"cannot quantize a tensor of {x.dtype}; use float32, bfloat16 or float16")
     return x.detach().contiguous().float()
 

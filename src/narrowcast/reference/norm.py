@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from .layout import INPUT_DTYPES
+from ..formats import HIGH_PRECISION
 from .reduction import canonical_nan, column_sum, round_to_dtype, row_sum
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -183,7 +183,7 @@ def backward(
 
 def _rows(x: Tensor) -> Tensor:
     """The matrix behind a tensor, in fp32."""
-    if x.dtype not in INPUT_DTYPES:
+    if x.dtype not in HIGH_PRECISION:
         raise TypeError(f"norms take float32, bfloat16 or float16, got {x.dtype}; cast it first")
     if x.dim() == 0:
         raise ValueError("norms need a last dim, got a tensor of rank 0")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..formats import HIGH_PRECISION
 from .activation import activated, check_gradient, checked, gradient, widened
-from .layout import INPUT_DTYPES
 from .reduction import round_to_dtype, row_sum
 
 
@@ -62,7 +62,7 @@ def _check_scale(x: Tensor, scale: Tensor, activation: str) -> None:
             f"the scale of {activation} has shape {tuple(scale.shape)}, expected one value per row, "
             f"{tuple(x.shape[:-1])}"
         )
-    if scale.dtype not in INPUT_DTYPES:
+    if scale.dtype not in HIGH_PRECISION:
         raise TypeError(
             f"the scale of {activation} must be float32, bfloat16 or float16, got {scale.dtype}; cast it first"
         )

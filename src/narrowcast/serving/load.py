@@ -14,14 +14,21 @@ from ..convert import Receipt, convert
 from ..convert.find import gemm_modules
 from ..convert.stored import stored_quantizer, uses_of_parameters
 from ..dynamo import TensorProto
-from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_2D, FLOAT8_BLOCK_SCALE_ALIGNMENT, cdiv, round_up
+from ..formats import (
+    FLOAT8_BLOCK,
+    FLOAT8_BLOCK_2D,
+    FLOAT8_BLOCK_SCALE_ALIGNMENT,
+    HIGH_PRECISION,
+    cdiv,
+    round_up,
+)
 from ..nn import Linear
 from ..recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
 from ..upstream.modules import own_buffers, own_parameters
 
 INDEX = "model.safetensors.index.json"
 LARGEST_CONFIG, LARGEST_INDEX = 2**24, 2**28  # bytes
-_HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_HIGH_PRECISION = (*HIGH_PRECISION, torch.float64)
 
 
 def load_quantized(model: nn.Module, path: str | Path, recipe: Recipe | None = None) -> Receipt:

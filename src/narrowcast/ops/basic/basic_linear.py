@@ -21,6 +21,7 @@ from ...autograd.gemms import (
     rows_of,
 )
 from ...autograd.tensor_parallel import TensorParallel, local_features, tensor_parallel
+from ...formats import HIGH_PRECISION
 from ...functional import calibrate_, replay_of
 from ...functional.collectives import group_size
 from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
@@ -35,8 +36,6 @@ from ..handover import ScaledOperand
 from ..op import BasicOperation, TensorsToSave
 from .inputs import plain
 from .linear_functional import functional_backward, functional_forward
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class BasicLinear(LinearLayer, BasicOperation):
@@ -263,7 +262,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         """
         weight = self.weight
         if isinstance(input_, Tensor):
-            if input_.dtype != weight.dtype and input_.dtype in _FLOATS:
+            if input_.dtype != weight.dtype and input_.dtype in HIGH_PRECISION:
                 input_ = input_.to(self.activation_dtype(input_))
             input_ = checked_input(input_, weight.shape[1], "in_features", weight, quantized_as_it_is=True)
             if not plan.quantized and scales is not None and scales.amax_fwd is not None:
@@ -317,7 +316,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         kind = input_.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
-        return self.weight.dtype if input_.dtype in _FLOATS else input_.dtype
+        return self.weight.dtype if input_.dtype in HIGH_PRECISION else input_.dtype
 
 
 def initialize(tracker: Callable[[], Any] | None, in_features: int, weight: Tensor) -> None:

@@ -8,11 +8,11 @@ import torch
 
 from ...autograd.tensor_parallel import TensorParallel
 from ...dynamo import TensorProto
+from ...formats import HIGH_PRECISION
 from ...quantizers import Quantizer
 from ...tensors import Float8TensorStorage, QuantizedTensorStorage
 
 OVERRIDES = (None, "high_precision", "dequantized")
-_QUANTIZED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Saved(NamedTuple):
@@ -200,7 +200,7 @@ def _check_quantizer(name: str, quantizer: Quantizer | None, dtype: torch.dtype)
     if quantizer is None:
         raise ValueError(f"with_quantized_compute=True needs {name}_quantizer, or {name} quantized already")
     _check_alone(quantizer)
-    if dtype not in _QUANTIZED_FROM:
+    if dtype not in HIGH_PRECISION:
         raise TypeError(f"cannot quantize {name} from {dtype}; use float32, bfloat16 or float16")
 
 
