@@ -1,10 +1,13 @@
-"""The default device, and what it can multiply natively."""
+"""The default device, what it can multiply natively, and the dtypes that it has for all."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
+
+HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that layers and quantizers take, and that what is quantized turns back to."""
 
 
 def default_device() -> torch.device:

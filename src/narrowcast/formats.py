@@ -14,8 +14,6 @@ import struct
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import torch
-
 
 class DType(enum.IntEnum):
     """Element types a quantized tensor can name; the integers are what value keys and checkpoints store."""
@@ -131,9 +129,6 @@ E8M0 = ScaleFormat(name="e8m0", bits=8, bias=127, max_code=254, nan_code=255)
 
 FLOAT8_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
 ELEMENT_FORMATS: dict[DType, ElementFormat] = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E2M1, E2M3, E3M2)}
-
-HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that layers and quantizers take, and that what is quantized turns back to."""
 
 FLT_MAX = float.fromhex("0x1.FFFFFEp127")
 BF16_MAX = float.fromhex("0x1.FEp127")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..formats import HIGH_PRECISION
+from .._device import HIGH_PRECISION
 
 FORMATS = ("sbhd", "bshd", "thd")
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..formats import HIGH_PRECISION
+from .._device import HIGH_PRECISION
 from ..layers import GroupedLinearLayer, LinearLayer, RecipeOwner
 from ..nn import LayerNorm, Linear, RMSNorm
 from ..tensors import QuantizedTensor

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import HIGH_PRECISION, cdiv
+from .._device import HIGH_PRECISION
+from ..formats import cdiv
 from .codecs import at_least, at_most, magnitude, product, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, check_device, remembered
 

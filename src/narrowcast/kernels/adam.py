@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import HIGH_PRECISION, cdiv
+from .._device import HIGH_PRECISION
+from ..formats import cdiv
 from .codecs import product, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_device, is_aligned, is_traced
 

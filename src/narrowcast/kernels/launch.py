@@ -25,8 +25,9 @@ import torch
 import triton
 from torch import Tensor
 
+from .._device import HIGH_PRECISION
 from .._tracing import PLAIN
-from ..formats import HIGH_PRECISION, ElementFormat
+from ..formats import ElementFormat
 from ..upstream.cuda import current_device, current_stream, empty_strided
 from ..upstream.functionalization import (
     FakeTensor,

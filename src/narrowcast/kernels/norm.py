@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import HIGH_PRECISION, cdiv
+from .._device import HIGH_PRECISION
+from ..formats import cdiv
 from .codecs import magnitude, product, round_to_dtype, to_float32
 from .graph_amax import keep_amax, takes_amax
 from .launch import (

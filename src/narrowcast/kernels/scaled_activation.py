@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import HIGH_PRECISION, cdiv
+from .._device import HIGH_PRECISION
+from ..formats import cdiv
 from . import activation as activations
 from .activation import (
     activate,

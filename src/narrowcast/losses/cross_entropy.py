@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..formats import HIGH_PRECISION
+from .._device import HIGH_PRECISION
 from ..functional import cross_entropy_gradient, cross_entropy_statistics
 from ..functional.collectives import gather_rows, group_name, group_size
 from .token_loss import Smoothing, check_target, mean_loss, token_gradient, token_loss

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..formats import HIGH_PRECISION
+from .._device import HIGH_PRECISION
 from ..functional import linear_cross_entropy_gradients, linear_cross_entropy_statistics
 from ..layers.parameters import casts
 from ..tensors import QuantizedTensor

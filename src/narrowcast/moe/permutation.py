@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import HIGH_PRECISION, round_up
+from .._device import HIGH_PRECISION
+from ..formats import round_up
 from ..functional import moe_positions
 from .quantized import check_movable, is_quantized
 from .rows import Permute, PermuteProbs, Unpermute, kept, row_map_of_indices, row_map_of_mask

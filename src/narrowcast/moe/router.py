@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import HIGH_PRECISION
+from .._device import HIGH_PRECISION
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 MAP_FORMATS = ("bytemap", "bitmap_u8")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.torch_version import TorchVersion
 
-from ..formats import HIGH_PRECISION
+from .._device import HIGH_PRECISION
 from ..functional import adam_
 from ..reference.adam import join, split
 from ..tensors import DequantizingTensor, QuantizedTensor, dequantized, local

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._device import default_device
+from .._device import HIGH_PRECISION, default_device
 from .._sealing import Sealable
 from .._tracing import in_eager, refuse_in_one_graph, traced_local, while_tracing
-from ..formats import ELEMENT_FORMATS, HIGH_PRECISION, DType, ElementFormat, Layout
+from ..formats import ELEMENT_FORMATS, DType, ElementFormat, Layout
 from ..functional import (
     BufferTable,
     GemmOperand,

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..formats import FLT_MAX, HIGH_PRECISION
+from .._device import HIGH_PRECISION
+from ..formats import FLT_MAX
 from .reduction import round_to_dtype
 
 _LOG2_E = 1.4426950408889634

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import HIGH_PRECISION
+from .._device import HIGH_PRECISION
 
 
 def check(logits: Tensor, target: Tensor) -> None:

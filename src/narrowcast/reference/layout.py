@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import HIGH_PRECISION, round_up
+from .._device import HIGH_PRECISION
+from ..formats import round_up
 
 
 def as_matrix(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import HIGH_PRECISION
+from .._device import HIGH_PRECISION
 from .activation import activated, check_gradient, checked, gradient, widened
 from .reduction import round_to_dtype, row_sum
 

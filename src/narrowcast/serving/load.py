@@ -10,18 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._device import HIGH_PRECISION
 from ..convert import Receipt, convert
 from ..convert.find import gemm_modules
 from ..convert.stored import stored_quantizer, uses_of_parameters
 from ..dynamo import TensorProto
-from ..formats import (
-    FLOAT8_BLOCK,
-    FLOAT8_BLOCK_2D,
-    FLOAT8_BLOCK_SCALE_ALIGNMENT,
-    HIGH_PRECISION,
-    cdiv,
-    round_up,
-)
+from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_2D, FLOAT8_BLOCK_SCALE_ALIGNMENT, cdiv, round_up
 from ..nn import Linear
 from ..recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
 from ..upstream.modules import own_buffers, own_parameters

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._device import HIGH_PRECISION
 from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs
 from ...autograd.gemms import (
     Gradients,
@@ -21,7 +22,6 @@ from ...autograd.gemms import (
     rows_of,
 )
 from ...autograd.tensor_parallel import TensorParallel, local_features, tensor_parallel
-from ...formats import HIGH_PRECISION
 from ...functional import calibrate_, replay_of
 from ...functional.collectives import group_size
 from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._device import HIGH_PRECISION
 from ...autograd.tensor_parallel import TensorParallel
 from ...dynamo import TensorProto
-from ...formats import HIGH_PRECISION
 from ...quantizers import Quantizer
 from ...tensors import Float8TensorStorage, QuantizedTensorStorage
 
