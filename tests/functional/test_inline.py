@@ -123,6 +123,9 @@ for renews in (True, False):
     inputs = [node for node in nodes if node.op == "placeholder"]
     assert len(started) == 3 and all(entered[0] in node.all_input_nodes for node in started)
     assert [len(node.args[0]) for node in entered] == [6]
+    # Inductor pairs the arguments with what was noted when the node was made: it would drop what came later
+    noted = entered[0].meta.get("eager_input_vals", (entered[0].args,))[0]
+    assert [len(x) for x in noted if isinstance(x, list)] == [len(x) for x in entered[0].args if isinstance(x, list)]
     assert set(entered[0].all_input_nodes) == {node for node in inputs if node.users}
     assert entered[0].args[7] == [0, 0, 0, 0, 1, 1]
     assert all(node.meta["recompute"] is CheckpointPolicy.MUST_SAVE for node in (*entered, *started))

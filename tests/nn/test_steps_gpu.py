@@ -154,17 +154,12 @@ def test_reduce_overhead(name: str, kind: str) -> None:
         change_weights(graphed)
 
 
-UNDER_INDUCTOR = pytest.mark.xfail(
-    reason="Inductor's graphs read other scales after such an evaluation; not understood, docs/compile.md says so"
-)
-
-
 @pytest.mark.parametrize(
     "how",
     [
         {"backend": "aot_eager"},
-        pytest.param({"backend": "inductor"}, marks=UNDER_INDUCTOR),
-        pytest.param({"mode": "reduce-overhead"}, marks=UNDER_INDUCTOR),
+        {"backend": "inductor"},
+        {"mode": "reduce-overhead"},
     ],
     ids=["aot_eager", "inductor", "reduce-overhead"],
 )

@@ -262,7 +262,9 @@ enters_graph = define(
     "str[] algorithms, bool[] collects, int[] calls, bool recorded, str root) -> Tensor",
     _enters_graph,
     lambda scales, *_: scales[0].new_empty(1, dtype=torch.int32),
-    tags=(torch.Tag.cudagraph_unsafe,),
+    # flexible_layout: else Inductor pairs the arguments with those of the first of the shared calls, and drops what the
+    # later ones have added (constrain_to_fake_tensors in torch/_inductor/lowering.py zips them)
+    tags=(torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout),
     of_state=True,
     saved=True,
 )
