@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 import narrowcast as nc
-from narrowcast.functional import _library
+from narrowcast.functional import routes
 
 READ = ("x_ptr", "operand_0", "scale_ptr", "amax_ptr", "sums_ptr", "starts_ptr")
 wrap.get_mutated_tensors = lambda *, kwargs, **_: [name for name in kwargs if name not in READ]
@@ -79,7 +79,7 @@ shapes = ShapeEnv()
 with FakeTensorMode(shape_env=shapes), FunctionalTensorMode():
     for rows, static in ((128, True), (shapes.create_unbacked_symint(), False)):
         x = FunctionalTensor.to_functional(torch.empty(rows, 256, device="cuda"))
-        assert _library._is_static_on_gpu([x, [x], "fprop"]) == static
+        assert routes._is_static_on_gpu([x, [x], "fprop"]) == static
 exporting = FunctionalTensorMode(export=True)
 assert whole(traced(lambda x: ops.quantize(x, quantizer), mode=exporting)) == {"narrowcast.quantize.default"}
 assert torch._inductor.config.static_launch_user_defined_triton_kernels  # by default, once a graph holds kernels

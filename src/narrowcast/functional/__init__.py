@@ -1,6 +1,5 @@
 """The operators of the library. Nothing outside this room registers one."""
 
-from ._library import taking_apart
 from .activation import (
     act,
     act_backward,
@@ -59,6 +58,7 @@ from .quantize import (
 from .quantizer_value import BufferTable, GemmOperand, NativeOperand, QuantizerValue
 from .replay import replay_of
 from .rope import rotate, rotate_qkv, rotate_qkv_backward
+from .routes import taking_apart
 from .scaled_activation import scaled_act, scaled_act_backward
 from .swizzle import swizzle_scales, unswizzle_scales
 from .transpose import transpose_codes

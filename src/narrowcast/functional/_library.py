@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import contextvars
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from .._environment import read_flag
 from .._tracing import PLAIN, while_tracing
 from ..upstream import opaque
 from ..upstream.autograd import graph_task_id, set_versions
@@ -25,22 +22,14 @@ from ..upstream.functionalization import (
     FunctionalTensor,
     allow_writes_after_saving,
     end_library,
-    is_export,
     node_of,
     save_in_checkpoint,
     state_key,
 )
-from ..upstream.tensors import (
-    autocast_off,
-    count_modes,
-    is_autocast,
-    is_exporting,
-    is_profiled,
-    schema_of,
-    version_of,
-)
+from ..upstream.tensors import autocast_off, schema_of, version_of
 from .quantizer_value import QuantizerValue, quantizer_of_text
 from .replay import Recording
+from .routes import DISPATCHED, SHORTCUT, TEXT, WHOLE, watcher, watcher_in_graph
 
 
 def _library() -> torch.library.Library:
@@ -101,19 +90,11 @@ def define(
     _LIBRARY.impl(name, unseen, "CompositeExplicitAutograd")
     torch.library.register_fake(f"narrowcast::{name}", _all_on_meta(name, fake), lib=_LIBRARY)
     rule = _inline(implementation, inlined, shared)
-    torch.library.register_torch_dispatch(
-        f"narrowcast::{name}",
-        FunctionalMode,
-        _saved(rule, numbered) if saved else rule,
-        lib=_LIBRARY,
-    )
-    torch.library.register_torch_dispatch(
-        f"narrowcast::{name}", Recording, _recorded(implementation), lib=_LIBRARY
-    )
+    rules = {FunctionalMode: _saved(rule, numbered) if saved else rule, Recording: _recorded(implementation)}
     if saved:  # PyTorch 2.13 has this mode tag the nodes of every checkpoint, 2.11 those of a selective one
-        torch.library.register_torch_dispatch(
-            f"narrowcast::{name}", CheckpointMode, _saved(_by_mode), lib=_LIBRARY
-        )
+        rules[CheckpointMode] = _saved(_by_mode)
+    for mode, of_mode in rules.items():
+        torch.library.register_torch_dispatch(f"narrowcast::{name}", mode, of_mode, lib=_LIBRARY)
     if QUANTIZER in schema or "ScalarType" in schema:
         _define_text_overload(name, schema, implementation, fake, tags)
     return _with_shortcut(getattr(torch.ops.narrowcast, name), implementation, of_state)
@@ -230,11 +211,10 @@ def _with_shortcut(
     written = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            if texts_at and is_exporting():
-                return as_text(*[_text_of(arg) if i in texts_at else arg for i, arg in enumerate(args)])
-            return overload(*args)
-        if torch.is_grad_enabled() and not of_state:
+        route = watcher(of_state).operator
+        if route == TEXT and texts_at:
+            return as_text(*[_text_of(arg) if i in texts_at else arg for i, arg in enumerate(args)])
+        if route in (DISPATCHED, TEXT):
             return overload(*args)
         x: Any = args[first]
         if in_list:
@@ -242,9 +222,9 @@ def _with_shortcut(
             for i in lists:
                 if not _PLAIN_ALONE.issuperset(map(type, args[i])):
                     return overload(*args)  # a list of parameters may be one of many kinds
-        if type(x) not in PLAIN or not x.is_cuda or count_modes() or is_profiled():
+        if type(x) not in PLAIN or not x.is_cuda:
             return overload(*args)
-        result = (run if is_autocast() else implementation)(*args)
+        result = (implementation if route == SHORTCUT else run)(*args)
         for i in written:  # as the dispatcher does for saved tensors to be found out of date
             if args[i] is not None:
                 torch.autograd.graph.increment_version(args[i])
@@ -252,19 +232,6 @@ def _with_shortcut(
 
     call.__doc__ = implementation.__doc__
     return call
-
-
-_TAKING_APART = contextvars.ContextVar("taking_apart", default=False)
-
-
-@contextlib.contextmanager
-def taking_apart() -> Iterator[None]:
-    """Functionalization leaves none of the library's operators whole, be the graph one to export or on a CPU."""
-    token = _TAKING_APART.set(True)
-    try:
-        yield
-    finally:
-        _TAKING_APART.reset(token)
 
 
 def _inline(
@@ -282,14 +249,7 @@ def _inline(
         given = (*args, *(kwargs or {}).values())
         _check_values(given)
         _may_change(op, args)
-        traced = _TAKING_APART.get() or (
-            inlined is not None
-            and not is_export(mode)
-            and _is_static_on_gpu(given)
-            and read_flag("INLINE", True)
-            and inlined(*given)
-        )
-        if not traced:
+        if watcher_in_graph(mode, given, inlined).operator == WHOLE:
             return mode.__torch_dispatch__(op, types, args, kwargs)
         start_kernels_statically()
         with mode:
@@ -413,20 +373,6 @@ def _identity(value: Any) -> Any:
     if not isinstance(value, FunctionalTensor):
         return value
     return (*state_key(value), value.dtype, tuple(value.shape), value.stride(), value.storage_offset())
-
-
-def _is_static_on_gpu(given: Iterable[Any]) -> bool:
-    tensors = []
-    for value in given:
-        if isinstance(value, torch.SymInt):
-            return False
-        tensors += [
-            item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Tensor)
-        ]
-    return all(
-        isinstance(x, FunctionalTensor) and x.is_cuda and all(isinstance(size, int) for size in x.shape)
-        for x in tensors
-    )
 
 
 def always(*_: Any) -> bool:

@@ -57,7 +57,7 @@ def _renew_alike(
 
 
 def _in_place(scales: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Sequence[Tensor]) -> bool:
-    return all(state.is_contiguous() for state in (*scales, *histories, *amaxes))
+    return all(map(Tensor.is_contiguous, (*scales, *histories, *amaxes)))
 
 
 renew_delayed_scaling = define(

@@ -25,8 +25,8 @@ from .._environment import read_flag
 from .._tracing import PLAIN
 from ..upstream.cuda import binding_of, current_device, current_stream, empty_strided, part_of
 from ..upstream.functionalization import OperatorMode
-from ..upstream.tensors import count_modes, is_autocast, is_profiled
 from .quantizer_value import QuantizerValue
+from .routes import watcher
 
 ENABLED = read_flag("REPLAY", True)
 """Whether anything is recorded or replayed: ``NARROWCAST_REPLAY=0`` has every stage run itself."""
@@ -70,13 +70,12 @@ def replay_of(
             not say it all. values: hashable, all else that it depends on.
         of_state: the tensors never have gradients, so that it does not matter whether any are recorded.
     """
-    if torch.compiler.is_compiling() or not ENABLED:
+    if not (tensors[0].is_cuda or ON_CPU):  # type: ignore[union-attr]
+        return stage
+    if not (ENABLED and watcher(of_state).replays):
         return stage
     device = tensors[0].get_device()  # type: ignore[union-attr]
-    replayable = device == current_device() if device >= 0 else ON_CPU
-    if not replayable:
-        return stage
-    if (torch.is_grad_enabled() and not of_state) or count_modes() or is_autocast() or is_profiled():
+    if device >= 0 and device != current_device():
         return stage
     key: list[Any] = [stage, device, *values]
     for record in records:

@@ -264,7 +264,7 @@ class DelayedLayer(RecipeOwner):
     def _scales_of(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> list[DelayedScales]:
         """:meth:`_scales` of stages that run one after the other, whose scales are renewed and read at once."""
         scales = [DelayedScales() for _ in plans]
-        if all(plan.forward_state is None and plan.backward_state is None for plan in plans):
+        if not [plan for plan in plans if plan.forward_state or plan.backward_state]:
             return scales
         compiling, recorded = torch.compiler.is_compiling(), torch.is_grad_enabled()
         self._keep_states(prefixes, plans, compiling)

@@ -11,7 +11,7 @@ from torch import nn
 from .._tracing import traced_local, while_tracing
 from ..recipe import Recipe
 from ..state import THREAD, checked_recipe
-from ..upstream.autograd import is_in_backward
+from ..upstream.autograd import graph_task_id
 
 
 class RecipeOwner(nn.Module):
@@ -57,7 +57,7 @@ class RecipeOwner(nn.Module):
             return recipe
         if state.depth:
             recipe = state.recipe
-        elif is_in_backward():
+        elif graph_task_id() != -1:  # in a backward
             return self._last_recipe
         else:
             recipe = self._recipe
@@ -88,7 +88,7 @@ def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:
 def _check_while_tracing(context: Any) -> None:
     """Remember the recipe of a graph; a recomputation that is traced outside of the autocast must not lose it."""
     layer, recipe, depth = (traced_local(context, name) for name in ("self", "recipe", "depth"))
-    recomputes = is_in_backward()
+    recomputes = graph_task_id() != -1
     if recomputes and not depth and recipe != layer._last_recipe:
         raise RuntimeError(
             f"this compiled {type(layer).__name__} ran under an autocast and is recomputed outside of it; give it its "

@@ -360,7 +360,8 @@ class OperationFuser:
             own_params, children, hooks = own_tables(op)
             if children or hooks:
                 _refuse_computed_parameters(op)
-            params.append(op._whole_parameters(own_params))
+            whole = len(own_params) == len(op._registered)
+            params.append(list(op.parameters()) if whole else op._views_of_parameters())
             operands += params[-1]
         first = 0
         if not (input_.requires_grad and torch.is_grad_enabled()):

@@ -302,20 +302,19 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         own = next(self.parameters(), None)
         return self._delayed_device if own is None else own.device
 
+    _registered: tuple[str, ...] = ()  # names of parameters
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        self.__dict__.setdefault("_registered", {})[name] = None
+        if name not in self._registered:
+            self._registered = (*self._registered, name)
 
-    def _whole_parameters(self, own: dict[str, Any]) -> list[Tensor]:
-        """Return the parameters, or what stands in their place, in the order in which they were registered.
+    def _views_of_parameters(self) -> list[Tensor]:
+        """Return what stands in the place of parameters that the module has lost, in the order of registration.
 
-        ``own``: the module's table of them. FSDP1 with ``use_orig_params=False`` takes them out of the module and
-        leaves views as attributes.
+        FSDP1 with ``use_orig_params=False`` takes them out of the module and leaves views as attributes.
         """
-        names = self.__dict__.get("_registered", ())
-        if len(own) == len(names):
-            return list(self.parameters())
-        views = [getattr(self, name, None) for name in names]
+        views = [getattr(self, name, None) for name in self._registered]
         return [view for view in views if view is not None]
 
     def _apply(self, fn: Any, recurse: bool = True) -> BasicOperation:
