@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .upstream import opaque
 from .upstream.compiler import is_dynamo_loaded
@@ -80,9 +81,27 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that are no more than memory, whose shapes are numbers."""
 
 
-def refused_in_transform(what: str, instead: str = "") -> NotImplementedError:
-    """What to raise for ``what`` inside a transform; ``instead``: what else the caller can do."""
-    return NotImplementedError(
-        f"{what} is inside a transform of torch.func (grad, vmap, jvp), which cannot see what its backward reads; use "
-        f"torch.autograd.grad with torch.func.functional_call{instead}"
-    )
+def refuse_in_transform(what: str, instead: str = "") -> None:
+    """Refuse ``what`` in eager code inside a transform, which the caller has found; in a graph there is none any more.
+
+    Args:
+        instead: what else the caller can do.
+    Raises:
+        NotImplementedError: in eager code.
+    """
+    if not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{what} is inside a transform of torch.func (grad, vmap, jvp), which cannot see what its backward reads; "
+            f"use torch.autograd.grad with torch.func.functional_call{instead}"
+        )
+
+
+def refuse_in_graphs(message: str) -> None:
+    """Raise a RuntimeError with this message in traced code, and do nothing in eager code."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(message)
+
+
+def host_reads(x: Tensor) -> bool:
+    """Return whether Python may look at the values of ``x``: on a CPU, in eager code."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()

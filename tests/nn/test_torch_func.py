@@ -95,3 +95,14 @@ def test_transforms_work_in_high_precision(name: str) -> None:
     theirs = TRANSFORMED[name](plain, x)
     for a, b in zip(torch.utils._pytree.tree_leaves(ours), torch.utils._pytree.tree_leaves(theirs)):
         assert torch.equal(a, b)
+
+
+def test_in_a_graph_there_is_no_transform() -> None:
+    norm, x = nc.RMSNorm(32, device=DEVICE), torch.randn(8, 32, device=DEVICE, requires_grad=True)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return norm(x).square().sum()
+
+    expected = torch.autograd.grad(loss(x), x)[0]
+    found = torch.compile(torch.func.grad(loss), fullgraph=True, backend="aot_eager")(x.detach())
+    assert torch.equal(found, expected)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import functional
 from .._device import default_device
+from .._tracing import host_reads
 from .formats import FORMATS
 from .masks import packed
 
@@ -300,7 +301,7 @@ def _within(freqs: Tensor, positions: Tensor | None) -> Tensor | None:
     if positions is None:
         return None
     last = freqs.shape[0] - 1
-    if not (positions.is_cuda or torch.compiler.is_compiling()) and positions.numel():
+    if host_reads(positions) and positions.numel():
         highest = int(positions.max())
         if highest > last:
             raise ValueError(f"a token has position {highest} and freqs angles for {last + 1}")

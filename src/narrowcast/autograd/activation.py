@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._tracing import refused_in_transform
+from .._tracing import refuse_in_transform
 from ..functional import act, act_backward
 from ..upstream.tensors import in_transform
 
@@ -46,6 +46,6 @@ def activate(x: Tensor, settings: ActivationSettings) -> Tensor:
     Returns:
         (*lead, F) in the dtype of ``x``.
     """
-    if not torch.compiler.is_compiling() and in_transform():
-        raise refused_in_transform(settings.activation)
+    if in_transform():
+        refuse_in_transform(settings.activation)
     return _ActivationFunction.apply(x, settings)

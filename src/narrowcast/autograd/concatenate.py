@@ -32,7 +32,7 @@ def concatenate(parts: list[Tensor]) -> Tensor:
         parts: (N_i, ...) of one dtype, device and trailing shape. Compiled code and the transforms of
             torch.func always copy: they know no addresses.
     """
-    if not torch.compiler.is_compiling() and not in_transform() and _are_adjacent(parts):
+    if not (in_transform() or torch.compiler.is_compiling()) and _are_adjacent(parts):
         return _Adjacent.apply(*parts)
     return torch.cat(parts)
 

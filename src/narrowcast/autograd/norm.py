@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._tracing import refused_in_transform
+from .._tracing import refuse_in_transform
 from ..functional import norm, norm_backward
 from ..upstream.tensors import in_transform
 
@@ -74,6 +74,6 @@ def normalize(inp: Tensor, weight: Tensor, bias: Tensor | None, settings: NormSe
     Returns:
         (*lead, K) in the dtype of ``inp``.
     """
-    if not torch.compiler.is_compiling() and in_transform():
-        raise refused_in_transform(settings.normalization, " or a norm of torch.nn")
+    if in_transform():
+        refuse_in_transform(settings.normalization, " or a norm of torch.nn")
     return _NormFunction.apply(inp, weight, bias, settings)

@@ -13,6 +13,7 @@ from .._device import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from .._tracing import refuse_in_graphs
 from ..state.delayed_scaling import DelayedSlots, DelayedState, renew
 from .absent import why_absent
 
@@ -99,10 +100,9 @@ class FP8GlobalStateManager(metaclass=_Named):
         Raises:
             RuntimeError: in compiled code.
         """
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "FP8GlobalStateManager.reduce_and_update_fp8_tensors() belongs outside of compiled code"
-            )
+        refuse_in_graphs(
+            "FP8GlobalStateManager.reduce_and_update_fp8_tensors() belongs outside of compiled code"
+        )
         mode = "forward" if forward else "backward"
         renew(_Direction(owner, mode) for owner in list(state.THREAD.state.delayed))
 
@@ -113,11 +113,10 @@ class FP8GlobalStateManager(metaclass=_Named):
         Raises:
             RuntimeError: in compiled code, where a forward has no first time.
         """
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "FP8GlobalStateManager.is_first_fp8_module() differs from call to call, which a graph cannot; ask "
-                "before the compiled function"
-            )
+        refuse_in_graphs(
+            "FP8GlobalStateManager.is_first_fp8_module() differs from call to call, which a graph cannot; ask before "
+            "the compiled function"
+        )
         entered = state.THREAD.state.entered
         if not entered:
             return False

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._tracing import host_reads
 from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.grouped_linear import (
     Groups,
@@ -397,7 +398,7 @@ class GroupedLinearLayer(LinearLayer):
                 f"{label} is {splits.dtype} of shape {tuple(splits.shape)}; use torch.int32 or torch.int64 "
                 f"({self.num_gemms},)"
             )
-        elif splits.device.type == "cpu" and not torch.compiler.is_compiling():
+        elif host_reads(splits):
             known = splits.tolist()
         length = splits.shape[0] if isinstance(splits, Tensor) else len(splits)
         if length != self.num_gemms:

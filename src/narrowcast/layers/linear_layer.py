@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._tracing import refused_in_transform
+from .._tracing import refuse_in_transform
 from ..autograd import (
     DelayedScales,
     LinearFunction,
@@ -252,8 +252,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         hands_over: bool = False,
     ) -> LinearPlan:
         grad = torch.is_grad_enabled()
-        if recipe is not None and not torch.compiler.is_compiling() and in_transform():
-            raise refused_in_transform(
+        if recipe is not None and in_transform():
+            refuse_in_transform(
                 self.name or type(self).__name__, ", or no recipe: narrowcast.autocast(enabled=False)"
             )
         return linear_plan(

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._tracing import host_reads
+
 
 class Smoothing(NamedTuple):
     """How a target is read: smoothed over the vocabulary, and which one is to be ignored."""
@@ -64,7 +66,7 @@ def check_target(
         raise ValueError(f"target has dtype {target.dtype}; use torch.int64 or torch.int32")
     if not 0.0 <= smoothing.label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing is {smoothing.label_smoothing}; use a number from 0 to 1")
-    if torch.compiler.is_compiling() or target.device.type != "cpu" or not target.numel():
+    if not host_reads(target) or not target.numel():
         return
     outside = ((target < 0) | (target >= columns)) & (target != smoothing.ignore_index)
     if outside.any():

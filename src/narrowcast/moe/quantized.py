@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._tracing import refuse_in_graphs
 from ..tensors import QuantizedTensorStorage
 
 
@@ -23,10 +23,9 @@ def check_movable(x: Any, name: str) -> None:
     Raises:
         RuntimeError: in traced code. TypeError: rows of that format share scales, or there are no row-wise data.
     """
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"{name} got a quantized tensor in compiled code; pass it in high precision and quantize its result"
-        )
+    refuse_in_graphs(
+        f"{name} got a quantized tensor in compiled code; pass it in high precision and quantize its result"
+    )
     layout = x._quantizer._format_layout()
     if layout.scale_group[0] > 1 or not x.get_usages()["rowwise"]:
         raise TypeError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._tracing import in_eager, refused_in_transform
+from .._tracing import in_eager, refuse_in_transform
 from ..autograd import grouped_linear
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import plan_for_rows, rows_of_buffer
@@ -173,8 +173,8 @@ class GroupedLinear(GroupedLinearLayer):
         dgrad_out = rows_of_buffer(dgrad_out, "dgrad_out", inp.shape, inp.dtype, inp.device, waits)
         added, grad = [] if self.return_bias else biases, torch.is_grad_enabled()
         recipe, needs_weight = self._recipe_in_force(), grad and self.wants_wgrad
-        if not torch.compiler.is_compiling() and in_transform():
-            raise refused_in_transform(self.name or "GroupedLinear")
+        if in_transform():
+            refuse_in_transform(self.name or "GroupedLinear")
         plan = linear_plan(
             recipe,
             self.name,

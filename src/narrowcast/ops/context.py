@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..autograd import DelayedScales
 from ..tensors import TensorOrQuantized
 from .handover import ScaledOperand
@@ -77,9 +75,7 @@ class RestoredContext:
         self.scales = scales
 
     def take(self) -> tuple[TensorOrQuantized | None, ...]:
-        saved = self.saved_tensors
-        if not torch.compiler.is_compiling():
-            self.saved_tensors = ()
+        saved, self.saved_tensors = self.saved_tensors, ()
         return saved
 
     def __getattr__(self, name: str) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._tracing import in_eager, refused_in_transform
+from .._tracing import in_eager, refuse_in_transform
 from ..autograd import DelayedScales
 from ..autograd.quantized_boundary import plain_gradient
 from ..layers import GroupedLinearLayer, LinearLayer
@@ -346,10 +346,11 @@ class OperationFuser:
             RuntimeError: a fusion lost operations, or PyTorch computes a parameter of one from others.
         """
         self._check_arguments(input_, extra_inputs, basic_op_kwargs)
-        if torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if in_transform():
+            refuse_in_transform("a list of operations")
+        if compiling:
             _make_features_static(input_)
-        elif in_transform():
-            raise refused_in_transform("a list of operations")
         elif not self._ran and input_.device.type != "meta":
             for op in self.basic_ops:
                 op.pre_first_fuser_forward()  # may make parameters
@@ -371,7 +372,7 @@ class OperationFuser:
         call = self._call(first, input_, params, basic_op_kwargs)
         operands += extra_inputs
         has_backward = first < len(self.basic_ops)
-        if has_backward and torch.compiler.is_compiling():
+        if has_backward and compiling:
             operands = _each_once(operands)
         run: Any = _OperationsFunction.apply
         of_run: list[Any] = [operands[0], call, len(operands) - 1 - len(extra_inputs), *operands[1:]]

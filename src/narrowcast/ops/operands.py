@@ -33,14 +33,15 @@ def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
     Raises:
         ValueError: what a custom recipe's factory returned.
     """
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if compiling:
         while_tracing(_remember_while_tracing)
     roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
     key = _key(roles)
     plan = getattr(recipe, key, None)
     if plan is None:
         plan = _build(recipe, roles)
-        if not torch.compiler.is_compiling():
+        if not compiling:
             remember(recipe, key, plan)
     return plan
 

@@ -283,9 +283,7 @@ class _ByIdentity(dict[str, Any]):
 
 def plain_gradient(grad: Tensor) -> Tensor:
     """The gradient in high precision; only eager code ever meets a quantized one."""
-    if not torch.compiler.is_compiling() and isinstance(grad, QuantizedTensor):
-        return grad.dequantize()
-    return grad
+    return grad.dequantize() if isinstance(grad, QuantizedTensor) else grad
 
 
 def storage_of(tensor: QuantizedTensor, shape: tuple[int, ...] | None = None) -> QuantizedTensorStorage:

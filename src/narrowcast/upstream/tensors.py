@@ -156,7 +156,7 @@ in_transform: Callable[[], bool] = private(
     follows="torch/csrc/functorch/init.cpp",
     without=_INSTALL,
 )
-"""Return whether a transform of torch.func is active; not for traced code."""
+"""Return whether a transform of torch.func is active; in traced code a constant."""
 
 
 class _AutocastOff:
