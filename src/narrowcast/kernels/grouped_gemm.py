@@ -382,20 +382,21 @@ def rows(
         return out
     block_scaled = left_scale.dim() > 1
     blocks = (left_block, right_block) if block_scaled else None
+    programs, has_room = _limits(left.device)
     faster = _faster(left, right, right_scale, columns, alignment, blocks)
     if faster is not None:
         bias = None if bias is None else bias.contiguous()
         operands = left, left_scale, right, right_scale, splits, bias
-        if _multiplied(faster, out, *operands, alignment, _programs(left.device), fast_accumulation):
+        if _multiplied(faster, out, *operands, alignment, programs, fast_accumulation):
             return out
     strides = (right.stride(0), right.stride(1))
     strides += (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0, 0)
     tile_n = WIDE_TILE_N if fast_accumulation and not block_scaled else TILE_N
     most_tiles = (cdiv(rows, TILE_M) + groups + 1) * cdiv(columns, tile_n)
     bias = None if bias is None else bias.contiguous()
-    launcher = _rows if _has_room(left.device) else _rows_in_little
+    launcher = _rows if has_room else _rows_in_little
     launcher(
-        (min(most_tiles, _programs(left.device)), 1, 1),
+        (min(most_tiles, programs), 1, 1),
         (
             out, left, left_scale, right, right_scale, left_scale if bias is None else bias, splits, rows, columns, K,
             groups, *strides,
@@ -446,17 +447,18 @@ def contraction(
     if out.numel() == 0:
         return out
     blocks = (left_block, right_block) if block_scaled else None
+    programs, has_room = _limits(left.device)
     faster = _faster(left, right, right_scale, N, alignment, blocks)
     if faster is not None:
         operands = left, left_scale, right, right_scale, splits, None
-        if _multiplied(faster, out, *operands, alignment, _programs(left.device), fast_accumulation):
+        if _multiplied(faster, out, *operands, alignment, programs, fast_accumulation):
             return out
     strides = (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0)
     wide = WIDE_TILE_N if fast_accumulation else TILE_N
     tile_m, tile_n = VECTORS_TILE if block_scaled else (TILE_M, wide)
-    launcher = _contraction if _has_room(left.device) else _contraction_in_little
+    launcher = _contraction if has_room else _contraction_in_little
     launcher(
-        (min(groups * cdiv(M, tile_m) * cdiv(N, tile_n), _programs(left.device)), 1, 1),
+        (min(groups * cdiv(M, tile_m) * cdiv(N, tile_n), programs), 1, 1),
         (out, left, left_scale, right, right_scale, splits, M, N, P, groups, *strides),
         (
             block_scaled, left_block, right_block, alignment, None if fast_accumulation else PROMOTION,
@@ -522,15 +524,9 @@ def _multiplied(faster: Any, *arguments: Any) -> bool:
 
 
 @functools.cache
-def _has_room(device: torch.device) -> bool:
-    """Whether a block may have ``ROOM`` bytes of shared memory."""
+def _limits(device: torch.device) -> tuple[int, bool]:
+    """How many programs fill a device, and whether a block may have ``ROOM`` bytes of shared memory."""
     if device.type != "cuda":
-        return True
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOM
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_PROGRAMS  # few, so that a program takes several tiles
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return INTERPRETED_PROGRAMS, True  # few, so that a program takes several tiles
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count, gpu.shared_memory_per_block_optin >= ROOM

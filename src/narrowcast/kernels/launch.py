@@ -309,7 +309,7 @@ def specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[An
     return tuple(kinds), values
 
 
-@functools.cache
+@remembered
 def _places(types: tuple[type, ...]) -> tuple[list[int], list[int], list[int]]:
     """Where arguments of these types are tensors, where they are ints, and where descriptors of tensors."""
     tensors = [at for at, kind in enumerate(types) if issubclass(kind, Tensor)]

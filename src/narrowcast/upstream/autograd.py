@@ -115,7 +115,7 @@ def running_checkpoints() -> list[Running]:
     if not _are_hooks_enabled() or _top_hooks(True) is None:
         return []
     hooks = _hooks_in_force()
-    if not _finds_checkpoints(torch.utils.checkpoint.checkpoint, _names_of_hooks()):
+    if not _succeeds(_finds_checkpoints, torch.utils.checkpoint.checkpoint, _names_of_hooks()):
         raise _CHECKPOINT_HOOKS.error()
     return _checkpoints_of(hooks)
 
@@ -156,6 +156,11 @@ def _checkpoints_of(hooks: list[Any]) -> list[Running]:
 
 
 @functools.lru_cache(maxsize=16)
+def _succeeds(attempt: Callable[..., bool], *about: Any) -> bool:
+    """``attempt(*about)``, once in a process."""
+    return attempt(*about)
+
+
 def _finds_checkpoints(checkpoint: Any, names: tuple[Any, ...]) -> bool:
     """Try a checkpoint out: whether its forward is found in its first run and in its recomputation.
 
@@ -195,7 +200,7 @@ def running_functions() -> list[Running]:
     Raises:
         UpstreamError: this release calls a function in a way in which its context is not found.
     """
-    if not _finds_functions():
+    if not _succeeds(_finds_functions):
         raise _FUNCTION_FRAMES.error()
     return _functions_of(sys._getframe(1))
 
@@ -227,7 +232,6 @@ def _may_have_context(code: Any) -> bool:
     return takes_one and not code.co_filename.startswith(_NOT_RECOMPUTED)
 
 
-@functools.cache
 def _finds_functions() -> bool:
     """Try a reentrant checkpoint out: whether one context is found in both of its runs, and that it has a backward."""
     seen: list[list[Running]] = []

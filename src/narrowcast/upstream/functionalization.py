@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -150,7 +149,6 @@ def allow_writes_after_saving(tensor: Tensor) -> None:
         proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
 
-@functools.cache
 def _check_tags() -> None:
     """Check that the partitioner reads the tag that is written below: a renamed one would be lost in silence."""
     node = torch.fx.Graph().placeholder("x")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .private import entry, private
+from .private import Entry, entry, private
 
 TRITON = "3.6-3.9"
 
@@ -142,27 +142,23 @@ def _handed_on(run: Any, arguments: tuple[Any, ...]) -> list[Any]:
     return calls[0]
 
 
-def _wrap(name: str) -> Any:
-    return private(
+def _of_graphs(name: str) -> Entry:
+    """A part of ``torch.library.wrap_triton``; imported when a launch is traced."""
+    return entry(
         f"torch._higher_order_ops.triton_kernel_wrap.{name}",
         follows="torch/_higher_order_ops/triton_kernel_wrap.py; torch/_library/triton.py wrap_triton",
         without=_TRACED,
     )
 
 
-@functools.cache
-def _of_graphs() -> Any:
-    """The parts of ``torch.library.wrap_triton``; imported when a launch is first traced."""
-    return SimpleNamespace(
-        table=_wrap("kernel_side_table"),
-        written=_wrap("get_mutated_tensors"),
-        launch=_wrap("triton_kernel_wrapper_functional"),
-    )
+_TABLE, _WRITTEN, _LAUNCH = map(
+    _of_graphs, ("kernel_side_table", "get_mutated_tensors", "triton_kernel_wrapper_functional")
+)
 
 
 def node_of(kernel: Any, numbers: dict[str, Any]) -> dict[str, Any]:
     """Return what identifies a kernel and its arguments that are no tensors in a graph."""
-    table = _of_graphs().table
+    table = _TABLE.take()
     return {
         "kernel_idx": table.add_kernel(kernel),
         "constant_args_idx": table.add_constant_args(numbers),
@@ -172,11 +168,11 @@ def node_of(kernel: Any, numbers: dict[str, Any]) -> dict[str, Any]:
 
 def written_by(node: dict[str, Any], tensors: dict[str, Any]) -> list[str]:
     """Return the names of the arguments that a kernel writes to; to find out takes a compilation."""
-    return _of_graphs().written(**node, kwargs=tensors)  # type: ignore[no-any-return]
+    return _WRITTEN.take()(**node, kwargs=tensors)  # type: ignore[no-any-return]
 
 
 def launch_in_graph(
     node: dict[str, Any], tensors: dict[str, Tensor], grid: tuple[int, int, int], written: list[str]
 ) -> dict[str, Tensor]:
     """Add a launch to the graph that is being traced; return what it makes of the arguments it writes to."""
-    return _of_graphs().launch(**node, kwargs=tensors, grid=[grid], tensors_to_clone=written)  # type: ignore[no-any-return]
+    return _LAUNCH.take()(**node, kwargs=tensors, grid=[grid], tensors_to_clone=written)  # type: ignore[no-any-return]
