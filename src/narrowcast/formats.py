@@ -149,6 +149,31 @@ FLOAT8_BLOCK_SCALE_ALIGNMENT = 4
 RHT_SIGN_MASK = 0xD7E8
 
 
+NVFP4_EXCLUSIONS = (
+    ("row_scaled", "two_d"),
+    ("row_scaled", "rht"),
+    ("row_scaled", "stochastic rounding"),
+    ("four_over_six", "rht"),
+    ("four_over_six", "stochastic rounding"),
+)
+"""Options that NVFP4 does not define together, by the names that the numerics give them."""
+
+
+def check_nvfp4(error_mode: str, chosen: tuple[str, ...]) -> None:
+    """Check the options of NVFP4.
+
+    Args:
+        error_mode: what 4-over-6 chooses by. chosen: names of those options that are on.
+    Raises:
+        ValueError: two that exclude each other, or an unknown mode.
+    """
+    for first, second in NVFP4_EXCLUSIONS:
+        if first in chosen and second in chosen:
+            raise ValueError(f"NVFP4 cannot combine {first} with {second}; turn one of them off")
+    if error_mode not in ("MAE", "MSE"):
+        raise ValueError(f"unknown 4-over-6 error mode {error_mode!r}; use 'MAE' or 'MSE'")
+
+
 def cdiv(a: int, b: int) -> int:
     """Ceil division of non-negative integers (symbolic sizes allowed)."""
     return (a + b - 1) // b

@@ -1,7 +1,7 @@
 """Activations, alone and fused with the quantization of their result or of their gradient.
 
 ``parameters`` of ``narrowcast::act*`` are those of the activation, in the order of its record in
-``reference.activation.ACTIVATIONS``; none means the defaults. Fused results equal the unfused ones, bit for bit.
+``_activations.ACTIVATIONS``; none means the defaults. Fused results equal the unfused ones, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import reference
+from .._activations import checked
 from ._producers import Producer, define_plain, define_quantizing
 
 
@@ -22,7 +22,7 @@ def named_parameters(activation: str, parameters: Sequence[float]) -> dict[str, 
     Raises:
         ValueError: an unknown activation, or another number of parameters than it has.
     """
-    names = list(reference.activation.checked(activation, (2,)).params)
+    names = list(checked(activation, (2,)).params)
     if parameters and len(parameters) != len(names):
         raise ValueError(f"{activation} takes {len(names)} parameters {names}, got {list(parameters)}")
     return dict(zip(names, parameters)) if parameters else {}
@@ -34,7 +34,7 @@ def output_shape(x: Tensor, activation: str) -> tuple[int, ...]:
     Raises:
         ValueError: an unknown activation, or an odd last dim of a gated one.
     """
-    gated = reference.activation.checked(activation, x.shape).gated
+    gated = checked(activation, x.shape).gated
     return (*x.shape[:-1], x.shape[-1] // 2) if gated else tuple(x.shape)
 
 

@@ -1,20 +1,21 @@
 """Activations and their gradients as device functions, and as elementwise kernels.
 
-Device functions take and give fp32, unrounded, of any shape; ``KIND`` is a name of ``KINDS``. They do the operations of
-``reference.activation`` in its order, each rounded once, so results are equal bit for bit.
+Device functions take and give fp32, unrounded, of any shape; ``KIND`` is a name of ``ACTIVATIONS``. They do the
+operations of ``reference.activation`` in its order, each rounded once, so results are equal bit for bit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import _activations
+from .._activations import ACTIVATIONS
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
 from .codecs import at_least, at_most, magnitude, product, reciprocal, round_to_dtype, to_float32
@@ -314,42 +315,15 @@ _forward = Launcher(_forward_kernel, num_warps=4)
 _backward = Launcher(_backward_kernel, num_warps=4)
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Whether an activation takes two halves, and the numbers it reads with their defaults."""
-
-    gated: bool
-    numbers: Mapping[str, float]
-
-
-KINDS: dict[str, Kind] = {
-    **{name: Kind(False, {}) for name in ("gelu", "qgelu", "relu", "srelu", "silu")},
-    **{name: Kind(True, {}) for name in ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu")},
-    "clamped_swiglu": Kind(True, {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}),
-    "situ_glu": Kind(True, {"beta1": 4.0, "beta2": 25.0}),
-}
-
-
-def checked(x: Tensor, activation: str, params: Mapping[str, float]) -> Kind:
-    """The kind of that name, where it can be applied to ``x``.
+def checked(x: Tensor, activation: str, params: Mapping[str, float]) -> _activations.Activation:
+    """The activation of that name, where it can be applied to ``x``.
 
     Raises:
         ValueError: an unknown name or parameter, an input the kernels cannot read, or an odd last dim of a gated one.
     """
-    if activation not in KINDS:
-        raise ValueError(f"unknown activation {activation!r}; use one of {', '.join(KINDS)}")
-    kind = KINDS[activation]
-    unknown = params.keys() - kind.numbers.keys() if params else ()
-    if unknown:
-        raise ValueError(
-            f"{activation} has no parameter {min(unknown)!r}; it takes {', '.join(kind.numbers) or 'none'}"
-        )
+    found = _activations.checked(activation, x.shape, params)
     _check_readable(x, activation)
-    if x.dim() == 0 or (kind.gated and x.shape[-1] % 2):
-        raise ValueError(
-            f"{activation} needs {'an even' if kind.gated else 'a'} last dim, got shape {tuple(x.shape)}"
-        )
-    return kind
+    return found
 
 
 def _check_readable(x: Tensor, what: str) -> None:
@@ -367,17 +341,22 @@ def check_gradient(grad: Tensor, x: Tensor, activation: str) -> None:
         ValueError: another shape than that of the result, or a gradient the kernels cannot read.
     """
     _check_readable(grad, f"the gradient of {activation}")
-    expected = (*x.shape[:-1], x.shape[-1] // 2) if KINDS[activation].gated else tuple(x.shape)
+    expected = (*x.shape[:-1], x.shape[-1] // 2) if ACTIVATIONS[activation].gated else tuple(x.shape)
     if tuple(grad.shape) != expected:
         raise ValueError(f"the gradient of {activation} has shape {tuple(grad.shape)}, expected {expected}")
 
 
 def numbers(activation: str, params: Mapping[str, float]) -> tuple[float, float, float]:
     """The numbers of an activation as the kernels take them: in their order, given or default, then unused zeros."""
-    if not KINDS[activation].numbers:
+    if not ACTIVATIONS[activation].params:
         return 0.0, 0.0, 0.0
-    merged = {**KINDS[activation].numbers, **params}
-    first, second, third, *_ = (*(float(merged[name]) for name in KINDS[activation].numbers), 0.0, 0.0, 0.0)
+    merged = {**ACTIVATIONS[activation].params, **params}
+    first, second, third, *_ = (
+        *(float(merged[name]) for name in ACTIVATIONS[activation].params),
+        0.0,
+        0.0,
+        0.0,
+    )
     return first, second, third
 
 
@@ -392,7 +371,7 @@ def _launch(
     scaled: bool = False,
 ) -> Launch:
     """The launch for an input of that shape: its rows, in chunks."""
-    gated, elements = KINDS[activation].gated, math.prod(shape)
+    gated, elements = ACTIVATIONS[activation].gated, math.prod(shape)
     # Without halves and scales the rows do not matter: all is one long row.
     by_row = gated or scaled
     width = shape[-1] if by_row else elements

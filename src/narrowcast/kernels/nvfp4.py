@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import NVFP4_BLOCK, RHT_SIGN_MASK, SCALE_TILE_COLUMNS, SCALE_TILE_ROWS, cdiv, round_up
+from ..formats import (
+    NVFP4_BLOCK,
+    RHT_SIGN_MASK,
+    SCALE_TILE_COLUMNS,
+    SCALE_TILE_ROWS,
+    cdiv,
+    check_nvfp4,
+    round_up,
+)
 from .codecs import magnitude, round_pair_to_bfloat16
 from .launch import INTERPRETING, Launcher, check_input
 from .nvfp4_groups import encode, group_amax, load_columns, load_rows, rotate, round_group
@@ -230,17 +238,16 @@ _encode_tiles_wide = Launcher(_encode_kernel, num_warps=8)
 def _check_options(
     two_d: bool, rht: bool, row_scaled: bool, four_over_six: bool, error_mode: str, stochastic: bool
 ) -> None:
-    exclusive = {
-        "rht": (rht, {"two_d": two_d, "row_scaled": row_scaled, "four_over_six": four_over_six}),
-        "row_scaled": (row_scaled, {"two_d": two_d}),
-        "stochastic rounding": (stochastic, {"row_scaled": row_scaled, "four_over_six": four_over_six}),
+    if two_d and rht:  # which the reference does
+        raise ValueError("the kernels of NVFP4 cannot combine rht with two_d; turn one of them off")
+    given = {
+        "two_d": two_d,
+        "rht": rht,
+        "row_scaled": row_scaled,
+        "four_over_six": four_over_six,
+        "stochastic rounding": stochastic,
     }
-    for name, (chosen, others) in exclusive.items():
-        for other, also in others.items():
-            if chosen and also:
-                raise ValueError(f"NVFP4 cannot combine {name} with {other}; turn one of them off")
-    if error_mode not in ("MAE", "MSE"):
-        raise ValueError(f"unknown 4-over-6 error mode {error_mode!r}; use 'MAE' or 'MSE'")
+    check_nvfp4(error_mode, tuple(name for name, chosen in given.items() if chosen))
 
 
 def supports(**options: object) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import autograd
+from .._activations import ACTIVATIONS, checked
 from .._tracing import in_eager
 from ..autograd import ActivationSettings, NormArgs, Program, ProgramArgs, ProgramFunction, activate
 from ..layers import Stage, checked_input, parameter_device, positive
@@ -17,7 +18,6 @@ from ..layers.norm import norm_settings
 from ..layers.parameters import parameter_dtype
 from ..layers.tensor_parallel import TensorParallelOptions, checked_size, shared
 from ..recipe import LinearPlan, Recipe, linear_plan
-from ..reference.activation import ACTIVATIONS, checked
 from ..state import checkpoint
 from .norm_linear import NormLinearLayer, check_gathered_output
 

@@ -10,12 +10,29 @@ import torch
 from torch import Tensor
 
 from .. import kernels, reference
-from ..formats import NVFP4, NVFP4_ROW_SCALED, RHT_SIGN_MASK, DType, Layout, round_to_float32
+from ..formats import (
+    NVFP4,
+    NVFP4_EXCLUSIONS,
+    NVFP4_ROW_SCALED,
+    RHT_SIGN_MASK,
+    DType,
+    Layout,
+    round_to_float32,
+)
 from ..functional import GemmOperand, NativeOperand
 from ..tensors import NVFP4Tensor, NVFP4TensorStorage
 from .amax_reduction import AmaxReducing
 from .arguments import element_dtype_of
 from .quantizer import Quantizer
+
+# this class's names for options of the numerics
+_OPTIONS = {
+    "row_scaled": "row_scaled_nvfp4",
+    "two_d": "with_2d_quantization",
+    "rht": "with_rht",
+    "four_over_six": "nvfp4_use_4over6",
+    "stochastic rounding": "stochastic_rounding",
+}
 
 
 class NVFP4Quantizer(AmaxReducing):
@@ -109,14 +126,8 @@ class NVFP4Quantizer(AmaxReducing):
 
     def _check_fields(self) -> None:
         super()._check_fields()
-        clashes = (
-            ("row_scaled_nvfp4", "with_amax_reduction"),
-            ("nvfp4_use_4over6", "with_rht"),
-            ("nvfp4_use_4over6", "stochastic_rounding"),
-            ("row_scaled_nvfp4", "with_rht"),
-            ("row_scaled_nvfp4", "stochastic_rounding"),
-            ("row_scaled_nvfp4", "with_2d_quantization"),
-        )
+        clashes = [("row_scaled_nvfp4", "with_amax_reduction")]
+        clashes += [(_OPTIONS[first], _OPTIONS[second]) for first, second in NVFP4_EXCLUSIONS]
         for first, second in clashes:
             if getattr(self, first) and getattr(self, second):
                 raise ValueError(

@@ -5,12 +5,12 @@ moves and one division in fp32, each rounded once, in the order written. Every a
 activation splits the last dimension: the first half is the gate, to which the function applies, the second multiplies.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from .._activations import ACTIVATIONS, Activation, checked
 from .._device import HIGH_PRECISION
 from ..formats import FLT_MAX
 from .reduction import round_to_dtype
@@ -134,61 +134,20 @@ def _srelu(a: Tensor) -> tuple[Tensor, Tensor]:
     return r * r, r + r
 
 
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """A named activation.
-
-    ``function`` gives value and derivative; None where it takes ``params``, numbers given by name with these defaults.
-    ``gated``: it applies to the first half of the last dim and multiplies the second.
-    """
-
-    function: Function | None
-    gated: bool
-    params: Mapping[str, float] = field(default_factory=dict)
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": Activation(_gelu, False),
-    "qgelu": Activation(_qgelu, False),
-    "relu": Activation(_relu, False),
-    "srelu": Activation(_srelu, False),
-    "silu": Activation(_silu, False),
-    "geglu": Activation(_gelu, True),
-    "glu": Activation(_sigmoid, True),
-    "qgeglu": Activation(_qgelu, True),
-    "reglu": Activation(_relu, True),
-    "sreglu": Activation(_srelu, True),
-    "swiglu": Activation(_silu, True),
-    "clamped_swiglu": Activation(None, True, {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}),
-    "situ_glu": Activation(None, True, {"beta1": 4.0, "beta2": 25.0}),
+# those without further numbers: value and derivative
+_FUNCTIONS: dict[str, Function] = {
+    "gelu": _gelu,
+    "qgelu": _qgelu,
+    "relu": _relu,
+    "srelu": _srelu,
+    "silu": _silu,
+    "geglu": _gelu,
+    "glu": _sigmoid,
+    "qgeglu": _qgelu,
+    "reglu": _relu,
+    "sreglu": _srelu,
+    "swiglu": _silu,
 }
-
-
-def checked(activation: str, shape: Sequence[int], params: Mapping[str, float] | None = None) -> Activation:
-    """The activation of a name, for an input of a shape.
-
-    Args:
-        activation: a name in ``ACTIVATIONS``.
-        shape: of the input.
-        params: parameters given by name.
-
-    Raises:
-        ValueError: an unknown name or parameter, rank 0, or an odd last dim of a gated activation.
-
-    Numerics:
-        The entry of ``ACTIVATIONS``.
-    """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; use one of {', '.join(ACTIVATIONS)}")
-    found = ACTIVATIONS[activation]
-    for name in params or ():
-        if name not in found.params:
-            takes = ", ".join(found.params) or "none"
-            raise ValueError(f"{activation} has no parameter {name!r}; it takes {takes}")
-    if len(shape) == 0 or (found.gated and shape[-1] % 2):
-        needs = "an even last dim" if found.gated else "a last dim"
-        raise ValueError(f"{activation} needs {needs}, got shape {tuple(shape)}")
-    return found
 
 
 def forward(x: Tensor, activation: str, **params: float) -> Tensor:
@@ -218,7 +177,7 @@ def activated(x: Tensor, activation: str, **params: float) -> Tensor:
     found = checked(activation, x.shape, params)
     values = widened(x, activation)
     if not found.gated:
-        return _function_of(found, values)[0]
+        return _FUNCTIONS[activation](values)[0]
     a, b = values.chunk(2, dim=-1)
     if activation == "clamped_swiglu":
         x1, x2, limits = _clamped(a, b, found, params)
@@ -226,7 +185,7 @@ def activated(x: Tensor, activation: str, **params: float) -> Tensor:
     if activation == "situ_glu":
         betas = {**found.params, **params}
         return _situ(a, betas["beta1"])[0] * _bounded(b, betas["beta2"])[0]
-    return _function_of(found, a)[0] * b
+    return _FUNCTIONS[activation](a)[0] * b
 
 
 def backward(grad: Tensor, x: Tensor, activation: str, **params: float) -> Tensor:
@@ -266,7 +225,7 @@ def gradient(g: Tensor, x: Tensor, activation: str, **params: float) -> Tensor:
     found = ACTIVATIONS[activation]
     values = widened(x, activation)
     if not found.gated:
-        return round_to_dtype(g * _function_of(found, values)[1], x.dtype)
+        return round_to_dtype(g * _FUNCTIONS[activation](values)[1], x.dtype)
     a, b = values.chunk(2, dim=-1)
     if activation == "clamped_swiglu":
         x1, x2, limits = _clamped(a, b, found, params)
@@ -280,7 +239,7 @@ def gradient(g: Tensor, x: Tensor, activation: str, **params: float) -> Tensor:
         linear, linear_slope = _bounded(b, betas["beta2"])
         da, db = (g * linear) * slope, (g * value) * linear_slope
     else:
-        value, slope = _function_of(found, a)
+        value, slope = _FUNCTIONS[activation](a)
         da, db = (g * b) * slope, g * value
     return round_to_dtype(torch.cat((da, db), dim=-1), x.dtype)
 
@@ -294,11 +253,6 @@ def widened(x: Tensor, activation: str) -> Tensor:
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(f"{activation} takes float32, bfloat16 or float16, got {x.dtype}; cast it first")
     return x.detach().contiguous().float()
-
-
-def _function_of(found: Activation, a: Tensor) -> tuple[Tensor, Tensor]:
-    assert found.function is not None
-    return found.function(a)
 
 
 def _clamped(

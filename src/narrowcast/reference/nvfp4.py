@@ -26,6 +26,7 @@ from ..formats import (
     NVFP4_BLOCK,
     SCALE_TILE_COLUMNS,
     SCALE_TILE_ROWS,
+    check_nvfp4,
     round_to_float32,
 )
 from .codecs import (
@@ -70,19 +71,8 @@ class _Options:
     amaxes: tuple[Tensor, Tensor] | None
 
     def __post_init__(self) -> None:
-        stochastic = self.seed is not None
-        exclusive = (
-            ("row_scaled", self.row_scaled, "two_d", self.two_d),
-            ("row_scaled", self.row_scaled, "rht", self.rht),
-            ("row_scaled", self.row_scaled, "stochastic rounding", stochastic),
-            ("four_over_six", self.four_over_six, "rht", self.rht),
-            ("four_over_six", self.four_over_six, "stochastic rounding", stochastic),
-        )
-        for first, has_first, second, has_second in exclusive:
-            if has_first and has_second:
-                raise ValueError(f"NVFP4 cannot combine {first} with {second}; turn one of them off")
-        if self.error_mode not in ("MAE", "MSE"):
-            raise ValueError(f"unknown 4-over-6 error mode {self.error_mode!r}; use 'MAE' or 'MSE'")
+        chosen = [name for name in ("two_d", "rht", "row_scaled", "four_over_six") if getattr(self, name)]
+        check_nvfp4(self.error_mode, (*chosen, *(["stochastic rounding"] if self.seed is not None else ())))
 
     @property
     def codes_are_shared(self) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._activations import checked
 from .._device import HIGH_PRECISION
-from .activation import activated, check_gradient, checked, gradient, widened
+from .activation import activated, check_gradient, gradient, widened
 from .reduction import round_to_dtype, row_sum
 
 
@@ -16,7 +17,7 @@ def forward(x: Tensor, scale: Tensor, activation: str, **params: float) -> Tenso
     Args:
         x: fp32, bf16 or fp16, shape (*lead, F), or (*lead, 2F) for a gated one.
         scale: shape lead, any of these dtypes.
-        activation: a name in ``activation.ACTIVATIONS``.
+        activation: a name in ``ACTIVATIONS``.
         params: as ``activation.forward`` takes them.
 
     Raises:
