@@ -1,0 +1,242 @@
+"""Training steps compiled for a GPU and run on twins, beside those of eager code on the CPU: ``steps.py NAME...``."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pkgutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._inductor.config
+from torch import Tensor, nn
+
+from .pretended_gpu import pretend
+
+pretend()  # before narrowcast asks
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+import narrowcast as nc  # noqa: E402
+import narrowcast.kernels  # noqa: E402
+from narrowcast.functional import gemm  # noqa: E402
+
+from . import twins  # noqa: E402
+
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+ROWS, WIDTH = 33, 64
+DELAYED = nc.recipe.DelayedScaling(amax_history_len=4)
+
+
+class Model(nn.Module):
+    """A linear layer, a feed-forward block, a norm with a linear layer."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        place: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        self.first = nc.Linear(WIDTH, 48, **place)
+        self.block = nc.LayerNormMLP(48, 80, activation="swiglu", normalization="RMSNorm", **place)
+        self.last = nc.LayerNormLinear(48, WIDTH, **place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.first(x)))
+
+
+class Twice(Model):
+    """The same layers, two times in a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class Checkpointed(Model):
+    """The middle is run again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.utils.checkpoint.checkpoint(self.block, self.first(x), use_reentrant=False)
+        return self.last(x)
+
+
+class Operations(nn.Module):
+    """A list of operations."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        place: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        self.all = nc.ops.Sequential(
+            nc.ops.RMSNorm(WIDTH, **place),
+            nc.ops.Linear(WIDTH, 96, **place),
+            nc.ops.SwiGLU(),
+            nc.ops.Linear(48, WIDTH, **place),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.all(x)
+
+
+Named = dict[str, Tensor]
+
+
+class Eager:
+    """The model in eager code on the CPU."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.model(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def gradients(self, y: Tensor, grad: Tensor) -> Named:
+        names, parameters = zip(*self.model.named_parameters())
+        return dict(zip(names, torch.autograd.grad(y, parameters, grad)))
+
+    def value(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+
+class Compiled(Eager):
+    """Its copy, compiled for the GPU; parameters and buffers have those of ``real`` for twins."""
+
+    def __init__(self, real: nn.Module, make: Callable[[str], nn.Module], recipe: Any, by: str) -> None:
+        with FAKE:
+            super().__init__(given(make("cuda"), recipe, by))
+            for ours, theirs in (
+                (self.model.named_parameters(), dict(real.named_parameters())),
+                (self.model.named_buffers(), dict(real.named_buffers())),
+            ):
+                for name, tensor in ours:
+                    twins.give_twin(tensor, theirs[name])
+            self.run = torch.compile(self.model, fullgraph=True)
+
+    def _fake(self, x: Tensor) -> Tensor:
+        with FAKE:
+            return twins.give_twin(torch.empty(x.shape, dtype=x.dtype, device="cuda"), x)
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        with FAKE, torch.no_grad():
+            return twins.twin_of(self.run(self._fake(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with FAKE:
+            return self.run(self._fake(x))
+
+    def gradients(self, y: Tensor, grad: Tensor) -> Named:
+        with FAKE:
+            return super().gradients(y, self._fake(grad))
+
+    def value(self, tensor: Tensor) -> Tensor:
+        return twins.twin_of(tensor).clone()
+
+
+def given(model: nn.Module, recipe: nc.recipe.Recipe, by: str) -> nn.Module:
+    """The model with a recipe: the root's, or each layer's own."""
+    if by == "root":
+        return nc.set_recipe(model, recipe)
+    for layer in model.modules():
+        if hasattr(layer, "recipe"):
+            layer.recipe = recipe
+    return model
+
+
+def plain(side: Eager, xs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for x in xs:
+        y = side.forward(x)
+        yield "output", side.value(y)
+        yield from backward(side, y, xs[0])
+
+
+def backward(side: Eager, y: Tensor, grad: Tensor) -> Iterator[tuple[str, Tensor]]:
+    for name, gradient in side.gradients(y, grad).items():
+        yield f"gradient of {name}", side.value(gradient)
+
+
+def with_evaluations(side: Eager, xs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """In training mode; what they collect does not count."""
+    for x, larger in zip(xs, xs[1:]):
+        yield "evaluated", side.evaluate(larger)
+        yield from plain(side, [x])
+
+
+def with_two_forwards(side: Eager, xs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Before their backwards."""
+    ys = [side.forward(x) for x in xs]
+    for y in ys:
+        yield "output", side.value(y)
+        yield from backward(side, y, xs[0])
+
+
+SCENARIOS: dict[str, tuple[Any, nc.recipe.Recipe, str, Any]] = {
+    "steps, root": (Model, DELAYED, "root", plain),
+    "steps, own": (Model, DELAYED, "own", plain),
+    "evaluations, root": (Model, DELAYED, "root", with_evaluations),
+    "evaluations, own": (Model, DELAYED, "own", with_evaluations),
+    "two forwards": (Model, DELAYED, "root", with_two_forwards),
+    "twice": (Twice, DELAYED, "root", plain),
+    "checkpointed": (Checkpointed, DELAYED, "root", plain),
+    "operations": (Operations, DELAYED, "root", with_evaluations),
+    "current": (Model, nc.recipe.Float8CurrentScaling(), "root", plain),
+}
+
+
+def differences(name: str) -> list[str]:
+    """What of a scenario's results, and of the state after it, is not equal to the bit."""
+    make, recipe, by, history = SCENARIOS[name]
+    torch.manual_seed(0)
+    xs = [torch.randn(ROWS, WIDTH).mul_(1 + 3 * i).bfloat16() for i in range(3)]
+    real = given(make("cpu"), recipe, by)
+    eager = copy.deepcopy(real)
+    found, wanted = (list(history(side, xs)) for side in (Compiled(real, make, recipe, by), Eager(eager)))
+    # Sums over rows differ in their order; kernels of Inductor's own, which add the gradients of two uses, are
+    # interpreted with bf16 rounded toward zero.
+    rounded = ("weight", "bias") if make is Twice else ("bias",)
+    wrong = [
+        f"{at}: {label}"
+        for at, ((label, a), (_, b)) in enumerate(zip(found, wanted, strict=True))
+        if not (_close(a, b) if label.endswith(rounded) else torch.equal(a, b))
+    ]
+    state = dict(eager.named_buffers())
+    return wrong + [key for key, value in real.named_buffers() if not torch.equal(value, state[key])]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Whether they differ by no more than rounding of bf16."""
+    return torch.allclose(a, b, rtol=2**-7, atol=2**-7 * b.abs().max().item())
+
+
+def prepare() -> None:
+    """Kernels take the branches that the interpreter knows; both sides multiply alike; nothing is kept on disk."""
+    for module in pkgutil.iter_modules(narrowcast.kernels.__path__):
+        try:
+            loaded: Any = importlib.import_module(f"narrowcast.kernels.{module.name}")
+        except ImportError:  # kernels of one kind of GPU, in another language
+            continue
+        if hasattr(loaded, "INTERPRETING"):
+            loaded.INTERPRETING = True
+    gemm._multiply_decoded = _multiply_decoded
+    torch._inductor.config.fx_graph_cache = False
+    torch._inductor.config.compile_threads = 1
+    torch._inductor.config.joint_graph_constant_folding = False  # it would compute on the GPU
+    torch._functorch.config.enable_autograd_cache = False
+    twins.run_graphs_on_twins()
+
+
+def _multiply_decoded(a: Any, b: Any, bias: Any, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+    contraction = min(a.values.shape[1], b.values.shape[1])
+    left, right = a.values[:rows, :contraction], b.values[:columns, :contraction]
+    scale = None if a.scale is None else a.scale * b.scale
+    return twins.exact_product(left, right.t(), scale, bias, dtype)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    prepare()
+    for name in sys.argv[1:]:
+        torch._dynamo.reset()
+        print(f"{name}: {', '.join(differences(name)) or 'equal'}", flush=True)
