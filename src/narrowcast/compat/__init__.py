@@ -1,5 +1,6 @@
 """Other libraries' names for what this one has: Transformer Engine's."""
 
+from . import attributes  # noqa: F401 -- puts names on tensors
 from .checkpoint import transformer_engine_state_dict
 from .global_state import FP8GlobalStateManager
 from .install import install_transformer_engine, uninstall_transformer_engine

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from .. import formats
-from ..formats import DType
 from ..functional import transpose_codes
 from .quantized_tensor import QuantizedTensor
 from .storage import QuantizedTensorStorage
@@ -35,24 +34,10 @@ __all__ = [
 ]
 
 
-class _Float8Elements(QuantizedTensorStorage):
-    """What Transformer Engine's users ask of storages of FP8 elements."""
-
-    _with_gemm_swizzled_scales = False
-
-    @property
-    def _fp8_dtype(self) -> DType:
-        return self._quantizer.dtype  # type: ignore[attr-defined]
-
-
-class Float8TensorStorage(_Float8Elements):
+class Float8TensorStorage(QuantizedTensorStorage):
     """Per-tensor FP8: ``_data`` uint8 (*lead, K); ``_transpose`` uint8 (K, *lead); ``_scale_inv`` fp32 (1,)."""
 
     _LAYOUT = formats.FLOAT8
-
-    @property
-    def _transpose_invalid(self) -> bool:
-        return self._transpose is None  # type: ignore[attr-defined]
 
     def _turns(self) -> bool:
         return True
@@ -61,25 +46,21 @@ class Float8TensorStorage(_Float8Elements):
         self._transpose = transpose_codes(self._data)  # type: ignore[attr-defined]
 
 
-class Float8BlockwiseQTensorStorage(_Float8Elements):
+class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     """128-block FP8: data uint8 (*lead, K) and (K, *lead); scales fp32, for 1x128 blocks stored scale-row first."""
 
     _LAYOUT = formats.FLOAT8_BLOCK_1D
 
-    @property
-    def _is_2D_scaled(self) -> bool:
+    def _turns(self) -> bool:
         return self._quantizer.block_scaling_dim == 2  # type: ignore[attr-defined]
 
-    def _turns(self) -> bool:
-        return self._is_2D_scaled
-
     def _create_columnwise(self) -> None:
-        if not self._is_2D_scaled:
+        if not self._turns():
             super()._create_columnwise()
         self._transpose_rowwise()
 
 
-class MXFP8TensorStorage(_Float8Elements):
+class MXFP8TensorStorage(QuantizedTensorStorage):
     """MXFP8: data uint8 in logical shape for both directions; scales E8M0 bytes, padded to 128 x 4."""
 
     _LAYOUT = formats.MXFP8
@@ -104,19 +85,6 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
     """NVFP4: two codes per byte, (*lead, K/2) and transposed (K, M/2), zero-padded to blocks of 16; fp32 amaxes."""
 
     _LAYOUT = formats.NVFP4
-    _with_gemm_swizzled_scales = False
-
-    @property
-    def _fp4_dtype(self) -> DType:
-        return self._quantizer.dtype  # type: ignore[attr-defined]
-
-    @property
-    def _row_scaled_nvfp4(self) -> bool:
-        return self._quantizer.row_scaled_nvfp4  # type: ignore[attr-defined]
-
-    @property
-    def _nvfp4_use_4over6(self) -> bool:
-        return self._quantizer.nvfp4_use_4over6  # type: ignore[attr-defined]
 
     def _turns(self) -> bool:
         """Not where each direction chooses its scales, or rounds, for itself."""

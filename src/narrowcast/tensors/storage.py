@@ -190,10 +190,6 @@ class QuantizedTensorStorage(BufferHolder):
 
     # -- what is there --------------------------------------------------------------------------------------------
 
-    def _get_quantizer(self) -> Any:
-        """The quantizer that made this; Transformer Engine's name."""
-        return self._quantizer
-
     def get_metadata(self) -> dict[str, Any]:
         """Constructor arguments that rebuild an equal object around the same buffers."""
         buffers = {argument: getattr(self, attribute) for attribute, argument in self._FLATTEN_TENSOR_BUFFERS}
