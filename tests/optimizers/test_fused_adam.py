@@ -116,6 +116,48 @@ def test_a_loaded_parameter_does_not_fall_back_to_its_first_value() -> None:
     assert torch.equal(optimizer.state[weight]["master_param"], other.weight.detach().dequantize().float())
 
 
+@pytest.mark.parametrize("way", ["state dicts", "checkpoint"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["delayed", *QUANTIZED])
+def test_steps_go_on_to_the_bit_after_loading(
+    name: str, dtype: torch.dtype, way: str, tmp_path: Path
+) -> None:
+    """Though checkpoints hold decoded weights, rounded to their dtype, from which other scales would follow."""
+
+    def made() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        with nc.quantized_model_init(recipe=RECIPES[name]):
+            model: Any = nn.Sequential(
+                nc.Linear(64, 64, device="cpu", dtype=dtype),
+                nc.LayerNormMLP(64, 96, device="cpu", dtype=dtype),
+            )
+        model = nc.set_recipe(model, RECIPES[name])
+        return model, FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+
+    def step(model: nn.Module, optimizer: Any, at: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        torch.manual_seed(at)  # of stochastic rounding, too
+        x = torch.randn(32, 64).to(dtype)
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    model, optimizer = made()
+    for at in range(3):
+        step(model, optimizer, at)
+    nc.distributed.save_checkpoint(tmp_path / "saved", model, optimizer)
+    states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = [step(model, optimizer, at) for at in (3, 4)]
+    model, optimizer = made()
+    if way == "checkpoint":
+        nc.distributed.load_checkpoint(tmp_path / "saved", model, optimizer)
+    else:
+        model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+    assert [step(model, optimizer, at) for at in (3, 4)] == expected
+
+
 def test_a_grouped_weight() -> None:
     with nc.quantized_model_init(recipe=RECIPES["current"], preserve_high_precision_init_val=True):
         layer = nc.GroupedLinear(2, 32, 32, bias=False, device="cpu", single_grouped_weight=True)

@@ -352,7 +352,8 @@ class FusedAdam(torch.optim.Optimizer):
         """As PyTorch's; every state is stored in the dtype that this optimizer was made for.
 
         Also of ``torch.optim.Adam`` and ``AdamW``, which load this optimizer's, too, and of Transformer Engine, whose
-        groups count steps.
+        groups count steps. A quantized parameter whose master weight comes along, and that was loaded before, has the
+        codes and the scales that it was saved with.
 
         Raises:
             ValueError: the state of another optimizer, or of options that this one does not have.
@@ -374,6 +375,8 @@ class FusedAdam(torch.optim.Optimizer):
             for name in self.state[p]:
                 if name in given:
                     self.set_scaled_state(p, name, given[name].detach().to(p.device, torch.float32))
+            if isinstance(p, DequantizingTensor) and _MASTER in self.state[p]:
+                _take_scales_of(p, self.get_unscaled_state(p, _MASTER))
             steps = float(given.get(_STEP, saved.get(_STEP)))
             device = p.device if self.capturable else torch.device("cpu")
             known = before.get(p)
@@ -464,6 +467,17 @@ def _initial_master(param: Tensor) -> Tensor:
     requantized = param._quantized(kept.to(param.device))._plain(torch.float32)
     # A parameter that was loaded or changed since is not the quantization of what was kept.
     return kept.to(param.device, torch.float32, copy=True) if torch.equal(requantized, rounded) else rounded
+
+
+def _take_scales_of(param: Any, master: Tensor) -> None:
+    """Quantize a loaded parameter from its master weight, as the step before the checkpoint did, where values agree.
+
+    Checkpoints hold decoded values in the dtype of the parameter, whose rounding moves a scale that is found from them;
+    the tolerance is that rounding, far below the distance of two codes.
+    """
+    before, from_master = param._plain(torch.float32), param._quantized(master)._plain(torch.float32)
+    if torch.allclose(from_master, before, rtol=2 * torch.finfo(param.dtype).eps, atol=0):
+        param.copy_(master)
 
 
 def _check_loaded(state_dict: dict[str, Any], decoupled: bool) -> None:
