@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from .upstream import opaque
 from .upstream.compiler import is_dynamo_loaded
@@ -81,18 +82,31 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that are no more than memory, whose shapes are numbers."""
 
 
-def refuse_in_transform(what: str, instead: str = "") -> None:
-    """Refuse ``what`` in eager code inside a transform, which the caller has found; in a graph there is none any more.
+# What torch.func differentiates says in a graph that it requires no gradient (seen on 2.11 and 2.13, not on 2.15).
+_HIDES_GRADIENTS = TorchVersion(torch.__version__) < "2.15"
+
+
+def refuse_in_transform(what: str, instead: str = "", plans_backward: bool = True) -> None:
+    """Refuse ``what`` inside a transform, which the caller has found, where its gradients would be wrong.
+
+    In eager code that is everywhere. A graph records the backward as any other code; what is computed only where
+    ``requires_grad`` asks for it is right there from PyTorch 2.15 on.
 
     Args:
-        instead: what else the caller can do.
+        instead: what else the caller can do. plans_backward: ``what`` asks for ``requires_grad``.
     Raises:
-        NotImplementedError: in eager code.
+        NotImplementedError: in eager code. RuntimeError: in a graph that hides what requires a gradient.
     """
+    use = f"use torch.autograd.grad with torch.func.functional_call{instead}"
     if not torch.compiler.is_compiling():
         raise NotImplementedError(
             f"{what} is inside a transform of torch.func (grad, vmap, jvp), which cannot see what its backward reads; "
-            f"use torch.autograd.grad with torch.func.functional_call{instead}"
+            f"{use}"
+        )
+    if _HIDES_GRADIENTS and plans_backward:
+        raise RuntimeError(
+            f"{what} is inside a compiled transform of torch.func (grad, vmap, jvp), where this PyTorch does not say "
+            f"what requires a gradient; {use}, or PyTorch 2.15"
         )
 
 

@@ -75,5 +75,5 @@ def normalize(inp: Tensor, weight: Tensor, bias: Tensor | None, settings: NormSe
         (*lead, K) in the dtype of ``inp``.
     """
     if in_transform():
-        refuse_in_transform(settings.normalization, " or a norm of torch.nn")
+        refuse_in_transform(settings.normalization, " or a norm of torch.nn", plans_backward=False)
     return _NormFunction.apply(inp, weight, bias, settings)
