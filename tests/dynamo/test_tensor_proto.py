@@ -92,22 +92,20 @@ def test_is_a_dataclass_with_a_hash() -> None:
 
 
 @each_kind
+@each_usage
+@one_of_each
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.13", reason="before torch 2.13 methods of a quantizer may not trace"
 )
-def test_existing_tensors_are_described_in_a_graph(internal: bool) -> None:
-    """As inputs in either kind, and made there as bare storages; wrappers made there by their quantizer."""
-    quantizer = ONE_OF_EACH["nvfp4"].replace(internal=internal)
+def test_existing_tensors_are_described_in_a_graph(
+    name: str, usage: tuple[bool, bool], internal: bool
+) -> None:
+    """As inputs, and made there, as wrappers and as bare storages."""
+    quantizer = ONE_OF_EACH[name].with_usage(*usage).replace(internal=internal)
     x = normal((32, 64), BF16)
 
     def run(x: torch.Tensor, given: Any) -> tuple[TensorProto, TensorProto]:
-        made = quantizer.quantize(x)
-        here = (
-            to_tensor_proto(made)
-            if internal
-            else TensorProto(made.shape, made.dtype, quantizer, device="cpu")
-        )
-        return here, to_tensor_proto(given)
+        return to_tensor_proto(quantizer.quantize(x)), to_tensor_proto(given)
 
     given = quantizer.replace(internal=False).quantize(x)
     found = torch.compile(run, fullgraph=True, backend="aot_eager")(x, given)

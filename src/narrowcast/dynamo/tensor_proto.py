@@ -102,17 +102,12 @@ class TensorProto:
 
 
 def to_tensor_proto(tensor: TensorOrQuantized) -> TensorProto:
-    """Description of a plain tensor, a quantized tensor or a bare storage.
-
-    It traces, but for a quantized tensor that was made in the same graph, whose quantizer the compiler does not show:
-    describe that one by the quantizer that made it, ``TensorProto(x.shape, x.dtype, quantizer)``.
-    """
+    """Description of a plain tensor, a quantized tensor or a bare storage; it traces."""
     if isinstance(tensor, QuantizedTensorStorage):
-        requires_grad = isinstance(tensor, QuantizedTensor) and tensor.requires_grad
-        quantizer: Any = tensor._quantizer
-        present = [name for name, _ in tensor._FLATTEN_TENSOR_BUFFERS if getattr(tensor, name) is not None]
-        if present != tensor.buffer_attributes(quantizer.rowwise_usage, quantizer.columnwise_usage):
-            quantizer = quantizer.with_usage(**tensor.get_usages())  # a view of one direction
-        quantizer = quantizer.replace(internal=not isinstance(tensor, QuantizedTensor))
-        return TensorProto(tuple(tensor.size()), tensor._dtype, quantizer, requires_grad, tensor.device)
+        wrapper = isinstance(tensor, QuantizedTensor)
+        quantizer, dtype = tensor._description
+        described = quantizer.replace(internal=not wrapper)
+        return TensorProto(
+            tuple(tensor.size()), dtype, described, wrapper and tensor.requires_grad, tensor.device
+        )
     return TensorProto(tuple(tensor.shape), tensor.dtype, None, tensor.requires_grad, tensor.device)

@@ -190,6 +190,19 @@ class QuantizedTensorStorage(BufferHolder):
 
     # -- what is there --------------------------------------------------------------------------------------------
 
+    @property
+    def _description(self) -> tuple[Any, torch.dtype]:
+        """(quantizer in the directions that are there, nominal dtype).
+
+        A tuple, since Dynamo shows attributes of a tensor that was made in the graph unless they are callable, and
+        quantizers are.
+        """
+        quantizer: Any = self._quantizer
+        present = [name for name, _ in self._FLATTEN_TENSOR_BUFFERS if getattr(self, name) is not None]
+        if present != self.buffer_attributes(quantizer.rowwise_usage, quantizer.columnwise_usage):
+            quantizer = quantizer.with_usage(**self.get_usages())  # a view of one direction
+        return quantizer, self._dtype
+
     def get_metadata(self) -> dict[str, Any]:
         """Constructor arguments that rebuild an equal object around the same buffers."""
         buffers = {argument: getattr(self, attribute) for attribute, argument in self._FLATTEN_TENSOR_BUFFERS}
