@@ -154,9 +154,9 @@ def test_refuses(device: torch.device) -> None:
         kernels.activation.backward(x, x, "swiglu")
     with pytest.raises(ValueError, match=r"gradient of gelu has shape \(1, 3\), expected \(2, 3\)"):
         kernels.activation.backward(x[:1], x, "gelu")
-    with pytest.raises(ValueError, match="gelu takes torch.bfloat16, torch.float16 or torch.float32"):
+    with pytest.raises(TypeError, match="gelu takes torch.bfloat16, torch.float16 or torch.float32"):
         kernels.activation.forward(x.double(), "gelu")
-    with pytest.raises(ValueError, match="gradient of gelu takes torch.bfloat16"):
+    with pytest.raises(TypeError, match="gradient of gelu takes torch.bfloat16"):
         kernels.activation.backward(x.double(), x, "gelu")
 
 

@@ -69,7 +69,7 @@ def test_refuses(device: torch.device) -> None:
         ValueError, match=r"scale of swiglu has shape \(2, 1\), expected one value per row, \(2,\)"
     ):
         kernels.scaled_activation.forward(x, x[:, :1], "swiglu")
-    with pytest.raises(ValueError, match="scale of srelu must be torch.bfloat16"):
+    with pytest.raises(TypeError, match="scale of srelu must be torch.bfloat16"):
         kernels.scaled_activation.forward(x, x[:, 0].double(), "srelu")
     with pytest.raises(ValueError, match=r"gradient of swiglu has shape \(2, 4\), expected \(2, 2\)"):
         kernels.scaled_activation.backward(x, x, x[:, 0], "swiglu")

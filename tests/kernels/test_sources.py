@@ -261,10 +261,32 @@ def test_refuses_an_unknown_activation(device: torch.device) -> None:
             numerics.sources.activation(x, "silu", limit=1.0)
 
 
+def test_an_unsupported_dtype_is_one_error_everywhere(device: torch.device) -> None:
+    """The kernels and the reference raise the same class, so code may catch it on a CPU and on a GPU."""
+    x, one = torch.ones(32, 32, dtype=torch.float64), torch.ones(1)
+    for numerics, where in ((reference, torch.device("cpu")), (kernels, device)):
+        wide, scale = x.to(where), one.to(where)
+        attempts: list[Callable[[], object]] = [
+            lambda numerics=numerics, wide=wide, scale=scale: numerics.float8.quantize(
+                wide, scale, E4M3, rowwise=True, columnwise=True
+            ),
+            lambda numerics=numerics, wide=wide, scale=scale: numerics.mx.quantize(
+                wide, E4M3, rowwise=True, columnwise=False
+            ),
+            lambda numerics=numerics, wide=wide, scale=scale: numerics.norm.statistics(
+                wide, normalization="RMSNorm", eps=1e-5
+            ),
+            lambda numerics=numerics, wide=wide, scale=scale: numerics.sources.activation(wide, "gelu"),
+        ]
+        for attempt in attempts:
+            with pytest.raises(TypeError, match=r"torch\.float64"):
+                attempt()
+
+
 def test_refuses_what_the_formats_cannot_take(device: torch.device) -> None:
-    with pytest.raises(ValueError, match="cannot quantize torch.float64"):
+    with pytest.raises(TypeError, match="cannot quantize torch.float64"):
         kernels.sources.tensor(torch.ones(4, 4, dtype=torch.float64, device=device), column_sums=True)
-    with pytest.raises(ValueError, match="cannot quantize torch.int8"):
+    with pytest.raises(TypeError, match="cannot quantize torch.int8"):
         kernels.sources.rounded(torch.ones(4, 4, device=device), torch.int8)
     row = kernels.sources.activation(torch.ones(8, device=device), "silu")
     for name in ("block 1-D", "mxfp8"):

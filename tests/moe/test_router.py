@@ -213,6 +213,18 @@ def test_bad_arguments() -> None:
         "is for score_function": lambda: top(
             logits, 2, qb_histogram=histogram, qb_bin_bounds=bias[:2], qb_histogram_mode="two_kernel"
         ),
+        **{
+            rf"qb_bin_bounds is \[{low}, {high}\]; pass two finite numbers": lambda low=low, high=high: top(
+                logits,
+                2,
+                score_function="sigmoid",
+                expert_bias=bias,
+                qb_histogram=histogram,
+                qb_bin_bounds=torch.tensor([low, high]),
+                qb_histogram_mode="two_kernel",
+            )
+            for low, high in ((1.0, -1.0), (1.0, 1.0), (math.nan, 1.0), (0.0, math.nan), (0.0, math.inf))
+        },
         "score_function is 'tanh'": lambda: nc.fused_compute_score_for_moe_aux_loss(logits, 2, "tanh"),
         "tokens_per_expert": lambda: nc.fused_moe_aux_loss(logits, bias[:3], 9, EXPERTS, 2, 0.1),
         "probs is torch.float64": lambda: nc.fused_moe_aux_loss(logits.double(), bias, 9, EXPERTS, 2, 0.1),

@@ -54,6 +54,8 @@ def test_slots_by_position(recipe: Recipe) -> None:
     inp, weight, grad = (operand.quantizer for operand in (plan.input, plan.kept_weight, plan.grad_output))
     forward = [q.with_usage(True, True) for q in create(recipe, num_quantizers=6).make_quantizers()]
     assert forward[0] == forward[3] == inp
+    if isinstance(weight, nc.MXFP8Quantizer):  # tiles are for layers, and no role says that this is one
+        weight = weight.replace(with_2d_quantization=False)
     assert forward[1] == forward[4] == weight
     assert forward[2] == forward[5] == recipe.make_quantizer("output", 2).with_usage(True, True)
     backward = [q.with_usage(True, True) for q in create(recipe, "backward", 4).make_quantizers()]
@@ -186,6 +188,14 @@ def test_another_recipe_inherits_nothing(other: Any) -> None:
     assert not state.inherit_state_from(source)
     assert state.scale is scale
     assert state.amax_history is history
+
+
+def test_square_tiles_are_for_weights_of_linear_layers() -> None:
+    kinds = ("linear", "grouped_linear", "dpa", "")
+    roles: list[QuantizerRole | None] = [QuantizerRole(kind, "weight") for kind in kinds]
+    recipe = MXFP8BlockScaling(enable_2d_quantization=True)
+    made: list[Any] = create(recipe, num_quantizers=5, roles=[*roles, None]).make_quantizers()
+    assert [one.with_2d_quantization for one in made] == [True, True, False, False, False]
 
 
 def test_stateless_recipes_inherit_by_value() -> None:

@@ -329,7 +329,7 @@ def checked(x: Tensor, activation: str, params: Mapping[str, float]) -> _activat
 def _check_readable(x: Tensor, what: str) -> None:
     check_device(x)
     if x.dtype not in HIGH_PRECISION:
-        raise ValueError(
+        raise TypeError(
             f"{what} takes torch.bfloat16, torch.float16 or torch.float32, got {x.dtype}; cast it first"
         )
 

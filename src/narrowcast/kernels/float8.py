@@ -450,7 +450,7 @@ def quantize(
         ``[data (*lead, K) uint8]``, ``[transpose (K, *lead) uint8]``, ``scale_inv`` fp32 (1,).
 
     Raises:
-        ValueError: a tensor the kernels cannot reach, another dtype, or rank 0.
+        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, or rank 0.
 
     Numerics:
         ``code = sat(RN(x * scale))``, NaN where ``x`` is infinite, ``scale_inv = RN(1 / scale)``; equal to
@@ -486,7 +486,7 @@ def quantize_current(
         ``[data (*lead, K) uint8]``, ``[transpose (K, *lead) uint8]``, ``scale_inv`` fp32 (1,).
 
     Raises:
-        ValueError: a tensor the kernels cannot reach, another dtype, or rank 0.
+        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, or rank 0.
 
     Numerics:
         ``scale = scale_from_amax(max|x|)``; equal to ``reference.float8.quantize_current``.
@@ -533,7 +533,7 @@ def amax_parts(x: Tensor) -> Tensor:
         x: bf16, fp16 or fp32, any strides.
 
     Raises:
-        ValueError: a tensor the kernels cannot reach, or another dtype.
+        TypeError: another dtype. ValueError: a tensor the kernels cannot reach.
     """
     check_input(x, 0)
     x, n = x.contiguous(), x.numel()

@@ -387,7 +387,8 @@ def check_input(x: Tensor, min_rank: int) -> None:
     """Refuse what no quantize kernel can read.
 
     Raises:
-        ValueError: ``check_device`` refuses, the dtype is not fp32, bf16 or fp16, or the rank is below ``min_rank``.
+        TypeError: the dtype is not fp32, bf16 or fp16. ValueError: ``check_device`` refuses, or the rank is below
+        ``min_rank``.
     """
     if not (x.is_cuda or INTERPRETING) or x.dtype not in HIGH_PRECISION or x.dim() < min_rank:
         check_device(x)
@@ -399,10 +400,10 @@ def check_dtype(dtype: torch.dtype) -> None:
     """Refuse a dtype that no kernel quantizes.
 
     Raises:
-        ValueError: it is not fp32, bf16 or fp16.
+        TypeError: it is not fp32, bf16 or fp16.
     """
     if dtype not in HIGH_PRECISION:
-        raise ValueError(f"cannot quantize {dtype}; use torch.bfloat16, torch.float16 or torch.float32")
+        raise TypeError(f"cannot quantize {dtype}; use torch.bfloat16, torch.float16 or torch.float32")
 
 
 def check_rank(rank: int, min_rank: int) -> None:

@@ -210,7 +210,7 @@ def _sizes(x: _Kind) -> tuple[int, int]:
     """Rows and columns of the matrix behind ``x``; refuses what the kernels cannot read."""
     shape, dtype = x  # type: ignore[misc]
     if dtype not in HIGH_PRECISION:
-        raise ValueError(f"norms take {' or '.join(map(str, HIGH_PRECISION))}, got {dtype}; cast it first")
+        raise TypeError(f"norms take {' or '.join(map(str, HIGH_PRECISION))}, got {dtype}; cast it first")
     if not shape:
         raise ValueError("norms need a last dim, got a tensor of rank 0")
     return math.prod(shape[:-1]), shape[-1]
@@ -303,8 +303,8 @@ def statistics(
         fp32 (programs,), one value at least and 1024 at most.
 
     Raises:
-        ValueError: a tensor the kernels cannot reach, another dtype, rank 0, shapes that do not fit, an unknown
-            normalization, or ``amax_partials`` without a weight.
+        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, rank 0, shapes that do not fit, an
+            unknown normalization, or ``amax_partials`` without a weight.
 
     Numerics:
         Equal to ``reference.norm.statistics``; the largest partial is the amax of ``normalized``'s result.
@@ -418,7 +418,7 @@ def gradient_statistics(
         ``(c1, c2, dweight, dbias)``, fp32 (M,), (M,) or None; (K,), (K,) or None of ``dtype``; None for RMSNorm.
 
     Raises:
-        ValueError: a tensor the kernels cannot reach, another dtype, rank 0, or shapes that do not fit.
+        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, rank 0, or shapes that do not fit.
 
     Numerics:
         Equal to ``reference.norm.gradient_statistics``.
@@ -493,7 +493,7 @@ def backward(
         Shape and dtype of ``x``.
 
     Raises:
-        ValueError: a tensor the kernels cannot reach, another dtype, rank 0, or shapes that do not fit.
+        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, rank 0, or shapes that do not fit.
 
     Numerics:
         Equal to ``reference.norm.backward``.

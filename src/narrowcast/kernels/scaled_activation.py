@@ -120,7 +120,7 @@ def _check_scale(x: Tensor, scale: Tensor, activation: str) -> None:
             f"{tuple(x.shape[:-1])}"
         )
     if scale.dtype not in HIGH_PRECISION:
-        raise ValueError(
+        raise TypeError(
             f"the scale of {activation} must be torch.bfloat16, torch.float16 or torch.float32, got {scale.dtype}; "
             "cast it first"
         )

@@ -147,7 +147,7 @@ def tensor(x: Tensor, *, column_sums: bool = False) -> Source:
     """The source that reads ``x``; with ``column_sums`` a kernel that reads all of it also sums its columns.
 
     Raises:
-        ValueError: a tensor the kernels cannot reach, another dtype, or rank 0.
+        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, or rank 0.
     """
     check_input(x, 1)
     x = x.contiguous()
@@ -329,7 +329,7 @@ def source_of(x: Tensor | Source, min_rank: int) -> Source:
     """The source itself, or the one that reads a tensor.
 
     Raises:
-        ValueError: a tensor the kernels cannot reach, another dtype, or a rank below ``min_rank``.
+        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, or a rank below ``min_rank``.
     """
     if isinstance(x, Source):
         check_rank(len(x.shape), min_rank)

@@ -5,11 +5,14 @@ Everything is plain PyTorch in fp32, which the compiler fuses; nothing is read b
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._device import HIGH_PRECISION
+from .._tracing import host_reads
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 MAP_FORMATS = ("bytemap", "bitmap_u8")
@@ -53,7 +56,8 @@ def fused_topk_with_score_function(
             the map.
         qb_histogram: int32 (E, bins), to which one is added per token and expert: at the bias with which the expert's
             score would equal the best biased score not chosen. What lies beyond the bounds counts at the ends.
-        qb_bin_bounds: fp32 (2,), where the bins begin and end.
+        qb_bin_bounds: fp32 (2,), where the bins begin and end; on a GPU, and in compiled code, nobody looks whether the
+            first is the lower one.
         qb_histogram_mode: "two_kernel" or "fused_atomic"; the result is the same.
 
     Returns:
@@ -61,7 +65,8 @@ def fused_topk_with_score_function(
 
     Raises (before any kernel):
         ValueError: another dtype, score function or format; ``topk`` or groups that do not fit the experts; a bias with
-        "softmax"; some but not all of the ``qb_`` arguments, or with anything but "sigmoid", a bias and no groups.
+        "softmax"; bounds that are reversed, equal or not finite; some but not all of the ``qb_``
+        arguments, or with anything but "sigmoid", a bias and no groups.
     """
     experts = _check(logits, topk, score_function, routing_map_format)
     _check_groups(experts, topk, num_groups, group_topk)
@@ -286,3 +291,9 @@ def _check_histogram(
         )
     if bounds.shape != (2,):
         raise ValueError(f"qb_bin_bounds has shape {tuple(bounds.shape)}; pass (2,), lower and upper")
+    if host_reads(bounds):
+        low, high = bounds.tolist()
+        if not -math.inf < low < high < math.inf:  # a NaN compares false
+            raise ValueError(
+                f"qb_bin_bounds is [{low}, {high}]; pass two finite numbers, the lower one first"
+            )

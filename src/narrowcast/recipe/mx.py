@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field
+from typing import TYPE_CHECKING
 
 from ..quantizers import MXFP4Quantizer, MXFP6Quantizer, MXFP8Quantizer, Quantizer
+from ..roles import QuantizerRole
 from .base import (
     BACKWARD_TENSOR_TYPES,
     BackwardOverride,
     Format,
+    Mode,
     Recipe,
     flag_field,
     fp8_dtype,
     recipe_class,
     refuse_pure_e5m2,
 )
+
+if TYPE_CHECKING:
+    from .delayed import DelayedScaling
 
 
 @recipe_class
@@ -24,7 +31,7 @@ class MXFP8BlockScaling(Recipe):
     Args:
         margin: accepted for compatibility; must be 0, the format has no use for it.
         fp8_format: E4M3 or HYBRID.
-        enable_2d_quantization: 32x32 tiles for weights.
+        enable_2d_quantization: 32x32 tiles for weights of linear and grouped linear layers.
     """
 
     _family = "mxfp8"
@@ -44,6 +51,19 @@ class MXFP8BlockScaling(Recipe):
             raise ValueError(
                 f"MXFP8BlockScaling got margin={self.margin}; the format has no margin, leave it 0"
             )
+
+    def resolve(
+        self, mode: Mode, roles: Sequence[QuantizerRole]
+    ) -> tuple[list[Quantizer], DelayedScaling | None]:
+        """As the base class; a weight whose role names no linear layer gets no tiles, as in Transformer Engine."""
+        quantizers, state = super().resolve(mode, roles)
+        if self.enable_2d_quantization:
+            linear = ("linear", "grouped_linear")
+            quantizers = [
+                quantizer if role.module_type in linear else quantizer.replace(with_2d_quantization=False)
+                for quantizer, role in zip(quantizers, roles)
+            ]
+        return quantizers, state
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
         return MXFP8Quantizer(
