@@ -227,7 +227,8 @@ class _Offload:
     def __enter__(self) -> _Offload:
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                "offloading activations to the CPU cannot be compiled; compile the layers inside"
+                "the offload context is inside a function compiled with fullgraph=True, and its copies are no part of "
+                "a graph; compile the layers inside the context, or leave fullgraph out"
             )
         if not self.synchronised:
             raise RuntimeError(
@@ -314,7 +315,8 @@ def get_cpu_offload_context(
     layer after theirs runs its backward: two layers' activations are on the device, in place of ``num_layers``. What
     moves is what is saved, so of quantized operands codes and scales. Parameters, tensors of fewer than 2**18 elements
     and what was given to :func:`mark_not_offload` stay. Results are the same bits. Eager code; layers inside may be
-    compiled. Tensors of a CPU are copied, too, which is for tests.
+    compiled with ``fullgraph=True``, what is around them only without. Tensors of a CPU are
+    copied, too, which is for tests.
 
     Args:
         enabled: False returns objects that do nothing.
