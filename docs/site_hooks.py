@@ -1,15 +1,35 @@
-"""What the site holds besides docs/: the examples, and the pictures and page of the benchmarks, which pages link to."""
+"""Add to the site what lies outside ``docs/``: examples, benchmark pictures, and the link to the repository."""
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 BESIDE = ("examples/*.py", "benchmarks/README.md", "benchmarks/results/*.png")
 
 
+def web_address(remote: str) -> str | None:
+    """Return where a browser finds a git remote; None for a folder."""
+    found = re.fullmatch(
+        r"(?:https?://|ssh://)?(?:[^@/]+@)?([\w.-]+\.\w+)[:/](.+?)(?:\.git)?/?", remote.strip()
+    )
+    return f"https://{found[1]}/{found[2]}" if found else None
+
+
+def on_config(config: Any) -> Any:
+    """Link the repository that this clone came from."""
+    command = ["git", "-C", str(Path(config.docs_dir).parent), "remote", "get-url", "origin"]
+    remote = subprocess.run(command, capture_output=True, text=True).stdout
+    config.repo_url = config.repo_url or web_address(remote)
+    if config.repo_url:
+        config.repo_name = config.repo_url.split("/", 3)[-1]
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
-    """Add them under the paths that they have in the repository."""
+    """Add the files of ``BESIDE`` under their paths in the repository."""
     from mkdocs.structure.files import File
 
     root = Path(config.docs_dir).parent
@@ -21,7 +41,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links that leave docs/ in the repository stay inside the site."""
+    """Keep links that leave ``docs/`` in the repository inside the site."""
     if page.file.src_uri.startswith("benchmarks/"):
         return markdown.replace("](../docs/", "](../")
     return markdown.replace("](../", "](")

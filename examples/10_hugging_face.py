@@ -1,6 +1,6 @@
 """A Mixtral of Transformers, converted: router and experts, two steps with accelerate, and the same files when saved.
 
-Run: pip install 'narrowcast[hf]'; python examples/10_hugging_face.py
+Run: pip install '.[hf]'; python examples/10_hugging_face.py
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """LoRA of PEFT on a converted model: the frozen weights are stored in FP8, and have no weight gradients.
 
-Run: pip install 'narrowcast[peft]'; python examples/11_lora.py
+Run: pip install '.[peft]'; python examples/11_lora.py
 """
 
 from collections import Counter

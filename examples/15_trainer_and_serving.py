@@ -1,6 +1,6 @@
 """A Llama of Transformers, converted, trained by the Trainer, exported in FP8 and loaded back by Transformers.
 
-Run: pip install 'narrowcast[hf,serving]'; python examples/15_trainer_and_serving.py
+Run: pip install '.[hf,serving]'; python examples/15_trainer_and_serving.py
 """
 
 import tempfile
