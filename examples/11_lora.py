@@ -19,7 +19,8 @@ def main() -> None:
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = transformers.LlamaForCausalLM(config).to(device, torch.bfloat16).requires_grad_(False)
-    receipt = nc.convert(base, nc.recipe.Float8CurrentScaling(), skip="lm_head", weights="stored")
+    nc.convert(base, nc.recipe.Float8CurrentScaling(), skip="lm_head", weights="stored")
+    receipt = nc.receipt(base)
     before, after = receipt.memory.parameters_before, receipt.memory.parameters
     print(f"parameters: {before:,} bytes before, {after:,} with stored weights")
     model = peft.get_peft_model(base, peft.LoraConfig(r=8, target_modules="all-linear"))

@@ -59,7 +59,7 @@ def test_the_faster_one_is_chosen_and_measured_once(measured: list[Any], tmp_pat
 
 def test_the_receipt_tells_the_choice(measured: list[Any]) -> None:
     plain = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 64))
-    receipt = nc.convert(plain, RECIPE, policy="auto", rows=128)
+    receipt = nc.receipt(nc.convert(plain, RECIPE, policy="auto", rows=128))
     assert [one.decision for one in receipt.gemms] == ["kept", "converted"]
     assert (
         "high precision is faster: 128x32->64 takes 2.000 ms, in high precision 1.000"

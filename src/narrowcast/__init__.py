@@ -19,7 +19,7 @@ from .attention import (
     apply_rotary_pos_emb,
 )
 from .compat import onnx_export
-from .convert import convert, revert
+from .convert import convert, receipt, revert
 from .formats import DType
 from .graphs import make_graphed_callables
 from .inspect import bisect, watch
@@ -203,6 +203,7 @@ __all__ = [
     "policy",
     "prepare_for_saving",
     "quantized_model_init",
+    "receipt",
     "recipe",
     "reduce_delayed_scaling",
     "restore_from_func_ctx",

@@ -107,7 +107,7 @@ def hashes(folder: Path) -> dict[str, str]:
 def test_a_family_trains_and_turns_back(name: str) -> None:
     model = make(name)
     plain, state = gradients(model, name), {k: v.clone() for k, v in model.state_dict().items()}
-    receipt = nc.convert(model, CURRENT)
+    receipt = nc.receipt(nc.convert(model, CURRENT))
     kept = {one.name.rsplit(".", 1)[-1] for one in receipt.gemms if one.decision == "kept"}
     assert kept == set(ZOO[name][3])
     assert list(model.state_dict()) == list(state)
@@ -168,7 +168,7 @@ def test_gradient_checkpointing_changes_nothing(reentrant: bool) -> None:
 @pytest.mark.slow
 def test_a_converted_model_compiles() -> None:
     model = make("llama")
-    receipt = nc.convert(model, CURRENT, skip="lm_head")
+    receipt = nc.receipt(nc.convert(model, CURRENT, skip="lm_head"))
     model.config.use_cache = False
     plain = {key: value.clone() for key, value in gradients(model, "llama").items()}
     torch._dynamo.reset()
@@ -232,7 +232,7 @@ def test_the_trainer_trains_in_bf16_and_resumes(recipe: Any, tmp_path: Path) -> 
 
 def test_accelerate_needs_nothing_more() -> None:
     model = make("llama")
-    receipt = nc.convert(model, CURRENT)
+    receipt = nc.receipt(nc.convert(model, CURRENT))
     accelerator = accelerate.Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, cpu=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.utils.data.DataLoader(Words(), batch_size=4)
@@ -299,12 +299,12 @@ def test_routers_stay_in_high_precision(name: str) -> None:
     cls, config, sizes, routers = ROUTERS[name]
     torch.manual_seed(0)
     model = getattr(transformers, cls)(getattr(transformers, config)(**sizes))
-    receipt = nc.convert(model, CURRENT)
+    receipt = nc.receipt(nc.convert(model, CURRENT))
     found = {one.name for one in receipt.gemms if one.reason.startswith("a router")}
     assert {one.rpartition(".")[2] for one in found} == routers
     assert all(type(model.get_submodule(one)) is nn.Linear for one in found)
     assert not any(
         part in one for one in found for part in ("q_proj", "k_proj", "v_proj", "kv_proj", "lm_head")
     )
-    again = nc.convert(model, CURRENT, routers=True)
+    again = nc.receipt(nc.convert(model, CURRENT, routers=True))
     assert {one.name for one in again.gemms if one.decision == "converted"} >= found

@@ -43,7 +43,7 @@ def logits(model: Any) -> Tensor:
 @pytest.mark.parametrize("weights", ["plain", "stored"])
 def test_peft_finds_trains_merges_and_saves(modules: Any, dora: bool, weights: Any, tmp_path: Path) -> None:
     base = make().requires_grad_(False)
-    receipt = nc.convert(base, CURRENT, skip="lm_head", weights=weights)
+    receipt = nc.receipt(nc.convert(base, CURRENT, skip="lm_head", weights=weights))
     config = peft.LoraConfig(r=8, target_modules=modules, use_dora=dora, init_lora_weights=False)
     model = peft.get_peft_model(base, config)
     wrapped = {
@@ -79,7 +79,7 @@ def test_peft_finds_trains_merges_and_saves(modules: Any, dora: bool, weights: A
 def test_a_model_that_has_adapters_is_converted_around_them() -> None:
     model = peft.get_peft_model(make(), peft.LoraConfig(r=8, target_modules="all-linear"))
     plain = logits(model)
-    receipt = nc.convert(model, CURRENT, skip=["**.lora_*", "**.lm_head"])
+    receipt = nc.receipt(nc.convert(model, CURRENT, skip=["**.lora_*", "**.lm_head"]))
     converted = [one.name for one in receipt.gemms if one.decision == "converted"]
     assert len(converted) == 14 and all(name.endswith(".base_layer") for name in converted)
     model.train()(input_ids=WORDS, labels=WORDS).loss.backward()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,15 +27,67 @@ def test_a_dry_run_changes_nothing_and_says_what_would_be() -> None:
     dry = nc.convert(model, CURRENT, skip="head", dry_run=True)
     assert not nc.get_recipes(model) and dry.dry_run
     assert "would be converted (dry run)" in str(dry)
-    assert dry.gemms == nc.convert(other, CURRENT, skip="head").gemms
+    assert dry.gemms == nc.receipt(nc.convert(other, CURRENT, skip="head")).gemms
+
+
+def test_the_verbs_return_the_model() -> None:
+    model = Model()
+    assert nc.convert(model, CURRENT) is nc.set_recipe(model, BLOCK) is nc.revert(model) is model
+
+
+def test_a_receipt_is_made_at_any_time() -> None:
+    """The same after training, of a copy, of what was loaded, and of a model that it is a part of."""
+    model = nn.Sequential(
+        nn.Linear(32, 32), Conv1D(48, 32), Experts(width=48), nn.RMSNorm(48), nn.Linear(48, 2)
+    )
+    dry = nc.convert(model, CURRENT, skip="4", norms=True, dry_run=True)
+    receipt = nc.receipt(nc.convert(model, CURRENT, skip="4", norms=True))
+    assert [one.reason for one in receipt.gemms if one.decision == "kept"] == ["skip"]
+    assert (dry.gemms, dry.norms, dry.memory) == (receipt.gemms, receipt.norms, receipt.memory)
+    model[1](model[0](torch.randn(4, 32))).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for later in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert nc.receipt(later) == receipt
+    inside = nc.receipt(nn.ModuleDict({"model": model}))
+    assert [one.name for one in inside.gemms] == [f"model.{one.name}" for one in receipt.gemms]
+    nc.set_recipe(model, {"0": BLOCK, "1": None})
+    first, second = nc.receipt(model).gemms[:2]
+    assert first.recipe == "Float8BlockScaling" and (second.decision, second.recipe) == ("converted", "")
+    assert "no recipe: its own is None" in str(nc.receipt(model))
+    assert (
+        "_conversion_reason" in model[4].__dict__ and "_conversion_reason" not in nc.revert(model)[4].__dict__
+    )
+
+
+def test_a_model_that_was_never_converted_has_one() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nc.Linear(32, 32, device="cpu", recipe=CURRENT), nn.RMSNorm(32))
+    receipt = nc.receipt(model)
+    assert [(one.decision, one.recipe) for one in receipt.gemms] == [
+        ("kept", ""),
+        ("narrowcast", "Float8CurrentScaling"),
+    ]
+    assert receipt.gemms[0].reason == "not converted; nc.convert(model, recipe) does"
+    assert receipt.flops_covered == 0.5 and not receipt.norms and receipt.sharding is None
+    assert "0 of 1 weights" in str(nc.receipt(nn.Linear(4, 4))) and nc.receipt(nn.ReLU()).gemms == ()
+
+
+def test_a_receipt_that_is_taken_for_the_model_says_where_that_is() -> None:
+    receipt = nc.receipt(nn.Linear(8, 8))
+    for name in ("train", "parameters", "to"):
+        with pytest.raises(AttributeError, match=rf"`model = narrowcast.convert\(.*`model\.{name}`"):
+            getattr(receipt, name)
+    with pytest.raises(AttributeError, match="no attribute 'coverage'"):
+        receipt.coverage  # noqa: B018
+    with pytest.raises(TypeError, match="receipt: model is a Receipt; pass the torch.nn.Module"):
+        nc.receipt(receipt)  # type: ignore[arg-type]
 
 
 def test_shares_and_parameters_of_a_model_with_ties() -> None:
-    receipt = nc.convert(Model(32, 48), CURRENT, skip="head")
+    receipt = nc.receipt(nc.convert(Model(32, 48), CURRENT, skip="head"))
     block, head = 3 * 32 * 64, 32 * 48
     assert receipt.flops_covered == pytest.approx(2 * block / (2 * block + head))
     total = sum(parameter.numel() for parameter in Model(32, 48).parameters())  # the tied weight once
-    assert receipt.parameters == total
+    assert receipt.parameter_count == total
     assert receipt.parameters_covered == pytest.approx(2 * block / total)
     first = receipt.gemms[0]
     assert (first.name, first.type, first.shape) == ("layers.0.up", "Linear", (64, 32))
@@ -43,7 +97,7 @@ def test_shares_and_parameters_of_a_model_with_ties() -> None:
 
 def test_experts_count_as_often_as_a_token_meets_them() -> None:
     experts = Experts(experts=8, width=32, inner=48)  # two of them for each token
-    receipt = nc.convert(nn.ModuleList([experts, nn.Linear(32, 32)]), CURRENT)
+    receipt = nc.receipt(nc.convert(nn.ModuleList([experts, nn.Linear(32, 32)]), CURRENT))
     assert [one.name for one in receipt.gemms] == ["0.gate_up_proj", "0.down_proj", "1"]
     of_experts = 2 * 3 * 32 * 48
     assert receipt.gemms[2].flops_share == pytest.approx(32 * 32 / (of_experts + 32 * 32))
@@ -55,7 +109,7 @@ def test_a_list_of_experts_counts_as_often_as_a_token_meets_them() -> None:
             super().__init__()
             self.top_k, self.experts = 2, nn.ModuleList(nn.Sequential(nn.Linear(32, 32)) for _ in range(8))
 
-    receipt = nc.convert(nn.ModuleList([Mixture(), nn.Linear(32, 32)]), CURRENT)
+    receipt = nc.receipt(nc.convert(nn.ModuleList([Mixture(), nn.Linear(32, 32)]), CURRENT))
     assert receipt.gemms[0].name == "0.experts.0.0"
     assert receipt.gemms[0].flops_share == pytest.approx(2 / 8 / 3)
     assert receipt.gemms[-1].flops_share == pytest.approx(1 / 3)
@@ -66,14 +120,14 @@ def test_padding_is_what_the_gemm_adds() -> None:
     for name, (layer, padding) in sizes.items():
         receipt = nc.convert(layer, QUANTIZED[name], dry_run=True)
         assert receipt.gemms[0].padding == pytest.approx(padding)
-    assert nc.convert(nn.Linear(64, 64), CURRENT).gemms[0].padding == 0.0
+    assert nc.receipt(nc.convert(nn.Linear(64, 64), CURRENT)).gemms[0].padding == 0.0
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trains", "frozen"])
 def test_expected_memory_is_what_a_step_saves(recipe: Any, frozen: bool) -> None:
     layer, tokens = nn.Linear(128, 256, bias=False).requires_grad_(not frozen), 4096
-    receipt = nc.convert(layer, recipe)
+    receipt = nc.receipt(nc.convert(layer, recipe))
     saved: list[int] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +144,7 @@ def test_expected_memory_is_what_a_step_saves(recipe: Any, frozen: bool) -> None
 
 
 def test_coverage_is_asserted_and_what_is_missing_named() -> None:
-    receipt = nc.convert(Model(), CURRENT, skip="head")
+    receipt = nc.receipt(nc.convert(Model(), CURRENT, skip="head"))
     receipt.assert_coverage(0.85)
     with pytest.raises(AssertionError, match=r"88\.9% .* 95\.0% .*: head 11\.1% \(skip\)"):
         receipt.assert_coverage(0.95)
@@ -100,7 +154,7 @@ def test_layers_of_narrowcast_count_when_they_have_a_recipe() -> None:
     model = nn.Sequential(
         nc.Linear(32, 32, device="cpu"), nc.LayerNormMLP(32, 64, device="cpu", recipe=CURRENT)
     )
-    receipt = nc.convert(model, BLOCK)
+    receipt = nc.receipt(nc.convert(model, BLOCK))
     assert [one.name for one in receipt.gemms] == ["0", "1.fc1_weight", "1.fc2_weight"]
     assert [one.covered for one in receipt.gemms] == [False, True, True]
     assert nc.get_recipes(model) == {"0": None, "1": CURRENT}
@@ -108,7 +162,7 @@ def test_layers_of_narrowcast_count_when_they_have_a_recipe() -> None:
 
 def test_json_and_text_tell_the_same() -> None:
     model = nn.Sequential(nn.Linear(32, 40), Conv1D(48, 40), nn.Conv2d(3, 4, 2))
-    receipt = nc.convert(model, CURRENT)
+    receipt = nc.receipt(nc.convert(model, CURRENT))
     told = json.loads(receipt.to_json())
     assert told["flops_covered"] == receipt.flops_covered
     assert [one["name"] for one in told["gemms"]] == ["0", "1", "2"]
@@ -122,7 +176,7 @@ def test_json_and_text_tell_the_same() -> None:
 
 
 def test_the_page_is_complete_and_its_picture_adds_up(tmp_path: Path) -> None:
-    receipt = nc.convert(Model(), CURRENT, skip="head")
+    receipt = nc.receipt(nc.convert(Model(), CURRENT, skip="head"))
     receipt.to_html(tmp_path / "receipt.html")
     tags: list[tuple[str, dict[str, str | None]]] = []
     parser = HTMLParser()
@@ -136,7 +190,7 @@ def test_the_page_is_complete_and_its_picture_adds_up(tmp_path: Path) -> None:
 
 
 def test_rich_shows_it_and_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rich, receipt = pytest.importorskip("rich.console"), nc.convert(Model(), CURRENT)
+    rich, receipt = pytest.importorskip("rich.console"), nc.receipt(nc.convert(Model(), CURRENT))
     with open(tmp_path / "shown", "w") as file:
         console = rich.Console(width=200, record=True, file=file)
         console.print(receipt)
@@ -155,7 +209,7 @@ def test_a_model_without_gemms_is_refused() -> None:
 
 def test_what_a_fast_path_leaves_out_is_said() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
-    receipt = nc.convert(layer, CURRENT)
+    receipt = nc.receipt(nc.convert(layer, CURRENT))
     notes = {one.name: one.reason for one in receipt.gemms if one.decision == "converted"}
     assert set(notes) == {"linear1", "linear2"} and all("fast path" in note for note in notes.values())
     assert "Float8CurrentScaling; without gradients, torch's fast path" in str(receipt)

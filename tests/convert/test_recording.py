@@ -33,7 +33,7 @@ def forward_of(model: nn.Module, compiled: bool) -> Any:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_every_gemm_is_counted_and_finds_its_layer(compiled: bool) -> None:
     model = Model().to(DEVICE)
-    receipt = nc.convert(model, CURRENT, skip="head")
+    receipt = nc.receipt(nc.convert(model, CURRENT, skip="head"))
     model.layers[1].gate.weight.requires_grad_(False)
     forward = forward_of(model, compiled)
     with receipt.recording():
@@ -53,7 +53,7 @@ def test_every_gemm_is_counted_and_finds_its_layer(compiled: bool) -> None:
 @pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
 def test_every_recipe_is_seen(recipe: Any) -> None:
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)).to(DEVICE)
-    receipt = nc.convert(model, recipe)
+    receipt = nc.receipt(nc.convert(model, recipe))
     with receipt.recording():
         model(torch.randn(16, 32, device=DEVICE, requires_grad=True)).sum().backward()
     assert {key: one.calls for key, one in ways(receipt).items()} == {
@@ -63,7 +63,7 @@ def test_every_recipe_is_seen(recipe: Any) -> None:
 
 def test_experts_are_seen() -> None:
     experts = Experts().to(DEVICE)
-    receipt = nc.convert(experts, CURRENT)
+    receipt = nc.receipt(nc.convert(experts, CURRENT))
     index, weights = (x.to(DEVICE) for x in route(20, 4))
     with receipt.recording():
         experts(torch.randn(20, 32, device=DEVICE, requires_grad=True), index, weights).sum().backward()
@@ -74,7 +74,7 @@ def test_experts_are_seen() -> None:
 
 def test_what_did_not_run_is_named_and_a_recomputation_counts() -> None:
     model = Model().to(DEVICE)
-    receipt = nc.convert(model, CURRENT)
+    receipt = nc.receipt(nc.convert(model, CURRENT))
     x = torch.randn(4, 32, device=DEVICE, requires_grad=True)
     with receipt.recording():
         torch.utils.checkpoint.checkpoint(model.layers[0], x, use_reentrant=False).sum().backward()
@@ -88,7 +88,7 @@ def test_what_did_not_run_is_named_and_a_recomputation_counts() -> None:
 
 def test_the_numbers_are_those_of_an_unrecorded_step() -> None:
     model = Model().to(DEVICE)
-    receipt = nc.convert(model, CURRENT)
+    receipt = nc.receipt(nc.convert(model, CURRENT))
     plain = model(WORDS)
     with receipt.recording():
         assert torch.equal(model(WORDS), plain)
@@ -99,7 +99,7 @@ def test_the_numbers_are_those_of_an_unrecorded_step() -> None:
 
 def test_it_must_be_asked_for() -> None:
     model = Model().to(DEVICE)
-    receipt = nc.convert(model, CURRENT)
+    receipt = nc.receipt(nc.convert(model, CURRENT))
     model(WORDS)
     with pytest.raises(RuntimeError, match=r"with receipt\.recording\(\)"):
         receipt.ran()
@@ -120,7 +120,7 @@ def test_weight_gradients_of_one_merged_input_name_all_that_they_may_belong_to()
             return self.q(x) + self.k(x).sin()
 
     model = Shared().to(DEVICE)
-    receipt = nc.convert(model, CURRENT)
+    receipt = nc.receipt(nc.convert(model, CURRENT))
     with receipt.recording():
         forward_of(model, True)(torch.randn(16, 32, device=DEVICE)).sum().backward()
     told = {(one.name, one.gemm): one.calls for one in receipt.ran()}
@@ -131,7 +131,7 @@ def test_weight_gradients_of_one_merged_input_name_all_that_they_may_belong_to()
 def test_native_gemms_outside_of_operators_are_counted_without_a_layer() -> None:
     """As compiled graphs on a GPU call them; here by hand."""
     model = Model().to(DEVICE)
-    receipt = nc.convert(model, CURRENT)
+    receipt = nc.receipt(nc.convert(model, CURRENT))
     codes, one = torch.ones(32, 32, device=DEVICE).to(torch.float8_e4m3fn), torch.ones((), device=DEVICE)
     with receipt.recording():
         torch._scaled_mm(codes, codes.t(), one, one, out_dtype=torch.bfloat16)

@@ -36,7 +36,7 @@ def test_routers_beside_experts_stay(gate: str, kind: str) -> None:
     found = kept(nc.convert(model, CURRENT, dry_run=True))
     found.pop("1", None)  # weights of the mixture itself, whose forward is not known
     assert found == expected
-    receipt = nc.convert(model, CURRENT)
+    receipt = nc.receipt(nc.convert(model, CURRENT))
     assert torch.equal(model[1].gate(x), before)
     assert type(model[1].shared_expert_gate) is nn.Linear and isinstance(model[1].shared, nc.Linear)
     model(x).sum().backward()
@@ -45,7 +45,7 @@ def test_routers_beside_experts_stay(gate: str, kind: str) -> None:
 
 def test_routers_are_converted_on_request() -> None:
     model = Mixture(GATES["wg"]())
-    receipt = nc.convert(model, CURRENT, routers=True)
+    receipt = nc.receipt(nc.convert(model, CURRENT, routers=True))
     assert isinstance(model.gate.wg, nc.Linear) and isinstance(model.shared_expert_gate, nc.Linear)
     assert kept(receipt) == {}
     only = Mixture(GATES["wg"]())
@@ -60,17 +60,17 @@ def test_other_linear_layers_are_no_routers() -> None:
     )
     heads = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Linear(32, 4), nn.Linear(32, 1))
     for model in (blocks, heads, Model()):
-        assert not any("router" in reason for reason in kept(nc.convert(model, CURRENT)).values())
+        assert not any("router" in reason for reason in kept(nc.receipt(nc.convert(model, CURRENT))).values())
     mixture = Mixture(nn.Linear(32, 4))
     mixture.experts[0] = nn.Linear(32, 32)
     mixture.block = Gate("up", 4, 4)  # type: ignore[assignment]  # no more inputs than experts
     mixture.attention = nn.ModuleDict({"k": nn.Linear(32, 4), "v": nn.Linear(32, 4)})  # several linear layers
-    assert set(kept(nc.convert(mixture, CURRENT))) == {"gate", "shared_expert_gate"}
+    assert set(kept(nc.receipt(nc.convert(mixture, CURRENT)))) == {"gate", "shared_expert_gate"}
 
 
 def test_a_router_beside_grouped_layers_stays() -> None:
     model = nn.ModuleDict({"router": nn.Linear(32, 4), "fc1": nc.GroupedLinear(4, 32, 48, device="cpu")})
-    assert kept(nc.convert(model, CURRENT)) == {"router": REASON}
+    assert kept(nc.receipt(nc.convert(model, CURRENT))) == {"router": REASON}
 
 
 def test_a_gate_as_wide_as_its_input_stays() -> None:
@@ -82,4 +82,4 @@ def test_a_gate_as_wide_as_its_input_stays() -> None:
             "experts": nn.ModuleList(nn.Linear(16, 16) for _ in range(16)),
         }
     )
-    assert kept(nc.convert(model, CURRENT)) == {"gate": REASON}
+    assert kept(nc.receipt(nc.convert(model, CURRENT))) == {"gate": REASON}

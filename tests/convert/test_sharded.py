@@ -37,7 +37,7 @@ def test_sharded_after_conversion(name: str, mesh: Any) -> None:
     plain, x = make(), torch.randn(8, 32)
     model = copy.deepcopy(plain)
     nc.convert(plain, QUANTIZED[name])
-    receipt = nc.convert(model, QUANTIZED[name])
+    receipt = nc.receipt(nc.convert(model, QUANTIZED[name]))
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh)
     with receipt.recording():
@@ -53,5 +53,5 @@ def test_sharded_after_conversion(name: str, mesh: Any) -> None:
 def test_what_is_sharded_already_stays_and_says_so(mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    receipt = nc.convert(fully_shard(make(), mesh=mesh), QUANTIZED["current"])
+    receipt = nc.receipt(nc.convert(fully_shard(make(), mesh=mesh), QUANTIZED["current"]))
     assert {one.reason for one in receipt.gemms} == {"weight is a DTensor; convert before sharding"}

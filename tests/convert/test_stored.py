@@ -76,7 +76,7 @@ def test_compiled_and_copied_models_give_the_same(name: str) -> None:
 def test_bytes_are_halved_and_only_the_copy_is_saved(recipe: Any) -> None:
     model = frozen(512, 512)
     weight = model[0].weight
-    receipt = nc.convert(model, recipe, weights="stored")
+    receipt = nc.receipt(nc.convert(model, recipe, weights="stored"))
     buffers = [x for x in model[0].weight.get_data_tensors() if x is not None]
     held = sum(x.numel() * x.element_size() for x in buffers)
     assert held <= 0.53 * weight.numel() * 2
@@ -95,7 +95,7 @@ def test_bytes_are_halved_and_only_the_copy_is_saved(recipe: Any) -> None:
 
 def test_nothing_is_quantized_but_activations_and_no_weight_gradient_runs() -> None:
     model = frozen(64, 96, 64)
-    receipt = nc.convert(model, CURRENT, weights="stored")
+    receipt = nc.receipt(nc.convert(model, CURRENT, weights="stored"))
     assert "Float8CurrentScaling, stored" in str(receipt) and all(one.stored for one in receipt.gemms)
     with receipt.recording():
         step(model, inputs(64))
@@ -138,7 +138,7 @@ def test_revert_keeps_the_values_of_the_copy() -> None:
 def test_weights_that_train_or_are_tied_stay_and_say_so() -> None:
     model = nn.Sequential(Model(), Conv1D(8, 8)).requires_grad_(False)
     model[0].layers[0].up.weight.requires_grad_(True)
-    receipt: Receipt = nc.convert(model, CURRENT, weights="stored")
+    receipt: Receipt = nc.receipt(nc.convert(model, CURRENT, weights="stored"))
     said = {one.name.removeprefix("0."): (one.stored, one.reason) for one in receipt.gemms}
     assert said["layers.0.up"] == (False, "its weight trains, and is not stored quantized")
     assert said["head"] == (False, "its weight is tied, and is not stored quantized")

@@ -57,7 +57,9 @@ def against_plain(
     model: Any = make(recipe)
     if before is not None:
         model = before(model)
-    receipt = shard(model, mesh, blocks=model.blocks, recompute=recompute, **options)
+    receipt: Any = nc.receipt(
+        shard(model, mesh, blocks=model.blocks, recompute=recompute, **options)
+    ).sharding
     if after is not None:
         model = after(model)
     seen: set[str] = set()
@@ -137,7 +139,7 @@ def stored(recipe: str, way: str, mesh: Any) -> dict[str, Any]:
     model = make_model(recipe, *shape, quantized=True, device="meta" if way == "meta" else "cpu")
     share = 0.0
     if way == "shard":
-        receipt = shard(model, mesh, blocks=model.blocks)
+        receipt: Any = nc.receipt(shard(model, mesh, blocks=model.blocks)).sharding
         share = receipt.gathered_bytes / receipt.plain_bytes
         assert not any(
             one.reason for one in receipt.parameters if "weight" in one.name and len(one.shape) == 2
@@ -231,7 +233,7 @@ def operations(mesh: Any) -> tuple[Any, Any]:
             nc.ops.Linear(96, 64, device="cpu"),
         )
         nc.set_recipe(model, QUANTIZED["current"])
-        receipt = shard(model, mesh, quantized_gather=quantized)
+        receipt: Any = nc.receipt(shard(model, mesh, quantized_gather=quantized)).sharding
         assert sum(one.quantized for one in receipt.parameters) == 2 * quantized
         losses.append(train(model))
     return losses[0], losses[1]
@@ -302,7 +304,7 @@ def grouped(recipe: str, mesh: Any) -> dict[str, Any]:
     """Layers of groups with quantized gathers and without; with stored weights in shards and in one process."""
     recipe, *is_stored = recipe.split()
     plain, model = Experts(recipe, bool(is_stored)), Experts(recipe, bool(is_stored))
-    receipt = shard(model, mesh, blocks=model.blocks, recompute=False)
+    receipt: Any = nc.receipt(shard(model, mesh, blocks=model.blocks, recompute=False)).sharding
     plain = plain if is_stored else fsdp2(plain, mesh)
     width, losses = model.blocks[0].in_features, []
     for one in (model, plain):
@@ -580,7 +582,9 @@ def test_what_is_gathered_in_high_precision_and_why(one: Any) -> None:
         ),
         nc.Linear(32, 32, device="cpu", recipe=QUANTIZED["current"]),
     )
-    receipt = shard(model, one, blocks=model)
+    assert shard(model, one, blocks=model) is model
+    receipt: Any = nc.receipt(model).sharding
+    assert str(nc.receipt(model)).endswith(f"sharding:\n{receipt}")
     reasons = {one.name: one.reason for one in receipt.parameters}
     assert "rows and columns differently" in reasons["0.weight"]
     assert reasons["1.weight"] == "its layer has no recipe"
@@ -595,7 +599,7 @@ def test_what_is_gathered_in_high_precision_and_why(one: Any) -> None:
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_a_shard_is_quantized_once_for_forward_and_backward(recipe: str, one: Any) -> None:
     model: Any = make(recipe)
-    receipt = shard(model, one, blocks=model.blocks)
+    receipt: Any = nc.receipt(shard(model, one, blocks=model.blocks)).sharding
     quantized = sum(parameter.quantized for parameter in receipt.parameters)
     gathers, of_last = (
         [local(p)._gather for p in part.parameters() if isinstance(local(p), ShardedWeight)]
@@ -634,7 +638,7 @@ def test_a_recipe_that_comes_with_an_autocast(one: Any) -> None:
     for quantized in (True, False):
         torch.manual_seed(0)
         model = torch.nn.Sequential(nc.Linear(32, 32, device="cpu"))
-        receipt = shard(model, one, recipe=recipe, quantized_gather=quantized)
+        receipt: Any = nc.receipt(shard(model, one, recipe=recipe, quantized_gather=quantized)).sharding
         assert receipt.parameters[0].quantized == quantized
         with nc.autocast(recipe=recipe):
             loss = model(torch.ones(16, 32)).square().mean()

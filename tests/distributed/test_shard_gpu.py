@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import narrowcast as nc
 from narrowcast.distributed import shard
 from narrowcast.optimizers import FusedAdam
 
@@ -42,7 +43,9 @@ def test_bits(recipe: str, compiled: bool, mesh: Any) -> None:
                 block.compile(fullgraph=True)
         if quantized:
             options = {"recompute": False, "reshard_after_forward": True} if recipe == "mxfp8" else {}
-            receipt = shard(model, mesh, blocks=model.blocks, mp_policy=policy, **options)
+            receipt: Any = nc.receipt(
+                shard(model, mesh, blocks=model.blocks, mp_policy=policy, **options)
+            ).sharding
             assert receipt.gathered_bytes < 0.52 * receipt.plain_bytes
         else:
             fsdp2(model, mesh, mp_policy=policy)
@@ -55,7 +58,9 @@ def test_fused_adam_steps_shards(mesh: Any) -> None:
     losses = []
     for quantized in (False, True):
         model: Any = make_model("current", 256, 512, 1, device="cuda")
-        receipt = shard(model, mesh, blocks=model.blocks, quantized_gather=quantized)
+        receipt: Any = nc.receipt(
+            shard(model, mesh, blocks=model.blocks, quantized_gather=quantized)
+        ).sharding
         assert any(one.quantized for one in receipt.parameters) == quantized
         losses.append(train(model, width=256, optimizer=FusedAdam(model.parameters(), lr=1e-3)))
     assert losses[0] == losses[1] and losses[0][-1] != losses[0][0]

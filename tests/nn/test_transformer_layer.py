@@ -472,7 +472,7 @@ def owned_step(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 def test_convert_tells_of_the_layer() -> None:
     model = nn.Sequential(nn.Linear(H, H, device=DEVICE), make_layer())
-    receipt = nc.convert(model, nc.recipe.Float8CurrentScaling())
+    receipt = nc.receipt(nc.convert(model, nc.recipe.Float8CurrentScaling()))
     decisions = {gemm.name: gemm.decision for gemm in receipt.gemms}
     assert decisions["0"] == "converted" and decisions["1.self_attention.proj"] == "narrowcast"
     nc.set_recipe(model, nc.recipe.Float8CurrentScaling())

@@ -30,7 +30,7 @@ def test_a_loaded_model_is_the_exported_one(name: str, meta: bool, tmp_path: Pat
     model, path = saved(name, tmp_path)
     again = stack(160, 224, 96)
     again = again.to("meta") if meta else again
-    receipt = nc.load_quantized(again, path)
+    receipt = nc.receipt(nc.load_quantized(again, path))
     again.to(DEVICE)
     assert all(one.stored for one in receipt.gemms)
     x = torch.randn(32, 160, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.bfloat16)

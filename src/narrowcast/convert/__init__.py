@@ -1,7 +1,17 @@
 """Models that exist already: their layers become low-precision ones in place, and turn back, with a receipt."""
 
 from .convert import convert, revert
-from .receipt import GemmRecord, Memory, NormRecord, Receipt
+from .receipt import GemmRecord, Memory, NormRecord, Receipt, receipt
 from .recording import RanGemm, RanGemms
 
-__all__ = ["GemmRecord", "Memory", "NormRecord", "RanGemm", "RanGemms", "Receipt", "convert", "revert"]
+__all__ = [
+    "GemmRecord",
+    "Memory",
+    "NormRecord",
+    "RanGemm",
+    "RanGemms",
+    "Receipt",
+    "convert",
+    "receipt",
+    "revert",
+]

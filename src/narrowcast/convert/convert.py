@@ -4,23 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from torch import nn
 
 from ..layers import DelayedLayer, RecipeOwner
 from ..layers.policies import Policy, policy_named
-from ..layers.set_recipe import matching_names, recipe_table, renew_from, stop_renewing_from
+from ..layers.set_recipe import Model, matching_names, recipe_table, renew_from, stop_renewing_from
 from ..nn import Linear
 from ..recipe import Recipe
+from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
 from .find import Found, FoundNorm, gemm_modules, norm_modules
-from .receipt import Decision, Receipt, receipt_of
+from .receipt import Receipt, receipt_of
 from .stored import restore, store, uses_of_parameters, why_not_stored
 from .swap import become, check_turns_back, is_converted, turn_back
 
 Patterns = str | Sequence[str] | None
 
 
+@overload
+def convert(
+    model: Model,
+    recipe: Recipe | Mapping[str, Recipe | None] | str,
+    *,
+    only: Patterns = None,
+    skip: Patterns = None,
+    weights: Literal["plain", "stored"] = "plain",
+    norms: bool = False,
+    routers: bool = False,
+    dry_run: Literal[False] = False,
+    policy: str | None = None,
+    rows: int | None = None,
+) -> Model: ...
+@overload
+def convert(
+    model: nn.Module,
+    recipe: Recipe | Mapping[str, Recipe | None] | str,
+    *,
+    only: Patterns = None,
+    skip: Patterns = None,
+    weights: Literal["plain", "stored"] = "plain",
+    norms: bool = False,
+    routers: bool = False,
+    dry_run: Literal[True],
+    policy: str | None = None,
+    rows: int | None = None,
+) -> Receipt: ...
 def convert(
     model: nn.Module,
     recipe: Recipe | Mapping[str, Recipe | None] | str,
@@ -33,7 +62,7 @@ def convert(
     dry_run: bool = False,
     policy: str | None = None,
     rows: int | None = None,
-) -> Receipt:
+) -> nn.Module | Receipt:
     """Have the linear layers of a model run in the precision of a recipe: in place, exactly undone by :func:`revert`.
 
     ``nn.Linear``, ``Conv1D`` of Transformers and the 3-D experts of Transformers 5 become layers of narrowcast that own
@@ -54,9 +83,9 @@ def convert(
         routers: convert ``nn.Linear``s that choose the experts of a mixture or weigh them, too. They stay by default:
             rounded logits send tokens to other experts.
         policy, rows: as of :func:`narrowcast.set_recipe`; the receipt tells what was chosen, and the times.
-        dry_run: change nothing, and return the receipt of what would be done.
+        dry_run: change nothing, and return the :class:`Receipt` of what would be done.
     Returns:
-        the receipt: every module with the weight of a GEMM, what was decided and why; print it.
+        ``model``. :func:`narrowcast.receipt` says of every module with the weight of a GEMM what was decided and why.
     Raises (with nothing changed):
         TypeError: ``model`` is no module, ``recipe`` no recipe. ValueError: a pattern that matches no such module, a
         recipe that cannot be resolved for a layer, a policy that is unknown or without ``rows``, or "stored" weights of
@@ -85,21 +114,24 @@ def convert(
     chosen_norms = [_decide_norm(one, chosen, skipped) for one in found_norms]
     # resolves every recipe, so that what cannot be resolved fails here
     receipt = receipt_of(model, decisions, chosen_norms, dry_run)
-    if not dry_run:
-        for one in decisions:
-            if one.decision == "converted":
-                layer: Any = one.found.layer
-                become(one.found.module, layer, one.role_name, one.recipe)
-                if one.stored:
-                    store(one.found.module)
-        for norm in chosen_norms:
-            if norm.layer is not None:
-                become(norm.module, norm.layer)
-        renew_from(model)
-    return receipt
+    if dry_run:
+        return receipt
+    for one in decisions:
+        if one.found.layer is not None and one.decision == "converted":
+            become(one.found.module, one.found.layer, one.role_name, one.recipe)
+            if one.stored:
+                store(one.found.module)
+        if one.decision != "narrowcast":
+            record_reason(one.found.module, one.reason)
+    for norm in chosen_norms:
+        if norm.layer is not None:
+            become(norm.module, norm.layer)
+        record_norm_reason(norm.module, norm.reason)
+    renew_from(model)
+    return model
 
 
-def revert(model: nn.Module) -> nn.Module:
+def revert(model: Model) -> Model:
     """Undo :func:`convert` for all of a model's modules: their classes and attributes are again those of before.
 
     Parameters keep the values that they have now, weights that were stored quantized those of the quantized copy;
@@ -116,6 +148,7 @@ def revert(model: nn.Module) -> nn.Module:
     for _, module in converted:
         restore(module)
         turn_back(module)
+    drop_reasons(model)
     if not any(isinstance(layer, DelayedLayer) and layer.delayed_slots() for layer in model.modules()):
         stop_renewing_from(model)
     return model
@@ -125,7 +158,7 @@ def _decide(
     one: Found, recipes: dict[str, Recipe | None], chosen: set[str], skipped: set[str], routers: bool
 ) -> Decision:
     if isinstance(one.module, RecipeOwner):
-        return Decision(one, "narrowcast", one.reason, one.module.recipe)
+        return decision_so_far(one)
     if one.layer is None:
         return Decision(one, "kept", one.reason, None)
     if one.name in skipped:

@@ -161,7 +161,7 @@ def _why_not_norm(module: Any, torchs: type[nn.Module]) -> str:
 
 def _look(name: str, module: nn.Module, parent: nn.Module | None) -> Found | None:
     if isinstance(module, RecipeOwner):
-        return Found(name, module, _matrices(module, parent), None, "a layer of narrowcast already")
+        return Found(name, module, _weights_of_layer(module, parent), None, "a layer of narrowcast already")
     if isinstance(module, nn.Linear):
         reason, weight = _why_not_linear(module, parent), module.weight
         lazy = isinstance(weight, nn.parameter.UninitializedParameter)
@@ -195,11 +195,26 @@ def _look_at_parameters(name: str, module: nn.Module, parent: nn.Module | None) 
         return Found(name, module, weights, None, f"a parameter of {kind}, whose forward is not known")
     if not _is_experts(module):
         return Found(name, module, weights, None, f"experts of {kind}, whose forward is not known")
-    weights = [weight for weight in weights if weight.tensor.dim() == 3]
-    if module.is_transposed:
-        weights = [weight._replace(rows=weight.columns, columns=weight.rows) for weight in weights]
+    weights = _experts_weights(module, weights)
     reason = _why_not_any(module, tuple(weight.name for weight in weights))
     return Found(name, module, weights, None if reason else ExpertsLayer, reason)
+
+
+def _weights_of_layer(layer: RecipeOwner, parent: nn.Module | None) -> list[Weight]:
+    """The weights of a layer of narrowcast; of a converted one as they were found before."""
+    weights = _matrices(layer, parent)
+    if isinstance(layer, ExpertsLayer):
+        return _experts_weights(layer, weights)
+    return [_transposed(weight) for weight in weights] if isinstance(layer, Conv1DLayer) else weights
+
+
+def _experts_weights(module: nn.Module, weights: list[Weight]) -> list[Weight]:
+    weights = [weight for weight in weights if weight.tensor.dim() == 3]
+    return [_transposed(weight) for weight in weights] if module.is_transposed else weights
+
+
+def _transposed(weight: Weight) -> Weight:
+    return weight._replace(rows=weight.columns, columns=weight.rows)
 
 
 def _matrices(module: nn.Module, parent: nn.Module | None) -> list[Weight]:

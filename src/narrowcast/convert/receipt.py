@@ -1,4 +1,4 @@
-"""``Receipt``: what ``convert`` found, decided and expects, and afterwards what ran."""
+"""``receipt``: what ``convert`` found and decided in a model, what to expect of it, and afterwards what ran."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..recipe import Recipe, linear_plan
+from .decisions import Decision, decisions_so_far, norms_so_far
 from .find import Found, FoundNorm, Weight, gemm_modules
 from .recording import NamedWeight, RanGemms, Recorder
 from .show import as_html, as_rich, as_text
@@ -23,30 +24,6 @@ from .stored import stored_bytes
 
 _MULTIPLES = {"tensor": 16, "1x128": 128, "128x128": 128}
 """What the sizes of a native GEMM are padded to, by how it scales; emulated GEMMs pad to the blocks of the format."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What becomes of a module that was found: "converted", "kept", or "narrowcast" where it is one already.
-
-    ``stored``: its weight is kept as one quantized copy.
-    """
-
-    found: Found
-    decision: str
-    reason: str
-    recipe: Recipe | None
-    stored: bool = False
-
-    @property
-    def role_name(self) -> str:
-        """The layer's name in quantizer roles: only where a recipe reads it, so that equal layers share a graph."""
-        return self.found.name if self.recipe is not None and self.recipe.custom() else ""
-
-    @property
-    def module_type(self) -> str:
-        """What it is, or becomes, in quantizer roles."""
-        return getattr(self.found.layer or self.found.module, "_module_type", "linear")
 
 
 @dataclass(frozen=True)
@@ -107,19 +84,20 @@ class Memory:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What ``convert`` did with a model; ``print`` shows a table.
+    """What ``convert`` did with a model, and ``distributed.shard``; ``print`` shows a table.
 
-    ``gemms``: a record per weight. ``model``: class of the model. ``parameters``: elements of the model, each once.
-    ``memory``: what to expect. ``dry_run``: nothing was changed. ``norms``: a record per norm, where those were asked
-    for.
+    ``gemms``: a record per weight. ``model``: class of the model. ``parameter_count``: elements of the model, each
+    once. ``memory``: what to expect. ``dry_run``: nothing was changed. ``norms``: a record per norm, if norms were
+    asked for. ``sharding``: the :class:`narrowcast.distributed.ShardReceipt` of a sharded model, or None.
     """
 
     model: str
     gemms: tuple[GemmRecord, ...]
     norms: tuple[NormRecord, ...]
-    parameters: int
+    parameter_count: int
     memory: Memory
     dry_run: bool
+    sharding: Any
     _model: Any = field(repr=False, compare=False)
     _recorders: list[Recorder] = field(repr=False, compare=False, default_factory=list)
 
@@ -132,7 +110,7 @@ class Receipt:
     def parameters_covered(self) -> float:
         """Share of the model's parameters that are weights of GEMMs that run under a recipe."""
         covered = sum(one.parameters for one in self.gemms if one.covered)
-        return covered / self.parameters if self.parameters else 0.0
+        return covered / self.parameter_count if self.parameter_count else 0.0
 
     def assert_coverage(self, least: float) -> None:
         """Check that GEMMs with at least this share of the FLOPs per token run under a recipe.
@@ -154,11 +132,13 @@ class Receipt:
     # -- what ran ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Count the GEMMs that run inside, eager or compiled; then :meth:`ran` tells them.
+    def recording(self) -> Iterator[Receipt]:
+        """Count the GEMMs that run inside, eager or compiled; then :meth:`ran` of this receipt returns them.
 
         Outside of it nothing is counted and nothing costs anything. What a CUDA graph replays is not seen.
 
+        Returns:
+            a context manager that enters with the receipt.
         Raises:
             RuntimeError: the model is gone.
         """
@@ -167,7 +147,7 @@ class Receipt:
             raise RuntimeError(f"the {self.model} of this receipt is gone; keep it, or convert another one")
         recorder = Recorder(_weights_of(model))
         with recorder:
-            yield
+            yield self
         self._recorders[:] = [recorder]
 
     def ran(self) -> RanGemms:
@@ -177,8 +157,19 @@ class Receipt:
             RuntimeError: nothing was recorded.
         """
         if not self._recorders:
-            raise RuntimeError("nothing was recorded; run a step inside `with receipt.recording():`")
+            raise RuntimeError(
+                "this receipt recorded nothing; run a step inside `with receipt.recording():` of the same receipt"
+            )
         return self._recorders[0].result([one.name for one in self.gemms if one.covered])
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise, for what a receipt lacks; whoever takes it for the model is told where that is."""
+        if name.startswith("__") or not hasattr(nn.Module, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"this is a receipt, and {name!r} belongs to the model; narrowcast.convert works in place and returns the "
+            f"model: write `model = narrowcast.convert(model, recipe)`, then `model.{name}`"
+        )
 
     # -- showing -----------------------------------------------------------------------------------------------------
 
@@ -198,6 +189,7 @@ class Receipt:
         shown.update(gemms=[dataclasses.asdict(one) for one in self.gemms])
         shown.update(norms=[dataclasses.asdict(one) for one in self.norms])
         shown.update(memory=dataclasses.asdict(self.memory))
+        shown.update(sharding=None if self.sharding is None else dataclasses.asdict(self.sharding))
         return {
             **shown,
             "flops_covered": self.flops_covered,
@@ -211,6 +203,24 @@ class Receipt:
     def to_html(self, path: str | Path) -> None:
         """Write a page with a picture of the FLOPs and the table; it needs no other file."""
         Path(path).write_text(as_html(self), encoding="utf-8")
+
+
+def receipt(model: nn.Module) -> Receipt:
+    """Return what was decided about a model, by :func:`narrowcast.convert` and ``distributed.shard``; print it.
+
+    It is made when it is asked for: after converting, loading or training, and for a model that was never converted.
+    Names are those of the model, or part of a model, that is passed.
+
+    Args:
+        model: any module.
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"receipt: model is a {type(model).__name__}; pass the torch.nn.Module that was converted"
+        )
+    return receipt_of(model, decisions_so_far(model), list(norms_so_far(model)), dry_run=False)
 
 
 def receipt_of(
@@ -231,7 +241,7 @@ def receipt_of(
     for one in decisions:
         for weight in one.found.weights:
             records.append(_record(one, weight, next(shares) / total))
-            if one.decision == "converted":
+            if one.decision == "converted" and one.recipe is not None:
                 weights, saved, plain = _expected_bytes(one, weight)
                 held, after, before = held + weights, after + saved, before + plain
     known = [
@@ -256,6 +266,7 @@ def receipt_of(
         sum(parameter.numel() for parameter in known),
         Memory(size - saved_by_storing, size, held, after, before),
         dry_run,
+        getattr(model, "_shard_receipt", None),
         weakref.ref(model),
     )
 
@@ -272,7 +283,7 @@ def _record(one: Decision, weight: Weight, share: float) -> GemmRecord:
         type(one.found.module).__name__,
         () if lazy else tuple(weight.tensor.shape),
         one.decision,
-        one.reason,
+        one.reason or ("no recipe: its own is None" if one.recipe is None else ""),
         "" if one.recipe is None else type(one.recipe).__name__,
         0 if lazy else weight.tensor.numel(),
         share,

@@ -52,7 +52,7 @@ def _recipe_or_reason(one: GemmRecord) -> str:
     if one.decision != "converted":
         return one.reason
     recipe = f"{one.recipe}, stored" if one.stored else one.recipe
-    return f"{recipe}; {one.reason}" if one.reason else recipe
+    return "; ".join(filter(None, (recipe, one.reason)))
 
 
 def _totals(receipt: Receipt) -> list[str]:
@@ -69,10 +69,11 @@ def _totals(receipt: Receipt) -> list[str]:
         f"{receipt.model}: {converted} of {len(receipt.gemms)} weights {verb}",
         *(norms if receipt.norms else []),
         f"under a recipe: {receipt.flops_covered:.1%} of the FLOPs per token in these GEMMs, "
-        f"{receipt.parameters_covered:.1%} of {receipt.parameters:,} parameters",
+        f"{receipt.parameters_covered:.1%} of {receipt.parameter_count:,} parameters",
         f"expected memory: parameters {_bytes(memory.parameters)}, {before}; quantized weights kept from forward to "
         f"backward {_bytes(memory.quantized_weights)}; inputs saved per token {_bytes(memory.saved_per_token)}, "
         f"before {_bytes(memory.saved_per_token_before)}",
+        *([f"sharding:\n{receipt.sharding}"] if receipt.sharding is not None else []),
     ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..formats import MX_BLOCK, NVFP4_BLOCK
 from ..layers import GroupedLinearLayer, LinearLayer, Stage
 from ..layers.parameters import weight_quantizer
-from ..layers.set_recipe import stop_renewing_from
+from ..layers.set_recipe import Model, stop_renewing_from
 from ..ops import FusibleOperation
 from ..quantizers import (
     DelayedFloat8Quantizer,
@@ -42,7 +42,7 @@ _PER_TENSOR = (Float8CurrentScalingQuantizer, DelayedFloat8Quantizer)
 
 
 def shard(
-    model: nn.Module,
+    model: Model,
     mesh: Any = None,
     *,
     blocks: Iterable[nn.Module] = (),
@@ -50,7 +50,7 @@ def shard(
     quantized_gather: bool = True,
     recompute: bool = True,
     **options: Any,
-) -> ShardReceipt:
+) -> Model:
     """Apply ``torch.distributed.fsdp.fully_shard`` to blocks and model, in place, and have weights gathered quantized.
 
     Shards stay in high precision: they are what the optimizer updates and what checkpoints hold. Every gather moves the
@@ -79,7 +79,7 @@ def shard(
             that what is gathered is given back after every forward and backward.
         **options: of ``fully_shard``, for blocks and model alike.
     Returns:
-        What is gathered how, by parameter.
+        ``model``. ``narrowcast.receipt(model).sharding`` says of each parameter how it is gathered.
     Raises:
         ValueError: a layer with ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, whose gradients go past FSDP2's
         reduction; a ``reshard_after_forward`` of ranks; a block that is no part of the model. TypeError: no
@@ -125,7 +125,8 @@ def shard(
     # without a reduce_dtype FSDP2 reduces fp32 parameters' gradients in fp32 since PyTorch 2.15
     if over.size() > 1 and halves and policy.reduce_dtype in (torch.float32, None):  # type: ignore[union-attr]
         _exchange_gradients([*blocks, model], policy.reduce_dtype is not None)  # type: ignore[union-attr]
-    return ShardReceipt(tuple(chosen.rows), over.size())
+    model.__dict__["_shard_receipt"] = ShardReceipt(tuple(chosen.rows), over.size())
+    return model
 
 
 def _check_compiled(modules: list[nn.Module]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,18 +21,20 @@ from .delayed import DelayedLayer
 from .policies import choose, policy_named
 from .recipe_owner import RecipeOwner
 
+Model = TypeVar("Model", bound=nn.Module)
+
 # Model -> (name of a group -> number of scales that its ranks have compared). Not an attribute of the model: a copy, or
 # a model that was loaded, must be compared anew.
 _AGREED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
 
 def set_recipe(
-    model: nn.Module,
+    model: Model,
     recipe: Recipe | Mapping[str, Recipe | None] | str | None,
     *,
     policy: str | None = None,
     rows: int | None = None,
-) -> nn.Module:
+) -> Model:
     """Give every low-precision layer of a model its own recipe; no ``autocast`` is needed then.
 
     ``model`` renews the scales of its delayed layers at the start of each of its training forwards, in a few launches.

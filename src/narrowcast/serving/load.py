@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .._device import HIGH_PRECISION
-from ..convert import Receipt, convert
+from ..convert import convert
 from ..convert.find import gemm_modules
 from ..convert.stored import stored_quantizer, uses_of_parameters
 from ..dynamo import TensorProto
 from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_2D, FLOAT8_BLOCK_SCALE_ALIGNMENT, cdiv, round_up
+from ..layers.set_recipe import Model
 from ..nn import Linear
 from ..recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
 from ..upstream.modules import own_buffers, own_parameters
@@ -25,7 +26,7 @@ LARGEST_CONFIG, LARGEST_INDEX = 2**24, 2**28  # bytes
 _HIGH_PRECISION = (*HIGH_PRECISION, torch.float64)
 
 
-def load_quantized(model: nn.Module, path: str | Path, recipe: Recipe | None = None) -> Receipt:
+def load_quantized(model: Model, path: str | Path, recipe: Recipe | None = None) -> Model:
     """Load a checkpoint of FP8 weights, and convert the layers that have them: its codes and scales are the weights.
 
     Nothing is decoded and rounded again: each such weight is kept as the one quantized copy that the GEMMs read,
@@ -39,7 +40,7 @@ def load_quantized(model: nn.Module, path: str | Path, recipe: Recipe | None = N
             ``model.safetensors.index.json`` names if it is there, otherwise all.
         recipe: for the layers; default Float8BlockScaling for tiles, Float8CurrentScaling for weights with one scale.
     Returns:
-        the receipt of the conversion.
+        ``model``; :func:`narrowcast.receipt` says what was converted.
     Raises (with nothing changed):
         FileNotFoundError: no config.json or safetensors. ValueError: a file that is damaged, too large or not the JSON
         that is read; a checkpoint of another format or without FP8 weights; a recipe whose weights are scaled
