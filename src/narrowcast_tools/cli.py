@@ -9,6 +9,7 @@ from narrowcast import _environment as environment
 
 EXTRA = {"matplotlib", "numpy", "rich", "safetensors", "typer"}
 INTERRUPTED = 130
+RESUMABLE = {"train", "demo"}
 MISSING: str | None = None
 
 try:
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     if code == INTERRUPTED:  # some releases of Typer return it, others raise
-        return _fail("interrupted; a run with checkpoints continues with --resume", code)
+        further = "; the same command with --resume continues from the last checkpoint"
+        return _fail("interrupted" + (further if words[:1] and words[0] in RESUMABLE else ""), code)
     return code
 
 

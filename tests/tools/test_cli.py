@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ import narrowcast as nc
 import narrowcast_tools
 from narrowcast_tools import cli
 from narrowcast_tools.cli import main
-from narrowcast_tools.train import doctor
+from narrowcast_tools.train import commands, doctor
+from narrowcast_tools.train import demo as demos
+from narrowcast_tools.train.config import ModelConfig
+from narrowcast_tools.train.loop import Run
 
 # fmt: off
 TINY = [
@@ -328,8 +332,48 @@ def test_an_interrupt_is_one_line(
     assert train(text_file, "--out", "run") == 130
     printed = capsys.readouterr()
     assert printed.err.strip().splitlines() == [
-        "narrowcast: interrupted; a run with checkpoints continues with --resume"
+        "narrowcast: interrupted; the same command with --resume continues from the last checkpoint"
     ]
+
+
+# fmt: off
+SMALL_DEMO = {"steps": 4, "eval_every": 2, "eval_batches": 1, "save_every": 2, "batch_size": 2, "seq_len": 16,
+              "model": ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=48)}
+# fmt: on
+
+
+def test_the_quick_demo_goes_on_where_it_was_interrupted(
+    text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "QUICK", replace(demos.QUICK, **SMALL_DEMO))
+    words = ["demo", "--quick", "--data", str(text_file), "--device", "cpu"]
+    step, trained = Run._save, []
+
+    def interrupted(run: Run, done: int) -> None:
+        step(run, done)
+        trained.append((run.config.recipe, done))
+        if len(trained) == 3:  # bf16 is finished, the next recipe half done
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "_save", interrupted)
+    assert main(words) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "narrowcast: interrupted; the same command with --resume continues from the last checkpoint"
+    )
+    line = fails_on_one_line(capsys, text_file.parent, words)
+    assert "add --resume" in line
+    assert main([*words, "--resume"]) == 0
+    done = [(name, at) for name in demos.ALL_RECIPES for at in (2, 4)]
+    assert trained == done
+    printed = capsys.readouterr()
+    assert "runs/demo-quick/bf16" not in printed.out and "FP8 128-block" in printed.out
+    assert "note: trains 1 blocks of width 32 (" in printed.err
+    folder = Path("runs/demo-quick")
+    assert sorted(path.name for path in folder.iterdir()) == ["loss.png", "results.json"]
+    resumed = json.loads((folder / "results.json").read_text())["runs"]
+    assert main([*words, "--out", "whole"]) == 0
+    whole = json.loads(Path("whole/results.json").read_text())["runs"]
+    assert [run["held_out"] for run in resumed] == [run["held_out"] for run in whole]
 
 
 def test_doctor_is_healthy_here(capsys: pytest.CaptureFixture) -> None:

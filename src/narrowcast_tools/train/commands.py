@@ -17,7 +17,7 @@ from .atomic import writing_into
 from .comparison import compare_runs, write_comparison
 from .config import TrainConfig, override, require_compiler, require_graphs, resolve_device
 from .data import Corpus, load_corpus
-from .demo import CONFIG, check_recipes, run_demo, write_results
+from .demo import CONFIG, QUICK, check_recipes, run_demo, write_results
 from .doctor import examine
 from .errors import SettingsError
 from .folder import run_folder
@@ -223,18 +223,41 @@ def generate(
 def demo(
     context: typer.Context,
     data: o.Data = None,
-    out: Annotated[Path, typer.Option(help="Folder for loss.png and results.json.")] = Path("runs/demo"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"{QUICK.steps} steps: half a minute on two CPU cores.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for loss.png and results.json.",
+            show_default="runs/demo, with --quick runs/demo-quick",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted demo; repeat its other options.")
+    ] = False,
     write_docs: o.Document = None,
     device: o.Device = "auto",
     compile: o.Compile = False,
     emulate: o.Emulate = False,
-    steps: Annotated[int, typer.Option()] = CONFIG.steps,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Optimizer steps per recipe.", show_default=f"{CONFIG.steps}, with --quick {QUICK.steps}"
+        ),
+    ] = None,
     seed: o.Seed = CONFIG.seed,
 ) -> None:
     """Train each recipe that GPUs run natively on the same text; show table and picture of their losses."""
-    config = replace(
-        CONFIG, device=resolve_device(device), compile=compile, emulate=emulate, steps=steps, seed=seed
+    config = override(
+        QUICK if quick else CONFIG,
+        device=resolve_device(device),
+        compile=compile,
+        emulate=emulate,
+        steps=steps,
+        seed=seed,
     )
+    out = out or Path("runs/demo-quick" if quick else "runs/demo")
     if write_docs is not None and write_docs.suffix != ".md":
         raise SettingsError(f"--write-docs is {write_docs}; give it a file that ends in .md")
     if compile:
@@ -242,10 +265,8 @@ def demo(
     progress = make_progress(Console(stderr=True))
     corpus = load_corpus(data, seq_len=config.seq_len)
     check_recipes(config)
-    with run_folder(out, resume=False):
-        if corpus.remark:
-            progress.note(corpus.remark)
-        finished = run_demo(config, corpus, progress)
+    with run_folder(out, resume=resume):
+        finished = run_demo(config, corpus, progress, out, resume=resume)
         with writing_into(out):
             write_results(finished, out, command=context.obj, document=write_docs)
     Console().print(terminal_table(finished.rows))

@@ -56,11 +56,12 @@ class Comparison:
         return self.shared["data"].get("unit", "byte")
 
 
-def compare_runs(folders: Sequence[Path]) -> Comparison:
+def compare_runs(folders: Sequence[Path], *, strict: bool = True) -> Comparison:
     """Read finished runs and compare them.
 
     Args:
         folders: of runs, or folders that hold some, at any depth.
+        strict: take the tolerances for comparisons over several seeds.
 
     Raises:
         SettingsError: there is no finished run or none in bf16, one appears twice, or they differ in more than `FREE`.
@@ -89,7 +90,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     results.sort(key=lambda result: (order.index(result.recipe), result.variant, result.seed))
     machines = sorted({one_line(content["machine"]) for content in contents})
     shared = {**contents[0], "machine": "; ".join(machines)}
-    return Comparison(compare(results, strict=True), results, shared)
+    return Comparison(compare(results, strict=strict), results, shared)
 
 
 def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> None:

@@ -1,21 +1,23 @@
 """The demo: one small model, one text, every recipe."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from . import machine
 from .atomic import write_bytes, write_json
+from .comparison import compare_runs
 from .config import ModelConfig, TrainConfig, compared_fields
 from .data import Corpus
 from .document import compose
-from .loop import Run
+from .errors import SettingsError
+from .memory import parameters_of
 from .picture import draw
 from .progress import Progress
 from .recipes import CHOICES, EMULATED, build_recipe
-from .report import Row, compare, rows_to_json
+from .report import Row, rows_to_json
+from .session import series
 
 # Sized so that six eager runs take well under four minutes on two CPU cores and still learn visibly. The learning
 # rate is below the fastest one: there, a change of the last bit moves the final loss by as much as a recipe does.
@@ -27,8 +29,12 @@ CONFIG = TrainConfig(
     warmup=40,
     eval_every=30,
     eval_batches=8,
+    save_every=30,
     model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=2, hidden=352),
 )
+# About half a minute on two CPU cores: the losses still fall steeply, so gaps are larger than in the full demo.
+QUICK = replace(CONFIG, steps=60, warmup=10, eval_every=10, save_every=20)
+UNFINISHED = "unfinished"  # folder of the runs of a demo that was interrupted
 ALL_RECIPES = tuple(name for name in CHOICES if name not in EMULATED)
 
 
@@ -52,19 +58,49 @@ def check_recipes(config: TrainConfig, recipes: Sequence[str] = ALL_RECIPES) -> 
         build_recipe(name, device=config.device, emulate=config.emulate)
 
 
+def describe(config: TrainConfig, recipes: Sequence[str]) -> str:
+    """Return in one line what a demo trains."""
+    model = config.model
+    return (
+        f"trains {model.layers} blocks of width {model.dim} ({parameters_of(model):,} parameters), "
+        f"{config.steps} steps of {config.tokens_per_step:,} bytes, {len(recipes)} times: {', '.join(recipes)}"
+    )
+
+
 def run_demo(
-    config: TrainConfig, corpus: Corpus, progress: Progress, recipes: Sequence[str] = ALL_RECIPES
+    config: TrainConfig,
+    corpus: Corpus,
+    progress: Progress,
+    folder: Path,
+    recipes: Sequence[str] = ALL_RECIPES,
+    *,
+    resume: bool = False,
 ) -> Demo:
-    """Train one run per recipe, from the same seed on the same batches; bf16 must be among them."""
-    results = []
-    for name in recipes:
-        torch.compiler.reset()  # graphs of the recipes before would count towards the compiler's limit
-        results.append(Run(replace(config, recipe=name), corpus, progress, folder=None).train())
-    return Demo(compare(results), config, corpus, results[0].parameters)
+    """Train one run per recipe, from the same seed on the same batches.
+
+    Args:
+        folder: of the demo. The runs are in `UNFINISHED` below it until `write_results` removes them.
+        recipes: names; bf16 must be among them.
+        resume: keep the finished runs of an interrupted demo, and continue the others from their checkpoints.
+
+    Raises:
+        SettingsError: `folder` holds an interrupted demo and `resume` is off; and as `Run`.
+        TrainingError: as `Run`.
+    """
+    runs = folder / UNFINISHED
+    if runs.exists() and not resume:
+        raise SettingsError(
+            f"{runs} is of a demo that was interrupted; add --resume to continue it, or give --out another folder"
+        )
+    progress.note(describe(config, recipes))
+    configs = [replace(config, recipe=name) for name in recipes]
+    series(runs, configs, corpus, progress, resume=resume)
+    comparison = compare_runs([runs / f"{name}-{config.seed}" for name in recipes], strict=False)
+    return Demo(comparison.rows, config, corpus, comparison.results[0].parameters)
 
 
 def write_results(demo: Demo, folder: Path, *, command: str, document: Path | None) -> None:
-    """Write `results.json` and `loss.png`, and the Markdown page if asked.
+    """Write `results.json` and `loss.png`, and the Markdown page if asked; remove the runs.
 
     Args:
         command: the command line, to be repeated by readers.
@@ -91,6 +127,7 @@ def write_results(demo: Demo, folder: Path, *, command: str, document: Path | No
     write_bytes(folder / "loss.png", picture)
     if document is not None:
         _write_document(demo, facts, picture, command, document)
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
 
 
 def _write_document(

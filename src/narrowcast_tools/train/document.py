@@ -47,6 +47,10 @@ def compose(
             "below was measured by this command, in one run:"
         ),
         f"```\n{command}\n```",
+        _wrap(
+            "With `--quick` the runs are shorter, and two cores need less than a minute. After Ctrl-C, the same "
+            "command with `--resume` continues from the last checkpoint."
+        ),
         markdown_table(rows),
         _wrap(
             f"Held-out loss is in nats per byte, after {config.steps} steps of {config.batch_size} sequences of "

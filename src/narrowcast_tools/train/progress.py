@@ -3,12 +3,15 @@
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
+from rich.text import Text
 
 from .pace import Pace, format_pace
 
 QUIET_SECONDS = 10.0  # longest silence of the plain form
+NARROWEST_BAR = 8  # cells
 
 
 class Progress:
@@ -38,21 +41,22 @@ class Bar(Progress):
             TextColumn("{task.description:<8}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  held-out {task.fields[held_out]}  {task.fields[speed]}"),
+            _Figures(console),
             TextColumn("left"),
             TimeRemainingColumn(compact=True),
             console=console,
             expand=True,
         )
-        self._task = self._rich.add_task("", visible=False, loss="-", held_out="-", speed="")
+        self._task = self._rich.add_task("", visible=False, loss="-", held_out="-", pace=Pace(0.0))
 
     def begin(self, title: str, *, done: int, total: int) -> None:
         self._rich.start()
-        self._task = self._rich.add_task(title, completed=done, total=total, loss="-", held_out="-", speed="")
+        self._task = self._rich.add_task(
+            title, completed=done, total=total, loss="-", held_out="-", pace=Pace(0.0)
+        )
 
     def step(self, done: int, loss: float, pace: Pace) -> None:
-        speed = format_pace(pace).replace("MFU unknown  ", "")  # a terminal's line is short
-        self._rich.update(self._task, completed=done, loss=f"{loss:.3f}", speed=speed)
+        self._rich.update(self._task, completed=done, loss=f"{loss:.3f}", pace=pace)
 
     def evaluated(self, done: int, loss: float) -> None:
         self._rich.update(self._task, completed=done, held_out=f"{loss:.3f}")
@@ -62,6 +66,32 @@ class Bar(Progress):
 
     def end(self) -> None:
         self._rich.stop()
+
+
+class _Figures(ProgressColumn):
+    """The losses and as much of the speed as the terminal has room for.
+
+    rich shortens every column of a line that is too long, which turns numbers into others.
+    """
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(Column(no_wrap=True))  # the bar gives way, not the figures
+        self._console = console
+
+    def render(self, task: Task) -> Text:
+        losses = f"loss {task.fields['loss']}  held-out {task.fields['held_out']}"
+        left = 5 if (task.time_remaining or 0) < 3600 else 7
+        others = (
+            f"{task.description:<8} {'':{NARROWEST_BAR}} {task.total:.0f}/{task.total:.0f}  left {'':{left}}"
+        )
+        pace = _short_pace(task.fields["pace"])
+        while pace and len(f"{others}{losses}  {pace}") > self._console.width:
+            pace = pace.rpartition("  ")[0]
+        return Text(f"{losses}  {pace}".rstrip())
+
+
+def _short_pace(pace: Pace) -> str:
+    return format_pace(pace).replace("MFU unknown  ", "")  # a line of progress is short
 
 
 class Lines(Progress):
@@ -83,7 +113,7 @@ class Lines(Progress):
         self._began = self._last_line = time.monotonic()
 
     def step(self, done: int, loss: float, pace: Pace) -> None:
-        self._loss, self._speed = f"{loss:.3f}", format_pace(pace)
+        self._loss, self._speed = f"{loss:.3f}", _short_pace(pace)
         if time.monotonic() - self._last_line >= QUIET_SECONDS:
             self._line(done, "")
 

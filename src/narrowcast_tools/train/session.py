@@ -34,6 +34,7 @@ def run_in(
     *,
     resume: bool,
     told: bool,
+    remarks: bool = True,
     tokenizer: str = "",
     tensorboard: bool = False,
     ranks: Ranks = ALONE,
@@ -43,6 +44,7 @@ def run_in(
     Args:
         resume: continue from the newest checkpoint.
         told: whether to tell the folder's name.
+        remarks: whether to note what is unusual about the text.
         tokenizer: JSON of the text's tokenizer, which `generate` needs again; empty for bytes.
         tensorboard: also write TensorBoard's files into the folder.
         ranks: the processes that do it together, of which the first writes.
@@ -63,8 +65,9 @@ def run_in(
             write_bytes(folder / TOKENIZER, tokenizer.encode())
     if told:
         progress.note(f"the run is in {folder}")
-    for remark in filter(None, (corpus.remark, corpus.repeated(config.steps * config.tokens_per_step))):
-        progress.note(remark)
+    if remarks:
+        for remark in filter(None, (corpus.remark, corpus.repeated(config.steps * config.tokens_per_step))):
+            progress.note(remark)
     result = run.train()
     report = folder / RESULT
     written = run.first_step == config.steps and report.exists()
@@ -94,6 +97,7 @@ def series(
     Raises:
         SettingsError, TrainingError: as `Run`.
     """
+    remarks = True  # the runs share the text: its remarks are noted once
     for config in configs:
         own = folder / f"{config.recipe}-{config.seed}"
         saved = resume and bool(checkpoint.steps_in(own / CHECKPOINTS))
@@ -105,7 +109,8 @@ def series(
         # Each run compiles anew, as it would alone: graphs of the runs before would count towards the compiler's limit.
         torch.compiler.reset()
         gc.collect()  # what is left of the model before goes before the next one comes
-        run_in(own, config, corpus, progress, resume=saved, told=False, **kept)
+        run_in(own, config, corpus, progress, resume=saved, told=False, remarks=remarks, **kept)
+        remarks = False
 
 
 def _is_finished(path: Path, config: TrainConfig) -> bool:

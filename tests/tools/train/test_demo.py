@@ -18,7 +18,7 @@ from narrowcast_tools.train.progress import Progress
 def test_results_picture_and_page(
     config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
 ) -> None:
-    finished = run_demo(config, corpus, progress)
+    finished = run_demo(config, corpus, progress, tmp_path / "demo")
     page = tmp_path / "docs" / "first-light.md"
     write_results(finished, tmp_path / "demo", command="narrowcast demo", document=page)
     results = json.loads((tmp_path / "demo" / "results.json").read_text())
@@ -37,7 +37,7 @@ def test_results_picture_and_page(
 def test_no_page_unless_asked(
     config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
 ) -> None:
-    finished = run_demo(config, corpus, progress, recipes=["bf16", "block"])
+    finished = run_demo(config, corpus, progress, tmp_path / "demo", recipes=["bf16", "block"])
     write_results(finished, tmp_path / "demo", command="narrowcast demo", document=None)
     assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == ["loss.png", "results.json"]
 

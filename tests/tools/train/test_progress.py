@@ -6,6 +6,7 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from narrowcast_tools.train import progress
 from narrowcast_tools.train.pace import Pace, format_pace
@@ -33,6 +34,24 @@ def test_a_terminal_gets_a_bar() -> None:
         "note: [not markup]",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("width", "speed"), [(80, "34,558 tok/s left"), (140, "34,558 tok/s  MFU 41.4%  3.0 GiB left")]
+)
+def test_the_bar_is_legible_at_every_width(width: int, speed: str) -> None:
+    """rich would shorten a number to another one and an ellipsis; the fields that have no room are left out."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    bar = make_progress(console)
+    bar.begin("delayed", done=0, total=240)
+    bar.evaluated(0, 5.545)
+    bar.step(60, 4.321, Pace(34558.0, 0.414, 3 * 2**30))
+    bar.end()
+    lines = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain.splitlines()
+    assert not any("…" in line for line in lines)
+    last = lines[-1]
+    assert last.startswith("delayed  ━") and len(last.rstrip()) <= width
+    assert f" 60/240 loss 4.321  held-out 5.545  {speed}" in last
 
 
 def test_a_pipe_gets_lines() -> None:
