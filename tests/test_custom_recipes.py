@@ -88,6 +88,30 @@ def test_factories_equal_the_recipes_of_their_name(name: str) -> None:
     assert_equal(results(layer, CustomRecipe(qfactory=FACTORIES[name]), x), results(layer, LIKE[name], x))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "row", "column", "source"),
+    [
+        ("mxfp8_fwd_nvfp4_bwd", "input", "MXFP8", "NVFP4", "original"),
+        ("mxfp8_fwd_nvfp4_bwd", "weight", "MXFP8", "NVFP4", "rowwise_dequantized"),
+        ("mxfp8_fwd_high_precision_bwd", "input", "MXFP8", "Identity", "rowwise_dequantized"),
+        ("nvfp4_1d_weight", "weight", "NVFP4", "NVFP4", "rowwise_dequantized"),
+        ("nvfp4_row_scaled_fwd_high_precision_bwd", "input", "NVFP4", "Identity", "rowwise_dequantized"),
+        ("nvfp4_row_scaled_fwd_mxfp8_bwd", "weight", "NVFP4", "MXFP8", "rowwise_dequantized"),
+    ],
+)
+def test_mixtures_by_direction(name: str, kind: str, row: str, column: str, source: str) -> None:
+    """What Transformer Engine's factories of the same names return for a grouped layer."""
+    made: Any = getattr(custom_recipes, f"{name}_factory")(QuantizerRole("grouped_linear", kind))
+    assert type(made.rowwise_quantizer).__name__ == f"{row}Quantizer"
+    assert type(made.columnwise_quantizer).__name__ == f"{column}Quantizer"
+    assert made.columnwise_source == source
+    for half in (made.rowwise_quantizer, made.columnwise_quantizer):
+        if isinstance(half, nc.NVFP4Quantizer):
+            assert not half.with_2d_quantization and not half.stochastic_rounding
+            assert half.row_scaled_nvfp4 is ("row_scaled" in name and kind == "input")
+            assert half.with_rht is (kind == "input" and "row_scaled" not in name)
+
+
 def test_delayed_scaling_factory_trains_like_the_recipe() -> None:
     custom, plain = CustomRecipe(qfactory=FACTORIES["delayed_scaling"]), DelayedScaling()
     layer, twin = make_layer(), make_layer()

@@ -98,17 +98,20 @@ def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantize
 
 
 def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """The forward in MXFP8, the backward in NVFP4 as :func:`nvfp4_factory` makes it."""
+    """The forward in MXFP8, the backward in NVFP4: weights in plain blocks of 16 of what the forward read.
+
+    Inputs and gradients of the backward are as :func:`nvfp4_factory` makes them.
+    """
     if _is(role, "grad_output"):
         return nvfp4_factory(role)
-    return (
-        _by_direction(mxfp8_factory(role), nvfp4_factory(role))
-        if _is(role, "input", "weight")
-        else mxfp8_factory(role)
-    )
+    if _is(role, "weight"):
+        return _by_direction(mxfp8_factory(role), NVFP4Quantizer(), dequantized=True)
+    if _is(role, "input"):
+        return _by_direction(mxfp8_factory(role), nvfp4_factory(role))
+    return mxfp8_factory(role)
 
 
-def mxfp8_fwd_dequantized_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     """The forward in MXFP8, the backward in high precision from what the forward read."""
     if _is(role, "grad_output"):
         return IdentityQuantizer()
@@ -118,14 +121,14 @@ def mxfp8_fwd_dequantized_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     )
 
 
-def nvfp4_1d_double_quantized_weight_factory(role: QuantizerRole | None) -> Quantizer:
+def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Quantizer:
     """NVFP4 with weights in blocks of 16 in place of tiles, column-wise quantized from what the forward read."""
     if _is(role, "weight"):
         return _by_direction(NVFP4Quantizer(), NVFP4Quantizer(), dequantized=True)
     return nvfp4_factory(role)
 
 
-def nvfp4_row_scaled_fwd_dequantized_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     """The forward in NVFP4, inputs with an amax per row; the backward in high precision from what that read."""
     if _is(role, "grad_output"):
         return IdentityQuantizer()
@@ -136,11 +139,14 @@ def nvfp4_row_scaled_fwd_dequantized_bwd_factory(role: QuantizerRole | None) -> 
 
 
 def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """Grouped layers: the forward in NVFP4, inputs with an amax per row, the backward in MXFP8; the rest in MXFP8."""
+    """Grouped layers: the forward in NVFP4, inputs with an amax per row; the backward in MXFP8 of what that read.
+
+    The rest is in MXFP8.
+    """
     mxfp8 = mxfp8_factory(role)
     if role is None or role.module_type != "grouped_linear" or not _is(role, "input", "weight"):
         return mxfp8
-    return _by_direction(NVFP4Quantizer(row_scaled_nvfp4=_is(role, "input")), mxfp8)
+    return _by_direction(NVFP4Quantizer(row_scaled_nvfp4=_is(role, "input")), mxfp8, dequantized=True)
 
 
 def nvfp4_linear_mxfp8_grouped_linear_factory(role: QuantizerRole | None) -> Quantizer:

@@ -193,13 +193,13 @@ def test_members_of_grouped_tensors() -> None:
     assert [tuple(member.size()) for member in grouped.quantized_tensors] == [(32, 64)] * 2
 
 
-ZOO = list(MODULES["pytorch.custom_recipes.quantization_factory_zoo"])
+ZOO = list(MODULES["pytorch.custom_recipes.quantizer_factory_zoo"])
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_mixtures_train(name: str) -> None:
     """Each runs in both kinds of layer, as the recipe it says; a role that is not known is no reason to fail."""
-    factory = MODULES["pytorch.custom_recipes.quantization_factory_zoo"][name]
+    factory = MODULES["pytorch.custom_recipes.quantizer_factory_zoo"][name]
     recipe = nc.recipe.CustomRecipe(qfactory=factory)
     assert isinstance(factory(None), nc.Quantizer)
     x = torch.randn(64, 64, dtype=BF16, requires_grad=True)

@@ -10,6 +10,7 @@ from reference.checks import assert_bitwise
 from torch import Tensor
 
 import narrowcast as nc
+from narrowcast.moe import QBHistogramMode, RoutingMapFormat
 from narrowcast.testing import assert_close
 
 TOKENS, EXPERTS, TOPK = 9, 12, 4
@@ -106,6 +107,14 @@ def test_formats_of_the_map() -> None:
         assert_bitwise(again, probs)
 
 
+@pytest.mark.parametrize("member", [RoutingMapFormat.BITMAP_U8, 1, "bitmap_u8"])
+def test_formats_by_member_number_and_name(member: str | RoutingMapFormat) -> None:
+    packed = nc.fused_topk_with_score_function(draw(), TOPK, routing_map_format=member)[1]
+    assert packed.dtype == torch.uint8 and packed.shape == (TOKENS, 2)
+    again, _ = nc.fused_compute_score_for_moe_aux_loss(draw(), TOPK, "softmax", routing_map_format=member)
+    assert_bitwise(again, packed)
+
+
 def test_low_precision_and_leading_dims() -> None:
     logits = draw().bfloat16()
     probs, mask = nc.fused_topk_with_score_function(
@@ -137,6 +146,13 @@ def test_histogram_of_the_bias_each_expert_needs() -> None:
                 place = math.floor((cutoff - score - low) / (high - low) * bins)
                 expected[expert, min(max(place, 0), bins - 1)] += 1
     assert torch.equal(histogram, expected) and histogram.sum() == 2 * TOKENS * EXPERTS
+    for mode in QBHistogramMode:
+        again = torch.zeros_like(histogram)
+        for seed in (0, 1):
+            nc.fused_topk_with_score_function(
+                draw(seed), TOPK, qb_histogram=again, qb_histogram_mode=mode, **options
+            )
+        assert torch.equal(again, histogram)
 
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
@@ -174,6 +190,22 @@ def test_balancing_loss(score_function: str) -> None:
     assert_close(even, torch.tensor(1.0), "fp32_sum_order")
 
 
+def test_balancing_loss_of_sequences_side_by_side() -> None:
+    """(T, S * E): the loss is the sum of those of the S sequences."""
+    scores = [draw(seed).softmax(-1).requires_grad_(True) for seed in range(3)]
+    tokens = [torch.randint(1, 9, (EXPERTS,)) for _ in scores]
+    apart = sum(
+        nc.fused_moe_aux_loss(one, count, TOKENS, EXPERTS, TOPK, 0.01)
+        for one, count in zip(scores, tokens, strict=True)
+    )
+    together = nc.fused_moe_aux_loss(torch.cat(scores, 1), torch.cat(tokens), TOKENS, EXPERTS, TOPK, 0.01)
+    assert_close(together, apart, "fp32_sum_order")
+    for ours, theirs in zip(
+        torch.autograd.grad(together, scores), torch.autograd.grad(apart, scores), strict=True
+    ):
+        assert_close(ours, theirs, "fp32_sum_order")
+
+
 def test_compiled() -> None:
     torch._dynamo.reset()
 
@@ -201,32 +233,36 @@ def test_bad_arguments() -> None:
         "torch.float64": lambda: top(logits.double(), 2),
         "score_function is 'relu'": lambda: top(logits, 2, score_function="relu"),
         "routing_map_format is 'bits'": lambda: top(logits, 2, routing_map_format="bits"),
+        "routing_map_format is 7; use 'bytemap'": lambda: top(logits, 2, routing_map_format=7),
         "topk is 13": lambda: top(logits, 13),
         "num_groups=5": lambda: top(logits, 2, num_groups=5, group_topk=1),
         "give both": lambda: top(logits, 2, num_groups=3),
         "group_topk=3": lambda: top(logits, 2, num_groups=4, group_topk=3),
         "expert_bias": lambda: top(logits, 2, expert_bias=bias),
         "topk_indices": lambda: top(logits, 2, topk_indices=torch.zeros(TOKENS, 3, dtype=torch.int32)),
-        "given together": lambda: top(
+        "provided together": lambda: top(
             logits, 2, score_function="sigmoid", expert_bias=bias, qb_histogram=histogram
         ),
-        "is for score_function": lambda: top(
+        "only supports score_function": lambda: top(
             logits, 2, qb_histogram=histogram, qb_bin_bounds=bias[:2], qb_histogram_mode="two_kernel"
         ),
         **{
-            rf"qb_bin_bounds is \[{low}, {high}\]; pass two finite numbers": lambda low=low, high=high: top(
-                logits,
-                2,
-                score_function="sigmoid",
-                expert_bias=bias,
-                qb_histogram=histogram,
-                qb_bin_bounds=torch.tensor([low, high]),
-                qb_histogram_mode="two_kernel",
+            rf"qb_bin_bounds is \[{low}, {high}\]; .* finite with lower < upper": lambda low=low, high=high: (
+                top(
+                    logits,
+                    2,
+                    score_function="sigmoid",
+                    expert_bias=bias,
+                    qb_histogram=histogram,
+                    qb_bin_bounds=torch.tensor([low, high]),
+                    qb_histogram_mode="two_kernel",
+                )
             )
             for low, high in ((1.0, -1.0), (1.0, 1.0), (math.nan, 1.0), (0.0, math.nan), (0.0, math.inf))
         },
         "score_function is 'tanh'": lambda: nc.fused_compute_score_for_moe_aux_loss(logits, 2, "tanh"),
         "tokens_per_expert": lambda: nc.fused_moe_aux_loss(logits, bias[:3], 9, EXPERTS, 2, 0.1),
+        "of 8 experts, or": lambda: nc.fused_moe_aux_loss(logits, bias, 9, 8, 2, 0.1),
         "probs is torch.float64": lambda: nc.fused_moe_aux_loss(logits.double(), bias, 9, EXPERTS, 2, 0.1),
     }
     for message, attempt in attempts.items():

@@ -50,6 +50,69 @@ def test_each_direction_is_its_own_quantizers_work(name: str, shape: tuple[int, 
     assert torch.equal(made.dequantize(), expected_column.dequantize())
 
 
+@pytest.mark.parametrize("internal", [False, True], ids=["tensor", "storage"])
+@pytest.mark.parametrize("name", halves())
+@pytest.mark.parametrize("shape", [(32, 64), (7, 5), (3, 5, 40)], ids=str)
+def test_the_halves_are_storages_of_their_own_formats(
+    name: str, shape: tuple[int, ...], internal: bool
+) -> None:
+    x = torch.randn(shape).bfloat16()
+    row, column = halves()[name]
+    made: Any = hybrid(name).replace(internal=internal).quantize(x)
+    for ours, quantizer, columnwise in (
+        (made.rowwise_sub_storage, row, False),
+        (made.columnwise_sub_storage, column, True),
+    ):
+        alone = quantizer.with_usage(not columnwise, columnwise).replace(internal=internal).quantize(x)
+        assert type(ours) is type(alone) and ours.size() == x.shape and ours.dtype == x.dtype
+        for a, b in zip(ours.get_data_tensors(), alone.get_data_tensors(), strict=True):
+            assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+        assert torch.equal(ours.dequantize(), alone.dequantize())
+        held = made.columnwise_operand() if columnwise else made.rowwise_operand()
+        assert any(buffer is held[0] for buffer in ours.get_data_tensors())
+
+
+def test_halves_are_the_same_objects_until_they_are_dropped() -> None:
+    made: Any = hybrid("mxfp8+nvfp4").quantize(torch.randn(32, 64))
+    row, column = made.rowwise_sub_storage, made.columnwise_sub_storage
+    made.update_usage(rowwise_usage=True, columnwise_usage=True)
+    assert made.rowwise_sub_storage is row and made.columnwise_sub_storage is column
+    again: Any = hybrid("mxfp8+nvfp4").quantize(torch.ones(32, 64))
+    made.copy_from_storage(again)
+    assert torch.equal(made.rowwise_sub_storage.dequantize(), torch.ones(32, 64))
+    assert "rowwise=MXFP8Tensor, columnwise=NVFP4Tensor" in repr(made)
+    copied = copy.deepcopy(made)
+    made.update_usage(rowwise_usage=False)
+    assert made.rowwise_sub_storage is None and made.columnwise_sub_storage is column
+    assert "rowwise=None, columnwise=NVFP4Tensor" in repr(made)
+    made.update_usage(rowwise_usage=False, columnwise_usage=False)
+    assert made.get_usages() == {"rowwise": False, "columnwise": False}
+    assert "rowwise=None, columnwise=None" in repr(made)
+    assert copied.rowwise_sub_storage is not row and copied.columnwise_sub_storage is not None
+
+
+@pytest.mark.parametrize("kept", ["both", "rowwise", "columnwise"])
+@pytest.mark.parametrize("name", halves())
+def test_a_hybrid_of_halves_that_are_there(name: str, kept: str) -> None:
+    x = torch.randn(32, 64).bfloat16()
+    quantizer, made = hybrid(name), hybrid(name).quantize(x)
+    given: dict[str, Any] = {
+        "rowwise_storage": None if kept == "columnwise" else made.rowwise_sub_storage,
+        "columnwise_storage": None if kept == "rowwise" else made.columnwise_sub_storage,
+        "quantizer": quantizer,
+    }
+    tensor = nc.HybridQuantizedTensor(shape=(32, 64), dtype=x.dtype, device=x.device, **given)
+    storage = nc.HybridQuantizedTensorStorage(fake_dtype=x.dtype, **given)
+    if kept != "both":
+        made.update_usage(**{("rowwise" if kept == "columnwise" else "columnwise") + "_usage": False})
+    assert tensor.shape == storage.size() == x.shape and tensor.dtype == storage.dtype == x.dtype
+    assert tensor.get_usages() == storage.get_usages() == made.get_usages()
+    assert torch.equal(tensor.dequantize(), made.dequantize())
+    assert torch.equal(storage.dequantize(), made.dequantize())
+    with pytest.raises(TypeError, match="pass the HybridQuantizer"):
+        nc.HybridQuantizedTensorStorage(**{**given, "quantizer": None})
+
+
 def test_the_second_may_quantize_what_the_first_made() -> None:
     x = torch.randn(32, 64).bfloat16()
     row, column = halves()["nvfp4+current"]

@@ -42,6 +42,8 @@ ABSENT: dict[str, str] = {
     "TE_DType_To_Torch": "use narrowcast.DType with torch dtypes",
     "prepare_te_modules_for_fsdp": "FSDP takes the layers as they are; see narrowcast.distributed.shard",
     "symmetric_all_reduce": "use torch.distributed.all_reduce",
+    "custom_gemm": "layers call the qgemm of a quantizer that has one",
+    "nvfp4_linear_fp8_dpa_factory": _DPA,
     "nvfp4_linear_mixed_fp8_dpa_factory": _DPA,
     "nvfp4_linear_mxfp8_dpa_factory": _DPA,
     "FusedRoPEFunc": "use narrowcast.apply_rotary_pos_emb",

@@ -10,6 +10,7 @@ from typing import Any
 from ..tensors import (
     Float8BlockwiseQTensorStorage,
     Float8TensorStorage,
+    HybridQuantizedTensorStorage,
     MXFP8TensorStorage,
     NVFP4TensorStorage,
     QuantizedTensorStorage,
@@ -32,6 +33,10 @@ ATTRIBUTES: dict[type, dict[str, Any]] = {
     Float8BlockwiseQTensorStorage: {
         **_ELEMENTS,
         "_is_2D_scaled": property(lambda tensor: tensor._quantizer.block_scaling_dim == 2),
+    },
+    HybridQuantizedTensorStorage: {
+        "_rowwise_storage": HybridQuantizedTensorStorage.rowwise_sub_storage,
+        "_columnwise_storage": HybridQuantizedTensorStorage.columnwise_sub_storage,
     },
     MXFP8TensorStorage: _ELEMENTS,
     NVFP4TensorStorage: {

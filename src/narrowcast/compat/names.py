@@ -38,14 +38,6 @@ def _of(room: ModuleType, *names: str) -> Names:
     return {name: getattr(room, name) for name in names}
 
 
-def _spelled(factories: Names) -> Names:
-    """Factories by Transformer Engine's names, in which ``quantizer`` stands, too; one has none there either."""
-    spelled = {name.replace("_factory", "_quantizer_factory"): factory for name, factory in factories.items()}
-    return spelled | {
-        name: factory for name, factory in factories.items() if name == "high_precision_factory"
-    }
-
-
 _RECIPE = _of(
     recipe,
     "CustomRecipe",
@@ -149,7 +141,12 @@ _PERMUTATION = _of(
     "moe_unpermute",
 )
 _ROUTER = _of(
-    moe, "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"
+    moe,
+    "QBHistogramMode",
+    "RoutingMapFormat",
+    "fused_compute_score_for_moe_aux_loss",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
 )
 _LOSS = _of(losses, "parallel_cross_entropy")
 _GRAPH = _of(graphs, "make_graphed_callables")
@@ -203,12 +200,13 @@ _FACTORIES = _of(
 _MIXTURES = _of(
     custom_recipes,
     "high_precision_fwd_mxfp8_bwd_factory",
-    "mxfp8_fwd_dequantized_bwd_factory",
+    "mxfp8_fwd_high_precision_bwd_factory",
     "mxfp8_fwd_nvfp4_bwd_factory",
-    "nvfp4_1d_double_quantized_weight_factory",
-    "nvfp4_row_scaled_fwd_dequantized_bwd_factory",
+    "nvfp4_1d_weight_factory",
+    "nvfp4_row_scaled_fwd_high_precision_bwd_factory",
     "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
 )
+_OWN_GEMM = _of(quantizers, "GEMMType", "MMParams")
 _BY_LAYER = _of(custom_recipes, "nvfp4_linear_mxfp8_grouped_linear_factory")
 _OPS = {**_of(ops, *(name for name in ops.__all__ if name not in ("basic", "fused"))), **_FUSED}
 _FUSIBLE = _of(ops, "BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext")
@@ -255,10 +253,11 @@ MODULES: dict[str, Names] = {
     "pytorch.cpu_offload": _OFFLOAD,
     "pytorch.cross_entropy": _LOSS,
     "pytorch.custom_recipes": {**_FACTORIES, **_MIXTURES, **_BY_LAYER},
-    "pytorch.custom_recipes.quantization": _of(quantizers, "GEMMType", "MMParams"),
-    "pytorch.custom_recipes.quantization_factory_base": _spelled(_FACTORIES),
+    "pytorch.custom_recipes.gemm": _OWN_GEMM,
+    "pytorch.custom_recipes.quantization": _OWN_GEMM,
     "pytorch.custom_recipes.quantization_factory_examples": _BY_LAYER,
-    "pytorch.custom_recipes.quantization_factory_zoo": {**_spelled(_MIXTURES), **_BY_LAYER},
+    "pytorch.custom_recipes.quantizer_factories": _FACTORIES,
+    "pytorch.custom_recipes.quantizer_factory_zoo": {**_MIXTURES, **_BY_LAYER},
     "pytorch.distributed": _DISTRIBUTED,
     "pytorch.export": _EXPORT,
     "pytorch.float8_tensor": _FLOAT8,
@@ -303,6 +302,8 @@ MODULES: dict[str, Names] = {
     "pytorch.tensor.storage": _STORAGE,
     "pytorch.tensor.storage.float8_blockwise_tensor_storage": _of(tensors, "Float8BlockwiseQTensorStorage"),
     "pytorch.tensor.storage.float8_tensor_storage": _of(tensors, "Float8TensorStorage"),
+    "pytorch.tensor.storage.hybrid_tensor_storage": _of(tensors, "HybridQuantizedTensorStorage"),
+    "pytorch.tensor.storage.identity_tensor_storage": _of(tensors, "IdentityTensorStorage"),
     "pytorch.tensor.storage.grouped_tensor_storage": _of(tensors, "GroupedTensorStorage"),
     "pytorch.tensor.storage.mxfp8_tensor_storage": _of(tensors, "MXFP8TensorStorage"),
     "pytorch.tensor.storage.nvfp4_tensor_storage": _of(tensors, "NVFP4TensorStorage"),

@@ -7,6 +7,8 @@ from .permutation import (
     moe_unpermute,
 )
 from .router import (
+    QBHistogramMode,
+    RoutingMapFormat,
     fused_compute_score_for_moe_aux_loss,
     fused_moe_aux_loss,
     fused_topk_with_score_function,
@@ -14,6 +16,8 @@ from .router import (
 from .sorting import moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs
 
 __all__ = [
+    "QBHistogramMode",
+    "RoutingMapFormat",
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",

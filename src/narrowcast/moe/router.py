@@ -5,7 +5,9 @@ Everything is plain PyTorch in fp32, which the compiler fuses; nothing is read b
 
 from __future__ import annotations
 
+import enum
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +17,21 @@ from .._device import HIGH_PRECISION
 from .._tracing import host_reads
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
-MAP_FORMATS = ("bytemap", "bitmap_u8")
-HISTOGRAM_MODES = ("two_kernel", "fused_atomic")
 EPSILON = 1e-20
+
+
+class RoutingMapFormat(enum.IntEnum):
+    """How a routing map is stored; the names in lower case say the same."""
+
+    BYTEMAP = 0
+    BITMAP_U8 = 1
+
+
+class QBHistogramMode(enum.IntEnum):
+    """How Transformer Engine counts into ``qb_histogram``; here both count alike."""
+
+    TWO_KERNEL = 0
+    FUSED_ATOMIC = 1
 
 
 def fused_topk_with_score_function(
@@ -29,11 +43,11 @@ def fused_topk_with_score_function(
     scaling_factor: float | None = None,
     score_function: str = "softmax",
     expert_bias: Tensor | None = None,
-    routing_map_format: str = "bytemap",
+    routing_map_format: str | RoutingMapFormat = "bytemap",
     topk_indices: Tensor | None = None,
     qb_histogram: Tensor | None = None,
     qb_bin_bounds: Tensor | None = None,
-    qb_histogram_mode: str | None = None,
+    qb_histogram_mode: str | QBHistogramMode | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose ``topk`` experts per token, and their weights.
 
@@ -51,14 +65,14 @@ def fused_topk_with_score_function(
         score_function: "softmax", "sigmoid" or "sqrtsoftplus".
         expert_bias: (E,), added to the scores for choosing only; for "sigmoid" and "sqrtsoftplus". No gradient.
         routing_map_format: "bytemap": bool (*lead, E); "bitmap_u8": uint8 (*lead, ceil(E / 8)), bit ``e % 8`` of byte
-            ``e // 8`` for expert ``e``.
+            ``e // 8`` for expert ``e``. A member of :class:`RoutingMapFormat` says the same.
         topk_indices: (*lead, topk), int16, int32 or int64; overwritten by the chosen experts, and returned in place of
             the map.
         qb_histogram: int32 (E, bins), to which one is added per token and expert: at the bias with which the expert's
             score would equal the best biased score not chosen. What lies beyond the bounds counts at the ends.
         qb_bin_bounds: fp32 (2,), where the bins begin and end; on a GPU, and in compiled code, nobody looks whether the
             first is the lower one.
-        qb_histogram_mode: "two_kernel" or "fused_atomic"; the result is the same.
+        qb_histogram_mode: "two_kernel", "fused_atomic" or a member of :class:`QBHistogramMode`; the result is the same.
 
     Returns:
         The weights (*lead, E) in the dtype of ``logits``, 0 for experts not chosen, and the routing map.
@@ -68,7 +82,7 @@ def fused_topk_with_score_function(
         "softmax"; bounds that are reversed, equal or not finite; some but not all of the ``qb_``
         arguments, or with anything but "sigmoid", a bias and no groups.
     """
-    experts = _check(logits, topk, score_function, routing_map_format)
+    experts, packed = _check(logits, topk, score_function, routing_map_format)
     _check_groups(experts, topk, num_groups, group_topk)
     if expert_bias is not None and (score_function == "softmax" or expert_bias.shape != (experts,)):
         raise ValueError(
@@ -106,11 +120,11 @@ def fused_topk_with_score_function(
         _count_margins(qb_histogram, qb_bin_bounds, scores.detach(), biased, topk)
     if topk_indices is not None:
         return probs, topk_indices.copy_(chosen)
-    return probs, _routing_map(chosen, experts, routing_map_format)
+    return probs, _routing_map(chosen, experts, packed)
 
 
 def fused_compute_score_for_moe_aux_loss(
-    logits: Tensor, topk: int, score_function: str, routing_map_format: str = "bytemap"
+    logits: Tensor, topk: int, score_function: str, routing_map_format: str | RoutingMapFormat = "bytemap"
 ) -> tuple[Tensor, Tensor]:
     """Scores of all experts, for :func:`fused_moe_aux_loss`, and the map of the ``topk`` best.
 
@@ -126,7 +140,7 @@ def fused_compute_score_for_moe_aux_loss(
     Raises (before any kernel):
         ValueError: another dtype, score function or format, or a ``topk`` that does not fit the experts.
     """
-    experts = _check(logits, topk, score_function, routing_map_format)
+    experts, packed = _check(logits, topk, score_function, routing_map_format)
     values = logits.float()
     if score_function == "softmax":
         scores = values.softmax(-1)
@@ -134,7 +148,7 @@ def fused_compute_score_for_moe_aux_loss(
         scores = torch.sigmoid(values) if score_function == "sigmoid" else F.softplus(values).sqrt()
         scores = scores / (scores.sum(-1, keepdim=True) + EPSILON)
     chosen = scores.detach().topk(topk, dim=-1)[1]
-    return _routing_map(chosen, experts, routing_map_format), scores
+    return _routing_map(chosen, experts, packed), scores
 
 
 def fused_moe_aux_loss(
@@ -150,10 +164,11 @@ def fused_moe_aux_loss(
     ``coeff * E / (topk * total ** 2) * sum_e(tokens_e * sum_t(probs[t, e]))``.
 
     Args:
-        probs: (T, E), scores of all experts; differentiable.
-        tokens_per_expert: (E,), integers or floats; no gradient.
+        probs: (T, E), scores of all experts; differentiable. (T, S * E): of S sequences side by side, each with its own
+            tokens per expert; the loss is the sum over the sequences.
+        tokens_per_expert: (E,) or (S * E,), integers or floats; no gradient.
         total_num_tokens: tokens that both are counted over: an int, or a tensor of one element on the device.
-        num_experts: E. topk: experts per token. coeff: weight of the loss.
+        num_experts: E, also of several sequences. topk: experts per token. coeff: weight of the loss.
 
     Returns:
         A scalar in the dtype of ``probs``; the sums are in fp32.
@@ -163,10 +178,11 @@ def fused_moe_aux_loss(
     """
     if probs.dtype not in HIGH_PRECISION:
         raise ValueError(f"probs is {probs.dtype}; use float32, bfloat16 or float16")
-    if probs.dim() != 2 or probs.shape[1] != num_experts or tokens_per_expert.shape != (num_experts,):
+    columns = probs.shape[-1] if probs.dim() == 2 else 0
+    if not columns or columns % num_experts or tokens_per_expert.shape != (columns,):
         raise ValueError(
             f"probs has shape {tuple(probs.shape)} and tokens_per_expert {tuple(tokens_per_expert.shape)}; pass (T, E) "
-            f"and (E,) of {num_experts} experts"
+            f"and (E,) of {num_experts} experts, or (T, S * E) and (S * E,) of S sequences side by side"
         )
     total = total_num_tokens
     if isinstance(total, Tensor):
@@ -216,9 +232,9 @@ def _mask(chosen: Tensor, experts: int) -> Tensor:
     return _is_chosen(chosen, experts).any(-2)
 
 
-def _routing_map(chosen: Tensor, experts: int, routing_map_format: str) -> Tensor:
+def _routing_map(chosen: Tensor, experts: int, packed: bool) -> Tensor:
     mask = _mask(chosen, experts)
-    if routing_map_format == "bytemap":
+    if not packed:
         return mask
     bits = F.pad(mask.to(torch.uint8), (0, -experts % 8)).unflatten(-1, (-1, 8))
     return (bits << torch.arange(8, dtype=torch.uint8, device=chosen.device)).sum(-1, dtype=torch.uint8)
@@ -237,19 +253,33 @@ def _count_margins(histogram: Tensor, bounds: Tensor, scores: Tensor, biased: Te
     )
 
 
-def _check(logits: Tensor, topk: int, score_function: str, routing_map_format: str) -> int:
-    """The number of experts."""
+def _check(
+    logits: Tensor, topk: int, score_function: str, routing_map_format: str | RoutingMapFormat
+) -> tuple[int, bool]:
+    """(number of experts, whether the map is packed into bits)."""
     if logits.dtype not in HIGH_PRECISION:
         raise ValueError(f"logits is {logits.dtype}; use float32, bfloat16 or float16")
     if score_function not in SCORE_FUNCTIONS:
         raise ValueError(f"score_function is {score_function!r}; use one of {', '.join(SCORE_FUNCTIONS)}")
-    if routing_map_format not in MAP_FORMATS:
-        raise ValueError(f"routing_map_format is {routing_map_format!r}; use 'bytemap' or 'bitmap_u8'")
+    map_format = _member(RoutingMapFormat, "routing_map_format", routing_map_format)
     if logits.dim() < 2 or not 1 <= topk <= logits.shape[-1]:
         raise ValueError(
             f"topk is {topk} and logits has shape {tuple(logits.shape)}; pass (*lead, E) and choose 1 to E experts"
         )
-    return logits.shape[-1]
+    return logits.shape[-1], map_format is RoutingMapFormat.BITMAP_U8
+
+
+def _member(kind: type[enum.IntEnum], name: str, value: Any) -> enum.IntEnum:
+    """The member that is meant: given itself, by its name in lower case, or by its number.
+
+    Raises:
+        ValueError: none is.
+    """
+    for member in kind:
+        if value == (member.name.lower() if isinstance(value, str) else member):
+            return member
+    names = " or ".join(repr(member.name.lower()) for member in kind)
+    raise ValueError(f"{name} is {value!r}; use {names}, or a member of {kind.__name__}")
 
 
 def _check_groups(experts: int, topk: int, num_groups: int | None, group_topk: int | None) -> None:
@@ -266,7 +296,7 @@ def _check_groups(experts: int, topk: int, num_groups: int | None, group_topk: i
 
 
 def _check_histogram(
-    given: tuple[Tensor | None, Tensor | None, str | None],
+    given: tuple[Tensor | None, Tensor | None, str | QBHistogramMode | None],
     experts: int,
     topk: int,
     score_function: str,
@@ -277,14 +307,13 @@ def _check_histogram(
     if histogram is None and bounds is None and mode is None:
         return
     if histogram is None or bounds is None or mode is None:
-        raise ValueError("qb_histogram, qb_bin_bounds and qb_histogram_mode must be given together")
+        raise ValueError("qb_histogram, qb_bin_bounds and qb_histogram_mode must be provided together")
     if score_function != "sigmoid" or expert_bias is None or num_groups is not None or topk >= experts:
         raise ValueError(
-            "qb_histogram is for score_function='sigmoid' with expert_bias, without groups, and topk below the number "
-            f"of experts; got {score_function!r}, topk={topk} of {experts}"
+            "qb_histogram only supports score_function='sigmoid' with expert_bias, no groups, and topk below the "
+            f"number of experts; got {score_function!r}, topk={topk} of {experts}"
         )
-    if mode not in HISTOGRAM_MODES:
-        raise ValueError(f"qb_histogram_mode is {mode!r}; use 'two_kernel' or 'fused_atomic'")
+    _member(QBHistogramMode, "qb_histogram_mode", mode)
     if histogram.dim() != 2 or histogram.shape[0] != experts or histogram.dtype != torch.int32:
         raise ValueError(
             f"qb_histogram is {histogram.dtype} {tuple(histogram.shape)}; pass int32 ({experts}, bins)"
@@ -295,5 +324,5 @@ def _check_histogram(
         low, high = bounds.tolist()
         if not -math.inf < low < high < math.inf:  # a NaN compares false
             raise ValueError(
-                f"qb_bin_bounds is [{low}, {high}]; pass two finite numbers, the lower one first"
+                f"qb_bin_bounds is [{low}, {high}]; pass two numbers that are finite with lower < upper"
             )

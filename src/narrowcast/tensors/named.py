@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from .. import formats
 from ..functional import transpose_codes
 from .quantized_tensor import QuantizedTensor
@@ -99,9 +101,80 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
-    """One format row-wise, another column-wise; three buffers each, those that a format lacks hold no elements."""
+    """One format row-wise, another column-wise; three buffers each, those that a format lacks hold no elements.
+
+    Args:
+        rowwise_storage, columnwise_storage: the halves, where they are there already; their buffers are shared.
+        **described: as for every storage.
+    """
 
     _LAYOUT = formats.HYBRID
+
+    def __init__(
+        self,
+        *,
+        rowwise_storage: QuantizedTensorStorage | None = None,
+        columnwise_storage: QuantizedTensorStorage | None = None,
+        **described: Any,
+    ) -> None:
+        super().__init__(**_with_halves(rowwise_storage, columnwise_storage, described))
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop (False) or keep (True, None) a half; unlike other storages it may lose both.
+
+        Raises:
+            RuntimeError: a dropped half is asked for again.
+        """
+        if rowwise_usage is False and columnwise_usage is False:
+            self.clear()
+        else:
+            super().update_usage(rowwise_usage, columnwise_usage)
+
+    def __repr__(self) -> str:
+        halves = ", ".join(
+            f"{name}={None if half is None else type(half).__name__}"
+            for name, half in (
+                ("rowwise", self.rowwise_sub_storage),
+                ("columnwise", self.columnwise_sub_storage),
+            )
+        )
+        shape = f"shape={tuple(self.size())}, " if any(self.get_usages().values()) else ""
+        return f"{type(self).__name__}({shape}dtype={self._dtype}, {halves})"
+
+    @property
+    def rowwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        """The row-wise half in the class of its own format, around the same buffers; None where it was dropped."""
+        return self._sub_storage(False)
+
+    @property
+    def columnwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        """The column-wise half, likewise."""
+        return self._sub_storage(True)
+
+    def _sub_storage(self, columnwise: bool) -> QuantizedTensorStorage | None:
+        attributes = self._COLUMNWISE_BUFFERS if columnwise else self._ROWWISE_BUFFERS
+        if getattr(self, attributes[0]) is None:
+            return None
+        quantizer: Any = self._quantizer
+        half = quantizer._half(columnwise)
+        own = quantizer._own([getattr(self, attribute) for attribute in attributes], columnwise)
+        held = vars(self).setdefault("_halves", {})
+        known = held.get(columnwise)
+        if known is not None and all(
+            known_buffer is buffer for known_buffer, buffer in zip(known[1], own, strict=True)
+        ):
+            return known[0]
+        cls = half._tensor_class if isinstance(self, QuantizedTensor) else half._storage_class
+        arguments = dict(cls._FLATTEN_TENSOR_BUFFERS)
+        named = zip(cls.buffer_attributes(not columnwise, columnwise), own, strict=True)
+        made = cls(
+            quantizer=half,
+            fake_dtype=self._dtype,
+            shape=tuple(self.size()),
+            **{arguments[attribute]: buffer for attribute, buffer in named},
+        )
+        held[columnwise] = (made, own)  # the same object as long as the buffers are the same
+        return made
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
@@ -137,6 +210,42 @@ class NVFP4Tensor(NVFP4TensorStorage, QuantizedTensor):
 class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
     """Tensor over :class:`HybridQuantizedTensorStorage`."""
 
+    def __new__(
+        cls, *, rowwise_storage: Any = None, columnwise_storage: Any = None, **described: Any
+    ) -> HybridQuantizedTensor:
+        described = _with_halves(rowwise_storage, columnwise_storage, described)
+        return QuantizedTensor.__new__(cls, **described)  # type: ignore[return-value]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return HybridQuantizedTensorStorage.__repr__(self)
+
 
 class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
     """Tensor over :class:`IdentityTensorStorage`."""
+
+
+def _with_halves(rowwise: Any, columnwise: Any, described: dict[str, Any]) -> dict[str, Any]:
+    """A hybrid's constructor arguments, with those that its halves say.
+
+    Raises:
+        TypeError: no quantizer with two halves.
+    """
+    halves = {"rowwise": rowwise, "columnwise": columnwise}
+    there = [half for half in halves.values() if half is not None]
+    if not there:
+        return described
+    quantizer: Any = described.get("quantizer")
+    if not hasattr(quantizer, "_half"):
+        raise TypeError(
+            f"a hybrid of two storages got quantizer={quantizer!r}; pass the HybridQuantizer whose halves made them"
+        )
+    described = {"fake_dtype": there[0]._dtype, "shape": tuple(there[0].size()), **described}
+    described["quantizer"] = quantizer.with_usage(**{side: half is not None for side, half in halves.items()})
+    for side, half in halves.items():
+        if half is None:
+            continue
+        held = half.columnwise_operand() if side == "columnwise" else half.rowwise_operand()
+        slots = [buffer.argument for buffer in formats.HYBRID.buffers if buffer.direction == side]
+        held += [held[0].new_empty((0,), dtype=torch.uint8)] * (len(slots) - len(held))
+        described.update(zip(slots, held, strict=True))
+    return described
