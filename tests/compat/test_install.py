@@ -196,12 +196,15 @@ class TestAccelerate:
 
     @pytest.fixture
     def accelerate(self, te: Any) -> Iterator[Any]:
-        yield pytest.importorskip("accelerate", reason="needs accelerate: pip install 'narrowcast[hf]'")
+        accelerate = pytest.importorskip(
+            "accelerate", reason="needs accelerate: pip install 'narrowcast[hf]'"
+        )
         from accelerate.state import AcceleratorState
 
-        AcceleratorState._reset_state(
-            reset_partial_state=True
-        )  # one per process: other tests want another precision
+        # one per process: tests before and behind want another precision
+        AcceleratorState._reset_state(reset_partial_state=True)
+        yield accelerate
+        AcceleratorState._reset_state(reset_partial_state=True)
 
     def model(self) -> torch.nn.Module:
         torch.manual_seed(0)
