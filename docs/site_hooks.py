@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ def web_address(remote: str) -> str | None:
 
 
 def on_config(config: Any) -> Any:
-    """Link the repository that this clone came from."""
-    command = ["git", "-C", str(Path(config.docs_dir).parent), "remote", "get-url", "origin"]
+    """Link the repository that this clone came from, and find the scripts of ``docs/`` and the library."""
+    root = Path(config.docs_dir).parent
+    sys.path[:0] = [str(root / "docs"), str(root / "src")]
+    command = ["git", "-C", str(root), "remote", "get-url", "origin"]
     remote = subprocess.run(command, capture_output=True, text=True).stdout
     config.repo_url = config.repo_url or web_address(remote)
     if config.repo_url:
@@ -28,8 +31,15 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def reference_pages() -> dict[str, str]:
+    """Return the pages of the reference for the library in ``src/``."""
+    import reference  # pyright: ignore[reportMissingImports]
+
+    return reference.pages()
+
+
 def on_files(files: Any, config: Any) -> Any:
-    """Add the files of ``BESIDE`` under their paths in the repository."""
+    """Add the files of ``BESIDE`` under their paths in the repository, and the reference."""
     from mkdocs.structure.files import File
 
     root = Path(config.docs_dir).parent
@@ -37,6 +47,8 @@ def on_files(files: Any, config: Any) -> Any:
         for path in sorted(root.glob(pattern)):
             name = path.relative_to(root).as_posix()
             files.append(File.generated(config, name, abs_src_path=str(path)))
+    for name, text in reference_pages().items():
+        files.append(File.generated(config, name, content=text))
     return files
 
 

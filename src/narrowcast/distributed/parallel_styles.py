@@ -57,7 +57,8 @@ class RowwiseParallel(style.RowwiseParallel):
         output_layouts: Replicate (default): the outputs are summed; Shard of a dim that is not the last: summed, and
             its rows scattered. use_local_output: return a plain tensor, else a DTensor.
     Raises (where it is applied):
-        As :class:`ColwiseParallel`; ValueError is for the layout of the output here.
+        ValueError: another layout of the output; else as :class:`ColwiseParallel`.
+        NotImplementedError: as :class:`ColwiseParallel`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

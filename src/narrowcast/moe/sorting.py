@@ -46,7 +46,7 @@ def moe_sort_chunks_by_index_with_probs(
         The rows (R, K) and their numbers (R,).
 
     Raises (before any kernel):
-        As :func:`moe_sort_chunks_by_index`; ValueError: ``probs`` of another shape.
+        ValueError: ``probs`` has another shape; else as in :func:`moe_sort_chunks_by_index`.
     """
     source, target = _order(inp, split_sizes, sorted_index, "moe_sort_chunks_by_index_with_probs")
     if probs.shape != inp.shape[:1]:

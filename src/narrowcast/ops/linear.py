@@ -29,7 +29,7 @@ class Linear(CompositeOperation):
             gives every process a bias of its own, of all ``out_features``. Without a bias, a "row" layer is one
             :class:`BasicLinear`, which sums by itself, and gathers gradients quantized.
     Raises:
-        as :class:`BasicLinear`.
+        ValueError: as :class:`BasicLinear`.
 
     ``weight`` and ``bias`` are those of the operations. The state dict has their keys, ``basic_ops.0.weight`` and
     ``basic_ops.1.bias``; loading also takes ``weight`` and ``bias``, as of :class:`narrowcast.Linear`.

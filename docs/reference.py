@@ -1,0 +1,109 @@
+"""Write the pages of the reference: one per topic, with every public class and function of its modules.
+
+``site_hooks.py`` adds the pages when the site is built; mkdocstrings fills them from signatures and docstrings. A name
+is public if ``narrowcast.__all__`` or the ``__all__`` of a module in ``TOPICS`` lists it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Topic(NamedTuple):
+    """A page: its title, the rooms whose top-level names it holds, and the modules that it holds whole."""
+
+    title: str
+    rooms: tuple[str, ...]
+    modules: tuple[str, ...] = ()
+
+
+TOPICS = {
+    "layers": Topic("Layers", ("nn",), ("nn",)),
+    "conversion": Topic("Conversion and recipes per layer", ("convert", "layers"), ("convert",)),
+    "recipes": Topic("Recipes", ("recipe", "custom_recipes", "roles"), ("recipe", "custom_recipes")),
+    "contexts": Topic("Contexts, checkpoints and random states", ("state",)),
+    "quantizers": Topic("Quantizers", ("quantizers", "formats")),
+    "tensors": Topic("Quantized tensors", ("tensors",)),
+    "attention": Topic("Attention", ("attention",)),
+    "moe": Topic("Mixture of experts", ("moe",)),
+    "ops": Topic("Operations", ("ops",), ("ops",)),
+    "losses": Topic("Losses", ("losses",)),
+    "optimizers": Topic("Optimizers", ("optimizers",), ("optimizers",)),
+    "distributed": Topic("Distributed", ("distributed",), ("distributed",)),
+    "graphs": Topic("CUDA graphs and offloading", ("graphs", "offload")),
+    "inspect": Topic("Watch, bisect, policy", ("inspect",), ("inspect", "policy")),
+    "serving": Topic("Serving and export", ("serving",), ("serving",)),
+    "dynamo": Topic("Values in compiled graphs", ("dynamo",), ("dynamo",)),
+    "compat": Topic("Transformer Engine's names", ("compat",), ("compat",)),
+    "machine": Topic("Machine and versions", ("_device", "_installed")),
+    "testing": Topic("Tests of your own", ("testing",), ("testing",)),
+}
+
+
+class Entry(NamedTuple):
+    """A public class or function: what users write, and where it is defined."""
+
+    shown: str
+    path: str
+
+
+INTERNAL = {"LinearPlan", "Mode", "eager_only", "linear_plan", "remember", "share_plans", "tensor_type_at"}
+"""Names of ``recipe.__all__`` that other rooms of the library use."""
+
+
+def public_names(module: Any) -> list[str]:
+    """Return ``__all__``, or the names that the module defines."""
+    own = [
+        name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+    ]
+    return getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+
+
+def candidates(topic: Topic) -> Iterator[tuple[str, Any]]:
+    """Yield what users write for each name of a topic, and its value."""
+    package = importlib.import_module("narrowcast")
+    for name in package.__all__:
+        value = getattr(package, name)
+        if str(getattr(value, "__module__", "")).split(".")[1:2] in [[room] for room in topic.rooms]:
+            yield f"nc.{name}", value
+    for name in topic.modules:
+        module = importlib.import_module(f"narrowcast.{name}")
+        prefix = "nc" if getattr(package, name) is module else "narrowcast"  # nc.convert is the function
+        for public in public_names(module):
+            if public not in INTERNAL:
+                yield f"{prefix}.{name}.{public}", getattr(module, public)
+
+
+def entries(topic: Topic) -> list[Entry]:
+    """Return the classes and functions of a topic, in the order of the ``__all__`` that list them."""
+    found: dict[str, Entry] = {}
+    for shown, value in candidates(topic):
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__.startswith(
+            "narrowcast."
+        ):
+            path = f"{value.__module__}.{value.__qualname__}"
+            found.setdefault(path, Entry(shown, path))
+    return list(found.values())
+
+
+def page(topic: Topic) -> str:
+    """Return a page's Markdown, with a directive of mkdocstrings per name."""
+    lines = [f"# {topic.title}", ""]
+    for entry in entries(topic):
+        label = entry.shown.rsplit(".", 1)[-1]
+        lines += [
+            f"::: {entry.path}",
+            "    options:",
+            f"      heading: {entry.shown}",
+            f"      toc_label: {label}",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def pages() -> dict[str, str]:
+    """Return the Markdown of every page, by its path in the site."""
+    return {f"reference/{name}.md": page(topic) for name, topic in TOPICS.items()}

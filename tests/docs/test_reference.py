@@ -1,0 +1,85 @@
+"""The reference holds every public name, and reads docstrings as they are meant."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import narrowcast as nc
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("reference")
+
+
+def value_at(path: str) -> Any:
+    """Return what a dotted path leads to, through as many modules as there are."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def test_every_public_name_is_in_the_reference_once(reference: ModuleType) -> None:
+    topics = [reference.entries(topic) for topic in reference.TOPICS.values()]
+    listed = [value_at(entry.path) for entries in topics for entry in entries]
+    values = {name: getattr(nc, name) for name in nc.__all__}
+    absent = [
+        name
+        for name, value in values.items()
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value not in listed
+    ]
+    assert not absent, f"give their rooms a topic in docs/reference.py: {absent}"
+    shown = [entry.path for entries in topics for entry in entries]
+    assert len(shown) == len(set(shown))
+
+
+def test_every_entry_has_a_docstring_of_its_own(reference: ModuleType) -> None:
+    entries = [entry for topic in reference.TOPICS.values() for entry in reference.entries(topic)]
+    assert [entry.shown for entry in entries if not value_at(entry.path).__doc__] == []
+
+
+def test_the_navigation_has_every_page(reference: ModuleType) -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert [page for page in reference.pages() if f": {page}\n" not in navigation] == []
+
+
+def test_docstrings_become_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    docstrings = importlib.import_module("docstrings")
+    text = """Do it as :class:`Linear`; default: as always.
+
+Args:
+    rows, columns: sizes of
+        the input; tp_size: ranks; default: one.
+Raises (before any kernel):
+    ValueError: a size
+    below 1. TypeError: another dtype.
+
+More.
+"""
+    expected = """Do it as `Linear`; default: as always.
+
+Args:
+    rows: sizes of
+        the input;
+    columns: sizes of
+        the input;
+    tp_size: ranks; default: one.
+
+The errors below are raised before any kernel.
+
+Raises:
+    ValueError: a size below 1.
+    TypeError: another dtype.
+
+More.
+"""
+    assert docstrings.as_markdown(text).strip() == expected.strip()
