@@ -8,6 +8,7 @@ traced code reads next is what that function left, guarded as if it had always b
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,18 @@ def refuse_in_graphs(message: str) -> None:
     """Raise a RuntimeError with this message in traced code, and do nothing in eager code."""
     if torch.compiler.is_compiling():
         raise RuntimeError(message)
+
+
+def warn(message: str) -> None:
+    """Warn of a call, at the line of the caller's caller; traced code warns while it is traced."""
+    if torch.compiler.is_compiling():
+        while_tracing(_warn_while_tracing)
+    else:
+        warnings.warn(message, stacklevel=3)
+
+
+def _warn_while_tracing(context: Any) -> None:
+    warnings.warn(traced_local(context, "message"), stacklevel=2)
 
 
 def host_reads(x: Tensor) -> bool:

@@ -44,7 +44,6 @@ FORWARD: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
         "-3",
     ),
     ({}, {"attn_mask_type": "tril"}, ValueError, "tril"),
-    ({}, {"attention_mask": MASK}, ValueError, "reads none"),
     ({}, {"attn_mask_type": "padding"}, ValueError, "attention_mask is None"),
     ({}, {"attn_mask_type": "padding", "attention_mask": MASK.int()}, TypeError, "torch.bool"),
     ({}, {"attn_mask_type": "padding", "attention_mask": MASK[:1]}, ValueError, "expected"),
@@ -69,7 +68,6 @@ FORWARD: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
 THD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attn_mask_type": "causal"}, ValueError, "takes padding types"),
     ({"cu_seqlens_q": None, "cu_seqlens_kv": None}, ValueError, "needs cu_seqlens_q"),
-    ({"attention_mask": MASK}, ValueError, "reads none"),
     ({"pad_between_seqs": True}, ValueError, "cu_seqlens_q_padded"),
     (
         {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": ROWS},
@@ -93,6 +91,35 @@ def test_refused_when_called(
     tensors = {"query_layer": ROWS, "key_layer": ROWS, "value_layer": ROWS}
     with pytest.raises(error, match=words):
         module(**{**tensors, **given})
+
+
+IGNORED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("bshd", {}, {"attention_mask": MASK}, "attention_mask is ignored.*'causal'.*reads none"),
+    (
+        "thd",
+        {"attn_mask_type": "padding", "cu_seqlens_q": CU, "cu_seqlens_kv": CU},
+        {"attention_mask": MASK},
+        "attention_mask is ignored.*'thd' reads none",
+    ),
+    ("bshd", {}, {"cu_seqlens_q_padded": CU, "cu_seqlens_kv_padded": CU}, "cu_seqlens_q_padded .* ignored"),
+    ("sbhd", {}, {"cu_seqlens_q_padded": CU.long()}, "cu_seqlens_q_padded .* ignored"),
+]
+
+
+@pytest.mark.parametrize("fmt, options, ignored, words", IGNORED)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_ignored_with_a_warning(
+    fmt: str, options: dict[str, Any], ignored: dict[str, Any], words: str, compiled: bool
+) -> None:
+    """As Transformer Engine ignores them; what comes out is what comes out without."""
+    torch._dynamo.reset()
+    module = nc.DotProductAttention(2, 8, qkv_format=fmt)
+    tensors = [torch.randn(4, 2, 8) if fmt == "thd" else ROWS for _ in range(3)]
+    expected = module(*tensors, **options)
+    run = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
+    with pytest.warns(UserWarning, match=words):
+        out = run(*tensors, **options, **ignored)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("given, error, words", THD)

@@ -51,7 +51,7 @@ THEIRS = {
     "_orig_mod",
     "_base",
 }
-BY_TABLE = {"_apply_gate", "_data", "_amax_rowwise", "_warned_of_delayed_input"}
+BY_TABLE = {"_apply_gate", "_data", "_amax_rowwise"}
 """Our own fields that no statement names, and what a module of Transformers has that our layer takes the place of."""
 NODE_META = {
     "val",

@@ -10,6 +10,7 @@ from .arguments import (
     check_not_there,
     masks_of,
     one_of,
+    padding_read,
     separate,
 )
 from .backends import Switches
@@ -48,6 +49,7 @@ __all__ = [
     "mask_rule",
     "masks_of",
     "one_of",
+    "padding_read",
     "separate",
     "sequence_length",
     "standard_slopes",

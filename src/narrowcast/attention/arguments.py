@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._tracing import warn
 from .formats import sequence_length
 from .masks import MaskRule
 
@@ -90,10 +91,21 @@ def _check_lengths(
             )
     if (cu_seqlens[0] is None) != (cu_seqlens[1] is None) or (padded[0] is None) != (padded[1] is None):
         raise ValueError("cu_seqlens_q and cu_seqlens_kv come together, and so do cu_seqlens_*_padded")
-    if padded[0] is not None and not thd:
-        raise ValueError(f"cu_seqlens_q_padded is for qkv_format='thd', not {qkv_format!r}")
-    if pad_between_seqs and padded[0] is None:
+    if thd and pad_between_seqs and padded[0] is None:
         raise ValueError("pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded")
+
+
+def padding_read(
+    padded: tuple[Tensor | None, Tensor | None], qkv_format: str
+) -> tuple[Tensor | None, Tensor | None]:
+    """``cu_seqlens_q_padded`` and ``cu_seqlens_kv_padded`` where the format reads them, else a pair of None."""
+    if qkv_format != "thd" and (padded[0] is not None or padded[1] is not None):
+        warn(
+            f"cu_seqlens_q_padded and cu_seqlens_kv_padded are ignored: qkv_format={qkv_format!r} has its own padding "
+            "behind each sequence; they are for 'thd'"
+        )
+        return None, None
+    return padded
 
 
 def _batch(q: Tensor, qkv_format: str) -> int:
@@ -112,6 +124,8 @@ def masks_of(
 ) -> tuple[tuple[Tensor | None, Tensor | None], Tensor | None]:
     """The padding masks of queries and keys, and the mask of an arbitrary type; lengths are checked besides.
 
+    A mask that the type or the format does not read is ignored with a warning, as Transformer Engine ignores it.
+
     Raises:
         ValueError: lengths or masks that the mask's type or the format does not take, or that are missing. TypeError:
         their dtypes.
@@ -122,6 +136,12 @@ def masks_of(
             raise ValueError(
                 f"attn_mask_type is {rule.name!r} and attention_mask is None; give it, or cu_seqlens of a padding type"
             )
+        return (None, None), None
+    if not (rule.padding or rule.arbitrary) or qkv_format == "thd":
+        warn(
+            f"attention_mask is ignored: attn_mask_type={rule.name!r} with qkv_format={qkv_format!r} reads none; leave "
+            "it out, or choose 'arbitrary' or a padding type"
+        )
         return (None, None), None
     given = mask if isinstance(mask, tuple) else (mask,)
     for part in given:
@@ -134,11 +154,6 @@ def masks_of(
                 "attention_mask of attn_mask_type='arbitrary' is one tensor (b, h, s_q, s_kv), dims may be 1"
             )
         return (None, None), given[0]
-    if not rule.padding or qkv_format == "thd":
-        raise ValueError(
-            f"attention_mask is given, and attn_mask_type={rule.name!r} with qkv_format={qkv_format!r} reads none; "
-            "leave it out, or choose 'arbitrary' or a padding type"
-        )
     batch = _batch(q, qkv_format)
     both = given * 2 if len(given) == 1 else given
     for part, length in zip(both, lengths):

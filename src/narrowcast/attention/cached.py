@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._tracing import warn
 from .kv_cache import InferenceParams
 from .masks import MaskRule
 
@@ -13,16 +14,12 @@ def check_cached(rule: MaskRule, layer_number: int | None, packed_inputs: bool) 
     """Check a call with a KV cache, and return the number of its layer.
 
     Raises:
-        ValueError: no padding mask, gradients enabled, inputs packed in one tensor, or a layer without a number.
+        ValueError: no padding mask, inputs packed in one tensor, or a layer without a number.
     """
     if not rule.padding:
         raise ValueError(
             f"attn_mask_type is {rule.name!r} with inference_params; sequences in a KV cache differ in length, use "
             "'padding_causal' or 'padding'"
-        )
-    if torch.is_grad_enabled():
-        raise ValueError(
-            "inference_params with gradients enabled; run under torch.no_grad() or inference_mode()"
         )
     if packed_inputs:
         raise ValueError(
@@ -36,7 +33,7 @@ def check_cached(rule: MaskRule, layer_number: int | None, packed_inputs: bool) 
 def extended(
     params: InferenceParams, layer_number: int, q: Tensor, k: Tensor, v: Tensor, qkv_format: str
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Keep new keys and values, and return what attention is computed of.
+    """Keep new keys and values, and return what attention is computed of; it has no gradients.
 
     Args:
         q, k, v: in ``qkv_format``, of the new tokens.
@@ -44,6 +41,12 @@ def extended(
         queries (batch, s, h, d), keys and values (batch, tokens, groups, d) of the whole sequences, the sums
         of the lengths of both.
     """
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        warn(
+            "inference_params with gradients enabled: none flow through attention with a KV cache; run under "
+            "torch.no_grad() or inference_mode()"
+        )
+        q, k, v = q.detach(), k.detach(), v.detach()
     if not torch.compiler.is_compiling() and not params.has_layer(layer_number):
         params.allocate_memory(layer_number, k, v)
     keys, values, pages = params.step(layer_number, k, v, qkv_format)

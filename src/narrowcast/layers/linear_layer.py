@@ -13,7 +13,6 @@ written to (``functional/kept_weights.py``) and the quantizer has the same value
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._tracing import refuse_in_transform
+from .._tracing import refuse_in_transform, warn
 from ..autograd import (
     DelayedScales,
     LinearFunction,
@@ -399,13 +398,10 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         self._fp8_workspaces.update(dict.fromkeys(self._fp8_workspaces))
 
     def _warn_of_delayed_input(self) -> None:
-        if not torch.compiler.is_compiling() and not self.__dict__.get("_warned_of_delayed_input"):
-            self.__dict__["_warned_of_delayed_input"] = True
-            warnings.warn(
-                "save_original_input is ignored: the custom recipe scales the input of "
-                f"{self.name or type(self).__name__} with delay",
-                stacklevel=3,
-            )
+        warn(
+            "save_original_input is ignored: the custom recipe scales the input of "
+            f"{self.name or type(self).__name__} with delay"
+        )
 
     # -- in high precision -------------------------------------------------------------------------------------------
 

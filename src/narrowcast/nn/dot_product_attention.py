@@ -28,6 +28,7 @@ from ..attention import (
     mask_rule,
     masks_of,
     one_of,
+    padding_read,
     separate,
     standard_slopes,
 )
@@ -204,10 +205,12 @@ class DotProductAttention(nn.Module):
         Args:
             query_layer, key_layer, value_layer: in the format; fp16, bf16 or fp32, all three in one dtype.
             attention_mask: bools, True where masked out. For padding types (b, 1, 1, s), or a pair of them for
-                queries and keys; for "arbitrary" broadcastable to (b, h, s_q, s_kv).
+                queries and keys; for "arbitrary" broadcastable to (b, h, s_q, s_kv). Ignored with a warning for thd
+                and for types that read none.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: in place of the module's own.
             cu_seqlens_q, cu_seqlens_kv: (b + 1) int32 sums of lengths: for thd, and in place of a padding mask.
-            cu_seqlens_q_padded, cu_seqlens_kv_padded: for thd, where each sequence begins, if there is padding between.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: for thd, where each sequence begins, if there is padding between;
+                ignored with a warning for other formats.
             max_seqlen_q, max_seqlen_kv: longest lengths, for thd; the number of tokens where not given.
             checkpoint_core_attention: compute it again in the backward, and keep only its inputs.
             core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
@@ -219,7 +222,7 @@ class DotProductAttention(nn.Module):
             qkv_layer: queries, keys and values in one tensor, with a dim of size 3 at ``qkv_interleave_dim`` -3 or -2.
             kv_layer: keys and values in one, with a dim of size 2, beside ``query_layer``.
             inference_params: a KV cache, which the new keys and values go to; the queries see all that it has of their
-                sequence. Needs a padding type, whose diagonal is then bottom right, and no gradients.
+                sequence. Needs a padding type, whose diagonal is then bottom right; no gradients flow through it.
             fast_zero_fill: accepted, without effect here.
         Returns:
             The format with heads and head dim in one: (s, b, h d_v), (b, s, h d_v) or (tokens, h d_v); zero where a
@@ -245,7 +248,7 @@ class DotProductAttention(nn.Module):
             number = check_cached(rule, self.layer_number, qkv_layer is not None or kv_layer is not None)
             q, k, v, cu_seqlens = extended(inference_params, number, q, k, v, fmt)
             fmt, attention_mask = "bshd", None
-        padded = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        padded = padding_read((cu_seqlens_q_padded, cu_seqlens_kv_padded), fmt)
         masks, pairs = masks_of(attention_mask, rule, q, k, fmt, cu_seqlens, padded, pad_between_seqs)
         bias = (core_attention_bias_type, core_attention_bias, alibi_slopes)
         scores = self._scores(rule, pairs, fmt, bias, score_mod, score_mod_tensors, q.device)
