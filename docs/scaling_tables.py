@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from narrowcast_tools.plan import GPUS, MODELS, Estimate, Layout, Model, estimate, plan
+from narrowcast_tools.plan.layout import BATCH
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "scaling.md", DOCS / "assets" / "scaling.png"
@@ -121,7 +122,7 @@ def planned() -> str:
         for gpus in (8, 64, 256, 1024, 4096):
             for recipe in ("bf16", "block"):
                 try:
-                    e = plan(model, gpus, recipe)
+                    e = plan(model, gpus, recipe, batch=BATCH)
                 except ValueError as error:
                     missing = re.search(r"[\d.,]+ GiB more", str(error))
                     assert missing
@@ -159,7 +160,7 @@ def draw() -> None:
     counts = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
     for axes, recipe in zip(figure.subplots(1, 2, sharey=True), ("bf16", "block")):
         bottom = [0.0] * len(counts)
-        results = [plan("70b", gpus, recipe) for gpus in counts]
+        results = [plan("70b", gpus, recipe, batch=BATCH) for gpus in counts]
         for part, color in COLORS.items():
             heights = []
             for result in results:

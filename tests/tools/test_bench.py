@@ -10,11 +10,12 @@ from typing import Any
 
 import bench_worker
 import pytest
+from matplotlib.figure import Figure
 from torch import nn
 
 from narrowcast_tools import cli
 from narrowcast_tools.bench import measure as run
-from narrowcast_tools.bench import works
+from narrowcast_tools.bench import show, works
 from narrowcast_tools.bench.measure import Contender, Result, contenders
 from narrowcast_tools.bench.worker import Worker
 from narrowcast_tools.bench.works import build, step_of
@@ -33,11 +34,26 @@ def test_a_run_on_a_cpu(quick: None, tmp_path: Path, capsys: pytest.CaptureFixtu
     words += ["--seconds", "0"]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
-    assert "cpu, emulated" in shown and "Linear 32x64->64" in shown
+    assert (
+        "narrowcast bench tiny: cpu, emulated, torch" in shown
+        and "memory" not in shown
+        and "Linear 32x64->64" in shown
+    )
     rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
     own = [row for row in rows if row["contender"] in ("bf16", "block")]
     assert len(own) == 4 * 3 and all(row["ms"] == "2.0" and row["share"] == "1.0" for row in own)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("memory", "panels"), [(None, 1), (5.0, 2)])
+def test_the_picture_has_no_empty_panel(
+    memory: float | None, panels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k))
+    show.picture([Result("Linear", "bf16", "compiled", 2.0, 1.0, memory, "")], "narrowcast bench")
+    assert len(drawn[0].axes) == panels
 
 
 @pytest.mark.parametrize(

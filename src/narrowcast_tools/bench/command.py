@@ -53,7 +53,10 @@ def bench(
         "narrowcast": __version__,
         "date": f"{datetime.now():%Y-%m-%d}",
     }
-    title = "narrowcast bench · " + " · ".join(machine.values())
+    title = (
+        f"narrowcast bench {suite}: {machine['device']}, torch {machine['torch']}, "
+        f"narrowcast {machine['narrowcast']}, {machine['date']}"
+    )
     known = read_csv(out / "bench.csv", machine) if resume and out is not None else {}
     results: list[Result] = []
     console, start = Console(), time.monotonic()

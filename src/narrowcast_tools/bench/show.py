@@ -16,23 +16,30 @@ COLUMNS = ("work", "contender", "mode", "ms", "share", "memory", "note")
 
 
 def table(results: Sequence[Result], title: str) -> Table:
-    """A row per contender; ``share`` is of the time of bf16 compiled, ``memory`` in MiB."""
+    """A row per contender; ``share`` is of the time of bf16 compiled, ``memory`` in MiB.
+
+    Memory and notes are columns only if a result has any: a terminal of 80 columns is narrow.
+    """
     shown = Table(title=title, title_justify="left")
-    for name in COLUMNS:
+    columns = [
+        name
+        for name in COLUMNS
+        if name not in ("memory", "note") or any(getattr(one, name) for one in results)
+    ]
+    for name in columns:
         shown.add_column(name, justify="right" if name in ("ms", "share", "memory") else "left")
     last = ""
     for one in results:
         if last and one.work != last:
             shown.add_section()
-        shown.add_row(
-            "" if one.work == last else one.work,
-            one.contender,
-            one.mode,
-            _number(one.ms, 3),
-            _number(one.share, 2),
-            _number(one.memory, 0),
-            one.note,
-        )
+        texts = {
+            **one._asdict(),
+            "work": "" if one.work == last else one.work,
+            "ms": _number(one.ms, 3),
+            "share": _number(one.share, 2),
+            "memory": _number(one.memory, 0),
+        }
+        shown.add_row(*(texts[name] for name in columns))
         last = one.work
     return shown
 
@@ -65,12 +72,18 @@ def read_csv(path: Path, machine: dict[str, str]) -> dict[tuple[str, str, str], 
 
 
 def picture(results: Sequence[Result], title: str) -> bytes:
-    """Bars of time and of memory over those of bf16, a group per work: a PNG image."""
+    """Bars of time and of memory over those of bf16, a group per work: a PNG image.
+
+    A CPU has no memory figures, and its picture no panel for them.
+    """
     works = list(dict.fromkeys(one.work for one in results))
-    figure = Figure(figsize=(11, 1.2 + 0.28 * len(results)), dpi=130, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", weight="bold")
     base = {one.work: one for one in results if one.contender == "bf16"}
-    columns = figure.subplots(1, 2, sharey=True)
+    names = ["time over bf16 compiled"]
+    if any(first.memory for first in base.values()):
+        names.append("peak memory over bf16 compiled")
+    figure = Figure(figsize=(11, 1.4 + 0.28 * len(results)), dpi=130, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", weight="bold", size=11)
+    columns = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     labels: list[str] = []
     place = 0.0
     for work in works:
@@ -86,11 +99,14 @@ def picture(results: Sequence[Result], title: str) -> bytes:
             for axes, value in zip(columns, values):
                 axes.barh(place, value or 0.0, color=color)
                 if value:
-                    axes.text(value, place, f" {value:.2f}", va="center", size=7)
+                    told = axes.text(value, place, f" {value:.2f}", va="center", size=7)
+                    told.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0})  # over the line at 1
             place += 1
-    for axes, name in zip(columns, ("time over bf16 compiled", "peak memory over bf16 compiled")):
+    for axes, name in zip(columns, names):
         axes.set_title(name, size=9, loc="left")
-        axes.axvline(1.0, color="0.6", lw=0.8)
+        axes.axvline(1.0, color="0.6", lw=0.8, zorder=0)
+        axes.margins(x=0.08, y=0.01)
+        axes.tick_params(axis="x", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     columns[0].set_yticks(range(len(labels)), labels, size=7)
     columns[0].invert_yaxis()

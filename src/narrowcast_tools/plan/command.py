@@ -10,7 +10,7 @@ from rich.console import Console
 
 from .estimate import gib
 from .hardware import find_gpu
-from .layout import BATCH
+from .layout import BATCH, BATCH_PER_GPU
 from .layout import plan as search
 from .show import tables, title
 
@@ -18,9 +18,15 @@ from .show import tables, title
 def plan(
     model: Annotated[str, typer.Option(help="8b, 70b, 405b (Llama 3) or 671b (DeepSeek-V3).")] = "8b",
     gpus: Annotated[int, typer.Option(help="GPUs, 8 to a host.")] = 8,
-    recipe: Annotated[str, typer.Option(help="bf16, delayed, current or block.")] = "block",
+    recipe: Annotated[str, typer.Option(help="bf16, delayed, current or block.")] = "current",
     gpu: Annotated[str, typer.Option(help="h100, h200 or h800.")] = "h200",
-    batch: Annotated[int, typer.Option(help="Tokens of a step, over all GPUs.")] = BATCH,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a step, over all GPUs.",
+            show_default=f"{BATCH_PER_GPU:,} per GPU, at most {BATCH:,}",
+        ),
+    ] = None,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 8192,
     tp: Annotated[int, typer.Option(help="Ranks of tensor parallelism; 0 searches.")] = 0,
     pp: Annotated[int, typer.Option(help="Ranks of the pipeline; 0 searches.")] = 0,

@@ -9,17 +9,25 @@ from .estimate import Estimate, Layout, check, estimate, gib
 from .hardware import RESERVE, find_gpu, find_rates
 from .models import find_model
 
-BATCH = 16 * 2**20
+BATCH = 16 * 2**20  # tokens of a step on many GPUs
+BATCH_PER_GPU = 128 * 2**10  # on few: some seconds a step
 CLOSE = 0.97  # of the fastest: less than the model can tell apart, so the simpler layout is taken
+
+
+def default_batch(gpus: int, length: int) -> int:
+    """Return the tokens of a step that suit so many GPUs: the same number of sequences for each, if possible."""
+    length = max(length, 1)
+    sequences = min(max(BATCH_PER_GPU // length, 1) * gpus, max(BATCH // length, 1))
+    return length * (sequences - sequences % gpus if sequences > gpus else sequences)
 
 
 def plan(
     model: str,
     gpus: int,
-    recipe: str = "block",
+    recipe: str = "current",
     gpu: str = "h200",
     *,
-    batch: int = BATCH,
+    batch: int | None = None,
     length: int = 8192,
     tp: int = 0,
     pp: int = 0,
@@ -29,7 +37,8 @@ def plan(
 ) -> Estimate:
     """Return the estimate of a layout that fits; zeros and None are searched, other values are kept.
 
-    Of those within 3% of the fastest it is the one with the fewest ranks of tensor and pipeline parallelism.
+    Of the layouts within 3% of the fastest, it is the one with the fewest ranks of tensor and pipeline parallelism.
+    ``batch`` is the tokens of a step; None takes `default_batch`.
 
     Raises:
         ValueError: an unknown name; numbers that do not divide; or nothing fits, with the bytes that are missing.
@@ -37,6 +46,8 @@ def plan(
     shape, machine, _ = find_model(model), find_gpu(gpu), find_rates(recipe)
     if gpus < 1:
         raise ValueError(f"--gpus is {gpus}; it must be at least 1")
+    if batch is None:
+        batch = default_batch(gpus, length)
     if length < 1 or batch < length:
         raise ValueError(f"--batch is {batch} tokens and --length {length}; a step needs a sequence at least")
     gathers = fp8_gather if fp8_gather is not None else recipe != "bf16"

@@ -117,7 +117,16 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
             size=9,
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": COLORS[row.recipe], "linewidth": 0.6, "shrinkA": 0},
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # over the grid
+            # The line ends at the label's left edge; from the middle it would strike through others.
+            arrowprops={
+                "arrowstyle": "-",
+                "color": COLORS[row.recipe],
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 0,
+                "shrinkB": 2,
+            },
         )
 
 

@@ -14,6 +14,7 @@ import pytest
 from narrowcast_tools import cli
 from narrowcast_tools.plan import GPUS, MODELS, Layout, estimate, plan
 from narrowcast_tools.plan.hardware import RESERVE
+from narrowcast_tools.plan.layout import default_batch
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -133,6 +134,20 @@ def test_what_cannot_be_is_one_line(words: str, message: str, capsys: pytest.Cap
     assert cli.main(["plan", *words.split()]) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "length", "batch"),
+    [(8, 8192, 2**20), (256, 8192, 2**24), (8, 2**20, 2**23), (4096, 8192, 2**24)],
+)
+def test_the_default_step_is_one_that_is_run(gpus: int, length: int, batch: int) -> None:
+    assert default_batch(gpus, length) == batch
+
+
+def test_without_options_a_step_takes_seconds(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["plan", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["recipe"] == "current" and 1 < told["step"] < 30
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:

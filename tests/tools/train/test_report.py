@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation, Text
 from rich.console import Console
 
 from narrowcast_tools.train.config import TrainConfig
@@ -102,6 +104,22 @@ def test_the_picture_is_a_png_of_readable_size(rows: list[Row]) -> None:
     width, height = (int.from_bytes(image[i : i + 4], "big") for i in (16, 20))
     assert width >= 1200
     assert height >= 500
+
+
+def test_no_leader_line_strikes_through_a_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses as close as those of the demo: the labels are moved far from the ends of their curves."""
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k))
+    names = ("bf16", "delayed", "current", "mxfp8", "block", "nvfp4")
+    draw(compare([result(name, 2.0 + i / 1000) for i, name in enumerate(names)]), subtitle="close")
+    gaps = drawn[0].axes[1]
+    labels = [child for child in gaps.get_children() if isinstance(child, Annotation)]
+    assert len(labels) == 5
+    left = min(Text.get_window_extent(label).x0 for label in labels)
+    for label in labels:
+        assert label.arrow_patch is not None
+        assert label.arrow_patch.get_path().get_extents().x1 <= left
 
 
 @pytest.mark.parametrize(
