@@ -664,3 +664,76 @@ def test_operands_of_nvfp4_are_assigned_one_by_one() -> None:
         nc.Linear(32, 32, device="cpu", recipe=half)(torch.randn(16, 32))
     with pytest.raises(ValueError, match="it cancels in wgrad"):
         nc.recipe.NVFP4BlockScaling(fp4_quant_fwd_inp=nc.recipe.QParams())
+
+
+# -- by name ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_recipe_has_a_name() -> None:
+    named = set(nc.recipe.NAMES.values())
+    public = {one for one in vars(nc.recipe).values() if isinstance(one, type) and issubclass(one, Recipe)}
+    assert public - named == {Recipe, CustomRecipe} and len(named) == len(nc.recipe.NAMES)
+    for name, cls in nc.recipe.NAMES.items():
+        assert nc.recipe.recipe_from_name(name) == cls()
+    assert nc.recipe.recipe_from_name("nvfp4", emulate=True) == NVFP4BlockScaling(emulate=True)
+    assert nc.recipe.recipe_from_name("tensorwise") == Float8CurrentScaling()
+    assert nc.recipe.recipe_from_name("rowwise") == Float8BlockScaling()
+
+
+def test_a_recipe_is_taken_by_name_wherever_one_goes() -> None:
+    layer, x = nc.Linear(32, 32, device="cpu", recipe="mxfp8"), torch.randn(4, 32)
+    assert layer.recipe == MXFP8BlockScaling()
+    named = layer(x)
+    layer.recipe = None
+    with nc.autocast(recipe="mxfp8"):
+        assert torch.equal(layer(x), named)
+    with nc.autocast(enabled=False, recipe="mxfp8"):
+        assert not torch.equal(layer(x), named)
+    layer.recipe = "current"
+    assert layer.recipe == Float8CurrentScaling()
+    with nc.quantized_model_init(recipe="block"):
+        assert isinstance(nc.Linear(128, 128, device="cpu").weight, nc.Float8BlockwiseQTensor)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    assert nc.convert(model, {"": "current", "1": "block"}) is model
+    assert list(nc.get_recipes(model).values()) == [Float8CurrentScaling(), Float8BlockScaling()]
+    nc.set_recipe(model, "delayed")
+    assert set(nc.get_recipes(model).values()) == {DelayedScaling()}
+    table = '{"": "nvfp4", "1": {"type": "rowwise", "emulate": true}, "0": null}'
+    nc.set_recipe(model, table)
+    assert list(nc.get_recipes(model).values()) == [None, Float8BlockScaling(emulate=True)]
+
+
+def test_a_recipe_is_taken_by_name_in_compiled_code() -> None:
+    layer, x = nc.Linear(32, 32, device="cpu"), torch.randn(4, 32)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(recipe="current"):
+            return layer(x)
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(x), run(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("MXFP8", "no recipe is named 'MXFP8'; the nearest: 'mxfp8'"),
+        ("Float8CurrentScaling", "the nearest: 'current'"),
+        ("curent", "the nearest: 'current'"),
+        ("bf16", "named 'bf16'; use one of 'delayed', .* None is high precision"),
+    ],
+)
+def test_an_unknown_name_tells_the_nearest(name: str, told: str) -> None:
+    for owner, call in {
+        "autocast": lambda: nc.autocast(recipe=name),
+        "Linear": lambda: nc.Linear(32, 32, device="cpu", recipe=name),
+        "convert": lambda: nc.convert(torch.nn.Linear(32, 32), name),
+        "set_recipe": lambda: nc.set_recipe(nc.Linear(32, 32, device="cpu"), {"": name}),
+        "'layers'": lambda: nc.recipe.recipes_from_json(f'{{"layers": "{name}"}}'),
+    }.items():
+        with pytest.raises(ValueError, match=f"{owner}: .*{told}"):
+            call()
+    with pytest.raises(
+        TypeError, match=r"autocast got 'current' as a positional argument; write autocast\(recipe='"
+    ):
+        nc.autocast("current")  # type: ignore[arg-type]

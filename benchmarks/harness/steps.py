@@ -15,11 +15,7 @@ from .machine import Row
 from .timing import spread, time_in_turns
 
 Step = Callable[[], None]
-RECIPES: dict[str, type[nc.recipe.Recipe]] = {
-    "delayed": nc.recipe.DelayedScaling,
-    "current": nc.recipe.Float8CurrentScaling,
-    "block": nc.recipe.Float8BlockScaling,
-}
+RECIPES = {name: nc.recipe.NAMES[name] for name in ("delayed", "current", "block")}
 STEPS = 8  # of a contender before the next one's turn
 
 

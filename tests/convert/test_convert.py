@@ -173,7 +173,7 @@ def test_converting_again_adds_to_what_is_converted() -> None:
     ("model", "recipe", "error", "match"),
     [
         (nn.Linear(4, 4), None, TypeError, "recipe is None"),
-        (nn.Linear(4, 4), "fp8", ValueError, "no JSON"),
+        (nn.Linear(4, 4), "{fp8", ValueError, "no JSON"),
         (nn.Linear(4, 4), 8, TypeError, "convert: recipe is a int"),
         ([nn.Linear(4, 4)], CURRENT, TypeError, "model is a list"),
     ],

@@ -669,7 +669,7 @@ def test_what_cannot_be(one: Any) -> None:
     with pytest.raises(RuntimeError, match="single_grouped_weight=False and use FSDP2"):
         shard(groups, one)
     with pytest.raises(TypeError, match="shard: recipe is a str"):
-        shard(layer, one, recipe="current")  # type: ignore[arg-type]
+        shard(layer, one, recipe=8)  # type: ignore[arg-type]
     model = torch.nn.Sequential(layer)
     shard(model, one, blocks=model)
     with pytest.raises(RuntimeError, match="call the model that narrowcast"):

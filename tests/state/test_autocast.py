@@ -167,7 +167,7 @@ def test_calibrating() -> None:
         assert state.is_fp8_enabled()
 
 
-@pytest.mark.parametrize("wrong", ["current", nc.recipe.Float8CurrentScaling, 8, object()])
+@pytest.mark.parametrize("wrong", [b"current", nc.recipe.Float8CurrentScaling, 8, object()])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_recipe_of_another_type(wrong: Any, enabled: bool) -> None:
     name = type(wrong).__name__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -10,7 +10,14 @@ from torch import nn
 
 from ..layers import DelayedLayer, RecipeOwner
 from ..layers.policies import Policy, policy_named
-from ..layers.set_recipe import Model, matching_names, recipe_table, renew_from, stop_renewing_from
+from ..layers.set_recipe import (
+    Model,
+    RecipeChoice,
+    matching_names,
+    recipe_table,
+    renew_from,
+    stop_renewing_from,
+)
 from ..nn import Linear
 from ..recipe import Recipe
 from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
@@ -25,7 +32,7 @@ Patterns = str | Sequence[str] | None
 @overload
 def convert(
     model: Model,
-    recipe: Recipe | Mapping[str, Recipe | None] | str,
+    recipe: RecipeChoice,
     *,
     only: Patterns = None,
     skip: Patterns = None,
@@ -39,7 +46,7 @@ def convert(
 @overload
 def convert(
     model: nn.Module,
-    recipe: Recipe | Mapping[str, Recipe | None] | str,
+    recipe: RecipeChoice,
     *,
     only: Patterns = None,
     skip: Patterns = None,
@@ -52,7 +59,7 @@ def convert(
 ) -> Receipt: ...
 def convert(
     model: nn.Module,
-    recipe: Recipe | Mapping[str, Recipe | None] | str,
+    recipe: RecipeChoice,
     *,
     only: Patterns = None,
     skip: Patterns = None,
@@ -72,8 +79,8 @@ def convert(
 
     Args:
         model: what is called: it renews the scales of delayed scaling.
-        recipe: one for all, or one by pattern as :func:`narrowcast.set_recipe` takes them; what no pattern matches, or
-            None is given for, is not converted.
+        recipe: one for all, or one by pattern, as :func:`narrowcast.set_recipe` takes them: recipes or their names;
+            what no pattern matches, or None is given for, is not converted.
         only, skip: patterns of module names: nothing else is converted, these are not.
         weights: "stored" keeps the frozen weights (``requires_grad`` False) of converted ``nn.Linear``s as one
             quantized copy: about half the bytes of bf16. The state dict has its values, not those of before. For
@@ -94,7 +101,9 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     if recipe is None:
-        raise TypeError("recipe is None; pass one of narrowcast.recipe's recipes, or a table of them")
+        raise TypeError(
+            "recipe is None; pass one of narrowcast.recipe's recipes, a name such as 'current', or a table"
+        )
     if weights not in ("plain", "stored"):
         raise ValueError(f"weights is {weights!r}; use 'plain' or 'stored'")
     table = recipe_table(recipe, "convert")

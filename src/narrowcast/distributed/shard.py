@@ -46,7 +46,7 @@ def shard(
     mesh: Any = None,
     *,
     blocks: Iterable[nn.Module] = (),
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     quantized_gather: bool = True,
     recompute: bool = True,
     **options: Any,
@@ -73,7 +73,7 @@ def shard(
         model: every rank the same, with recipes; on the meta device, too. It must be what is called.
         mesh: one dim of ranks that share parameters, or two, of which the first holds replicas; default: all ranks.
         blocks: modules of the model that are gathered each by itself, inner ones first; compile them before or after.
-        recipe: of layers that have none of their own, as they run in an ``autocast``.
+        recipe: a recipe or its name, of layers that have none of their own, as they run in an ``autocast``.
         quantized_gather: False gathers every weight in high precision.
         recompute: False promises that nothing of a forward runs again in the backward (activation checkpointing), and
             that what is gathered is given back after every forward and backward.

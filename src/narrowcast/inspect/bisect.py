@@ -19,7 +19,7 @@ from .._table import aligned
 from ..layers import DelayedLayer, RecipeOwner
 from ..layers.set_recipe import matching_names
 from ..recipe import Recipe
-from ..state import THREAD
+from ..state import THREAD, checked_recipe
 from ..upstream.modules import own_buffers
 
 
@@ -57,7 +57,7 @@ def bisect(
     batch: Any,
     *,
     loss: Callable[[Any], Tensor] | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     only: str | None = None,
 ) -> Bisection:
     """Rank the layers of a model by what their precision costs the gradients, against all of it in high precision.
@@ -69,7 +69,7 @@ def bisect(
         model: whose layers own their recipes (``convert``, ``set_recipe``); not compiled.
         batch: a mapping of keyword arguments, a tuple of positional ones, or the one argument.
         loss: of what the model returns; default its ``loss`` attribute, as models of Transformers have it.
-        recipe: for every layer, instead of its own.
+        recipe: a recipe or its name, for every layer instead of its own.
         only: pattern of the layers to try; default all.
     Raises:
         ValueError: no layer has a recipe, no parameter has a gradient, or a pattern that matches nothing.
@@ -80,6 +80,7 @@ def bisect(
             "bisect was called inside of autocast, which overrides all recipes; call it outside"
         )
     owners = {name: layer for name, layer in model.named_modules() if isinstance(layer, RecipeOwner)}
+    recipe = checked_recipe(recipe, "bisect")
     own = {name: recipe or layer.recipe for name, layer in owners.items()}
     tried = [name for name in owners if own[name] is not None]
     if not tried:

@@ -86,7 +86,7 @@ class GroupedLinearLayer(LinearLayer):
         *,
         dtype: torch.dtype,
         device: torch.device | str | None,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         parallel_mode: str | None = None,
         parallel: TensorParallelOptions | None = None,
         init_method: Callable[[Tensor], Any] | None = None,

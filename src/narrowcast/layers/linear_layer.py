@@ -77,7 +77,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         name: the layer's name in quantizer roles.
         stages: its linear layers, in the order in which a backward meets them.
         device: of the queues of weight gradients.
-        recipe: its own recipe.
+        recipe: its own recipe, or its name.
         fuse_wgrad_accumulation: add weight gradients to the parameter's ``main_grad`` instead of its ``grad``.
         delay_wgrad_compute: weight and bias gradients wait for :meth:`backward_dw`.
         parts: names of the parameters that together are a weight or bias, by its name; none for one that is whole.
@@ -94,7 +94,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         stages: tuple[Stage, ...],
         device: torch.device,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         parts: dict[str, list[str]] | None = None,

@@ -27,7 +27,7 @@ class RecipeOwner(nn.Module):
     _renewed_by_root: bool = False
     _root: str | None = None  # which one: only while its forward runs; None: always
 
-    def _init_recipe_owner(self, recipe: Recipe | None) -> None:
+    def _init_recipe_owner(self, recipe: Recipe | str | None) -> None:
         self._recipe = self._last_recipe = checked_recipe(recipe, type(self).__name__)
 
     @property
@@ -36,7 +36,7 @@ class RecipeOwner(nn.Module):
         return self._recipe
 
     @recipe.setter
-    def recipe(self, recipe: Recipe | None) -> None:
+    def recipe(self, recipe: Recipe | str | None) -> None:
         self._init_recipe_owner(recipe)
         self._renewed_by_root, self._root = False, None
         self._prepare_for_recipe()

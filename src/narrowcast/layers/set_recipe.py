@@ -22,6 +22,7 @@ from .policies import choose, policy_named
 from .recipe_owner import RecipeOwner
 
 Model = TypeVar("Model", bound=nn.Module)
+RecipeChoice = Recipe | str | Mapping[str, Recipe | str | None] | None
 
 # Model -> (name of a group -> number of scales that its ranks have compared). Not an attribute of the model: a copy, or
 # a model that was loaded, must be compared anew.
@@ -30,7 +31,7 @@ _AGREED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
 def set_recipe(
     model: Model,
-    recipe: Recipe | Mapping[str, Recipe | None] | str | None,
+    recipe: RecipeChoice,
     *,
     policy: str | None = None,
     rows: int | None = None,
@@ -42,10 +43,11 @@ def set_recipe(
 
     Args:
         model: the model, or any part of one.
-        recipe: for all layers, None for high precision; or ordered patterns of module names, of which a later one
-            overrides an earlier: ``{"": R, "layers.*.mlp": R1, "lm_head": None}``. A pattern stands for the modules it
-            names and all within them; ``*`` is one part of a name, ``**`` any number, "" the model itself. Or such a
-            table as JSON (:func:`narrowcast.recipe.recipes_to_json`).
+        recipe: for all layers: a recipe, the name of one (:data:`narrowcast.recipe.NAMES`), or None for high precision.
+            Or ordered patterns of module names, of which a later one overrides an earlier:
+            ``{"": R, "layers.*.mlp": "block", "lm_head": None}``. A pattern stands for the modules it names and all
+            within them; ``*`` is one part of a name, ``**`` any number, "" the model itself. Or such a table as JSON
+            (:func:`narrowcast.recipe.recipes_to_json`).
         policy: "auto" leaves those layers in high precision that are faster so on this GPU at their sizes, as timed
             once, "auto-graphs" as CUDA graphs replay them (:mod:`narrowcast.policy`); None asks for no timing.
         rows: that a layer sees per call, batch x tokens; for a policy.
@@ -69,17 +71,16 @@ def set_recipe(
     return model
 
 
-def recipe_table(
-    recipe: Recipe | Mapping[str, Recipe | None] | str | None, caller: str
-) -> dict[str, Recipe | None]:
+def recipe_table(recipe: RecipeChoice, caller: str) -> dict[str, Recipe | None]:
     """Recipes by pattern, from any of the ways in which :func:`set_recipe` takes them.
 
     Args:
         caller: whose argument it is, for the message.
     Raises:
-        TypeError: no recipe. ValueError: text that is no table of recipes.
+        TypeError: no recipe. ValueError: text that is neither the name of a recipe nor a table of recipes.
     """
-    table: Any = recipes_from_json(recipe) if isinstance(recipe, str) else recipe
+    is_json = isinstance(recipe, str) and recipe.lstrip()[:1] in ("{", "[")
+    table: Any = recipes_from_json(recipe) if is_json else recipe  # type: ignore[arg-type]
     table = dict(table) if isinstance(table, Mapping) else {"": table}
     return {pattern: checked_recipe(value, caller) for pattern, value in table.items()}
 

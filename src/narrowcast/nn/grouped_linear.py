@@ -33,7 +33,7 @@ class GroupedLinear(GroupedLinearLayer):
         num_gemms: groups, each with a weight and a bias.
         in_features, out_features: sizes of the last dim of input and output, over all tensor-parallel ranks.
         bias: add a learned bias per group.
-        recipe: the layer's own recipe; an ``autocast`` overrides it.
+        recipe: the layer's own recipe, or its name; an ``autocast`` overrides it.
         parallel_mode: "column": ``out_features`` is sharded, "row": ``in_features`` is; None: neither. Nothing is
             communicated here.
         tp_size: ranks that share the layer.
@@ -68,7 +68,7 @@ class GroupedLinear(GroupedLinearLayer):
         out_features: int,
         bias: bool = True,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         parallel_mode: str | None = None,
         tp_size: int = 1,
         tp_group: Any = None,

@@ -43,7 +43,7 @@ class LayerNormLinear(NormLinearLayer):
         in_features, out_features: sizes of the last dim of input and output.
         eps: added to the variance.
         bias: add a learned (out_features,) bias.
-        recipe: the layer's own recipe; an ``autocast`` overrides it.
+        recipe: the layer's own recipe, or its name; an ``autocast`` overrides it.
         normalization: "LayerNorm" or "RMSNorm".
         return_bias: return the bias beside the output instead of adding it.
         return_layernorm_output: return the norm's output, too; a gradient that arrives there counts.
@@ -73,7 +73,7 @@ class LayerNormLinear(NormLinearLayer):
         eps: float = 1e-5,
         bias: bool = True,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         normalization: str = "LayerNorm",
         return_bias: bool = False,
         return_layernorm_output: bool = False,

@@ -51,7 +51,7 @@ class LayerNormMLP(NormLinearLayer):
         ffn_hidden_size: size of the last dim of the activation.
         eps: added to the variance.
         bias: add learned biases in both layers.
-        recipe: the layer's own recipe; an ``autocast`` overrides it.
+        recipe: the layer's own recipe, or its name; an ``autocast`` overrides it.
         normalization: "LayerNorm" or "RMSNorm".
         activation: "gelu", "qgelu", "relu", "srelu", "silu", or gated: "geglu", "qgeglu", "glu", "reglu", "sreglu",
             "swiglu", "clamped_swiglu", "situ_glu". The first half of fc1's output is the gate of a gated one.
@@ -92,7 +92,7 @@ class LayerNormMLP(NormLinearLayer):
         eps: float = 1e-5,
         bias: bool = True,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
         activation_params: Mapping[str, float] | None = None,

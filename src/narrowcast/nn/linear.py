@@ -41,7 +41,7 @@ class Linear(LinearLayer, nn.Linear):
     Args:
         in_features, out_features: sizes of the last dim of input and output.
         bias: add a learned (out_features,) bias.
-        recipe: the layer's own recipe; an ``autocast`` overrides it.
+        recipe: the layer's own recipe, or its name (:data:`narrowcast.recipe.NAMES`); an ``autocast`` overrides it.
         return_bias: return the bias beside the output instead of adding it.
         params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
         device: where the parameters live; default: the accelerator, or the CPU without one.
@@ -84,7 +84,7 @@ class Linear(LinearLayer, nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         init_method: Callable[[Tensor], Any] | None = None,

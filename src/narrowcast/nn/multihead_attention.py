@@ -89,7 +89,7 @@ class MultiheadAttention(OfParts):
             keys; ``qk_norm_eps``: its epsilon; ``qk_norm_before_rope``: before the rotary embedding, else behind it.
         device: where the parameters live; default: the accelerator, or the CPU without one.
         name: name of the layer in the quantizer roles of a custom recipe, before those of its projections.
-        recipe: own recipe of the projections; an ``autocast`` overrides it.
+        recipe: own recipe of the projections, or its name; an ``autocast`` overrides it.
         **options: other options of Transformer Engine's class, at the values that ask for nothing.
     Raises:
         ValueError: sizes that are not positive or do not divide, an unknown ``attention_type``, ``qkv_format``,
@@ -137,7 +137,7 @@ class MultiheadAttention(OfParts):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         **options: Unpack[AttentionOptions],
     ) -> None:
         super().__init__()

@@ -135,7 +135,7 @@ class TransformerLayer(OfParts):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         **options: Unpack[TransformerOptions],
     ) -> None:
         super().__init__()

@@ -88,13 +88,13 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(fusers: Sequence[OperationFuser], recipe: Recipe | None) -> Explanation:
+def explain(fusers: Sequence[OperationFuser], recipe: Recipe | str | None) -> Explanation:
     """Print, and return, what the fusers run under a recipe when every operation has a backward.
 
     Raises:
         TypeError: ``recipe`` is neither a recipe nor None.
     """
-    checked_recipe(recipe, "explain")
+    recipe = checked_recipe(recipe, "explain")
     forward: list[ChosenOperation] = []
     backward: list[ChosenOperation] = []
     handed_over: list[HandedOver] = []

@@ -326,7 +326,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     def _weight_amax(self, prefix: str) -> Tensor:
         return torch.zeros(1, device=self._state_device(prefix))  # no weight: it starts like an activation
 
-    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
+    def reset_recipe_state(self, *, recipe: Recipe | str | None) -> None:
         """Start delayed scaling anew; ``recipe``: as if the last forward had run under it.
 
         Raises:

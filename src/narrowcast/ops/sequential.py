@@ -77,7 +77,7 @@ class Sequential(nn.Sequential):
                 x = x[0]
         return (x, *extra_outputs) if extra_outputs else x
 
-    def explain(self, recipe: Recipe | None = None) -> Explanation:
+    def explain(self, recipe: Recipe | str | None = None) -> Explanation:
         """Print which operations are fused under a recipe, and which are not although they nearly are.
 
         Args:

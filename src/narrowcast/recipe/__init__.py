@@ -22,6 +22,7 @@ from .current import Float8CurrentScaling
 from .custom import CustomRecipe, get_align_size_for_quantization
 from .delayed import DelayedScaling, DelayedScalingRequest, QuantizerRequest
 from .mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
+from .names import ALIASES, NAMES, nearest_recipe, recipe_from_name
 from .plan import (
     GRAD_INPUT_SLOT,
     GRAD_OUTPUT_SLOT,
@@ -34,11 +35,13 @@ from .plan import (
 )
 
 __all__ = [
+    "ALIASES",
     "BACKWARD_TENSOR_TYPES",
     "FORWARD_TENSOR_TYPES",
     "GRAD_INPUT_SLOT",
     "GRAD_OUTPUT_SLOT",
     "INPUT_SLOT",
+    "NAMES",
     "OUTPUT_SLOT",
     "WEIGHT_SLOT",
     "CustomRecipe",
@@ -60,6 +63,8 @@ __all__ = [
     "eager_only",
     "get_align_size_for_quantization",
     "linear_plan",
+    "nearest_recipe",
+    "recipe_from_name",
     "recipes_from_json",
     "recipes_to_json",
     "remember",

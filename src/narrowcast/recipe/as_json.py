@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base import Format, MMParams, QParams, Recipe
+from .names import ALIASES, NAMES, recipe_from_name
 
 _VALUES: dict[str, type] = {"MMParams": MMParams, "QParams": QParams}
 
@@ -28,8 +29,11 @@ _BOUNDS = {"amax_history_len": (1, 2**20), "margin": (-126, 126)}
 
 
 def recipes_from_json(text: str) -> dict[str, Recipe | None]:
-    """The table that :func:`recipes_to_json` wrote.
+    """The table that :func:`recipes_to_json` wrote, or one by hand.
 
+    Args:
+        text: an object from patterns to recipes. A recipe is a name (:data:`narrowcast.recipe.NAMES`), null for high
+            precision, or an object of its "type", a class or a name, and the fields that differ from the defaults.
     Raises:
         ValueError: no JSON object, one that names a key twice or has numbers that are not finite, an unknown recipe or
             field, or a value that the recipe refuses. The text may have 2**24 characters, an
@@ -93,7 +97,13 @@ def _defaults(cls: type) -> dict[str, Any]:
 def _recipe(value: Any, pattern: str) -> Any:
     if value is None:
         return None
-    known = {cls.__name__: cls for cls in _subclasses(Recipe) if cls is not Recipe}
+    if isinstance(value, str):
+        try:
+            return recipe_from_name(value)
+        except ValueError as error:
+            raise ValueError(f"{pattern!r}: {error}") from error
+    known = {**NAMES, **{name: NAMES[alias] for name, alias in ALIASES.items()}}
+    known |= {cls.__name__: cls for cls in _subclasses(Recipe) if cls is not Recipe}
     cls, given = _class_and_fields(value, known, f"{pattern!r} has recipe type")
     if cls._family == "custom":
         raise ValueError(f"{pattern!r}: {_NO_JSON}")

@@ -25,6 +25,7 @@ from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage
 from ..layers.extra_state import EXTRA_STATE
 from ..quantizers import Operand, buffers_of
 from ..recipe import Recipe, linear_plan
+from ..state import checked_recipe
 from ..tensors import QuantizedTensor
 from .formats import (
     CHECKPOINT_FORMATS,
@@ -70,7 +71,7 @@ def export(
     path: str | Path,
     *,
     format: str,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Exported:
     """Write a model as safetensors with a ``quantization_config``, its weights as the training GEMMs read them.
@@ -84,7 +85,8 @@ def export(
         path: a folder that does not exist yet, or is empty; it appears when it is whole.
         format: "hf-fp8-block128" (DeepSeek's), "compressed-tensors" (per tensor, 128 x 128, MXFP8 or NVFP4, by the
             recipe), "mxfp8" or "nvfp4" (compressed-tensors, and nothing else), or "bf16" (no quantization).
-        recipe: quantize the weights of layers that have a recipe as this one does, instead of as their own.
+        recipe: a recipe or its name; quantize the weights of layers that have a recipe as this one does, instead of as
+            their own.
         dtype: of tensors in high precision; default as they are, bf16 for "bf16".
     Raises (with nothing written):
         ValueError: another format; a recipe whose weights the format cannot hold; nothing to quantize; parameters on
@@ -92,7 +94,7 @@ def export(
     """
     if format not in CHECKPOINT_FORMATS:
         raise ValueError(f"format is {format!r}; use one of {', '.join(map(repr, CHECKPOINT_FORMATS))}")
-    kind, path = CHECKPOINT_FORMATS[format], Path(path)
+    kind, path, recipe = CHECKPOINT_FORMATS[format], Path(path), checked_recipe(recipe, "export")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path} exists and is not empty; give export a new folder")
     for name, parameter in model.named_parameters():

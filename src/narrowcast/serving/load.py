@@ -19,6 +19,7 @@ from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_2D, FLOAT8_BLOCK_SCALE_ALIGNMEN
 from ..layers.set_recipe import Model
 from ..nn import Linear
 from ..recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
+from ..state import checked_recipe
 from ..upstream.modules import own_buffers, own_parameters
 
 INDEX = "model.safetensors.index.json"
@@ -26,7 +27,7 @@ LARGEST_CONFIG, LARGEST_INDEX = 2**24, 2**28  # bytes
 _HIGH_PRECISION = (*HIGH_PRECISION, torch.float64)
 
 
-def load_quantized(model: Model, path: str | Path, recipe: Recipe | None = None) -> Model:
+def load_quantized(model: Model, path: str | Path, recipe: Recipe | str | None = None) -> Model:
     """Load a checkpoint of FP8 weights, and convert the layers that have them: its codes and scales are the weights.
 
     Nothing is decoded and rounded again: each such weight is kept as the one quantized copy that the GEMMs read,
@@ -50,7 +51,8 @@ def load_quantized(model: Model, path: str | Path, recipe: Recipe | None = None)
     path = Path(path)
     config = _json_object(path / "config.json", LARGEST_CONFIG)
     suffix, tiles = _scaling(config.get("quantization_config"))
-    recipe = recipe or (Float8BlockScaling() if tiles else Float8CurrentScaling())
+    default = Float8BlockScaling() if tiles else Float8CurrentScaling()
+    recipe = checked_recipe(recipe, "load_quantized") or default
     tensors = _tensors(path)
     codes = [key for key, value in tensors.items() if value.dtype == torch.float8_e4m3fn]
     if not codes:

@@ -20,7 +20,14 @@ from torch.torch_version import TorchVersion
 
 from .._device import get_device_compute_capability, is_mxfp8_available
 from .._tracing import while_tracing
-from ..recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, share_plans
+from ..recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    recipe_from_name,
+    share_plans,
+)
 from ..upstream.autograd import is_in_backward
 from .delayed_scaling import DelayedState, renew, warn_unless_reduced
 
@@ -125,21 +132,34 @@ def get_default_recipe() -> Recipe:
     return DelayedScaling()
 
 
-def checked_recipe(recipe: Any, owner: str) -> Any:
-    """None, or a recipe with the plans that equal ones have made.
+def checked_recipe(recipe: Any, owner: str) -> Recipe | None:
+    """Return None, or a recipe with the plans that equal ones have made.
 
+    Args:
+        recipe: a recipe, the name of one, or None.
+        owner: whose argument it is, for the message.
     Raises:
-        TypeError: something else.
+        TypeError: something else. ValueError: a name that no recipe has.
     """
     if recipe is None:
         return None
+    if isinstance(recipe, str):
+        recipe = _recipe_named(recipe, owner)
     if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"{owner}: recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes"
+            f"{owner}: recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes, or a name such "
+            "as 'current'"
         )
     if not torch.compiler.is_compiling():
         share_plans(recipe)
     return recipe
+
+
+def _recipe_named(name: str, owner: str) -> Recipe:
+    try:
+        return recipe_from_name(name)
+    except ValueError as error:
+        raise ValueError(f"{owner}: {error}") from error
 
 
 class autocast:
@@ -151,7 +171,7 @@ class autocast:
     Args:
         enabled: False runs the layers in high precision.
         calibrating: with ``enabled=False`` and a delayed-scaling recipe, collect amax on the way.
-        recipe: how to quantize; None takes :func:`get_default_recipe`.
+        recipe: how to quantize, a recipe or its name; None takes :func:`get_default_recipe`.
         amax_reduction_group: what :func:`get_fp8_group` returns; ``reduce_delayed_scaling`` reduces amax. Delayed
             scaling warns once if steps pass without it.
     Raises:
@@ -163,15 +183,15 @@ class autocast:
         self,
         enabled: bool = True,
         calibrating: bool = False,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
         for value in (enabled, calibrating):
-            if isinstance(value, Recipe):
+            if isinstance(value, (Recipe, str)):
+                shown = repr(value) if isinstance(value, str) else f"{type(value).__name__}(...)"
                 raise TypeError(
-                    f"autocast got a {type(value).__name__} as a positional argument; write "
-                    f"autocast(recipe={type(value).__name__}(...))"
+                    f"autocast got {shown} as a positional argument; write autocast(recipe={shown})"
                 )
         if recipe is None and (enabled or calibrating):
             recipe = get_default_recipe()
@@ -289,7 +309,7 @@ class fp8_autocast(autocast):
         self,
         enabled: bool = True,
         calibrating: bool = False,
-        fp8_recipe: Recipe | None = None,
+        fp8_recipe: Recipe | str | None = None,
         fp8_group: Any = None,
         _graph: bool = False,
     ) -> None:
@@ -304,8 +324,8 @@ class quantized_model_init:
 
     Args:
         enabled: False makes ordinary parameters.
-        recipe: whose weight quantizer to use; None takes :func:`get_default_recipe`. Delayed scaling has no history
-            when a weight is made, so its weights are scaled by their own amax.
+        recipe: whose weight quantizer to use, a recipe or its name; None takes :func:`get_default_recipe`. Delayed
+            scaling has no history when a weight is made, so its weights are scaled by their own amax.
         preserve_high_precision_init_val: keep a CPU copy of the initial value, read by
             ``param.get_high_precision_init_val()`` and dropped by ``param.clear_high_precision_init_val()``.
     """
@@ -313,7 +333,7 @@ class quantized_model_init:
     def __init__(
         self,
         enabled: bool = True,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
         recipe = checked_recipe(get_default_recipe() if recipe is None else recipe, "quantized_model_init")
@@ -339,7 +359,7 @@ class fp8_model_init(quantized_model_init):
     def __init__(
         self,
         enabled: bool = True,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
         _warn_old_name("fp8_model_init", "quantized_model_init")

@@ -17,15 +17,11 @@ from torch import nn
 
 from narrowcast import nn as own_layers
 from narrowcast.layers import set_recipe
-from narrowcast.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from narrowcast.recipe import NAMES, Recipe
 
 from .works import Step, Work, build, step_of
 
-RECIPES: dict[str, Callable[..., Recipe]] = {
-    "delayed": DelayedScaling,
-    "current": Float8CurrentScaling,
-    "block": Float8BlockScaling,
-}
+RECIPES: dict[str, Callable[..., Recipe]] = {name: NAMES[name] for name in ("delayed", "current", "block")}
 SECONDS = 0.25  # of a round
 ROUNDS = 5
 MIB = 2**20

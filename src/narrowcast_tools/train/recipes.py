@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.recipe import NAMES
 
 from .errors import SettingsError
 
@@ -41,18 +42,16 @@ def _nowhere(return_reason: bool) -> tuple[bool, str]:
 
 CHOICES: dict[str, RecipeChoice] = {
     "bf16": RecipeChoice("bf16"),
-    "delayed": RecipeChoice("FP8 delayed", nc.recipe.DelayedScaling, nc.is_fp8_available, 1.0, 0.5),
-    "current": RecipeChoice("FP8 current", nc.recipe.Float8CurrentScaling, nc.is_fp8_available, 1.0, 0.5),
-    "mxfp8": RecipeChoice("MXFP8", nc.recipe.MXFP8BlockScaling, nc.is_mxfp8_available, 1.0, 0.5),
-    "block": RecipeChoice(
-        "FP8 128-block", nc.recipe.Float8BlockScaling, nc.is_fp8_block_scaling_available, 1.0, 0.5
-    ),
-    "nvfp4": RecipeChoice("NVFP4", nc.recipe.NVFP4BlockScaling, nc.is_nvfp4_available, 3.0, 1.5),
-    "mxfp6": RecipeChoice("MXFP6", nc.recipe.MXFP6BlockScaling, _nowhere, 1.0, 0.5),
-    "mxfp4": RecipeChoice("MXFP4", nc.recipe.MXFP4BlockScaling, _nowhere, 3.0, 1.5),
+    "delayed": RecipeChoice("FP8 delayed", NAMES["delayed"], nc.is_fp8_available, 1.0, 0.5),
+    "current": RecipeChoice("FP8 current", NAMES["current"], nc.is_fp8_available, 1.0, 0.5),
+    "mxfp8": RecipeChoice("MXFP8", NAMES["mxfp8"], nc.is_mxfp8_available, 1.0, 0.5),
+    "block": RecipeChoice("FP8 128-block", NAMES["block"], nc.is_fp8_block_scaling_available, 1.0, 0.5),
+    "nvfp4": RecipeChoice("NVFP4", NAMES["nvfp4"], nc.is_nvfp4_available, 3.0, 1.5),
+    "mxfp6": RecipeChoice("MXFP6", NAMES["mxfp6"], _nowhere, 1.0, 0.5),
+    "mxfp4": RecipeChoice("MXFP4", NAMES["mxfp4"], _nowhere, 3.0, 1.5),
 }
 EMULATED = ("mxfp6", "mxfp4")  # on every device
-ALIASES = {"none": "bf16"}
+ALIASES = {"none": "bf16", **nc.recipe.ALIASES}
 HEAD = "head"  # the model's name of its output layer
 
 
@@ -65,7 +64,8 @@ def recipe_name(word: str) -> str:
     name = ALIASES.get(word, word)
     if name not in CHOICES:
         known = ", ".join([*ALIASES, *CHOICES])
-        raise SettingsError(f"unknown recipe {word!r}; --recipe takes one of {known}")
+        nearest = nc.recipe.nearest_recipe(word)
+        raise SettingsError(f"unknown recipe {word!r}{nearest}; --recipe takes one of {known}")
     return name
 
 

@@ -24,7 +24,9 @@ from narrowcast_tools.train.recipes import (
 def test_names() -> None:
     assert [recipe_name(name) for name in CHOICES] == list(CHOICES)
     assert recipe_name("none") == "bf16"
-    with pytest.raises(SettingsError, match=r"unknown recipe 'MXFP8'; --recipe takes one of none, bf16, "):
+    assert recipe_name("tensorwise") == "current" and set(CHOICES) == {"bf16", *nc.recipe.NAMES}
+    told = r"unknown recipe 'MXFP8'; the nearest: 'mxfp8'.*; --recipe takes one of none, tensorwise, rowwise, bf16, "
+    with pytest.raises(SettingsError, match=told):
         recipe_name("MXFP8")
 
 

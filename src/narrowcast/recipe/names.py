@@ -1,0 +1,57 @@
+"""Recipes by name: the one table that Python, JSON and the command line read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from .base import Recipe
+from .block import Float8BlockScaling, NVFP4BlockScaling
+from .current import Float8CurrentScaling
+from .delayed import DelayedScaling
+from .mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
+
+NAMES: Mapping[str, type[Recipe]] = MappingProxyType(
+    {
+        "delayed": DelayedScaling,
+        "current": Float8CurrentScaling,
+        "block": Float8BlockScaling,
+        "mxfp8": MXFP8BlockScaling,
+        "nvfp4": NVFP4BlockScaling,
+        "mxfp6": MXFP6BlockScaling,
+        "mxfp4": MXFP4BlockScaling,
+    }
+)
+"""Recipe classes by name."""
+
+ALIASES: Mapping[str, str] = MappingProxyType({"tensorwise": "current", "rowwise": "block"})
+"""torchao's names of the closest recipe. "tensorwise" is the same recipe. A row has one scale under "rowwise", and one
+per 128 elements under "block", which is finer and has native GEMMs."""
+
+
+def recipe_from_name(name: str, **fields: Any) -> Recipe:
+    """Make a recipe from its name.
+
+    Args:
+        name: in :data:`NAMES` or :data:`ALIASES`.
+        **fields: of the recipe, such as ``emulate``; the others keep their defaults.
+    Raises:
+        ValueError: no recipe has this name. TypeError: the recipe has no such field.
+    """
+    cls = NAMES.get(ALIASES.get(name, name))
+    if cls is None:
+        raise ValueError(f"no recipe is named {name!r}{nearest_recipe(name)}; {_KNOWN}")
+    return cls(**fields)
+
+
+def nearest_recipe(name: str) -> str:
+    """Return the names that look like ``name``, or whose classes do, as part of a message; "" without any."""
+    classes = {cls.__name__.lower(): known for known, cls in NAMES.items()}
+    alike = difflib.get_close_matches(name.lower(), [*NAMES, *ALIASES, *classes], n=2, cutoff=0.6)
+    nearest = dict.fromkeys(classes.get(one, one) for one in alike)
+    return f"; the nearest: {', '.join(map(repr, nearest))}" if nearest else ""
+
+
+_KNOWN = "use one of " + ", ".join(map(repr, [*NAMES, *ALIASES])) + "; None is high precision"
