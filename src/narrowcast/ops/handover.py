@@ -32,6 +32,8 @@ class ScaledOperand:
         rows = matrix_of(x)
         return self.assemble(quantize(rows, self.operand.quantizer, *self.state(x)), tuple(x.shape), x.dtype)
 
+    __call__ = quantize
+
     def state(self, like: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(seed, scale, amax), in which the arguments of a quantizing operator end."""
         return self.operand.seed(like), self.scale, self.amax
