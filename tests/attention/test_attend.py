@@ -226,6 +226,9 @@ def test_the_largest_logit_of_each_head() -> None:
     out, largest, *_ = case.run()
     assert out.shape == (2, 7, HEADS * DIM) and largest.shape == (HEADS,)
     assert_equal(case.run(), case.expected())
+    module = nc.DotProductAttention(2, 8, qkv_format="bshd", return_max_logit=True)
+    q = torch.randn(1, 4, 2, 8, dtype=torch.bfloat16)
+    assert module(q, q, q)[1].dtype == torch.bfloat16  # that of the output, as Transformer Engine's
 
 
 @pytest.mark.parametrize("mask", ["padding", "padding_causal_bottom_right"])

@@ -282,3 +282,64 @@ def test_collectives_of_one_process() -> None:
     assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (True, 0, 1)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="attributes of tensor parallelism already"):
         names["set_tensor_model_parallel_attributes"](weight, True, 0, 1)
+
+
+def test_element_types_of_recipes() -> None:
+    quantization = MODULES["pytorch.quantization"]
+    hybrid, mxfp8 = DelayedScaling(), MXFP8BlockScaling()
+    of = quantization["get_fp8_te_dtype"]
+    assert [of(hybrid), of(hybrid, False), of(mxfp8, False)] == [
+        nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2, nc.DType.kFloat8E4M3,
+    ]  # fmt: skip
+    assert quantization["get_fp8_torch_dtype"](hybrid, fprop_tensor=False) is torch.float8_e5m2
+    assert [quantization["get_fp8_max"](hybrid, forward) for forward in (True, False)] == [448, 57344]
+    assert quantization["get_fp4_te_dtype"](nc.recipe.NVFP4BlockScaling()) is nc.DType.kFloat4E2M1
+    with pytest.raises(TypeError, match="has no fp4_format; pass a recipe"):
+        quantization["get_fp4_te_dtype"](hybrid)
+    constants = MODULES["pytorch.constants"]
+    for dtype, element in constants["TE_DType"].items():
+        assert constants["TE_DType_To_Torch"][element] is dtype
+    assert MODULES["pytorch.utils"]["canonicalize_dtype"](None) is torch.get_default_dtype()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"input_layernorm": True}, {"mha.layernorm_linear_qkv", "mha.proj"}),
+        ({}, {"mha.linear_qkv", "mha.proj"}),
+        ({"attention_type": "cross"}, {"mha.linear_q", "mha.linear_kv", "mha.proj"}),
+        (
+            {"attention_type": "cross", "input_layernorm": True},
+            {"mha.layernorm_linear_q", "mha.linear_kv", "mha.proj"},
+        ),
+    ],
+)
+def test_roles_of_attention_have_transformer_engines_names(
+    options: dict[str, Any], expected: set[str]
+) -> None:
+    seen: set[str] = set()
+
+    def factory(role: nc.QuantizerRole) -> nc.Quantizer:
+        seen.add(role.name)
+        return nc.custom_recipes.current_scaling_factory(role)
+
+    layer = nc.MultiheadAttention(64, 4, device="cpu", name="mha", **options)
+    x = torch.randn(8, 2, 64)
+    with nc.autocast(recipe=nc.recipe.CustomRecipe(qfactory=factory)):
+        layer(x, encoder_output=x if "attention_type" in options else None)
+    assert seen == expected
+
+
+def test_norms_of_queries_and_keys_are_l2_normalizations() -> None:
+    kind = MODULES["pytorch.ops.basic.l2normalization"]["L2Normalization"]
+    layer = nc.MultiheadAttention(64, 4, device="cpu", qk_norm_type="L2Normalization")
+    assert isinstance(layer.q_norm, kind) and layer.q_norm is layer.k_norm
+    assert isinstance(kind(), kind) and not isinstance(nc.ops.RMSNorm(8, device="cpu"), kind)
+
+
+def test_tensors_with_scales_of_rows_are_not_quantizable() -> None:
+    """As there: nobody gathers them quantized; ``quantize`` takes them, and so does ``copy_``."""
+    quantizer, x = nc.NVFP4Quantizer(row_scaled_nvfp4=True), torch.randn(16, 32)
+    assert not quantizer.is_quantizable(x) and nc.NVFP4Quantizer().is_quantizable(x)
+    made = quantizer.quantize(torch.zeros(16, 32))
+    assert torch.equal(made.copy_(x).dequantize(), quantizer.quantize(x).dequantize())

@@ -125,4 +125,4 @@ def attend(
         out = sdpa.attend(q, k, v, scores, kernels, causal=flag and not everything)
     else:
         out, largest = unfused.attend(q, k, v, scores)
-    return flattened(out, qkv_format), largest if max_logit else None
+    return flattened(out, qkv_format), largest.to(out.dtype) if max_logit and largest is not None else None

@@ -39,7 +39,6 @@ ABSENT: dict[str, str] = {
     "activation_recompute_forward": _CHECKPOINT,
     "get_workspace": _CPP,
     "get_dummy_wgrad": _CPP,
-    "TE_DType_To_Torch": "use narrowcast.DType with torch dtypes",
     "prepare_te_modules_for_fsdp": "FSDP takes the layers as they are; see narrowcast.distributed.shard",
     "symmetric_all_reduce": "use torch.distributed.all_reduce",
     "custom_gemm": "layers call the qgemm of a quantizer that has one",

@@ -27,7 +27,7 @@ from .. import (
 )
 from ..formats import DType
 from ..quantizers.arguments import TORCH_DTYPES
-from . import collectives, global_state
+from . import collectives, context_parallel, dtypes, global_state
 from .base import TransformerEngineBaseModule
 from .onnx import onnx_export
 
@@ -86,6 +86,7 @@ _QUANTIZATION = {
     "get_default_fp8_recipe": state.get_default_recipe,
     **_of(recipe, "DelayedScalingRequest", "QuantizerRequest", "get_align_size_for_quantization"),
     **_of(roles, "QuantizerRole"),
+    **_of(dtypes, "get_fp4_te_dtype", "get_fp8_max", "get_fp8_te_dtype", "get_fp8_torch_dtype"),
     **_of(
         global_state,
         "FP8GlobalStateManager",
@@ -178,9 +179,16 @@ _IDENTITY = {
 _GROUPED = _of(tensors, "GroupedTensor", "GroupedTensorStorage")
 _TENSOR = {**_QUANTIZED, **_FLOAT8, **_MXFP8, **_NVFP4, **_BLOCK, **_HYBRID, **_IDENTITY, **_GROUPED}
 _STORAGE = {name: value for name, value in _TENSOR.items() if name.endswith("Storage")}
+_CONTEXT_PARALLEL = _of(
+    context_parallel,
+    "generate_positional_ids_for_cp",
+    "get_batch_on_this_cp_rank",
+    "pad_thd_sequences_for_cp",
+)
 _CONSTANTS = {
     "DType": DType,
     "TE_DType": dict(TORCH_DTYPES),
+    "TE_DType_To_Torch": dict(dtypes.TE_DTYPE_TO_TORCH),
     "AttnMaskTypes": attention.MASK_TYPES,
     "AttnBiasTypes": attention.BIAS_TYPES,
     "GemmParallelModes": ("row", "column", None),
@@ -245,6 +253,7 @@ MODULES: dict[str, Names] = {
     "pytorch": _PYTORCH,
     "pytorch.attention": _ATTENTION,
     "pytorch.attention.dot_product_attention": _of(nn, "DotProductAttention"),
+    "pytorch.attention.dot_product_attention.context_parallel": _CONTEXT_PARALLEL,
     "pytorch.attention.dot_product_attention.dot_product_attention": _of(nn, "DotProductAttention"),
     "pytorch.attention.inference": _of(attention, "InferenceParams", "KVCacheManager"),
     "pytorch.attention.multi_head_attention": _of(nn, "MultiheadAttention"),
@@ -277,6 +286,7 @@ MODULES: dict[str, Names] = {
     "pytorch.ops.basic": _of(ops.basic, *ops.basic.__all__),
     "pytorch.ops.basic.basic_linear": _of(ops, "BasicLinear"),
     "pytorch.ops.basic.bias": _of(ops, "Bias"),
+    "pytorch.ops.basic.l2normalization": _of(ops, "L2Normalization"),
     "pytorch.ops.fused": _FUSED,
     "pytorch.ops.fuser": _FUSIONS,
     "pytorch.ops.linear": _of(ops, "Linear"),
@@ -309,5 +319,5 @@ MODULES: dict[str, Names] = {
     "pytorch.tensor.storage.nvfp4_tensor_storage": _of(tensors, "NVFP4TensorStorage"),
     "pytorch.tensor.utils": _MASTER_WEIGHTS,
     "pytorch.transformer": _of(nn, "TransformerLayer"),
-    "pytorch.utils": {**_DEVICE, **_GLU},
+    "pytorch.utils": {**_DEVICE, **_GLU, **_of(dtypes, "canonicalize_dtype")},
 }

@@ -58,7 +58,7 @@ class DotProductAttention(nn.Module):
         softmax_scale: default 1/sqrt(head dim of the keys).
         softmax_type: "vanilla"; "off-by-one" adds 1 to the denominator; "learnable" adds exp(softmax_offset) of each
             head, a parameter (1, h, 1, 1) in fp32 that begins at 0.
-        return_max_logit: return the largest score of each head (h), too.
+        return_max_logit: return the largest score of each head (h) in the dtype of the output, too.
         name: for messages.
 
     The backends that may be used are read from ``NARROWCAST_FLASH_ATTN``, ``NARROWCAST_FUSED_ATTN``,

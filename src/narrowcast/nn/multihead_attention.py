@@ -193,7 +193,7 @@ class MultiheadAttention(OfParts):
         size, sizes = self.hidden_size, {"query": heads, "key": groups, "value": groups}
         rows = {kind: count * self.kv_channels for kind, count in sizes.items()}
         first = ("query", "key", "value") if self.attention_type == "self" else ("query",)
-        label = "qkv" if self.attention_type == "self" else "query"
+        label, short = ("qkv", "qkv") if self.attention_type == "self" else ("query", "q")
         split = None if self.fuse_qkv_params else {kind: rows[kind] for kind in first}
         total = sum(rows[kind] for kind in first)
         if self.input_layernorm:
@@ -202,19 +202,19 @@ class MultiheadAttention(OfParts):
                 total,
                 return_layernorm_output=self.return_layernorm_output,
                 parameters_split=split,
-                name=f"{prefix}layernorm_{label}",
+                name=f"{prefix}layernorm_linear_{short}",
                 **norm,
                 **column,
             )
             self.add_module(f"layernorm_{label}", layer)
         elif self.attention_type == "self":
-            self.qkv = Linear(size, total, parameters_split=split, name=f"{prefix}qkv", **column)
+            self.qkv = Linear(size, total, parameters_split=split, name=f"{prefix}linear_qkv", **column)
         else:
-            self.query_layer = Linear(size, total, name=f"{prefix}query_layer", **column)
+            self.query_layer = Linear(size, total, name=f"{prefix}linear_q", **column)
         if self.attention_type == "cross":
             split = None if self.fuse_qkv_params else {kind: rows[kind] for kind in ("key", "value")}
             self.key_value = Linear(
-                size, 2 * rows["key"], parameters_split=split, name=f"{prefix}key_value", **column
+                size, 2 * rows["key"], parameters_split=split, name=f"{prefix}linear_kv", **column
             )
 
     def extra_repr(self) -> str:

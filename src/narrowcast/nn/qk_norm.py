@@ -20,6 +20,9 @@ class HeadL2Norm(nn.Module):
     every weight.
     """
 
+    is_l2_normalization = True
+    """For ``isinstance(norm, ops.L2Normalization)``, which Transformer Engine's users ask."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.size, self.eps = size, float(eps)

@@ -151,6 +151,9 @@ class NVFP4Quantizer(AmaxReducing):
     def _is_stochastic(self) -> bool:
         return self.stochastic_rounding
 
+    def is_quantizable(self, tensor: Tensor) -> bool:
+        return self._takes(tensor) and not self.row_scaled_nvfp4
+
     def _format_layout(self) -> Layout:
         return NVFP4_ROW_SCALED if self.row_scaled_nvfp4 else NVFP4
 

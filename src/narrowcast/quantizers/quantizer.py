@@ -537,7 +537,13 @@ class Quantizer(Sealable, QuantizerValue):
         """Record statistics without quantizing; formats without state record nothing."""
 
     def is_quantizable(self, tensor: Tensor) -> bool:
-        """Whether :meth:`quantize` takes this tensor."""
+        """Whether :meth:`quantize` takes this tensor, and its result may be gathered and multiplied in any layout.
+
+        As in Transformer Engine, no tensor counts whose scales belong to rows (``row_scaled_nvfp4``).
+        """
+        return self._takes(tensor)
+
+    def _takes(self, tensor: Tensor) -> bool:
         return tensor.dim() >= self._minimum_rank and tensor.dtype in HIGH_PRECISION
 
     def supports_only_rowwise_all_gather(self) -> bool:

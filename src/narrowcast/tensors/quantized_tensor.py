@@ -345,7 +345,7 @@ def _copy(func: Any, destination: Tensor, source: Tensor, *args: Any) -> Tensor:
             destination.copy_from_storage(source)
             return destination
         source = source._plain()
-    if not destination._quantizer.is_quantizable(source):  # type: ignore[attr-defined]
+    if not destination._quantizer._takes(source):  # type: ignore[attr-defined]
         source = source.to(destination.dtype)
     destination.quantize_(source.to(destination.device).expand(destination.shape))
     return destination

@@ -151,7 +151,14 @@ class RMSNorm(NormOperation):
     _normalization = "RMSNorm"
 
 
-class L2Normalization(Normalization):
+class _OfHeadsToo(type):
+    """The norm of queries and keys in attention counts as an instance: the same arithmetic without a fuser."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return type.__instancecheck__(cls, instance) or getattr(type(instance), "is_l2_normalization", False)
+
+
+class L2Normalization(Normalization, metaclass=_OfHeadsToo):
     """``y = x / sqrt(sum(x**2) + eps)`` over the last dim, with fp32 statistics; there are no parameters.
 
     Takes (*lead, K), gives the same shape and dtype, or quantizes the result in the same kernel for the operation
