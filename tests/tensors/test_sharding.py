@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from quantizers.catalog import VARIANTS, assert_same_buffers, quantize
+from recipes import E4M3, E5M2
 from reference.checks import normal
 
+import narrowcast as nc
 from narrowcast.tensors import sharding
 
 BF16 = torch.bfloat16
@@ -35,6 +37,47 @@ def test_gathered_shards_are_the_tensor(name: str, shape: tuple[int, int], ranks
     whole, _ = shards[0].fsdp_post_all_gather(gathered, sent[0][1], BF16)
     assert whole.dtype == BF16
     assert_same_buffers(whole, tensor._rows_alone())
+
+
+def hybrid(row: nc.Quantizer, column: nc.Quantizer) -> nc.HybridQuantizer:
+    return nc.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column)
+
+
+HOOKED = {
+    **{name: VARIANTS[name] for name in ("current", "mxfp8", "block")},
+    "current+current": hybrid(nc.Float8CurrentScalingQuantizer(E4M3), nc.Float8CurrentScalingQuantizer(E5M2)),
+    "mxfp8+current": hybrid(nc.MXFP8Quantizer(E4M3), nc.Float8CurrentScalingQuantizer(E4M3)),
+    "block+identity": hybrid(
+        nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True), nc.IdentityQuantizer()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_as_transformer_engine_calls_them(name: str) -> None:
+    """By its keywords, without a mesh: the caller gathers; a second gather fills the tensor of the first."""
+    tensor: Any = quantize(HOOKED[name], normal((256, 128), BF16))
+    keywords = dict(
+        mesh=None, orig_size=tensor.shape, contiguous_orig_stride=None, module=None, mp_policy=None
+    )
+
+    def gather(out: Any = None) -> Any:
+        given, metadata = tensor.fsdp_pre_all_gather(**keywords)
+        assert given and isinstance(metadata, tuple)
+        assert all(type(part) is torch.Tensor for part in given)
+        return tensor.fsdp_post_all_gather(
+            tuple(part.clone() for part in given), metadata, tensor.dtype, out=out
+        )[0]
+
+    whole = gather()
+    assert type(whole) is type(tensor) and whole.shape == tensor.shape and whole.dtype == tensor.dtype
+    assert_same_buffers(whole, tensor)
+    before = whole.dequantize()
+    tensor.quantize_(100 * normal((256, 128), BF16, seed=1))
+    assert torch.equal(whole.dequantize(), before)  # until the next gather
+    assert gather(out=whole) is whole
+    assert_same_buffers(whole, tensor)
+    assert torch.equal(whole.dequantize(), tensor.dequantize())
 
 
 @each

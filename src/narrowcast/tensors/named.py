@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import formats
 from ..functional import transpose_codes
@@ -218,6 +219,42 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return HybridQuantizedTensorStorage.__repr__(self)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        """What both halves give, and per half the number of these tensors and what it keeps."""
+        given: list[Tensor] = []
+        kept: list[tuple[int, Any]] = []
+        for half in (self.rowwise_sub_storage, self.columnwise_sub_storage):
+            tensors, metadata = (), None
+            if isinstance(half, QuantizedTensor):
+                tensors, metadata = half.fsdp_pre_all_gather(
+                    mesh, orig_size, contiguous_orig_stride, module, mp_policy
+                )
+            given += tensors
+            kept.append((len(tensors), metadata))
+        return tuple(given), tuple(kept)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        """(the hybrid of the gathered halves, memory of it that FSDP2 frees)."""
+        (rows, of_rows), (_, of_columns) = metadata
+        parts, whole, memory = (all_gather_outputs[:rows], all_gather_outputs[rows:]), [], []
+        halves = (self.rowwise_sub_storage, self.columnwise_sub_storage)
+        first = (None, None) if out is None else (out.rowwise_sub_storage, out.columnwise_sub_storage)
+        for half, part, kept, earlier in zip(halves, parts, (of_rows, of_columns), first):
+            if not isinstance(half, QuantizedTensor):
+                whole.append(None)
+                continue
+            gathered, own = half.fsdp_post_all_gather(part, kept, param_dtype, out=earlier)
+            whole.append(gathered)
+            memory += own
+        if out is not None:
+            return out, ()
+        made = type(self)(rowwise_storage=whole[0], columnwise_storage=whole[1], quantizer=self._quantizer)
+        return made, tuple(memory)
 
 
 class IdentityTensor(IdentityTensorStorage, QuantizedTensor):

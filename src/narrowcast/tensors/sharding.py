@@ -42,9 +42,15 @@ class ShardedRows:
             self._is_shard, self._shards = True, other._shards
 
     def fsdp_pre_all_gather(
-        self: Any, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+        self: Any, mesh: Any, orig_size: torch.Size, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, bool, list[Tensor]]]:
-        """(what this rank gives, the shape of the whole, whether its columns are to be made, and what it keeps)."""
+        """(what this rank gives, the shape of the whole, whether its columns are to be made, and what it keeps).
+
+        Args:
+            mesh: the ranks; None where the caller gathers by itself, which then gets all that moves.
+            orig_size: shape of the whole. module: that has the parameter.
+            contiguous_orig_stride, mp_policy: not read.
+        """
         # only modules of this library read column-wise data
         makes_columns = (
             self._turns() and hasattr(module, "_takes_rows") and not module._takes_rows(self._BARE_NAME)
@@ -57,8 +63,8 @@ class ShardedRows:
                 held if along < 0 else held.narrow(along, 0, entries).contiguous()
             )  # without padding
         # FSDP2 hands only the first of several over where there is nobody to gather from
-        moving = 1 if mesh.size() == 1 else moving
-        return tuple(given[:moving]), (outer_size, makes_columns, given[moving:])
+        moving = 1 if mesh is not None and mesh.size() == 1 else moving
+        return tuple(given[:moving]), (orig_size, makes_columns, given[moving:])
 
     @torch.no_grad()
     def fsdp_post_all_gather(
@@ -69,7 +75,7 @@ class ShardedRows:
         *,
         out: Any = None,
     ) -> Any:
-        """The whole tensor; with ``out`` in the one of the first time, whose buffers are there."""
+        """(the whole tensor, memory of it that FSDP2 frees); with ``out`` in that of the first time, and no memory."""
         shape, makes_columns, kept = metadata
         arrived = zip(_by_rows(self), [*all_gather_outputs, *kept], strict=True)
         values = {
@@ -85,14 +91,18 @@ class ShardedRows:
             whole.update_usage(columnwise_usage=True)
         # what does not lie in FSDP2's memory, to which the gather itself writes, each later gather must fill anew
         memory = {id(value) for value in all_gather_outputs}
-        to_fill = [(buffer, held) for buffer, held in _held(whole) if id(held) not in memory]
         if out is None:
-            return whole, tuple(held for buffer, held in to_fill if _place(buffer, shape[0])[0] >= 0)
+            apart = [(buffer, held) for buffer, held in _held(whole) if id(held) not in memory]
+            return whole, tuple(held for buffer, held in apart if _place(buffer, shape[0])[0] >= 0)
         first = local(out)
-        overwrite_unseen(
-            [getattr(first, buffer.attribute) for buffer, _ in to_fill], [held for _, held in to_fill]
-        )
-        return None
+        pairs = [(getattr(first, buffer.attribute), held) for buffer, held in _held(whole)]
+        to_fill = [
+            (earlier, held)
+            for earlier, held in pairs
+            if id(held) not in memory or earlier.data_ptr() != held.data_ptr()
+        ]
+        overwrite_unseen([earlier for earlier, _ in to_fill], [held for _, held in to_fill])
+        return out, ()
 
     def gathered_bytes(self: Any) -> int:
         """Bytes that a gather of all shards moves, of this whole tensor."""
