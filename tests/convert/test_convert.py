@@ -158,6 +158,14 @@ def test_patterns_choose_and_one_that_matches_nothing_raises() -> None:
         nc.convert(Model(), {"embed": CURRENT})
 
 
+def test_functions_choose_what_is_converted() -> None:
+    model = nc.convert(Model(), CURRENT, skip=lambda name, module: name.endswith("gate"), only=["**.layers"])
+    assert {name.split(".")[-1] for name in nc.get_recipes(model)} == {"up", "down"}
+    kept = {one.name: one.reason for one in nc.receipt(model).gemms if one.decision == "kept"}
+    assert kept == {"layers.0.gate": "skip", "layers.1.gate": "skip", "head": "not in only"}
+    assert type(nc.convert(Model(), CURRENT, skip="**.head").head) is nn.Linear
+
+
 def test_converting_again_adds_to_what_is_converted() -> None:
     model = Model()
     nc.convert(model, CURRENT, only="layers")

@@ -65,6 +65,18 @@ def test_numbers_do_not_change(name: str, compiled: bool) -> None:
     assert torch.equal(step(model, model, 9)[0], step(plain, plain, 9)[0])
 
 
+def test_leaving_a_watch_detaches_it() -> None:
+    model = nn.Sequential(nc.Linear(32, 32, device="cpu", recipe=nc.recipe.Float8CurrentScaling()))
+    before = set(model[0].__dict__), len(model[0]._forward_hooks), set(model[0]._buffers)
+    with nc.watch(model, only=lambda name, module: name == "0") as watch:
+        model(torch.randn(4, 32)).sum().backward()
+        assert watch.step()
+    assert (set(model[0].__dict__), len(model[0]._forward_hooks), set(model[0]._buffers)) == before
+    assert watch.records
+    with nc.watch(model):  # not watched any more
+        pass
+
+
 def observed(x: Tensor, quantizer: Any, scale: Tensor | None = None) -> dict[str, float]:
     into = torch.full((len(OBSERVED),), math.nan)
     through = torch.randn(3)

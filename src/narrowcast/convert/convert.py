@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import nn
 
 from ..layers import DelayedLayer, RecipeOwner
+from ..layers.patterns import Selectors, matching_names, selected_names
 from ..layers.policies import Policy, policy_named
-from ..layers.set_recipe import (
-    Model,
-    RecipeChoice,
-    matching_names,
-    recipe_table,
-    renew_from,
-    stop_renewing_from,
-)
+from ..layers.set_recipe import Model, RecipeChoice, recipe_table, renew_from, stop_renewing_from
 from ..nn import Linear
 from ..recipe import Recipe
 from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
@@ -26,7 +19,7 @@ from .receipt import Receipt, receipt_of
 from .stored import restore, store, uses_of_parameters, why_not_stored
 from .swap import become, check_turns_back, is_converted, turn_back
 
-Patterns = str | Sequence[str] | None
+_KIND = "module with the weight of a GEMM"
 
 
 @overload
@@ -34,8 +27,8 @@ def convert(
     model: Model,
     recipe: RecipeChoice,
     *,
-    only: Patterns = None,
-    skip: Patterns = None,
+    only: Selectors = None,
+    skip: Selectors = None,
     weights: Literal["plain", "stored"] = "plain",
     norms: bool = False,
     routers: bool = False,
@@ -48,8 +41,8 @@ def convert(
     model: nn.Module,
     recipe: RecipeChoice,
     *,
-    only: Patterns = None,
-    skip: Patterns = None,
+    only: Selectors = None,
+    skip: Selectors = None,
     weights: Literal["plain", "stored"] = "plain",
     norms: bool = False,
     routers: bool = False,
@@ -61,8 +54,8 @@ def convert(
     model: nn.Module,
     recipe: RecipeChoice,
     *,
-    only: Patterns = None,
-    skip: Patterns = None,
+    only: Selectors = None,
+    skip: Selectors = None,
     weights: Literal["plain", "stored"] = "plain",
     norms: bool = False,
     routers: bool = False,
@@ -81,7 +74,8 @@ def convert(
         model: what is called: it renews the scales of delayed scaling.
         recipe: one for all, or one by pattern, as :func:`narrowcast.set_recipe` takes them: recipes or their names;
             what no pattern matches, or None is given for, is not converted.
-        only, skip: patterns of module names: nothing else is converted, these are not.
+        only, skip: which modules alone are converted, and which are not: a pattern of names, a function of
+            (name, module), or several of these.
         weights: "stored" keeps the frozen weights (``requires_grad`` False) of converted ``nn.Linear``s as one
             quantized copy: about half the bytes of bf16. The state dict has its values, not those of before. For
             recipes that quantize a weight and its transpose alike, per-tensor FP8 and 128 x 128 tiles.
@@ -108,12 +102,12 @@ def convert(
         raise ValueError(f"weights is {weights!r}; use 'plain' or 'stored'")
     table = recipe_table(recipe, "convert")
     found, found_norms = list(gemm_modules(model)), list(norm_modules(model)) if norms else []
-    names = [one.name for one in (*found, *found_norms)]
+    modules = {one.name: one.module for one in (*found, *found_norms)}
     recipes: dict[str, Recipe | None] = {}
     for pattern, value in table.items():
-        recipes.update(dict.fromkeys(_matching(pattern, names, model), value))
-    chosen = set(names if only is None else _matching_any(only, names, model))
-    skipped = set(_matching_any(skip, names, model)) if skip is not None else set()
+        recipes.update(dict.fromkeys(matching_names(pattern, modules, model, _KIND), value))
+    chosen = set(modules if only is None else selected_names(only, modules, model, _KIND))
+    skipped = set() if skip is None else set(selected_names(skip, modules, model, _KIND))
     decisions = [_decide(one, recipes, chosen, skipped, routers) for one in found]
     if policy is not None:
         choose = policy_named(policy, rows)
@@ -218,12 +212,3 @@ def _with_stored_weights(model: nn.Module, decisions: list[Decision]) -> list[De
             "weights='stored' finds no frozen weight of an nn.Linear to store; call model.requires_grad_(False) first"
         )
     return found
-
-
-def _matching(pattern: str, names: list[str], model: nn.Module) -> list[str]:
-    return matching_names(pattern, names, model, "module with the weight of a GEMM")
-
-
-def _matching_any(patterns: Patterns, names: list[str], model: nn.Module) -> list[str]:
-    listed: Any = [patterns] if isinstance(patterns, str) else patterns
-    return [name for pattern in listed for name in _matching(pattern, names, model)]

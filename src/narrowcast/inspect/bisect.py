@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .._table import aligned
 from ..layers import DelayedLayer, RecipeOwner
-from ..layers.set_recipe import matching_names
+from ..layers.patterns import Selectors, selected_names
 from ..recipe import Recipe
 from ..state import THREAD, checked_recipe
 from ..upstream.modules import own_buffers
@@ -58,7 +58,7 @@ def bisect(
     *,
     loss: Callable[[Any], Tensor] | None = None,
     recipe: Recipe | str | None = None,
-    only: str | None = None,
+    only: Selectors = None,
 ) -> Bisection:
     """Rank the layers of a model by what their precision costs the gradients, against all of it in high precision.
 
@@ -70,7 +70,7 @@ def bisect(
         batch: a mapping of keyword arguments, a tuple of positional ones, or the one argument.
         loss: of what the model returns; default its ``loss`` attribute, as models of Transformers have it.
         recipe: a recipe or its name, for every layer instead of its own.
-        only: pattern of the layers to try; default all.
+        only: the layers to try, as of :func:`narrowcast.convert`; default all.
     Raises:
         ValueError: no layer has a recipe, no parameter has a gradient, or a pattern that matches nothing.
         TypeError: the model returns no loss. RuntimeError: it is called inside of an autocast.
@@ -88,7 +88,7 @@ def bisect(
             "no layer of the model has a recipe; call narrowcast.convert or set_recipe, or pass recipe="
         )
     if only is not None:
-        tried = matching_names(only, tried, model, "layer with a recipe")
+        tried = selected_names(only, {name: owners[name] for name in tried}, model, "layer with a recipe")
     with _left_as_it_was(model, owners):
         high, high_loss = _gradients(model, batch, loss, owners, {})
         norm = torch.stack([one.double().square().sum() for one in high]).sum().sqrt().item()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .._table import aligned
 from ..functional import OBSERVED, observe
 from ..layers import LinearLayer, Stage
-from ..layers.set_recipe import matching_names
+from ..layers.patterns import Selectors, selected_names
 from ..nn.norm_linear import NormLinearLayer
 from ..quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from ..recipe import Recipe, linear_plan
@@ -130,7 +130,7 @@ def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) ->
 
 
 class Watch:
-    """The records of a watched model; see :func:`watch`."""
+    """The records of a watched model; see :func:`watch`. As a context manager it is closed when it is left."""
 
     def __init__(self, layers: dict[str, Any], every: int, skipped: tuple[str, ...]) -> None:
         self.every, self.skipped = every, skipped
@@ -258,6 +258,12 @@ class Watch:
 
         draw(self.records, path)
 
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
     def close(self) -> None:
         """Take the hooks and buffers off the model; the records stay."""
         for handle in self._handles:
@@ -268,7 +274,7 @@ class Watch:
         self._layers, self._handles = {}, []
 
 
-def watch(model: nn.Module, *, every: int = 100, only: str | None = None) -> Watch:
+def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watch:
     """Sample what quantizing does to the operands of a model's layers: amax, underflow, saturation and SQNR.
 
     The first step is sampled, then one of every ``every``. Call ``step()`` once per step. Seen are the input of a
@@ -277,7 +283,7 @@ def watch(model: nn.Module, *, every: int = 100, only: str | None = None) -> Wat
     ``torch.compile`` has compiled so far is compiled again.
 
     Args:
-        every: steps from one sample to the next. only: pattern of layer names.
+        every: steps from one sample to the next. only: as of :func:`narrowcast.convert`.
     Raises:
         ValueError: ``every`` < 1, a pattern that matches nothing, no layer to watch, or one that is watched already.
     """
@@ -285,14 +291,14 @@ def watch(model: nn.Module, *, every: int = 100, only: str | None = None) -> Wat
         raise ValueError(f"every is {every}; use a positive number of steps")
     found = {name: module for name, module in model.named_modules() if isinstance(module, LinearLayer)}
     if only is not None:
-        found = {
-            name: found[name] for name in matching_names(only, list(found), model, "layer of narrowcast")
-        }
+        found = {name: found[name] for name in selected_names(only, found, model, "layer of narrowcast")}
     skipped = tuple(name for name, module in found.items() if module._groups > 1)
     layers = {name: module for name, module in found.items() if name not in skipped}
     if not layers:
         raise ValueError("the model has no layer of narrowcast to watch; call narrowcast.convert first")
     for name, layer in layers.items():
         if _INPUT in own_buffers(layer):
-            raise ValueError(f"{name!r} is watched already; close() the other watch")
+            raise ValueError(
+                f"{name!r} is watched already; close() the other watch, or use it in `with nc.watch(...) as watch:`"
+            )
     return Watch(layers, every, skipped)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -18,6 +17,7 @@ from ..state import THREAD, checked_recipe, reduce_amax, renew
 from ..upstream.autograd import is_in_backward
 from ..upstream.modules import forward_hooks, forward_pre_hooks
 from .delayed import DelayedLayer
+from .patterns import matching_names
 from .policies import choose, policy_named
 from .recipe_owner import RecipeOwner
 
@@ -59,6 +59,10 @@ def set_recipe(
     """
     table = recipe_table(recipe, "set_recipe")
     owners = {name: module for name, module in model.named_modules() if isinstance(module, RecipeOwner)}
+    if not owners:
+        raise ValueError(
+            f"this {type(model).__name__} has no low-precision layer; call narrowcast.convert(model, recipe) first"
+        )
     chosen: dict[str, Recipe | None] = {}
     for pattern, value in table.items():
         chosen.update(dict.fromkeys(matching_names(pattern, owners, model, "low-precision layer"), value))
@@ -83,27 +87,6 @@ def recipe_table(recipe: RecipeChoice, caller: str) -> dict[str, Recipe | None]:
     table: Any = recipes_from_json(recipe) if is_json else recipe  # type: ignore[arg-type]
     table = dict(table) if isinstance(table, Mapping) else {"": table}
     return {pattern: checked_recipe(value, caller) for pattern, value in table.items()}
-
-
-def matching_names(pattern: str, names: Iterable[str], model: nn.Module, kind: str) -> list[str]:
-    """The names that a pattern stands for, as :func:`set_recipe` reads patterns.
-
-    Args:
-        names: of modules of ``model``; ``kind``: what they are, for the message.
-    Raises:
-        ValueError: none.
-    """
-    names = list(names)
-    matching = _regular_expression(pattern)
-    found = [name for name in names if matching.match(name)]
-    if not found:
-        anywhere = _regular_expression(f"**.{pattern}")
-        hint = f"; for that name anywhere, write '**.{pattern}'" if any(map(anywhere.match, names)) else ""
-        known = ", ".join(repr(name) for name in names[:8]) or "none"
-        raise ValueError(
-            f"{pattern!r} matches no {kind} of this {type(model).__name__}{hint}; it has: {known}"
-        )
-    return found
 
 
 def renew_from(model: nn.Module) -> None:
@@ -132,13 +115,6 @@ def stop_renewing_from(model: nn.Module) -> None:
 def get_recipes(model: nn.Module) -> dict[str, Recipe | None]:
     """The recipe of every low-precision layer, by the layer's name."""
     return {name: module.recipe for name, module in model.named_modules() if isinstance(module, RecipeOwner)}
-
-
-def _regular_expression(pattern: str) -> re.Pattern[str]:
-    parts = {"**": r".*", "*": r"[^.]*"}
-    pieces = re.split(r"(\*\*|\*)", pattern)
-    body = "".join(parts.get(piece, re.escape(piece)) for piece in pieces)
-    return re.compile(rf"(?:{body})(?:\..*)?$" if pattern else r".*$")
 
 
 _ROOTS = itertools.count()

@@ -1,0 +1,105 @@
+"""Which modules of a model are meant: by name, by pattern, or by a function."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+Selector = str | Callable[[str, nn.Module], bool]
+"""A pattern of module names, or a function of (name, module)."""
+
+Selectors = Selector | Sequence[Selector] | None
+
+
+def selected_names(
+    selectors: Selector | Sequence[Selector], modules: Mapping[str, nn.Module], model: nn.Module, kind: str
+) -> list[str]:
+    """Return the names of the modules that any of the selectors stands for.
+
+    Args:
+        selectors: one or several patterns, as :func:`narrowcast.set_recipe` reads them, and functions of
+            (name, module), which may choose nothing.
+        modules: those to choose from, by name.
+        model: that they are in.
+        kind: what they are, for the message.
+    Raises:
+        ValueError: a pattern without a match. TypeError: a selector of another type.
+    """
+    listed: Any = [selectors] if isinstance(selectors, str) or callable(selectors) else selectors
+    if not isinstance(listed, Iterable):
+        raise TypeError(f"{selectors!r} chooses no modules; {_ACCEPTED}")
+    found: list[str] = []
+    for one in listed:
+        if isinstance(one, str):
+            found += matching_names(one, modules, model, kind)
+        elif callable(one):
+            found += [name for name, module in modules.items() if one(name, module)]
+        else:
+            raise TypeError(f"{one!r} chooses no modules; {_ACCEPTED}")
+    return found
+
+
+_ACCEPTED = "use a pattern of names such as '**.lm_head', a function of (name, module), or a list of these"
+
+
+def matching_names(pattern: str, names: Iterable[str], model: nn.Module, kind: str) -> list[str]:
+    """Return the names that a pattern stands for, as :func:`narrowcast.set_recipe` reads patterns.
+
+    Args:
+        names: of modules of ``model``; ``kind``: what they are, for the message.
+    Raises:
+        ValueError: none.
+    """
+    names = list(names)
+    matching = _regular_expression(pattern)
+    found = [name for name in names if matching.match(name)]
+    if not found:
+        raise ValueError(
+            f"{pattern!r} matches no {kind} of this {type(model).__name__}; {_hint(pattern, names, model)}"
+        )
+    return found
+
+
+def _hint(pattern: str, names: list[str], model: nn.Module) -> str:
+    """Return what else could be meant."""
+    if not names:
+        return "it has: none"
+    anywhere = _regular_expression(f"**.{pattern}")
+    if any(map(anywhere.match, names)):
+        return f"for that name anywhere, write '**.{pattern}'"
+    matching = _regular_expression(pattern)
+    for name, module in model.named_modules():
+        if matching.match(name):
+            return f"it matches {name!r} ({type(module).__name__}), which is none"
+    whole = {prefix for name in names for prefix in _prefixes(name)}
+    alike = difflib.get_close_matches(pattern.replace("**.", ""), sorted(whole), n=len(whole), cutoff=0.5)
+    if alike:
+        return f"the nearest: {_shown(alike, 3)}"
+    return f"it has: {_shown(names, 8)}"
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return the name of a module and those of the modules around it, with and without what is before them."""
+    parts = name.split(".")
+    heads = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    return [*heads, *parts]
+
+
+def _shown(names: Iterable[str], most: int) -> str:
+    """Return the first names of those that differ in more than numbers."""
+    different: dict[str, str] = {}
+    for name in names:
+        different.setdefault(re.sub(r"\d+", "*", name), name)
+    return ", ".join(repr(name) for name in list(different.values())[:most])
+
+
+def _regular_expression(pattern: str) -> re.Pattern[str]:
+    parts = {"**.": r"(?:.*\.)?", "**": r".*", "*": r"[^.]*"}
+    # at the beginning of a part, "**." matches no part, too
+    pieces = re.split(r"((?:(?<=\.)|^)\*\*\.|\*\*|\*)", pattern)
+    body = "".join(parts.get(piece, re.escape(piece)) for piece in pieces)
+    return re.compile(rf"(?:{body})(?:\..*)?$" if pattern else r".*$")

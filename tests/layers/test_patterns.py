@@ -1,0 +1,58 @@
+"""Which modules patterns and functions stand for, and what is said when that is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from narrowcast.layers.patterns import matching_names, selected_names
+
+NAMES = [
+    *(f"model.layers.{block}.mlp.{part}_proj" for block in range(12) for part in ("up", "gate", "down")),
+    "lm_head",
+]
+
+
+def test_any_number_of_parts_is_also_none() -> None:
+    assert matching_names("**.lm_head", NAMES, nn.Module(), "layer") == ["lm_head"]
+    assert matching_names("**.up_proj", NAMES, nn.Module(), "layer") == NAMES[:-1:3]
+    assert matching_names("model.**.layers.3.**.down_proj", NAMES, nn.Module(), "layer") == [NAMES[11]]
+    assert matching_names("**", NAMES, nn.Module(), "layer") == NAMES
+    for inside_a_part in ("lm**.head", "model.layers.1**.mlp.up", "**.head", "**.proj"):
+        with pytest.raises(ValueError, match="matches no layer"):
+            matching_names(inside_a_part, NAMES, nn.Module(), "layer")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("lm_haed", "the nearest: 'lm_head'"),
+        ("**.gate_porj", "the nearest: 'gate_proj'"),
+        ("model.layers.7.mlp.up", "the nearest: .*'model.layers.7.mlp.up_proj', "),
+        ("model.layer", "the nearest: 'model.layers'"),
+        ("up_proj", r"for that name anywhere, write '\*\*\.up_proj'"),
+        ("embed", r"it matches 'embed' \(Embedding\), which is none"),
+        ("xyz", "it has: 'model.layers.0.mlp.up_proj', .*'lm_head'$"),
+    ],
+)
+def test_a_pattern_without_a_match_tells_the_nearest(pattern: str, told: str) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(2, 2)})
+    with pytest.raises(ValueError, match=rf"matches no layer of this ModuleDict; {told}"):
+        matching_names(pattern, NAMES, model, "layer")
+
+
+def test_functions_choose_by_name_and_module() -> None:
+    modules = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 3)}
+    model = nn.ModuleDict(modules)
+
+    def narrow(name: str, module: Any) -> bool:
+        return module.out_features == 2
+
+    assert selected_names(narrow, modules, model, "layer") == ["a"]
+    assert selected_names(["b", narrow], modules, model, "layer") == ["b", "a"]
+    assert selected_names(lambda name, module: False, modules, model, "layer") == []
+    for wrong in (3, ["a", 3]):
+        with pytest.raises(TypeError, match=r"3 chooses no modules; use a pattern of names such as"):
+            selected_names(wrong, modules, model, "layer")  # type: ignore[arg-type]
