@@ -166,15 +166,71 @@ def test_functions_choose_what_is_converted() -> None:
     assert type(nc.convert(Model(), CURRENT, skip="**.head").head) is nn.Linear
 
 
-def test_converting_again_adds_to_what_is_converted() -> None:
+@pytest.mark.parametrize("second", [MXFP8, nc.recipe.DelayedScaling()], ids=["mxfp8", "delayed"])
+def test_converting_again_changes_the_recipe_of_what_is_asked_for(second: Any) -> None:
     model = Model()
+    before = {name: (type(m), set(m.__dict__), set(m._buffers)) for name, m in model.named_modules()}
     nc.convert(model, CURRENT, only="layers")
-    nc.convert(model, MXFP8)
-    recipes = {one.name: one.recipe for one in nc.receipt(model).gemms}
-    assert recipes.pop("head") == "MXFP8BlockScaling" and set(recipes.values()) == {"Float8CurrentScaling"}
-    assert model.layers[0].up.recipe is CURRENT and model.head.recipe is MXFP8
+    dry = nc.convert(model, second, skip="**.down", dry_run=True)
+    assert set(nc.get_recipes(model).values()) == {CURRENT}
+    assert nc.receipt(nc.convert(model, second, skip="**.down")).gemms == dry.gemms
+    wanted = {f"layers.{block}.{name}": second for block in range(2) for name in ("up", "gate")}
+    assert nc.get_recipes(model) == {
+        **wanted,
+        "layers.0.down": CURRENT,
+        "layers.1.down": CURRENT,
+        "head": second,
+    }
+    again = nc.convert(Model(), second)
+    again.load_state_dict(model.state_dict(), strict=False)
+    nc.convert(model, second)
+    assert_equal(gradients(model), gradients(again))
     nc.revert(model)
-    assert type(model.layers[0].up) is type(model.head) is nn.Linear
+    assert {name: (type(m), set(m.__dict__), set(m._buffers)) for name, m in model.named_modules()} == before
+
+
+def test_converting_again_names_layers_for_a_custom_recipe() -> None:
+    asked = set()
+
+    def factory(role: Any) -> Any:
+        asked.add(role.name)
+        return nc.custom_recipes.current_scaling_factory(role)
+
+    model = nc.convert(nc.convert(Model(), CURRENT), nc.recipe.CustomRecipe(qfactory=factory))
+    gradients(model)
+    assert asked == set(nc.get_recipes(model))
+
+
+def test_weights_that_are_stored_keep_their_recipe() -> None:
+    model = nc.convert(nn.Sequential(nn.Linear(32, 32)).requires_grad_(False), CURRENT, weights="stored")
+    nc.convert(model, CURRENT)
+    with pytest.raises(
+        ValueError, match=r"weight of '0' is stored .* Float8CurrentScaling.*revert\(model\) before"
+    ):
+        nc.convert(model, nc.recipe.DelayedScaling())
+    assert nc.receipt(model).gemms[0].stored
+
+
+def test_a_conversion_that_would_change_nothing_raises_with_the_reasons() -> None:
+    of_torchao = type("AffineQuantizedTensor", (torch.Tensor,), {"__module__": "torchao.dtypes.affine"})
+    quantized = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in quantized:
+        weight = torch.Tensor._make_subclass(of_torchao, layer.weight.detach())
+        layer._parameters["weight"] = weight  # type: ignore[assignment]
+    told = r"'0' and 1 more: torchao made its weight a AffineQuantizedTensor; convert the model instead"
+    with pytest.raises(ValueError, match=f"would change nothing in this Sequential; {told}"):
+        nc.convert(quantized, CURRENT)
+    trained = type(
+        "Float8Linear", (nn.Linear,), {"__module__": "torchao.float8", "forward": lambda self, x: x}
+    )
+    with pytest.raises(ValueError, match="'the model': torchao made it a Float8Linear"):
+        nc.convert(trained(8, 8), CURRENT)
+    mixed = nc.convert(nn.Sequential(trained(8, 8), nn.Linear(8, 8)), CURRENT)
+    assert nc.receipt(mixed).gemms[0].reason.startswith("torchao made it a Float8Linear")
+    ours = nc.Linear(8, 8, device="cpu")
+    with pytest.raises(ValueError, match="a layer of narrowcast already; set_recipe gives it a recipe"):
+        nc.convert(ours, CURRENT)
+    assert not nc.receipt(nc.convert(nn.Linear(8, 8), {"": None})).flops_covered  # as it was asked for
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_layers_of_narrowcast_count_when_they_have_a_recipe() -> None:
     model = nn.Sequential(
         nc.Linear(32, 32, device="cpu"), nc.LayerNormMLP(32, 64, device="cpu", recipe=CURRENT)
     )
-    receipt = nc.receipt(nc.convert(model, BLOCK))
+    receipt = nc.receipt(model)
     assert [one.name for one in receipt.gemms] == ["0", "1.fc1_weight", "1.fc2_weight"]
     assert [one.covered for one in receipt.gemms] == [False, True, True]
     assert nc.get_recipes(model) == {"0": None, "1": CURRENT}

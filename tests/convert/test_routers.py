@@ -70,6 +70,9 @@ def test_other_linear_layers_are_no_routers() -> None:
 
 def test_a_router_beside_grouped_layers_stays() -> None:
     model = nn.ModuleDict({"router": nn.Linear(32, 4), "fc1": nc.GroupedLinear(4, 32, 48, device="cpu")})
+    with pytest.raises(ValueError, match=f"nothing in this ModuleDict; 'router': {REASON}"):
+        nc.convert(model, CURRENT)
+    model["other"] = nn.Linear(32, 32)
     assert kept(nc.receipt(nc.convert(model, CURRENT))) == {"router": REASON}
 
 

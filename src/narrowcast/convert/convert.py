@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 from torch import nn
 
-from ..layers import DelayedLayer, RecipeOwner
+from ..layers import DelayedLayer
 from ..layers.patterns import Selectors, matching_names, selected_names
 from ..layers.policies import Policy, policy_named
 from ..layers.set_recipe import Model, RecipeChoice, recipe_table, renew_from, stop_renewing_from
@@ -17,7 +17,7 @@ from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reas
 from .find import Found, FoundNorm, gemm_modules, norm_modules
 from .receipt import Receipt, receipt_of
 from .stored import restore, store, uses_of_parameters, why_not_stored
-from .swap import become, check_turns_back, is_converted, turn_back
+from .swap import become, change_recipe, check_turns_back, is_converted, turn_back
 
 _KIND = "module with the weight of a GEMM"
 
@@ -68,7 +68,8 @@ def convert(
     ``nn.Linear``, ``Conv1D`` of Transformers and the 3-D experts of Transformers 5 become layers of narrowcast that own
     their recipe. The module objects stay, with their parameters, ties, hooks and attributes; no key and no value of the
     state dict changes, but that ``DelayedScaling`` adds its state. Everything else that holds the weight of a GEMM is
-    named in the receipt with the reason why it stayed. Layers of narrowcast keep the recipe they have.
+    named in the receipt with the reason why it stayed. What is converted already gets the new recipe. Layers that were
+    built of narrowcast keep the recipe they have.
 
     Args:
         model: what is called: it renews the scales of delayed scaling.
@@ -88,9 +89,10 @@ def convert(
     Returns:
         ``model``. :func:`narrowcast.receipt` says of every module with the weight of a GEMM what was decided and why.
     Raises (with nothing changed):
-        TypeError: ``model`` is no module, ``recipe`` no recipe. ValueError: a pattern that matches no such module, a
-        recipe that cannot be resolved for a layer, a policy that is unknown or without ``rows``, or "stored" weights of
-        which none is frozen or with another recipe. RuntimeError: a policy without a GPU.
+        TypeError: ``model`` is no module, ``recipe`` no recipe. ValueError: a pattern that matches no such module,
+        nothing that can be converted among what is asked for, a recipe that cannot be resolved for a layer, another
+        recipe for a weight that is stored, a policy that is unknown or without ``rows``, or "stored" weights of which
+        none is frozen or with another recipe. RuntimeError: a policy without a GPU.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
@@ -119,9 +121,15 @@ def convert(
     receipt = receipt_of(model, decisions, chosen_norms, dry_run)
     if dry_run:
         return receipt
+    wanted = [one for one in decisions if one.found.name in chosen - skipped and recipes.get(one.found.name)]
+    if policy is None and not any(norm.layer for norm in chosen_norms):
+        _check_converts(model, wanted)
     for one in decisions:
-        if one.found.layer is not None and one.decision == "converted":
-            become(one.found.module, one.found.layer, one.role_name, one.recipe)
+        if one.decision == "converted":
+            if one.found.layer is not None:
+                become(one.found.module, one.found.layer, one.role_name, one.recipe)
+            elif one.recipe != one.found.module.recipe:
+                change_recipe(one.found.module, one.role_name, one.recipe)
             if one.stored:
                 store(one.found.module)
         if one.decision != "narrowcast":
@@ -157,11 +165,35 @@ def revert(model: Model) -> Model:
     return model
 
 
+def _check_converts(model: nn.Module, wanted: list[Decision]) -> None:
+    """
+    Raises:
+        ValueError: modules were asked for, and none of them is converted.
+    """
+    if not wanted or any(one.decision == "converted" for one in wanted):
+        return
+    reasons: dict[str, list[str]] = {}
+    for one in wanted:
+        reasons.setdefault(one.reason, []).append(one.found.name or "the model")
+    told = "; ".join(f"{_some(names)}: {reason}" for reason, names in reasons.items())
+    raise ValueError(
+        f"convert would change nothing in this {type(model).__name__}; {told}. narrowcast.receipt(model) lists all"
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - 1
+    return f"{names[0]!r} and {more} more" if more else repr(names[0])
+
+
 def _decide(
     one: Found, recipes: dict[str, Recipe | None], chosen: set[str], skipped: set[str], routers: bool
 ) -> Decision:
-    if isinstance(one.module, RecipeOwner):
-        return decision_so_far(one)
+    before = decision_so_far(one)
+    if before.decision == "narrowcast":
+        return before
+    if before.decision == "converted":
+        return _decide_again(before, recipes.get(one.name) if one.name in chosen - skipped else None)
     if one.layer is None:
         return Decision(one, "kept", one.reason, None)
     if one.name in skipped:
@@ -176,6 +208,22 @@ def _decide(
             one, "kept", "a router, whose rounding would change experts; routers=True converts it", None
         )
     return Decision(one, "converted", one.note, recipe)
+
+
+def _decide_again(before: Decision, recipe: Recipe | None) -> Decision:
+    """Return the decision for a converted module, with the recipe that it has from now on: None is not to change it.
+
+    Raises:
+        ValueError: its weight is stored in the format of another recipe.
+    """
+    if recipe is None or recipe == before.recipe:
+        return before
+    if before.stored:
+        raise ValueError(
+            f"the weight of {before.found.name or 'the model'!r} is stored quantized for {before.recipe}; call "
+            "narrowcast.revert(model) before converting with another recipe"
+        )
+    return replace(before, recipe=recipe)
 
 
 def _by_policy(one: Decision, choose: Policy, rows: int) -> Decision:
@@ -203,7 +251,7 @@ def _with_stored_weights(model: nn.Module, decisions: list[Decision]) -> list[De
     for one in decisions:
         if one.decision == "converted":
             weight = one.found.weights[0].tensor
-            known = one.found.layer is Linear
+            known = one.found.layer is Linear or isinstance(one.found.module, Linear)
             reason = why_not_stored(weight, uses) if known else "its weights are not stored quantized"
             one = replace(one, stored=not reason, reason="; ".join(filter(None, (one.reason, reason))))
         found.append(one)

@@ -161,7 +161,13 @@ def _why_not_norm(module: Any, torchs: type[nn.Module]) -> str:
 
 def _look(name: str, module: nn.Module, parent: nn.Module | None) -> Found | None:
     if isinstance(module, RecipeOwner):
-        return Found(name, module, _weights_of_layer(module, parent), None, "a layer of narrowcast already")
+        return Found(
+            name,
+            module,
+            _weights_of_layer(module, parent),
+            None,
+            "a layer of narrowcast already; set_recipe gives it a recipe",
+        )
     if isinstance(module, nn.Linear):
         reason, weight = _why_not_linear(module, parent), module.weight
         lazy = isinstance(weight, nn.parameter.UninitializedParameter)
@@ -289,8 +295,15 @@ def _is_experts(module: nn.Module) -> bool:
     )
 
 
+def _is_torchaos(cls: type) -> bool:
+    """Whether torchao defines the class; that package is not imported."""
+    return cls.__module__.partition(".")[0] == "torchao"
+
+
 def _why_not_linear(module: nn.Module, parent: nn.Module | None) -> str:
     cls = type(module)
+    if _is_torchaos(cls):
+        return f"torchao made it a {cls.__name__}; convert the model instead, or leave it to torchao"
     if hasattr(module, "parametrizations"):
         return "its weight is parametrized"
     if cls.forward is not nn.Linear.forward:
@@ -310,6 +323,9 @@ def _why_not_any(module: nn.Module, weights: tuple[str, ...]) -> str:
             return f"{name} is not a parameter of its own (weight_norm, pruning or such)"
         if isinstance(weight, nn.parameter.UninitializedParameter):
             return "its sizes are not known before its first forward"
+        if _is_torchaos(type(weight)):
+            kind = type(weight).__name__
+            return f"torchao made its weight a {kind}; convert the model instead, or leave it to torchao"
         if type(weight) is not nn.Parameter and not isinstance(weight, QuantizedTensor):
             hint = "; convert before sharding" if hasattr(weight, "to_local") else ""
             return f"{name} is a {type(weight).__name__}{hint}"

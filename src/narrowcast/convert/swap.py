@@ -76,6 +76,13 @@ def become(module: nn.Module, layer: type[nn.Module], name: str = "", recipe: Re
     module.__dict__[_KEPT] = _Before(original, added, replaced, new_buffers)
 
 
+def change_recipe(module: Any, name: str, recipe: Recipe | None) -> None:
+    """Give a converted layer another recipe; ``name``: in the quantizer roles of a custom recipe."""
+    if name != module.name:
+        module._take_over(name)
+    module.recipe = recipe
+
+
 def check_turns_back(name: str, module: nn.Module) -> None:
     """Raises:
     RuntimeError: something gave the module yet another class since it was converted.
