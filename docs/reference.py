@@ -50,7 +50,16 @@ class Entry(NamedTuple):
     path: str
 
 
-INTERNAL = {"LinearPlan", "Mode", "eager_only", "linear_plan", "remember", "share_plans", "tensor_type_at"}
+INTERNAL = {
+    "LinearPlan",
+    "Mode",
+    "eager_only",
+    "linear_plan",
+    "nearest_recipe",
+    "remember",
+    "share_plans",
+    "tensor_type_at",
+}
 """Names of ``recipe.__all__`` that other rooms of the library use."""
 
 
