@@ -412,7 +412,7 @@ FLOAT8_BLOCK_1D = Layout(
         ),
         "float32",
     ),
-    minimum_rank=2,
+    minimum_rank=0,
     scale_group=(1, FLOAT8_BLOCK),
     decoders=("float8_block_rowwise", "float8_block_columnwise"),
     native="1x128",

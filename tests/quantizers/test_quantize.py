@@ -106,7 +106,37 @@ def test_a_dtype_that_cannot_be_quantized(name: str, dtype: torch.dtype) -> None
             use(x)
 
 
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("block_dim", [1, 2])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (311,)], ids=str)
+def test_blocks_of_128_take_vectors_and_numbers(shape: tuple[int, ...], block_dim: int) -> None:
+    """As a matrix of one row; row-wise and column-wise, made, updated, copied, traced and with a gradient."""
+    quantizer = nc.Float8BlockQuantizer(
+        nc.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=block_dim
+    )
+    x = torch.randn(shape, requires_grad=True)
+    made, matrix = quantizer.quantize(x), quantizer.quantize(x.detach().reshape(1, -1))
+    assert made.shape == shape and not quantizer.is_quantizable(x)
+    for ours, theirs in zip(made.get_data_tensors(), matrix.get_data_tensors(), strict=True):
+        assert torch.equal(ours.reshape(-1), theirs.reshape(-1))
+    (grad,) = torch.autograd.grad(made.dequantize().sum(), x)
+    assert torch.equal(grad, torch.ones(shape))
+    for rowwise in (True, False):
+        one = quantizer.with_usage(rowwise, not rowwise)
+        alone = one.quantize(x.detach())
+        side = "rowwise" if rowwise else "columnwise"
+        expected = one.quantize(x.detach().reshape(1, -1)).dequantize()
+        assert alone.get_usages()[side] and torch.equal(alone.dequantize(), expected.reshape(shape))
+        again = one.make_empty(shape, device="cpu").copy_(x.detach())
+        assert_same_buffers(again, alone)
+        traced = torch.compile(one.quantize, fullgraph=True, backend="aot_eager")(x.detach())
+        assert_same_buffers(traced, alone)
+    if block_dim == 2:
+        alone = quantizer.with_usage(True, False).quantize(x.detach())
+        alone.update_usage(columnwise_usage=True)
+        assert_same_buffers(alone, made)
+
+
+@pytest.mark.parametrize("name", sorted(set(BLOCK_FORMATS) - {"block"}))
 @pytest.mark.parametrize("shape", [(), (32,)])
 def test_block_formats_need_two_dims(name: str, shape: tuple[int, ...]) -> None:
     quantizer, x = BLOCK_FORMATS[name], torch.ones(shape)

@@ -15,7 +15,7 @@ from .quantizer import Quantizer
 
 
 class Float8BlockQuantizer(Quantizer):
-    """FP8 data with one fp32 scale per block of 128.
+    """FP8 data with one fp32 scale per block of 128. A vector, or a number, is quantized as a matrix of one row.
 
     Args:
         fp8_dtype: E4M3 or E5M2.
@@ -66,10 +66,16 @@ class Float8BlockQuantizer(Quantizer):
         if self.block_scaling_dim not in (1, 2):
             raise ValueError(f"block_scaling_dim is {self.block_scaling_dim!r}; use 1 (1x128) or 2 (128x128)")
 
+    def is_quantizable(self, tensor: Tensor) -> bool:
+        return tensor.dim() >= 2 and self._takes(tensor)  # a vector is, but no GEMM takes one
+
     def _format_layout(self) -> Layout:
         return FLOAT8_BLOCK_2D if self.block_scaling_dim == 2 else FLOAT8_BLOCK_1D
 
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
+        if len(x.shape) < 2:  # a vector is a matrix of one row, and both directions' codes are vectors
+            made = self._encode(numerics, x.reshape(1, -1), seed)
+            return [buffer if at % 2 else buffer.reshape(-1) for at, buffer in enumerate(made)]
         return numerics.float8_block.quantize(
             x,
             ELEMENT_FORMATS[self.dtype],
@@ -79,6 +85,14 @@ class Float8BlockQuantizer(Quantizer):
             power_2=self.force_pow_2_scales,
             epsilon=self.amax_epsilon,
         )
+
+    def _decode(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> Tensor:
+        data, scale_inv = buffers
+        if data.dim() < 2:
+            data = data.reshape((-1, 1) if columnwise else (1, -1))
+        return super()._decode(numerics, [data, scale_inv], columnwise, dtype)
 
     def _decode_options(self, buffers: list[Tensor], columnwise: bool) -> dict[str, Any]:
         return {"fmt": self._element_format(), "two_d": self.block_scaling_dim == 2}

@@ -539,7 +539,8 @@ class Quantizer(Sealable, QuantizerValue):
     def is_quantizable(self, tensor: Tensor) -> bool:
         """Whether :meth:`quantize` takes this tensor, and its result may be gathered and multiplied in any layout.
 
-        As in Transformer Engine, no tensor counts whose scales belong to rows (``row_scaled_nvfp4``).
+        As in Transformer Engine, a tensor whose scales belong to rows (``row_scaled_nvfp4``) does not count, nor does a
+        vector in blocks of 128.
         """
         return self._takes(tensor)
 

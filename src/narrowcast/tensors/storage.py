@@ -300,7 +300,7 @@ class QuantizedTensorStorage(BufferHolder):
 
     def _transpose_rowwise(self) -> None:
         """Make the column-wise data from the row-wise ones, in a format where that changes no value."""
-        columnwise = transposed(self.rowwise_operand(), self.size()[-1])
+        columnwise = transposed(self.rowwise_operand(), (self.size() or (1,))[-1])
         for attribute, buffer in zip(self._COLUMNWISE_BUFFERS, columnwise):
             setattr(self, attribute, buffer)
 

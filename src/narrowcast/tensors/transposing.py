@@ -28,7 +28,10 @@ def transposed(rowwise: list[Tensor], features: int) -> list[Tensor]:
     codes, scale, *amax = rowwise
     if scale.dim() == 1 and not amax:
         return [transpose_codes(codes), scale]
-    matrix = codes if codes.dim() == 2 else codes.flatten(0, -2)
+    if codes.dim() < 2:  # a vector in blocks of 128 is a matrix of one row
+        matrix = codes.reshape(1, -1)
+    else:
+        matrix = codes if codes.dim() == 2 else codes.flatten(0, -2)
     rows = matrix.shape[0]
     if amax:
         nibbles = torch.stack((matrix & 15, matrix >> 4), -1).flatten(-2)[:, :features]
