@@ -1,0 +1,483 @@
+"""Write the performance pages' tables and charts from ``benchmarks/results/*.csv``.
+
+    python docs/performance.py
+
+It writes ``docs/performance.md``, the table between the markers of ``docs/choosing.md``, and the charts in
+``docs/assets/perf/``. A table whose rows come from several machines, versions or commits is refused.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from performance_chart import Bar, Panel, svg
+
+DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+CHARTS = DOCS / "assets" / "perf"
+RUN = ("device", "torch", "triton", "narrowcast", "commit")
+"""The columns that say where, with what and when a row was measured."""
+
+Row = dict[str, str]
+
+
+class Section(NamedTuple):
+    """A table of times beside bf16, from rows of one run.
+
+    ``contenders`` maps the names in the file to those on the page; the first is what the others are compared with.
+    ``where`` gives the columns that choose rows. ``file``, ``milliseconds`` and ``peak`` name the file and its columns;
+    ``scale`` turns a value of the column into milliseconds, ``gib`` one of ``peak`` into GiB.
+    """
+
+    key: str
+    title: str
+    what: str
+    command: str
+    hardware: str
+    notes: tuple[str, ...]
+    file: str
+    contenders: dict[str, str]
+    where: dict[str, str]
+    milliseconds: str
+    peak: str | None = None
+    scale: float = 1.0
+    gib: float = 1.0
+
+
+class Measured(NamedTuple):
+    """A row of the page."""
+
+    name: str
+    milliseconds: float
+    relative: float
+    peak: float | None
+
+
+COMPILED = {
+    "bf16, compiled": "bf16",
+    "torchao tensorwise, compiled": "torchao tensorwise",
+    "torchao rowwise, compiled": "torchao rowwise",
+}
+ONE = "one H200"
+
+SECTIONS = (
+    Section(
+        "fsdp",
+        "How fast is a training step on two GPUs?",
+        "Four layers of the 8B shape with AdamW under FSDP2, 8192 tokens on each GPU, compiled.",
+        "torchrun --nproc-per-node 2 benchmarks/bench_fsdp.py --save",
+        "two H200s",
+        (
+            "`nc.distributed.shard` gathers weights as FP8 codes: half the bytes of bf16.",
+            "`FusedAdam` is narrowcast's optimizer; the other rows use PyTorch's fused AdamW.",
+        ),
+        "fsdp.csv",
+        {
+            "bf16": "bf16",
+            "torchao tensorwise": "torchao tensorwise",
+            "delayed, quantized gather": "delayed",
+            "current, quantized gather": "current",
+            "delayed, quantized gather, FusedAdam": "delayed, FusedAdam",
+            "current, quantized gather, FusedAdam": "current, FusedAdam",
+        },
+        {"commit": "b9b6b84"},
+        "ms",
+        "peak GiB",
+    ),
+    Section(
+        "block",
+        "How fast is a Transformer layer?",
+        "One `TransformerLayer` of the 8B shape (4096/14336, 32 heads, 8 groups), 8192 tokens, training, compiled.",
+        "python benchmarks/bench_transformer.py --only block --save",
+        ONE,
+        ("Attention stays in bf16 in every row.",),
+        "transformer.csv",
+        {
+            "block, torch bf16": "bf16, plain PyTorch",
+            "block, narrowcast bf16": "bf16, narrowcast",
+            "block, delayed": "delayed",
+            "block, current": "current",
+            "block, block-scaled": "128-block",
+        },
+        {"commit": "28ebcfd"},
+        "ms",
+        "peak_gib",
+    ),
+    Section(
+        "mlp",
+        "How fast is a feed-forward block?",
+        "RMSNorm, SwiGLU and two GEMMs of 4096/14336, 8192 tokens, forward and backward, compiled.",
+        "python benchmarks/bench_layernorm_mlp.py --save",
+        ONE,
+        ("The rows below torchao's are `LayerNormMLP`; host time is included.",),
+        "layernorm_mlp.csv",
+        {
+            **COMPILED,
+            "delayed, LayerNormMLP, compiled": "delayed",
+            "current, LayerNormMLP, compiled": "current",
+            "block, LayerNormMLP, compiled": "128-block",
+        },
+        {"commit": "a090eb1"},
+        "p50_ms",
+        "peak_mib",
+        gib=1 / 1024,
+    ),
+    Section(
+        "linear",
+        "How fast is one large linear layer?",
+        "`Linear` 4096→14336, 8192 tokens, forward and backward.",
+        "python benchmarks/bench_linear.py --save",
+        ONE,
+        ("The recipes run in eager mode unless the row says compiled; host time is included.",),
+        "linear.csv",
+        {
+            **COMPILED,
+            "delayed, eager": "delayed",
+            "delayed, compiled": "delayed, compiled",
+            "current, eager": "current",
+            "current, compiled": "current, compiled",
+            "block, eager": "128-block",
+            "block, compiled": "128-block, compiled",
+        },
+        {"commit": "a090eb1", "in": "4096", "out": "14336"},
+        "p50_ms",
+        "peak_mib",
+        gib=1 / 1024,
+    ),
+    Section(
+        "small-linear",
+        "What does a linear layer cost that is too small?",
+        "`Linear` 4096→4096, 8192 tokens, forward and backward, one layer alone.",
+        "python benchmarks/bench_linear.py --save",
+        ONE,
+        (
+            "The recipes run in eager mode unless the row says compiled; host time is included.",
+            "The GPU waits for the host here. In a compiled model or a CUDA graph it does not.",
+            "Later commits spend less host time; their runs are in the [measurement log](h200.md), not in a table yet.",
+            '`policy="auto"` measures each size on your GPU and keeps bf16 where it is faster.',
+        ),
+        "linear.csv",
+        {
+            **COMPILED,
+            "delayed, eager": "delayed",
+            "delayed, compiled": "delayed, compiled",
+            "current, eager": "current",
+            "current, compiled": "current, compiled",
+            "block, eager": "128-block",
+            "block, compiled": "128-block, compiled",
+        },
+        {"commit": "a090eb1", "in": "4096", "out": "4096"},
+        "p50_ms",
+        "peak_mib",
+        gib=1 / 1024,
+    ),
+    Section(
+        "huggingface",
+        "How fast is a converted model of Transformers?",
+        "A Llama of 1B parameters, converted, its layers compiled, 8192 tokens a step with AdamW.",
+        "python benchmarks/bench_huggingface.py --only full --save",
+        ONE,
+        ("Attention, head and optimizer stay in high precision.",),
+        "huggingface.csv",
+        {
+            "full, bf16": "bf16",
+            "full, delayed": "delayed",
+            "full, current": "current",
+            "full, block": "128-block",
+        },
+        {"commit": "28ebcfd"},
+        "ms",
+        "peak_gib",
+    ),
+    Section(
+        "lora",
+        "How fast is LoRA on weights stored in FP8?",
+        "The same Llama with adapters of rank 16 on every linear layer, 8192 tokens a step.",
+        "python benchmarks/bench_huggingface.py --only LoRA --save",
+        ONE,
+        ("Stored weights take half the bytes of bf16. Nothing quantizes them in a step.",),
+        "huggingface.csv",
+        {
+            "LoRA, bf16": "bf16",
+            "LoRA, current, stored": "current, stored",
+            "LoRA, block, stored": "128-block, stored",
+        },
+        {"commit": "28ebcfd"},
+        "ms",
+        "peak_gib",
+    ),
+    Section(
+        "optimizer",
+        "How fast is FusedAdam?",
+        "A step of AdamW on the parameters of four 8B blocks, embedding and head.",
+        "python benchmarks/bench_optimizer.py --save",
+        ONE,
+        ("bf16 parameters and moments in all three rows.",),
+        "optimizer.csv",
+        {
+            "torch fused, bf16": "PyTorch, fused",
+            "torch foreach, bf16": "PyTorch, foreach",
+            "FusedAdam, bf16": "FusedAdam",
+        },
+        {"commit": "0ff5e17"},
+        "ms",
+    ),
+)
+
+CHARTED = ("fsdp", "block", "mlp", "huggingface")
+HERO = ("mlp", "fsdp", "huggingface")
+NOT_IN_CHARTS = "FusedAdam"
+SHORT = {
+    "fsdp": "Training step, four layers of the 8B shape, two GPUs",
+    "block": "TransformerLayer of the 8B shape",
+    "mlp": "Feed-forward block of the 8B shape",
+    "linear": "Linear 4096→14336, compiled",
+    "small-linear": "Linear 4096→4096 alone, compiled",
+    "huggingface": "Training step, 1B Llama of Transformers, converted",
+    "lora": "LoRA step on the same Llama, weights stored in FP8",
+    "optimizer": "AdamW step",
+}
+RECIPES = {"delayed": "delayed scaling", "current": "current scaling", "128-block": "128-block scaling"}
+PALETTE = {
+    "bf16": "bf16",
+    "torchao": "torchao",
+    "delayed": "delayed",
+    "current": "current",
+    "128-block": "block",
+}
+
+
+def rows_of(file: str) -> list[Row]:
+    """Return the rows of a file of results."""
+    with (RESULTS / file).open(newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def chosen(section: Section) -> dict[str, Row]:
+    """Return the section's row for each contender, by its name in the file.
+
+    Raises:
+        ValueError: a row is missing or there twice.
+    """
+    rows = [row for row in rows_of(section.file) if all(row[c] == v for c, v in section.where.items())]
+    found = {}
+    for contender in section.contenders:
+        matching = [row for row in rows if row["contender"] == contender]
+        if len(matching) != 1:
+            raise ValueError(f"{section.file} has {len(matching)} rows of {contender!r} with {section.where}")
+        found[contender] = matching[0]
+    return found
+
+
+def measured(section: Section) -> list[Measured]:
+    """Return the section's rows as the page shows them."""
+    rows = chosen(section)
+    base = float(next(iter(rows.values()))[section.milliseconds])
+    return [
+        Measured(
+            section.contenders[contender],
+            float(row[section.milliseconds]) * section.scale,
+            float(row[section.milliseconds]) / base,
+            float(row[section.peak]) * section.gib if section.peak else None,
+        )
+        for contender, row in rows.items()
+    ]
+
+
+def days() -> dict[str, str]:
+    """Return the day of each commit that results name."""
+    return {row["commit"]: row["date"] for row in rows_of("commits.csv")}
+
+
+def run_of(rows: list[Row], file: str) -> str:
+    """Return the machine, versions and day of rows, and their file.
+
+    Raises:
+        ValueError: the rows come from several runs.
+    """
+    if len({tuple(row[column] for column in RUN) for row in rows}) != 1:
+        raise ValueError(f"rows of {file} come from several runs; choose them by {', '.join(RUN)}")
+    run = rows[0]
+    return (
+        f"{run['device']}, PyTorch {run['torch']}, Triton {run['triton']}, narrowcast {run['narrowcast']}, "
+        f"{days()[run['commit']]}. Rows: `benchmarks/results/{file}`."
+    )
+
+
+def caption(section: Section) -> str:
+    """Return the machine, versions and day of a section's rows, and their file."""
+    return run_of(list(chosen(section).values()), section.file)
+
+
+def table(section: Section) -> list[str]:
+    """Return the section's table as lines of Markdown."""
+    rows = measured(section)
+    head, rule = "| | ms | time relative to bf16 |", "| --- | ---: | ---: |"
+    if section.key == "optimizer":
+        head = "| | ms | time relative to PyTorch, fused |"
+    if section.peak:
+        head, rule = f"{head} peak GiB |", f"{rule} ---: |"
+    lines = [head, rule]
+    for row in rows:
+        digits = 1 if row.milliseconds >= 20 else 2
+        cells = [row.name, f"{row.milliseconds:.{digits}f}", f"{row.relative:.2f}"]
+        lines.append(f"| {' | '.join(cells + ([f'{row.peak:.2f}'] if row.peak is not None else []))} |")
+    return lines
+
+
+def answer(section: Section) -> str:
+    """Return the section's first sentence: the best time of narrowcast's beside the first row's."""
+    first, *others = measured(section)
+    if section.key == "optimizer":
+        return f"**{others[-1].name} takes {others[-1].relative:.2f} of the time of {first.name}.**"
+    ours = [row for row in others if row.name.split(",")[0] in RECIPES]
+    best = min(ours, key=lambda row: row.relative)
+    recipe, _, detail = best.name.partition(", ")
+    under = RECIPES[recipe] + (f" ({detail})" if detail else "")
+    return f"**{best.relative:.2f} of bf16's time{' at best' if best.relative > 1 else ''}, under {under}.**"
+
+
+def color(name: str) -> str:
+    """Return the palette's key for a contender: one color per recipe in all charts."""
+    return next(key for start, key in PALETTE.items() if name.startswith(start))
+
+
+def panel(section: Section) -> Panel:
+    """Return the chart of a section: one bar per contender."""
+    bars = [
+        Bar(
+            ("narrowcast " if row.name in RECIPES else "") + row.name,
+            row.relative,
+            row.milliseconds,
+            color(row.name),
+        )
+        for row in measured(section)
+        if NOT_IN_CHARTS not in row.name
+    ]
+    return Panel(SHORT[section.key], bars)
+
+
+def charts() -> dict[str, str]:
+    """Return the charts' text by file name: each light and dark."""
+    sections = {section.key: section for section in SECTIONS}
+    pictures = {key: [panel(sections[key])] for key in CHARTED}
+    pictures["home"] = [panel(sections[key]) for key in HERO]
+    device = caption(sections["mlp"]).split(",")[0]
+    heading = f"Time relative to bf16 on {device} (lower is better)"
+    return {
+        f"{name}-{scheme}.svg": svg(heading, panels, scheme)
+        for name, panels in pictures.items()
+        for scheme in ("light", "dark")
+    }
+
+
+def picture(name: str, alternative: str) -> list[str]:
+    """Return the Markdown of a chart, in the variant of the page's color scheme."""
+    return [
+        f"![{alternative}](assets/perf/{name}-{scheme}.svg#only-{scheme})" for scheme in ("light", "dark")
+    ]
+
+
+HEAD = """# Performance
+
+How long a step takes beside bf16 and torchao, measured on H200s. Times are relative to bf16: lower is better, and below
+1.00 the recipe wins. [Choose a recipe](choosing.md) says what to take; [Run the benchmarks](benchmarks.md) says how
+everything is timed.
+
+`docs/performance.py` writes this page from `benchmarks/results/*.csv`. Each table comes from one run on one machine.
+"""
+
+SIZES = {"file": "policy.csv", "commit": "0ff5e17", "recipe": "delayed"}
+SIZES_HEAD = """## Which sizes of a linear layer gain?
+
+**{gain} of {all} sizes gain under delayed scaling.** `Linear` by size, forward and backward, eager, one layer alone.
+Host time is included. `policy="auto"` measures this on your GPU, and keeps bf16 where the last column is above 1.
+
+| tokens × in → out | bf16, ms | time relative to bf16 |
+| --- | ---: | ---: |"""
+
+KERNELS = """## How close are the kernels to a copy?
+
+The pictures show the bandwidth of each kernel as a share of a device copy's, with its peers beside it. Higher
+is better. `make plots` draws them from the files of the same names in `benchmarks/results/`.
+
+![Quantizing kernels and their peers](../benchmarks/results/quantize.png)
+
+![RMSNorm that quantizes its result, and its peers](../benchmarks/results/norm.png)
+
+![SwiGLU that quantizes its result, and its peers](../benchmarks/results/activation.png)
+
+What else was measured, with raw output and commits, is in the [measurement log](h200.md).
+"""
+
+
+def sizes() -> list[str]:
+    """Return the section of linear layers by size, as lines of Markdown."""
+    rows = [
+        row
+        for row in rows_of(SIZES["file"])
+        if (row["commit"], row["recipe"]) == (SIZES["commit"], SIZES["recipe"])
+    ]
+    gain = sum(float(row["share_under_the_recipe"]) < 1 for row in rows)
+    lines = [SIZES_HEAD.format(gain=gain, all=len(rows))]
+    for row in rows:
+        size = row["size"].replace("x", " × ").replace("->", " → ")
+        lines.append(f"| {size} | {float(row['bf16_ms']):.2f} | {float(row['share_under_the_recipe']):.2f} |")
+    reproduce = f"Reproduce on {ONE}: `python benchmarks/bench_policy.py --save`"
+    return [*lines, "", run_of(rows, SIZES["file"]), "", reproduce, ""]
+
+
+def page() -> str:
+    """Return ``docs/performance.md``."""
+    lines = [HEAD]
+    for section in SECTIONS:
+        lines += [f"## {section.title}", "", f"{answer(section)} {section.what}", "", *table(section), ""]
+        lines += [caption(section), ""]
+        if section.key in CHARTED:
+            lines += [*picture(section.key, f"{SHORT[section.key]}: time relative to bf16"), ""]
+        lines += [f"Reproduce on {section.hardware}: `{section.command}`", ""]
+        lines += [*(f"- {note}" for note in section.notes), ""]
+    return "\n".join([*lines, *sizes(), KERNELS])
+
+
+def break_even() -> str:
+    """Return the table of ``docs/choosing.md``: time relative to bf16 per work and recipe."""
+    columns = (*RECIPES, "torchao tensorwise")
+    lines = [f"| work | {' | '.join(columns)} |", "| --- | ---: | ---: | ---: | ---: |"]
+    for section in SECTIONS:
+        values = {row.name.removesuffix(", stored"): f"{row.relative:.2f}" for row in measured(section)}
+        compiled = {
+            name.removesuffix(", compiled"): value for name, value in values.items() if "compiled" in name
+        }
+        cells = [(values | compiled).get(name, "") for name in columns]
+        anchor = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")
+        if any(cells):
+            lines.append(f"| [{SHORT[section.key]}](performance.md#{anchor}) | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_break_even(text: str) -> str:
+    """Return the text of a page with the table between its markers as it is now."""
+    return re.sub(
+        r"(<!-- break even -->\n).*?(<!-- end of break even -->)",
+        lambda found: found[1] + break_even() + found[2],
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def files() -> dict[Path, str]:
+    """Return the text of every file that this script writes."""
+    choosing = DOCS / "choosing.md"
+    pictures = {CHARTS / name: text for name, text in charts().items()}
+    return {DOCS / "performance.md": page(), choosing: with_break_even(choosing.read_text()), **pictures}
+
+
+if __name__ == "__main__":
+    CHARTS.mkdir(parents=True, exist_ok=True)
+    for path, text in files().items():
+        path.write_text(text)
+        print(f"wrote {path.relative_to(DOCS.parent)}")

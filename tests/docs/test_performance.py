@@ -1,0 +1,73 @@
+"""The performance page, its charts and the table of docs/choosing.md are what the rows of the benchmarks give."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def performance(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("performance")
+
+
+def test_files_are_what_the_script_writes(performance: ModuleType) -> None:
+    files = performance.files()
+    stale = [path.name for path, text in files.items() if not path.exists() or path.read_text() != text]
+    assert not stale, f"run `python docs/performance.py`: {stale} are not what it writes"
+    kept = set(performance.CHARTS.iterdir())
+    assert kept <= files.keys(), "a chart that no script writes"
+
+
+def test_a_changed_row_changes_the_page(
+    performance: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in performance.RESULTS.glob("*.csv"):
+        (tmp_path / path.name).write_text(path.read_text())
+    monkeypatch.setattr(performance, "RESULTS", tmp_path)
+    rows = (tmp_path / "fsdp.csv").read_text()
+    assert "141714,57.81" in rows
+    (tmp_path / "fsdp.csv").write_text(rows.replace("141714,57.81", "141714,68.54"))
+    before, after = (ROOT / "docs" / "performance.md").read_text(), performance.page()
+    changed = [line for line in after.splitlines() if line not in before.splitlines()]
+    assert changed == ["| delayed | 68.5 | 0.75 | 10.88 |"]
+    assert "68.5 ms" in performance.charts()["home-dark.svg"]
+
+
+def test_rows_of_two_runs_are_not_put_into_one_table(performance: ModuleType) -> None:
+    rows = performance.rows_of("fsdp.csv")
+    with pytest.raises(ValueError, match="several runs"):
+        performance.run_of(rows, "fsdp.csv")
+
+
+def test_every_result_has_a_day(performance: ModuleType) -> None:
+    named = {
+        row["commit"]
+        for path in performance.RESULTS.glob("*.csv")
+        for row in performance.rows_of(path.name)
+        if row.get("commit")
+    }
+    assert named <= performance.days().keys(), "add the commit and its day to benchmarks/results/commits.csv"
+
+
+def test_text_in_charts_stays_inside_and_apart(performance: ModuleType) -> None:
+    """Text may be 7.2 pixels a letter wide, as in the widest font that a browser falls back to."""
+    chart = importlib.import_module("performance_chart")
+    for name, text in performance.charts().items():
+        for x, y, attributes, content in re.findall(r'<text x="(.+?)" y="(.+?)"(.*?)>(.+?)</text>', text):
+            width = 7.2 * len(content)
+            left = float(x) - (width if "anchor" in attributes else 0)
+            assert left >= 0, (name, content)
+            assert left + width <= chart.WIDTH, (name, content)
+            if content.endswith(" ms"):
+                (beside,) = re.findall(rf'<text x="(.+?)" y="{y}"[^>]*>(\d\.\d\d)<', text)
+                assert left > float(beside[0]) + 7.2 * len(beside[1]), (name, content)
+        bars = [float(width) for width in re.findall(r'<rect[^>]* width="([\d.]+)"', text)]
+        assert max(bars) <= chart.END - chart.NAMES
