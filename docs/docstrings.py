@@ -19,6 +19,12 @@ def one_a_line(found: re.Match[str]) -> str:
     return f"\n{when}Raises:\n" + "".join(f"    {error}\n" for error in errors if error)
 
 
+def each_by_itself(found: re.Match[str]) -> str:
+    """Return parameters that share a description as one a line: the first has it, the others point to it."""
+    first, *others = re.split(r",\s+", found[1])
+    return f"    {first}: {found[2].rstrip()}\n" + "".join(f"    {name}: See `{first}`.\n" for name in others)
+
+
 def as_markdown(text: str) -> str:
     """Return a docstring with code in place of Sphinx roles, and one parameter or error a line.
 
@@ -27,6 +33,4 @@ def as_markdown(text: str) -> str:
     """
     text = RAISES.sub(one_a_line, ROLE.sub(r"`\1`", text) + "\n")
     text = ARGS.sub(lambda found: GLUED.sub(r"\n    \1: ", found[0]), text)
-    return SHARED.sub(
-        lambda found: "".join(f"    {n}: {found[2]}" for n in re.split(r",\s+", found[1])), text
-    )
+    return SHARED.sub(each_by_itself, text)

@@ -78,8 +78,7 @@ More.
 Args:
     rows: sizes of
         the input;
-    columns: sizes of
-        the input;
+    columns: See `rows`.
     tp_size: ranks; default: one.
 
 The errors below are raised before any kernel.
