@@ -9,14 +9,15 @@ from docstrings import as_markdown
 
 
 class Docstrings(griffe.Extension):
-    """Rewrite each docstring before it is parsed, and show recipes with their fields."""
+    """Rewrite each docstring before it is parsed, and recipes as dataclasses."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of a module, class, function or attribute."""
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
-        for decorator in obj.decorators if isinstance(obj, griffe.Class) else ():
-            if (
-                str(decorator.value) == "recipe_class"
-            ):  # a dataclass, which griffe reads from the source alone
+
+    def on_class_instance(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Show a recipe's fields as parameters: ``recipe_class`` makes dataclasses."""
+        for decorator in cls.decorators:
+            if str(decorator.value) == "recipe_class":
                 decorator.value = griffe.ExprName("dataclasses.dataclass")
