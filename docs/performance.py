@@ -387,8 +387,8 @@ How long a step takes beside bf16 and torchao, measured on H200s. Times are rela
 1.00 the recipe wins. [Choose a recipe](choosing.md) says what to take; [Run the benchmarks](benchmarks.md) says how
 everything is timed.
 
-`docs/performance.py` writes this page from `benchmarks/results/*.csv`. Each table comes from one run, whose GPU, versions, day and
-command stand below it.
+`docs/performance.py` writes this page from `benchmarks/results/*.csv`. Each table comes from one run. Its GPU,
+versions, day and command stand below it.
 """
 
 SIZES = {"file": "policy.csv", "commit": "0ff5e17", "recipe": "delayed"}
