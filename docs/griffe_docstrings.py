@@ -21,3 +21,13 @@ class Docstrings(griffe.Extension):
         for decorator in cls.decorators:
             if str(decorator.value) == "recipe_class":
                 decorator.value = griffe.ExprName("dataclasses.dataclass")
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Show what a recipe's field starts with, not the function that makes it."""
+        for module in pkg["recipe"].modules.values():
+            for field in (field for cls in module.classes.values() for field in cls.attributes.values()):
+                for argument in getattr(field.value, "arguments", ()):
+                    if getattr(argument, "name", "") == "default_factory" and isinstance(
+                        argument.value, griffe.ExprLambda
+                    ):
+                        field.value = argument.value.body
