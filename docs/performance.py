@@ -102,7 +102,29 @@ SECTIONS = (
             "block, current": "current",
             "block, block-scaled": "128-block",
         },
-        {"commit": "28ebcfd"},
+        {"commit": "676031b"},
+        "ms",
+        "peak_gib",
+    ),
+    Section(
+        "steps",
+        "How fast is a training step on one GPU?",
+        "Four `TransformerLayer`s of the 8B shape with embedding, bf16 head and AdamW, 8192 tokens, compiled.",
+        "python benchmarks/bench_transformer.py --only steps --save",
+        ONE,
+        ("`FusedAdam` is narrowcast's optimizer; the other rows use PyTorch's fused AdamW.",),
+        "transformer.csv",
+        {
+            "steps, torch bf16": "bf16, plain PyTorch",
+            "steps, narrowcast bf16": "bf16, narrowcast",
+            "steps, torch bf16, FusedAdam": "bf16, plain PyTorch, FusedAdam",
+            "steps, delayed": "delayed",
+            "steps, current": "current",
+            "steps, block-scaled": "128-block",
+            "steps, delayed, FusedAdam": "delayed, FusedAdam",
+            "steps, current, FusedAdam": "current, FusedAdam",
+        },
+        {"commit": "676031b"},
         "ms",
         "peak_gib",
     ),
@@ -227,12 +249,13 @@ SECTIONS = (
     ),
 )
 
-CHARTED = ("fsdp", "block", "mlp", "huggingface")
+CHARTED = ("fsdp", "block", "steps", "mlp", "huggingface")
 HERO = ("mlp", "fsdp", "huggingface")
 NOT_IN_CHARTS = "FusedAdam"
 SHORT = {
     "fsdp": "Training step, four layers of the 8B shape, two GPUs",
     "block": "TransformerLayer of the 8B shape",
+    "steps": "Training step, four layers of the 8B shape, one GPU",
     "mlp": "Feed-forward block of the 8B shape",
     "linear": "Linear 4096→14336, compiled",
     "small-linear": "Linear 4096→4096 alone, compiled",
