@@ -113,6 +113,41 @@ def test_a_hybrid_of_halves_that_are_there(name: str, kept: str) -> None:
         nc.HybridQuantizedTensorStorage(**{**given, "quantizer": None})
 
 
+PARTS = {
+    "rows": lambda t: t[64:128],
+    "columns": lambda t: t[:, 128:],
+    "split": lambda t: torch.split(t, 64)[1],
+    "view": lambda t: t.view(2, 64, 256),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", halves())
+def test_parts_stay_hybrids(name: str, part: str) -> None:
+    """Where both halves' blocks end: with the parts of the halves, for reading."""
+    whole: Any = hybrid(name).quantize(torch.randn(128, 256).bfloat16())
+    expected = PARTS[part](whole.dequantize())
+    piece = PARTS[part](whole)
+    assert isinstance(piece, nc.HybridQuantizedTensor) and piece.shape == expected.shape
+    assert torch.equal(piece.dequantize(), expected)
+    column = PARTS[part](whole.columnwise_sub_storage.dequantize())
+    assert torch.equal(piece.columnwise_sub_storage.dequantize(), column)
+    assert type(piece.rowwise_sub_storage) is type(whole.rowwise_sub_storage)
+    if part != "view":
+        for written in (piece, piece.rowwise_sub_storage):
+            with pytest.raises(RuntimeError, match="writes through a view"):
+                written.fill_(1)
+    whole.update_usage(rowwise_usage=False)
+    rest = PARTS[part](whole)
+    assert rest.rowwise_sub_storage is None and torch.equal(rest.dequantize(), column)
+
+
+def test_parts_within_a_block_are_plain_values() -> None:
+    whole: Any = hybrid("block+identity").quantize(torch.randn(256, 256).bfloat16())
+    assert not isinstance(whole[:, 5:200], nc.HybridQuantizedTensor)
+    assert torch.equal(whole[:, 5:200].clone(), whole.dequantize()[:, 5:200])
+
+
 def test_the_second_may_quantize_what_the_first_made() -> None:
     x = torch.randn(32, 64).bfloat16()
     row, column = halves()["nvfp4+current"]

@@ -7,6 +7,7 @@ its scale when it is transposed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from .. import formats
 from ..functional import transpose_codes
+from ..upstream.functionalization import FunctionalTensor
 from .quantized_tensor import QuantizedTensor
 from .storage import QuantizedTensorStorage
 
@@ -174,6 +176,8 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             shape=tuple(self.size()),
             **{arguments[attribute]: buffer for attribute, buffer in named},
         )
+        if isinstance(self, QuantizedTensor):
+            made._is_part, made._begins = self._is_part, self._begins
         held[columnwise] = (made, own)  # the same object as long as the buffers are the same
         return made
 
@@ -219,6 +223,26 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return HybridQuantizedTensorStorage.__repr__(self)
+
+    def _part(self, dim: int, first: int, count: int) -> QuantizedTensor | None:
+        return self._of_halves(lambda half: half._part(dim, first, count))
+
+    def _regrouped(self, shape: tuple[int, ...]) -> QuantizedTensor | None:
+        return self._of_halves(lambda half: half._regrouped(shape))
+
+    def _of_halves(self, made_of: Callable[[Any], QuantizedTensor | None]) -> QuantizedTensor | None:
+        """The hybrid of what a function makes of each half; None where it makes nothing of one."""
+        if any(isinstance(buffer, FunctionalTensor) for buffer in self.get_data_tensors()):
+            return None  # a graph passes on plain tensors
+        made: list[Any] = []
+        for half in (self.rowwise_sub_storage, self.columnwise_sub_storage):
+            made.append(None if half is None else made_of(half))
+            if half is not None and made[-1] is None:
+                return None
+        hybrid = type(self)(rowwise_storage=made[0], columnwise_storage=made[1], quantizer=self._quantizer)
+        first = made[0] if made[1] is None else made[1]
+        hybrid._is_part, hybrid._begins = first._is_part, first._begins
+        return hybrid
 
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
