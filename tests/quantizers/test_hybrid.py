@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -85,10 +86,13 @@ def test_halves_are_the_same_objects_until_they_are_dropped() -> None:
     made.update_usage(rowwise_usage=False)
     assert made.rowwise_sub_storage is None and made.columnwise_sub_storage is column
     assert "rowwise=None, columnwise=NVFP4Tensor" in repr(made)
+    gone = weakref.ref(row)
+    del row
+    assert gone() is None  # nothing keeps what was dropped
     made.update_usage(rowwise_usage=False, columnwise_usage=False)
     assert made.get_usages() == {"rowwise": False, "columnwise": False}
     assert "rowwise=None, columnwise=None" in repr(made)
-    assert copied.rowwise_sub_storage is not row and copied.columnwise_sub_storage is not None
+    assert copied.rowwise_sub_storage is not None and copied.columnwise_sub_storage is not column
 
 
 @pytest.mark.parametrize("kept", ["both", "rowwise", "columnwise"])

@@ -132,6 +132,14 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             self.clear()
         else:
             super().update_usage(rowwise_usage, columnwise_usage)
+            for columnwise, usage in enumerate((rowwise_usage, columnwise_usage)):
+                if usage is False:
+                    vars(self).get("_halves", {}).pop(bool(columnwise), None)
+
+    def clear(self) -> None:
+        """Drop every buffer."""
+        super().clear()
+        vars(self).pop("_halves", None)
 
     def __repr__(self) -> str:
         halves = ", ".join(
