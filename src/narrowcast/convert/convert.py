@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import nn
 
@@ -62,6 +62,7 @@ def convert(
     dry_run: bool = False,
     policy: str | None = None,
     rows: int | None = None,
+    **unknown: Any,
 ) -> nn.Module | Receipt:
     """Have the linear layers of a model run in the precision of a recipe: in place, exactly undone by :func:`revert`.
 
@@ -89,11 +90,16 @@ def convert(
     Returns:
         ``model``. :func:`narrowcast.receipt` says of every module with the weight of a GEMM what was decided and why.
     Raises (with nothing changed):
-        TypeError: ``model`` is no module, ``recipe`` no recipe. ValueError: a pattern that matches no such module,
-        nothing that can be converted among what is asked for, a recipe that cannot be resolved for a layer, another
-        recipe for a weight that is stored, a policy that is unknown or without ``rows``, or "stored" weights of which
-        none is frozen or with another recipe. RuntimeError: a policy without a GPU.
+        TypeError: ``model`` is no module, ``recipe`` no recipe, an unknown argument. ValueError: a pattern that matches
+        no such module, nothing that can be converted among what is asked for, a recipe that cannot be resolved for a
+        layer, another recipe for a weight that is stored, a policy that is unknown or without ``rows``, or "stored"
+        weights of which none is frozen or with another recipe. RuntimeError: a policy without a GPU.
     """
+    if unknown:
+        raise TypeError(
+            f"convert takes no {next(iter(unknown))!r}; only= and skip= choose modules, by patterns of names or by "
+            "functions of (name, module), of which torchao's module_filter_fn has the arguments in the other order"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     if recipe is None:
@@ -109,6 +115,11 @@ def convert(
     for pattern, value in table.items():
         recipes.update(dict.fromkeys(matching_names(pattern, modules, model, _KIND), value))
     chosen = set(modules if only is None else selected_names(only, modules, model, _KIND))
+    if not chosen:
+        raise ValueError(
+            f"only={only!r} chooses none of {len(modules)} modules; its functions are called with (name, module), "
+            f"such as {next(iter(modules), '')!r} and that module"
+        )
     skipped = set() if skip is None else set(selected_names(skip, modules, model, _KIND))
     decisions = [_decide(one, recipes, chosen, skipped, routers) for one in found]
     if policy is not None:
