@@ -95,19 +95,7 @@ def convert(
         layer, another recipe for a weight that is stored, a policy that is unknown or without ``rows``, or "stored"
         weights of which none is frozen or with another recipe. RuntimeError: a policy without a GPU.
     """
-    if unknown:
-        raise TypeError(
-            f"convert takes no {next(iter(unknown))!r}; only= and skip= choose modules, by patterns of names or by "
-            "functions of (name, module), of which torchao's module_filter_fn has the arguments in the other order"
-        )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-    if recipe is None:
-        raise TypeError(
-            "recipe is None; pass one of narrowcast.recipe's recipes, a name such as 'current', or a table"
-        )
-    if weights not in ("plain", "stored"):
-        raise ValueError(f"weights is {weights!r}; use 'plain' or 'stored'")
+    _check_arguments(model, recipe, weights, unknown)
     table = recipe_table(recipe, "convert")
     found, found_norms = list(gemm_modules(model)), list(norm_modules(model)) if norms else []
     modules = {one.name: one.module for one in (*found, *found_norms)}
@@ -135,20 +123,7 @@ def convert(
     wanted = [one for one in decisions if one.found.name in chosen - skipped and recipes.get(one.found.name)]
     if policy is None and not any(norm.layer for norm in chosen_norms):
         _check_converts(model, wanted)
-    for one in decisions:
-        if one.decision == "converted":
-            if one.found.layer is not None:
-                become(one.found.module, one.found.layer, one.role_name, one.recipe)
-            elif one.recipe != one.found.module.recipe:
-                change_recipe(one.found.module, one.role_name, one.recipe)
-            if one.stored:
-                store(one.found.module)
-        if one.decision != "narrowcast":
-            record_reason(one.found.module, one.reason)
-    for norm in chosen_norms:
-        if norm.layer is not None:
-            become(norm.module, norm.layer)
-        record_norm_reason(norm.module, norm.reason)
+    _apply(decisions, chosen_norms)
     renew_from(model)
     return model
 
@@ -174,6 +149,40 @@ def revert(model: Model) -> Model:
     if not any(isinstance(layer, DelayedLayer) and layer.delayed_slots() for layer in model.modules()):
         stop_renewing_from(model)
     return model
+
+
+def _check_arguments(model: Any, recipe: Any, weights: str, unknown: dict[str, Any]) -> None:
+    if unknown:
+        raise TypeError(
+            f"convert takes no {next(iter(unknown))!r}; only= and skip= choose modules, by patterns of names or by "
+            "functions of (name, module), of which torchao's module_filter_fn has the arguments in the other order"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    if recipe is None:
+        raise TypeError(
+            "recipe is None; pass one of narrowcast.recipe's recipes, a name such as 'current', or a table"
+        )
+    if weights not in ("plain", "stored"):
+        raise ValueError(f"weights is {weights!r}; use 'plain' or 'stored'")
+
+
+def _apply(decisions: list[Decision], norms: list[FoundNorm]) -> None:
+    """Do what was decided, and keep the reasons."""
+    for one in decisions:
+        if one.decision == "converted":
+            if one.found.layer is not None:
+                become(one.found.module, one.found.layer, one.role_name, one.recipe)
+            elif one.recipe != one.found.module.recipe:
+                change_recipe(one.found.module, one.role_name, one.recipe)
+            if one.stored:
+                store(one.found.module)
+        if one.decision != "narrowcast":
+            record_reason(one.found.module, one.reason)
+    for norm in norms:
+        if norm.layer is not None:
+            become(norm.module, norm.layer)
+        record_norm_reason(norm.module, norm.reason)
 
 
 def _check_converts(model: nn.Module, wanted: list[Decision]) -> None:
