@@ -93,6 +93,40 @@ def test_absent_names_say_what_replaces_them(te: Any) -> None:
         compat.FP8GlobalStateManager.FP8_ENABLED = True
 
 
+def test_the_extension_has_the_dtypes_and_says_what_replaces_the_rest(te: Any) -> None:
+    extension = importlib.import_module("transformer_engine_torch")
+    assert extension.DType is nc.DType
+    with pytest.raises(AttributeError, match=r"C\+\+ extension; .* torch\.ops\.narrowcast"):
+        _ = extension.generic_gemm
+    for name, remedy in (
+        ("get_fp8_te_dtype", "quantizer.dtype"),
+        ("set_offloading_param", "get_cpu_offload_context"),
+        ("FusedAttention", "DotProductAttention"),
+    ):
+        with pytest.raises(AttributeError, match=remedy):
+            getattr(te.pytorch, name)
+    nc.compat.uninstall_transformer_engine()
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("transformer_engine_torch")
+
+
+def test_what_a_layer_and_a_recipe_do_not_have_says_what_to_use() -> None:
+    layer = nc.Linear(16, 16)
+    with pytest.warns(UserWarning, match=r"Linear\.fp8_meta is not there: layer\.recipe is the recipe"):
+        assert not hasattr(layer, "fp8_meta")
+    nc.set_recipe(layer, nc.recipe.DelayedScaling())
+    assert all(
+        hasattr(layer, f"{name}_{way}") for name in ("scale", "amax_history") for way in ("fwd", "bwd")
+    )
+    for wrong, remedy in (
+        ("interval", "scales are renewed in every step; leave it out"),
+        ("amax_history_length", "did you mean 'amax_history_len'"),
+        ("speed", "fields: margin, fp8_format"),
+    ):
+        with pytest.raises(TypeError, match=f"DelayedScaling has no field '{wrong}'; .*{remedy}"):
+            nc.recipe.DelayedScaling(**{wrong: 1})
+
+
 def test_layers_are_base_modules(te: Any) -> None:
     base = te.pytorch.module.base.TransformerEngineBaseModule
     layers = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 PAGE = "docs/from-transformer-engine.md"
+EXTENSION = "transformer_engine_torch"  # Transformer Engine's C++ extension, a top-level module
 
 _USERBUFFERS = "there are no userbuffers; leave the ub_* options out"
 _MULTI_TENSOR = "use torch.optim's fused optimizers or narrowcast.optimizers.FusedAdam"
@@ -14,6 +15,7 @@ _CPP = "it belongs to Transformer Engine's C++ extension; narrowcast's operators
 _MASTER = "use narrowcast.optimizers.FusedAdam(master_weights=True), or copy_ into the quantized parameter"
 _CHECKPOINT = "use narrowcast.checkpoint, which recomputes under the state of the first forward"
 _DPA = "attention runs in high precision; use the factories of narrowcast.custom_recipes for the layers"
+_BACKENDS = "use narrowcast.DotProductAttention; NVTE_FLASH_ATTN and the others like it choose its backend"
 _ATTENTION = "only softmax attention is here; use another library's module"
 
 # from names to what the error says behind "is not there"
@@ -56,6 +58,13 @@ ABSENT: dict[str, str] = {
     "add_fp8_tensors_to_global_buffer": _SCALES,
     "set_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",
     "get_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",
+    "get_fp8_te_dtype": "a quantizer has its dtype (quantizer.dtype, a narrowcast.DType)",
+    "get_fp8_torch_dtype": "a quantizer has its dtype (quantizer.dtype, a narrowcast.DType)",
+    "set_offloading_param": "use narrowcast.get_cpu_offload_context; narrowcast.mark_not_offload excludes tensors",
+    "mark_activation_offload": "use narrowcast.get_cpu_offload_context; narrowcast.mark_not_offload excludes tensors",
+    "FusedAttention": _BACKENDS,
+    "FlashAttention": _BACKENDS,
+    "UnfusedDotProductAttention": _BACKENDS,
     "autocast_enter": "use narrowcast.autocast",
     "autocast_exit": "use narrowcast.autocast",
     "debug": "use narrowcast.watch and narrowcast.bisect",
@@ -67,5 +76,6 @@ ABSENT: dict[str, str] = {
 
 def why_absent(owner: str, name: str) -> str:
     """Text of the error for a name that ``owner`` does not have."""
-    reason = ABSENT.get(name, "no name of narrowcast's answers to it")
+    unknown = _CPP if owner == EXTENSION else "no name of narrowcast's answers to it"
+    reason = ABSENT.get(name, unknown)
     return f"{owner}.{name} is not there under narrowcast: {reason} ({PAGE} lists every name)"

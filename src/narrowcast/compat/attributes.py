@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+from ..layers import RecipeOwner
 from ..tensors import (
     Float8BlockwiseQTensorStorage,
     Float8TensorStorage,
@@ -22,9 +24,30 @@ def _option(name: str) -> property:
     return property(lambda tensor: getattr(tensor._quantizer, name))
 
 
+class _Absent:
+    """An attribute that warns of what replaces it, and is not there.
+
+    The warning is the answer: ``nn.Module`` replaces an AttributeError by its own, and ``hasattr`` stays False.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        self._name, self._reason = name, reason
+
+    def __get__(self, layer: Any, owner: type) -> Any:
+        if layer is not None:
+            warnings.warn(f"{owner.__name__}.{self._name} is not there: {self._reason}", stacklevel=2)
+        raise AttributeError(self._name)
+
+
 _ELEMENTS = {"_fp8_dtype": _option("dtype"), "_with_gemm_swizzled_scales": False}
 
+_META = (
+    "layer.recipe is the recipe; with delayed scaling layer.scale_fwd, layer.amax_history_fwd, layer.scale_bwd and "
+    "layer.amax_history_bwd are its state"
+)
+
 ATTRIBUTES: dict[type, dict[str, Any]] = {
+    RecipeOwner: {"fp8_meta": _Absent("fp8_meta", _META)},
     QuantizedTensorStorage: {"_get_quantizer": lambda tensor: tensor._quantizer},
     Float8TensorStorage: {
         **_ELEMENTS,

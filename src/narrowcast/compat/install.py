@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from .absent import why_absent
+from .absent import EXTENSION, why_absent
 
 _ROOT = "transformer_engine"
 VERSION = "2.20.0+narrowcast"  # whose names these are
@@ -34,8 +34,9 @@ class _Metadata(importlib.metadata.Distribution):
 class _Aliases(importlib.metadata.DistributionFinder):
     """Finds and fills the modules, and says of names that are absent what replaces them."""
 
-    def __init__(self, modules: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, modules: dict[str, dict[str, Any]], extension: dict[str, Any]) -> None:
         self.modules = {f"{_ROOT}.{name}" if name else _ROOT: names for name, names in modules.items()}
+        self.modules[EXTENSION] = extension
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -87,9 +88,9 @@ def install_transformer_engine() -> None:
             f"install_transformer_engine(): Transformer Engine itself is installed ({where}), and two libraries cannot "
             "have one name; uninstall it, or import narrowcast by its own name"
         )
-    from .names import MODULES  # imports the whole library
+    from .names import EXTENSION_NAMES, MODULES  # imports the whole library
 
-    aliases = _Aliases(MODULES)
+    aliases = _Aliases(MODULES, EXTENSION_NAMES)
     sys.meta_path.append(aliases)
     for name in aliases.modules:
         importlib.import_module(name)

@@ -321,3 +321,6 @@ MODULES: dict[str, Names] = {
     "pytorch.transformer": _of(nn, "TransformerLayer"),
     "pytorch.utils": {**_DEVICE, **_GLU, **_of(dtypes, "canonicalize_dtype")},
 }
+
+# of the C++ extension, whose functions work on raw buffers: only what people take from it for its layers
+EXTENSION_NAMES: Names = {"DType": DType}
