@@ -37,9 +37,11 @@ def checked(activation: str, shape: Sequence[int], params: Mapping[str, float] |
     Raises:
         ValueError: an unknown name or parameter, rank 0, or an odd last dim of a gated activation.
     """
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; use one of {', '.join(ACTIVATIONS)}")
     found = ACTIVATIONS[activation]
+    if not isinstance(params, dict | None):
+        raise ValueError(f"activation_params is {params!r}; use a dict from names to numbers")
     for name in params or ():
         if name not in found.params:
             takes = ", ".join(found.params) or "none"

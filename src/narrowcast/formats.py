@@ -29,6 +29,10 @@ class DType(enum.IntEnum):
     kFloat6E2M3 = 11
     kFloat6E3M2 = 12
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"{value!r} is no DType; use one of {', '.join(member.name for member in cls)}")
+
 
 def round_to_float32(value: float) -> float:
     """Round a Python float to the nearest fp32 value.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ._checks import positive
 from .upstream.tensors import base_of, has_inner_tensors, storage_key, tree_leaves, version_of
 
 LEAST_ELEMENTS = 256 * 1024
@@ -347,6 +348,8 @@ def get_cpu_offload_context(
         raise ValueError(
             "there is nothing to offload: offload_activations is False; pass enabled=False instead"
         )
+    if not manual_synchronization:
+        positive(model_layers=model_layers, num_layers=num_layers)
     if not manual_synchronization and not 1 <= num_layers <= model_layers - 1:
         raise ValueError(
             f"num_layers is {num_layers} of model_layers={model_layers}; use 1 to {model_layers - 1}, the last layer's "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._checks import tensor
 from .._device import HIGH_PRECISION
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -38,6 +39,7 @@ def check_tensors(
         ("value_layer", v, groups, dims[1]),
     )
     for name, x, count, dim in expected:
+        tensor(name, x)
         if x.dim() != rank:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; qkv_format={qkv_format!r} takes {rank} dims: {list(qkv_format)}"

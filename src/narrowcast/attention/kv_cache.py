@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import positive
 from .._device import default_device
 from ..upstream.compiler import keep_address
 from .formats import checked_format
@@ -233,9 +234,7 @@ class InferenceParams:
             head_dim_k=head_dim_k, head_dim_v=head_dim_v, total_num_pages=total_num_pages, page_size=page_size,
             max_ctx_len=max_ctx_len,
         )  # fmt: skip
-        for label, size in given.items():
-            if size is not None and size < 1:
-                raise ValueError(f"{label} is {size}; use a positive number")
+        positive(**{label: size for label, size in given.items() if size is not None})
         if is_paged and page_size is None:
             raise ValueError("is_paged=True needs page_size, the tokens of a page")
         if checked_format(qkv_format) == "thd" and max_ctx_len is None:

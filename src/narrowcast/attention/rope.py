@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .. import functional
+from .._checks import in_range, positive, tensor
 from .._device import default_device
 from .._tracing import host_reads
 from .formats import FORMATS
@@ -47,6 +48,8 @@ class RotaryPositionEmbedding(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
+        positive(dim=dim)
+        in_range("rotary_percent", rotary_percent, "use a number above 0, 1.0 for all channels")
         turned = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if turned <= 0 or turned % 2:
             raise ValueError(
@@ -243,6 +246,8 @@ def check_rotary(
     """Check the arguments of ``apply_rotary_pos_emb``; raises as it says."""
     if tensor_format not in FORMATS:
         raise ValueError(f"tensor_format is {tensor_format!r}; it must be one of {', '.join(FORMATS)}")
+    tensor("t", t)
+    tensor("freqs", freqs)
     thd = tensor_format == "thd"
     if t.dim() != (3 if thd else 4):
         raise ValueError(f"t has shape {tuple(t.shape)}, which is not {', '.join(tensor_format)}")

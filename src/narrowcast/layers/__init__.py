@@ -8,7 +8,6 @@ from .parameters import (
     main_grad_of,
     mark_added_to_main_grad,
     parameter_device,
-    positive,
     quantize_parameter,
 )
 from .quantized_weight import quantize_weight, scatter_workspace
@@ -26,7 +25,6 @@ __all__ = [
     "main_grad_of",
     "mark_added_to_main_grad",
     "parameter_device",
-    "positive",
     "quantize_parameter",
     "quantize_weight",
     "reduce_delayed_scaling",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import positive
 from .._tracing import host_reads
 from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.grouped_linear import (
@@ -46,7 +47,6 @@ from .parameters import (
     largest_magnitude,
     main_grad_of,
     parameter_device,
-    positive,
     quantize_parameter,
 )
 from .tensor_parallel import TensorParallelOptions, checked_mode, mark_partition, shared

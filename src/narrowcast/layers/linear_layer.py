@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._checks import function
 from .._tracing import refuse_in_transform, warn
 from ..autograd import (
     DelayedScales,
@@ -189,6 +190,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             if stage.init_method is None:
                 value.normal_(0.0, INIT_STD)
             else:
+                function("init_method", stage.init_method)
                 stage.init_method(value)
 
     def _stored_as(self, stage: Stage) -> Quantizer:

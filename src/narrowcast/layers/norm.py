@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .._checks import in_range, positive
 from ..autograd import NormSettings
 from ..reference.norm import NORMALIZATIONS
 from ..upstream.fsdp import placed_by_style
@@ -23,10 +24,11 @@ def norm_settings(normalization: str, eps: float, zero_centered_gamma: bool) -> 
     """How a module normalizes.
 
     Raises:
-        ValueError: an unknown normalization.
+        ValueError: an unknown normalization, or an eps that is no number of 0 or more.
     """
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization is {normalization!r}; use one of {', '.join(NORMALIZATIONS)}")
+    in_range("eps", eps, "use a number, at least 0")
     return NormSettings(normalization, float(eps), bool(zero_centered_gamma))
 
 
@@ -78,9 +80,10 @@ class NormParameters(nn.Module):
             )
         normalized_shape = hidden_size if normalized_shape is None else normalized_shape
         assert normalized_shape is not None
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        if len(shape) != 1 or shape[0] < 1:
+        shape = tuple(normalized_shape) if isinstance(normalized_shape, Sequence) else (normalized_shape,)
+        if len(shape) != 1:
             raise ValueError(f"normalized_shape is {normalized_shape!r}; give the size of the last dim")
+        positive(normalized_shape=shape[0])
         nn.Module.__init__(self)
         self.settings = norm_settings(self._normalization, eps, zero_centered_gamma)
         self.normalized_shape, self.eps, self.elementwise_affine = shape, self.settings.eps, True

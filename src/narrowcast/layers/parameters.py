@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import function, tensor
 from .._device import default_device
 from ..quantizers import Float8CurrentScalingQuantizer, Quantizer
 from ..recipe import Recipe, linear_plan
@@ -29,6 +30,7 @@ def random_numbers_of(
     """
     if tracker is None:
         return contextlib.nullcontext()
+    function("get_rng_state_tracker", tracker)
     return tracker().fork() if name is None else tracker().fork(name)
 
 
@@ -36,9 +38,17 @@ def parameter_device(device: torch.device | str | None) -> torch.device:
     """Where a layer makes its parameters: as given, else the ambient default device, else the accelerator.
 
     Ambient is what ``with torch.device(...)`` or ``torch.set_default_device`` say, "cpu" included.
+
+    Raises:
+        ValueError: no device of PyTorch's, or one that this machine lacks.
     """
     if device is not None:
-        return torch.device(device)
+        try:
+            return torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"device is {device!r}; use a torch.device, 'cpu', 'cuda' or 'cuda:0'"
+            ) from error
     if is_default_device_set():
         return torch.get_default_device()
     return default_device()
@@ -48,22 +58,14 @@ def parameter_dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None)
     """Dtype of a layer's parameters, by either of its names.
 
     Raises:
-        ValueError: both are given, and differ.
+        ValueError: both are given, and differ. TypeError: no floating-point dtype.
     """
+    for label, given in (("params_dtype", params_dtype), ("dtype", dtype)):
+        if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+            raise TypeError(f"{label} is {given!r}; use torch.bfloat16, torch.float16 or torch.float32")
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(f"params_dtype is {params_dtype} and dtype is {dtype}; give one of them")
     return params_dtype or dtype or torch.get_default_dtype()
-
-
-def positive(**sizes: int) -> None:
-    """Check sizes by name.
-
-    Raises:
-        ValueError: one that is not positive.
-    """
-    for label, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{label} is {size}; use a positive number")
 
 
 def checked_input(
@@ -76,9 +78,10 @@ def checked_input(
         weight: a parameter to compare with.
         quantized_as_it_is: torch.autocast does not cast a quantized input.
     Raises:
-        ValueError: another last dim, or none. TypeError: another dtype than the weight's, outside torch.autocast.
-        RuntimeError: another device.
+        ValueError: another last dim, or none. TypeError: no tensor, or another dtype than the weight's outside
+        torch.autocast. RuntimeError: another device.
     """
+    tensor("input", inp)
     shape, device = inp.shape, inp.device
     if not shape or shape[-1] != features:
         raise ValueError(

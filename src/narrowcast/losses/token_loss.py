@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._checks import tensor
 from .._tracing import host_reads
 
 
@@ -58,6 +59,7 @@ def check_target(
         ValueError: the shape is not ``lead``, the dtype is neither int64 nor int32, the smoothing is not within [0, 1],
             or, in eager code on a CPU, where reading it costs nothing, a target is neither a column nor ignored.
     """
+    tensor("target", target)
     if tuple(target.shape) != tuple(lead):
         raise ValueError(
             f"target has shape {tuple(target.shape)}, but {what} needs {tuple(lead)}: one class per token"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import in_range, positive
 from ..attention import (
     BIAS_TYPES,
     SOFTMAX_TYPES,
@@ -32,7 +33,7 @@ from ..attention import (
     separate,
     standard_slopes,
 )
-from ..layers import parameter_device, positive
+from ..layers import parameter_device
 from ..layers.extra_state import EXTRA_STATE
 from ..state import checkpoint
 
@@ -98,7 +99,11 @@ class DotProductAttention(nn.Module):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        of_keys, of_values = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        if not isinstance(kv_channels, (tuple, list)):
+            kv_channels = (kv_channels, kv_channels)
+        if len(kv_channels) != 2:
+            raise ValueError(f"kv_channels is {kv_channels!r}; give one size, or those of keys and values")
+        of_keys, of_values = kv_channels
         self.kv_channels = (of_keys, of_values)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         positive(num_attention_heads=num_attention_heads, num_gqa_groups=groups, tp_size=tp_size)
@@ -110,8 +115,7 @@ class DotProductAttention(nn.Module):
             )
         one_of("attention_type", attention_type, ("self", "cross"))
         one_of("softmax_type", softmax_type, SOFTMAX_TYPES)
-        if not 0.0 <= attention_dropout < 1.0:
-            raise ValueError(f"attention_dropout is {attention_dropout}; it must be in [0, 1)")
+        in_range("attention_dropout", attention_dropout, "it must be in [0, 1)", below=1.0)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads // tp_size, groups // tp_size
         self.attention_dropout, self.attention_type = attention_dropout, attention_type
         self.qkv_format, self.attn_mask_type = checked_format(qkv_format), attn_mask_type

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import autograd
+from .._checks import positive
 from .._tracing import in_eager
 from ..autograd import (
     NormArgs,
@@ -18,7 +19,7 @@ from ..autograd import (
     quantize_input_gradient,
     quantize_output,
 )
-from ..layers import Stage, checked_input, parameter_device, positive
+from ..layers import Stage, checked_input, parameter_device
 from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.norm import norm_settings
 from ..layers.parameters import needs_recipe, parameter_dtype

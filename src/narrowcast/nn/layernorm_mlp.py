@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from .. import autograd
 from .._activations import ACTIVATIONS, checked
+from .._checks import positive
 from .._tracing import in_eager
 from ..autograd import ActivationSettings, NormArgs, Program, ProgramArgs, ProgramFunction, activate
-from ..layers import Stage, checked_input, parameter_device, positive
+from ..layers import Stage, checked_input, parameter_device
 from ..layers.neutral import MLPOptions, check_neutral
 from ..layers.norm import norm_settings
 from ..layers.parameters import parameter_dtype

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._checks import positive
 from .._tracing import in_eager
 from ..autograd import LinearFunction, quantize_input_gradient, quantize_output
-from ..layers import LinearLayer, Stage, checked_input, parameter_device, positive
+from ..layers import LinearLayer, Stage, checked_input, parameter_device
 from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.parameters import needs_recipe, parameter_dtype
 from ..layers.tensor_parallel import (

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._checks import positive, tensor
 from ..attention import (
     InferenceParams,
     apply_fused_qkv_rotary_pos_emb,
     apply_rotary_pos_emb,
     checked_format,
 )
-from ..layers import parameter_device, positive
+from ..layers import parameter_device
 from ..layers.neutral import AttentionOptions, check_neutral
 from ..layers.parameters import parameter_dtype
 from ..recipe import Recipe
@@ -319,6 +320,7 @@ class MultiheadAttention(OfParts):
         self, hidden_states: Tensor, encoder_output: Tensor | None, inference_params: Any
     ) -> None:
         rank = 2 if self.qkv_format == "thd" else 3
+        tensor("hidden_states", hidden_states)
         if hidden_states.dim() != rank or (encoder_output is not None and encoder_output.dim() != rank):
             other = "" if encoder_output is None else f", encoder_output {tuple(encoder_output.shape)}"
             raise ValueError(
@@ -433,8 +435,8 @@ def _check_kind(
     if attention_type not in ("self", "cross"):
         raise ValueError(f"attention_type is {attention_type!r}; use 'self' or 'cross'")
     checked_format(qkv_format)
-    if layer_number is not None and layer_number < 1:
-        raise ValueError(f"layer_number is {layer_number}; layers are numbered from 1")
+    if layer_number is not None:
+        positive(layer_number=layer_number)
     if fuse_wgrad and not fuse_qkv:
         raise ValueError(
             "fuse_wgrad_accumulation=True needs fuse_qkv_params=True: no parameter has the main_grad of the whole QKV "

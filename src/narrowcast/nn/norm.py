@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import tensor
 from ..autograd import normalize
 from ..layers.norm import NormParameters
 from ..layers.parameters import casts
@@ -22,6 +23,7 @@ class _Norm(NormParameters):
         """
         if self._placed and hasattr(inp, "device_mesh"):  # under PyTorch's own style
             return self._on_local(inp)
+        tensor("input", inp)
         if casts(inp):
             inp = inp.to(torch.get_autocast_dtype(inp.device.type))
         self.check_input(inp)

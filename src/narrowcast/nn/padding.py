@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from .._checks import positive
 from ..formats import round_up
 from ..functional.grouped import pad_rows, unpad_rows
-from ..layers import positive
 from ..state import THREAD, get_default_recipe
 
 

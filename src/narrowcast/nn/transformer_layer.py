@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._checks import in_range
 from ..attention import InferenceParams
 from ..layers import parameter_device
 from ..layers.neutral import TransformerOptions, check_neutral
@@ -211,8 +212,7 @@ class TransformerLayer(OfParts):
         if self.layer_type not in ("encoder", "decoder"):
             raise ValueError(f"layer_type is {self.layer_type!r}; use 'encoder' or 'decoder'")
         for label, rate in (("hidden_dropout", self.hidden_dropout), ("drop_path_rate", drop_path_rate)):
-            if not 0.0 <= rate < 1.0:
-                raise ValueError(f"{label} is {rate}; use a probability in [0, 1)")
+            in_range(label, rate, "use a probability in [0, 1)", below=1.0)
         if self.parallel_attention_mlp:
             for label, given in (
                 ("layer_type='decoder'", self.layer_type == "decoder"),

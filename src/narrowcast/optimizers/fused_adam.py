@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.torch_version import TorchVersion
 
+from .._checks import in_range
 from .._device import HIGH_PRECISION
 from ..functional import adam_
 from ..reference.adam import join, split
@@ -510,7 +511,10 @@ def _check_loaded(state_dict: dict[str, Any], decoupled: bool) -> None:
 def _check_numbers(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     numbers = (("lr", lr), ("eps", eps), ("weight_decay", weight_decay))
     for name, value in numbers:
-        if not isinstance(value, Tensor) and value < 0:
-            raise ValueError(f"{name} is {value}; use a number that is not negative")
-    if not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas is {betas}; use numbers from 0 to below 1")
+        if not isinstance(value, Tensor):
+            in_range(name, value, "use a number that is not negative")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas is {betas!r}; use two numbers from 0 to below 1")
+    for beta in betas:
+        if not isinstance(beta, Tensor):
+            in_range("betas", beta, "use two numbers from 0 to below 1", below=1.0)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import in_range
+
 
 class FusedSGD(torch.optim.SGD):
     """``torch.optim.SGD`` with Transformer Engine's options; use that one where these are not needed.
@@ -36,6 +38,15 @@ class FusedSGD(torch.optim.SGD):
     ) -> None:
         if lr is None:
             raise ValueError("FusedSGD needs a learning rate; pass lr=")
+        numbers = (
+            ("lr", lr),
+            ("momentum", momentum),
+            ("dampening", dampening),
+            ("weight_decay", weight_decay),
+        )
+        for name, value in numbers:
+            if not isinstance(value, Tensor):
+                in_range(name, value, "use a number that is not negative")
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
         self.wd_after_momentum = wd_after_momentum
         self.set_grad_none = set_grad_none is not False

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .. import _checks
 from .._device import HIGH_PRECISION, default_device
 from .._sealing import Sealable
 from .._tracing import in_eager, refuse_in_one_graph, traced_local, while_tracing
@@ -559,6 +560,7 @@ class Quantizer(Sealable, QuantizerValue):
         return ELEMENT_FORMATS[self.dtype]  # type: ignore[attr-defined]
 
     def _check_input(self, tensor: Tensor) -> None:
+        _checks.tensor("tensor", tensor)
         if tensor.dtype not in HIGH_PRECISION:
             raise TypeError(f"cannot quantize a {tensor.dtype} tensor; use float32, bfloat16 or float16")
         self._check_shape(tuple(tensor.shape))

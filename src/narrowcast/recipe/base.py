@@ -347,11 +347,22 @@ def refuse_pure_e5m2(recipe: Recipe, fp8_format: Format) -> None:
         )
 
 
+def own_qparams(recipe: Any, name: str) -> QParams | None:
+    """Return the settings that the user gave an operand, or None if they follow from the recipe's other fields.
+
+    Raises:
+        ValueError: the field is neither None nor a :class:`QParams`.
+    """
+    given = getattr(recipe, name)
+    if given is not None and not isinstance(given, QParams):
+        raise ValueError(f"{type(recipe).__name__}: {name} is {given!r}; use a QParams or None")
+    return None if given is None or given.derived else given
+
+
 def fill_qparams(recipe: Any, power_2_scale: bool) -> None:
     """Give the operands without settings of their own those that follow from the recipe's scale choice."""
     for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-        given = getattr(recipe, name)
-        if given is None or given.derived:
+        if own_qparams(recipe, name) is None:
             # literals, not defaults: a number read from a default becomes symbolic in a dynamic graph
             object.__setattr__(recipe, name, QParams(power_2_scale, 0.0, False, False, False, True))
 

@@ -16,6 +16,7 @@ from .base import (
     fill_qparams,
     flag_field,
     fp8_dtype,
+    own_qparams,
     qparams_of,
     recipe_class,
     refuse_pure_e5m2,
@@ -178,8 +179,7 @@ class NVFP4BlockScaling(Recipe):
             "fp4_quant_bwd_grad": QParams(False, 0.0, rht, not self.disable_stochastic_rounding, False, True),
         }
         for name, params in derived.items():
-            given = getattr(self, name)
-            if given is None or given.derived:
+            if own_qparams(self, name) is None:
                 object.__setattr__(self, name, params)
 
     def _chosen(self, choice: str, tensor_type: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from .. import _checks
 from .autocast import THREAD, is_fp8_enabled
 
 
@@ -71,7 +72,8 @@ def checkpoint(
             ``set_states(states)``; the recomputation starts from those of the first forward. Eager code only.
         **kwargs: for the function and, by PyTorch's names, for the checkpoint.
     Raises:
-        NotImplementedError: ``distribute_saved_activations``, or a tracker in compiled code.
+        NotImplementedError: ``distribute_saved_activations``, or a tracker in compiled code. TypeError: ``function``
+            or the tracker cannot be called.
     """
     run = torch.utils.checkpoint.checkpoint
     compiling = torch.compiler.is_compiling()
@@ -81,6 +83,9 @@ def checkpoint(
             f"checkpoint does not take {option}{'' if distribute_saved_activations else ' in compiled code'}; leave it "
             "out"
         )
+    _checks.function("function", function)
+    if get_rng_state_tracker is not None:
+        _checks.function("get_rng_state_tracker", get_rng_state_tracker)
     if compiling:
         return run(function, *args, use_reentrant=False, **kwargs)
     if use_reentrant:  # PyTorch's reentrant checkpoint takes no keywords for the function

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._checks import positive
 from ..._device import HIGH_PRECISION
 from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs
 from ...autograd.gemms import (
@@ -24,7 +25,7 @@ from ...autograd.gemms import (
 from ...autograd.tensor_parallel import TensorParallel, local_features, tensor_parallel
 from ...functional import calibrate_, replay_of
 from ...functional.collectives import group_size
-from ...layers import LinearLayer, Stage, checked_input, parameter_device, positive
+from ...layers import LinearLayer, Stage, checked_input, parameter_device
 from ...layers.parameters import random_numbers_of
 from ...quantizers import Operand
 from ...recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Mode, Recipe, linear_plan

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._checks import positive
 from ...autograd import Groups, LinearFwdArgs
 from ...autograd.arguments import DelayedScales
 from ...autograd.grouped_linear import biases_of_rows, grouped_backward, grouped_bwd_args, grouped_forward
-from ...layers import GroupedLinearLayer, parameter_device, positive
+from ...layers import GroupedLinearLayer, parameter_device
 from ...layers.grouped_layer import plan_for_rows, rows_of_buffer
 from ...layers.parameters import casts
 from ...recipe import LinearPlan, Mode, linear_plan
