@@ -40,7 +40,7 @@ def checked(activation: str, shape: Sequence[int], params: Mapping[str, float] |
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; use one of {', '.join(ACTIVATIONS)}")
     found = ACTIVATIONS[activation]
-    if not isinstance(params, dict | None):
+    if params is not None and not isinstance(params, dict):
         raise ValueError(f"activation_params is {params!r}; use a dict from names to numbers")
     for name in params or ():
         if name not in found.params:
