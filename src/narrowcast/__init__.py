@@ -23,7 +23,7 @@ from .convert import convert, receipt, revert
 from .formats import DType
 from .graphs import make_graphed_callables
 from .inspect import bisect, watch
-from .layers import get_recipes, reduce_delayed_scaling, set_recipe
+from .layers import calibrate_delayed_scaling, get_recipes, reduce_delayed_scaling, set_recipe
 from .losses import linear_cross_entropy, parallel_cross_entropy
 from .moe import (
     fused_compute_score_for_moe_aux_loss,
@@ -158,6 +158,7 @@ __all__ = [
     "apply_rotary_pos_emb",
     "autocast",
     "bisect",
+    "calibrate_delayed_scaling",
     "checkpoint",
     "compat",
     "convert",

@@ -1,5 +1,6 @@
 """What modules and operations share: a recipe, its state, parameters and their gradients."""
 
+from .calibrate import calibrate_delayed_scaling
 from .delayed import DelayedLayer
 from .grouped_layer import GroupedLinearLayer
 from .linear_layer import LinearLayer, Stage
@@ -20,6 +21,7 @@ __all__ = [
     "LinearLayer",
     "RecipeOwner",
     "Stage",
+    "calibrate_delayed_scaling",
     "checked_input",
     "get_recipes",
     "main_grad_of",

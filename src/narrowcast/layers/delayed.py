@@ -47,6 +47,7 @@ from ..state import (
     renew_and_read,
     scales_of_traced,
     starts_a_step,
+    warn_of_saturation,
 )
 from ..upstream.modules import own_buffers
 from .extra_state import delayed_state, take_extra_state
@@ -78,6 +79,7 @@ class DelayedLayer(RecipeOwner):
     _delayed: dict[str, tuple[DelayedScaling | None, DelayedScaling | None]]
     _groups: int = 1  # slots of each tensor type
     _module_type: str = "linear"  # in quantizer roles
+    _starts: bool = False  # with first scales, which nobody has looked at since
 
     def _init_delayed(self, stage_names: dict[str, str]) -> None:
         """
@@ -195,6 +197,7 @@ class DelayedLayer(RecipeOwner):
         self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling, from_weights: bool = True
     ) -> None:
         _, _, scale, history, amax = self._slots(prefix, direction, mode, delayed)
+        self.__dict__["_starts"] = True
         history.zero_()
         amax.zero_()
         scale.fill_(first_scale(delayed, mode))
@@ -316,6 +319,8 @@ class DelayedLayer(RecipeOwner):
                 own.scale_fwd, own.scale_bwd = copies
                 own.amax_fwd = fwd.amax if fwd is not None and collects else None
             return scales
+        if renews and self._starts:
+            warn_of_saturation([self])
         if renews or torch.is_grad_enabled():
             for own, copies in zip(scales, _by_stage(states, _copies(states, renews))):
                 own.scale_fwd, own.scale_bwd = copies
@@ -435,11 +440,15 @@ class DelayedLayer(RecipeOwner):
                         )
         self.reset_delayed_scaling()
 
+    def state_buffers(self) -> list[Tensor]:
+        """Every buffer of the state, of a recipe that is no longer in force, too."""
+        buffers = [own_buffers(self)[name] for name in self._state_names()]
+        return [buffer for buffer in buffers if buffer is not None]
+
     def _put_back(self) -> None:
         """Undo in the buffers what a recomputation, or a graph without gradients, has written there."""
-        if ASIDE:  # of a recipe that is no longer in force, too
-            buffers = [own_buffers(self)[name] for name in self._state_names()]
-            put_back([buffer for buffer in buffers if buffer is not None])
+        if ASIDE:
+            put_back(self.state_buffers())
 
     def __getstate__(self) -> dict[str, Any]:
         self._put_back()

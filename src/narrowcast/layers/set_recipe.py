@@ -13,7 +13,7 @@ from torch import nn
 from .._tracing import traced_local, while_tracing
 from ..functional.recomputation import RUNNING
 from ..recipe import Recipe, recipes_from_json
-from ..state import THREAD, checked_recipe, reduce_amax, renew
+from ..state import THREAD, checked_recipe, reduce_amax, renew, warn_of_saturation
 from ..upstream.autograd import is_in_backward
 from ..upstream.modules import forward_hooks, forward_pre_hooks
 from .delayed import DelayedLayer
@@ -164,6 +164,7 @@ def _renew_now(model: nn.Module) -> None:
             if isinstance(layer, DelayedLayer):
                 layer.__dict__.update(_renewed_by_root=True, _root=model.__dict__.get("_renews_as"))
                 layers.append(layer)
+        warn_of_saturation(layers)
         renew(layers)
 
 

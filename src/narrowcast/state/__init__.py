@@ -28,6 +28,7 @@ from .delayed_scaling import (
     renew,
     renew_and_read,
     scales_of_traced,
+    warn_of_saturation,
 )
 from .random_states import CudaRNGStatesTracker, register_random_states
 from .recipe_state import (
@@ -82,5 +83,6 @@ __all__ = [
     "scales_of_traced",
     "set_autocast_state",
     "starts_a_step",
+    "warn_of_saturation",
     "with_fp8_parameters",
 ]

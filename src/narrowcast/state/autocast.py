@@ -29,7 +29,7 @@ from ..recipe import (
     share_plans,
 )
 from ..upstream.autograd import is_in_backward
-from .delayed_scaling import DelayedState, renew, warn_unless_reduced
+from .delayed_scaling import DelayedState, renew, warn_of_saturation, warn_unless_reduced
 
 _THREADS = itertools.count()
 
@@ -215,9 +215,10 @@ class autocast:
             state.entered.append(self)
             self.entered_in = state
             if outermost and state.delayed and not self.graph and starts_a_step():
-                renew(
-                    [owner for owner in state.delayed if getattr(owner, "training", torch.is_grad_enabled())]
-                )
+                grads = torch.is_grad_enabled()
+                owners = [owner for owner in state.delayed if getattr(owner, "training", grads)]
+                warn_of_saturation(owners)
+                renew(owners)
                 if self.group is not None and getattr(self.recipe, "reduce_amax", False):
                     warn_unless_reduced(self.group)
         self.previous = state.get()

@@ -44,11 +44,18 @@ class DelayedSlots(NamedTuple):
 
 
 class DelayedState(Protocol):
-    """A layer, or another object, that keeps state of delayed scaling."""
+    """A layer, or another object, that keeps state of delayed scaling.
+
+    One whose ``_starts`` is true has first scales, which :func:`warn_of_saturation` has not looked at.
+    """
 
     def delayed_slots(self) -> list[DelayedSlots]:
         """Its state, by direction."""
         ...
+
+
+# "reduced": by the user, at least once; "warned": that nobody does; "saturated": that a first step was
+_SAID: set[str] = set()
 
 
 def fp8_max(recipe: DelayedScaling, mode: Mode) -> float:
@@ -86,6 +93,42 @@ def renew(owners: Iterable[DelayedState]) -> None:
             _renew_with_callables(group)
         else:
             renew_delayed_scaling(*_states_and_rules(group))
+
+
+def warn_of_saturation(owners: Iterable[DelayedState]) -> None:
+    """Warn once, before a renewal, if a first step has brought more than its first scales hold.
+
+    The host waits for the device, once in the life of a layer. Only eager code asks: a graph has no host to warn.
+    """
+    first = [owner for owner in owners if getattr(owner, "_starts", False)]
+    states = [slots for owner in first for slots in owner.delayed_slots() if not slots.scale.is_meta]
+    if not states or (states[0].scale.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    device = states[0].scale.device
+    amaxes = torch.cat([slots.amax.to(device) for slots in states])
+    if not amaxes.any():
+        return
+    for owner in first:
+        owner.__dict__["_starts"] = False
+    shares = [
+        torch.where(slots.amax_history.any(), 0.0, slots.amax * slots.scale / slots.fp8_max)
+        for slots in states
+    ]
+    share = torch.cat([one.to(device) for one in shares])
+    beyond = share[share.isfinite() & (share > _ROUNDED)]
+    if beyond.numel() and "saturated" not in _SAID:
+        _SAID.add("saturated")
+        warnings.warn(
+            f"the first step under delayed scaling saturated {beyond.numel()} tensors, the largest at "
+            f"{float(beyond.max()):.3g} times what its first scale holds: that step's gradients were too small. Scales "
+            "have followed since. To begin with right ones, call narrowcast.calibrate_delayed_scaling(model, step), "
+            "whose step runs forward and backward of a batch, before training",
+            stacklevel=5,
+        )
+
+
+# A weight's scale maps its amax to the largest value of the format, up to rounding.
+_ROUNDED = 1.001
 
 
 def renew_and_read(states: list[DelayedSlots]) -> list[Tensor]:
@@ -145,12 +188,9 @@ def _renew_with_callables(group: Sequence[DelayedSlots], root: str = "") -> None
         slots.amax_history.copy_(torch.where(used, history, slots.amax_history))
 
 
-_SAID: set[str] = set()  # "reduced": by the user, at least once; "warned": that nobody does
-
-
 def warn_unless_reduced(group: Any) -> None:
     """Warn once if a step has passed and nothing was ever reduced over the ranks of an autocast's group."""
-    if _SAID or not (isinstance(group, str) or hasattr(group, "group_name")):
+    if _SAID - {"saturated"} or not (isinstance(group, str) or hasattr(group, "group_name")):
         return
     if group_size(group_name(group)) > 1:
         _SAID.add("warned")

@@ -1,0 +1,88 @@
+"""``calibrate_delayed_scaling``: the first scales of delayed scaling, from steps whose gradients are thrown away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..state import renew
+from .delayed import DelayedLayer
+
+
+def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes: int = 2) -> nn.Module:
+    """Find the scales of delayed scaling from a forward and backward, so that the first step is as right as later ones.
+
+    The first scales are constants (``initial_scale``), and what they do not hold saturates. ``step`` runs ``passes``
+    times, each time with the same random numbers, and the scales are renewed after each. The first pass may saturate;
+    the next one sees what lies behind that. Gradients, ``main_grad``, buffers and random states are then put back.
+
+    Args:
+        model: holds the layers, eager or compiled, sharded or not.
+        step: runs forward and backward of a batch, under ``autocast`` if the model has no recipe of its own, and
+            reduces amax over ranks if training does. It must not call the optimizer.
+        passes: at least 1.
+    Returns:
+        the model.
+    Raises:
+        ValueError: ``passes`` is less than 1, or the model is in evaluation mode.
+        RuntimeError: no layer ran under delayed scaling with gradients, or ``step`` has changed a parameter.
+    """
+    if passes < 1:
+        raise ValueError(f"passes is {passes}; calibrate_delayed_scaling runs the step at least once")
+    if not model.training:
+        raise ValueError("the model is in evaluation mode, which collects no amax; call model.train() first")
+    layers = [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
+    with _put_back_after(model, layers):
+        for _ in range(passes):
+            with torch.random.fork_rng():
+                step()
+            renew(layers)
+        if not any(slots.amax_history.any() for layer in layers for slots in layer.delayed_slots()):
+            raise RuntimeError(
+                f"no layer of this {type(model).__name__} collected an amax under delayed scaling; call "
+                "narrowcast.set_recipe(model, 'delayed') first, or enter narrowcast.autocast in the step, and run the "
+                "backward in it"
+            )
+    for layer in layers:
+        layer.__dict__["_starts"] = False
+    return model
+
+
+@contextmanager
+def _put_back_after(model: nn.Module, layers: list[DelayedLayer]) -> Iterator[None]:
+    """Leave gradients and buffers, but for the state of delayed scaling, as they are now.
+
+    Raises:
+        RuntimeError: a parameter was changed.
+    """
+    parameters = list(model.parameters())
+    grads = [parameter.grad for parameter in parameters]
+    sums: list[Any] = [getattr(parameter, "main_grad", None) for parameter in parameters]
+    values = [one.clone() if isinstance(one, Tensor) else None for one in sums]
+    versions = [parameter._version for parameter in parameters]
+    state = {id(buffer) for layer in layers for buffer in layer.state_buffers()}
+    buffers = [buffer for buffer in model.buffers() if id(buffer) not in state]
+    before = [buffer.clone() for buffer in buffers]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, grad, one, value in zip(parameters, grads, sums, values):
+                parameter.grad = grad
+                if value is not None:
+                    one.copy_(value)
+            known = {id(buffer) for buffer in model.buffers()}
+            for buffer, value in zip(buffers, before):
+                if id(buffer) in known:
+                    buffer.copy_(value)
+    if versions != [parameter._version for parameter in parameters]:
+        raise RuntimeError(
+            "the step that calibrate_delayed_scaling was given has changed a parameter; pass the forward and backward "
+            "alone, without the optimizer's step"
+        )

@@ -1,0 +1,159 @@
+"""The first step of delayed scaling: that it saturates is said, and ``calibrate_delayed_scaling`` prevents it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.recipe import DelayedScaling, Float8CurrentScaling
+from narrowcast.state import delayed_scaling
+
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delayed_scaling, "_SAID", set())
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nc.Linear(64, 64, device="cpu"), nc.LayerNormMLP(64, 128, device="cpu"))
+
+
+def gradients(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> Tensor:
+    """Of the sum of the outputs: at the last layer they are 1, beyond the first scale's 7/8."""
+    model.zero_grad()
+    run(x).sum().backward()
+    return torch.cat(
+        [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    )
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return ((one - other).norm() / other.norm()).item()
+
+
+@pytest.mark.parametrize("initial", ["range", "one"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_first_step_is_as_right_as_current_scaling(initial: Any, compiled: bool) -> None:
+    model, x = two_layers(), torch.randn(32, 64)
+    plain = gradients(model, model, x)
+    current = nc.set_recipe(copy.deepcopy(model), Float8CurrentScaling())
+    delayed = nc.set_recipe(model, DelayedScaling(amax_history_len=4, initial_scale=initial))
+    run: Any = torch.compile(delayed, backend="aot_eager", fullgraph=True) if compiled else delayed
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert nc.calibrate_delayed_scaling(delayed, lambda: run(x).sum().backward()) is delayed
+        first = gradients(run, delayed, x)
+        gradients(run, delayed, x)  # its renewal finds nothing to tell
+    assert distance(first, plain) < 1.1 * distance(gradients(current, current, x), plain)
+
+
+def test_calibrating_leaves_everything_else_as_it_was() -> None:
+    model = nn.Sequential(two_layers(), nn.Dropout(0.5), nn.BatchNorm1d(64))
+    nc.set_recipe(model, RECIPE)
+    x = torch.randn(32, 64)
+    gradients(model, model, x)
+    grads = [parameter.grad for parameter in model.parameters()]
+    values = [grad.clone() for grad in grads if grad is not None]
+    own = {name: value.clone() for name, value in model[2].state_dict().items()}
+    model[0][0].weight.main_grad = torch.ones(64, 64)
+    state = torch.get_rng_state()
+
+    def step() -> None:
+        model(x).square().sum().backward()
+        model[0][0].weight.main_grad.add_(1)
+
+    nc.calibrate_delayed_scaling(model, step)
+    assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), grads))
+    assert all(torch.equal(grad, value) for grad, value in zip((g for g in grads if g is not None), values))
+    assert all(torch.equal(value, own[name]) for name, value in model[2].state_dict().items())
+    assert (model[0][0].weight.main_grad == 1).all() and torch.equal(torch.get_rng_state(), state)
+    assert model[0][0].amax_history_bwd.any()
+
+
+def test_a_step_that_fails_leaves_gradients_as_they_were() -> None:
+    model = nc.set_recipe(two_layers(), RECIPE)
+    model[0].weight.grad = mine = torch.ones(64, 64)
+    with pytest.raises(ZeroDivisionError):
+        nc.calibrate_delayed_scaling(model, lambda: 1 // 0)
+    assert model[0].weight.grad is mine
+
+
+def test_under_an_autocast() -> None:
+    model, x = two_layers(), torch.randn(32, 64)
+
+    def step() -> None:
+        with nc.autocast(recipe=RECIPE):
+            y = model(x)
+        y.sum().backward()
+
+    nc.calibrate_delayed_scaling(model, step)
+    assert model[0].scale_bwd[0] != 65536 and model[0].amax_history_bwd.any()
+
+
+def test_what_cannot_be_calibrated_is_refused() -> None:
+    model = two_layers()
+    with pytest.raises(ValueError, match="passes is 0"):
+        nc.calibrate_delayed_scaling(model, lambda: None, passes=0)
+    with pytest.raises(RuntimeError, match="no layer of this Sequential collected an amax"):
+        nc.calibrate_delayed_scaling(model, lambda: None)
+    nc.set_recipe(model, RECIPE)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        model(torch.randn(32, 64)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="has changed a parameter"):
+        nc.calibrate_delayed_scaling(model, step)
+    with pytest.raises(ValueError, match="evaluation mode"):
+        nc.calibrate_delayed_scaling(model.eval(), step)
+
+
+@pytest.mark.parametrize("how", ["root", "own", "autocast"])
+def test_a_first_step_that_saturates_is_told_once(how: str) -> None:
+    """Gradients of a sum are 1, where the first scale holds 7/8."""
+    model, x = two_layers(), torch.randn(32, 64)
+    if how == "root":
+        nc.set_recipe(model, RECIPE)
+    elif how == "own":
+        model[0].recipe = model[1].recipe = RECIPE
+
+    def run(x: Tensor) -> Tensor:
+        with nc.autocast(enabled=how == "autocast", recipe=RECIPE) if how == "autocast" else nullcontext():
+            return model(x)  # type: ignore[no-any-return]
+
+    gradients(run, model, x)
+    with pytest.warns(UserWarning, match="saturated .* tensors, the largest at 1.14 times") as told:
+        gradients(run, model, x)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        gradients(run, model, x)
+
+
+@pytest.mark.parametrize("change", ["small gradients", "overflow", "loaded"])
+def test_nothing_is_told_where_nothing_was_lost(change: str) -> None:
+    """An infinite gradient is one that a GradScaler skips; loaded scales are no first ones."""
+    model, x = nc.set_recipe(two_layers(), RECIPE), torch.randn(32, 64)
+    factor = {"small gradients": 1e-3, "overflow": float("inf")}.get(change, 1.0)
+    if change == "loaded":
+        trained = nc.set_recipe(two_layers(), RECIPE)
+        for _ in range(2):
+            gradients(lambda x: trained(x) * 1e-3, trained, x)
+        delayed_scaling._SAID.clear()
+        model.load_state_dict(trained.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(3):
+            gradients(lambda x: model(x) * factor, model, x)
