@@ -208,9 +208,8 @@ class DotProductAttention(nn.Module):
 
         Args:
             query_layer, key_layer, value_layer: in the format; fp16, bf16 or fp32, all three in one dtype.
-            attention_mask: bools, True where masked out. For padding types (b, 1, 1, s), or a pair of them for
-                queries and keys; for "arbitrary" broadcastable to (b, h, s_q, s_kv). Ignored with a warning for thd
-                and for types that read none.
+            attention_mask: bools, True where masked out: (b, 1, 1, s) for padding types, or one for queries and one for
+                keys; broadcastable to (b, h, s_q, s_kv) for "arbitrary". Others ignore it with a warning, as thd does.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: in place of the module's own.
             cu_seqlens_q, cu_seqlens_kv: (b + 1) int32 sums of lengths: for thd, and in place of a padding mask.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: for thd, where each sequence begins, if there is padding between;
