@@ -99,7 +99,6 @@ def test_the_extension_has_the_dtypes_and_says_what_replaces_the_rest(te: Any) -
     with pytest.raises(AttributeError, match=r"C\+\+ extension; .* torch\.ops\.narrowcast"):
         _ = extension.generic_gemm
     for name, remedy in (
-        ("get_fp8_te_dtype", "quantizer.dtype"),
         ("set_offloading_param", "get_cpu_offload_context"),
         ("FusedAttention", "DotProductAttention"),
     ):

@@ -58,8 +58,6 @@ ABSENT: dict[str, str] = {
     "add_fp8_tensors_to_global_buffer": _SCALES,
     "set_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",
     "get_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",
-    "get_fp8_te_dtype": "a quantizer has its dtype (quantizer.dtype, a narrowcast.DType)",
-    "get_fp8_torch_dtype": "a quantizer has its dtype (quantizer.dtype, a narrowcast.DType)",
     "set_offloading_param": "use narrowcast.get_cpu_offload_context; narrowcast.mark_not_offload excludes tensors",
     "mark_activation_offload": "use narrowcast.get_cpu_offload_context; narrowcast.mark_not_offload excludes tensors",
     "FusedAttention": _BACKENDS,
