@@ -81,6 +81,10 @@ def test_strides_of_a_later_part_count_from_its_own_start_or_are_refused() -> No
             part.as_strided((32, 32), (32, 1), 0)
         expected = tensor.dequantize()[first : first + 32]
         assert torch.equal(part.as_strided((32, 32), (32, 1)).clone(), expected)
+        for view in (part.flatten(), part.t(), part.unbind(1)[0], part[0], part.t()[:2]):
+            with pytest.raises(RuntimeError, match="counts from the start of the whole tensor"):
+                view.as_strided((2,), (1,), 0)
+            assert torch.equal(view.as_strided((2,), (1,)).clone(), expected[0, :2])
     assert torch.equal(tensor[:128].as_strided((32, 32), (32, 1), 0).clone(), tensor.dequantize()[:32])
     assert torch.equal(tensor.as_strided((32, 32), (32, 1), 64 * 32).clone(), tensor.dequantize()[64:96])
 

@@ -142,9 +142,9 @@ class DequantizingTensor(Tensor):
             return handler(func, *args, **kwargs)
         if schema_of(func).is_mutable:
             return _run_in_place(func, args, kwargs)
+        begins = _begin_of(args)
         args, kwargs = tree_map_only(DequantizingTensor, _plain_of, (args, kwargs))
-        result = func(*args, **kwargs)
-        return tree_map_only(Tensor, read_only, result) if func.is_view else result
+        return _view_of(func, func(*args, **kwargs), begins)
 
 
 def plain(tensor: Any) -> Tensor:
@@ -157,10 +157,11 @@ class DequantizedView(Tensor):
 
     Args:
         values: what the view shows.
+        begins: where what the values were decoded from begins in the whole quantized tensor.
     """
 
     @staticmethod
-    def __new__(cls, values: Tensor) -> DequantizedView:
+    def __new__(cls, values: Tensor, begins: int = 0) -> DequantizedView:
         return make_wrapper(
             cls,
             values.shape,
@@ -170,8 +171,8 @@ class DequantizedView(Tensor):
             device=values.device,
         )
 
-    def __init__(self, values: Tensor) -> None:
-        self._held = values
+    def __init__(self, values: Tensor, begins: int = 0) -> None:
+        self._held, self._begins = values, begins
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy as an array."""
@@ -190,16 +191,16 @@ class DequantizedView(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._held!r})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """(name of the values, nothing besides)."""
-        return ["_held"], None
+    def __tensor_flatten__(self) -> tuple[list[str], int]:
+        """(name of the values, where they begin)."""
+        return ["_held"], self._begins
 
     @staticmethod
     def __tensor_unflatten__(
-        inner_tensors: dict[str, Tensor], context: None, outer_size: Any, outer_stride: Any
+        inner_tensors: dict[str, Tensor], context: int, outer_size: Any, outer_stride: Any
     ) -> DequantizedView:
         """Rebuild from ``__tensor_flatten__``'s parts."""
-        return DequantizedView(inner_tensors["_held"])
+        return DequantizedView(inner_tensors["_held"], context)
 
     __torch_function__ = no_torch_function
 
@@ -212,8 +213,10 @@ class DequantizedView(Tensor):
         """Run on the values.
 
         Raises:
-            RuntimeError: the operator writes to a view.
+            RuntimeError: the operator writes to a view, or is ``as_strided`` as :func:`check_offset` refuses it.
         """
+        if func is aten.as_strided.default:
+            check_offset(_begin_of(args), *args[3:], **kwargs)
         if schema_of(func).is_mutable:
             given = _by_name(func, args, kwargs)
             written = tree_leaves([given[name] for name in _written(func) & given.keys()])
@@ -222,16 +225,39 @@ class DequantizedView(Tensor):
                     f"{func} writes through a view of a quantized tensor, whose codes would not see it; write to the "
                     "tensor itself (w[0] = w[0] + x, w.copy_(x), w.mul_(x)), or clone() the view to have its own"
                 )
+        begins = _begin_of(args)
         args, kwargs = tree_map_only(DequantizedView, _held_by, (args, kwargs))
-        result = func(*args, **kwargs)
-        return tree_map_only(Tensor, read_only, result) if func.is_view else result
+        return _view_of(func, func(*args, **kwargs), begins)
 
 
-def read_only(values: Tensor) -> Tensor:
-    """The result of a view of a quantized tensor that shows these values."""
+def read_only(values: Tensor, begins: int = 0) -> Tensor:
+    """The result of a view of a quantized tensor that shows these values; ``begins``: of :class:`DequantizedView`."""
     # Writes are refused while a graph is traced. In the graph the values stay plain, since its backward takes plain
     # gradients only.
-    return values if isinstance(values, FunctionalTensor) else DequantizedView(values)
+    return values if isinstance(values, FunctionalTensor) else DequantizedView(values, begins)
+
+
+def check_offset(begins: int, storage_offset: int | None = None) -> None:
+    """Refuse an offset of ``as_strided``, which counts from the start of the whole tensor, on a later part of it.
+
+    Raises:
+        RuntimeError: it is given, and the part begins later.
+    """
+    if begins and storage_offset is not None:
+        raise RuntimeError(
+            f"as_strided with storage_offset={storage_offset} counts from the start of the whole tensor, of which this "
+            f"part begins at {begins} and holds no more than itself; call it on the whole tensor, or leave "
+            "storage_offset out"
+        )
+
+
+def _begin_of(args: tuple[Any, ...]) -> int:
+    return getattr(args[0], "_begins", 0) if args else 0
+
+
+def _view_of(func: Any, result: Any, begins: int) -> Any:
+    """What an operator has made of values: a view of them is not written to."""
+    return tree_map_only(Tensor, lambda values: read_only(values, begins), result) if func.is_view else result
 
 
 class _Dequantize(torch.autograd.Function):

@@ -17,7 +17,15 @@ from ..functional import QuantizerValue
 from ..functional.grouped_quantize import part_of
 from ..upstream.functionalization import FunctionalTensor
 from ..upstream.tensors import make_wrapper, unsafe_view
-from .dequantizing import DequantizingTensor, Handler, handles_in, is_all_of, read_only, with_attributes_of
+from .dequantizing import (
+    DequantizingTensor,
+    Handler,
+    check_offset,
+    handles_in,
+    is_all_of,
+    read_only,
+    with_attributes_of,
+)
 from .sharding import ShardedRows
 from .storage import QuantizedTensorStorage, flatten_context, resolve_storage_class
 
@@ -382,7 +390,7 @@ def _split_into(func: Any, tensor: QuantizedTensor, sizes: Sequence[int], dim: i
             first += count
     if parts and all(part is not None for part in parts):
         return parts
-    return [read_only(part) for part in func(tensor._plain(), given, dim)]
+    return [read_only(part, tensor._begins) for part in func(tensor._plain(), given, dim)]
 
 
 @_handles(aten.slice.Tensor)
@@ -393,7 +401,7 @@ def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, *bounds: Any) -> Te
     if tensor._is_shard and (dim, first, last, step) == (0, 0, tensor.shape[0], 1):
         return tensor._like(lambda buffer: buffer)  # FSDP2 cuts padding away, of which equal shards have none
     part = tensor._part(dim, first, last - first) if step == 1 and last > first else None
-    return read_only(func(tensor._plain(), dim, *bounds)) if part is None else part
+    return read_only(func(tensor._plain(), dim, *bounds), tensor._begins) if part is None else part
 
 
 @_handles(aten.empty_like.default)
@@ -423,7 +431,7 @@ def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tenso
     if len(size) == 1 and (tensor._is_shard or tensor._asked_for_shards()):
         return type(tensor).make_like(tensor, shape=(tensor.numel(),))  # not read by FSDP2
     values = func(tensor._plain(), size, **kwargs)
-    return read_only(values) if func.is_view else values
+    return read_only(values, tensor._begins) if func.is_view else values
 
 
 @_handles(aten.as_strided.default)
@@ -435,12 +443,7 @@ def _as_strided(
     Raises:
         RuntimeError: an offset is given, which counts from the start of the tensor that this is a later part of.
     """
-    if tensor._begins and storage_offset is not None:
-        raise RuntimeError(
-            f"as_strided with storage_offset={storage_offset} counts from the start of the whole tensor, of which this "
-            f"part begins at {tensor._begins} and holds no more than itself; call it on the whole tensor, or leave "
-            "storage_offset out"
-        )
+    check_offset(tensor._begins, storage_offset)
     if is_all_of(tensor, size, stride, storage_offset):
         return _alias(func, tensor)
     offset, columns = storage_offset or 0, tensor.shape[-1]
@@ -448,4 +451,4 @@ def _as_strided(
     part = tensor._part(0, offset // columns, size[0]) if of_rows and not offset % columns else None
     if part is not None:
         return part
-    return read_only(func(tensor._plain(), size, stride, storage_offset))
+    return read_only(func(tensor._plain(), size, stride, storage_offset), tensor._begins)
