@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling, Float8CurrentScaling
@@ -157,3 +158,10 @@ def test_nothing_is_told_where_nothing_was_lost(change: str) -> None:
         warnings.simplefilter("error", UserWarning)
         for _ in range(3):
             gradients(lambda x: model(x) * factor, model, x)
+
+
+def test_nothing_is_read_off_fake_tensors() -> None:
+    with FakeTensorMode():
+        model, x = nc.set_recipe(two_layers(), RECIPE), torch.randn(32, 64)
+        for _ in range(2):
+            gradients(model, model, x)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .._tracing import PLAIN
 from ..functional import read_scales, renew_delayed_scaling, renewed_scales, scales_of_run, take_amaxes
 from ..functional.collectives import group_name, group_size
 from ..functional.recomputation import put_back
@@ -101,8 +102,8 @@ def warn_of_saturation(owners: Iterable[DelayedState]) -> None:
     The host waits for the device, once in the life of a layer. Only eager code asks: a graph has no host to warn.
     """
     first = [owner for owner in owners if getattr(owner, "_starts", False)]
-    states = [slots for owner in first for slots in owner.delayed_slots() if not slots.scale.is_meta]
-    if not states or (states[0].scale.is_cuda and torch.cuda.is_current_stream_capturing()):
+    states = [slots for owner in first for slots in owner.delayed_slots() if _is_readable(slots.scale)]
+    if not states:
         return
     device = states[0].scale.device
     amaxes = torch.cat([slots.amax.to(device) for slots in states])
@@ -125,6 +126,15 @@ def warn_of_saturation(owners: Iterable[DelayedState]) -> None:
             "whose step runs forward and backward of a batch, before training",
             stacklevel=5,
         )
+
+
+def _is_readable(scale: Tensor) -> bool:
+    """Whether the host may wait for a value now."""
+    if type(scale) not in PLAIN or scale.is_meta:  # fake tensors have none
+        return False
+    return not scale.is_cuda or not (
+        torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode()
+    )
 
 
 # A weight's scale maps its amax to the largest value of the format, up to rounding.
