@@ -57,6 +57,10 @@ def matching_names(pattern: str, names: Iterable[str], model: nn.Module, kind: s
     names = list(names)
     matching = _regular_expression(pattern)
     found = [name for name in names if matching.match(name)]
+    if not found and not pattern:
+        raise ValueError(
+            f"this {type(model).__name__} has no {kind}; pass the model that holds the linear layers"
+        )
     if not found:
         raise ValueError(
             f"{pattern!r} matches no {kind} of this {type(model).__name__}; {_hint(pattern, names, model)}"
@@ -67,7 +71,7 @@ def matching_names(pattern: str, names: Iterable[str], model: nn.Module, kind: s
 def _hint(pattern: str, names: list[str], model: nn.Module) -> str:
     """Return what else could be meant."""
     if not names:
-        return "it has: none"
+        return "it has none"
     anywhere = _regular_expression(f"**.{pattern}")
     if any(map(anywhere.match, names)):
         return f"for that name anywhere, write '**.{pattern}'"
