@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..state import renew
+from ..upstream.tensors import version_of
 from .delayed import DelayedLayer
 
 
@@ -63,7 +64,7 @@ def _put_back_after(model: nn.Module, layers: list[DelayedLayer]) -> Iterator[No
     grads = [parameter.grad for parameter in parameters]
     sums: list[Any] = [getattr(parameter, "main_grad", None) for parameter in parameters]
     values = [one.clone() if isinstance(one, Tensor) else None for one in sums]
-    versions = [parameter._version for parameter in parameters]
+    versions = list(map(version_of, parameters))
     state = {id(buffer) for layer in layers for buffer in layer.state_buffers()}
     buffers = [buffer for buffer in model.buffers() if id(buffer) not in state]
     before = [buffer.clone() for buffer in buffers]
@@ -81,7 +82,7 @@ def _put_back_after(model: nn.Module, layers: list[DelayedLayer]) -> Iterator[No
             for buffer, value in zip(buffers, before):
                 if id(buffer) in known:
                     buffer.copy_(value)
-    if versions != [parameter._version for parameter in parameters]:
+    if versions != list(map(version_of, parameters)):
         raise RuntimeError(
             "the step that calibrate_delayed_scaling was given has changed a parameter; pass the forward and backward "
             "alone, without the optimizer's step"

@@ -33,7 +33,9 @@ def table(results: Sequence[Result], title: str) -> Table:
         if last and one.work != last:
             shown.add_section()
         texts = {
-            **one._asdict(),
+            "contender": one.contender,
+            "mode": one.mode,
+            "note": one.note,
             "work": "" if one.work == last else one.work,
             "ms": _number(one.ms, 3),
             "share": _number(one.share, 2),
