@@ -78,7 +78,7 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--recipe", "fp7"], ["'fp7'", "--recipe takes one of none, bf16, delayed"]),
+        (["--recipe", "fp7"], ["'fp7'", "--recipe takes one of bf16, delayed"]),
         (["--data", "absent.txt"], ["absent.txt", "give --data an existing"]),
         (["--data", "empty.txt"], ["empty.txt holds 0 bytes", "--data"]),
         (["--data", "empty"], ["empty holds 0 bytes", "--data"]),

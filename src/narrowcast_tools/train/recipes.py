@@ -63,7 +63,7 @@ def recipe_name(word: str) -> str:
     """
     name = ALIASES.get(word, word)
     if name not in CHOICES:
-        known = ", ".join([*ALIASES, *CHOICES])
+        known = ", ".join([*CHOICES, *ALIASES])
         nearest = nc.recipe.nearest_recipe(word)
         raise SettingsError(f"unknown recipe {word!r}{nearest}; --recipe takes one of {known}")
     return name
