@@ -202,7 +202,7 @@ def _named(value: Any, message: str) -> bool:
 
 def judge(function: Callable[..., Any], kwargs: dict[str, Any], name: str, value: Any) -> str:
     """Return what is wrong with the answer to a wrong value, or nothing."""
-    if name == "device" and value == 0:  # the number of a GPU
+    if name == "device" and isinstance(value, int) and value == 0:  # the number of a GPU
         return ""
     try:
         with warnings.catch_warnings():
