@@ -30,7 +30,7 @@ def main() -> None:
     model = transformers.MixtralForCausalLM(config)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(f"{folder}/plain")
-        nc.convert(model, RECIPE, skip="lm_head")
+        nc.convert(model, RECIPE)
         receipt = nc.receipt(model)
         model.save_pretrained(f"{folder}/converted")
         plain, converted = (Path(folder, name, "model.safetensors") for name in ("plain", "converted"))

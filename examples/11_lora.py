@@ -19,7 +19,7 @@ def main() -> None:
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = transformers.LlamaForCausalLM(config).to(device, torch.bfloat16).requires_grad_(False)
-    nc.convert(base, nc.recipe.Float8CurrentScaling(), skip="lm_head", weights="stored")
+    nc.convert(base, nc.recipe.Float8CurrentScaling(), weights="stored")
     receipt = nc.receipt(base)
     before, after = receipt.memory.parameters_before, receipt.memory.parameters
     print(f"parameters: {before:,} bytes before, {after:,} with stored weights")

@@ -29,7 +29,7 @@ def main() -> None:
         vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
     )
     model = transformers.LlamaForCausalLM(config).bfloat16()
-    nc.convert(model, nc.recipe.Float8BlockScaling(), skip="lm_head")
+    nc.convert(model, nc.recipe.Float8BlockScaling())
     receipt = nc.receipt(model)
     receipt.assert_coverage(0.85)
     folder = Path(tempfile.mkdtemp())

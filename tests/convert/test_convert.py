@@ -179,9 +179,9 @@ def test_converting_again_changes_the_recipe_of_what_is_asked_for(second: Any) -
     model = Model()
     before = {name: (type(m), set(m.__dict__), set(m._buffers)) for name, m in model.named_modules()}
     nc.convert(model, CURRENT, only="layers")
-    dry = nc.convert(model, second, skip="**.down", dry_run=True)
+    dry = nc.convert(model, second, skip="**.down", heads=True, dry_run=True)
     assert set(nc.get_recipes(model).values()) == {CURRENT}
-    assert nc.receipt(nc.convert(model, second, skip="**.down")).gemms == dry.gemms
+    assert nc.receipt(nc.convert(model, second, skip="**.down", heads=True)).gemms == dry.gemms
     wanted = {f"layers.{block}.{name}": second for block in range(2) for name in ("up", "gate")}
     assert nc.get_recipes(model) == {
         **wanted,
@@ -189,7 +189,7 @@ def test_converting_again_changes_the_recipe_of_what_is_asked_for(second: Any) -
         "layers.1.down": CURRENT,
         "head": second,
     }
-    again = nc.convert(Model(), second)
+    again = nc.convert(Model(), second, heads=True)
     again.load_state_dict(model.state_dict(), strict=False)
     nc.convert(model, second)
     assert_equal(gradients(model), gradients(again))
@@ -263,7 +263,7 @@ def test_a_recipe_that_fails_for_a_layer_leaves_the_model_alone() -> None:
 
     model = Model()
     with pytest.raises(ValueError, match="not the head"):
-        nc.convert(model, nc.recipe.CustomRecipe(qfactory=factory))
+        nc.convert(model, nc.recipe.CustomRecipe(qfactory=factory), heads=True)
     assert not nc.get_recipes(model)
     nc.convert(model, nc.recipe.CustomRecipe(qfactory=factory), skip="head")
     assert model.layers[0].up.name == "layers.0.up"  # what a custom recipe's factory is told
@@ -333,7 +333,7 @@ def test_experts_that_are_not_known_are_told() -> None:
 
 def test_a_module_whose_class_changed_since_is_not_reverted() -> None:
     model = Model()
-    nc.convert(model, CURRENT)
+    nc.convert(model, CURRENT, heads=True)
     weight_norm(model.layers[1].down)
     with pytest.raises(RuntimeError, match=r"'layers\.1\.down' was converted and is a Parametrized"):
         nc.revert(model)

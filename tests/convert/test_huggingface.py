@@ -51,7 +51,7 @@ ZOO: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         "DeepseekV3Config",
         {**SIZES, "num_key_value_heads": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-        | {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+        | {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
         | {"v_head_dim": 8},
         ("gate",),
     ),
@@ -103,13 +103,18 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
+def kept(receipt: Any) -> set[str]:
+    return {one.name.rsplit(".", 1)[-1] for one in receipt.gemms if one.decision == "kept"}
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_a_family_trains_and_turns_back(name: str) -> None:
     model = make(name)
     plain, state = gradients(model, name), {k: v.clone() for k, v in model.state_dict().items()}
-    receipt = nc.receipt(nc.convert(model, CURRENT))
-    kept = {one.name.rsplit(".", 1)[-1] for one in receipt.gemms if one.decision == "kept"}
-    assert kept == set(ZOO[name][3])
+    head = {"bert": "decoder", "vit": "classifier"}.get(name, "lm_head")
+    assert kept(nc.convert(model, CURRENT, dry_run=True)) == {*ZOO[name][3], head}
+    receipt = nc.receipt(nc.convert(model, CURRENT, heads=True, small=True))
+    assert kept(receipt) == set(ZOO[name][3])
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     with receipt.recording():

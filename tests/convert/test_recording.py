@@ -74,7 +74,7 @@ def test_experts_are_seen() -> None:
 
 def test_what_did_not_run_is_named_and_a_recomputation_counts() -> None:
     model = Model().to(DEVICE)
-    receipt = nc.receipt(nc.convert(model, CURRENT))
+    receipt = nc.receipt(nc.convert(model, CURRENT, heads=True))
     x = torch.randn(4, 32, device=DEVICE, requires_grad=True)
     with receipt.recording():
         torch.utils.checkpoint.checkpoint(model.layers[0], x, use_reentrant=False).sum().backward()
@@ -88,7 +88,7 @@ def test_what_did_not_run_is_named_and_a_recomputation_counts() -> None:
 
 def test_the_numbers_are_those_of_an_unrecorded_step() -> None:
     model = Model().to(DEVICE)
-    receipt = nc.receipt(nc.convert(model, CURRENT))
+    receipt = nc.receipt(nc.convert(model, CURRENT, heads=True))
     plain = model(WORDS)
     with receipt.recording():
         assert torch.equal(model(WORDS), plain)

@@ -60,12 +60,14 @@ def test_other_linear_layers_are_no_routers() -> None:
     )
     heads = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Linear(32, 4), nn.Linear(32, 1))
     for model in (blocks, heads, Model()):
-        assert not any("router" in reason for reason in kept(nc.receipt(nc.convert(model, CURRENT))).values())
+        assert not any(
+            "router" in reason for reason in kept(nc.receipt(nc.convert(model, CURRENT, small=True))).values()
+        )
     mixture = Mixture(nn.Linear(32, 4))
     mixture.experts[0] = nn.Linear(32, 32)
     mixture.block = Gate("up", 4, 4)  # type: ignore[assignment]  # no more inputs than experts
     mixture.attention = nn.ModuleDict({"k": nn.Linear(32, 4), "v": nn.Linear(32, 4)})  # several linear layers
-    assert set(kept(nc.receipt(nc.convert(mixture, CURRENT)))) == {"gate", "shared_expert_gate"}
+    assert set(kept(nc.receipt(nc.convert(mixture, CURRENT, small=True)))) == {"gate", "shared_expert_gate"}
 
 
 def test_a_router_beside_grouped_layers_stays() -> None:

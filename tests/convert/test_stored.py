@@ -43,8 +43,8 @@ def inputs(features: int) -> Tensor:
 )
 def test_outputs_and_gradients_are_those_of_plain_weights(recipe: Any, sizes: tuple[int, ...]) -> None:
     plain, stored = frozen(*sizes), frozen(*sizes)
-    nc.convert(plain, recipe)
-    nc.convert(stored, recipe, weights="stored")
+    nc.convert(plain, recipe, small=True)
+    nc.convert(stored, recipe, small=True, weights="stored")
     for _ in range(2):
         ours, theirs = step(stored, inputs(sizes[0])), step(plain, inputs(sizes[0]))
         if not recipe.delayed():  # whose plain weights are scaled by the amax of earlier steps
@@ -138,7 +138,7 @@ def test_revert_keeps_the_values_of_the_copy() -> None:
 def test_weights_that_train_or_are_tied_stay_and_say_so() -> None:
     model = nn.Sequential(Model(), Conv1D(8, 8)).requires_grad_(False)
     model[0].layers[0].up.weight.requires_grad_(True)
-    receipt: Receipt = nc.receipt(nc.convert(model, CURRENT, weights="stored"))
+    receipt: Receipt = nc.receipt(nc.convert(model, CURRENT, heads=True, weights="stored"))
     said = {one.name.removeprefix("0."): (one.stored, one.reason) for one in receipt.gemms}
     assert said["layers.0.up"] == (False, "its weight trains, and is not stored quantized")
     assert said["head"] == (False, "its weight is tied, and is not stored quantized")

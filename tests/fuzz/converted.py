@@ -170,7 +170,7 @@ def run(program: Program) -> dict[str, float]:
         raise Invalid("nothing to convert")
     plain, ours = _model(program), _model(program)
     kept = {name: value.clone() for name, value in ours.state_dict().items()}
-    _, error = attempt(lambda: nc.convert(ours, recipe, norms=bool(program["norms"])))
+    _, error = attempt(lambda: nc.convert(ours, recipe, norms=bool(program["norms"]), heads=True, small=True))
     if error is not None:
         if refusal(error):
             return {"refused": 1.0}

@@ -14,7 +14,7 @@ from ..layers.set_recipe import Model, RecipeChoice, recipe_table, renew_from, s
 from ..nn import Linear
 from ..recipe import Recipe
 from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
-from .find import Found, FoundNorm, gemm_modules, norm_modules
+from .find import ROLES, Found, FoundNorm, gemm_modules, norm_modules
 from .receipt import Receipt, receipt_of
 from .stored import restore, store, uses_of_parameters, why_not_stored
 from .swap import become, change_recipe, check_turns_back, is_converted, turn_back
@@ -32,6 +32,8 @@ def convert(
     weights: Literal["plain", "stored"] = "plain",
     norms: bool = False,
     routers: bool = False,
+    heads: bool = False,
+    small: bool = False,
     dry_run: Literal[False] = False,
     policy: str | None = None,
     rows: int | None = None,
@@ -46,6 +48,8 @@ def convert(
     weights: Literal["plain", "stored"] = "plain",
     norms: bool = False,
     routers: bool = False,
+    heads: bool = False,
+    small: bool = False,
     dry_run: Literal[True],
     policy: str | None = None,
     rows: int | None = None,
@@ -59,6 +63,8 @@ def convert(
     weights: Literal["plain", "stored"] = "plain",
     norms: bool = False,
     routers: bool = False,
+    heads: bool = False,
+    small: bool = False,
     dry_run: bool = False,
     policy: str | None = None,
     rows: int | None = None,
@@ -85,6 +91,9 @@ def convert(
             are the same eager and compiled, and on every device.
         routers: convert ``nn.Linear``s that choose the experts of a mixture or weigh them, too. They stay by default:
             rounded logits send tokens to other experts.
+        heads: convert the model's output embedding, too. By default it stays: its rounding meets the loss directly.
+        small: convert layers with fewer than 32 inputs or outputs and at least four times as many of the other, too.
+            They stay by default, as few classes and low ranks do: quantizing costs them more than it gains.
         policy, rows: as of :func:`narrowcast.set_recipe`; the receipt tells what was chosen, and the times.
         dry_run: change nothing, and return the :class:`Receipt` of what would be done.
     Returns:
@@ -109,7 +118,9 @@ def convert(
             f"such as {next(iter(modules), '')!r} and that module"
         )
     skipped = set() if skip is None else set(selected_names(skip, modules, model, _KIND))
-    decisions = [_decide(one, recipes, chosen, skipped, routers) for one in found]
+    asked = {"routers": routers, "heads": heads, "small": small}
+    named = _names_in_full(only, table)
+    decisions = [_decide(one, recipes, chosen, skipped, asked, named) for one in found]
     if policy is not None:
         choose = policy_named(policy, rows)
         decisions = [_by_policy(one, choose, rows) for one in decisions]  # type: ignore[arg-type]
@@ -206,8 +217,19 @@ def _some(names: list[str]) -> str:
     return f"{names[0]!r} and {more} more" if more else repr(names[0])
 
 
+def _names_in_full(only: Selectors, table: dict[str, Recipe | None]) -> set[str]:
+    """The patterns of ``only`` and of the recipes, of which one that is a module's whole name asks for that module."""
+    listed: Any = [only] if isinstance(only, str) else [] if only is None or callable(only) else only
+    return {one for one in listed if isinstance(one, str)} | set(table)
+
+
 def _decide(
-    one: Found, recipes: dict[str, Recipe | None], chosen: set[str], skipped: set[str], routers: bool
+    one: Found,
+    recipes: dict[str, Recipe | None],
+    chosen: set[str],
+    skipped: set[str],
+    asked: dict[str, bool],
+    named: set[str],
 ) -> Decision:
     before = decision_so_far(one)
     if before.decision == "narrowcast":
@@ -223,10 +245,8 @@ def _decide(
     recipe = recipes.get(one.name)
     if recipe is None:
         return Decision(one, "kept", "no recipe is given for it", None)
-    if one.router and not routers:
-        return Decision(
-            one, "kept", "a router, whose rounding would change experts; routers=True converts it", None
-        )
+    if one.role and not asked[one.role] and one.name not in named:
+        return Decision(one, "kept", f"{ROLES[one.role]}; {one.role}=True converts it", None)
     return Decision(one, "converted", one.note, recipe)
 
 

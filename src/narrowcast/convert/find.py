@@ -21,6 +21,18 @@ _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 # in names of parameters that are added or looked up, not multiplied
 _LOOKED_UP = ("embed", "position", "token")
 
+ROLES = {
+    "routers": "a router, whose rounding would change experts",
+    "heads": "a head, whose rounding meets the loss directly",
+    "small": "thin, so quantizing costs more than it gains",
+}
+"""What stays in high precision unless the option of :func:`narrowcast.convert` with that name is set, and why."""
+
+_HEADS = ("lm_head", "output", "head")
+# Below 32 on one side a GEMM mostly reads its large operand, and quantizing reads that once more; 16 and 32 are also
+# what sizes are padded to. A model that is this small throughout has no side that is thin beside the other.
+_THIN, _THIN_BESIDE = 32, 4
+
 _FAST_PATH = "without gradients, torch's fast path for nn.TransformerEncoderLayer reads its weight itself"
 
 
@@ -38,7 +50,7 @@ class Weight(NamedTuple):
 class Found(NamedTuple):
     """A module with such weights. ``layer``: what it can become; None where it cannot, for the ``reason``.
 
-    ``note``: what the user should know if the module is converted. ``router``: it chooses experts, or weighs them.
+    ``note``: what the user should know if the module is converted. ``role``: of :data:`ROLES`, why it stays, or "".
     """
 
     name: str
@@ -47,19 +59,20 @@ class Found(NamedTuple):
     layer: type[LinearLayer] | None
     reason: str
     note: str = ""
-    router: bool = False
+    role: str = ""
 
 
 def gemm_modules(model: nn.Module) -> Iterator[Found]:
     """The modules of a model that hold weights of GEMMs, in its order; one with two names comes under the first."""
     parents = {id(child): module for module in model.modules() for child in module.children()}
-    modules, routers = dict(model.named_modules()), router_modules(model)
+    modules, routers, heads = dict(model.named_modules()), router_modules(model), head_modules(model)
     for name, module in modules.items():
         found = _look(name, module, parents.get(id(module)))
         if found is not None and found.weights:
             share = _share_of_tokens(name, modules)
             met = [weight._replace(per_token=weight.per_token * share) for weight in found.weights]
-            yield found._replace(weights=met, router=id(module) in routers)
+            is_one = {"routers": id(module) in routers, "heads": id(module) in heads, "small": _is_thin(met)}
+            yield found._replace(weights=met, role=next((role for role in ROLES if is_one[role]), ""))
 
 
 def router_modules(model: nn.Module) -> set[int]:
@@ -88,6 +101,37 @@ def router_modules(model: nn.Module) -> set[int]:
                 if chooses or (outputs == 1 and linear is child):
                     found.add(id(linear))
     return found
+
+
+def head_modules(model: nn.Module) -> set[int]:
+    """Return the ids of the ``nn.Linear`` modules that make a model's outputs of its last activations.
+
+    These are what ``get_output_embeddings()`` returns, of the model and of models in it, and what shares its weight
+    with an ``nn.Embedding``. Where there is neither, it is the only ``nn.Linear`` in the model that is called
+    ``lm_head``, or else ``output``, or else ``head``.
+    """
+    linears = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    embedded = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    found = {id(one) for one in linears.values() if id(own_parameters(one).get("weight")) in embedded}
+    for module in model.modules():
+        if hasattr(type(module), "get_output_embeddings"):
+            head: Any = module.get_output_embeddings()  # type: ignore[operator]
+            # an adapter wraps the head
+            inside = head.modules() if isinstance(head, nn.Module) else ()
+            found |= {id(one) for one in inside if isinstance(one, nn.Linear)}
+    for name in () if found else _HEADS:
+        called = [one for path, one in linears.items() if path.rpartition(".")[2] == name]
+        if called:
+            return {id(called[0])} if len(called) == 1 else set()
+    return found
+
+
+def _is_thin(weights: list[Weight]) -> bool:
+    """Whether a module's one matrix has few rows or columns, and many of the other: of few classes, or of low rank."""
+    sides = [sorted((one.rows, one.columns)) for one in weights if one.groups == 1]
+    return (
+        len(sides) == len(weights) == 1 and sides[0][0] < _THIN and _THIN_BESIDE * sides[0][0] <= sides[0][1]
+    )
 
 
 def _experts_of(name: str, module: nn.Module) -> int:

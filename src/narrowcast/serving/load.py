@@ -72,7 +72,7 @@ def load_quantized(model: Model, path: str | Path, recipe: Recipe | str | None =
     for key, value in tensors.items():
         _put(model, key, value)
     names = [key.removesuffix(".weight") for key in weights]
-    return convert(model, recipe, only=names, routers=True, weights="stored")
+    return convert(model, recipe, only=names, weights="stored")
 
 
 def _json_object(file: Path, at_most: int) -> dict[str, Any]:
