@@ -1,4 +1,4 @@
-# make demo | test | slice | small | matrix | kernels | lint | docs | bench | plots | soak | fuzz: each makes the virtual environment it needs
+# make demo | test | slice | small | matrix | kernels | lint | docs | bench | plots | soak | fuzz | test-neighbours: each makes the virtual environment it needs
 # and installs into it, once. TORCH=torch==2.14.1 takes another PyTorch than the newest that was tested, in .venv-2.14.1.
 TORCH ?=
 release := $(subst torch==,,$(TORCH))
@@ -16,7 +16,7 @@ bin := $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(JOBS) --dist worksteal
 listed = $(shell sed 's/ *\#.*//' .ci/$(1))
 
-.PHONY: demo test slice small matrix kernels lint docs bench plots soak fuzz mutants census
+.PHONY: demo test slice small matrix kernels lint docs bench plots soak fuzz mutants census test-neighbours
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -44,6 +44,18 @@ small: $(installed)-test
 # table into docs/versions.md.
 matrix:
 	.ci/matrix $(MATRIX_ARGS)
+
+# The code of docs/neighbours.md with the packages that it names, in an environment of its own, beside the other tests.
+neighbours := .venv-neighbours
+pinned := tests/neighbours/requirements.txt
+test-neighbours: $(neighbours)/.installed
+	@$(neighbours)/bin/python -m pip freeze | grep -iE "^($$(sed -n 's/==.*//p' $(pinned) | paste -sd'|'))=="
+	$(neighbours)/bin/python -m pytest tests/neighbours $(PYTEST_ARGS)
+
+$(neighbours)/.installed: pyproject.toml .ci/venv $(pinned)
+	TORCH=$$(grep '^torch==' $(pinned)) .ci/venv $(neighbours) test
+	$(neighbours)/bin/python -m pip install --requirement $(pinned)
+	@touch $@
 
 # The kernels, compiled for GPUs that are not here: KERNELS_ARGS="--most 1" takes one launch of each.
 kernels: $(installed)-test
