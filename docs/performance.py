@@ -61,6 +61,15 @@ COMPILED = {
     "torchao tensorwise, compiled": "torchao tensorwise",
     "torchao rowwise, compiled": "torchao rowwise",
 }
+LINEAR = {
+    **COMPILED,
+    "delayed, eager": "delayed",
+    "delayed, compiled": "delayed, compiled",
+    "current, eager": "current",
+    "current, compiled": "current, compiled",
+    "block, eager": "128-block",
+    "block, compiled": "128-block, compiled",
+}
 ONE = "one H200"
 
 SECTIONS = (
@@ -155,15 +164,7 @@ SECTIONS = (
         ONE,
         ("The recipes run in eager mode unless the row says compiled; host time is included.",),
         "linear.csv",
-        {
-            **COMPILED,
-            "delayed, eager": "delayed",
-            "delayed, compiled": "delayed, compiled",
-            "current, eager": "current",
-            "current, compiled": "current, compiled",
-            "block, eager": "128-block",
-            "block, compiled": "128-block, compiled",
-        },
+        LINEAR,
         {"commit": "a090eb1", "in": "4096", "out": "14336"},
         "p50_ms",
         "peak_mib",
@@ -182,15 +183,7 @@ SECTIONS = (
             '`policy="auto"` measures each size on your GPU and keeps bf16 where it is faster.',
         ),
         "linear.csv",
-        {
-            **COMPILED,
-            "delayed, eager": "delayed",
-            "delayed, compiled": "delayed, compiled",
-            "current, eager": "current",
-            "current, compiled": "current, compiled",
-            "block, eager": "128-block",
-            "block, compiled": "128-block, compiled",
-        },
+        LINEAR,
         {"commit": "a090eb1", "in": "4096", "out": "4096"},
         "p50_ms",
         "peak_mib",

@@ -66,13 +66,8 @@ def mask_rule(
     name = _SPELLINGS.get(attn_mask_type, attn_mask_type) if isinstance(attn_mask_type, str) else None
     if name is None or name not in MASK_TYPES:
         raise ValueError(f"attn_mask_type is {attn_mask_type!r}; it must be one of {', '.join(MASK_TYPES)}")
-    window = (
-        tuple(window_size)
-        if isinstance(window_size, (tuple, list))
-        else (-1, -1)
-        if window_size is None
-        else ()
-    )
+    sides = (-1, -1) if window_size is None else window_size
+    window = tuple(sides) if isinstance(sides, (tuple, list)) else ()
     if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):
         raise ValueError(f"window_size is {window_size!r}; give (left, right), each an int, -1 for no bound")
     if "causal" in name:

@@ -207,8 +207,9 @@ class FusibleOperation:
             ``parameters()``, gradients of the extra inputs), the latter two with one tuple per basic operation.
         """
         if self._packs_backward:
-            extra = {"basic_op_grad_extra_outputs": basic_op_grad_extra_outputs}
-            return self._packed_backward(basic_op_ctxs, grad_output, **extra)
+            return self._packed_backward(
+                basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
+            )
         raise NotImplementedError(
             f"{type(self).__name__} has no backward: define fuser_backward, or op_backward in a basic operation"
         )
