@@ -93,6 +93,6 @@ census: $(installed)-test
 plots: $(installed)-train
 	$(bin)/python benchmarks/plot.py
 
-$(installed)-%: pyproject.toml .ci/venv
+$(installed)-%: pyproject.toml src/narrowcast/_version.py .ci/venv
 	.ci/venv $(VENV) $*
 	@touch $@

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BESIDE = ("examples/*.py", "benchmarks/README.md", "benchmarks/results/*.png")
+ROOT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+BESIDE = (*ROOT_PAGES, "examples/*.py", "benchmarks/README.md", "benchmarks/results/*.png")
 
 
 def web_address(remote: str) -> str | None:
@@ -56,4 +57,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Keep links that leave ``docs/`` in the repository inside the site."""
     if page.file.src_uri.startswith("benchmarks/"):
         return markdown.replace("](../docs/", "](../")
+    if page.file.src_uri in ROOT_PAGES:
+        return markdown.replace("](docs/", "](")
     return markdown.replace("](../", "](")
