@@ -182,7 +182,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from narrowcast.kernels.adam import _factors_kernel, _step_kernel
+from narrowcast.kernels.adam import _adam_factors_kernel, _adam_step_kernel
 
 def compiled(kernel, constants, **types):
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | types
@@ -191,12 +191,12 @@ def compiled(kernel, constants, **types):
 
 flags = dict(STORED_LR=False, STORED_COUNT=False, CORRECTED=True, EMULATE=False)
 numbers = dict.fromkeys(("lr", "missing1", "missing2", "eps", "decay"), "fp64")
-texts = [compiled(_factors_kernel, flags, factors_ptr="*fp32", **numbers)]
+texts = [compiled(_adam_factors_kernel, flags, factors_ptr="*fp32", **numbers)]
 flags = dict(BESIDE=0, DECAY=2, SCALED=False, STOPPABLE=False, WIDE=False, BLOCK=1024, EMULATE=False)
-tensors = {name: "*bf16" for name in _step_kernel.arg_names if name[0] in "wgmvb" and name[1:].isdigit()}
+tensors = {name: "*bf16" for name in _adam_step_kernel.arg_names if name[0] in "wgmvb" and name[1:].isdigit()}
 tensors |= dict.fromkeys(("factors_ptr", "inv_scale_ptr", "found_inf_ptr"), "*fp32")
 numbers = dict.fromkeys(("beta1", "missing1", "beta2", "missing2", "decay"), "fp64")
-texts.append(compiled(_step_kernel, flags, **tensors, **numbers))
+texts.append(compiled(_adam_step_kernel, flags, **tensors, **numbers))
 for text in texts:
     assert not any(f"{operation}.f64" in text for operation in ("add", "sub", "mul", "fma", "div", "sqrt"))
 """

@@ -80,7 +80,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from narrowcast.kernels import gated_hopper as hopper
-kernel = hopper._gated_kernel
+kernel = hopper._gated_hopper_kernel
 constants = dict(GRADIENT=True, FUNCTION="swiglu", P0=0.0, P1=0.0, P2=0.0, E5M2=False, FP8_MAX=448.0,
                  OVERFLOW=3.38e38, EPSILON=False)
 pointers = dict.fromkeys(("row_scale_ptr", "column_scale_ptr", "sums_ptr"), "*fp32")

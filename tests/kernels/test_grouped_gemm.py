@@ -304,7 +304,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from narrowcast.kernels import grouped_hopper as hopper
-kernel = hopper._grouped_kernel
+kernel = hopper._grouped_hopper_kernel
 at = {name: (index,) for index, name in enumerate(kernel.arg_names)}
 for contraction, (height, width, stagings), stages in (
     (False, hopper.BLOCK_ROWS_TILE, 6), (True, hopper.BLOCK_CONTRACTION_TILE, 3),

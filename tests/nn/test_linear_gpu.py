@@ -142,7 +142,7 @@ def test_compiled_layers_that_read_one_input_quantize_it_once(name: str) -> None
     outs, (code, *_) = run_and_get_code(torch.compile(forward, fullgraph=True), twins, x)
     for actual, one in zip(numbers(twins, outs), expected, strict=True):
         assert torch.equal(actual, one)
-    launches = len(re.findall(r"_cast_tile_kernel\w*\.run\(", code))
+    launches = len(re.findall(r"_float8_cast_tile_kernel\w*\.run\(", code))
     assert launches == (3 if name == "delayed" else 1), code
 
 

@@ -219,7 +219,7 @@ def _raise_amax(amax_ptr, magnitudes, inside):
 
 
 @triton.jit
-def _forward_kernel(
+def _activation_forward_kernel(
     x_ptr,
     scale_ptr,
     y_ptr,
@@ -265,7 +265,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _activation_backward_kernel(
     x_ptr,
     grad_ptr,
     dx_ptr,
@@ -311,8 +311,8 @@ def _backward_kernel(
             _raise_amax(amax_ptr, magnitude(da, EMULATE), inside)
 
 
-_forward = Launcher(_forward_kernel, num_warps=4)
-_backward = Launcher(_backward_kernel, num_warps=4)
+_forward = Launcher(_activation_forward_kernel, num_warps=4)
+_backward = Launcher(_activation_backward_kernel, num_warps=4)
 
 
 def checked(x: Tensor, activation: str, params: Mapping[str, float]) -> _activations.Activation:

@@ -42,7 +42,7 @@ def _correction(missing, count, EMULATE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _factors_kernel(
+def _adam_factors_kernel(
     factors_ptr,
     lr,
     count,
@@ -81,7 +81,7 @@ def _pick(i, x0, x1, x2, x3, x4, x5, x6, x7):
 
 # fmt: off
 @triton.jit(do_not_specialize=["s1", "s2", "s3", "s4", "s5", "s6", "s7"])
-def _step_kernel(
+def _adam_step_kernel(
     w0, w1, w2, w3, w4, w5, w6, w7,
     g0, g1, g2, g3, g4, g5, g6, g7,
     m0, m1, m2, m3, m4, m5, m6, m7,
@@ -159,8 +159,8 @@ def _step_kernel(
         tl.store(beside_ptr + at, round_to_dtype(w, beside_ptr.dtype.element_ty, EMULATE), mask=inside)
 
 
-_factors = Launcher(_factors_kernel, num_warps=1)
-_step = Launcher(_step_kernel, num_warps=4)
+_factors = Launcher(_adam_factors_kernel, num_warps=1)
+_step = Launcher(_adam_step_kernel, num_warps=4)
 
 
 def step(

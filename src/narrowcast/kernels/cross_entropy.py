@@ -22,7 +22,9 @@ LEAST_BLOCK = 512  # a pair of elements for each thread, as the widening takes t
 
 
 @triton.jit
-def _statistics_kernel(x_ptr, target_ptr, out_ptr, T, V, stride, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
+def _cross_entropy_statistics_kernel(
+    x_ptr, target_ptr, out_ptr, T, V, stride, BLOCK: tl.constexpr, EMULATE: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * stride
     index = tl.arange(0, BLOCK)
@@ -50,7 +52,7 @@ def _statistics_kernel(x_ptr, target_ptr, out_ptr, T, V, stride, BLOCK: tl.const
 
 
 @triton.jit
-def _gradient_kernel(
+def _cross_entropy_gradient_kernel(
     x_ptr,
     target_ptr,
     lse_ptr,
@@ -81,8 +83,8 @@ def _gradient_kernel(
     )
 
 
-_statistics = Launcher(_statistics_kernel, num_warps=8)
-_gradient = Launcher(_gradient_kernel, num_warps=8)
+_statistics = Launcher(_cross_entropy_statistics_kernel, num_warps=8)
+_gradient = Launcher(_cross_entropy_gradient_kernel, num_warps=8)
 
 
 def _check(logits: Tensor, target: Tensor) -> None:

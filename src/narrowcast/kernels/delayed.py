@@ -65,7 +65,7 @@ def _advance(
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale_ptr", "history_ptr", "reduced_ptr"])
-def _update_kernel(
+def _delayed_update_kernel(
     scale_ptr,
     history_ptr,
     reduced_ptr,
@@ -133,7 +133,7 @@ _STATE = [
 
 
 @triton.jit(do_not_specialize_on_alignment=_STATE)
-def _renew_kernel(
+def _delayed_renew_kernel(
     first_scale_ptr,
     first_history_ptr,
     first_amax_ptr,
@@ -170,8 +170,10 @@ def _renew_kernel(
         )  # fmt: skip
 
 
-_update = Launcher(_update_kernel, num_warps=8)
-_renew = Launcher(_renew_kernel, num_warps=8, undeclared=tuple(name for name in _STATE if "copy" not in name))
+_update = Launcher(_delayed_update_kernel, num_warps=8)
+_renew = Launcher(
+    _delayed_renew_kernel, num_warps=8, undeclared=tuple(name for name in _STATE if "copy" not in name)
+)
 
 
 def update(

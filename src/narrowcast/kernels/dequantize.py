@@ -116,7 +116,7 @@ def _load_transposed(
     do_not_specialize=["scale_row_stride", "scale_column_stride", "band_bits"],
     do_not_specialize_on_alignment=["scale_ptr"],
 )
-def _fp8_kernel(
+def _dequantize_fp8_kernel(
     codes_ptr,
     scale_ptr,
     out_ptr,
@@ -166,7 +166,7 @@ def _fp8_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale_ptr"])
-def _flat_kernel(
+def _dequantize_flat_kernel(
     codes_ptr, scale_ptr, out_ptr, n, E5M2: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr
 ):
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -177,8 +177,8 @@ def _flat_kernel(
     tl.store(out_ptr + start + index, round_to_dtype(value, out_ptr.dtype.element_ty, EMULATE), mask=inside)
 
 
-_fp8 = Launcher(_fp8_kernel, num_warps=4)
-_flat = Launcher(_flat_kernel, num_warps=4)
+_fp8 = Launcher(_dequantize_fp8_kernel, num_warps=4)
+_flat = Launcher(_dequantize_flat_kernel, num_warps=4)
 
 
 class Rule(NamedTuple):

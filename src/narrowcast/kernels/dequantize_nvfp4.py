@@ -38,7 +38,7 @@ def _factor(scale, amax, RECIPROCAL: tl.constexpr, SCALED: tl.constexpr, EMULATE
     do_not_specialize=["scale_row_stride", "scale_column_stride", "band_bits"],
     do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"],
 )
-def _rows_kernel(
+def _dequantize_nvfp4_rows_kernel(
     codes_ptr,
     scale_ptr,
     amax_ptr,
@@ -122,7 +122,7 @@ def _unrotated(words, factor, SIGN_MASK: tl.constexpr, TILE_ROWS: tl.constexpr, 
     do_not_specialize=["scale_row_stride", "scale_column_stride", "band_bits"],
     do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"],
 )
-def _columns_kernel(
+def _dequantize_nvfp4_columns_kernel(
     words_ptr,
     scale_ptr,
     amax_ptr,
@@ -180,8 +180,8 @@ def _columns_kernel(
     store_row(tile, row * K + column, values, row, column, rows_left, columns_left, EVEN)
 
 
-_rows = Launcher(_rows_kernel, num_warps=4)
-_columns = Launcher(_columns_kernel, num_warps=4)
+_rows = Launcher(_dequantize_nvfp4_rows_kernel, num_warps=4)
+_columns = Launcher(_dequantize_nvfp4_columns_kernel, num_warps=4)
 
 
 def nvfp4_rowwise(

@@ -1,14 +1,14 @@
 """Per-tensor FP8: cast with a given or a current scale, with the transpose from the same read; byte transpose.
 
 A cast is limited by memory: two or four bytes per element in, one out, and one more for the transpose. A current
-scale needs max|x| before the first code, which is a second read: ``_amax_kernel`` writes one partial maximum per
+scale needs max|x| before the first code, which is a second read: ``_float8_amax_kernel`` writes one partial maximum per
 program, and every program of the cast folds all of them itself, so that no third launch has to. Tensors of up to
 ``SMALL`` elements skip that launch, too: each program reads the whole tensor, which is in L2.
 
-Two kernels cast. ``_cast_kernel`` takes a flat run of elements where only the codes are wanted. ``_cast_tile_kernel``
-takes tiles, for what needs to know rows and columns: the transpose, sums over rows, and sources that compute their
-element (``sources.py``). A tile is held as four tensors, of every fourth row each, so that four codes of a column are
-one 32-bit word of the transpose (``tiles.py``).
+Two kernels cast. ``_float8_cast_kernel`` takes a flat run of elements where only the codes are wanted.
+``_float8_cast_tile_kernel`` takes tiles if rows and columns matter: for the transpose, sums over rows, and sources that
+compute their element (``sources.py``). A tile is held as four tensors, of every fourth row each, so that four codes of
+a column are one 32-bit word of the transpose (``tiles.py``).
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _emit_tile(
     do_not_specialize=["band_bits", "partials"],
     do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"],
 )
-def _cast_tile_kernel(
+def _float8_cast_tile_kernel(
     operand_0,
     operand_1,
     operand_2,
@@ -242,7 +242,7 @@ def _cast_tile_kernel(
 @triton.jit(
     do_not_specialize=["partials"], do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"]
 )
-def _cast_kernel(
+def _float8_cast_kernel(
     x_ptr,
     scale_ptr,
     data_ptr,
@@ -290,7 +290,7 @@ def _cast_kernel(
 
 
 @triton.jit
-def _amax_kernel(x_ptr, partials_ptr, n, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
+def _float8_amax_kernel(x_ptr, partials_ptr, n, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
     # Programs stride through the tensor together, so that its end is what the last reads leave in L2.
     program = tl.program_id(0)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -299,7 +299,7 @@ def _amax_kernel(x_ptr, partials_ptr, n, BLOCK: tl.constexpr, EMULATE: tl.conste
 
 
 @triton.jit(do_not_specialize=["band_bits"])
-def _transpose_kernel(
+def _float8_transpose_kernel(
     data_ptr,
     transpose_ptr,
     M,
@@ -331,10 +331,10 @@ def _transpose_kernel(
     store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 
-_cast_tile = Launcher(_cast_tile_kernel, num_warps=4, undeclared=("amax_ptr",))
-_cast = Launcher(_cast_kernel, num_warps=4, undeclared=("amax_ptr",))
-_amax = Launcher(_amax_kernel, num_warps=4)
-_transpose = Launcher(_transpose_kernel, num_warps=4)
+_cast_tile = Launcher(_float8_cast_tile_kernel, num_warps=4, undeclared=("amax_ptr",))
+_cast = Launcher(_float8_cast_kernel, num_warps=4, undeclared=("amax_ptr",))
+_amax = Launcher(_float8_amax_kernel, num_warps=4)
+_transpose = Launcher(_float8_transpose_kernel, num_warps=4)
 
 
 @remembered

@@ -171,7 +171,7 @@ def _emit_tile(
 @triton.jit(
     do_not_specialize=["band_bits"], do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"]
 )
-def _quantize_kernel(
+def _float8_block_quantize_kernel(
     operand_0,
     operand_1,
     operand_2,
@@ -245,12 +245,12 @@ def _quantize_kernel(
 
 # A thread holds its part of the tile across both directions: few warps with many registers are fastest, unless
 # computing the tile takes many registers too.
-_four_warps = Launcher(_quantize_kernel, num_warps=4)
-_eight_warps = Launcher(_quantize_kernel, num_warps=8)
+_four_warps = Launcher(_float8_block_quantize_kernel, num_warps=4)
+_eight_warps = Launcher(_float8_block_quantize_kernel, num_warps=8)
 # Both halves of a gated activation's gradient: two programs at once on a multiprocessor are fastest, though a few
 # registers spill. The compiler of a graph takes no limit; there more warps are.
-_paired = Launcher(_quantize_kernel, num_warps=8, maxnreg=128)
-_paired_in_graph = Launcher(_quantize_kernel, num_warps=16)
+_paired = Launcher(_float8_block_quantize_kernel, num_warps=8, maxnreg=128)
+_paired_in_graph = Launcher(_float8_block_quantize_kernel, num_warps=16)
 
 
 def _scale_shapes(M: int, K: int, block_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -95,7 +95,7 @@ def _emit_columns(
     do_not_specialize=["band_bits"],
     do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr", "sums_ptr"],
 )
-def _gated_kernel(
+def _gated_hopper_kernel(
     x_ptr,
     grad_ptr,
     data_ptr,
@@ -173,7 +173,7 @@ def _gated_kernel(
             )  # fmt: skip
 
 
-_gated = GluonLauncher(_gated_kernel, num_warps=WARPS)
+_gated = GluonLauncher(_gated_hopper_kernel, num_warps=WARPS)
 
 
 def launch(

@@ -20,7 +20,7 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     do_not_specialize=["source_rows", "rows", "groups"],
     do_not_specialize_on_alignment=["splits_ptr", "padded_splits_ptr", "padded_ends_ptr"],
 )
-def _move_kernel(
+def _grouped_move_kernel(
     x_ptr,
     splits_ptr,
     out_ptr,
@@ -70,7 +70,7 @@ def _move_kernel(
 @triton.jit(
     do_not_specialize=["available", "blocks", "groups"], do_not_specialize_on_alignment=["splits_ptr"]
 )
-def _blocks_kernel(
+def _grouped_blocks_kernel(
     splits_ptr,
     table_ptr,
     available,
@@ -97,8 +97,8 @@ def _blocks_kernel(
     tl.store(table_ptr + 2 * block + 1, left, mask=block < blocks)
 
 
-_move = Launcher(_move_kernel, num_warps=4)
-_blocks = Launcher(_blocks_kernel, num_warps=4)
+_move = Launcher(_grouped_move_kernel, num_warps=4)
+_blocks = Launcher(_grouped_blocks_kernel, num_warps=4)
 
 
 def blocks_of_groups(splits: Tensor, available: int, rows: int) -> Tensor:

@@ -130,7 +130,7 @@ def _take_amax(
     do_not_specialize=["groups", "ahead"],
     do_not_specialize_on_alignment=["splits_ptr", "scale_inv_ptr", "amax_ptr", "done_ptr"],
 )
-def _current_kernel(
+def _grouped_current_kernel(
     x_ptr, splits_ptr, data_ptr, transpose_ptr, scale_inv_ptr, amax_ptr, done_ptr, T, K, rows, groups, ahead,
     epsilon,
     E5M2: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, FP8_MAX: tl.constexpr,
@@ -203,7 +203,7 @@ def _current_kernel(
 
 
 # with so few registers four programs fit on a multiprocessor
-_current = Launcher(_current_kernel, num_warps=8, maxnreg=64)
+_current = Launcher(_grouped_current_kernel, num_warps=8, maxnreg=64)
 
 
 def takes(x: Tensor, splits: Tensor | None, groups: int, alignment: int) -> bool:

@@ -147,7 +147,7 @@ def _store_rows_of_group(
     do_not_specialize=["groups"],
     do_not_specialize_on_alignment=["left_scale_ptr", "right_scale_ptr", "bias_ptr", "splits_ptr"],
 )
-def _rows_kernel(
+def _grouped_gemm_rows_kernel(
     out_ptr,
     left_ptr,
     left_scale_ptr,
@@ -227,7 +227,7 @@ def _rows_kernel(
     do_not_specialize=["groups"],
     do_not_specialize_on_alignment=["left_scale_ptr", "right_scale_ptr", "splits_ptr"],
 )
-def _contraction_kernel(
+def _grouped_gemm_contraction_kernel(
     out_ptr,
     left_ptr,
     left_scale_ptr,
@@ -289,7 +289,7 @@ def _contraction_kernel(
 
 
 @triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["bias_ptr", "splits_ptr"])
-def _finish_kernel(
+def _grouped_gemm_finish_kernel(
     out_ptr,
     bias_ptr,
     splits_ptr,
@@ -329,12 +329,12 @@ def _finish_kernel(
 ROOM = 200 * 1024
 FEW_STAGES = 2
 _rows, _rows_in_little = (
-    Launcher(_rows_kernel, num_warps=8, num_stages=stages) for stages in (4, FEW_STAGES)
+    Launcher(_grouped_gemm_rows_kernel, num_warps=8, num_stages=stages) for stages in (4, FEW_STAGES)
 )
 _contraction, _contraction_in_little = (
-    Launcher(_contraction_kernel, num_warps=8, num_stages=stages) for stages in (4, FEW_STAGES)
+    Launcher(_grouped_gemm_contraction_kernel, num_warps=8, num_stages=stages) for stages in (4, FEW_STAGES)
 )
-_finish = Launcher(_finish_kernel, num_warps=4)
+_finish = Launcher(_grouped_gemm_finish_kernel, num_warps=4)
 
 
 def rows(

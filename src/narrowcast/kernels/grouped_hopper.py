@@ -344,7 +344,7 @@ def _multiply(
     do_not_specialize=["groups"],
     do_not_specialize_on_alignment=["left_scale_ptr", "right_scale_ptr", "bias_ptr", "splits_ptr"],
 )
-def _grouped_kernel(
+def _grouped_hopper_kernel(
     out_ptr,
     out,
     left,
@@ -426,7 +426,7 @@ def _grouped_kernel(
     )  # fmt: skip
 
 
-_grouped = GluonLauncher(_grouped_kernel, num_warps=4)
+_grouped = GluonLauncher(_grouped_hopper_kernel, num_warps=4)
 
 
 def takes(

@@ -23,7 +23,7 @@ TILE_K = 64
 
 
 @triton.jit(do_not_specialize=["T", "groups"], do_not_specialize_on_alignment=["splits_ptr"])
-def _contraction_kernel(
+def _grouped_mm_contraction_kernel(
     out_ptr,
     left_ptr,
     right_ptr,
@@ -64,7 +64,7 @@ def _contraction_kernel(
     tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
 
 
-_contraction = Launcher(_contraction_kernel, num_warps=8, num_stages=3)
+_contraction = Launcher(_grouped_mm_contraction_kernel, num_warps=8, num_stages=3)
 
 
 def contraction(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Tensor:

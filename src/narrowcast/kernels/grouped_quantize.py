@@ -71,7 +71,7 @@ def _raise_amax(amax_ptr, group, value, groups):
 
 
 @triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["splits_ptr", "amax_ptr"])
-def _amax_kernel(
+def _grouped_quantize_amax_kernel(
     x_ptr,
     splits_ptr,
     amax_ptr,
@@ -152,7 +152,7 @@ def _store_inverses(
     do_not_specialize=["groups", "band_bits"],
     do_not_specialize_on_alignment=["splits_ptr", "scale_ptr", "scale_inv_ptr", "amax_ptr"],
 )
-def _cast_kernel(
+def _grouped_quantize_cast_kernel(
     x_ptr,
     splits_ptr,
     scale_ptr,
@@ -239,7 +239,7 @@ def _cast_kernel(
 
 
 @triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["splits_ptr"])
-def _fold_kernel(
+def _grouped_quantize_fold_kernel(
     x_ptr,
     splits_ptr,
     sums_ptr,
@@ -286,9 +286,9 @@ def _fold_kernel(
     tl.store(sums_ptr + block * K + column, total, mask=column < K)
 
 
-_amax = Launcher(_amax_kernel, num_warps=4)
-_cast = Launcher(_cast_kernel, num_warps=4)
-_fold = Launcher(_fold_kernel, num_warps=4)
+_amax = Launcher(_grouped_quantize_amax_kernel, num_warps=4)
+_cast = Launcher(_grouped_quantize_cast_kernel, num_warps=4)
+_fold = Launcher(_grouped_quantize_fold_kernel, num_warps=4)
 
 
 def _check(x: Tensor, splits: Tensor | None, alignment: int) -> None:

@@ -21,7 +21,7 @@ GRADIENT_ROWS = 4
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
-def _spread_kernel(
+def _moe_spread_kernel(
     x_ptr, positions_ptr, out_ptr, rows, columns, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -33,14 +33,14 @@ def _spread_kernel(
 
 
 @triton.jit(do_not_specialize=["entries", "rows"])
-def _positions_kernel(row_map_ptr, out_ptr, entries, rows, BLOCK: tl.constexpr):
+def _moe_positions_kernel(row_map_ptr, out_ptr, entries, rows, BLOCK: tl.constexpr):
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_map_ptr + entry, mask=entry < entries, other=-1)
     tl.store(out_ptr + row, entry, mask=(row >= 0) & (row < rows))
 
 
 @triton.jit(do_not_specialize=["columns"])
-def _collect_kernel(
+def _moe_collect_kernel(
     rows_ptr,
     row_map_ptr,
     weights_ptr,
@@ -67,7 +67,7 @@ def _collect_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
-def _collect_backward_kernel(
+def _moe_collect_backward_kernel(
     grad_ptr,
     rows_ptr,
     positions_ptr,
@@ -106,10 +106,10 @@ def _collect_backward_kernel(
     tl.store(sums_ptr + index, total, mask=here)
 
 
-_spread = Launcher(_spread_kernel, num_warps=4)
-_positions = Launcher(_positions_kernel, num_warps=4)
-_collect = Launcher(_collect_kernel, num_warps=4)
-_collect_backward = Launcher(_collect_backward_kernel, num_warps=4)
+_spread = Launcher(_moe_spread_kernel, num_warps=4)
+_positions = Launcher(_moe_positions_kernel, num_warps=4)
+_collect = Launcher(_moe_collect_kernel, num_warps=4)
+_collect_backward = Launcher(_moe_collect_backward_kernel, num_warps=4)
 
 
 def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:

@@ -201,7 +201,7 @@ def _emit_packed_tile(
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_scale_ptr", "column_scale_ptr"])
-def _quantize_kernel(
+def _mx_quantize_kernel(
     operand_0,
     operand_1,
     operand_2,
@@ -262,9 +262,9 @@ def _quantize_kernel(
         )  # fmt: skip
 
 
-_two_warps = Launcher(_quantize_kernel, num_warps=2)
+_two_warps = Launcher(_mx_quantize_kernel, num_warps=2)
 # The bound on registers lets more programs hide the arithmetic's latency.
-_two_warps_bounded = Launcher(_quantize_kernel, num_warps=2, maxnreg=96)
+_two_warps_bounded = Launcher(_mx_quantize_kernel, num_warps=2, maxnreg=96)
 
 
 def quantize(
@@ -313,7 +313,7 @@ def _shapes(
     do_not_specialize=["scale_stride", "band_bits"],
     do_not_specialize_on_alignment=["scale_ptr"],
 )
-def _dequantize_packed_kernel(
+def _mx_dequantize_packed_kernel(
     data_ptr,
     scale_ptr,
     out_ptr,
@@ -364,7 +364,7 @@ def _dequantize_packed_kernel(
         tl.store(out_ptr + (r0 * C + c0) + (row * C + column), values, mask=there)
 
 
-_dequantize_packed = Launcher(_dequantize_packed_kernel, num_warps=4)
+_dequantize_packed = Launcher(_mx_dequantize_packed_kernel, num_warps=4)
 
 
 def _decode_packed(

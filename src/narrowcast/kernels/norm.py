@@ -35,7 +35,7 @@ from .launch import (
     contiguous,
     remembered,
 )
-from .norm_rows import kept_kernel, load_gamma, norm_kernel, row_mean
+from .norm_rows import load_gamma, norm_kept_kernel, norm_kernel, row_mean
 from .reduction import column_sum, fold_rows
 
 LANES = 256
@@ -76,7 +76,7 @@ def _load_rows(pointer, row, M):
 
 
 @triton.jit(do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "c1_ptr", "c2_ptr", "partials_ptr"])
-def _backward_kernel(
+def _norm_backward_kernel(
     x_ptr,
     grad_ptr,
     residual_grad_ptr,
@@ -147,7 +147,7 @@ def _store_row_mean(pointer, lanes, row, M, K, EMULATE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "c1_ptr", "c2_ptr"])
-def _gradient_statistics_kernel(
+def _norm_gradient_statistics_kernel(
     x_ptr,
     grad_ptr,
     weight_ptr,
@@ -193,9 +193,9 @@ def _gradient_statistics_kernel(
 
 
 _norm = Launcher(norm_kernel, num_warps=4)
-_kept = Launcher(kept_kernel, num_warps=1)
-_backward = Launcher(_backward_kernel, num_warps=4)
-_gradient_statistics = Launcher(_gradient_statistics_kernel, num_warps=1)
+_kept = Launcher(norm_kept_kernel, num_warps=1)
+_backward = Launcher(_norm_backward_kernel, num_warps=4)
+_gradient_statistics = Launcher(_norm_gradient_statistics_kernel, num_warps=1)
 
 
 # A tensor as a launch depends on it; None for one that is not there.

@@ -141,7 +141,7 @@ def _row_statistics(
 
 
 @triton.jit(do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr"])
-def kept_kernel(
+def norm_kept_kernel(
     x_ptr,
     residual_ptr,
     summed_ptr,

@@ -49,7 +49,7 @@ def _raise_one(amax_ptr, value):
 
 
 @triton.jit(do_not_specialize=["band_bits"])
-def _amax_kernel(
+def _nvfp4_amax_kernel(
     x_ptr,
     amax_ptr,
     M,
@@ -139,7 +139,7 @@ def _store_groups(
 
 
 @triton.jit(do_not_specialize=["band_bits"], do_not_specialize_on_alignment=["seed_ptr"])
-def _encode_kernel(
+def _nvfp4_encode_kernel(
     x_ptr,
     amax_ptr,
     seed_ptr,
@@ -228,11 +228,11 @@ def _encode_kernel(
         )
 
 
-_amax = Launcher(_amax_kernel, num_warps=4)
-_encode_tiles = Launcher(_encode_kernel, num_warps=4)
+_amax = Launcher(_nvfp4_amax_kernel, num_warps=4)
+_encode_tiles = Launcher(_nvfp4_encode_kernel, num_warps=4)
 # Two candidates at once need twice the registers per element. Tiles of 16 x 16: with four warps, Triton 3.6 for sm_90
 # packs the column-wise codes of other groups, though their scales are right.
-_encode_tiles_wide = Launcher(_encode_kernel, num_warps=8)
+_encode_tiles_wide = Launcher(_nvfp4_encode_kernel, num_warps=8)
 
 
 def _check_options(

@@ -16,7 +16,7 @@ PROGRAMS = 1024
 
 
 @triton.jit
-def _loss_kernel(
+def _observe_loss_kernel(
     x_ptr, read_ptr, ceiling_ptr, parts_ptr, n, beyond, BLOCK: tl.constexpr, EMULATE: tl.constexpr
 ):
     programs = tl.num_programs(0)
@@ -47,7 +47,7 @@ def _loss_kernel(
     tl.store(part + 5 * programs, tl.sum(saturations).to(tl.float32))
 
 
-_loss = Launcher(_loss_kernel, num_warps=8)
+_loss = Launcher(_observe_loss_kernel, num_warps=8)
 
 
 def loss(x: Tensor, read: Tensor, ceiling: Tensor, beyond: float) -> Tensor:

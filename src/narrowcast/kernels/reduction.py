@@ -51,7 +51,7 @@ def fold_lanes(v):
 
 
 @triton.jit
-def _fold_kernel(
+def _reduction_fold_kernel(
     x_ptr, sums_ptr, M, K, column_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EMULATE: tl.constexpr
 ):
     tile = tl.program_id(0) // column_tiles
@@ -72,7 +72,7 @@ def _fold_kernel(
     tl.store(sums_ptr + tile.to(tl.int64) * K + column, total, mask=column < K)
 
 
-_fold = Launcher(_fold_kernel, num_warps=4)
+_fold = Launcher(_reduction_fold_kernel, num_warps=4)
 
 
 @remembered
@@ -106,7 +106,7 @@ def column_sum(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @triton.jit
-def _rank_sum_kernel(
+def _reduction_rank_sum_kernel(
     own_ptr, others_ptr, out_ptr, n, rank, others, divisor, BLOCK: tl.constexpr, EMULATE: tl.constexpr
 ):
     programs = tl.num_programs(0)
@@ -125,7 +125,7 @@ def _rank_sum_kernel(
         tl.store(out_ptr + at, tl.div_rn(total, tl.full([BLOCK], divisor, tl.float32)), mask=at < n)
 
 
-_rank_sum = Launcher(_rank_sum_kernel, num_warps=32)
+_rank_sum = Launcher(_reduction_rank_sum_kernel, num_warps=32)
 
 
 def rank_sum(own: Tensor, others: Tensor, rank: int, divisor: int, out: Tensor, alone: bool = True) -> None:

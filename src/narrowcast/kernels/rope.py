@@ -91,7 +91,7 @@ def _place(row, positions_ptr, S, B, by_row, PLACED: tl.constexpr, SEQUENCE_FIRS
 
 
 @triton.jit
-def _rotate_kernel(
+def _rope_rotate_kernel(
     x_ptr,
     y_ptr,
     cos_ptr,
@@ -128,7 +128,7 @@ def _rotate_kernel(
 
 
 @triton.jit
-def _qkv_kernel(
+def _rope_qkv_kernel(
     qkv_ptr,
     q_ptr,
     k_ptr,
@@ -210,8 +210,8 @@ def _qkv_kernel(
         tl.store(partials_ptr + program, tl.maximum(tl.max(largest), of_k))
 
 
-_rotate = Launcher(_rotate_kernel, num_warps=4)
-_qkv = Launcher(_qkv_kernel, num_warps=4)
+_rotate = Launcher(_rope_rotate_kernel, num_warps=4)
+_qkv = Launcher(_rope_qkv_kernel, num_warps=4)
 
 
 def _heads_per_program(heads: int, columns: int) -> int:

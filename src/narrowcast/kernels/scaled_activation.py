@@ -33,7 +33,7 @@ ROWS = 4
 
 
 @triton.jit
-def _backward_kernel(
+def _scaled_activation_backward_kernel(
     x_ptr,
     grad_ptr,
     scale_ptr,
@@ -83,7 +83,7 @@ def _backward_kernel(
     tl.store(dscale_ptr + first + index, total, mask=here)
 
 
-_backward = Launcher(_backward_kernel, num_warps=4)
+_backward = Launcher(_scaled_activation_backward_kernel, num_warps=4)
 
 
 def forward(x: Tensor, scale: Tensor, activation: str, **params: float) -> Tensor:

@@ -14,7 +14,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def _permute_kernel(source_ptr, out_ptr, n, tiles, INVERSE: tl.constexpr, BLOCK: tl.constexpr):
+def _swizzle_permute_kernel(source_ptr, out_ptr, n, tiles, INVERSE: tl.constexpr, BLOCK: tl.constexpr):
     # A tile of 128 rows is one word wide; ``tiles`` of them lie side by side.
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < n
@@ -27,7 +27,7 @@ def _permute_kernel(source_ptr, out_ptr, n, tiles, INVERSE: tl.constexpr, BLOCK:
         tl.store(out_ptr + word, tl.load(source_ptr + compact, mask=inside), mask=inside)
 
 
-_permute = Launcher(_permute_kernel, num_warps=4)
+_permute = Launcher(_swizzle_permute_kernel, num_warps=4)
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
