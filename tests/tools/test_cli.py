@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import signal
@@ -14,13 +16,15 @@ import pytest
 import torch
 
 import narrowcast as nc
-import narrowcast_tools
 from narrowcast_tools import cli
-from narrowcast_tools.cli import main
-from narrowcast_tools.train import commands, doctor
+from narrowcast_tools.cli import main, options
+from narrowcast_tools.train import commands, doctor, ranks
 from narrowcast_tools.train import demo as demos
-from narrowcast_tools.train.config import ModelConfig
+from narrowcast_tools.train.config import ModelConfig, TrainConfig
+from narrowcast_tools.train.generate import Choice
 from narrowcast_tools.train.loop import Run
+from narrowcast_tools.train.presets import PRESETS
+from narrowcast_tools.train.recipes import CHOICES
 
 # fmt: off
 TINY = [
@@ -417,41 +421,73 @@ def test_help(capsys: pytest.CaptureFixture) -> None:
     assert "doctor" in capsys.readouterr().out
 
 
-HELP_FIRST = """
+WITHOUT_PYTORCH = """
 import sys
-import narrowcast_tools
-sys.argv = ["narrowcast", *sys.argv[1:]]
-code = narrowcast_tools.main()
-print([name for name in sys.modules if name.split(".")[0] in ("torch", "narrowcast", "numpy")])
+from narrowcast_tools.cli import main
+code = main(sys.argv[1:])
+print([name for name in sys.modules if name.split(".")[0] in ("torch", "narrowcast", "numpy", "matplotlib")])
 sys.exit(code)
 """
+NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_commands if one.callback]
 
 
-@pytest.mark.parametrize("words", [[], ["--help"]], ids=" ".join)
-def test_help_answers_without_pytorch(words: list[str], capsys: pytest.CaptureFixture) -> None:
-    """Importing torch takes seconds. The text is that of the command line, which imports it."""
-    command = [sys.executable, "-c", HELP_FIRST, *words]
+@pytest.mark.parametrize(
+    ("words", "code", "answer"),
+    [
+        ([], 0, "Usage: narrowcast [OPTIONS] COMMAND"),
+        (["--help"], 0, "Usage: narrowcast [OPTIONS] COMMAND"),
+        (["--version"], 0, f"narrowcast {nc.__version__}"),
+        *(([name, "--help"], 0, f"Usage: narrowcast {name}") for name in NAMES),
+        (["bake"], 2, "No such command 'bake'"),
+        (["train", "--speed", "9"], 2, "--speed"),
+        (["demo", "--steps", "many"], 2, "you typed: narrowcast demo --steps many; see"),
+        (["plan", "--gpu", "b200"], 2, "unknown GPU 'b200'; --gpu takes one of h100"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_help_and_wrong_options_are_answered_without_pytorch(
+    words: list[str], code: int, answer: str
+) -> None:
+    """Importing torch takes seconds."""
     environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WITHOUT_PYTORCH, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    text, _, loaded = done.stdout.rstrip("\n").rpartition("\n")
-    assert loaded == "[]"
-    assert main(words) == 0
-    assert [line.split() for line in text.splitlines() if line.strip()] == [
-        line.split() for line in capsys.readouterr().out.splitlines() if line.strip()
-    ]
+    assert done.returncode == code, done.stderr
+    assert answer in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_first_step_leaves_the_rest_to_the_command_line(
+def test_what_the_help_states_is_what_the_trainer_has() -> None:
+    shapes = (
+        f"{name}: {c.model.layers} layers of {c.model.dim}/{c.model.hidden}" for name, c in PRESETS.items()
+    )
+    assert ", ".join(shapes) == options.SHAPES
+    assert ", ".join(CHOICES) == options.RECIPES
+    assert (", ".join(ranks.MODES), ranks.TP_SIZE) == (options.MODES, options.TP_SIZE)
+    assert (demos.CONFIG.steps, demos.QUICK.steps) == (options.DEMO_STEPS, options.QUICK_STEPS)
+    assert {TrainConfig.seed, demos.CONFIG.seed} == {options.SEED} and TrainConfig.accumulate == 1
+    assert (Choice.temperature, Choice.top_k) == (options.TEMPERATURE, options.TOP_K)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_command_takes_the_options_that_it_declares(name: str) -> None:
+    (declared,) = (
+        one.callback for one in cli.app.registered_commands if one.callback and one.callback.__name__ == name
+    )
+    room = f"{name}.command" if name in ("bench", "plan") else "train.commands"
+    work = getattr(importlib.import_module(f"narrowcast_tools.{room}"), name)
+    given = dict.fromkeys(inspect.signature(declared).parameters)
+    inspect.signature(work).bind(**given)
+    if name == "plan":
+        given = {key: None for key in given if key != "json"}
+        inspect.signature(importlib.import_module("narrowcast_tools.plan").plan).bind(**given)
+
+
+def test_a_command_without_a_package_of_the_extra(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["narrowcast", "bake"])
-    assert narrowcast_tools.main() == 2
-    assert "bake" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["narrowcast", "--help"])
-    monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.setattr(cli, "MISSING", "typer")
-    assert narrowcast_tools.main() == 2
+    assert main(["--help"]) == 2
     assert "the package typer is missing" in capsys.readouterr().err
 
 

@@ -1,11 +1,10 @@
-"""The command `narrowcast bench`."""
+"""The work of `narrowcast bench`; `cli.commands` has its options."""
 
 from __future__ import annotations
 
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
@@ -20,20 +19,18 @@ from .works import works
 
 
 def bench(
-    suite: Annotated[str, typer.Argument(help="layers, models, all, or tiny: a check in seconds.")] = "all",
-    only: Annotated[str, typer.Option(help="Works whose name contains this.")] = "",
-    recipes: Annotated[str, typer.Option(help="Recipes, with commas between.")] = "delayed,current,block",
-    modes: Annotated[str, typer.Option(help="Of eager, compiled, graphs, with commas.")] = "eager,compiled",
-    device: Annotated[str, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = "",
-    out: Annotated[Path | None, typer.Option(help="Folder for bench.csv and bench.png.")] = None,
-    seconds: Annotated[
-        int,
-        typer.Option(help="That a contender may take on a work, compiling included; 0: as long as it likes."),
-    ] = 300,
-    minutes: Annotated[float, typer.Option(help="After which nothing more is started; 0: no end.")] = 0.0,
-    resume: Annotated[bool, typer.Option(help="Keep what bench.csv in --out has, measure the rest.")] = False,
+    suite: str,
+    *,
+    only: str,
+    recipes: str,
+    modes: str,
+    device: str,
+    out: Path | None,
+    seconds: int,
+    minutes: float,
+    resume: bool,
 ) -> int:
-    """Time layers and training steps beside bf16, and beside torchao, Transformer Engine and Liger where installed."""
+    """Run `narrowcast bench`; return its exit code."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device is {device!r}; use cuda with a GPU that torch sees, or cpu")

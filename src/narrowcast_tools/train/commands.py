@@ -1,18 +1,13 @@
-"""The commands `train`, `bench`, `plan`, `compare`, `generate`, `demo`, `presets` and `doctor`."""
+"""The work of `train`, `compare`, `generate`, `demo`, `presets` and `doctor`; `cli.commands` has their options."""
 
 from dataclasses import asdict, replace
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
-from narrowcast._version import __version__
-
-from ..bench.command import bench
-from ..plan.command import plan
-from . import options as o
 from .atomic import writing_into
 from .comparison import compare_runs, write_comparison
 from .config import TrainConfig, override, require_compiler, require_graphs, resolve_device
@@ -31,69 +26,30 @@ from .report import terminal_table
 from .session import run_in, series
 from .tokens import load_tokens
 
-app = typer.Typer(
-    name="narrowcast",
-    help="Train a small Transformer in low precision, compare the recipes, check what this machine runs.",
-    add_completion=False,
-)
 
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"narrowcast {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def program(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command()
 def train(
     context: typer.Context,
-    preset: o.Preset = "tiny",
-    data: o.Data = None,
-    tokenizer: o.TokenizerFile = None,
-    recipe: o.Recipe = "bf16",
-    recipe_table: o.RecipeTable = None,
-    keep_bf16: o.KeepBf16 = "",
-    out: o.RunFolder = None,
-    resume: o.Resume = False,
-    tensorboard: o.TensorBoard = False,
-    parallel: o.Parallel = None,
-    tp_size: o.TpSize = None,
-    device: o.Device = "auto",
-    seed: o.Seed = TrainConfig.seed,
-    seeds: o.Seeds = 1,
-    compile: o.Compile = False,
-    by_block: o.ByBlock = False,
-    graphs: o.Graphs = False,
-    emulate: o.Emulate = False,
-    recompute: o.Recompute = False,
-    accumulate: o.Accumulate = TrainConfig.accumulate,
-    steps: o.Steps = None,
-    batch_size: o.BatchSize = None,
-    seq_len: o.SeqLen = None,
-    lr: o.LearningRate = None,
-    warmup: o.Warmup = None,
-    weight_decay: o.WeightDecay = None,
-    clip: o.Clip = None,
-    eval_every: o.EvalEvery = None,
-    eval_batches: o.EvalBatches = None,
-    save_every: o.SaveEvery = None,
-    dim: o.Dim = None,
-    layers: o.Layers = None,
-    heads: o.Heads = None,
-    kv_heads: o.KvHeads = None,
-    hidden: o.Hidden = None,
-    tie_embeddings: o.TieEmbeddings = None,
+    *,
+    preset: str,
+    data: Path | None,
+    tokenizer: Path | None,
+    recipe: str,
+    recipe_table: Path | None,
+    out: Path | None,
+    resume: bool,
+    tensorboard: bool,
+    parallel: str | None,
+    tp_size: int | None,
+    device: str,
+    seed: int,
+    seeds: int,
+    compile: bool,
+    by_block: bool,
+    graphs: bool,
+    seq_len: int | None,
+    **settings: Any,
 ) -> None:
-    """Train a small Llama-style model on text; with several recipes or seeds, compare them."""
+    """Run `narrowcast train`: one run, or one for each recipe and seed and their comparison."""
     given = dict(context.params)
     start = find_preset(preset)
     tokens = load_tokens(tokenizer)
@@ -158,15 +114,8 @@ def _count(seeds: int) -> int:
     return seeds
 
 
-@app.command()
-def compare(
-    context: typer.Context,
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that hold some.")],
-    out: Annotated[
-        Path, typer.Option(help="Folder for loss.png, losses.csv, summary.csv and results.json.")
-    ] = Path("runs/comparison"),
-) -> None:
-    """Compare finished runs of train: a table, a picture with the spread over seeds, and the numbers."""
+def compare(context: typer.Context, runs: list[Path], out: Path) -> None:
+    """Run `narrowcast compare`."""
     with run_folder(out, resume=False):
         _compare(runs, out, context.obj)
 
@@ -179,28 +128,22 @@ def _compare(runs: list[Path], out: Path, command: str) -> None:
     typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / 'summary.csv'}, {out / 'losses.csv'}")
 
 
-@app.command()
 def generate(
-    run: Annotated[Path, typer.Argument(help="Folder of a run of train, or of one of its checkpoints.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.", show_default="a line's end")] = "\n",
-    tokens: Annotated[int, typer.Option(help="Tokens to make.")] = 100,
-    temperature: Annotated[
-        float, typer.Option(help="Below 1 likelier tokens, above 1 rarer ones; 0 takes the likeliest.")
-    ] = Choice.temperature,
-    top_k: Annotated[
-        int, typer.Option(help="Draw from so many of the likeliest tokens; 0 draws from all.")
-    ] = Choice.top_k,
-    samples: Annotated[int, typer.Option(help="Continuations that are made together.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
-    recipe: Annotated[
-        str | None, typer.Option(help="Recipe in place of the run's, such as bf16.", show_default="the run's")
-    ] = None,
-    device: o.Device = "auto",
-    compile: o.Compile = False,
-    graphs: o.Graphs = False,
-    emulate: o.Emulate = False,
+    run: Path,
+    *,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    samples: int,
+    seed: int,
+    recipe: str | None,
+    device: str,
+    compile: bool,
+    graphs: bool,
+    emulate: bool,
 ) -> None:
-    """Continue a text with a trained model, token by token, keeping keys and values in a cache."""
+    """Run `narrowcast generate`."""
     choice = Choice(temperature, top_k)
     place = resolve_device(device)
     if graphs:
@@ -219,36 +162,21 @@ def generate(
     progress.note(answer.pace)
 
 
-@app.command()
 def demo(
     context: typer.Context,
-    data: o.Data = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help=f"{QUICK.steps} steps: half a minute on two CPU cores.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for loss.png and results.json.",
-            show_default="runs/demo, with --quick runs/demo-quick",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted demo; repeat its other options.")
-    ] = False,
-    write_docs: o.Document = None,
-    device: o.Device = "auto",
-    compile: o.Compile = False,
-    emulate: o.Emulate = False,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Optimizer steps per recipe.", show_default=f"{CONFIG.steps}, with --quick {QUICK.steps}"
-        ),
-    ] = None,
-    seed: o.Seed = CONFIG.seed,
+    *,
+    data: Path | None,
+    quick: bool,
+    out: Path | None,
+    resume: bool,
+    write_docs: Path | None,
+    device: str,
+    compile: bool,
+    emulate: bool,
+    steps: int | None,
+    seed: int,
 ) -> None:
-    """Train each recipe that GPUs run natively on the same text; show table and picture of their losses."""
+    """Run `narrowcast demo`."""
     config = override(
         QUICK if quick else CONFIG,
         device=resolve_device(device),
@@ -273,21 +201,13 @@ def demo(
     typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / 'results.json'}")
 
 
-app.command()(bench)
-app.command()(plan)
-
-
-@app.command()
 def presets() -> None:
-    """Show what each --preset of train sets."""
+    """Run `narrowcast presets`."""
     Console().print(presets_table())
 
 
-@app.command()
-def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, for programs.")] = False,
-) -> int:
-    """Show what this machine runs natively, what it emulates, and the versions found."""
+def doctor(json: bool) -> int:
+    """Run `narrowcast doctor`; return its exit code."""
     findings = []
     for finding in examine():
         findings.append(finding)

@@ -5,13 +5,16 @@ from typing import Annotated
 
 import typer
 
-from .presets import PRESETS
-from .ranks import MODES, TP_SIZE
-from .recipes import CHOICES
-
-SHAPES = ", ".join(
-    f"{name}: {c.model.layers} layers of {c.model.dim}/{c.model.hidden}" for name, c in PRESETS.items()
+# What the help says of the trainer's tables, which need PyTorch; a test compares the two.
+SHAPES = (
+    "tiny: 4 layers of 256/704, 125m: 12 layers of 768/2048, 1b: 16 layers of 2048/8192, "
+    "8b-slice: 4 layers of 4096/14336"
 )
+RECIPES = "bf16, delayed, current, mxfp8, block, nvfp4, mxfp6, mxfp4"
+MODES, TP_SIZE = "fsdp, tp, fsdp+tp", 2
+DEMO_STEPS, QUICK_STEPS, SEED = 240, 60, 0
+TEMPERATURE, TOP_K = 0.8, 50
+
 OF_PRESET = "preset's"
 SCHEDULE, MODEL, SPEED = "Batch and schedule", "Shape of the model", "Memory and speed"
 
@@ -44,7 +47,7 @@ Document = Annotated[
 Parallel = Annotated[
     str | None,
     _option(
-        f"Under torchrun: {', '.join(MODES)}. One run in all its processes; left out: one process.",
+        f"Under torchrun: {MODES}. One run in all its processes; left out: one process.",
         default=False,
     ),
 ]
@@ -56,7 +59,7 @@ Device = Annotated[str, _option("auto, cpu or cuda.")]
 Preset = Annotated[str, _option(f"Shape, batch and schedule. {SHAPES}. All of it: narrowcast presets.")]
 Recipe = Annotated[
     str,
-    _option(f"none (the same as bf16), {', '.join(CHOICES)}; or several, separated by commas, to compare."),
+    _option(f"none (the same as bf16), {RECIPES}; or several, separated by commas, to compare."),
 ]
 RecipeTable = Annotated[
     Path | None,

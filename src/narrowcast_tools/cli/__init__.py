@@ -1,26 +1,37 @@
-"""The console command `narrowcast`: turns every foreseen failure into one line and an exit code."""
+"""The console command `narrowcast`: turns every foreseen failure into one line and an exit code.
+
+PyTorch takes seconds to import. `--help`, `--version` and wrong options are answered without it: `commands` only
+declares the options, and each command imports its work when it runs.
+"""
+
+from __future__ import annotations
 
 import shlex
 import sys
 from collections.abc import Sequence
 from typing import cast
 
-from narrowcast import _environment as environment
-
 EXTRA = {"matplotlib", "numpy", "rich", "safetensors", "typer"}
 INTERRUPTED = 130
 RESUMABLE = {"train", "demo"}
 MISSING: str | None = None
 
+
+def _missing(error: ModuleNotFoundError) -> str:
+    """Return the package of the extra that is missing, or raise the error if it is no such package."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRA:
+        raise error
+    return package
+
+
 try:
     import typer
 
-    from .train.commands import app
-    from .train.errors import SettingsError, TrainingError
+    from ..train.errors import SettingsError, TrainingError
+    from .commands import app
 except ModuleNotFoundError as error:
-    if error.name is None or error.name.partition(".")[0] not in EXTRA:
-        raise
-    MISSING = error.name.partition(".")[0]
+    MISSING = _missing(error)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exit code: 0 done, 1 the work failed, 2 the command or a setting is wrong, 130 interrupted.
     """
     if MISSING is not None:
-        return _fail(f"the package {MISSING} is missing; run: pip install 'narrowcast[train]'", 2)
+        return _fail(_install(MISSING), 2)
     words = list(sys.argv[1:] if arguments is None else arguments)
     typed = shlex.join(["narrowcast", *words])
     # Typer exports BadParameter and not its base class, which every wrong command line raises.
@@ -41,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # Typer's own handling prints a usage text and a frame around each message.
         code = app(args=words or ["--help"], prog_name="narrowcast", standalone_mode=False, obj=typed) or 0
+    except ModuleNotFoundError as error:
+        return _fail(_install(_missing(error)), 2)
     except SettingsError as error:
         return _fail(str(error), 2)
     except TrainingError as error:
@@ -56,12 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _install(package: str) -> str:
+    return f"the package {package} is missing; run: pip install 'narrowcast[train]'"
+
+
 def _fail(message: str, code: int) -> int:
-    rank = environment.read_foreign("RANK") or "0"  # of a process of torchrun
-    program = "narrowcast" if rank == "0" else f"narrowcast, rank {rank}"
+    # the library reads the environment; a command that fails before importing it fails alike in every process
+    environment = sys.modules.get("narrowcast._environment")
+    rank = environment.read_foreign("RANK") if environment else None  # of a process of torchrun
+    program = f"narrowcast, rank {rank}" if rank and rank != "0" else "narrowcast"
     print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,224 @@
+"""The commands: names, options and help. Each is declared without a body, and its work is imported when it runs."""
+
+from __future__ import annotations
+
+import functools
+import runpy
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..plan.layout import BATCH, BATCH_PER_GPU
+from . import options as o
+
+app = typer.Typer(
+    name="narrowcast",
+    help="Train a small Transformer in low precision, compare the recipes, check what this machine runs.",
+    add_completion=False,
+)
+
+
+def _command(module: str) -> Callable[[Callable[..., Any]], None]:
+    """Declare a command by a function's name, options and docstring.
+
+    Args:
+        module: of narrowcast_tools; its function of the same name takes the options and does the work.
+    """
+
+    def declare(declaration: Callable[..., Any]) -> None:
+        @app.command()
+        @functools.wraps(declaration)
+        def run(**given: Any) -> Any:
+            return getattr(import_module(f"narrowcast_tools.{module}"), declaration.__name__)(**given)
+
+    return declare
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        library = find_spec("narrowcast")  # importing the library would load PyTorch
+        assert library is not None and library.origin is not None
+        version = runpy.run_path(str(Path(library.origin).with_name("_version.py")))["__version__"]
+        typer.echo(f"narrowcast {version}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@_command("train.commands")
+def train(
+    context: typer.Context,
+    preset: o.Preset = "tiny",
+    data: o.Data = None,
+    tokenizer: o.TokenizerFile = None,
+    recipe: o.Recipe = "bf16",
+    recipe_table: o.RecipeTable = None,
+    keep_bf16: o.KeepBf16 = "",
+    out: o.RunFolder = None,
+    resume: o.Resume = False,
+    tensorboard: o.TensorBoard = False,
+    parallel: o.Parallel = None,
+    tp_size: o.TpSize = None,
+    device: o.Device = "auto",
+    seed: o.Seed = o.SEED,
+    seeds: o.Seeds = 1,
+    compile: o.Compile = False,
+    by_block: o.ByBlock = False,
+    graphs: o.Graphs = False,
+    emulate: o.Emulate = False,
+    recompute: o.Recompute = False,
+    accumulate: o.Accumulate = 1,
+    steps: o.Steps = None,
+    batch_size: o.BatchSize = None,
+    seq_len: o.SeqLen = None,
+    lr: o.LearningRate = None,
+    warmup: o.Warmup = None,
+    weight_decay: o.WeightDecay = None,
+    clip: o.Clip = None,
+    eval_every: o.EvalEvery = None,
+    eval_batches: o.EvalBatches = None,
+    save_every: o.SaveEvery = None,
+    dim: o.Dim = None,
+    layers: o.Layers = None,
+    heads: o.Heads = None,
+    kv_heads: o.KvHeads = None,
+    hidden: o.Hidden = None,
+    tie_embeddings: o.TieEmbeddings = None,
+) -> None:
+    """Train a small Llama-style model on text; with several recipes or seeds, compare them."""
+
+
+@_command("train.commands")
+def compare(
+    context: typer.Context,
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that hold some.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder for loss.png, losses.csv, summary.csv and results.json.")
+    ] = Path("runs/comparison"),
+) -> None:
+    """Compare finished runs of train: a table, a picture with the spread over seeds, and the numbers."""
+
+
+@_command("train.commands")
+def generate(
+    run: Annotated[Path, typer.Argument(help="Folder of a run of train, or of one of its checkpoints.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.", show_default="a line's end")] = "\n",
+    tokens: Annotated[int, typer.Option(help="Tokens to make.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(help="Below 1 likelier tokens, above 1 rarer ones; 0 takes the likeliest.")
+    ] = o.TEMPERATURE,
+    top_k: Annotated[
+        int, typer.Option(help="Draw from so many of the likeliest tokens; 0 draws from all.")
+    ] = o.TOP_K,
+    samples: Annotated[int, typer.Option(help="Continuations that are made together.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
+    recipe: Annotated[
+        str | None, typer.Option(help="Recipe in place of the run's, such as bf16.", show_default="the run's")
+    ] = None,
+    device: o.Device = "auto",
+    compile: o.Compile = False,
+    graphs: o.Graphs = False,
+    emulate: o.Emulate = False,
+) -> None:
+    """Continue a text with a trained model, token by token, keeping keys and values in a cache."""
+
+
+@_command("train.commands")
+def demo(
+    context: typer.Context,
+    data: o.Data = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"{o.QUICK_STEPS} steps: half a minute on two CPU cores.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for loss.png and results.json.",
+            show_default="runs/demo, with --quick runs/demo-quick",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted demo; repeat its other options.")
+    ] = False,
+    write_docs: o.Document = None,
+    device: o.Device = "auto",
+    compile: o.Compile = False,
+    emulate: o.Emulate = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Optimizer steps per recipe.", show_default=f"{o.DEMO_STEPS}, with --quick {o.QUICK_STEPS}"
+        ),
+    ] = None,
+    seed: o.Seed = o.SEED,
+) -> None:
+    """Train each recipe that GPUs run natively on the same text; show table and picture of their losses."""
+
+
+@_command("bench.command")
+def bench(
+    suite: Annotated[str, typer.Argument(help="layers, models, all, or tiny: a check in seconds.")] = "all",
+    only: Annotated[str, typer.Option(help="Works whose name contains this.")] = "",
+    recipes: Annotated[str, typer.Option(help="Recipes, with commas between.")] = "delayed,current,block",
+    modes: Annotated[str, typer.Option(help="Of eager, compiled, graphs, with commas.")] = "eager,compiled",
+    device: Annotated[str, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Folder for bench.csv and bench.png.")] = None,
+    seconds: Annotated[
+        int,
+        typer.Option(help="That a contender may take on a work, compiling included; 0: as long as it likes."),
+    ] = 300,
+    minutes: Annotated[float, typer.Option(help="After which nothing more is started; 0: no end.")] = 0.0,
+    resume: Annotated[bool, typer.Option(help="Keep what bench.csv in --out has, measure the rest.")] = False,
+) -> None:
+    """Time layers and training steps beside bf16, and beside torchao, Transformer Engine and Liger where installed."""
+
+
+@_command("plan.command")
+def plan(
+    model: Annotated[str, typer.Option(help="8b, 70b, 405b (Llama 3) or 671b (DeepSeek-V3).")] = "8b",
+    gpus: Annotated[int, typer.Option(help="GPUs, 8 to a host.")] = 8,
+    recipe: Annotated[str, typer.Option(help="bf16, delayed, current or block.")] = "current",
+    gpu: Annotated[str, typer.Option(help="h100, h200 or h800.")] = "h200",
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a step, over all GPUs.",
+            show_default=f"{BATCH_PER_GPU:,} per GPU, at most {BATCH:,}",
+        ),
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 8192,
+    tp: Annotated[int, typer.Option(help="Ranks of tensor parallelism; 0 searches.")] = 0,
+    pp: Annotated[int, typer.Option(help="Ranks of the pipeline; 0 searches.")] = 0,
+    ep: Annotated[int, typer.Option(help="Ranks of expert parallelism; 0 searches.")] = 0,
+    recompute: Annotated[
+        bool | None, typer.Option(help="Recompute every layer.", show_default="searched")
+    ] = None,
+    fp8_gather: Annotated[
+        bool | None, typer.Option(help="Gather weights quantized.", show_default="with FP8")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON: bytes and seconds.")] = False,
+) -> None:
+    """Estimate memory, traffic and time of a training step on many GPUs; nothing runs."""
+
+
+@_command("train.commands")
+def presets() -> None:
+    """Show what each --preset of train sets."""
+
+
+@_command("train.commands")
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, for programs.")] = False,
+) -> None:
+    """Show what this machine runs natively, what it emulates, and the versions found."""
