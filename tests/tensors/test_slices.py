@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 from typing import Any
 
@@ -87,6 +89,52 @@ def test_strides_of_a_later_part_count_from_its_own_start_or_are_refused() -> No
             assert torch.equal(view.as_strided((2,), (1,)).clone(), expected[0, :2])
     assert torch.equal(tensor[:128].as_strided((32, 32), (32, 1), 0).clone(), tensor.dequantize()[:32])
     assert torch.equal(tensor.as_strided((32, 32), (32, 1), 64 * 32).clone(), tensor.dequantize()[64:96])
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_copies_of_a_part_know_where_it_begins(weights_only: bool) -> None:
+    """PyTorch's deep copies and files keep the whole memory, in which an offset counts."""
+    tensor = nc.MXFP8Quantizer(E4M3).quantize(torch.randn(256, 32))
+    columns = nc.IdentityQuantizer().quantize(torch.randn(1, 2))
+    for part in (tensor[128:], tensor[128:].flatten(), tensor[128:][3], columns[:, 1:]):
+        for copied in (copy.deepcopy(part), saved(part, weights_only)):
+            for same in (copied, copied.detach(), copy.deepcopy(copied), saved(copied, weights_only)):
+                with pytest.raises(RuntimeError, match="counts from the start of the whole tensor"):
+                    same.as_strided((1,), (1,), 0)
+                assert torch.equal(same.clone(), part.clone())
+    loaded = saved(tensor[128:], weights_only)
+    assert not loaded.zero_().any() and tensor.dequantize()[128:].any()
+
+
+def test_a_copied_row_counts_from_the_start_of_its_tensor() -> None:
+    tensor = nc.MXFP8Quantizer(E4M3).quantize(torch.randn(64, 32))
+    for row in (copy.deepcopy(tensor[3]), saved(tensor[3], True)):
+        assert type(row) is torch.Tensor and row.storage_offset() == 3 * 32
+        assert torch.equal(row.as_strided((32,), (1,), 32), tensor.dequantize()[1])
+    with pytest.raises(RuntimeError, match="graph leaves"):  # as a row of any tensor
+        copy.deepcopy(torch.nn.Parameter(tensor)[3])
+
+
+def test_a_graph_of_a_whole_tensor_does_not_take_a_part() -> None:
+    """It wrote to the part, and counted from the part's start, in silence."""
+    quantizer = nc.MXFP8Quantizer(E4M3)
+    tensor, whole = quantizer.quantize(torch.randn(256, 32)), quantizer.quantize(torch.randn(128, 32))
+    before = tensor.dequantize()
+    written = torch.compile(lambda t: t.mul_(2) + 1, backend="aot_eager")
+    counted = torch.compile(lambda t: t.as_strided((32, 32), (32, 1), 0) + 1, backend="aot_eager")
+    for run, message in ((written, "through a view"), (counted, "counts from the start")):
+        run(whole)
+        for part in (tensor[128:], tensor[128:].to_dtype(torch.float32)):
+            with pytest.raises(Exception, match=message):
+                run(part)
+    assert torch.equal(tensor.dequantize(), before)
+
+
+def saved(value: torch.Tensor, weights_only: bool) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def test_a_view_of_a_part_refuses_writes_as_the_part_does() -> None:

@@ -27,7 +27,9 @@ from .transposing import transposed
 
 _CLASSES = [getattr(named, name) for name in named.__all__]
 _WRAPPERS = [cls for cls in _CLASSES if issubclass(cls, QuantizedTensor)]
-torch.serialization.add_safe_globals([rebuild_quantized_tensor, rebuild_grouped_tensor, *_WRAPPERS])
+torch.serialization.add_safe_globals(
+    [rebuild_quantized_tensor, rebuild_grouped_tensor, DequantizedView, *_WRAPPERS]
+)
 
 __all__ = [
     "DequantizedView",

@@ -6,6 +6,7 @@ the end, so a write through it would be lost: :class:`DequantizedView` refuses i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -183,10 +184,24 @@ class DequantizedView(Tensor):
         return self.clone().tolist()
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.clone()
+        """Copy the values with all memory that they lie in, as PyTorch does: offsets of ``as_strided`` count in it.
+
+        A later part's values do not lie in the memory of the whole tensor, so their copy stays a view that knows it.
+
+        Raises:
+            RuntimeError: the view has a history, as for any tensor.
+        """
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)
+        values = copy.deepcopy(self._held, memo)
+        return DequantizedView(values, self._begins) if self._begins else values
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._held.__reduce_ex__(protocol)
+        return (
+            (DequantizedView, (self._held, self._begins))
+            if self._begins
+            else self._held.__reduce_ex__(protocol)
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._held!r})"

@@ -256,6 +256,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
             arguments["fake_dtype"] = dtype
         wrapper = cls(**arguments)
         wrapper._mark_as(tensor)
+        wrapper._is_part, wrapper._begins = tensor._is_part, tensor._begins
         return wrapper
 
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
@@ -267,15 +268,14 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self._dtype}, {usages}, {self._quantizer!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild_quantized_tensor, (
-            type(self),
-            self.get_metadata(),
-            isinstance(self, torch.nn.Parameter),
-        )
+        arguments = (type(self), self.get_metadata(), isinstance(self, torch.nn.Parameter))
+        return rebuild_quantized_tensor, (*arguments, self._begins) if self._begins else arguments
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         present = [a for a, _ in self._FLATTEN_TENSOR_BUFFERS if getattr(self, a) is not None]
         context = flatten_context(type(self), self.requires_grad, self._quantizer, self._dtype)
+        if self._is_part or self._begins:  # else a graph made for a whole tensor would write to a part
+            context["part"] = self._is_part, self._begins
         return present, context if self._quantizer._value_text() else _ByIdentity(context)
 
 
@@ -307,9 +307,13 @@ def storage_of(tensor: QuantizedTensor, shape: tuple[int, ...] | None = None) ->
 
 
 def rebuild_quantized_tensor(
-    cls: type[QuantizedTensor], metadata: dict[str, Any], is_parameter: bool
+    cls: type[QuantizedTensor], metadata: dict[str, Any], is_parameter: bool, begins: int = 0
 ) -> QuantizedTensor:
     """Inverse of pickling; public by name, because files refer to it.
+
+    Args:
+        cls, metadata: of the tensor. is_parameter: make a parameter of it.
+        begins: place in the whole tensor of which it was a part; written for later parts only.
 
     Raises:
         ValueError: no class of quantized tensors, or a buffer that is not as the quantizer describes it for this
@@ -320,6 +324,7 @@ def rebuild_quantized_tensor(
             f"the file holds a quantized tensor of class {cls!r}; it was not saved by narrowcast"
         )
     tensor = cls(**metadata)
+    tensor._begins = begins
     described = tensor._quantizer.with_usage(**tensor.get_usages())._describe_buffers(  # type: ignore[attr-defined]
         tuple(tensor.shape), tensor.dtype
     )
@@ -338,8 +343,8 @@ def rebuild_quantized_tensor(
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, tensor: QuantizedTensor) -> QuantizedTensor:
     same = with_attributes_of(tensor, tensor._like(lambda buffer: buffer))
-    if tensor._is_part:
-        same._is_part, same._begins = True, tensor._begins
+    if tensor._is_part or tensor._begins:
+        same._is_part, same._begins = tensor._is_part, tensor._begins
     return same
 
 

@@ -426,9 +426,12 @@ class QuantizedTensorStorage(BufferHolder):
         if context["is_wrapper"]:
             extra = {"requires_grad": context["requires_grad"], "stride": outer_stride}
         shape = None if outer_size is None else tuple(outer_size)
-        return cls(
+        made: Any = cls(
             shape=shape, quantizer=context["quantizer"], fake_dtype=context["fake_dtype"], **buffers, **extra
         )
+        if "part" in context:
+            made._is_part, made._begins = context["part"]
+        return made
 
 
 def shapes_of(storage: BufferHolder) -> list[torch.Size | None]:
