@@ -12,15 +12,18 @@ from rich.console import Console
 
 from narrowcast._version import __version__
 
+from .account import measure_ceilings, take_account
+from .account_show import account_table, waterfall, write_account
 from .measure import Result, contenders
 from .show import picture, read_csv, table, write_csv
 from .worker import Worker
-from .works import works
+from .works import ACCOUNT_MODELS, works
 
 
 def bench(
     suite: str,
     *,
+    model: str,
     only: str,
     recipes: str,
     modes: str,
@@ -38,22 +41,20 @@ def bench(
         raise typer.BadParameter(f"--seconds is {seconds} and --minutes {minutes}; use 0 or more")
     if resume and out is None:
         raise typer.BadParameter("--resume needs --out, the folder with the results to go on from")
+    if suite == "account":
+        if device == "cpu" or only or resume:
+            raise typer.BadParameter(
+                "bench account needs a GPU, and takes --model, --recipes and --out alone"
+            )
+        return _account(model, _words(recipes), out)
     words = _words(recipes), _words(modes), device == "cpu"
     try:
         chosen = works(suite, only)
         running = list(contenders(*words))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    machine = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, emulated",
-        "torch": torch.__version__,
-        "narrowcast": __version__,
-        "date": f"{datetime.now():%Y-%m-%d}",
-    }
-    title = (
-        f"narrowcast bench {suite}: {machine['device']}, torch {machine['torch']}, "
-        f"narrowcast {machine['narrowcast']}, {machine['date']}"
-    )
+    machine = _machine(device)
+    title = _title(suite, machine)
     known = read_csv(out / "bench.csv", machine) if resume and out is not None else {}
     results: list[Result] = []
     console, start = Console(), time.monotonic()
@@ -87,6 +88,48 @@ def bench(
     if out is not None:
         console.print(f"wrote {out / 'bench.csv'} and {out / 'bench.png'}", highlight=False)
     return 0
+
+
+def _account(model: str, recipes: list[str], out: Path | None) -> int:
+    """Print the account of a model's step in bf16 and with each recipe; write account.csv and account.png."""
+    if model not in ACCOUNT_MODELS:
+        raise typer.BadParameter(
+            f"--model is {model!r}; bench account takes one of {', '.join(ACCOUNT_MODELS)}"
+        )
+    try:
+        running = [one for one in contenders(recipes, ["compiled"], False) if one.name in ("bf16", *recipes)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    machine, console = _machine("cuda"), Console()
+    title = _title(f"account --model {model}", machine)
+    ceilings, accounts = measure_ceilings(), []
+    for contender in running:
+        with console.status(f"{contender.name}: compiling and profiling"):
+            accounts.append(take_account(ACCOUNT_MODELS[model], contender, ceilings))
+        console.print(account_table(accounts[-1], ACCOUNT_MODELS[model].name))
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            write_account(accounts, ceilings, out / "account.csv", machine)
+            (out / "account.png").write_bytes(waterfall(accounts, title))
+    if out is not None:
+        console.print(f"wrote {out / 'account.csv'} and {out / 'account.png'}", highlight=False)
+    return 0
+
+
+def _machine(device: str) -> dict[str, str]:
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, emulated",
+        "torch": torch.__version__,
+        "narrowcast": __version__,
+        "date": f"{datetime.now():%Y-%m-%d}",
+    }
+
+
+def _title(what: str, machine: dict[str, str]) -> str:
+    return (
+        f"narrowcast bench {what}: {machine['device']}, torch {machine['torch']}, "
+        f"narrowcast {machine['narrowcast']}, {machine['date']}"
+    )
 
 
 def _told(result: Result) -> str:

@@ -42,6 +42,8 @@ TINY = (
     Work("grouped 2x(64->64), 32 rows", "grouped", (32, 64, 64, 2)),
     Work("model: 1 layer of 64", "model", (1, 64, 64, 2, 1, 1, 32)),
 )
+ACCOUNT_MODELS = dict(zip(("small", "8b-4", "1b"), MODELS))
+"""Models whose step `narrowcast bench account` takes apart."""
 SUITES = {"layers": LAYERS, "models": MODELS, "all": LAYERS + MODELS, "tiny": TINY}
 
 
@@ -84,25 +86,51 @@ def build(work: Work, layers: Any, device: str) -> nn.Module:
     return layers.LayerNormMLP(width, features, **options, **place)
 
 
+def phases_of(
+    work: Work, module: nn.Module, run: Callable[..., Tensor], device: str, capturable: bool = False
+) -> tuple[tuple[str, Step], ...]:
+    """The training step of a model in three named parts, which run in turn: forward, backward, optimizer.
+
+    Args:
+        run: the module or what was compiled of it.
+        capturable: whether the optimizer's step may be part of a CUDA graph.
+    """
+    *_, batch, length = work.sizes
+    generator = torch.Generator(device).manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (batch, length + 1), device=device, generator=generator)
+    given, wanted = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    fused = device == "cuda"
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=fused, capturable=capturable)
+    losses: list[Tensor] = []
+
+    def forward() -> None:
+        losses.append(run(given, wanted))
+
+    def backward() -> None:
+        losses.pop().backward()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return ("forward", forward), ("backward", backward), ("optimizer", update)
+
+
 def step_of(work: Work, module: nn.Module, run: Callable[..., Tensor], device: str) -> Step:
     """A training step: of a layer forward and backward, of a model with the optimizer.
 
     Args:
         run: the module or what was compiled of it.
     """
-    generator = torch.Generator(device).manual_seed(1)
     if work.kind == "model":
-        *_, batch, length = work.sizes
-        tokens = torch.randint(0, VOCABULARY, (batch, length + 1), device=device, generator=generator)
-        given, wanted = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=device == "cuda")
+        phases = phases_of(work, module, run, device)
 
         def train() -> None:
-            run(given, wanted).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            for _, phase in phases:
+                phase()
 
         return train
+    generator = torch.Generator(device).manual_seed(1)
     rows, width, features, *groups = work.sizes
     x = torch.randn(rows, width, device=device, generator=generator).to(BF16).requires_grad_()
     out = width if work.kind == "feed-forward" else features

@@ -168,7 +168,13 @@ def demo(
 
 @_command("bench.command")
 def bench(
-    suite: Annotated[str, typer.Argument(help="layers, models, all, or tiny: a check in seconds.")] = "all",
+    suite: Annotated[
+        str,
+        typer.Argument(
+            help="layers, models, all, or tiny: a check in seconds; account: where a step's time goes, on a GPU."
+        ),
+    ] = "all",
+    model: Annotated[str, typer.Option(help="Of account: small, 8b-4 (four layers of 8B), 1b.")] = "1b",
     only: Annotated[str, typer.Option(help="Works whose name contains this.")] = "",
     recipes: Annotated[str, typer.Option(help="Recipes, with commas between.")] = "delayed,current,block",
     modes: Annotated[str, typer.Option(help="Of eager, compiled, graphs, with commas.")] = "eager,compiled",
