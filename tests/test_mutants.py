@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,19 @@ def f(x: list[1] = (2), *, deep=True):
     y += 8
     return y
 '''
+IMPORTED = """
+def f(x, z=10):
+    return x + 1
+def make(start):
+    def held(x):
+        return start + x
+    return held
+held = make(2)
+class C:
+    deep = True
+    def method(self, x):
+        return list(4 * y for y in [x])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +71,39 @@ def test_tests_that_execute_the_line_come_first_a_case_of_each_function_at_a_tim
         "t::test_other_line": (0.1, {"state/b.py": hex(0b0110)}),
         "t::test_other_file": (0.1, {"state/a.py": hex(0b1000)}),
     }
-    chosen = tool["choose"](one, {"t": rows}, 20.0)[0]
+    chosen = tool["choose"](one, rows, 20.0)[0]
     assert chosen == ["t::test_x[1]", "t::test_y", "t::test_x[2]"]
-    assert tool["choose"](one, {"t": rows}, 1.0)[0] == ["t::test_x[1]", "t::test_x[2]"]
-    of_file = tool["choose"](one._replace(line=9), {"t": rows}, 20.0)[0]  # what runs on import only
+    assert tool["choose"](one, rows, 1.0)[0] == ["t::test_x[1]", "t::test_x[2]"]
+    of_file = tool["choose"](one._replace(line=9), rows, 20.0)[0]  # what runs on import only
     assert set(of_file) == {"t::test_x[1]", "t::test_x[2]", "t::test_y", "t::test_other_line"}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified name")
+@pytest.mark.parametrize(
+    "old, new, values",
+    [
+        ("x + 1", "x - 1", (0, 3, [4])),
+        ("start + x", "start - x", (2, 1, [4])),  # of a function that another has made
+        ("4 * y", "5 * y", (2, 3, [5])),
+        ("", "", (2, 3, [4])),
+        ("start + x", "x", None),  # a variable of the function around it less
+        ("z=10", "z=11", None),  # runs where the function is made
+        ("deep = True", "deep = False", None),
+    ],
+)
+def test_a_function_is_changed_where_it_is(tool, tmp_path, old, new, values):
+    path = tmp_path / "b.py"
+    path.write_text(IMPORTED)
+    module: dict = {}
+    exec(compile(IMPORTED, str(path), "exec"), module)
+    functions = defaultdict(list)
+    for one in (module["f"], module["make"], module["held"], module["C"].method):
+        functions[str(path), one.__code__.co_qualname, one.__code__.co_firstlineno].append(one)
+    start = IMPORTED.index(old)
+    patch = sys.modules[tool["Session"].__module__].patch
+    assert patch(path, (start, start + len(old), new), functions) == (values is not None)
+    if values:
+        assert (module["f"](1), module["held"](1), module["C"]().method(1)) == values
 
 
 def test_files_that_mirror(tool):

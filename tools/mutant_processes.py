@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 import time
-from collections import Counter
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def run_all(
 ) -> Iterator[tuple[Any, Any, float, Path]]:
     """Call each task's work in a child; yield the task's name, the result (None: it hung), seconds and its folder.
 
-    The number in a task limits its CPU seconds, and six times that its seconds. After ``end`` none begins.
+    The number in a task limits its CPU seconds, and four times that its seconds. After ``end`` none begins.
     """
     running: dict[int, tuple[Any, float, float, Path]] = {}
     free, waiting = [folder / str(number) for number in range(jobs)], iter(tasks)
@@ -50,7 +50,7 @@ def run_all(
             (slot / "result").unlink(missing_ok=True)
             if not (pid := os.fork()):
                 _be_child(slot, seconds, work)
-            running[pid] = name, time.monotonic(), 6 * seconds, slot
+            running[pid] = name, time.monotonic(), 4 * seconds, slot
         if not running:
             return
         time.sleep(0.01)
@@ -74,7 +74,8 @@ def _be_child(slot: Path, seconds: float, work: Work) -> None:
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends when its parent does
-        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
+        if seconds < float("inf"):
+            resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
         resource.setrlimit(resource.RLIMIT_DATA, (12 << 30, 12 << 30))
         log = os.open(slot / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
@@ -86,6 +87,8 @@ def _be_child(slot: Path, seconds: float, work: Work) -> None:
         importlib.import_module("ranks").start_method = lambda: "fork"
         (slot / "unfinished").write_text(json.dumps(work(slot)))
         (slot / "unfinished").rename(slot / "result")
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         leave(0)
@@ -110,13 +113,6 @@ def run_tests(tests: list[str], file: str, change: tuple[int, int, str], slot: P
     return 0, ""
 
 
-def lines_of_tests(file: str, slot: Path) -> dict[str, tuple[float, dict[str, str]]]:
-    """Of each test that passes: its seconds, and the lines of the package that it executes, as the bits of a number."""
-    plugin = _Lines(slot)
-    _run_pytest([file], plugin)
-    return plugin.tests
-
-
 def _run_pytest(arguments: list[str], plugin: Any) -> int:
     pytest = importlib.import_module("pytest")
     options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:unraisableexception"]
@@ -131,43 +127,3 @@ class _Killer:
             self.test = report.nodeid
 
     pytest_collectreport = pytest_runtest_logreport
-
-
-class _Lines:
-    def __init__(self, slot: Path) -> None:
-        self.prefix, self.slot = str(slot / "src" / "narrowcast") + "/", slot
-        self.seen: set[tuple[str, int]] = set()
-        self.tests: dict[str, tuple[float, dict[str, str]]] = {}
-        leave, watch = os._exit, sys.monitoring
-        watch.use_tool_id(watch.COVERAGE_ID, "mutants")
-        watch.register_callback(watch.COVERAGE_ID, watch.events.LINE, self.line)
-        watch.set_events(watch.COVERAGE_ID, watch.events.LINE)
-
-        def leave_lines(code: int) -> None:  # how a rank ends
-            (slot / f"rank{os.getpid()}").write_text(json.dumps(sorted(self.seen)))
-            leave(code)
-
-        os._exit = leave_lines
-
-    def line(self, code: Any, number: int) -> Any:
-        if code.co_filename.startswith(self.prefix):
-            self.seen.add((code.co_filename[len(self.prefix) :], number))
-        return sys.monitoring.DISABLE
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.seen, self.begin, self.passed = set(), time.monotonic(), False
-        sys.monitoring.restart_events()
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        self.passed = report.passed and (self.passed or report.when != "teardown")
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        for rank in self.slot.glob("rank*"):
-            self.seen.update(map(tuple, json.loads(rank.read_text())))
-            rank.unlink()
-        masks: Counter[str] = Counter()
-        for file, number in self.seen:
-            masks[file] += 1 << number
-        if self.passed:
-            taken = round(time.monotonic() - self.begin, 3)
-            self.tests[nodeid] = taken, {file: hex(mask) for file, mask in masks.items()}

@@ -3,9 +3,10 @@
 ``make mutants`` or ``python tools/mutants.py --jobs 2 --minutes 30``, with Python 3.12 or newer. A mutant of
 ``src/narrowcast/A/b.py`` is killed when a test of ``tests/A`` or a ``tests/*/test_b.py`` fails or hangs. A first run
 records which lines each test executes; a mutant then runs the tests of its line alone, one case of every test function
-first, up to the first failure. ``--out`` is added to: a run with the same seed goes on where another stopped, and
-``--retry`` tries its survivors again. Mutants that change nothing are named in ``tools/equivalent_mutants.csv``, with
-the reason, and are not run.
+first, up to the first failure. A process per directory collects the tests and forks for each mutant, which replaces the
+code of a function; a change that runs on import is imported by a new process. ``--out`` is added to: a run with the
+same seed goes on where another stopped, and ``--retry`` tries its survivors again. Mutants that change nothing are
+named in ``tools/equivalent_mutants.csv``, with the reason, and are not run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import copy
 import csv
 import gzip
 import hashlib
+import inspect
 import json
 import os
 import platform
@@ -31,7 +33,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mutant_processes import ROOT, lines_of_tests, run_all, run_tests, warm_up
+from mutant_processes import ROOT, run_all, run_tests, warm_up
+from mutant_session import Session
 
 PACKAGE = ROOT / "src" / "narrowcast"
 EQUIVALENT = ROOT / "tools" / "equivalent_mutants.csv"
@@ -48,8 +51,12 @@ OPERATORS = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
-# Where else a room is tested: its base classes are, as the modules that they are the base of.
-ELSEWHERE = {"layers": ("nn/test_linear*.py", "nn/test_grouped_linear.py", "nn/test_pa*.py")}
+# Where else a room is tested: quantizers as operands of GEMMs, base classes as the modules that they are the base of.
+ELSEWHERE = {
+    "quantizers": ("functional/test_gemm*.py", "functional/test_grouped_gemm.py"),
+    "layers": ("nn/test_linear*.py", "nn/test_grouped_linear.py", "nn/test_pa*.py"),
+}
+WORDS = {-1: "hung", 0: "survived", 1: "killed"}
 COLUMNS = ("room", "mutants", "killed", "hung", "survived", "no test", "percent")
 
 
@@ -152,36 +159,105 @@ def tests_for(file: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in paths}
 
 
-def record(store: Path, drawn: list[Mutant], folder: Path, jobs: int) -> dict[str, Any]:
-    """Seconds and lines of the mutants' tests, recorded again where these or a room that they are for changed."""
-    rooms: dict[str, set[str]] = defaultdict(set)
-    for one in drawn:
-        for test in tests_for(one.file):
-            rooms[test].add(one.file.split("/")[0])
-    now = {}
-    for file in sorted(rooms):
-        read = [
-            ROOT / file,
-            *(path for room in sorted(rooms[file]) for path in sorted((PACKAGE / room).glob("*.py"))),
+class Room:
+    """The mutants of a directory: their tests are collected once, in a process of its own.
+
+    Its results are JSON lines in ``given.out``.
+    """
+
+    def __init__(
+        self, name: str, drawn: list[Mutant], given: argparse.Namespace, end: float, folder: Path
+    ) -> None:
+        self.name, self.drawn, self.given, self.end, self.folder = name, drawn, given, end, folder
+        self.files = sorted({test for one in drawn for test in tests_for(one.file)})
+        self.say = partial(print, file=os.fdopen(os.dup(1), "w"), flush=True)  # a child's own output is a log
+        self.package = folder / "room/0/src/narrowcast"
+
+    def run(self, slot: Path) -> list[str]:
+        """Record lines, then run the mutants in place. Returns the keys of those that a new import is left to."""
+        self.left: list[str] = []
+        options = ["-m", self.given.marked] if self.given.marked else []
+        session = Session(self.package)
+        if session.run(self.files, options, self._run):
+            self.say((slot / "log").read_text()[-5000:])
+        return self.left
+
+    def _run(self, session: Session) -> None:
+        tests = self.record(session)
+        self.say(f"{self.name}: {len(self.drawn)} mutants, {len(session.items)} tests, {len(tests)} recorded")
+        tasks = []
+        for one in self.drawn:
+            chosen, seconds = choose(one, tests, self.given.budget)
+            if not chosen:
+                self.note(one, "no test")
+                continue
+            timed = [(name, tests[name][0]) for name in chosen]
+            tasks.append((one, 20 + 5 * seconds, partial(session.run_mutant, timed, one.file, one.replaced)))
+        for one, result, taken, slot in run_all(tasks, self.folder, self.given.jobs, self.end):
+            self.restore(one, slot)
+            code, test = (-1, "") if result is None else result
+            if code is None or (code == 0 and (one.file, one.line) in session.imported):
+                self.left.append(one.key())
+                continue
+            self.note(one, WORDS[code], by=test, seconds=round(taken, 1))
+
+    def record(self, session: Session) -> dict[str, Any]:
+        """Seconds and lines of the room's tests, recorded again where these or the room changed."""
+        store = self.given.map.with_suffix(f".{self.name}.gz")
+        sources = b"".join(path.read_bytes() for path in sorted((self.package / self.name).glob("*.py")))
+        known = json.loads(gzip.decompress(store.read_bytes())) if store.exists() else {}
+        now = {}
+        for file in self.files:
+            for name in session.cases(file, self.given.cases):
+                text = inspect.getsource(session.items[name].function).encode()
+                now[name] = hashlib.sha1(sources + text).hexdigest()
+        names: dict[str, list[str]] = defaultdict(list)
+        for name in now:
+            if known.get(name, [""])[0] != now[name]:
+                names[name.split("::")[0]].append(name)
+        tasks = [
+            (file, float("inf"), partial(session.lines_of_tests, names[file], self.given.limit))
+            for file in names
         ]
-        now[file] = hashlib.sha1(b"".join(path.read_bytes() for path in read)).hexdigest()
-    known = json.loads(gzip.decompress(store.read_bytes())) if store.exists() else {}
-    tasks = [
-        (file, 1200.0, partial(lines_of_tests, file)) for file in now if known.get(file, [""])[0] != now[file]
-    ]
-    for file, tests, taken, _ in run_all(tasks, folder, jobs, float("inf")):
-        known[file] = now[file], tests or {}
-        print(f"recorded {len(tests or {})} tests of {file} in {taken:.0f} s", flush=True)
-        store.write_bytes(gzip.compress(json.dumps(known).encode(), 1))
-    return {file: known[file][1] for file in now}
+        for file, tests, taken, _ in run_all(tasks, self.folder, self.given.jobs, self.end):
+            for name in names[file]:
+                known[name] = now[name], (tests or {}).get(name)
+            self.say(f"recorded {len(tests or {})} of {len(names[file])} tests of {file} in {taken:.0f} s")
+            store.write_bytes(gzip.compress(json.dumps(known).encode(), 1))
+        return {name: known[name][1] for name in now if name in known and known[name][1]}
+
+    def run_anew(self, left: list[Mutant]) -> None:
+        """Run mutants that change what runs on import, each in a process that imports the package itself."""
+        store = self.given.map.with_suffix(f".{self.name}.gz")
+        tests = {
+            name: row[1] for name, row in json.loads(gzip.decompress(store.read_bytes())).items() if row[1]
+        }
+        tasks = []
+        for one in left:
+            chosen, seconds = choose(one, tests, self.given.budget)
+            tasks.append((one, 30 + 5 * seconds, partial(run_tests, chosen, one.file, one.replaced)))
+        for one, result, taken, slot in run_all(tasks, self.folder, self.given.jobs, self.end):
+            self.restore(one, slot)
+            code, test = (-1, "") if result is None else result
+            self.note(one, WORDS[min(code, 1)], by=test or code, seconds=round(taken, 1))
+
+    def restore(self, one: Mutant, slot: Path) -> None:
+        shutil.copy2(self.package / one.file, slot / "src" / "narrowcast" / one.file)
+
+    def note(self, one: Mutant, result: str, **rest: Any) -> None:
+        with self.given.out.open("a") as out:
+            print(json.dumps({"key": one.key(), "result": result, **one._asdict(), **rest}), file=out)
+        if result in ("survived", "no test"):
+            self.say(f"{result.upper()} {one.file}:{one.line} {one.change}")
 
 
 def choose(one: Mutant, tests: dict[str, Any], budget: float) -> tuple[list[str], float]:
     """Tests that execute its line, else its file (it is traced, or runs on import), else all; the seconds they take."""
+    files = tests_for(one.file)
     every = [
         (seconds, test, int(lines.get(one.file, "0"), 16))
-        for file in tests_for(one.file)
-        for test, (seconds, lines) in tests[file].items()
+        for test, (seconds, lines) in tests.items()
+        if test.split("::")[0] in files
     ]
     of_file = [row for row in every if row[2]] or every
     of_line = [row for row in of_file if row[2] >> one.line & 1]
@@ -232,6 +308,9 @@ def main() -> int:
     add("--hours", type=float, default=1e9, help="stop after so many")
     add("--only", default="", help="of the sample, these alone: reference/,state/autocast.py:12")
     add("--budget", type=float, default=20.0, help="seconds of tests that a mutant runs (default 20)")
+    add("--cases", type=int, default=10**6, help="of every test function, so many are run (default all)")
+    add("--limit", type=float, default=60.0, help="seconds of a test that is run (default 60)")
+    add("--marked", default="", help="which tests are run, as pytest -m takes it")
     add("--retry", action="store_true", help="run the survivors of --out again")
     add(
         "--unchanged", action="store_true", help="run the tests of every file without a change: all must pass"
@@ -239,7 +318,12 @@ def main() -> int:
     add(
         "--out", type=Path, default=ROOT / "build/mutants.jsonl", help="a JSON line per mutant is added there"
     )
-    add("--map", type=Path, default=ROOT / "build/mutants_map.gz", help="which test executes which line")
+    add(
+        "--map",
+        type=Path,
+        default=ROOT / "build/mutants_map.gz",
+        help="which test executes which line, a file per room",
+    )
     add("--csv", type=Path, help="write the counts there, too")
     given = parser.parse_args()
     end = time.monotonic() + min(60 * given.minutes, 3600 * given.hours)
@@ -254,6 +338,8 @@ def main() -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
     given.out.touch()
     rows = {row["key"]: row for row in map(json.loads, given.out.read_text().splitlines())}
+    again = {key for key, row in rows.items() if given.retry and row["result"] in ("survived", "no test")}
+    left = [one for one in drawn if one.key() not in rows or one.key() in again]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ.update(
@@ -262,35 +348,19 @@ def main() -> int:
             HYPOTHESIS_STORAGE_DIRECTORY=f"{name}/hypothesis",
         )  # fmt: skip
         warm_up()
-        shutil.copytree(PACKAGE, folder / "0/src/narrowcast")
-        compileall.compile_dir(folder / "0/src", quiet=1)
-        for number in range(1, given.jobs):
-            shutil.copytree(folder / "0", folder / str(number))
-        tests = record(given.map, drawn, folder, given.jobs)
-        again = {key for key, row in rows.items() if given.retry and row["result"] in ("survived", "no test")}
-        left = [one for one in drawn if one.key() not in rows or one.key() in again]
-        chosen = {one: choose(one, tests, given.budget) for one in left}
-        tasks = [
-            (one, 20 + 5 * seconds, partial(run_tests, names, one.file, one.replaced))
-            for one, (names, seconds) in chosen.items()
-            if names
-        ]
-        with given.out.open("a") as out:
-
-            def note(one: Mutant, result: str, **rest: Any) -> None:
-                rows[one.key()] = {"key": one.key(), "result": result, **one._asdict(), **rest}
-                print(json.dumps(rows[one.key()]), file=out, flush=True)
-                if result in ("survived", "no test"):
-                    print(f"{result.upper()} {one.file}:{one.line} {one.change}", flush=True)
-
-            for one, (names, _) in chosen.items():
-                if not names:
-                    note(one, "no test")
-            for one, result, taken, slot in run_all(tasks, folder, given.jobs, end):
-                shutil.copy2(PACKAGE / one.file, slot / "src" / "narrowcast" / one.file)
-                code, test = result or (-1, "")
-                word = "hung" if result is None else "killed" if code else "survived"
-                note(one, word, by=test or code, tests=len(chosen[one][0]), seconds=round(taken, 1))
+        shutil.copytree(PACKAGE, folder / "room/0/src/narrowcast")
+        compileall.compile_dir(folder / "room/0/src", quiet=1)
+        for number in range(given.jobs):
+            shutil.copytree(folder / "room/0", folder / str(number))
+        for place in dict.fromkeys(pattern.split("/")[0] for pattern in SILENT):
+            of_room = [one for one in left if one.file.startswith(f"{place}/")]
+            if of_room and time.monotonic() < end:
+                room = Room(place, of_room, given, end, folder)
+                for _, keys, _, slot in run_all([(place, float("inf"), room.run)], folder / "room", 1, end):
+                    if keys is None:
+                        print((slot / "log").read_text()[-5000:])
+                    room.run_anew([one for one in of_room if one.key() in (keys or ())])
+    rows = {row["key"]: row for row in map(json.loads, given.out.read_text().splitlines())}
     summarize([rows[one.key()] for one in drawn if one.key() in rows], given.csv)
     return 0
 

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 from reference.checks import assert_bitwise, normal
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.functional import quantize
 from narrowcast.quantizers import DelayedFloat8Quantizer
+from narrowcast.quantizers.float8 import _slot_of
 
 from .catalog import E4M3, E5M2, USAGES, buffers, delayed
 
 BF16 = torch.bfloat16
+
+
+class Seen(TorchDispatchMode):
+    """What reaches a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 def test_delayed_scaling_uses_the_scale_it_was_given_and_raises_amax() -> None:
@@ -77,6 +94,22 @@ def test_a_slot_reads_and_writes_its_own_place(usage: tuple[bool, bool], dtype: 
         assert_bitwise(ours, theirs, name)
     assert amax.tolist() == [0.0, live.amax.item(), 0.0]
     assert scale.tolist() == [8.0, 2.0, 0.5]
+
+
+def test_a_slot_of_a_state_that_begins_inside_its_memory() -> None:
+    x = torch.full((2, 2), 3.0)
+    for mode in (contextlib.nullcontext(), Seen()):
+        scale, amax = torch.tensor([9.0, 8.0, 2.0])[1:], torch.zeros(4)[2:]
+        with mode:
+            outputs = quantize(x, DelayedFloat8Quantizer(E4M3, 1, columnwise=False), None, scale, amax)
+        assert outputs[1].item() == 0.5
+        assert amax.tolist() == [0.0, 3.0]
+
+
+def test_a_mode_sees_each_view_of_a_state() -> None:
+    with Seen() as seen:
+        assert _slot_of(torch.arange(4.0), 2).item() == 2.0
+    assert torch.ops.aten.as_strided.default in seen.operators
 
 
 def test_a_slot_alone_cannot_quantize() -> None:

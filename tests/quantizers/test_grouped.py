@@ -40,6 +40,7 @@ def test_equal_members(name: str) -> None:
     values = torch.randn(3, 40, 48).bfloat16()
     made.quantize(values)
     assert torch.equal(made.dequantize(), quantize_members([values], quantizer).dequantize())
+    assert make_grouped_tensor(1, None, None, 40, 48, quantizer, "cpu").shape == (1, 40, 48)
     bare = make_grouped_tensor(3, None, None, 120, 48, quantizer.replace(internal=True), "cpu")
     assert type(bare) is GroupedTensorStorage and bare.fake_dtype == torch.float32
 

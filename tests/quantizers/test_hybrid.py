@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from typing import Any
 
@@ -46,6 +47,11 @@ def test_each_direction_is_its_own_quantizers_work(name: str, shape: tuple[int, 
     ):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
         assert all(t.numel() == 0 for t in ours[len(theirs) :])
+    described = hybrid(name)._describe_buffers(shape, torch.bfloat16)
+    assert list(described) == [attribute for attribute, _ in made._FLATTEN_TENSOR_BUFFERS]
+    for attribute, (size, dtype) in described.items():
+        buffer = getattr(made, attribute)
+        assert (tuple(buffer.shape), buffer.dtype) == (tuple(size), dtype)
     assert torch.equal(made.dequantize(), expected_row.dequantize())
     made.update_usage(rowwise_usage=False)
     assert torch.equal(made.dequantize(), expected_column.dequantize())
@@ -171,6 +177,23 @@ def test_value_semantics() -> None:
     x = torch.randn(32, 64).bfloat16()
     for a, b in zip(rebuilt.quantize(x).get_data_tensors(), one.quantize(x).get_data_tensors()):
         assert torch.equal(a, b)
+
+
+def test_its_halves_cannot_be_changed() -> None:
+    made = hybrid("mxfp8+nvfp4")
+    for half in (made.rowwise_quantizer, made.columnwise_quantizer):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            half.with_2d_quantization = True
+
+
+def test_only_a_half_that_rounds_at_random_takes_a_seed() -> None:
+    x, options = torch.randn(32, 64).bfloat16(), {"with_rht": True, "stochastic_rounding": True}
+    for row, column in ((nc.MXFP8Quantizer(E4M3), nc.NVFP4Quantizer(**options)), halves()["mxfp8+nvfp4"]):
+        torch.manual_seed(3)
+        made = nc.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column).quantize(x)
+        torch.manual_seed(3)
+        alone = column.with_usage(rowwise=False, columnwise=True).quantize(x)
+        assert torch.equal(made.columnwise_operand()[0], alone.columnwise_operand()[0])
 
 
 def test_refuses_what_is_no_pair_of_values() -> None:

@@ -10,6 +10,7 @@ import torch
 from reference.checks import assert_bitwise, normal
 
 import narrowcast as nc
+from narrowcast import kernels, reference
 
 from .catalog import assert_same_buffers
 
@@ -138,3 +139,20 @@ def test_a_quantizer_has_no_device() -> None:
     here, there = quantizer.quantize(x), quantizer.quantize(x.cuda())
     assert there.device.type == "cuda" and here._quantizer == there._quantizer
     assert_same_buffers(there.to("cpu"), here)
+
+
+@pytest.mark.parametrize(
+    "options", [{"with_rht": True}, {"stochastic_rounding": True}], ids=["rotated", "random"]
+)
+def test_tiles_that_no_kernel_makes_are_the_reference_s(options: dict[str, bool]) -> None:
+    quantizer = nc.NVFP4Quantizer(with_2d_quantization=True, **options)
+    x, seed = normal((32, 48), BF16), torch.tensor([5]) if quantizer.stochastic_rounding else None
+    ours, theirs = (quantizer._encode(numerics, x, seed) for numerics in (kernels, reference))
+    for a, b in zip(ours, theirs, strict=True):
+        assert_bitwise(a, b)
+
+
+def test_kernels_are_used_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.nvfp4, "supports", lambda **options: True)
+    monkeypatch.setattr(kernels.nvfp4, "quantize", lambda x, **options: "a kernel's")
+    assert nc.NVFP4Quantizer()._encode(kernels, normal((32, 48), BF16), None) == "a kernel's"

@@ -83,3 +83,12 @@ def test_a_subclass_that_takes_a_scale_gets_plain_tensors() -> None:
 def test_reducing_with_an_encoding_of_ones_own_is_refused() -> None:
     with pytest.raises(ValueError, match="has with_amax_reduction=True and an _encode of its own"):
         Signs(E4M3, with_amax_reduction=True).quantize(torch.randn(4, 16), amax_reduction_group="group")
+
+
+def test_an_encoding_with_too_few_buffers_is_no_tensor() -> None:
+    class Short(nc.MXFP8Quantizer):
+        def _encode(self, numerics: Any, x: Tensor, seed: Tensor | None) -> list[Tensor]:
+            return super()._encode(numerics, x, seed)[:3]
+
+    with pytest.raises(ValueError, match="shorter"):
+        Short(E4M3).quantize(torch.ones(32, 32))

@@ -226,6 +226,17 @@ def test_derived_state_is_computed_once_in_each_path() -> None:
     assert "derived" not in dict(original._value_key()[1])
 
 
+def test_a_field_that_is_assigned_is_derived_from_and_what_is_no_field_is_not() -> None:
+    class NotRegistered(Deriving):
+        pass
+
+    quantizer: Any = NotRegistered(E4M3, knob=3)
+    quantizer.remark = "mine"
+    assert quantizer.count == 1
+    quantizer.knob = 4
+    assert quantizer.count == 2 and quantizer.derived == (4, E4M3, True)
+
+
 @pytest.mark.parametrize(
     ("cls", "arguments"),
     [
@@ -434,3 +445,16 @@ def test_a_field_that_is_assigned_is_checked_with_the_others() -> None:
     quantizer = nc.NVFP4Quantizer(with_rht=True)
     with pytest.raises(ValueError, match="does not define nvfp4_use_4over6 together with with_rht"):
         quantizer.nvfp4_use_4over6 = True
+
+
+@pytest.mark.parametrize("quantizer", [one for one in VARIANTS.values() if one._elements], ids=str)
+def test_an_element_of_another_format_is_refused(quantizer: nc.Quantizer) -> None:
+    with pytest.raises(ValueError, match="dtype is"):
+        quantizer.replace(dtype=nc.DType.kFloat32)
+
+
+def test_a_class_keyword_that_nobody_takes_is_refused() -> None:
+    with pytest.raises(TypeError, match="keyword"):
+
+        class Mine(nc.MXFP8Quantizer, unknown=1):  # type: ignore[call-arg]
+            pass

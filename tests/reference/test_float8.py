@@ -156,3 +156,15 @@ def test_bad_arguments() -> None:
         current(torch.ones(2, 2, dtype=torch.float64))
     with pytest.raises(ValueError, match="e2m1 has no one-byte torch dtype"):
         current(torch.ones(2, 2), E2M1)
+
+
+def test_the_largest_of_given_amaxes_is_that_of_the_tensor() -> None:
+    x, amaxes = normal((5, 7), torch.bfloat16), torch.tensor([0.5, 96.0, 2.0])
+    given = float8.quantize_current(
+        x, E4M3, power_2=True, epsilon=0.0, rowwise=True, columnwise=True, amax=amaxes
+    )
+    assert given[2].tolist() == [0.25]  # 96 * 4 <= 448
+    for ours, theirs in zip(
+        given, float8.quantize(x, torch.tensor([4.0]), E4M3, rowwise=True, columnwise=True)
+    ):
+        assert_bitwise(ours, theirs)

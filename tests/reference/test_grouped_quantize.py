@@ -71,6 +71,7 @@ def test_column_sum() -> None:
     assert_bitwise(sums[0], reference.reduction.column_sum(x[:3].float()))
     assert_bitwise(sums[2], reference.reduction.column_sum(x[3:73].float()))
     assert (sums[1] == 0).all()
+    assert reference.grouped_quantize.column_sum(x[:0], torch.tensor([], dtype=torch.int32)).shape == (0, 5)
 
 
 def test_extents_are_cut_to_the_rows() -> None:

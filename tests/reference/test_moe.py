@@ -32,6 +32,7 @@ def test_collect_adds_in_the_order_of_columns() -> None:
     rows = torch.tensor([[1e8], [2.0], [5.0], [1.0], [float("nan")]])
     expected = torch.tensor([[1e8 + 1.0], [0.0], [7.0]])
     assert_bitwise(moe.collect(rows, ROW_MAP, None), expected)
+    assert_bitwise(moe.collect(rows, ROW_MAP[:1], None), expected[:1])
     weights = torch.tensor([[0.5, 9.0, 2.0], [9.0, 9.0, 9.0], [3.0, 0.5, 9.0]])
     assert_bitwise(moe.collect(rows, ROW_MAP, weights), torch.tensor([[0.5e8 + 2.0], [0.0], [8.5]]))
 
@@ -50,3 +51,14 @@ def test_backward_is_the_gradient() -> None:
     assert_close(ours, drows, "fp32_sum_order")
     assert_close(sums[:4], dweights.flatten()[POSITIONS[:4]], "fp32_sum_order")
     assert sums[4] == 0
+
+
+def test_backward_without_tokens_or_with_a_single_value() -> None:
+    rows = torch.randn(5, 8)
+    drows, sums = moe.collect_backward(rows[:0], rows, torch.full((5,), -1), rows.new_ones(0, 3))
+    assert_bitwise(drows, torch.zeros(5, 8))
+    assert_bitwise(sums, torch.zeros(5))
+    one, position = torch.tensor([[3.0]]), torch.zeros(1, dtype=torch.int32)
+    drows, sums = moe.collect_backward(one, one, position, torch.tensor([[0.5]]))
+    assert drows.item() == 1.5
+    assert sums.item() == 9.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast.formats import cdiv, round_up
+from narrowcast.formats import E4M3, cdiv, round_up
 from narrowcast.reference import codecs, hadamard, nvfp4
 
 from .checks import (
@@ -269,6 +269,20 @@ def test_infinity_leaves_no_number(device: torch.device) -> None:
         outputs = both(x, **options)
         for values in decode(outputs, x.shape, options, torch.float32):
             assert not values.isfinite().any(), options
+
+
+def test_nan_counts_as_no_number_below_one(device: torch.device) -> None:
+    x = torch.full((16, 32), 0.25, device=device)
+    x[3, 5] = math.nan
+    assert [amax.tolist() for amax in both(x)[4:]] == [[0.25], [0.25]]
+
+
+@pytest.mark.parametrize("two_d", [False, True])
+def test_an_infinite_amax_leaves_scales_unscaled(two_d: bool, device: torch.device) -> None:
+    x = torch.full((32, 48), 6.0, device=device)
+    x[3, 5] = math.inf
+    scales = codecs.decode_float8(both(x, two_d=two_d)[1][:32, :3], E4M3)
+    assert (scales == 1.0).sum() == scales.numel() - (16 if two_d else 1)
 
 
 def test_negative_zero_keeps_its_sign() -> None:

@@ -21,8 +21,6 @@ class AmaxReducing(Quantizer):
     was found outside.
     """
 
-    _shares_amax = True
-
     with_amax_reduction: bool
 
     def _reduction_group(self, given: Any) -> Any:

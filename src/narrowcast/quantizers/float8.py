@@ -61,7 +61,6 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
     force_pow_2_scales: bool
     amax_epsilon: float
 
-    _compatible_recipe = "Float8CurrentScaling"
     _takes_sources = _needs_amax = _shares_amax = True
 
     def __init__(
@@ -149,7 +148,6 @@ class DelayedFloat8Quantizer(_Float8Base):
 
     slot: int
 
-    _compatible_recipe = "DelayedScaling"
     _takes_sources = True
 
     def __init__(
@@ -197,8 +195,6 @@ class Float8Quantizer(_Float8Base):
     # annotated, so that registering this class as a compile-time value is refused
     scale: Tensor
     amax: Tensor
-
-    _compatible_recipe = "DelayedScaling"
 
     def __init__(
         self,

@@ -37,7 +37,6 @@ class Float8BlockQuantizer(Quantizer):
     _tensor_class = Float8BlockwiseQTensor
     _takes_sources = True
     _layout_fields = ("dtype", "block_scaling_dim", "force_pow_2_scales")
-    _compatible_recipe = "Float8BlockScaling"
     _elements = FP8_ELEMENTS
 
     def __init__(

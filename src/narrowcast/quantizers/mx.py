@@ -61,7 +61,6 @@ class MXFP8Quantizer(_MXQuantizer):
 
     _storage_class = MXFP8TensorStorage
     _tensor_class = MXFP8Tensor
-    _compatible_recipe = "MXFP8BlockScaling"
     _elements = FP8_ELEMENTS
 
     def __init__(
@@ -101,7 +100,6 @@ class MXFP6Quantizer(_MXQuantizer):
 
     _storage_class = MXFP6TensorStorage
     _tensor_class = MXFP6Tensor
-    _compatible_recipe = "MXFP6BlockScaling"
     _elements = (DType.kFloat6E2M3, DType.kFloat6E3M2)
 
     def __init__(
@@ -133,7 +131,6 @@ class MXFP4Quantizer(_MXQuantizer):
 
     _storage_class = MXFP4TensorStorage
     _tensor_class = MXFP4Tensor
-    _compatible_recipe = "MXFP4BlockScaling"
     _elements = (DType.kFloat4E2M1,)
 
     def __init__(

@@ -81,7 +81,6 @@ class NVFP4Quantizer(AmaxReducing):
         "nvfp4_e4m3_max",
         "rht_matrix_random_sign_mask_t",
     )
-    _compatible_recipe = "NVFP4BlockScaling"
     _shares_amax = True
     _elements = (DType.kFloat4E2M1,)
 

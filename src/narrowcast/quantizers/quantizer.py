@@ -62,7 +62,6 @@ class Quantizer(Sealable, QuantizerValue):
     """Name of this very class: two classes never share one, whatever they are called."""
     _tensor_class: ClassVar[type[QuantizedTensor]] = None  # type: ignore[assignment]
     _minimum_rank: ClassVar[int] = 1
-    _compatible_recipe: ClassVar[str] = "CustomRecipe"
     _elements: ClassVar[tuple[DType, ...]] = ()
     """What the field ``dtype`` may be; none where there is no such field."""
     _layout_fields: ClassVar[tuple[str, ...]] = ("dtype",)
