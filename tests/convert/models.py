@@ -130,3 +130,42 @@ class Mixture(nn.Module):
             outs = torch.stack([expert(x) for expert in experts])  # type: ignore[union-attr]
         chosen = outs.transpose(0, 1).gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
         return (chosen * weights[..., None]).sum(1) + self.shared_expert_gate(x).sigmoid() * self.shared(x)
+
+
+class Llama4TextExperts(nn.Module):
+    """As Transformers has them for Llama 4: every expert multiplies every token, in (E, K, N) weights."""
+
+    def __init__(self, experts: int = 4, width: int = 32, inner: int = 48) -> None:
+        super().__init__()
+        self.num_experts, self.act_fn = experts, nn.SiLU()
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, width, 2 * inner) * 0.1)
+        self.down_proj = nn.Parameter(torch.randn(experts, inner, width) * 0.1)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
+        gate, up = (x @ self.gate_up_proj).chunk(2, dim=-1)
+        return ((up * self.act_fn(gate)) @ self.down_proj).flatten(0, 1)
+
+
+class JetMoeParallelExperts(nn.Module):
+    """As Transformers has them for JetMoE: one linear layer per expert, on rows that are sorted."""
+
+    def __init__(self, experts: int = 4, width: int = 32, inner: int = 48) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.weight = nn.Parameter(torch.randn(experts, inner, width) * 0.1)
+
+    def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
+        return torch.cat([x @ w.t() for x, w in zip(inputs.split(expert_size), self.weight)])
+
+
+class MambaMixer(nn.Module):
+    """As state-space mixers have it: the weight of the step's projection is multiplied, the layer never called."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.A_log, self.dt_proj = nn.Parameter(torch.randn(width, 4)), nn.Linear(width, width)
+        self.in_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.in_proj(x) @ self.dt_proj.weight.t() + self.dt_proj.bias

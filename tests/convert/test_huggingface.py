@@ -55,6 +55,18 @@ ZOO: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         | {"v_head_dim": 8},
         ("gate",),
     ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            **MIXTURE,
+            "num_experts_per_tok": 1,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 64,
+        },
+        ("router",),
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         "GPT2Config",
@@ -184,6 +196,43 @@ def test_a_converted_model_compiles() -> None:
     assert all(one.compiled for one in receipt.ran()) and not receipt.ran().idle
     for key, parameter in model.named_parameters():
         assert torch.allclose(parameter.grad, plain[key], atol=1e-5), key
+
+
+def test_the_experts_of_jetmoe_run() -> None:
+    cls, config, sizes, _ = ROUTERS["jetmoe"]
+    torch.manual_seed(0)
+    model = getattr(transformers, cls)(getattr(transformers, config)(**sizes)).train()
+    before = loss_of(model, "jetmoe")
+    receipt = nc.receipt(nc.convert(model, CURRENT))
+    assert {one.name.rpartition(".")[2] for one in receipt.gemms if one.decision == "kept"} == {
+        "layer",
+        "lm_head",
+    }
+    with receipt.recording():
+        loss = loss_of(model, "jetmoe")
+        loss.backward()
+    assert not receipt.idle and all(one.name for one in receipt.ran())
+    assert torch.isclose(loss, before, rtol=0.01)
+
+
+def test_the_projection_of_a_mamba_that_is_never_called_stays() -> None:
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "state_size": 16,
+        "num_hidden_layers": 1,
+        "time_step_rank": 64,
+    }
+    receipts = []
+    for name in ("Mamba", "FalconMamba"):
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        model = nc.convert(getattr(transformers, f"{name}ForCausalLM")(config).train(), CURRENT)
+        receipts.append(nc.receipt(model))
+        with receipts[-1].recording():
+            loss_of(model, "mamba").backward()
+    for receipt in receipts:
+        (found,) = (one for one in receipt.gemms if one.name.endswith("dt_proj"))
+        assert found.reason.endswith("reads its weight itself and never calls it") and not receipt.idle
 
 
 class Words(torch.utils.data.Dataset):

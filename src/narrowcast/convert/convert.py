@@ -34,6 +34,7 @@ def convert(
     routers: bool = False,
     heads: bool = False,
     small: bool = False,
+    blocks: bool = False,
     dry_run: Literal[False] = False,
     policy: str | None = None,
     rows: int | None = None,
@@ -50,6 +51,7 @@ def convert(
     routers: bool = False,
     heads: bool = False,
     small: bool = False,
+    blocks: bool = False,
     dry_run: Literal[True],
     policy: str | None = None,
     rows: int | None = None,
@@ -65,6 +67,7 @@ def convert(
     routers: bool = False,
     heads: bool = False,
     small: bool = False,
+    blocks: bool = False,
     dry_run: bool = False,
     policy: str | None = None,
     rows: int | None = None,
@@ -94,6 +97,8 @@ def convert(
         heads: convert the model's output embedding, too. By default it stays: its rounding meets the loss directly.
         small: convert layers with fewer than 32 inputs or outputs and at least four times as many of the other, too.
             They stay by default, as few classes and low ranks do: quantizing costs them more than it gains.
+        blocks: convert the first and last blocks, too, that a recipe's authors keep in high precision: ``recipe``'s
+            ``high_precision_blocks``, which NVFP4 has.
         policy, rows: as of :func:`narrowcast.set_recipe`; the receipt tells what was chosen, and the times.
         dry_run: change nothing, and return the :class:`Receipt` of what would be done.
     Returns:
@@ -118,7 +123,7 @@ def convert(
             f"such as {next(iter(modules), '')!r} and that module"
         )
     skipped = set() if skip is None else set(selected_names(skip, modules, model, _KIND))
-    asked = {"routers": routers, "heads": heads, "small": small}
+    asked = {"routers": routers, "heads": heads, "small": small, "blocks": blocks}
     named = _names_in_full(only, table)
     decisions = [_decide(one, recipes, chosen, skipped, asked, named) for one in found]
     if policy is not None:
@@ -247,6 +252,10 @@ def _decide(
         return Decision(one, "kept", "no recipe is given for it", None)
     if one.role and not asked[one.role] and one.name not in named:
         return Decision(one, "kept", f"{ROLES[one.role]}; {one.role}=True converts it", None)
+    advice = recipe.high_precision_blocks
+    if advice and one.place and not asked["blocks"] and one.name not in named and advice.keeps(*one.place):
+        reason = f"in block {one.place.index + 1} of {one.place.blocks}, which the recipe's authors keep so"
+        return Decision(one, "kept", f"{reason} ({advice.source}); blocks=True converts it", None)
     return Decision(one, "converted", one.note, recipe)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,33 +11,105 @@ from ..autograd import LinearFwdArgs, LinearWgrad
 from ..autograd.grouped_linear import Groups, grouped_linear
 from ..layers import LinearLayer, Stage, checked_input
 from ..layers.grouped_layer import plan_for_rows
+from ..upstream.modules import own_parameters
 
 
-class ExpertsLayer(LinearLayer):
-    """Experts of two linear layers each, on the tokens that a router sent them, as the recipe in force says.
+class Stack(NamedTuple):
+    """The 3-D parameters of a module of experts, in the order of its forward.
+
+    ``transposed``: they are (E, K, N), not (E, N, K). ``biased``: each has ``<name>_bias`` (E, N). ``every``: each
+    expert multiplies every token, not only those that a router sends to it.
+    """
+
+    weights: tuple[str, ...]
+    transposed: bool = False
+    biased: bool = False
+    every: bool = False
+
+
+class StackedExpertsLayer(LinearLayer):
+    """Base of experts whose linear layers are stacked in 3-D parameters, and run as the recipe in force says.
+
+    The number of experts is ``num_experts`` of the module. A kind of experts says in ``is_kind_of`` which modules it
+    replaces, in ``stack_of`` what their parameters are, and has their forward.
+    """
+
+    _module_type = "grouped_linear"
+
+    @staticmethod
+    def is_kind_of(module: Any) -> bool:
+        """Whether the module, not converted yet, has this kind's parameters and forward."""
+        raise NotImplementedError
+
+    @staticmethod
+    def stack_of(module: Any) -> Stack:
+        """Return the parameters of a module of this kind, converted or not."""
+        raise NotImplementedError
+
+    def _take_over(self, name: str) -> None:
+        """Set up the layer around the parameters of the experts that it was."""
+        weights = self.stack_of(self).weights
+        alone = len(weights) == 1
+        stages = tuple(
+            Stage(
+                "" if alone else f"{weight}_",
+                name if alone else f"{name}.{weight}".lstrip("."),
+                weight,
+                f"{weight}_bias",
+            )
+            for weight in weights
+        )
+        self._groups = int(self.num_experts)  # type: ignore[arg-type]
+        LinearLayer.__init__(self, name, stages, getattr(self, weights[0]).device)
+
+    def _weight_amax(self, prefix: str) -> Tensor:
+        weight: Any = self._weight_of_state(prefix).detach()
+        return weight.abs().float().flatten(1).amax(1)
+
+    def _grouped(self, stage: Stage, x: Tensor, splits: Tensor) -> Tensor:
+        """One linear layer of every expert; rows beyond the sum of the splits become zero."""
+        stack, stored = self.stack_of(self), getattr(self, stage.weight)
+        weight = stored.transpose(1, 2) if stack.transposed else stored
+        biases: list[Any] = [getattr(self, stage.bias)] if stack.biased else []
+        x = checked_input(x, weight.shape[2], "in_features", stored)
+        plan = self._plan(self._recipe_in_force(), stage, x.requires_grad, stored)
+        plan = plan_for_rows(plan, x.shape[0], self._groups)
+        needs_bias = torch.is_grad_enabled() and any(bias.requires_grad for bias in biases)
+        scales = self._scales(stage.prefix, plan)
+        args = LinearFwdArgs(plan, x.dtype, scales, None, LinearWgrad(), needs_bias)
+        groups = Groups(self._groups, weight.shape[1], weight.shape[2], False, False, False, [None], [""])
+        return grouped_linear(x, splits, [weight], biases, args, groups)
+
+
+class ExpertsLayer(StackedExpertsLayer):
+    """Experts of two linear layers each, on the tokens that a router sent them: Mixtral, Qwen-MoE, DeepSeek and others.
 
     Read off the module: ``num_experts`` E; ``gate_up_proj``, or ``up_proj`` where ``has_gate`` is False, and
     ``down_proj``, (E, N, K), or (E, K, N) where ``is_transposed``; ``<name>_bias`` (E, N) where ``has_bias``;
     ``_apply_gate`` or ``act_fn`` between the two; ``post_expert_norm`` where ``has_post_expert_norm``.
     """
 
-    _module_type = "grouped_linear"
-
-    down_proj: nn.Parameter
-
-    def _take_over(self, name: str) -> None:
-        """Be a layer around the parameters of the experts that this was so far."""
-        first = "gate_up_proj" if self.has_gate else "up_proj"
-        stages = tuple(
-            Stage(f"{weight}_", f"{name}.{weight}".lstrip("."), weight, f"{weight}_bias")
-            for weight in (first, "down_proj")
+    @staticmethod
+    def is_kind_of(module: Any) -> bool:
+        """Whether it says of itself what the experts of Transformers 5 say."""
+        if not all(
+            hasattr(module, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed")
+        ):
+            return False
+        names = ExpertsLayer.stack_of(module).weights
+        biases = [f"{name}_bias" for name in names] if module.has_bias else []
+        return (
+            hasattr(module, "has_post_expert_norm")
+            and hasattr(module, "_apply_gate" if module.has_gate else "act_fn")
+            and _are_stacked(module, names)
+            and all(own_parameters(module).get(name) is not None for name in biases)
         )
-        self._groups = int(self.num_experts)  # type: ignore[arg-type]
-        LinearLayer.__init__(self, name, stages, self.down_proj.device)
 
-    def _weight_amax(self, prefix: str) -> Tensor:
-        weight: Any = self._weight_of_state(prefix).detach()
-        return weight.abs().float().flatten(1).amax(1)
+    @staticmethod
+    def stack_of(module: Any) -> Stack:
+        """Return the two parameters that the module's ``has_`` and ``is_`` attributes tell of."""
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        return Stack((first, "down_proj"), module.is_transposed, module.has_bias)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply the experts.
@@ -64,16 +136,66 @@ class ExpertsLayer(LinearLayer):
         x = x[order.argsort()].view(tokens, chosen, -1).sum(1)
         return x.to(hidden_states.dtype)
 
-    def _grouped(self, stage: Stage, x: Tensor, splits: Tensor) -> Tensor:
-        """One linear layer of every expert; rows beyond the sum of the splits become zero."""
-        stored: Any = getattr(self, stage.weight)
-        weight = stored.transpose(1, 2) if self.is_transposed else stored
-        biases: list[Any] = [getattr(self, stage.bias)] if self.has_bias else []
-        x = checked_input(x, weight.shape[2], "in_features", stored)
-        plan = self._plan(self._recipe_in_force(), stage, x.requires_grad, stored)
-        plan = plan_for_rows(plan, x.shape[0], self._groups)
-        needs_bias = torch.is_grad_enabled() and any(bias.requires_grad for bias in biases)
-        scales = self._scales(stage.prefix, plan)
-        args = LinearFwdArgs(plan, x.dtype, scales, None, LinearWgrad(), needs_bias)
-        groups = Groups(self._groups, weight.shape[1], weight.shape[2], False, False, False, [None], [""])
-        return grouped_linear(x, splits, [weight], biases, args, groups)
+
+class EqualExpertsLayer(StackedExpertsLayer):
+    """Experts that all multiply every token, scaled by the router before and zero where not chosen: Llama 4.
+
+    Read off the module: ``gate_up_proj`` (E, K, 2 I), ``down_proj`` (E, I, K), ``act_fn`` of the gate.
+    """
+
+    @staticmethod
+    def is_kind_of(module: Any) -> bool:
+        """Whether it runs as ``Llama4TextExperts`` of Transformers, by name and parts."""
+        return (
+            _runs_as(module) == "Llama4TextExperts"
+            and hasattr(module, "act_fn")
+            and _are_stacked(module, EqualExpertsLayer.stack_of(module).weights)
+        )
+
+    @staticmethod
+    def stack_of(module: Any) -> Stack:
+        """Return the two parameters."""
+        return Stack(("gate_up_proj", "down_proj"), transposed=True, every=True)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Apply the experts to ``hidden_states`` (E T, hidden), the tokens once for each expert."""
+        x = hidden_states.view(self._groups, -1, hidden_states.shape[-1])
+        splits = torch.full((self._groups,), x.shape[1], device=x.device)
+        gate, up = self._grouped(self._stages[0], x.flatten(0, 1), splits).chunk(2, dim=-1)
+        return self._grouped(self._stages[1], up * self.act_fn(gate), splits)  # type: ignore[operator]
+
+
+class ParallelExpertsLayer(StackedExpertsLayer):
+    """One linear layer per expert, on rows that are sorted by expert: JetMoE.
+
+    Read off the module: ``weight`` (E, N, K).
+    """
+
+    @staticmethod
+    def is_kind_of(module: Any) -> bool:
+        """Whether it runs as ``JetMoeParallelExperts`` of Transformers, by name and parts."""
+        return _runs_as(module) == "JetMoeParallelExperts" and _are_stacked(module, ("weight",))
+
+    @staticmethod
+    def stack_of(module: Any) -> Stack:
+        """Return the one parameter."""
+        return Stack(("weight",))
+
+    def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
+        """Apply the experts to ``inputs`` (T, K), of which each has ``expert_size`` rows, one after the other."""
+        splits = torch.as_tensor(expert_size, device=inputs.device)
+        return self._grouped(self._stages[0], inputs, splits)
+
+
+EXPERTS = (ExpertsLayer, EqualExpertsLayer, ParallelExpertsLayer)
+"""The kinds of experts that are converted."""
+
+
+def _runs_as(module: nn.Module) -> str:
+    """The class whose forward the module has, by name: the package that defines it is not imported."""
+    return next(cls.__name__ for cls in type(module).__mro__ if "forward" in cls.__dict__)
+
+
+def _are_stacked(module: Any, names: tuple[str, ...]) -> bool:
+    weights = [own_parameters(module).get(name) for name in names]
+    return all(one is not None and one.dim() == 3 and one.shape[0] == module.num_experts for one in weights)

@@ -13,8 +13,9 @@ from ..layers import GroupedLinearLayer, LinearLayer, RecipeOwner
 from ..nn import LayerNorm, Linear, RMSNorm
 from ..tensors import QuantizedTensor
 from ..upstream.modules import own_parameters
+from .blocks import Place, places_in_stacks
 from .conv1d import Conv1DLayer
-from .experts import ExpertsLayer
+from .experts import EXPERTS, StackedExpertsLayer
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -51,6 +52,7 @@ class Found(NamedTuple):
     """A module with such weights. ``layer``: what it can become; None where it cannot, for the ``reason``.
 
     ``note``: what the user should know if the module is converted. ``role``: of :data:`ROLES`, why it stays, or "".
+    ``place``: of the block that it is in, or None outside of blocks.
     """
 
     name: str
@@ -60,19 +62,22 @@ class Found(NamedTuple):
     reason: str
     note: str = ""
     role: str = ""
+    place: Place | None = None
 
 
 def gemm_modules(model: nn.Module) -> Iterator[Found]:
     """The modules of a model that hold weights of GEMMs, in its order; one with two names comes under the first."""
     parents = {id(child): module for module in model.modules() for child in module.children()}
     modules, routers, heads = dict(model.named_modules()), router_modules(model), head_modules(model)
-    for name, module in modules.items():
-        found = _look(name, module, parents.get(id(module)))
-        if found is not None and found.weights:
-            share = _share_of_tokens(name, modules)
-            met = [weight._replace(per_token=weight.per_token * share) for weight in found.weights]
-            is_one = {"routers": id(module) in routers, "heads": id(module) in heads, "small": _is_thin(met)}
-            yield found._replace(weights=met, role=next((role for role in ROLES if is_one[role]), ""))
+    looked = [_look(name, module, parents.get(id(module))) for name, module in modules.items()]
+    weighted = [found for found in looked if found is not None and found.weights]
+    places = places_in_stacks(model, {id(found.module) for found in weighted})
+    for found in weighted:
+        share, key = _share_of_tokens(found.name, modules), id(found.module)
+        met = [weight._replace(per_token=weight.per_token * share) for weight in found.weights]
+        is_one = {"routers": key in routers, "heads": key in heads, "small": _is_thin(met)}
+        role = next((role for role in ROLES if is_one[role]), "")
+        yield found._replace(weights=met, role=role, place=places.get(key))
 
 
 def router_modules(model: nn.Module) -> set[int]:
@@ -243,24 +248,30 @@ def _look_at_parameters(name: str, module: nn.Module, parent: nn.Module | None) 
     kind = type(module).__name__
     if not any(weight.tensor.dim() == 3 for weight in weights):
         return Found(name, module, weights, None, f"a parameter of {kind}, whose forward is not known")
-    if not _is_experts(module):
+    layer = next((one for one in EXPERTS if one.is_kind_of(module)), None)
+    if layer is None:
         return Found(name, module, weights, None, f"experts of {kind}, whose forward is not known")
-    weights = _experts_weights(module, weights)
+    weights = _experts_weights(layer, module, weights)
     reason = _why_not_any(module, tuple(weight.name for weight in weights))
-    return Found(name, module, weights, None if reason else ExpertsLayer, reason)
+    return Found(name, module, weights, None if reason else layer, reason)
 
 
 def _weights_of_layer(layer: RecipeOwner, parent: nn.Module | None) -> list[Weight]:
     """The weights of a layer of narrowcast; of a converted one as they were found before."""
     weights = _matrices(layer, parent)
-    if isinstance(layer, ExpertsLayer):
-        return _experts_weights(layer, weights)
+    if isinstance(layer, StackedExpertsLayer):
+        return _experts_weights(type(layer), layer, weights)
     return [_transposed(weight) for weight in weights] if isinstance(layer, Conv1DLayer) else weights
 
 
-def _experts_weights(module: nn.Module, weights: list[Weight]) -> list[Weight]:
-    weights = [weight for weight in weights if weight.tensor.dim() == 3]
-    return [_transposed(weight) for weight in weights] if module.is_transposed else weights
+def _experts_weights(
+    layer: type[StackedExpertsLayer], module: nn.Module, weights: list[Weight]
+) -> list[Weight]:
+    stack = layer.stack_of(module)
+    weights = [weight for weight in weights if weight.name in stack.weights]
+    if stack.every:
+        weights = [weight._replace(per_token=float(weight.groups)) for weight in weights]
+    return [_transposed(weight) for weight in weights] if stack.transposed else weights
 
 
 def _transposed(weight: Weight) -> Weight:
@@ -290,9 +301,8 @@ def _met_by_a_token(module: nn.Module, parent: nn.Module | None, groups: int) ->
         return groups / module.num_gemms
     if groups == 1:
         return 1.0
-    return _chosen_experts(
-        module, getattr(module, "config", None), parent, getattr(parent, "gate", None), groups=groups
-    )
+    around = (getattr(parent, name, None) for name in ("gate", "router"))
+    return _chosen_experts(module, getattr(module, "config", None), parent, *around, groups=groups)
 
 
 def _chosen_experts(*places: Any, groups: int) -> float:
@@ -322,23 +332,6 @@ def _is_conv1d(module: nn.Module) -> bool:
     )
 
 
-def _is_experts(module: nn.Module) -> bool:
-    """Whether it says of itself what the experts of Transformers 5 say."""
-    if not all(hasattr(module, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed")):
-        return False
-    first = "gate_up_proj" if module.has_gate else "up_proj"
-    between = "_apply_gate" if module.has_gate else "act_fn"
-    names = [first, "down_proj"]
-    biases = [f"{name}_bias" for name in names] if module.has_bias else []
-    return (
-        hasattr(module, "has_post_expert_norm")
-        and hasattr(module, between)
-        and all(own_parameters(module).get(name) is not None for name in (*names, *biases))
-        and all(getattr(module, name).dim() == 3 for name in names)
-        and all(getattr(module, name).shape[0] == module.num_experts for name in names)
-    )
-
-
 def _is_torchaos(cls: type) -> bool:
     """Whether torchao defines the class; that package is not imported."""
     return cls.__module__.partition(".")[0] == "torchao"
@@ -354,6 +347,13 @@ def _why_not_linear(module: nn.Module, parent: nn.Module | None) -> str:
         return f"{cls.__name__} has a forward of its own"
     if isinstance(parent, nn.MultiheadAttention):
         return "nn.MultiheadAttention reads its weight itself and never calls it"
+    # Mamba, FalconMamba and Jamba of Transformers, and mamba_ssm's own, multiply the weight of the step's projection
+    if (
+        parent is not None
+        and "A_log" in own_parameters(parent)
+        and getattr(parent, "dt_proj", None) is module
+    ):
+        return f"{type(parent).__name__} reads its weight itself and never calls it"
     return _why_not_any(module, ("weight",))
 
 

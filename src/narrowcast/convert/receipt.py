@@ -103,14 +103,31 @@ class Receipt:
 
     @property
     def flops_covered(self) -> float:
-        """Share of the FLOPs per token in GEMMs with weights that run under a recipe; attention's own are not in it."""
-        return math.fsum(one.flops_share for one in self.gemms if one.covered)
+        """Share of the FLOPs per token in GEMMs with weights that run under a recipe; attention's own are not in it.
+
+        After a recording, weights that did not run in it do not count.
+        """
+        return math.fsum(one.flops_share for one in self._running())
 
     @property
     def parameters_covered(self) -> float:
-        """Share of the model's parameters that are weights of GEMMs that run under a recipe."""
-        covered = sum(one.parameters for one in self.gemms if one.covered)
+        """Share of the model's parameters that are weights of these GEMMs."""
+        covered = sum(one.parameters for one in self._running())
         return covered / self.parameter_count if self.parameter_count else 0.0
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Names of the weights under a recipe of which no GEMM ran in the last recording; without one, none.
+
+        A module around a layer that multiplies the layer's weight itself never calls it. None is named if GEMMs ran
+        whose weights could not be told apart.
+        """
+        ran = self.ran() if self._recorders else None
+        return () if ran is None or ran.inlined or any(not one.name for one in ran) else ran.idle
+
+    def _running(self) -> list[GemmRecord]:
+        idle = set(self.idle)
+        return [one for one in self.gemms if one.covered and one.name not in idle]
 
     def assert_coverage(self, least: float) -> None:
         """Check that GEMMs with at least this share of the FLOPs per token run under a recipe.
@@ -120,9 +137,12 @@ class Receipt:
         """
         if self.flops_covered >= least:
             return
-        kept = sorted((one for one in self.gemms if not one.covered), key=lambda one: -one.flops_share)
+        running = self._running()
+        kept = sorted((one for one in self.gemms if one not in running), key=lambda one: -one.flops_share)
         named = "; ".join(
-            f"{one.name or one.type} {one.flops_share:.1%} ({one.reason or 'no recipe'})" for one in kept[:8]
+            f"{one.name or one.type} {one.flops_share:.1%} "
+            f"({'did not run' if one.covered else one.reason or 'no recipe'})"
+            for one in kept[:8]
         )
         raise AssertionError(
             f"{self.flops_covered:.1%} of the FLOPs of {self.model} run under a recipe, {least:.1%} are asked for; "
@@ -192,6 +212,7 @@ class Receipt:
         shown.update(sharding=None if self.sharding is None else dataclasses.asdict(self.sharding))
         return {
             **shown,
+            "idle": self.idle,
             "flops_covered": self.flops_covered,
             "parameters_covered": self.parameters_covered,
         }

@@ -68,6 +68,11 @@ def _totals(receipt: Receipt) -> list[str]:
     return [
         f"{receipt.model}: {converted} of {len(receipt.gemms)} weights {verb}",
         *(norms if receipt.norms else []),
+        *(
+            [f"did not run while recorded, and do not count: {', '.join(receipt.idle)}"]
+            if receipt.idle
+            else []
+        ),
         f"under a recipe: {receipt.flops_covered:.1%} of the FLOPs per token in these GEMMs, "
         f"{receipt.parameters_covered:.1%} of {receipt.parameter_count:,} parameters",
         f"expected memory: parameters {_bytes(memory.parameters)}, {before}; quantized weights kept from forward to "

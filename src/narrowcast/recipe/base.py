@@ -7,7 +7,7 @@ import enum
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from typing_extensions import dataclass_transform
@@ -176,6 +176,21 @@ def _no_such_field(recipe: type, name: str) -> str:
     return f"{recipe.__name__} has no field {name!r}; {remedy}"
 
 
+class HighPrecisionBlocks(NamedTuple):
+    """The blocks at both ends of a model that a recipe's authors keep in high precision.
+
+    ``first``, ``last``: how many, as shares of the model's blocks; the product is rounded. ``source``: who advises it.
+    """
+
+    first: float
+    last: float
+    source: str
+
+    def keeps(self, index: int, blocks: int) -> bool:
+        """Whether the block ``index``, from 0, of as many ``blocks`` stays."""
+        return index < round(self.first * blocks) or index >= blocks - round(self.last * blocks)
+
+
 @recipe_class
 class Recipe(Sealable):
     """Base of all recipes.
@@ -187,6 +202,9 @@ class Recipe(Sealable):
 
     _family: ClassVar[str] = ""
     _flags: ClassVar[tuple[str, ...]] = ()  # names of the fields that are True or False
+
+    high_precision_blocks: ClassVar[HighPrecisionBlocks | None] = None
+    """What :func:`narrowcast.convert` leaves in high precision by default; None is no block."""
 
     if TYPE_CHECKING:  # a declaration that dataclass saw would be every recipe's first field
         backward_override: ClassVar[BackwardOverride]

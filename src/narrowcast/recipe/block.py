@@ -10,6 +10,7 @@ from .base import (
     BACKWARD_TENSOR_TYPES,
     BackwardOverride,
     Format,
+    HighPrecisionBlocks,
     MMParams,
     QParams,
     Recipe,
@@ -113,9 +114,15 @@ class NVFP4BlockScaling(Recipe):
 
     The default of each of the others is that of the environment variable NARROWCAST_NVFP4_<FIELD>, without a second
     ``nvfp4_``.
+
+    ``high_precision_blocks`` are the 2 first and 8 last of 62 blocks, 16% of the linear layers, which NVIDIA's 12B
+    model keeps in bf16, and the same shares of other models (Pretraining Large Language Models with NVFP4,
+    arXiv:2509.25149, section 4.1). :func:`narrowcast.convert` follows it unless ``blocks=True``.
     """
 
     _family = "nvfp4"
+
+    high_precision_blocks = HighPrecisionBlocks(2 / 62, 8 / 62, "arXiv:2509.25149, section 4.1")
 
     disable_rht: bool = flag_field("NVFP4_DISABLE_RHT")
     disable_stochastic_rounding: bool = flag_field("NVFP4_DISABLE_STOCHASTIC_ROUNDING")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.conv1d import Conv1DLayer
-from ..convert.experts import ExpertsLayer
+from ..convert.experts import StackedExpertsLayer
 from ..convert.find import Found, Weight, gemm_modules
 from ..convert.stored import uses_of_parameters
 from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage
@@ -188,7 +188,10 @@ def _why_not(found: Found, weight: Weight, kind: CheckpointFormat, uses: Counter
         return "the format has no quantized weights"
     if not isinstance(layer, LinearLayer) or layer.recipe is None:
         return "its layer has no recipe"
-    if isinstance(layer, (GroupedLinearLayer, ExpertsLayer, Conv1DLayer)) or weight.name in layer._parts:
+    if (
+        isinstance(layer, (GroupedLinearLayer, StackedExpertsLayer, Conv1DLayer))
+        or weight.name in layer._parts
+    ):
         return f"{type(layer).__name__} has grouped or transposed weights, or ones made of parts"
     return "it is tied" if uses[id(weight.tensor)] > 1 else ""
 

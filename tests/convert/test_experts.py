@@ -1,0 +1,116 @@
+"""Experts of Llama 4 and JetMoE run as grouped layers; weights of layers that nobody calls are not converted."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowcast as nc
+
+from .models import JetMoeParallelExperts, Llama4TextExperts, MambaMixer
+
+CURRENT = nc.recipe.Float8CurrentScaling()
+RECIPES = [CURRENT, nc.recipe.DelayedScaling(), nc.recipe.MXFP8BlockScaling()]
+
+
+def layers_of(weight: Tensor, recipe: Any) -> nn.ModuleList:
+    """A converted ``nn.Linear`` for each expert; ``weight``: (E, N, K)."""
+    layers = nn.ModuleList(nn.Linear(one.shape[1], one.shape[0], bias=False) for one in weight)
+    for layer, one in zip(layers, weight):
+        layer.weight.data.copy_(one)
+    return nc.convert(layers, recipe, small=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda one: type(one).__name__)
+def test_experts_of_llama_4_are_grouped_layers(recipe: Any) -> None:
+    torch.manual_seed(0)
+    plain = Llama4TextExperts()
+    experts = nc.convert(copy.deepcopy(plain), recipe)
+    first, second = (layers_of(one.detach().transpose(1, 2), recipe) for one in plain.parameters())
+    x = torch.randn(4 * 7, 32)
+    outputs = []
+    for rows, up_layer, down_layer in zip(x.chunk(4), first, second):
+        gate, up = up_layer(rows).chunk(2, dim=-1)
+        outputs.append(down_layer(up * nn.functional.silu(gate)))
+    expected, ours = torch.cat(outputs), experts(x)
+    assert torch.allclose(ours, expected, atol=1e-5)
+    assert not torch.allclose(ours, plain(x), atol=1e-5)
+    ours.square().sum().backward()
+    expected.square().sum().backward()
+    for name, layers in (("gate_up_proj", first), ("down_proj", second)):
+        grad = torch.stack([layer.weight.grad for layer in layers]).transpose(1, 2)
+        assert torch.allclose(getattr(experts, name).grad, grad, atol=1e-4), name
+    assert torch.equal(nc.revert(experts)(x), plain(x))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda one: type(one).__name__)
+def test_experts_of_jetmoe_are_a_grouped_layer(recipe: Any) -> None:
+    torch.manual_seed(0)
+    plain = JetMoeParallelExperts()
+    experts = nc.convert(copy.deepcopy(plain), recipe)
+    layers = layers_of(plain.weight.detach(), recipe)
+    x, sizes = torch.randn(20, 32), [7, 1, 0, 12]
+    expected = torch.cat([layer(rows) for layer, rows in zip(layers, x.split(sizes))])
+    ours = experts(x, sizes)
+    assert torch.allclose(ours, expected, atol=1e-5)
+    ours.square().sum().backward()
+    expected.square().sum().backward()
+    grads = [torch.zeros_like(one.weight) if one.weight.grad is None else one.weight.grad for one in layers]
+    assert torch.allclose(experts.weight.grad, torch.stack(grads), atol=1e-4)
+    assert torch.equal(nc.revert(experts)(x, sizes), plain(x, sizes))
+
+
+def test_their_receipt_counts_what_a_token_meets() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.experts = nn.Module(), JetMoeParallelExperts()
+            self.router.top_k = 2
+
+    receipt = nc.receipt(nc.convert(nn.ModuleList([Mixture(), Llama4TextExperts()]), CURRENT))
+    assert [one.decision for one in receipt.gemms] == ["converted"] * 3
+    assert [one.name for one in receipt.gemms] == ["0.experts", "1.gate_up_proj", "1.down_proj"]
+    chosen, every = 2 * 32 * 48, 4 * 3 * 32 * 48  # two experts of JetMoE, all of Llama 4
+    assert receipt.gemms[0].flops_share == pytest.approx(chosen / (chosen + every))
+
+
+def test_another_class_with_their_parts_is_not_taken_for_them() -> None:
+    class Others(JetMoeParallelExperts):
+        def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
+            return inputs
+
+    (found,) = nc.receipt(Others()).gemms
+    assert found.reason == "experts of Others, whose forward is not known"
+
+
+def test_a_layer_whose_weight_is_read_and_never_called_stays() -> None:
+    receipt = nc.receipt(nc.convert(MambaMixer(), CURRENT))
+    reasons = {one.name: one.reason for one in receipt.gemms if one.decision == "kept"}
+    assert reasons.pop("dt_proj") == "MambaMixer reads its weight itself and never calls it"
+    assert set(reasons) == {""}  # A_log of the mixer itself
+
+
+def test_what_did_not_run_in_a_recording_does_not_count() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called, self.read = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.called(x) @ self.read.weight
+
+    model = nc.convert(Reads(), CURRENT)
+    receipt = nc.receipt(model)
+    assert receipt.flops_covered == 1.0 and receipt.idle == ()
+    with receipt.recording():
+        model(torch.randn(3, 64)).sum().backward()
+    assert receipt.idle == ("read",) and receipt.flops_covered == pytest.approx(0.5)
+    assert receipt.parameters_covered == pytest.approx(0.5, abs=0.01)
+    assert "did not run while recorded, and do not count: read" in str(receipt)
+    assert receipt.to_dict()["idle"] == ("read",)
+    with pytest.raises(AssertionError, match=r"50\.0% of the FLOPs .* read 50\.0% \(did not run"):
+        receipt.assert_coverage(0.9)
