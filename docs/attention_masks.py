@@ -57,7 +57,7 @@ def draw() -> str:
     height = 2 * (LENGTHS[0] * CELL + TITLE + GAP)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {3 * width + GAP} {height}" font-family="sans-serif" '
-        'font-size="11" role="img" aria-label="Who sees whom, by mask type">'
+        'font-size="11" role="img" aria-label="Visible keys by mask type">'
     )
     return "\n".join((head, *parts, "</svg>\n"))
 

@@ -143,7 +143,7 @@ SECTIONS = (
         "RMSNorm, SwiGLU and two GEMMs of 4096/14336, 8192 tokens, forward and backward, compiled.",
         "python benchmarks/bench_layernorm_mlp.py --save",
         ONE,
-        ("The rows below torchao's are `LayerNormMLP`; host time is included.",),
+        ("The rows below torchao's are `LayerNormMLP`; CPU time is included.",),
         "layernorm_mlp.csv",
         {
             **COMPILED,
@@ -162,7 +162,7 @@ SECTIONS = (
         "`Linear` 4096→14336, 8192 tokens, forward and backward.",
         "python benchmarks/bench_linear.py --save",
         ONE,
-        ("The recipes run in eager mode unless the row says compiled; host time is included.",),
+        ("The recipes run in eager mode unless the row says compiled; CPU time is included.",),
         "linear.csv",
         LINEAR,
         {"commit": "a090eb1", "in": "4096", "out": "14336"},
@@ -172,14 +172,14 @@ SECTIONS = (
     ),
     Section(
         "small-linear",
-        "What does a linear layer cost that is too small?",
+        "How slow is a small linear layer?",
         "`Linear` 4096→4096, 8192 tokens, forward and backward, one layer alone.",
         "python benchmarks/bench_linear.py --save",
         ONE,
         (
-            "The recipes run in eager mode unless the row says compiled; host time is included.",
-            "The GPU waits for the host here. In a compiled model or a CUDA graph it does not.",
-            "Later commits spend less host time; their runs are in the [measurement log](h200.md), not in a table yet.",
+            "The recipes run in eager mode unless the row says compiled; CPU time is included.",
+            "The GPU waits for the CPU here. In a compiled model or a CUDA graph it does not.",
+            "Later commits take less CPU time; their runs are in `benchmarks/results/LOG.md`, not in a table yet.",
             '`policy="auto"` measures each size on your GPU and keeps bf16 where it is faster.',
         ),
         "linear.csv",
@@ -213,7 +213,7 @@ SECTIONS = (
         "The same Llama with adapters of rank 16 on every linear layer, 8192 tokens a step.",
         "python benchmarks/bench_huggingface.py --only LoRA --save",
         ONE,
-        ("Stored weights take half the bytes of bf16. Nothing quantizes them in a step.",),
+        ("Stored weights take half the bytes of bf16, and no step quantizes them.",),
         "huggingface.csv",
         {
             "LoRA, bf16": "bf16",
@@ -399,27 +399,26 @@ def picture(name: str, alternative: str) -> list[str]:
 
 HEAD = """# Performance
 
-How long a step takes beside bf16 and torchao, measured on H200s. Times are relative to bf16: lower is better, and below
-1.00 the recipe wins. [Choose a recipe](choosing.md) says what to take; [Run the benchmarks](benchmarks.md) says how
-everything is timed.
+Times of a step, measured on H200s, beside bf16 and torchao. Times are relative to bf16: lower is better, and below 1.00 the
+recipe wins. [Choose a recipe](choosing.md) recommends one; [What is measured](benchmarks.md) describes the timing.
 
-`docs/performance.py` writes this page from `benchmarks/results/*.csv`. Each table comes from one run. Its GPU,
-versions, day and command stand below it.
+`docs/performance.py` writes this page from `benchmarks/results/*.csv`. Each table comes from one run; its GPU, versions, day and
+command are below it.
 """
 
 SIZES = {"file": "policy.csv", "commit": "0ff5e17", "recipe": "delayed"}
 SIZES_HEAD = """## Which sizes of a linear layer gain?
 
 **{gain} of {all} sizes gain under delayed scaling.** `Linear` by size, forward and backward, eager, one layer alone.
-Host time is included. `policy="auto"` measures this on your GPU, and keeps bf16 where the last column is above 1.
+CPU time is included. `policy="auto"` measures this on your GPU, and keeps bf16 for sizes above 1.
 
 | tokens × in → out | bf16, ms | time relative to bf16 |
 | --- | ---: | ---: |"""
 
 KERNELS = """## How close are the kernels to a copy?
 
-The pictures show the bandwidth of each kernel as a share of a device copy's, with its peers beside it. Higher
-is better. `make plots` draws them from the files of the same names in `benchmarks/results/`.
+The pictures show each kernel's bandwidth as a share of a device copy's, beside its peers. Higher is better. `make plots`
+draws them from the files of the same names in `benchmarks/results/`.
 
 ![Quantizing kernels and their peers](../benchmarks/results/quantize.png)
 
@@ -427,7 +426,7 @@ is better. `make plots` draws them from the files of the same names in `benchmar
 
 ![SwiGLU that quantizes its result, and its peers](../benchmarks/results/activation.png)
 
-What else was measured, with raw output and commits, is in the [measurement log](h200.md).
+`benchmarks/results/LOG.md` in the repository is the log of all measurements, with raw output and commits.
 """
 
 
