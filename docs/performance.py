@@ -399,11 +399,12 @@ def picture(name: str, alternative: str) -> list[str]:
 
 HEAD = """# Performance
 
-Times of a step, measured on H200s, beside bf16 and torchao. Times are relative to bf16: lower is better, and below 1.00 the
-recipe wins. [Choose a recipe](choosing.md) recommends one; [What is measured](benchmarks.md) describes the timing.
+Times of a step, measured on H200s, beside bf16 and torchao. Times are relative to bf16: lower is better, and below
+1.00 the recipe wins. [Choose a recipe](choosing.md) recommends one; [What is measured](benchmarks.md) describes the
+timing.
 
-`docs/performance.py` writes this page from `benchmarks/results/*.csv`. Each table comes from one run; its GPU, versions, day and
-command are below it.
+`docs/performance.py` writes this page from `benchmarks/results/*.csv`. Each table comes from one run; its GPU,
+versions, day and command are below it.
 """
 
 SIZES = {"file": "policy.csv", "commit": "0ff5e17", "recipe": "delayed"}
@@ -417,8 +418,8 @@ CPU time is included. `policy="auto"` measures this on your GPU, and keeps bf16 
 
 KERNELS = """## How close are the kernels to a copy?
 
-The pictures show each kernel's bandwidth as a share of a device copy's, beside its peers. Higher is better. `make plots`
-draws them from the files of the same names in `benchmarks/results/`.
+The pictures show each kernel's bandwidth as a share of a device copy's, beside its peers. Higher is better.
+`make plots` draws them from the files of the same names in `benchmarks/results/`.
 
 ![Quantizing kernels and their peers](../benchmarks/results/quantize.png)
 
