@@ -45,8 +45,8 @@ def refuse_in_one_graph(context: Any, reason: str) -> None:
     """Say why the traced code cannot be part of a graph, where it must be (``fullgraph=True``).
 
     Raises:
-        RuntimeError: the compiler's own kind, with ``reason`` in its first line. UpstreamError: this release of
-        PyTorch cannot have quantizers in graphs, ``fullgraph`` or not.
+        RuntimeError: the compiler's own kind, with ``reason`` in its first line.
+        UpstreamError: this release of PyTorch cannot have quantizers in graphs, ``fullgraph`` or not.
     """
     from .upstream import dynamo
 
@@ -94,9 +94,11 @@ def refuse_in_transform(what: str, instead: str = "", plans_backward: bool = Tru
     ``requires_grad`` asks for it is right there from PyTorch 2.15 on.
 
     Args:
-        instead: what else the caller can do. plans_backward: ``what`` asks for ``requires_grad``.
+        instead: what else the caller can do.
+        plans_backward: ``what`` asks for ``requires_grad``.
     Raises:
-        NotImplementedError: in eager code. RuntimeError: in a graph that hides what requires a gradient.
+        NotImplementedError: in eager code.
+        RuntimeError: in a graph that hides what requires a gradient.
     """
     use = f"use torch.autograd.grad with torch.func.functional_call{instead}"
     if not torch.compiler.is_compiling():

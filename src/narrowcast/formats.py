@@ -167,7 +167,8 @@ def check_nvfp4(error_mode: str, chosen: tuple[str, ...]) -> None:
     """Check the options of NVFP4.
 
     Args:
-        error_mode: what 4-over-6 chooses by. chosen: names of those options that are on.
+        error_mode: what 4-over-6 chooses by.
+        chosen: names of those options that are on.
     Raises:
         ValueError: two that exclude each other, or an unknown mode.
     """

@@ -324,8 +324,8 @@ def get_cpu_offload_context(
         num_layers: the first so many layers are offloaded; the last one never is, as its backward comes at once.
         model_layers: how many layers a forward has.
         offload_activations: must be True for there to be something to offload.
-        offload_weights: has no effect, and is deprecated. double_buffering, retain_pinned_cpu_buffers: have no effect:
-            PyTorch keeps pinned memory for the next use.
+        offload_weights: has no effect, and is deprecated.
+        double_buffering, retain_pinned_cpu_buffers: have no effect: PyTorch keeps pinned memory for the next use.
         manual_synchronization: nothing moves but where the controller says so.
         offload_stream: the stream of the copies, for manual synchronisation.
 
@@ -335,7 +335,8 @@ def get_cpu_offload_context(
 
     Raises:
         ValueError: nothing to offload, ``num_layers`` above ``model_layers - 1`` or below 1, or a stream without manual
-            synchronisation. RuntimeError: entering again before the sync function; under ``torch.compile``.
+            synchronisation.
+        RuntimeError: entering again before the sync function; under ``torch.compile``.
     """
     if not enabled:
         idle = (contextlib.nullcontext(), lambda output: output)

@@ -127,8 +127,8 @@ def masks_of(
     A mask that the type or the format does not read is ignored with a warning, as Transformer Engine ignores it.
 
     Raises:
-        ValueError: lengths or masks that the mask's type or the format does not take, or that are missing. TypeError:
-        their dtypes.
+        ValueError: lengths or masks that the mask's type or the format does not take, or that are missing.
+        TypeError: their dtypes.
     """
     _check_lengths(q, qkv_format, rule, cu_seqlens, padded, pad_between_seqs)
     if mask is None:

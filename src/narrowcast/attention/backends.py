@@ -23,8 +23,9 @@ class Switches:
     """Which kernels may be used, from ``NARROWCAST_*`` of the time when they were read.
 
     Args:
-        flash: FLASH_ATTN, flash kernels. fused: FUSED_ATTN, others that keep no scores in memory: cuDNN's, the
-            memory-efficient ones, FlexAttention. unfused: UNFUSED_ATTN, those that do.
+        flash: FLASH_ATTN, flash kernels.
+        fused: FUSED_ATTN, others that keep no scores in memory: cuDNN's, the memory-efficient ones, FlexAttention.
+        unfused: UNFUSED_ATTN, those that do.
         nondeterministic: ALLOW_NONDETERMINISTIC_ALGO, gradients whose last bits change from run to run.
         debug: 0; with DEBUG=1, DEBUG_LEVEL: 1 logs the choices of eager code, 2 also why others were refused.
     """
@@ -58,12 +59,17 @@ class Facts(NamedTuple):
     """What a call asks for.
 
     Args:
-        cuda: tensors are on a GPU. dtype: of the tensors. dims: head dims of keys and values.
-        packed: the format is thd. gaps: and there is padding between its sequences.
+        cuda: tensors are on a GPU.
+        dtype: of the tensors.
+        dims: head dims of keys and values.
+        packed: the format is thd.
+        gaps: and there is padding between its sequences.
         mask: "none", "causal" (PyTorch's flag says it), "pairs" (a rule of pairs) or "tensor" (a tensor of pairs).
         from_the_end: what it counts, if anything, it counts from the last query and key of each sequence.
-        bias: dtype of a bias; None without. alibi, sink, score_mod, dropout, max_logit: whether there is one.
-        grad: whether a gradient is wanted. score_grad: also of tensors that ``score_mod`` reads.
+        bias: dtype of a bias; None without.
+        alibi, sink, score_mod, dropout, max_logit: whether there is one.
+        grad: whether a gradient is wanted.
+        score_grad: also of tensors that ``score_mod`` reads.
     """
 
     cuda: bool

@@ -22,8 +22,10 @@ class Lengths:
     """What says how long the sequences are, each for queries and keys; None where nothing needs to.
 
     Args:
-        masks: (b, 1, 1, s) bools, True where there is no token. cu_seqlens: (b + 1) int32 sums of lengths.
-        cu_seqlens_padded: (b + 1) int32, where each packed sequence begins. longest: upper bounds of the lengths.
+        masks: (b, 1, 1, s) bools, True where there is no token.
+        cu_seqlens: (b + 1) int32 sums of lengths.
+        cu_seqlens_padded: (b + 1) int32, where each packed sequence begins.
+        longest: upper bounds of the lengths.
         cached: the keys come from a KV cache. Queries are few, so a tensor of pairs is small and needs no preparation.
     """
 
@@ -64,8 +66,10 @@ def attend(
     """Attention in a format.
 
     Args:
-        q, k, v: in ``qkv_format``, checked. scores: without ``places``.
-        switches: which kernels may be used. max_logit: return the largest logit of each head, too.
+        q, k, v: in ``qkv_format``, checked.
+        scores: without ``places``.
+        switches: which kernels may be used.
+        max_logit: return the largest logit of each head, too.
         ranks: which share the sequences; None for this one alone.
 
     Returns:

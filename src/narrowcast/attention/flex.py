@@ -40,8 +40,11 @@ def attend(
     """Attention by a generated kernel.
 
     Args:
-        q: (b, h, s_q, d). k: (b, g, s_kv, d). v: (b, g, s_kv, d_v); g divides h.
-        scores: without bias and dropout. max_logit: return the largest score of each head (h) in fp32, too.
+        q: (b, h, s_q, d).
+        k: (b, g, s_kv, d).
+        v: (b, g, s_kv, d_v); g divides h.
+        scores: without bias and dropout.
+        max_logit: return the largest score of each head (h) in fp32, too.
 
     Returns:
         Output (b, h, s_q, d_v), zero where a query sees no key; the largest scores, without a gradient.

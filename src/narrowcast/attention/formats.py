@@ -27,10 +27,13 @@ def check_tensors(
     """Check what attention is called with.
 
     Args:
-        heads: of the queries. groups: heads of keys and values. dims: head dims of keys and of values.
+        heads: of the queries.
+        groups: heads of keys and values.
+        dims: head dims of keys and of values.
 
     Raises:
-        ValueError: ranks, devices, heads, head dims, batch or key lengths that do not fit. TypeError: dtypes.
+        ValueError: ranks, devices, heads, head dims, batch or key lengths that do not fit.
+        TypeError: dtypes.
     """
     rank = 3 if qkv_format == "thd" else 4
     expected = (

@@ -133,7 +133,8 @@ class KVCacheManager:
         """Write the tokens of a step.
 
         Args:
-            new_k, new_v: (tokens, heads, head dim). slots: (tokens,) where each goes.
+            new_k, new_v: (tokens, heads, head dim).
+            slots: (tokens,) where each goes.
             batch: sequences of the step.
         Returns:
             keys and values: (batch, max_sequence_length, heads, head dim), or (pages + 1, page_size, heads, head dim).
@@ -209,7 +210,7 @@ class InferenceParams:
         device: where they are kept; default: the accelerator, or the CPU without one.
     Raises:
         ValueError: sizes that are not positive, ``is_paged`` without ``page_size``, "thd" without ``max_ctx_len``, an
-        unknown format.
+            unknown format.
     """
 
     def __init__(
@@ -302,7 +303,8 @@ class InferenceParams:
         Returns:
             sequence -> tokens behind the step.
         Raises:
-            RuntimeError: the cache is full; nothing has changed then. ValueError: no sequence, or negative counts.
+            RuntimeError: the cache is full; nothing has changed then.
+            ValueError: no sequence, or negative counts.
         """
         if not step_dict or min(step_dict.values()) < 0:
             raise ValueError(
@@ -361,7 +363,8 @@ class InferenceParams:
             keys (batch, max_sequence_length, heads, d), values, None; or, in pages, (pages + 1, page_size, heads, d),
             values and the page table (batch, pages of a sequence) in int32.
         Raises:
-            KeyError: the layer has no memory. ValueError: another batch than that of :meth:`pre_step`.
+            KeyError: the layer has no memory.
+            ValueError: another batch than that of :meth:`pre_step`.
         """
         if not self.has_layer(layer_number):
             raise KeyError(

@@ -32,7 +32,8 @@ class MaskRule:
     """What a mask type, a window and a diagonal ask for.
 
     Args:
-        name: the mask type. padding, arbitrary: whether a mask of tokens, or of pairs, belongs to it.
+        name: the mask type.
+        padding, arbitrary: whether a mask of tokens, or of pairs, belongs to it.
         window: keys seen to the left and right of the diagonal, -1 without bound; (-1, 0) is causal.
         bottom_right: the diagonal ends at the last query and key, instead of beginning at the first ones.
     """
@@ -136,7 +137,8 @@ def packed(total: int, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> 
 
     Args:
         total: tokens, padding included.
-        cu_seqlens: (b + 1) sums of their lengths. cu_seqlens_padded: where each begins; None: where the last one ended.
+        cu_seqlens: (b + 1) sums of their lengths.
+        cu_seqlens_padded: where each begins; None: where the last one ended.
     """
     lengths = cu_seqlens.diff()
     begins = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded

@@ -26,11 +26,13 @@ class RotaryPositionEmbedding(nn.Module):
     """The angles of positions.
 
     Args:
-        dim: channels of a head. rotary_percent: share of them that is turned.
+        dim: channels of a head.
+        rotary_percent: share of them that is turned.
         seq_len_interpolation_factor, pretrained_max_position_embeddings: with both, positions are divided by the
             factor, or by ``max_seq_len / pretrained_max_position_embeddings`` once that is more; with the factor alone,
             by it.
-        rotary_base: base of the frequencies. interleaved: which channels are a pair.
+        rotary_base: base of the frequencies.
+        interleaved: which channels are a pair.
 
     Raises:
         ValueError: a number of channels that is odd or not positive.
@@ -115,7 +117,7 @@ def apply_rotary_pos_emb(
 
     Raises:
         ValueError: an unknown format, "thd" without ``cu_seqlens``, more positions than angles, shapes that do not fit,
-        or a ``cp_rank`` outside of ``cp_size``.
+            or a ``cp_rank`` outside of ``cp_size``.
     """
     check_rotary(t, freqs, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     positions = _within(
@@ -155,7 +157,7 @@ def apply_fused_qkv_rotary_pos_emb(
 
     Raises:
         ValueError: as ``apply_rotary_pos_emb``, widths that do not sum up to w or of which the second does not divide
-        the first, or a tensor that is not contiguous.
+            the first, or a tensor that is not contiguous.
     """
     widths = list(qkv_split_arg_list)
     if len(widths) != 3 or min(widths) <= 0 or sum(widths) != qkv.shape[-1] or widths[0] % widths[1]:
@@ -328,7 +330,8 @@ def rotate(t: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     """Turn the pairs of channels that have an angle.
 
     Args:
-        t: (..., h, d). angles: broadcastable, (..., 1, d').
+        t: (..., h, d).
+        angles: broadcastable, (..., 1, d').
     """
     turned = angles.shape[-1]
     x = t[..., :turned].float()

@@ -30,7 +30,9 @@ def attend(
     """Attention by one of PyTorch's kernels.
 
     Args:
-        q: (b, h, s_q, d). k: (b, g, s_kv, d). v: (b, g, s_kv, d_v); g divides h.
+        q: (b, h, s_q, d).
+        k: (b, g, s_kv, d).
+        v: (b, g, s_kv, d_v); g divides h.
         scores: without slopes, score_mod and sink.
         kernels: what PyTorch may choose from; None: from all.
         causal: PyTorch's flag says the rule (:func:`says_causal`). Otherwise ``scores.places`` does, or every query

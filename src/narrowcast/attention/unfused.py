@@ -13,7 +13,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
     """Softmax of the scores times the values.
 
     Args:
-        q: (b, h, s_q, d). k: (b, g, s_kv, d). v: (b, g, s_kv, d_v); g divides h.
+        q: (b, h, s_q, d).
+        k: (b, g, s_kv, d).
+        v: (b, g, s_kv, d_v); g divides h.
 
     Returns:
         Output (b, h, s_q, d_v) in the dtype of ``q``, zero where a query sees no key; the largest score of each head

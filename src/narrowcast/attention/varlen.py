@@ -40,7 +40,8 @@ def attend(
     """Attention of packed tokens.
 
     Args:
-        q: (tokens, h, d), fp16 or bf16 on a GPU. k, v: (tokens, g, d); g divides h.
+        q: (tokens, h, d), fp16 or bf16 on a GPU.
+        k, v: (tokens, g, d); g divides h.
         rule: of a padding type; counts from the bottom right, where it counts.
         cu_seqlens: (b + 1) int32 sums of lengths, of queries and of keys.
         longest: upper bounds of the lengths; None: the number of tokens, which takes longer.

@@ -151,7 +151,8 @@ def saved_operand(
     """What the backward reads of an operand.
 
     Args:
-        operand: as fprop read it. high_precision: what it was made from, for a backward that reads that.
+        operand: as fprop read it.
+        high_precision: what it was made from, for a backward that reads that.
         needed: whether any gradient reads it.
     """
     if not needed:
@@ -170,7 +171,9 @@ def linear_forward(
     """(output (*lead, N), input to save, weight to save).
 
     Args:
-        weight: (N, K), plain or quantized. inp: (*lead, K), plain or quantized. bias: (N,) or None.
+        weight: (N, K), plain or quantized.
+        inp: (*lead, K), plain or quantized.
+        bias: (N,) or None.
     """
     plan, scales, rows, out_features = args.plan, args.scales, rows_of(inp), weight.shape[0]
     if args.parallel is not None:
@@ -245,7 +248,8 @@ def split_operand(
 
     Args:
         share: this process's rows, quantized; None where only rows in high precision make up the whole.
-        inp: this process's rows (*lead, K) in high precision; None where nothing reads those. rows: how many.
+        inp: this process's rows (*lead, K) in high precision; None where nothing reads those.
+        rows: how many.
     """
     plan, scales = args.plan, args.scales
     if not parallel.gathers_input:
@@ -323,7 +327,8 @@ def linear_backward(
 
     Args:
         grad_output: (*lead, N), plain or quantized.
-        inp, weight: what was saved of them. scale_bwd: the scales that the forward copied.
+        inp, weight: what was saved of them.
+        scale_bwd: the scales that the forward copied.
     """
     plan, lead, rows = args.plan, grad_output.shape[:-1], rows_of(grad_output)
     if args.parallel is not None:

@@ -262,9 +262,11 @@ def grouped_backward(
     """(dgrad (T, K), gradients of the weights and of the biases), without gradient.
 
     Args:
-        dy: (T, N). splits: (G,).
+        dy: (T, N).
+        splits: (G,).
         saved: what :func:`grouped_forward` saved of input and weights.
-        scale_bwd: the scales that the forward copied. bias_scales: as then.
+        scale_bwd: the scales that the forward copied.
+        bias_scales: as then.
     """
     plan, count = args.plan, args.saved_input[0]
     inp, weight = saved[:count], saved[count:]
@@ -482,7 +484,8 @@ def grouped_linear(
         splits: int32 or int64 (G,) on the device of ``inp``; not read by the host where the GEMMs are native.
         weights: G of (N, K), or one (G, N, K).
         biases: G of (N,), or one (G, N), or none.
-        args: as of a linear layer, workspace and state of all groups. groups: the groups. Neither is modified.
+        args: as of a linear layer, workspace and state of all groups.
+        groups: the groups. Neither is modified.
     Returns:
         (*lead, N) in the activation dtype, zero in rows beyond the sum of the splits.
     """

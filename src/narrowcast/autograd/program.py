@@ -317,7 +317,8 @@ def run_forward(
     """(output (*lead, N), what is returned beside it, by stage what the backward reads).
 
     Args:
-        args: what each stage reads besides its tensors. last_gemm: else there is no output.
+        args: what each stage reads besides its tensors.
+        last_gemm: else there is no output.
     """
     inp, last = tensors[0], len(stages) - 1
     value, beside, kept = Value(inp, None, inp.shape[:-1], 0), [], []  # type: ignore[var-annotated]
@@ -345,8 +346,10 @@ def run_backward(
     """Gradients of all tensors. Empties ``saved`` from its end, so that what a stage has read is freed.
 
     Args:
-        records: what each stage reads besides saved tensors. dy: (M, N). beside: gradients of what was returned beside
-            the output. scales: of the linear layers.
+        records: what each stage reads besides saved tensors.
+        dy: (M, N).
+        beside: gradients of what was returned beside the output.
+        scales: of the linear layers.
     """
     grads: list[Tensor | None] = [None] * program.slots
     flow, scale_of = [Grad(dy)], dict(zip(program.linears, scales))

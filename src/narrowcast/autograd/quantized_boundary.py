@@ -54,7 +54,9 @@ def quantize_output(out: Tensor, operand: Operand, scales: DelayedScales) -> Qua
     """Output of a layer as a quantized tensor; its gradient passes straight through.
 
     Args:
-        out: (*lead, N). operand: how to quantize it. scales: state, for a delayed quantizer.
+        out: (*lead, N).
+        operand: how to quantize it.
+        scales: state, for a delayed quantizer.
     """
     if not operand.value:
         return in_eager(_QuantizeOutput.apply, out, operand, scales)  # type: ignore[no-any-return]
@@ -69,7 +71,9 @@ def quantize_input_gradient(inp: Tensor, operand: Operand, scales: DelayedScales
     """``inp``, whose gradient will be quantized: a quantized tensor in eager code, its values in compiled code.
 
     Args:
-        inp: (*lead, K). operand: how to quantize the gradient. scales: state, for a delayed quantizer.
+        inp: (*lead, K).
+        operand: how to quantize the gradient.
+        scales: state, for a delayed quantizer.
     """
     if not operand.value:
         return in_eager(_QuantizeInputGradient.apply, inp, operand, scales)  # type: ignore[no-any-return]

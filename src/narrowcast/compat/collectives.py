@@ -39,7 +39,8 @@ def gather_along_first_dim(
     """Every process's tensor one below the other, in order of rank, without gradient.
 
     Args:
-        inp: of the same shape on every process. process_group: the processes.
+        inp: of the same shape on every process.
+        process_group: the processes.
         async_op: return before it is there, with what to wait for.
         quantizer: None; layers gather quantized rows themselves (``sequence_parallel=True``).
         output_tensor: what to write to.
@@ -65,7 +66,9 @@ def reduce_scatter_along_first_dim(
     """This process's share of the rows of the sum of every process's tensor, without gradient.
 
     Args:
-        inp: of the same shape on every process. tp_group: the processes. async_op: as above.
+        inp: of the same shape on every process.
+        tp_group: the processes.
+        async_op: as above.
         output: what to write to.
     Raises:
         ValueError: rows that do not divide among the processes.

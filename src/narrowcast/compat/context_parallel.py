@@ -34,7 +34,8 @@ def pad_thd_sequences_for_cp(
     """Pad every packed sequence to a multiple of ``divisibility_factor``.
 
     Args:
-        input_ids, labels: (tokens,) or (1, tokens). cu_seqlens: (sequences + 1,) sums of their lengths.
+        input_ids, labels: (tokens,) or (1, tokens).
+        cu_seqlens: (sequences + 1,) sums of their lengths.
         divisibility_factor: twice the number of ranks, for :func:`get_batch_on_this_cp_rank`.
         padding_token_id, padding_label_id: what is put behind each sequence.
     Returns:
@@ -68,7 +69,8 @@ def generate_positional_ids_for_cp(
     """Positions (padded tokens,) of packed sequences: each begins at 0 and counts on through its padding.
 
     Args:
-        cu_seqlens, divisibility_factor: as of :func:`pad_thd_sequences_for_cp`. dtype: of the positions.
+        cu_seqlens, divisibility_factor: as of :func:`pad_thd_sequences_for_cp`.
+        dtype: of the positions.
     """
     _, padded = _padded_lengths(cu_seqlens, divisibility_factor)
     begins = torch.repeat_interleave(_sums(padded)[:-1], padded)
@@ -92,7 +94,8 @@ def get_batch_on_this_cp_rank(
         cu_seqlens_padded: (sequences + 1,), for thd.
         input_ids_padded, labels_padded, position_ids_padded: thd: (tokens,), (1, tokens) or (tokens, 1); else two dims
             or more. The last may be None.
-        cp_group: the ranks. qvk_format: "thd", "bshd" or "sbhd".
+        cp_group: the ranks.
+        qvk_format: "thd", "bshd" or "sbhd".
     Raises:
         ValueError: another format, lengths that do not divide, or too few dims.
     """

@@ -28,7 +28,8 @@ def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
     """FP8 element type of a recipe's forward tensors, or of its gradients.
 
     Args:
-        fp8_recipe: with ``fp8_format``. fprop_tensor: of the forward.
+        fp8_recipe: with ``fp8_format``.
+        fprop_tensor: of the forward.
     Raises:
         TypeError: a recipe without ``fp8_format``.
     """

@@ -103,11 +103,15 @@ def convert(
         dry_run: change nothing, and return the :class:`Receipt` of what would be done.
     Returns:
         ``model``. :func:`narrowcast.receipt` says of every module with the weight of a GEMM what was decided and why.
-    Raises (with nothing changed):
-        TypeError: ``model`` is no module, ``recipe`` no recipe, an unknown argument. ValueError: a pattern that matches
-        no such module, nothing that can be converted among what is asked for, a recipe that cannot be resolved for a
-        layer, another recipe for a weight that is stored, a policy that is unknown or without ``rows``, or "stored"
-        weights of which none is frozen or with another recipe. RuntimeError: a policy without a GPU.
+
+    Nothing changes if it raises.
+
+    Raises:
+        TypeError: ``model`` is no module, ``recipe`` no recipe, an unknown argument.
+        ValueError: a pattern that matches no such module, nothing that can be converted among what is asked for, a
+            recipe that cannot be resolved for a layer, another recipe for a weight that is stored, a policy that is
+            unknown or without ``rows``, or "stored" weights of which none is frozen or with another recipe.
+        RuntimeError: a policy without a GPU.
     """
     _check_arguments(model, recipe, weights, unknown)
     table = recipe_table(recipe, "convert")
@@ -152,7 +156,10 @@ def revert(model: Model) -> Model:
 
     Returns:
         ``model``.
-    Raises (with nothing changed):
+
+    Nothing changes if it raises.
+
+    Raises:
         RuntimeError: something gave a converted module yet another class.
     """
     converted = [(name, module) for name, module in model.named_modules() if is_converted(module)]

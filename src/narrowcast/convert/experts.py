@@ -115,8 +115,9 @@ class ExpertsLayer(StackedExpertsLayer):
         """Apply the experts.
 
         Args:
-            hidden_states: (T, hidden). top_k_index, top_k_weights: (T, k), the experts of each token and their weights.
-                A number that is no expert's, as expert parallelism has for those of other ranks, adds nothing.
+            hidden_states: (T, hidden).
+            top_k_index, top_k_weights: (T, k), the experts of each token and their weights. A number that is no
+                expert's, as expert parallelism has for those of other ranks, adds nothing.
         Returns:
             (T, hidden), the weighted sum over each token's experts.
         """

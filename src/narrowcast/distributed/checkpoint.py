@@ -42,8 +42,8 @@ def save_checkpoint(
         whose ``result()`` waits until ``path`` holds the new checkpoint.
     Raises:
         ValueError: ``asynchronous`` without ``group`` where there are several ranks; a value of ``extra`` that a reader
-        could not read without running code. What the save raises, such as ``CheckpointException``, on ranks that live;
-        from ``result()`` where it is asynchronous.
+            could not read without running code. What the save raises, such as ``CheckpointException``, on ranks that
+            live; from ``result()`` where it is asynchronous.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -94,12 +94,14 @@ def load_checkpoint(
     only. One without, such as of a bf16 run, leaves it to start anew, with a warning.
 
     Args:
-        model: as saved, sharded in any way or not at all. optimizer: None leaves its state unread.
+        model: as saved, sharded in any way or not at all.
+        optimizer: None leaves its state unread.
     Returns:
         ``extra``.
     Raises:
-        FileNotFoundError: there is no checkpoint. ValueError: a file that is damaged, or of another kind. What the load
-        raises, such as ``CheckpointException`` for a model of other shapes.
+        FileNotFoundError: there is no checkpoint.
+        ValueError: a file that is damaged, or of another kind. What the load raises, such as ``CheckpointException``
+            for a model of other shapes.
     """
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 

@@ -28,8 +28,9 @@ def replace_raw_data(tensor: QuantizedTensor, new_raw_data: Tensor) -> None:
         tensor: what keeps its values.
         new_raw_data: uint8, as many bytes as the codes, on their device; overwritten by them.
     Raises:
-        TypeError: no quantized tensor. RuntimeError: it has no row-wise codes. ValueError: a buffer that they do not
-        fit, or that is not contiguous.
+        TypeError: no quantized tensor.
+        RuntimeError: it has no row-wise codes.
+        ValueError: a buffer that they do not fit, or that is not contiguous.
     """
     _check_tensor(tensor, "replace_raw_data")
     name = tensor._ROWWISE_BUFFERS[0]
@@ -78,8 +79,8 @@ def quantize_master_weights(
             the whole.
     Raises:
         ValueError: lists of different lengths, a shard outside of its weight, or other than the rows that FSDP2 gave
-        this rank, a format whose codes of a shard depend on more than the magnitudes of its groups, or a shard of 4-bit
-        codes that begins or ends within a byte.
+            this rank, a format whose codes of a shard depend on more than the magnitudes of its groups, or a shard of
+            4-bit codes that begins or ends within a byte.
         TypeError: a weight that is not quantized.
     """
     shards = fsdp_shard_model_weights or [None] * len(model_weights)
@@ -297,7 +298,9 @@ def _first_of_others(shape: tuple[int, int], shard: range, tile: tuple[int, int]
     """Return the index of each group's first element outside of a shard; the number of elements where there is none.
 
     Args:
-        shape: (N, K) of the weight. shard: consecutive elements, counted over its rows. tile: of a group.
+        shape: (N, K) of the weight.
+        shard: consecutive elements, counted over its rows.
+        tile: of a group.
     """
     (rows, columns), (high, wide) = shape, tile
     none = rows * columns

@@ -42,7 +42,7 @@ def async_tensor_parallel(group: Any = None) -> None:
         group: a process group over GPUs of one host, or its name; None for the default one. Every rank must call this.
     Raises:
         RuntimeError: there is no such memory for the group, or another pass is in the place that this one needs; the
-        message says why.
+            message says why.
     """
     name = group_name(group)
     reason = _why_not(name)

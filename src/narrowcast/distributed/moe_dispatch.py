@@ -39,8 +39,8 @@ class MoEDispatch(nn.Module):
             ``T * min(topk, E / n)`` drops none.
 
     Raises:
-        ValueError: experts that do not divide among the ranks, or sizes that are not positive. TypeError: a quantizer
-        whose rows share scales, or no process group.
+        ValueError: experts that do not divide among the ranks, or sizes that are not positive.
+        TypeError: a quantizer whose rows share scales, or no process group.
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class MoEDispatch(nn.Module):
             The rows of the experts here, those of the first one first and within it those of rank 0 first; how many
             each has, int64 (E / n,) on the device, as ``GroupedLinear`` takes it; and the route, for :meth:`combine`.
 
-        Raises (before anything is sent):
+        It raises before anything is sent.
+
+        Raises:
             ValueError: no matrix, or counts of another shape or kind.
         """
         if rows.dim() != 2:
@@ -118,7 +120,8 @@ class MoEDispatch(nn.Module):
         """A whole mixture: permute, dispatch, experts, combine, add up; the same bits with fewer passes over the rows.
 
         Args:
-            x: (T, K). probs, routing_map: (T, E), as ``fused_topk_with_score_function`` returns them.
+            x: (T, K).
+            probs, routing_map: (T, E), as ``fused_topk_with_score_function`` returns them.
             num_out_tokens: copies of tokens, ``T * topk``.
             experts: called with rows and how many each expert here has; returns (rows, N).
 

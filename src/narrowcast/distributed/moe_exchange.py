@@ -142,7 +142,8 @@ def by_expert(received: Tensor, starts: Tensor, rows: int, align_size: int) -> t
     Args:
         received: int64 (ranks, experts), rows of each rank for each expert here.
         starts: int64 (ranks, experts), where they begin among what came.
-        rows: of the result. align_size: what the rows of each expert are padded to.
+        rows: of the result.
+        align_size: what the rows of each expert are padded to.
 
     Returns:
         For every row of the result the row that it is, int32 (rows,), -1 for padding; the padded rows of each expert.

@@ -31,10 +31,14 @@ class ColwiseParallel(style.ColwiseParallel):
         input_layouts: Replicate (default), or Shard of a dim that is not the last: then the layer gathers the rows of
             all ranks itself, as the bytes they are quantized to.
         output_layouts: Shard(-1) by default. use_local_output: return a plain tensor, else a DTensor.
-    Raises (where it is applied):
+
+    It raises where it is applied.
+
+    Raises:
         ValueError: features that do not divide among the ranks, another layout of the input, or a layer that is split
-        already, has ``parameters_split``, ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, quantized parameters or
-        several outputs. NotImplementedError: another layer of this library.
+            already, has ``parameters_split``, ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, quantized
+            parameters or several outputs.
+        NotImplementedError: another layer of this library.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -56,7 +60,10 @@ class RowwiseParallel(style.RowwiseParallel):
         input_layouts: Shard(-1) by default.
         output_layouts: Replicate (default): the outputs are summed; Shard of a dim that is not the last: summed, and
             its rows scattered. use_local_output: return a plain tensor, else a DTensor.
-    Raises (where it is applied):
+
+    It raises where it is applied.
+
+    Raises:
         ValueError: another layout of the output; else as :class:`ColwiseParallel`.
         NotImplementedError: as :class:`ColwiseParallel`.
     """
@@ -165,8 +172,12 @@ def _hooked(
     """A layer between what comes, plain or DTensor, and what it computes on.
 
     Args:
-        given: layout of plain inputs. read: of those that the layer computes on. computed: of its output. wanted: of
-            what is returned. rows: the dim of the rows, which the layer has first. local: return a plain tensor.
+        given: layout of plain inputs.
+        read: of those that the layer computes on.
+        computed: of its output.
+        wanted: of what is returned.
+        rows: the dim of the rows, which the layer has first.
+        local: return a plain tensor.
     """
     module.register_forward_pre_hook(functools.partial(_local_input, mesh, given, read, rows))
     module.register_forward_hook(functools.partial(_placed_output, mesh, computed, wanted, rows, local))

@@ -82,10 +82,10 @@ def shard(
         ``model``. ``narrowcast.receipt(model).sharding`` says of each parameter how it is gathered.
     Raises:
         ValueError: a layer with ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, whose gradients go past FSDP2's
-        reduction; a ``reshard_after_forward`` of ranks; a block that is no part of the model. TypeError: no
-        recipe, mesh, policy or list of blocks.
+            reduction; a ``reshard_after_forward`` of ranks; a block that is no part of the model.
+        TypeError: no recipe, mesh, policy or list of blocks.
         RuntimeError: a weight that is stored quantized, and whose rows are not equal shards of whole blocks; a block
-        whose compiled call would trace FSDP2's hooks.
+            whose compiled call would trace FSDP2's hooks.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

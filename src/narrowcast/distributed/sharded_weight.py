@@ -128,7 +128,8 @@ class ShardedWeight(Tensor):
     """A shard in high precision that is gathered quantized.
 
     Args:
-        values: the shard, fp32 or bf16. gather: how its weight is gathered.
+        values: the shard, fp32 or bf16.
+        gather: how its weight is gathered.
     """
 
     @staticmethod

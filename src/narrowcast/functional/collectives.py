@@ -33,7 +33,8 @@ def group_name(process_group: Any) -> str | None:
     """Name of a process group; None for the default group.
 
     Raises:
-        TypeError: no process group. RuntimeError: it is not registered under a name.
+        TypeError: no process group.
+        RuntimeError: it is not registered under a name.
     """
     if process_group is None or isinstance(process_group, str):
         return process_group

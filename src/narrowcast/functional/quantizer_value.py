@@ -187,7 +187,8 @@ def quantizer_of_text(text: str) -> QuantizerValue:
     """The quantizer that a text means, as ``_value_text`` wrote it.
 
     Raises:
-        RuntimeError: no class of that name was defined in this process. TypeError: no text, for a quantizer without.
+        RuntimeError: no class of that name was defined in this process.
+        TypeError: no text, for a quantizer without.
     """
     if not text:
         raise TypeError(

@@ -66,8 +66,9 @@ def replay_of(
     Args:
         stage: returns tensors, in lists, tuples and named tuples. A list among its arguments it may empty.
         tensors: what it reads or writes to, the first not None.
-        records: their ``depends()`` are hashable values and more tensors that it depends on, or None where these do
-            not say it all. values: hashable, all else that it depends on.
+        records: their ``depends()`` are hashable values and more tensors that it depends on, or None where these do not
+            say it all.
+        values: hashable, all else that it depends on.
         of_state: the tensors never have gradients, so that it does not matter whether any are recorded.
     """
     if not (tensors[0].is_cuda or ON_CPU):  # type: ignore[union-attr]

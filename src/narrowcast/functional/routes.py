@@ -98,7 +98,8 @@ def watcher_in_graph(mode: Any, given: tuple[Any, ...], inlined: Callable[..., b
     """Return who meets an operator while ``mode`` functionalizes a graph.
 
     Args:
-        given: the operator's arguments. inlined: given these, says whether it may be dissolved; None: it may not.
+        given: the operator's arguments.
+        inlined: given these, says whether it may be dissolved; None: it may not.
     """
     if _TAKING_APART.get():
         return DECOMPOSITION

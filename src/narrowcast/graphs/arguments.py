@@ -28,7 +28,8 @@ def with_old_names(old: dict[str, Any], **given: Any) -> dict[str, Any]:
     """``given`` completed by arguments under their old names.
 
     Raises:
-        TypeError: an unknown name. ValueError: an argument under both names.
+        TypeError: an unknown name.
+        ValueError: an argument under both names.
     """
     merged = dict(given)
     for name, value in old.items():
@@ -63,8 +64,9 @@ def check_callable(function: Callable[..., Any]) -> None:
     """Check that a callable can be captured.
 
     Raises:
-        TypeError: it is none. RuntimeError: a module with backward hooks, which would run while capturing only, with
-            buffers that need gradients, or with weight gradients that wait.
+        TypeError: it is none.
+        RuntimeError: a module with backward hooks, which would run while capturing only, with buffers that need
+            gradients, or with weight gradients that wait.
     """
     if not callable(function):
         raise TypeError(f"{type(function).__name__} is not callable; pass modules or functions")

@@ -39,39 +39,41 @@ def make_graphed_callables(
     capture_time_hooks: Any = None,
     **old_names: Any,
 ) -> Any:
-    """Modules whose forward and backward replay CUDA graphs; ``torch.cuda.make_graphed_callables`` for what quantizes.
+    """Capture modules that quantize in CUDA graphs, as ``torch.cuda.make_graphed_callables`` captures plain modules.
 
-    A call copies its arguments to where the graph reads them, and returns the graph's own outputs, which the next
-    call writes over. Replays read the scales, weights and random states that are there then. Delayed scaling, other
-    buffers and ``main_grad`` are after the capture what they were before. Scales are renewed outside of the graphs: by
-    the autocast or the model around them, and where neither is, by an autocast that each call enters, as in eager code;
-    a layer with a recipe of its own alone renews inside.
+    A call copies its arguments to the graph's inputs and returns the graph's outputs, which the next call overwrites.
+    Replays read the current scales, weights and random states. The capture changes no buffer and no ``main_grad``. The
+    autocast or model around the graphs renews delayed scales, or else an autocast that each call enters; a single layer
+    with its own recipe renews inside.
 
     Args:
         modules: a module or function, or a tuple of them. A module's ``forward`` is replaced, while it is in the mode,
             training or not, of the capture; its own forward hooks run around it.
-        sample_args: a tuple of tensors, or one such tuple per callable. sample_kwargs: a dict, or one per callable.
-            None is a value, too. Calls must have the same arguments, shapes and dtypes.
-        num_warmup_iters: forwards and backwards before the capture. allow_unused_input: as in PyTorch.
+        sample_args: a tuple of tensors, or one such tuple per callable.
+        sample_kwargs: a dict, or one per callable. Calls must have the same arguments, shapes and dtypes.
+        num_warmup_iters: forwards and backwards before the capture.
+        allow_unused_input: as in PyTorch.
         enabled, calibrating, recipe, amax_reduction_group: of an ``autocast`` around each callable; ``enabled`` may be
             one per callable. None enters none: layers run under their own recipes.
         cache_quantized_params: weights are quantized only in calls with ``is_first_microbatch=True``, or without it.
-        _order: of forwards (1, 2) and backwards (-2, -1) of chunks of the callables, in which they will be replayed;
-            each occurs once per microbatch, and the forwards of all samples are returned: by chunk, microbatch, layer.
-        _num_layers_per_chunk: where chunks differ. pool: a memory pool to share.
+        _order: replay order of forwards (1, 2) and backwards (-2, -1) of chunks of the callables, each once per
+            microbatch. The forwards of all samples are returned: by chunk, microbatch, layer.
+        _num_layers_per_chunk: if chunks differ.
+        pool: a memory pool to share.
         retain_graph_in_backward: capture the backward with ``retain_graph``.
-        clone_param_grads_on_return: return copies of the parameters' gradients; else they are what the next replay
-            writes over.
+        clone_param_grads_on_return: return copies of the parameters' gradients; else the next replay overwrites them.
         pre_warmup_hook, post_warmup_hook: called around the warm-up.
         **old_names: ``fp8_enabled``, ``fp8_calibrating``, ``fp8_recipe``, ``fp8_group``, ``fp8_weight_caching``.
     Returns:
         The module or function, or a tuple of them.
     Raises:
-        ValueError: two spellings of one argument, tuples of different lengths, an impossible order; later, a call with
-            other arguments, shapes or dtypes. TypeError: a sample that is no tensor. RuntimeError: a module with
-            backward hooks or delayed weight gradients, no CUDA device, a casting cache of ``torch.autocast``.
-        NotImplementedError: ``_reuse_graph_input_output_buffers``, ``capture_time_hooks``; cached weights of
-            GroupedLinear.
+        ValueError: two spellings of one argument, tuples of different lengths, an impossible order, or a later call
+            with other arguments, shapes or dtypes.
+        TypeError: a sample is not a tensor.
+        RuntimeError: backward hooks, delayed weight gradients, no CUDA device, or a cache of casts by
+            ``torch.autocast``.
+        NotImplementedError: ``_reuse_graph_input_output_buffers``, ``capture_time_hooks``, cached GroupedLinear
+            weights.
     """
     if _reuse_graph_input_output_buffers:
         raise _not_taken("_reuse_graph_input_output_buffers")

@@ -73,7 +73,8 @@ def bisect(
         only: the layers to try, as of :func:`narrowcast.convert`; default all.
     Raises:
         ValueError: no layer has a recipe, no parameter has a gradient, or a pattern that matches nothing.
-        TypeError: the model returns no loss. RuntimeError: it is called inside of an autocast.
+        TypeError: the model returns no loss.
+        RuntimeError: it is called inside of an autocast.
     """
     if THREAD.state.depth:
         raise RuntimeError(

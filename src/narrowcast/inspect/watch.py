@@ -250,7 +250,8 @@ class Watch:
         """Draw SQNR and underflow over the steps, a line per layer and operand, and write the picture.
 
         Raises:
-            ModuleNotFoundError: matplotlib is not installed. ValueError: nothing was sampled yet.
+            ModuleNotFoundError: matplotlib is not installed.
+            ValueError: nothing was sampled yet.
         """
         if not self.records:
             raise ValueError("nothing was sampled yet; call step() once per step")
@@ -283,7 +284,8 @@ def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watc
     ``torch.compile`` has compiled so far is compiled again.
 
     Args:
-        every: steps from one sample to the next. only: as of :func:`narrowcast.convert`.
+        every: steps from one sample to the next.
+        only: as of :func:`narrowcast.convert`.
     Raises:
         ValueError: ``every`` < 1, a pattern that matches nothing, no layer to watch, or one that is watched already.
     """

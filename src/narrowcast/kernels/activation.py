@@ -442,7 +442,8 @@ def backward_amax(grad: Tensor, x: Tensor, activation: str, parameters: tuple[fl
     """Slots of ``amax_slots`` raised to what ``backward`` would raise them to; the gradient itself is not written.
 
     Args:
-        grad, x: contiguous. parameters: as ``numbers`` gives them.
+        grad, x: contiguous.
+        parameters: as ``numbers`` gives them.
     """
     slots = amax_slots(x)
     if x.numel():

@@ -260,7 +260,8 @@ def _block_scaled(
     """Decode FP8 codes with block scales, E8M0 codes or fp32, as ``reference.mx`` and ``reference.float8_block`` do.
 
     Args:
-        rules: of scales per row or column, and of scales per square tile. two_d: the scales belong to square tiles.
+        rules: of scales per row or column, and of scales per square tile.
+        two_d: the scales belong to square tiles.
 
     Raises:
         ValueError: a tensor the kernels cannot reach, another format or dtype, or rank below 2.

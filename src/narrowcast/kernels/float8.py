@@ -354,7 +354,8 @@ def _cast_launch(
     """(the launch, how many operands it takes, shape and strides of the data, and of the transpose).
 
     Args:
-        shape, constants, operands: of the source. given: whether there are a scale, an amax and column sums.
+        shape, constants, operands: of the source.
+        given: whether there are a scale, an amax and column sums.
         partials: how many partial maxima the scale is.
     """
     M, K = math.prod(shape[:-1]), shape[-1]
@@ -450,7 +451,8 @@ def quantize(
         ``[data (*lead, K) uint8]``, ``[transpose (K, *lead) uint8]``, ``scale_inv`` fp32 (1,).
 
     Raises:
-        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, or rank 0.
+        TypeError: another dtype.
+        ValueError: a tensor the kernels cannot reach, or rank 0.
 
     Numerics:
         ``code = sat(RN(x * scale))``, NaN where ``x`` is infinite, ``scale_inv = RN(1 / scale)``; equal to
@@ -486,7 +488,8 @@ def quantize_current(
         ``[data (*lead, K) uint8]``, ``[transpose (K, *lead) uint8]``, ``scale_inv`` fp32 (1,).
 
     Raises:
-        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, or rank 0.
+        TypeError: another dtype.
+        ValueError: a tensor the kernels cannot reach, or rank 0.
 
     Numerics:
         ``scale = scale_from_amax(max|x|)``; equal to ``reference.float8.quantize_current``.
@@ -533,7 +536,8 @@ def amax_parts(x: Tensor) -> Tensor:
         x: bf16, fp16 or fp32, any strides.
 
     Raises:
-        TypeError: another dtype. ValueError: a tensor the kernels cannot reach.
+        TypeError: another dtype.
+        ValueError: a tensor the kernels cannot reach.
     """
     check_input(x, 0)
     x, n = x.contiguous(), x.numel()

@@ -327,8 +327,8 @@ def quantize(
     """``reference.float8_block.quantize``, both directions from one read of ``x``: any tensor, or a source of one.
 
     Raises:
-        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, rank below 2, or another
-        ``block_dim``.
+        TypeError: another dtype.
+        ValueError: a tensor the kernels cannot reach, rank below 2, or another ``block_dim``.
     """
     if block_dim not in (1, 2):
         raise ValueError(f"block_dim is {block_dim}; use 1 (blocks of 128) or 2 (tiles of 128 x 128)")

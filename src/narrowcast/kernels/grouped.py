@@ -105,7 +105,9 @@ def blocks_of_groups(splits: Tensor, available: int, rows: int) -> Tensor:
     """Where each 128 rows of ``pad_rows(x, splits, 128, rows)`` come from: int64 (rows / 128, 2), start and how many.
 
     Args:
-        splits: as of :func:`pad_rows`. available: rows of ``x``. rows: a multiple of 128.
+        splits: as of :func:`pad_rows`.
+        available: rows of ``x``.
+        rows: a multiple of 128.
     """
     count, groups = rows // BLOCK_ROWS, splits.shape[0]
     table = torch.empty((count, 2), dtype=torch.int64, device=splits.device)

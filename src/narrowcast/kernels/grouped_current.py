@@ -32,7 +32,8 @@ def _sizes(splits_ptr, index, before, T, groups, BAND_ROWS: tl.constexpr):
     """Rows int64 and bands int32 of groups; what does not fit into ``T`` rows is cut.
 
     Args:
-        index: numbers of consecutive groups; those from ``groups`` on are empty. before: rows of all groups before.
+        index: numbers of consecutive groups; those from ``groups`` on are empty.
+        before: rows of all groups before.
     """
     size = tl.load(splits_ptr + index, mask=index < groups, other=0).to(tl.int64)
     end = before + tl.cumsum(size, axis=0)
@@ -45,7 +46,9 @@ def _task(number, splits_ptr, index, size, bands, T, groups, ahead, across, BAND
     """What the program of this number does: whether it takes an amax, and of which part, or which tile it quantizes.
 
     Args:
-        size, bands: of the groups. ahead: how many groups amaxes are ahead of codes. across: parts of a band.
+        size, bands: of the groups.
+        ahead: how many groups amaxes are ahead of codes.
+        across: parts of a band.
     """
     rows_ahead = tl.sum(tl.where(index < ahead, size, 0), axis=0)
     _size, later = _sizes(splits_ptr, index + ahead, rows_ahead, T, groups, BAND_ROWS)

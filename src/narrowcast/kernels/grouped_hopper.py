@@ -440,7 +440,9 @@ def takes(
     """Whether :func:`multiply` takes these operands.
 
     Args:
-        left: (T, K) or (M, P). right: (G, N, K) or (N, P). columns: of the result.
+        left: (T, K) or (M, P).
+        right: (G, N, K) or (N, P).
+        columns: of the result.
         alignment: that groups along the contraction start at.
         blocks: rows of a block of the left and the right scales, or None where a scale is a group's.
     """

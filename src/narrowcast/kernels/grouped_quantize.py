@@ -306,7 +306,8 @@ def amaxes(x: Tensor, splits: Tensor | None, groups: int) -> Tensor:
     """max|x| of every group: fp32 (G,).
 
     Args:
-        x: contiguous. splits, groups: as of :func:`quantize_current`.
+        x: contiguous.
+        splits, groups: as of :func:`quantize_current`.
     """
     amax = torch.zeros(groups, dtype=torch.float32, device=x.device)
     K = x.shape[-1]

@@ -387,8 +387,8 @@ def check_input(x: Tensor, min_rank: int) -> None:
     """Refuse what no quantize kernel can read.
 
     Raises:
-        TypeError: the dtype is not fp32, bf16 or fp16. ValueError: ``check_device`` refuses, or the rank is below
-        ``min_rank``.
+        TypeError: the dtype is not fp32, bf16 or fp16.
+        ValueError: ``check_device`` refuses, or the rank is below ``min_rank``.
     """
     if not (x.is_cuda or INTERPRETING) or x.dtype not in HIGH_PRECISION or x.dim() < min_rank:
         check_device(x)
@@ -422,7 +422,10 @@ def check_codes(data: Tensor, dtype: torch.dtype, min_rank: int, fmt: ElementFor
     """Refuse what no dequantize kernel can read or write; the codes, contiguous.
 
     Args:
-        data: codes. dtype: of the values. min_rank: that the codes must have. fmt: of the codes, where it is FP8.
+        data: codes.
+        dtype: of the values.
+        min_rank: that the codes must have.
+        fmt: of the codes, where it is FP8.
 
     Raises:
         ValueError: ``check_device`` refuses, another dtype than bf16, fp16 or fp32, another format, or too low a rank.

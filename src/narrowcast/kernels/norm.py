@@ -303,8 +303,9 @@ def statistics(
         fp32 (programs,), one value at least and 1024 at most.
 
     Raises:
-        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, rank 0, shapes that do not fit, an
-            unknown normalization, or ``amax_partials`` without a weight.
+        TypeError: another dtype.
+        ValueError: a tensor the kernels cannot reach, rank 0, shapes that do not fit, an unknown normalization, or
+            ``amax_partials`` without a weight.
 
     Numerics:
         Equal to ``reference.norm.statistics``; the largest partial is the amax of ``normalized``'s result.
@@ -418,7 +419,8 @@ def gradient_statistics(
         ``(c1, c2, dweight, dbias)``, fp32 (M,), (M,) or None; (K,), (K,) or None of ``dtype``; None for RMSNorm.
 
     Raises:
-        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, rank 0, or shapes that do not fit.
+        TypeError: another dtype.
+        ValueError: a tensor the kernels cannot reach, rank 0, or shapes that do not fit.
 
     Numerics:
         Equal to ``reference.norm.gradient_statistics``.
@@ -493,7 +495,8 @@ def backward(
         Shape and dtype of ``x``.
 
     Raises:
-        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, rank 0, or shapes that do not fit.
+        TypeError: another dtype.
+        ValueError: a tensor the kernels cannot reach, rank 0, or shapes that do not fit.
 
     Numerics:
         Equal to ``reference.norm.backward``.

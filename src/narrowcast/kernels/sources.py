@@ -127,7 +127,8 @@ def pairs_tiles(constants: tuple[str, str, float, float, float], columns: int, t
     """Whether tiles of a source can take both halves of a gated activation's gradient from one read.
 
     Args:
-        constants: of the source. columns: of its matrix.
+        constants: of the source.
+        columns: of its matrix.
     """
     return constants[0] == "gated_backward" and columns // 2 % tile_columns == 0
 
@@ -147,7 +148,8 @@ def tensor(x: Tensor, *, column_sums: bool = False) -> Source:
     """The source that reads ``x``; with ``column_sums`` a kernel that reads all of it also sums its columns.
 
     Raises:
-        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, or rank 0.
+        TypeError: another dtype.
+        ValueError: a tensor the kernels cannot reach, or rank 0.
     """
     check_input(x, 1)
     x = x.contiguous()
@@ -294,7 +296,9 @@ def rows_of_groups(x: Tensor, splits: Tensor, rows: int) -> Source:
     """``grouped.pad_rows`` to groups of whole 128 rows, looked up on the way in.
 
     Args:
-        x: (T, K). splits: int32 or int64 (G,) on the device of ``x``. rows: of the padded matrix, a multiple of 128.
+        x: (T, K).
+        splits: int32 or int64 (G,) on the device of ``x``.
+        rows: of the padded matrix, a multiple of 128.
     """
     check_input(x, 2)
     x = x.contiguous()
@@ -329,7 +333,8 @@ def source_of(x: Tensor | Source, min_rank: int) -> Source:
     """The source itself, or the one that reads a tensor.
 
     Raises:
-        TypeError: another dtype. ValueError: a tensor the kernels cannot reach, or a rank below ``min_rank``.
+        TypeError: another dtype.
+        ValueError: a tensor the kernels cannot reach, or a rank below ``min_rank``.
     """
     if isinstance(x, Source):
         check_rank(len(x.shape), min_rank)

@@ -92,7 +92,9 @@ def to_extra_state(buffers: dict[str, Tensor | None], stages: list[str], directi
     """What Transformer Engine reads of a layer's delayed scaling, uint8 (n,); empty for a layer without.
 
     Args:
-        buffers: of the layer, by name. stages: prefixes in the order of its GEMMs. directions: "fwd" and "bwd".
+        buffers: of the layer, by name.
+        stages: prefixes in the order of its GEMMs.
+        directions: "fwd" and "bwd".
     """
     state: dict[str, Any] = {}
     for direction in directions:
@@ -118,7 +120,8 @@ def delayed_state(
 
     Args:
         extra: of :func:`take_extra_state`.
-        stages: prefixes in the order of the layer's GEMMs. directions: "fwd" and "bwd" -> scales of one stage.
+        stages: prefixes in the order of the layer's GEMMs.
+        directions: "fwd" and "bwd" -> scales of one stage.
     Returns:
         those of the directions that are there in the layer's sizes.
     """

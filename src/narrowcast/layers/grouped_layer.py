@@ -503,7 +503,8 @@ def rows_of_buffer(
     """A tensor that a result is written to, as a matrix of rows.
 
     Args:
-        label: its name in messages. shape: (*lead, K), dtype and device that it must have.
+        label: its name in messages.
+        shape: (*lead, K), dtype and device that it must have.
         read: the input, where it is still read after the result was written.
     Raises:
         ValueError: it does not, is not contiguous, quantized, wants a gradient, or shares memory with ``read``.

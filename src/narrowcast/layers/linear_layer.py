@@ -282,8 +282,9 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         """What the boundary reads of a stage besides its operands.
 
         Args:
-            weight: whole, or of several groups the first. scales: where they were read already. workspace: of a stored
-                weight, where it was made already.
+            weight: whole, or of several groups the first.
+            scales: where they were read already.
+            workspace: of a stored weight, where it was made already.
         Raises:
             RuntimeError: the weight is stored without the data that the backward reads, or in another format.
         """

@@ -70,10 +70,13 @@ def check_neutral(layer: str, options: Mapping[str, Any], declared: type) -> Non
     """Check what a constructor was given besides its own options.
 
     Args:
-        layer: name of the class. options: by name. declared: one of the classes above.
+        layer: name of the class.
+        options: by name.
+        declared: one of the classes above.
 
     Raises:
-        TypeError: an option that is not declared. NotImplementedError: a value that asks for what is not there.
+        TypeError: an option that is not declared.
+        NotImplementedError: a value that asks for what is not there.
     """
     if not options:
         return

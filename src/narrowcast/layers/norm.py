@@ -129,8 +129,10 @@ class NormParameters(nn.Module):
         """Compare an input with the weight.
 
         Raises:
-            ValueError: another last dim. RuntimeError: another device. TypeError: another dtype, outside torch.autocast
-            and unless the parameters are fp32: those go with every input, as those of torch.nn.LayerNorm do.
+            ValueError: another last dim.
+            RuntimeError: another device.
+            TypeError: another dtype, outside torch.autocast and unless the parameters are fp32: those go with every
+                input, as those of torch.nn.LayerNorm do.
         """
         weight: Any = self.weight
         if inp.shape[-1:] != weight.shape:

@@ -26,7 +26,8 @@ def random_numbers_of(
     """Context in which a weight is initialised: ``fork`` of a tracker of random states, or none.
 
     Args:
-        tracker: returns the object with ``fork``; None: PyTorch's own numbers. name: given to ``fork`` where not None.
+        tracker: returns the object with ``fork``; None: PyTorch's own numbers.
+        name: given to ``fork`` where not None.
     """
     if tracker is None:
         return contextlib.nullcontext()
@@ -58,7 +59,8 @@ def parameter_dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None)
     """Dtype of a layer's parameters, by either of its names.
 
     Raises:
-        ValueError: both are given, and differ. TypeError: no floating-point dtype.
+        ValueError: both are given, and differ.
+        TypeError: no floating-point dtype.
     """
     for label, given in (("params_dtype", params_dtype), ("dtype", dtype)):
         if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
@@ -78,8 +80,9 @@ def checked_input(
         weight: a parameter to compare with.
         quantized_as_it_is: torch.autocast does not cast a quantized input.
     Raises:
-        ValueError: another last dim, or none. TypeError: no tensor, or another dtype than the weight's outside
-        torch.autocast. RuntimeError: another device.
+        ValueError: another last dim, or none.
+        TypeError: no tensor, or another dtype than the weight's outside torch.autocast.
+        RuntimeError: another device.
     """
     tensor("input", inp)
     shape, device = inp.shape, inp.device

@@ -27,7 +27,8 @@ def selected_names(
         model: that they are in.
         kind: what they are, for the message.
     Raises:
-        ValueError: a pattern without a match. TypeError: a selector of another type.
+        ValueError: a pattern without a match.
+        TypeError: a selector of another type.
     """
     listed: Any = [selectors] if isinstance(selectors, str) or callable(selectors) else selectors
     if not isinstance(listed, Iterable):
@@ -50,7 +51,8 @@ def matching_names(pattern: str, names: Iterable[str], model: nn.Module, kind: s
     """Return the names that a pattern stands for, as :func:`narrowcast.set_recipe` reads patterns.
 
     Args:
-        names: of modules of ``model``; ``kind``: what they are, for the message.
+        names: of modules of ``model``;
+        ``kind``: what they are, for the message.
     Raises:
         ValueError: none.
     """

@@ -43,8 +43,8 @@ def quantize_weight(
         workspace_dtype: nominal dtype of what is made; default: the tensor's.
         cache: the result is kept: it is a tensor, also where the quantizer makes bare storages.
     Raises:
-        ValueError: a refresh without a tensor; nothing to take, and no tensor or no quantizer. RuntimeError: a
-        quantized tensor of a format that cannot make a missing direction.
+        ValueError: a refresh without a tensor; nothing to take, and no tensor or no quantizer.
+        RuntimeError: a quantized tensor of a format that cannot make a missing direction.
     """
     if isinstance(tensor, QuantizedTensorStorage):
         if quantizer is not None:
@@ -76,7 +76,8 @@ def scatter_workspace(workspace: QuantizedTensorStorage, fsdp_group: Any) -> Non
     A buffer whose elements do not divide among the ranks stays whole. Until then only its shape may be read.
 
     Args:
-        workspace: as :func:`quantize_weight` gave it to keep, the same on all ranks. fsdp_group: process group.
+        workspace: as :func:`quantize_weight` gave it to keep, the same on all ranks.
+        fsdp_group: process group.
     """
     ranks, rank = torch.distributed.get_world_size(fsdp_group), torch.distributed.get_rank(fsdp_group)
     if not isinstance(workspace, Tensor):  # a bare storage reads its shape off the buffers

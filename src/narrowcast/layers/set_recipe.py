@@ -54,8 +54,10 @@ def set_recipe(
     Returns:
         ``model``.
     Raises:
-        TypeError: no recipe. ValueError: a pattern that no low-precision layer matches, a model without any, an unknown
-        policy, or one without ``rows``. RuntimeError: a policy without a GPU.
+        TypeError: no recipe.
+        ValueError: a pattern that no low-precision layer matches, a model without any, an unknown policy, or one
+            without ``rows``.
+        RuntimeError: a policy without a GPU.
     """
     table = recipe_table(recipe, "set_recipe")
     owners = {name: module for name, module in model.named_modules() if isinstance(module, RecipeOwner)}
@@ -81,7 +83,8 @@ def recipe_table(recipe: RecipeChoice, caller: str) -> dict[str, Recipe | None]:
     Args:
         caller: whose argument it is, for the message.
     Raises:
-        TypeError: no recipe. ValueError: text that is neither the name of a recipe nor a table of recipes.
+        TypeError: no recipe.
+        ValueError: text that is neither the name of a recipe nor a table of recipes.
     """
     is_json = isinstance(recipe, str) and recipe.lstrip()[:1] in ("{", "[")
     table: Any = recipes_from_json(recipe) if is_json else recipe  # type: ignore[arg-type]

@@ -51,7 +51,8 @@ class TensorParallelLayer:
         """
         Raises:
             ValueError: a ``tp_size`` that is not positive or not that of the group, or a ``tracker_name`` without
-            ``tracker``. TypeError, RuntimeError: no process group, or one without a name.
+                ``tracker``.
+            TypeError, RuntimeError: no process group, or one without a name.
         """
         modes, tp_group, tp_size, sequence_parallel, tracker, tracker_name = options
         size = checked_size(tp_group, tp_size)
@@ -78,7 +79,9 @@ class TensorParallelLayer:
         Args:
             tp_group: a process group of ``tp_size`` processes, or its name; None for a layer that is not split.
         Raises:
-            ValueError: a group of another size. TypeError: no process group. RuntimeError: one without a name.
+            ValueError: a group of another size.
+            TypeError: no process group.
+            RuntimeError: one without a name.
         """
         if tp_group is None and self.tp_size == 1:
             return
@@ -152,8 +155,8 @@ def checked_size(tp_group: Any, tp_size: int) -> int:
     """How many processes share a layer, from its two options.
 
     Raises:
-        ValueError: a size that is not positive, or not that of the group. TypeError, RuntimeError: no process group, or
-        one without a name.
+        ValueError: a size that is not positive, or not that of the group.
+        TypeError, RuntimeError: no process group, or one without a name.
     """
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
         raise ValueError(f"tp_size is {tp_size!r}; use a positive number of processes")

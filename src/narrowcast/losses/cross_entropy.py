@@ -79,7 +79,8 @@ def parallel_cross_entropy(
     Raises:
         ValueError: another dtype, a target of another shape or dtype, a smoothing outside of [0, 1], or a target out of
             range on a CPU. On a GPU, and in compiled code, such a token's loss and gradient are NaN instead.
-        TypeError: ``dist_process_group`` is none. RuntimeError: it has no name; or the gradient is differentiated.
+        TypeError: ``dist_process_group`` is none.
+        RuntimeError: it has no name; or the gradient is differentiated.
     """
     tensor("inp", inp)
     if inp.dim() < 1 or inp.dtype not in HIGH_PRECISION:

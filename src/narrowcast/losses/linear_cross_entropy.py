@@ -72,7 +72,8 @@ def linear_cross_entropy(
     Args:
         hidden: (*lead, H), fp32, bf16 or fp16.
         weight: (V, H), in the same dtype; a quantized one is dequantized. Under ``torch.autocast`` they are cast.
-        target: lead, int64 or int32. bias: (V,), or None.
+        target: lead, int64 or int32.
+        bias: (V,), or None.
         label_smoothing, reduction ("mean", "sum", "none"): as in ``torch.nn.functional.cross_entropy``.
         ignore_index: a token with this target has no loss and no gradient; the mean is over the others. Where all
             tokens are ignored it is 0, not NaN as torch's.

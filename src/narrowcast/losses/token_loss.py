@@ -24,7 +24,8 @@ def token_loss(
     """Loss of each token, and the log of its sum of exponentials for the backward.
 
     Args:
-        statistics: fp32 (3, T) of the whole vocabulary, as ``reference.cross_entropy.statistics``. target: (T,).
+        statistics: fp32 (3, T) of the whole vocabulary, as ``reference.cross_entropy.statistics``.
+        target: (T,).
         columns: of the whole vocabulary.
 
     Returns:

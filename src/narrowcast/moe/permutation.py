@@ -43,10 +43,13 @@ def moe_permute(
         The rows (num_out_tokens, K), and what :func:`moe_unpermute` needs: int32 of the shape of ``routing_map``, the
         row of each copy, -1 for none.
 
-    Raises (before any kernel):
+    It raises before any kernel.
+
+    Raises:
         ValueError: another ``map_type``, a map or input of another shape or dtype, ``num_out_tokens`` that is not
-        positive with "mask". TypeError: a quantized input whose rows share scales. RuntimeError: a quantized input in
-        compiled code.
+            positive with "mask".
+        TypeError: a quantized input whose rows share scales.
+        RuntimeError: a quantized input in compiled code.
     """
     if map_type == "mask":
         row_map, rows = checked_row_map(inp, routing_map, num_out_tokens, "moe_permute"), num_out_tokens
@@ -73,7 +76,9 @@ def moe_permute_with_probs(
         The rows (num_out_tokens, K); their weights (num_out_tokens,) in the dtype of ``probs``, 0 for rows that no
         token has; the row map for :func:`moe_unpermute`.
 
-    Raises (before any kernel):
+    It raises before any kernel.
+
+    Raises:
         ValueError: as :func:`moe_permute`, or ``probs`` of another shape than the map.
     """
     row_map = checked_row_map(inp, routing_map, num_out_tokens, "moe_permute_with_probs")
@@ -109,9 +114,11 @@ def moe_permute_and_pad_with_probs(
         (known in eager code without ``num_out_tokens``); ``target_tokens`` int64 (E,), the padded
         ``tokens_per_expert``, on the device of ``inp``.
 
-    Raises (before any kernel):
+    It raises before any kernel.
+
+    Raises:
         ValueError: as :func:`moe_permute_with_probs`; no ``tokens_per_expert``, another number of them; an
-        ``align_size`` or a ``num_out_tokens`` that is not positive.
+            ``align_size`` or a ``num_out_tokens`` that is not positive.
     """
     name = "moe_permute_and_pad_with_probs"
     _check(inp, name)
@@ -163,9 +170,11 @@ def moe_unpermute(
     Returns:
         (T, K), or ``restore_shape``, in the dtype of ``inp``.
 
-    Raises (before any kernel):
-        ValueError: another ``map_type``, shapes that do not fit, both ``probs`` and ``merging_probs``. TypeError: a
-        quantized input, whose rows cannot be added up, or another dtype.
+    It raises before any kernel.
+
+    Raises:
+        ValueError: another ``map_type``, shapes that do not fit, both ``probs`` and ``merging_probs``.
+        TypeError: a quantized input, whose rows cannot be added up, or another dtype.
     """
     if probs is not None:
         if merging_probs is not None:
@@ -205,7 +214,8 @@ def checked_row_map(inp: Any, routing_map: Tensor, num_out_tokens: int, name: st
     """The row map of a mask, of so many rows.
 
     Args:
-        inp, routing_map, num_out_tokens: as in :func:`moe_permute`. name: of the caller, for errors.
+        inp, routing_map, num_out_tokens: as in :func:`moe_permute`.
+        name: of the caller, for errors.
 
     Raises:
         As :func:`moe_permute`.

@@ -21,7 +21,8 @@ def check_movable(x: Any, name: str) -> None:
     """Refuse what ``name`` cannot move row by row.
 
     Raises:
-        RuntimeError: in traced code. TypeError: rows of that format share scales, or there are no row-wise data.
+        RuntimeError: in traced code.
+        TypeError: rows of that format share scales, or there are no row-wise data.
     """
     refuse_in_graphs(
         f"{name} got a quantized tensor in compiled code; pass it in high precision and quantize its result"

@@ -77,10 +77,12 @@ def fused_topk_with_score_function(
     Returns:
         The weights (*lead, E) in the dtype of ``logits``, 0 for experts not chosen, and the routing map.
 
-    Raises (before any kernel):
+    It raises before any kernel.
+
+    Raises:
         ValueError: another dtype, score function or format; ``topk`` or groups that do not fit the experts; a bias with
-        "softmax"; bounds that are reversed, equal or not finite; some but not all of the ``qb_``
-        arguments, or with anything but "sigmoid", a bias and no groups.
+            "softmax"; bounds that are reversed, equal or not finite; some but not all of the ``qb_`` arguments, or with
+            anything but "sigmoid", a bias and no groups.
     """
     experts, packed = _check(logits, topk, score_function, routing_map_format)
     _check_groups(experts, topk, num_groups, group_topk)
@@ -137,7 +139,9 @@ def fused_compute_score_for_moe_aux_loss(
     Returns:
         The routing map, and the scores, fp32 (*lead, E).
 
-    Raises (before any kernel):
+    It raises before any kernel.
+
+    Raises:
         ValueError: another dtype, score function or format, or a ``topk`` that does not fit the experts.
     """
     experts, packed = _check(logits, topk, score_function, routing_map_format)
@@ -168,12 +172,16 @@ def fused_moe_aux_loss(
             tokens per expert; the loss is the sum over the sequences.
         tokens_per_expert: (E,) or (S * E,), integers or floats; no gradient.
         total_num_tokens: tokens that both are counted over: an int, or a tensor of one element on the device.
-        num_experts: E, also of several sequences. topk: experts per token. coeff: weight of the loss.
+        num_experts: E, also of several sequences.
+        topk: experts per token.
+        coeff: weight of the loss.
 
     Returns:
         A scalar in the dtype of ``probs``; the sums are in fp32.
 
-    Raises (before any kernel):
+    It raises before any kernel.
+
+    Raises:
         ValueError: shapes that do not fit, or float64.
     """
     if probs.dtype not in HIGH_PRECISION:

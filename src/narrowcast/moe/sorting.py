@@ -26,9 +26,12 @@ def moe_sort_chunks_by_index(
     Returns:
         The rows (R, K); a quantized input keeps its format, row-wise only, in eager code.
 
-    Raises (before any kernel):
-        ValueError: no matrix, or sizes and order that are not integers, as many of one as of the other. TypeError: a
-        quantized input whose rows share scales. RuntimeError: a quantized input in compiled code.
+    It raises before any kernel.
+
+    Raises:
+        ValueError: no matrix, or sizes and order that are not integers, as many of one as of the other.
+        TypeError: a quantized input whose rows share scales.
+        RuntimeError: a quantized input in compiled code.
     """
     return Reorder.apply(inp, *_order(inp, split_sizes, sorted_index, "moe_sort_chunks_by_index"))
 
@@ -45,7 +48,9 @@ def moe_sort_chunks_by_index_with_probs(
     Returns:
         The rows (R, K) and their numbers (R,).
 
-    Raises (before any kernel):
+    It raises before any kernel.
+
+    Raises:
         ValueError: ``probs`` has another shape; else as in :func:`moe_sort_chunks_by_index`.
     """
     source, target = _order(inp, split_sizes, sorted_index, "moe_sort_chunks_by_index_with_probs")

@@ -53,8 +53,8 @@ class DotProductAttention(nn.Module):
         bottom_right_diagonal: count window, causality and ALiBi from the diagonal that ends at the last query and key;
             None: as the mask type says.
         sequence_parallel, tp_group, attention_type, layer_number: accepted, without effect on the computation.
-        tp_size: ranks among which the heads are split. get_rng_state_tracker: returns the object whose ``fork()``
-            dropout runs in, unless ``sequence_parallel``.
+        tp_size: ranks among which the heads are split.
+        get_rng_state_tracker: returns the object whose ``fork()`` dropout runs in, unless ``sequence_parallel``.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: as of ``set_context_parallel_group``.
         softmax_scale: default 1/sqrt(head dim of the keys).
         softmax_type: "vanilla"; "off-by-one" adds 1 to the denominator; "learnable" adds exp(softmax_offset) of each
@@ -67,8 +67,8 @@ class DotProductAttention(nn.Module):
 
     Raises:
         ValueError: a size that is not positive, heads that groups or ranks do not divide, an unknown name, a window
-        that is none. NotImplementedError: context parallelism by
-        another exchange than "all_gather".
+            that is none.
+        NotImplementedError: context parallelism by another exchange than "all_gather".
     """
 
     softmax_offset: Tensor | None
@@ -162,11 +162,13 @@ class DotProductAttention(nn.Module):
         2n - 1 - r; keys and values are gathered. For sbhd and bshd without padding, arbitrary masks and biases.
 
         Args:
-            cp_group: the group; None: shared no more. cp_global_ranks, cp_stream: accepted, without effect here.
+            cp_group: the group; None: shared no more.
+            cp_global_ranks, cp_stream: accepted, without effect here.
             cp_comm_type: "all_gather".
 
         Raises:
-            NotImplementedError: another exchange. TypeError: no group.
+            NotImplementedError: another exchange.
+            TypeError: no group.
         """
         self._ranks = context_parallel(cp_group, cp_comm_type)
 
@@ -204,35 +206,35 @@ class DotProductAttention(nn.Module):
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
     ) -> Any:
-        """Attend.
+        """Compute the attention.
 
         Args:
             query_layer, key_layer, value_layer: in the format; fp16, bf16 or fp32, all three in one dtype.
-            attention_mask: bools, True where masked out: (b, 1, 1, s) for padding types, or one for queries and one for
-                keys; broadcastable to (b, h, s_q, s_kv) for "arbitrary". Others ignore it with a warning, as thd does.
-            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: in place of the module's own.
-            cu_seqlens_q, cu_seqlens_kv: (b + 1) int32 sums of lengths: for thd, and in place of a padding mask.
-            cu_seqlens_q_padded, cu_seqlens_kv_padded: for thd, where each sequence begins, if there is padding between;
+            attention_mask: bools, True if masked out: (b, 1, 1, s) for padding types, or one for queries and one for
+                keys; broadcastable to (b, h, s_q, s_kv) for "arbitrary". Other types and thd ignore it with a warning.
+            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: override the module's own.
+            cu_seqlens_q, cu_seqlens_kv: (b + 1) int32 sums of lengths: for thd, and instead of a padding mask.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: for thd, the start of each sequence, if there is padding between;
                 ignored with a warning for other formats.
-            max_seqlen_q, max_seqlen_kv: longest lengths, for thd; the number of tokens where not given.
-            checkpoint_core_attention: compute it again in the backward, and keep only its inputs.
+            max_seqlen_q, max_seqlen_kv: longest lengths, for thd; default: the number of tokens.
+            checkpoint_core_attention: save only the inputs and recompute the attention in the backward.
             core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
             core_attention_bias: (b or 1, h or 1, s_q, s_kv), added before or after scaling; has a gradient.
             alibi_slopes: (h) or (b, h) in fp32; default: those of ALiBi's paper.
             pad_between_seqs: whether there is padding between sequences; default: if ``cu_seqlens_q_padded`` is given.
-            score_mod: ``score_mod(score, b, h, q, kv, **score_mod_tensors)`` of a scaled score, as FlexAttention has
-                it; PyTorch derives its backward. Not with a bias or dropout.
+            score_mod: ``score_mod(score, b, h, q, kv, **score_mod_tensors)`` of a scaled score, as in FlexAttention;
+                PyTorch derives its backward. Not with a bias or dropout.
             qkv_layer: queries, keys and values in one tensor, with a dim of size 3 at ``qkv_interleave_dim`` -3 or -2.
             kv_layer: keys and values in one, with a dim of size 2, beside ``query_layer``.
-            inference_params: a KV cache, which the new keys and values go to; the queries see all that it has of their
+            inference_params: a KV cache that stores the new keys and values. Queries see all cached tokens of their
                 sequence. Needs a padding type, whose diagonal is then bottom right; no gradients flow through it.
-            fast_zero_fill: accepted, without effect here.
+            fast_zero_fill: accepted, without effect.
         Returns:
-            The format with heads and head dim in one: (s, b, h d_v), (b, s, h d_v) or (tokens, h d_v); zero where a
-            query sees no key. With ``return_max_logit`` a tuple with the largest scores (h), which have no gradient.
+            The format with heads and head dim in one: (s, b, h d_v), (b, s, h d_v) or (tokens, h d_v); zero if a query
+            sees no key. With ``return_max_logit`` a tuple with the largest scores (h), which have no gradient.
         Raises:
-            ValueError: shapes, masks, lengths or names that do not fit, or no backend that may be used. TypeError: a
-            dtype. NotImplementedError: what is not there.
+            ValueError: shapes, masks, lengths or names do not fit, or no backend is left.
+            TypeError: a dtype.
         """
         check_not_there(
             fp8_output=fp8_output,

@@ -52,8 +52,8 @@ class GroupedLinear(GroupedLinearLayer):
             (num_gemms, out_features, in_features). ``overwrite_main_grad`` is set on all weights or on none.
         delay_wgrad_compute: as in ``Linear``; :meth:`backward_dw` makes the gradients of all groups.
         save_original_input: as in ``Linear``.
-        tp_group: the processes that share every group's weight, in place of ``tp_size``. sequence_parallel: whether
-            they share the rows. Nothing is communicated here: what brings the tokens does that.
+        tp_group: the processes that share every group's weight, in place of ``tp_size``.
+        sequence_parallel: whether they share the rows. Nothing is communicated here: what brings the tokens does that.
         **options: the other options of Transformer Engine's class, at the values that ask for nothing
             (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
 
@@ -156,13 +156,16 @@ class GroupedLinear(GroupedLinearLayer):
             (*lead, out_features), zero in rows beyond the sum of the splits; with ``return_bias`` a pair of output and
             list of biases.
 
-        Raises (before any kernel):
+        It raises before any kernel.
+
+        Raises:
             ValueError: the input's last dim is not ``in_features``; splits of another length, negative, or of more rows
-            than there are, where the host knows them; ``out`` or ``dgrad_out`` that the result does not fit; a
-            ``main_grad`` of another shape or dtype; ``save_original_input`` under delayed scaling. TypeError: splits
-            that are no ints, a quantized input, or one whose dtype is not the parameters', outside ``torch.autocast``.
+                than there are, where the host knows them; ``out`` or ``dgrad_out`` that the result does not fit; a
+                ``main_grad`` of another shape or dtype; ``save_original_input`` under delayed scaling.
+            TypeError: splits that are no ints, a quantized input, or one whose dtype is not the parameters', outside
+                ``torch.autocast``.
             RuntimeError: the input lives on another device, parameters are on the meta device, a quantized weight does
-            not fit the recipe, or a ``main_grad`` is missing.
+                not fit the recipe, or a ``main_grad`` is missing.
         """
         weights, biases = self._parts_of("weight"), self._parts_of("bias")
         inp = self._checked_input(inp, weights[0])

@@ -55,16 +55,17 @@ class LayerNormLinear(NormLinearLayer):
         init_method: fills the weight in place; default: normal with standard deviation 0.023.
         name: name in the quantizer roles of a custom recipe.
         fuse_wgrad_accumulation, delay_wgrad_compute, parameters_split: as in :class:`Linear`.
-        parallel_mode: None, or "column": every process holds rows of the weight. tp_group, tp_size, sequence_parallel,
-            get_rng_state_tracker, rng_tracker_name: as in :class:`Linear`. The parameters of a norm whose input is a
-            share of the rows have ``sequence_parallel`` set: their gradients are those of the process's rows.
+        parallel_mode: None, or "column": every process holds rows of the weight.
+        tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in :class:`Linear`. The
+            parameters of a norm whose input is a share of the rows have ``sequence_parallel`` set: their gradients are
+            those of the process's rows.
         **options: the other options of Transformer Engine's class, at the values that ask for nothing
             (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
     Raises:
         ValueError: a size that is not positive, an unknown normalization, ``return_layernorm_output_gathered``. In
-        forward, before any kernel, ValueError: the input's last dim is not ``in_features``. TypeError: its dtype is not
-        the parameters', outside ``torch.autocast``. RuntimeError: it lives on another device, or a quantized
-        weight does not fit the recipe.
+            forward, before any kernel, ValueError: the input's last dim is not ``in_features``.
+        TypeError: its dtype is not the parameters', outside ``torch.autocast``.
+        RuntimeError: it lives on another device, or a quantized weight does not fit the recipe.
     """
 
     def __init__(

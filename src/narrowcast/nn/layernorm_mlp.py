@@ -69,16 +69,17 @@ class LayerNormMLP(NormLinearLayer):
             deviation 0.023.
         name: the layers' names in the quantizer roles of a custom recipe are ``<name>.fc1`` and ``<name>.fc2``.
         fuse_wgrad_accumulation, delay_wgrad_compute: as in :class:`Linear`, for both weights.
-        set_parallel_mode: split the block: fc1 as a "column" layer and fc2 as a "row" layer. tp_group, tp_size,
-            sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in :class:`Linear`. Each process's rows of a
-            gated fc1 are its share of the gates, and behind them its share of the rest.
+        set_parallel_mode: split the block: fc1 as a "column" layer and fc2 as a "row" layer.
+        tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in :class:`Linear`. Each
+            process's rows of a gated fc1 are its share of the gates, and behind them its share of the rest.
         **options: the other options of Transformer Engine's class, at the values that ask for nothing
             (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
     Raises:
         ValueError: a size that is not positive, an unknown normalization, activation or activation parameter,
-        ``return_layernorm_output_gathered``. In forward, before any kernel, ValueError: the input's last dim is not
-        ``hidden_size``. TypeError: its dtype is not the parameters', outside ``torch.autocast``. RuntimeError: it lives
-        on another device, or a quantized weight does not fit the recipe.
+            ``return_layernorm_output_gathered``. In forward, before any kernel, ValueError: the input's last dim is not
+            ``hidden_size``.
+        TypeError: its dtype is not the parameters', outside ``torch.autocast``.
+        RuntimeError: it lives on another device, or a quantized weight does not fit the recipe.
     """
 
     fc1_weight: nn.Parameter

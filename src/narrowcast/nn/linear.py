@@ -62,8 +62,9 @@ class Linear(LinearLayer, nn.Linear):
         parallel_mode: "column": every process holds rows of the weight and makes columns of the output; "row": every
             process holds columns of the weight, gets columns of the input, and the outputs are summed, the bias behind
             that. The layer's ``in_features`` and ``out_features`` are those of its process.
-        tp_group: the processes that share the layer; ``tp_size``: how many, where the group comes later, by
-            :meth:`set_tensor_parallel_group`. One process alone communicates nothing.
+        tp_group: the processes that share the layer;
+        ``tp_size``: how many, where the group comes later, by :meth:`set_tensor_parallel_group`. One process alone
+            communicates nothing.
         sequence_parallel: outside of the layer every process holds a share of the rows: "column" gathers its input,
             "row" scatters its output, along the first dim. The gradient of a row-parallel bias is then that of the
             process's rows, and the bias has ``sequence_parallel`` set.
@@ -71,10 +72,14 @@ class Linear(LinearLayer, nn.Linear):
             weight is initialised, as processes should draw different numbers for different parts.
         **options: the other options of Transformer Engine's class, at the values that ask for nothing
             (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
-    Raises (in forward, before any kernel):
-        ValueError: the input's last dim is not ``in_features``. TypeError: its dtype is not the parameters', outside
-        ``torch.autocast``. RuntimeError: it lives on another device, a quantized weight does not fit the recipe, or
-        ``tp_size`` came without a group.
+
+    It raises in forward, before any kernel.
+
+    Raises:
+        ValueError: the input's last dim is not ``in_features``.
+        TypeError: its dtype is not the parameters', outside ``torch.autocast``.
+        RuntimeError: it lives on another device, a quantized weight does not fit the recipe, or ``tp_size`` came
+            without a group.
     """
 
     def __init__(
@@ -224,7 +229,7 @@ class Linear(LinearLayer, nn.Linear):
             (*lead, out_features); with ``return_bias`` a pair of output and bias.
         Raises:
             RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe; in compiled code a weight that was changed
-            since True.
+                since True.
         """
         if self._on_dtensors and hasattr(inp, "device_mesh"):
             return on_local(self, inp, is_first_microbatch, fp8_output, fp8_grad)

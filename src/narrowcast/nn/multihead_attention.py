@@ -76,7 +76,8 @@ class MultiheadAttention(OfParts):
         set_parallel_mode: QKV is column-parallel, the output projection row-parallel.
         params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
         return_bias: return the output projection's bias beside the output instead of adding it.
-        input_layernorm: normalize the input; ``return_layernorm_output``: return that, too, as the last result.
+        input_layernorm: normalize the input;
+        ``return_layernorm_output``: return that, too, as the last result.
         attention_type: "self", or "cross": keys and values come from ``encoder_output``.
         fuse_qkv_params: one parameter holds queries, keys and values; else three views of one buffer do, which is not
             possible on the meta device nor with quantized parameters.
@@ -87,14 +88,16 @@ class MultiheadAttention(OfParts):
         qkv_format: "sbhd", "bshd" or "thd": (s, b, hidden_size), (b, s, hidden_size) or (tokens, hidden_size).
         rotary_pos_interleaved: the rotary embedding pairs neighbouring channels instead of halves.
         qk_norm_type: None, "L2Normalization", "RMSNorm" or "LayerNorm", over the channels of each head of queries and
-            keys; ``qk_norm_eps``: its epsilon; ``qk_norm_before_rope``: before the rotary embedding, else behind it.
+            keys;
+        ``qk_norm_eps``: its epsilon;
+        ``qk_norm_before_rope``: before the rotary embedding, else behind it.
         device: where the parameters live; default: the accelerator, or the CPU without one.
         name: name of the layer in the quantizer roles of a custom recipe, before those of its projections.
         recipe: own recipe of the projections, or its name; an ``autocast`` overrides it.
         **options: other options of Transformer Engine's class, at the values that ask for nothing.
     Raises:
         ValueError: sizes that are not positive or do not divide, an unknown ``attention_type``, ``qkv_format``,
-        ``qk_norm_type``, mask, softmax or normalization, ``fuse_wgrad_accumulation`` without ``fuse_qkv_params``.
+            ``qk_norm_type``, mask, softmax or normalization, ``fuse_wgrad_accumulation`` without ``fuse_qkv_params``.
         NotImplementedError: an option that asks for what is not there.
     """
 
@@ -265,7 +268,7 @@ class MultiheadAttention(OfParts):
             tuple of output, bias, norm output and ``hidden_states``.
         Raises:
             ValueError: inputs that do not fit the format, ``encoder_output`` in self attention or missing in cross
-            attention, a KV cache in cross attention or without ``layer_number``; and those of the parts.
+                attention, a KV cache in cross attention or without ``layer_number``; and those of the parts.
         """
         self._check_input(hidden_states, encoder_output, inference_params)
         first = is_first_microbatch

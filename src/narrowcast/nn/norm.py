@@ -53,9 +53,10 @@ class LayerNorm(_Norm, nn.LayerNorm):
         sequence_parallel: the input is a share of the rows; set on the parameters, as gradients are those of the rows
             of one process until they are summed. None sets nothing.
     Raises:
-        ValueError: no size, two, or more than one dim, or in forward an input of another last dim. RuntimeError: in
-        forward, an input on another device. TypeError: in forward, one that is not fp32, bf16 or fp16, or not of the
-        parameters' dtype where that is not fp32, outside ``torch.autocast``.
+        ValueError: no size, two, or more than one dim, or in forward an input of another last dim.
+        RuntimeError: in forward, an input on another device.
+        TypeError: in forward, one that is not fp32, bf16 or fp16, or not of the parameters' dtype where that is not
+            fp32, outside ``torch.autocast``.
     """
 
     _normalization = "LayerNorm"

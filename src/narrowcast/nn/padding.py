@@ -63,13 +63,15 @@ class Fp8Padding(_Padding):
         """Pad; differentiable.
 
         Args:
-            inp: (*lead, K), the groups one after the other. m_splits: rows of each group, a list of ints.
+            inp: (*lead, K), the groups one after the other.
+            m_splits: rows of each group, a list of ints.
 
         Returns:
             (P, K), and the rows of each group in it; ``inp`` itself where nothing is missing.
 
         Raises:
-            TypeError: splits that are no ints. ValueError: of another number, or their sum is not the rows of ``inp``.
+            TypeError: splits that are no ints.
+            ValueError: of another number, or their sum is not the rows of ``inp``.
         """
         splits, alignment = self._checked(m_splits), self._alignment()
         padded = [round_up(rows, alignment) for rows in splits]
@@ -84,13 +86,15 @@ class Fp8Unpadding(_Padding):
         """Cut the padding away; differentiable.
 
         Args:
-            inp: (P, K), as padded. m_splits: rows of each group before they were padded.
+            inp: (P, K), as padded.
+            m_splits: rows of each group before they were padded.
 
         Returns:
             (T, K).
 
         Raises:
-            TypeError: splits that are no ints. ValueError: of another number, or ``inp`` is not as long as they say.
+            TypeError: splits that are no ints.
+            ValueError: of another number, or ``inp`` is not as long as they say.
         """
         splits, alignment = self._checked(m_splits), self._alignment()
         expected, rows = sum(round_up(rows, alignment) for rows in splits), inp.reshape(-1, inp.shape[-1])

@@ -20,9 +20,10 @@ def parts_of(
     """Rows of each part, and names of the parts of "weight" and "bias"; without a split one part, and no names.
 
     Raises:
-        TypeError: neither names nor a dict from names to rows. ValueError: no names, the same name twice, rows that do
-        not sum to ``out_features``, or ``fuse_wgrad_accumulation``. RuntimeError: parameters on the meta device, or
-        inside ``quantized_model_init``.
+        TypeError: neither names nor a dict from names to rows.
+        ValueError: no names, the same name twice, rows that do not sum to ``out_features``, or
+            ``fuse_wgrad_accumulation``.
+        RuntimeError: parameters on the meta device, or inside ``quantized_model_init``.
     """
     if parameters_split is None:
         return [out_features], {}

@@ -29,8 +29,9 @@ class DropPath(nn.Module):
     Huang et al., Deep Networks with Stochastic Depth, 2016.
 
     Args:
-        rate: the probability. batch_dim: which dim of the input counts the samples; None where samples are packed one
-            behind the other, and then all are kept or dropped together.
+        rate: the probability.
+        batch_dim: which dim of the input counts the samples; None where samples are packed one behind the other, and
+            then all are kept or dropped together.
     """
 
     def __init__(self, rate: float, batch_dim: int | None) -> None:
@@ -83,7 +84,7 @@ class TransformerLayer(OfParts):
         **options: other options of Transformer Engine's class, at the values that ask for nothing.
     Raises:
         ValueError: an unknown ``layer_type``, a rate outside of [0, 1), ``parallel_attention_mlp`` with a decoder,
-        ``apply_residual_connection_post_layernorm`` or ``output_layernorm``; and those of the parts.
+            ``apply_residual_connection_post_layernorm`` or ``output_layernorm``; and those of the parts.
         NotImplementedError: an option that asks for what is not there.
     """
 

@@ -342,7 +342,8 @@ class OperationFuser:
         Returns:
             the output of the last one; with extra outputs a tuple of it and them.
         Raises:
-            ValueError: another number of extra inputs or of keyword dicts. TypeError: an input that is no tensor.
+            ValueError: another number of extra inputs or of keyword dicts.
+            TypeError: an input that is no tensor.
             RuntimeError: a fusion lost operations, or PyTorch computes a parameter of one from others.
         """
         self._check_arguments(input_, extra_inputs, basic_op_kwargs)

@@ -112,7 +112,8 @@ class Linear(CompositeOperation):
         """Hand a new weight or bias to the operation that owns it.
 
         Raises:
-            AttributeError: a bias for a layer without one, or another name. TypeError: no parameter.
+            AttributeError: a bias for a layer without one, or another name.
+            TypeError: no parameter.
         """
         owners: dict[str, BasicOperation] = dict(zip(("weight", "bias"), self.basic_ops))
         if name not in owners:

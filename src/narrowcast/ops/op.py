@@ -259,7 +259,8 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
             index: which extra input.
             channel: name that an operation in front gives to one of its extra outputs.
         Raises:
-            IndexError: no such extra input. RuntimeError: a fuser runs this operation already.
+            IndexError: no such extra input.
+            RuntimeError: a fuser runs this operation already.
         """
         self._check_channel("input", index, self.num_extra_inputs)
         self._input_channels[index] = channel
@@ -272,7 +273,8 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
             channel: name of the channel, one of a kind among operations that run together.
             output_to_caller: return it to the caller, too.
         Raises:
-            IndexError: no such extra output. RuntimeError: a fuser runs this operation already.
+            IndexError: no such extra output.
+            RuntimeError: a fuser runs this operation already.
         """
         self._check_channel("output", index, self.num_extra_outputs)
         self._output_channels[index] = channel
@@ -493,7 +495,8 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         """Run the operation alone.
 
         Args:
-            input_: main input. extra_inputs: as many as ``num_extra_inputs``.
+            input_: main input.
+            extra_inputs: as many as ``num_extra_inputs``.
             **kwargs: for the operation.
         Returns:
             the output; with extra outputs a tuple of it and them.

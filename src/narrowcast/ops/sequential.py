@@ -27,9 +27,13 @@ class Sequential(nn.Sequential):
 
     Args:
         *args: modules, or one ``OrderedDict`` of them.
-    Raises (in forward, before any kernel):
+
+    It raises in forward, before any kernel.
+
+    Raises:
         ValueError: another number of extra inputs than the operations take, or ``op_kwargs`` for what is no operation
-        in here. KeyError: ``op_kwargs`` for a number that no basic operation has.
+            in here.
+        KeyError: ``op_kwargs`` for a number that no basic operation has.
     """
 
     _groups: list[OperationFuser | nn.Module] | None = None

@@ -50,8 +50,10 @@ class FusedAdam(torch.optim.Optimizer):
     quantization; else as the dequantized value. After every step the parameter is quantized anew from its master.
 
     Args:
-        params: parameters or groups of them. lr: a float or, for ``capturable``, a tensor. betas, eps, weight_decay: as
-            in PyTorch. amsgrad: must be False.
+        params: parameters or groups of them.
+        lr: a float or, for ``capturable``, a tensor.
+        betas, eps, weight_decay: as in PyTorch.
+        amsgrad: must be False.
         bias_correction: divide the moments by what they lack in the first steps.
         adam_w_mode: decay weights apart from the gradient (AdamW), not through it.
         capturable: ``lr`` and the step count are tensors on the device, and no step waits for it: for CUDA graphs and
@@ -165,7 +167,8 @@ class FusedAdam(torch.optim.Optimizer):
         """State of a parameter as fp32 values; what is stored where it is fp32.
 
         Args:
-            state_name: "exp_avg", "exp_avg_sq", "master_param" or "step". skip_unscale: return what is stored as it is.
+            state_name: "exp_avg", "exp_avg_sq", "master_param" or "step".
+            skip_unscale: return what is stored as it is.
         Raises:
             KeyError: it has no such state.
         """

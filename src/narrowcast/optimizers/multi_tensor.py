@@ -90,8 +90,11 @@ def multi_tensor_adam(
 
     Args:
         tensor_lists: gradients, parameters, first and second moments, and maybe fp32 master weights, which are stepped
-            in place of the parameters and copied to them. step: this one is counted.
-        mode: 0 for Adam, 1 for AdamW. bias_correction: 0 leaves it out. inv_scale: what gradients are multiplied with.
+            in place of the parameters and copied to them.
+        step: this one is counted.
+        mode: 0 for Adam, 1 for AdamW.
+        bias_correction: 0 leaves it out.
+        inv_scale: what gradients are multiplied with.
     """
     grads, params, first, second, *others = tensor_lists
     weights, beside = params, others[0] if others else []

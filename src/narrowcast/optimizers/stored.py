@@ -18,7 +18,9 @@ def encode(values: Tensor, dtype: torch.dtype, is_square: bool) -> tuple[Tensor,
     """Values as they are stored, and their scale.
 
     Args:
-        values: fp32. dtype: fp32, bf16, fp16, or uint8 for E4M3. is_square: they are second moments.
+        values: fp32.
+        dtype: fp32, bf16, fp16, or uint8 for E4M3.
+        is_square: they are second moments.
 
     Returns:
         A tensor of ``dtype``, and the fp32 scale of one element that its values were divided by; None if there is none.

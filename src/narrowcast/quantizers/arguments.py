@@ -61,7 +61,8 @@ def field_value(name: str, held: Any, value: Any) -> Any:
     """What a field becomes that holds ``held`` and is given ``value``: of the same type.
 
     Raises:
-        TypeError: a value of another type. ValueError: no member of the field's enum.
+        TypeError: a value of another type.
+        ValueError: no member of the field's enum.
     """
     if isinstance(held, DType):
         return to_dtype_enum(value)

@@ -39,7 +39,8 @@ def make_grouped_tensor(
         that is ``internal``.
     Raises:
         ValueError: a number that is not positive, rows that equal members cannot share, or ``first_dims`` of another
-        shape or dtype. NotImplementedError: ``last_dims``.
+            shape or dtype.
+        NotImplementedError: ``last_dims``.
     """
     if num_tensors < 1:
         raise ValueError(f"num_tensors is {num_tensors}; use a positive number")
@@ -88,8 +89,8 @@ def make_grouped_tensor_with_shapes(
     """As :func:`make_grouped_tensor`, for members of these shapes (rows, columns).
 
     Raises:
-        ValueError: another number of shapes than ``num_tensors``, or no matrices. NotImplementedError: their columns
-        differ.
+        ValueError: another number of shapes than ``num_tensors``, or no matrices.
+        NotImplementedError: their columns differ.
     """
     if len(shapes) != num_tensors or any(len(shape) != 2 for shape in shapes):
         raise ValueError(

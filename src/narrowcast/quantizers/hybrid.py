@@ -27,8 +27,8 @@ class HybridQuantizer(Quantizer):
     With a quantizer whose class is not registered as a value it is none either, but an :class:`EagerHybridQuantizer`.
 
     Raises:
-        ValueError: one object given twice, another source, or a quantizer that reduces amax. TypeError: no quantizer,
-        or a slot of a layer's delayed scaling; a :class:`Float8Quantizer` holds its own state.
+        ValueError: one object given twice, another source, or a quantizer that reduces amax.
+        TypeError: no quantizer, or a slot of a layer's delayed scaling; a :class:`Float8Quantizer` holds its own state.
     """
 
     rowwise_value: str
@@ -164,7 +164,8 @@ def _half_of(quantizer: Any, columnwise: bool) -> Quantizer:
     """A quantizer in the one direction that it makes here.
 
     Raises:
-        TypeError: no quantizer, or a slot of a layer's delayed scaling. ValueError: it reduces amax.
+        TypeError: no quantizer, or a slot of a layer's delayed scaling.
+        ValueError: it reduces amax.
     """
     if isinstance(quantizer, Quantizer) and quantizer.with_amax_reduction:
         raise ValueError(

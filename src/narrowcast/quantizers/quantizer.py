@@ -193,11 +193,11 @@ class Quantizer(Sealable, QuantizerValue):
         return f"{type(self).__name__}({shown})"
 
     def replace(self, **changes: Any) -> Quantizer:
-        """Another quantizer with some fields changed.
+        """Return another quantizer with some fields changed.
 
         Raises:
-            AttributeError: a name that is no field of this quantizer. TypeError, ValueError: a value that the
-            constructor does not take.
+            AttributeError: a name that is no field of this quantizer.
+            TypeError, ValueError: a value that the constructor does not take.
         """
         held = vars(self)
         unknown = [name for name in changes if name not in held]
@@ -276,8 +276,8 @@ class Quantizer(Sealable, QuantizerValue):
         """The description for a tensor of ``shape`` and ``dtype``, checked.
 
         Raises:
-            ValueError: a shape or directions that quantizing refuses, too. RuntimeError: the description names a buffer
-            that the storage does not declare, or has another order.
+            ValueError: a shape or directions that quantizing refuses, too.
+            RuntimeError: the description names a buffer that the storage does not declare, or has another order.
         """
         self._check_shape(tuple(shape))
         described = self._describe_buffers(shape, dtype)
@@ -353,7 +353,7 @@ class Quantizer(Sealable, QuantizerValue):
         """Uninitialised buffers for a tensor of ``shape`` and ``dtype``: name -> tensor, in flatten order.
 
         Raises:
-            ValueError: as :meth:`quantize` for that shape. RuntimeError: a class describes what its storage is not.
+            ValueError, RuntimeError: as ``_buffer_table``.
         """
         place = default_device() if device is None else device
         return {
@@ -435,11 +435,10 @@ class Quantizer(Sealable, QuantizerValue):
             tensor: (*lead, K), fp32, bf16 or fp16.
             out: update this quantized tensor in place instead of making one.
             dtype: nominal dtype of the result; default: the tensor's, or that of ``out``.
-            amax_reduction_group: process group, or its name, over which the tensor's amax is reduced; for a quantizer
-                with ``with_amax_reduction``, which needs one.
+            amax_reduction_group: process group, or its name, that reduces the amax under ``with_amax_reduction``.
         Raises:
-            TypeError: another dtype. ValueError: too few dims for the format, no direction asked for, an ``out`` of
-            another kind, shape or nominal dtype, or ``with_amax_reduction`` without a group or the reverse.
+            TypeError: another dtype.
+            ValueError: too few dims, no direction, another ``out``, or ``with_amax_reduction`` without a group.
             NotImplementedError: a group, and a format that has no amax to reduce.
         """
         if torch.compiler.is_compiling() and not self._te_compile_value_opaque:
@@ -467,7 +466,8 @@ class Quantizer(Sealable, QuantizerValue):
         """The process group to reduce the amax over, when ``given`` came with the call; None where nothing is reduced.
 
         Raises:
-            NotImplementedError: the format has no amax to reduce. ValueError: it needs a group and has none.
+            NotImplementedError: the format has no amax to reduce.
+            ValueError: it needs a group and has none.
         """
         if given is not None:
             raise NotImplementedError(

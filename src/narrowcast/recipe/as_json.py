@@ -36,8 +36,8 @@ def recipes_from_json(text: str) -> dict[str, Recipe | None]:
             precision, or an object of its "type", a class or a name, and the fields that differ from the defaults.
     Raises:
         ValueError: no JSON object, one that names a key twice or has numbers that are not finite, an unknown recipe or
-            field, or a value that the recipe refuses. The text may have 2**24 characters, an
-            ``amax_history_len`` 2**20 rows, which layers allocate, and a ``margin`` is from -126 to 126.
+            field, or a value that the recipe refuses. The text may have 2**24 characters, an ``amax_history_len`` 2**20
+            rows, which layers allocate, and a ``margin`` is from -126 to 126.
     """
     if len(text) > LARGEST_TEXT:
         raise ValueError(

@@ -32,8 +32,8 @@ class CustomRecipe(Recipe):
         fp8_format: for delayed-scaling requests.
         quantization_alignment: row multiple for grouped GEMMs, positive.
     Raises:
-        ValueError: no callable factory, or a non-positive alignment. The first use of a role raises ValueError when
-        the factory returns None for it, TypeError when it returns something else than a quantizer.
+        ValueError: no callable factory, or a non-positive alignment. The first use of a role raises ValueError when the
+            factory returns None for it, TypeError when it returns something else than a quantizer.
     """
 
     _family = "custom"
@@ -64,8 +64,8 @@ class CustomRecipe(Recipe):
         """Quantizers that the factory makes, one per role, and what renews the state of those it requested.
 
         Raises:
-            ValueError: the factory returned None, or requests that differ. TypeError: it returned something else than
-            a quantizer or a request.
+            ValueError: the factory returned None, or requests that differ.
+            TypeError: it returned something else than a quantizer or a request.
         """
         results = [self._result_for(role) for role in roles]
         requests = [request for request in results if isinstance(request, DelayedScalingRequest)]

@@ -38,7 +38,8 @@ def recipe_from_name(name: str, **fields: Any) -> Recipe:
         name: in :data:`NAMES` or :data:`ALIASES`.
         **fields: of the recipe, such as ``emulate``; the others keep their defaults.
     Raises:
-        ValueError: no recipe has this name. TypeError: the recipe has no such field.
+        ValueError: no recipe has this name.
+        TypeError: the recipe has no such field.
     """
     cls = NAMES.get(ALIASES.get(name, name))
     if cls is None:

@@ -196,7 +196,8 @@ def backward(grad: Tensor, x: Tensor, activation: str, **params: float) -> Tenso
         x, activation, params: as given to ``forward``.
 
     Raises:
-        ValueError: as ``checked``, or ``grad`` has another shape. TypeError: another dtype.
+        ValueError: as ``checked``, or ``grad`` has another shape.
+        TypeError: another dtype.
 
     Numerics:
         Shape and dtype of ``x``, computed in fp32, rounded once: ``grad * f'(a)``, or for a gated activation

@@ -35,7 +35,8 @@ def step(
         weights, grads, first, second: of one shape per parameter and any strides; each fp32, bf16 or fp16.
         beside: empty, or per parameter what is written besides: the int16 rest of a bf16 weight, with which it is an
             fp32 value (``join``), or a copy of the weight in fp32, bf16 or fp16.
-        lr: of one element if a tensor. count: of steps, this one included, likewise.
+        lr: of one element if a tensor.
+        count: of steps, this one included, likewise.
         inv_scale: of one element; gradients are multiplied by it.
         found_inf: of one element; where it is not 0, nothing changes.
         decoupled: weights decay apart from the gradient (AdamW).

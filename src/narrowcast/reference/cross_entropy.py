@@ -33,8 +33,8 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
     """What the loss needs of each row, over the columns that are here.
 
     Args:
-        logits: (T, V), fp32, bf16 or fp16. target: (T,), integers; a column of ``logits``, or anything else for a row
-            whose target is not here.
+        logits: (T, V), fp32, bf16 or fp16.
+        target: (T,), integers; a column of ``logits``, or anything else for a row whose target is not here.
 
     Returns:
         fp32 (3, T): log of the sum of exponentials, the logit of the target (0 where it is not here), sum of logits.
@@ -66,7 +66,8 @@ def gradient(
 
     Args:
         logits, target: as :func:`statistics` takes them.
-        lse: fp32 (T,), of the whole vocabulary. grad: fp32 (T,); a row whose gradient is 0 gets zeros.
+        lse: fp32 (T,), of the whole vocabulary.
+        grad: fp32 (T,); a row whose gradient is 0 gets zeros.
         on_target, everywhere: the share of the target, ``1 - smoothing``, and of each column, ``smoothing / columns``.
         in_place: write over ``logits``.
 

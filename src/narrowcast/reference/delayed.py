@@ -136,7 +136,9 @@ def renew(
     """Advance states in place: ``amax`` becomes row 0 of its history, and is then zeroed.
 
     Args:
-        scales, amaxes: fp32 (n,) each. histories: fp32 (L, n). fp8_maxes, margins, algos: as :func:`update`.
+        scales, amaxes: fp32 (n,) each.
+        histories: fp32 (L, n).
+        fp8_maxes, margins, algos: as :func:`update`.
         copies: return copies of the scales.
         starts: int32 (1,); where it is 0 nothing is advanced.
 

@@ -10,7 +10,8 @@ def contraction(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype)
     """Multiply ``left_g^T right_g`` for every group g of rows.
 
     Args:
-        left: (T, N) bf16 or fp16. right: (T, K), as ``left``.
+        left: (T, N) bf16 or fp16.
+        right: (T, K), as ``left``.
         splits: int32 or int64 (G,).
         dtype: bf16, fp16 or fp32.
 

@@ -11,7 +11,8 @@ def loss(x: Tensor, read: Tensor, ceiling: Tensor, beyond: float) -> Tensor:
 
     Args:
         x: (*lead, K), fp32, bf16 or fp16.
-        read: its codes, decoded; fp32 of the same shape. ceiling: the largest code decoded in its place, likewise.
+        read: its codes, decoded; fp32 of the same shape.
+        ceiling: the largest code decoded in its place, likewise.
         beyond: what an element is more than this times its ceiling when it saturates.
 
     Returns:

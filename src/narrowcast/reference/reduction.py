@@ -84,8 +84,10 @@ def rank_sum(own: Tensor, others: Tensor, rank: int, divisor: int, out: Tensor, 
     """Sum of what every rank has, over a divisor, into ``out``.
 
     Args:
-        own: what this rank has, bf16 or fp16, shape (n,). others: what the others have, in their order, (ranks - 1, n).
-        rank: which of them this is. out: fp32, shape (n,).
+        own: what this rank has, bf16 or fp16, shape (n,).
+        others: what the others have, in their order, (ranks - 1, n).
+        rank: which of them this is.
+        out: fp32, shape (n,).
         alone: whether nothing else runs meanwhile; on a GPU, False leaves most of it to others.
 
     Numerics:

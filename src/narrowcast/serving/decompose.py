@@ -21,8 +21,9 @@ def decompose(program: ExportedProgram, decomp_table: Any = None) -> ExportedPro
         decomp_table: as ``program.run_decompositions`` takes it, for the operators of PyTorch.
 
     Raises:
-        TypeError: no exported program. ValueError: a model on a GPU, whose operators are kernels of
-        narrowcast, or a quantized parameter that requires a gradient.
+        TypeError: no exported program.
+        ValueError: a model on a GPU, whose operators are kernels of narrowcast, or a quantized parameter that requires
+            a gradient.
         RuntimeError: an operator whose shapes are data, as those of grouped layers are.
     """
     # sympy comes with it, which whoever exports has imported

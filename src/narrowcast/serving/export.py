@@ -88,9 +88,14 @@ def export(
         recipe: a recipe or its name; quantize the weights of layers that have a recipe as this one does, instead of as
             their own.
         dtype: of tensors in high precision; default as they are, bf16 for "bf16".
-    Raises (with nothing written):
+
+    It raises with nothing written.
+
+    Raises:
         ValueError: another format; a recipe whose weights the format cannot hold; nothing to quantize; parameters on
-        the meta device. FileExistsError: ``path`` has files. ModuleNotFoundError: safetensors is not installed.
+            the meta device.
+        FileExistsError: ``path`` has files.
+        ModuleNotFoundError: safetensors is not installed.
     """
     if format not in CHECKPOINT_FORMATS:
         raise ValueError(f"format is {format!r}; use one of {', '.join(map(repr, CHECKPOINT_FORMATS))}")

@@ -42,10 +42,14 @@ def load_quantized(model: Model, path: str | Path, recipe: Recipe | str | None =
         recipe: for the layers; default Float8BlockScaling for tiles, Float8CurrentScaling for weights with one scale.
     Returns:
         ``model``; :func:`narrowcast.receipt` says what was converted.
-    Raises (with nothing changed):
-        FileNotFoundError: no config.json or safetensors. ValueError: a file that is damaged, too large or not the JSON
-        that is read; a checkpoint of another format or without FP8 weights; a recipe whose weights are scaled
-        otherwise; a weight of another shape, or without finite, positive scales; a tensor of another kind of dtype.
+
+    Nothing changes if it raises.
+
+    Raises:
+        FileNotFoundError: no config.json or safetensors.
+        ValueError: a file that is damaged, too large or not the JSON that is read; a checkpoint of another format or
+            without FP8 weights; a recipe whose weights are scaled otherwise; a weight of another shape, or without
+            finite, positive scales; a tensor of another kind of dtype.
         RuntimeError: keys that are missing on either side, or a buffer on the meta device that no checkpoint holds.
     """
     path = Path(path)
@@ -78,7 +82,8 @@ def load_quantized(model: Model, path: str | Path, recipe: Recipe | str | None =
 def _json_object(file: Path, at_most: int) -> dict[str, Any]:
     """
     Raises:
-        FileNotFoundError: it is not there. ValueError: it is no file, too large, or no JSON object.
+        FileNotFoundError: it is not there.
+        ValueError: it is no file, too large, or no JSON object.
     """
     try:
         found = file.stat()
@@ -130,7 +135,8 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     """Return every tensor of a checkpoint, mapped from its files: what keeps one copies it.
 
     Raises:
-        FileNotFoundError: no safetensors. ValueError: a damaged file, or one name in two files.
+        FileNotFoundError: no safetensors.
+        ValueError: a damaged file, or one name in two files.
     """
     from safetensors import SafetensorError, safe_open
 

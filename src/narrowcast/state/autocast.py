@@ -139,7 +139,8 @@ def checked_recipe(recipe: Any, owner: str) -> Recipe | None:
         recipe: a recipe, the name of one, or None.
         owner: whose argument it is, for the message.
     Raises:
-        TypeError: something else. ValueError: a name that no recipe has.
+        TypeError: something else.
+        ValueError: a name that no recipe has.
     """
     if recipe is None:
         return None
@@ -175,8 +176,9 @@ class autocast:
         amax_reduction_group: what :func:`get_fp8_group` returns; ``reduce_delayed_scaling`` reduces amax. Delayed
             scaling warns once if steps pass without it.
     Raises:
-        TypeError: ``recipe`` is no recipe, or one is given in the place of ``enabled``. RuntimeError: entering an
-        instance that is active; or, in torch before 2.13, entering inside a compiled ``torch.utils.checkpoint``.
+        TypeError: ``recipe`` is no recipe, or one is given in the place of ``enabled``.
+        RuntimeError: entering an instance that is active; or, in torch before 2.13, entering inside a compiled
+            ``torch.utils.checkpoint``.
     """
 
     def __init__(

@@ -87,7 +87,8 @@ class CudaRNGStatesTracker:
         """Draw from the state of this name inside; the state outside is put back, also after an error.
 
         Raises:
-            KeyError: an unknown name. RuntimeError: in compiled code.
+            KeyError: an unknown name.
+            RuntimeError: in compiled code.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("CudaRNGStatesTracker.fork cannot be compiled; leave it out of the graph")

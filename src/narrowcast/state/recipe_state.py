@@ -112,8 +112,8 @@ class RecipeState:
         """One quantizer per tensor; delayed ones are views of :attr:`scale` and :attr:`amax`.
 
         Raises:
-            ValueError: a custom recipe's factory returned None, or requests that differ. TypeError: it returned
-            something else than a quantizer or a request.
+            ValueError: a custom recipe's factory returned None, or requests that differ.
+            TypeError: it returned something else than a quantizer or a request.
         """
         quantizers, delayed = self.recipe.resolve(self.mode, self.roles)
         if delayed is None:

@@ -72,8 +72,8 @@ def checkpoint(
             ``set_states(states)``; the recomputation starts from those of the first forward. Eager code only.
         **kwargs: for the function and, by PyTorch's names, for the checkpoint.
     Raises:
-        NotImplementedError: ``distribute_saved_activations``, or a tracker in compiled code. TypeError: ``function``
-            or the tracker cannot be called.
+        NotImplementedError: ``distribute_saved_activations``, or a tracker in compiled code.
+        TypeError: ``function`` or the tracker cannot be called.
     """
     run = torch.utils.checkpoint.checkpoint
     compiling = torch.compiler.is_compiling()

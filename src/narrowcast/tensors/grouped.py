@@ -163,7 +163,8 @@ class GroupedTensorStorage(BufferHolder):
             noop_flag: fp32, one element; non-zero leaves the buffers as they are, decided on the device.
 
         Raises:
-            NotImplementedError: the members have different shapes. ValueError: ``tensors`` have another shape.
+            NotImplementedError: the members have different shapes.
+            ValueError: ``tensors`` have another shape.
         """
         self._check_uniform()
         quantized = quantize_members(

@@ -312,12 +312,13 @@ def rebuild_quantized_tensor(
     """Inverse of pickling; public by name, because files refer to it.
 
     Args:
-        cls, metadata: of the tensor. is_parameter: make a parameter of it.
+        cls, metadata: of the tensor.
+        is_parameter: make a parameter of it.
         begins: place in the whole tensor of which it was a part; written for later parts only.
 
     Raises:
-        ValueError: no class of quantized tensors, or a buffer that is not as the quantizer describes it for this
-            shape: kernels would read past its end.
+        ValueError: no class of quantized tensors, or a buffer that is not as the quantizer describes it for this shape:
+            kernels would read past its end.
     """
     if not (isinstance(cls, type) and issubclass(cls, QuantizedTensor)):
         raise ValueError(

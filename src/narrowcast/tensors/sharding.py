@@ -48,7 +48,8 @@ class ShardedRows:
 
         Args:
             mesh: the ranks; None where the caller gathers by itself, which then gets all that moves.
-            orig_size: shape of the whole. module: that has the parameter.
+            orig_size: shape of the whole.
+            module: that has the parameter.
             contiguous_orig_stride, mp_policy: not read.
         """
         # only modules of this library read column-wise data

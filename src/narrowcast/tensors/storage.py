@@ -158,7 +158,8 @@ class QuantizedTensorStorage(BufferHolder):
         """(quantizer, nominal dtype), with the keywords of Transformer Engine's constructors taken out.
 
         Raises:
-            TypeError: no quantizer, and nothing says which. ValueError: a keyword that the quantizer contradicts.
+            TypeError: no quantizer, and nothing says which.
+            ValueError: a keyword that the quantizer contradicts.
             NotImplementedError: scales that are swizzled.
         """
         fake_dtype = described.pop("dtype", fake_dtype)

@@ -57,7 +57,9 @@ def contenders(recipes: Sequence[str], modes: Sequence[str], emulate: bool) -> I
     """bf16 compiled first, which the others are compared with; then this package, then others where installed.
 
     Args:
-        recipes: names in ``RECIPES``. modes: of "eager", "compiled", "graphs". emulate: GEMMs without hardware.
+        recipes: names in ``RECIPES``.
+        modes: of "eager", "compiled", "graphs".
+        emulate: GEMMs without hardware.
 
     Raises:
         ValueError: an unknown recipe or mode.

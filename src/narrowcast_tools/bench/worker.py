@@ -19,7 +19,8 @@ class Worker:
     """Runs contenders one after the other in one process, and in a new one after an accident.
 
     Args:
-        chosen: which contenders. device: "cuda" or "cpu".
+        chosen: which contenders.
+        device: "cuda" or "cpu".
         seconds: that one may take on a work, compiling included; 0 for any time, which needs no process.
     """
 

@@ -126,8 +126,8 @@ def load(path: Path) -> Checkpoint:
     """Load one checkpoint. Its files are checked against its description, and the description against its checksum.
 
     Raises:
-        DamagedCheckpoint: a file is missing, cut short, altered or of another format version, or the folder's
-            name is that of another step.
+        DamagedCheckpoint: a file is missing, cut short, altered or of another format version, or the folder's name is
+            that of another step.
     """
     try:
         description = json.loads(_bytes_of_file(path / DESCRIPTION, at_most=LARGEST_DESCRIPTION))

@@ -27,8 +27,8 @@ class Trainer:
         ranks: the processes that do it together: same model, each with its rows of every batch.
 
     Raises:
-        SettingsError: the device has no kernels for the recipe and emulation was not asked for, or its memory
-            cannot hold the model or a batch.
+        SettingsError: the device has no kernels for the recipe and emulation was not asked for, or its memory cannot
+            hold the model or a batch.
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus, ranks: Ranks = ALONE) -> None:

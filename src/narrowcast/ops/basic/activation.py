@@ -55,8 +55,12 @@ class ActivationOperation(SavesTensors, ActivationBase):
     Args:
         cache_quantized_input: keep the input for the backward as E4M3 with one scale instead of as it is; the gradient
             is then that of the rounded input.
-    Raises (in forward):
-        ValueError: an odd last dim of a gated activation. TypeError: an input that is not fp32, bf16 or fp16.
+
+    It raises in forward.
+
+    Raises:
+        ValueError: an odd last dim of a gated activation.
+        TypeError: an input that is not fp32, bf16 or fp16.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:

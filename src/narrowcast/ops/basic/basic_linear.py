@@ -61,11 +61,13 @@ class BasicLinear(LinearLayer, BasicOperation):
         name: name in the quantizer roles of a custom recipe.
     Raises:
         ValueError: a size that is not positive or does not divide among the processes, another mode, or
-        ``sequence_parallel`` without one. NotImplementedError: ``userbuffers_options``. In forward, before any kernel,
-        ValueError: the input's last dim is not that of the weight. TypeError: its dtype is not fp32, bf16 or fp16;
-        these are cast to the weight's, under ``torch.autocast`` to that of the autocast. RuntimeError: it lives on
-        another device, the weight is on the meta device, a quantized weight does not fit the recipe, or there is no
-        ``main_grad`` to accumulate into.
+            ``sequence_parallel`` without one.
+        NotImplementedError: ``userbuffers_options``. In forward, before any kernel, ValueError: the input's last dim is
+            not that of the weight.
+        TypeError: its dtype is not fp32, bf16 or fp16; these are cast to the weight's, under ``torch.autocast`` to that
+            of the autocast.
+        RuntimeError: it lives on another device, the weight is on the meta device, a quantized weight does not fit the
+            recipe, or there is no ``main_grad`` to accumulate into.
     """
 
     weight: torch.nn.Parameter
@@ -337,8 +339,8 @@ def _replay_of(
     """What to call in place of a stage: as ``replay_of``, of one that reads what its neighbor may have quantized.
 
     Args:
-        given: a tensor, or what reads as ``operand`` says; of anything else the stage runs itself. others: the tensors
-            that the stage reads besides.
+        given: a tensor, or what reads as ``operand`` says; of anything else the stage runs itself.
+        others: the tensors that the stage reads besides.
     """
     if isinstance(given, Tensor):
         return replay_of(stage, [given, *others], (args,)) if args.plan.quantized else stage

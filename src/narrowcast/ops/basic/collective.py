@@ -19,7 +19,8 @@ class CollectiveOperation(SavesTensors, BasicOperation):
     Args:
         process_group: the processes; None is the default group. With one process this is the identity.
     Raises:
-        TypeError: no process group. RuntimeError: one without a registered name.
+        TypeError: no process group.
+        RuntimeError: one without a registered name.
     """
 
     # functions of a tensor and the group

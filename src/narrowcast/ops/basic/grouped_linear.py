@@ -55,12 +55,13 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         scale_bias: take the second extra input.
         name: name in the quantizer roles of a custom recipe.
     Raises:
-        ValueError: a size that is not positive, or ``scale_bias`` without a bias. In
-        forward, before any kernel, ValueError: the input's last dim is not ``in_features``; splits of another length or
-        dtype, negative, or of more rows than there are, where the host knows them; not one scale per row; a buffer that
-        the result does not fit. TypeError: a quantized input, or one whose dtype is not the parameters', outside
-        ``torch.autocast``. RuntimeError: it lives on another device, parameters are on the meta device, a quantized
-        weight does not fit the recipe, or a ``main_grad`` is missing.
+        ValueError: a size that is not positive, or ``scale_bias`` without a bias. In forward, before any kernel,
+            ValueError: the input's last dim is not ``in_features``; splits of another length or dtype, negative, or of
+            more rows than there are, where the host knows them; not one scale per row; a buffer that the result does
+            not fit.
+        TypeError: a quantized input, or one whose dtype is not the parameters', outside ``torch.autocast``.
+        RuntimeError: it lives on another device, parameters are on the meta device, a quantized weight does not fit the
+            recipe, or a ``main_grad`` is missing.
     """
 
     num_extra_inputs = 1

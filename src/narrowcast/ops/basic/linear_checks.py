@@ -49,8 +49,9 @@ def check_forward(
     """
     Raises:
         ValueError: shapes that do not fit, a missing quantizer or one that cannot be used alone, or a bias of a
-        row-parallel layer. TypeError: a dtype that cannot be quantized, or a quantized input that would have to be
-        gathered. RuntimeError: a quantized operand without a direction that is read.
+            row-parallel layer.
+        TypeError: a dtype that cannot be quantized, or a quantized input that would have to be gathered.
+        RuntimeError: a quantized operand without a direction that is read.
     """
     inp, weight = operands[0][1], operands[1][1]
     if len(weight.shape) != 2:
@@ -84,7 +85,9 @@ def check_backward(
     """Shapes of the gradients of input and weight; None if none is wanted.
 
     Args:
-        wanted: gradients of the input and of the weight. operands: gradient, input and weight. size: of the group.
+        wanted: gradients of the input and of the weight.
+        operands: gradient, input and weight.
+        size: of the group.
         outs: of each gradient, what it is written to and how, as :func:`check_out` takes it.
     Raises:
         As :func:`check_forward` and :func:`check_out`, and ValueError for an operand that is missing.
@@ -153,7 +156,7 @@ def check_out(
         shape: of the result, which ``out`` takes.
     Raises:
         ValueError: a factor without accumulation or that without ``out``, an ``out`` of another kind, format or shape
-        than the result, or a quantizer that cannot make one.
+            than the result, or a quantizer that cannot make one.
     """
     if beta is not None and not accumulate:
         raise ValueError(

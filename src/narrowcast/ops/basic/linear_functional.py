@@ -53,9 +53,12 @@ def functional_forward(
     """y = alpha * x w^T + bias (+ beta * out), and what a backward reads.
 
     Args:
-        input: (*lead, K), plain or quantized. weight: (N, K), plain or quantized. bias: (N,). Or prototypes of them.
+        input: (*lead, K), plain or quantized.
+        weight: (N, K), plain or quantized.
+        bias: (N,). Or prototypes of them.
         device, dtype: of the GEMM's operands and result; default: the weight's.
-        out: written to and returned. beta: factor of what is in it (default 1), with ``accumulate_into_out``.
+        out: written to and returned.
+        beta: factor of what is in it (default 1), with ``accumulate_into_out``.
         tensor_parallel_mode, tensor_parallel_group, sequence_parallel: as for :class:`BasicLinear`. With prototypes the
             group may be the number of processes, where there is no group.
         with_quantized_compute: quantize the operands that are not, with ``input_quantizer`` and ``weight_quantizer``.
@@ -68,8 +71,9 @@ def functional_forward(
         the input. "dequantized" keeps row-wise data, "high_precision" and unquantized compute keep plain tensors.
     Raises:
         ValueError: a missing quantizer, ``beta`` without ``accumulate_into_out`` or that without ``out``, an ``out`` of
-        another kind than ``output_quantizer`` makes or of another shape, a bias of a row-parallel layer, or rows that
-        do not divide. TypeError: a quantized input that would have to be gathered, or a dtype that cannot be quantized.
+            another kind than ``output_quantizer`` makes or of another shape, a bias of a row-parallel layer, or rows
+            that do not divide.
+        TypeError: a quantized input that would have to be gathered, or a dtype that cannot be quantized.
         RuntimeError: a quantized operand without a direction that is read.
     """
     described = isinstance(input, TensorProto)
@@ -141,8 +145,9 @@ def functional_backward(
     """dx = grad_input_alpha * dy w and dw = grad_weight_alpha * dy^T x.
 
     Args:
-        grad_output: (*lead, N), plain or quantized. input, weight: as :func:`functional_forward` saved them; None for
-            one that no wanted gradient reads. Or prototypes of all.
+        grad_output: (*lead, N), plain or quantized.
+        input, weight: as :func:`functional_forward` saved them; None for one that no wanted gradient reads. Or
+            prototypes of all.
         device, dtype: of operands and results; default: the gradient's.
         grad_weight, grad_input: buffers to write to and return; ``*_beta``: factor of what is in them (default 1), with
             ``accumulate_into_*``.
@@ -152,7 +157,7 @@ def functional_backward(
         (dx, dw), each None where it is not wanted.
     Raises:
         As :func:`functional_forward`. ValueError, too: an operand that is missing. TypeError, too: a quantized gradient
-        that would have to be gathered.
+            that would have to be gathered.
     """
     described = isinstance(grad_output, TensorProto)
     parallel, size = _split(tensor_parallel_mode, tensor_parallel_group, sequence_parallel, described)

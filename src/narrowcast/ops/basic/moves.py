@@ -28,7 +28,7 @@ class Reshape(SavesTensors, BasicOperation):
         shape: the new shape, with at most one -1.
     Raises:
         ValueError: more than one -1, or sizes below -1. In forward RuntimeError: the input has another number of
-        elements.
+            elements.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -102,7 +102,10 @@ class AddExtraInput(_InPlace):
     Args:
         in_place: the sum may take the place of the extra input, which lets it join the GEMM in front. The caller's
             tensor is never written to.
-    Raises (in forward):
+
+    It raises in forward.
+
+    Raises:
         ValueError: the two shapes differ.
     """
 

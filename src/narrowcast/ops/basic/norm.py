@@ -89,9 +89,10 @@ class NormOperation(NormParameters, Normalization):
         zero_centered_gamma: the weight holds gamma - 1.
         sm_margin: accepted for scripts that pass it; the kernels share the device as it is.
     Raises:
-        ValueError: more than one dim, or in forward an input of another last dim. TypeError: in forward, an input that
-        is not fp32, bf16 or fp16. RuntimeError: in forward, an input on another device, or parameters on the meta
-        device in compiled code; eager code makes them.
+        ValueError: more than one dim, or in forward an input of another last dim.
+        TypeError: in forward, an input that is not fp32, bf16 or fp16.
+        RuntimeError: in forward, an input on another device, or parameters on the meta device in compiled code; eager
+            code makes them.
     """
 
     def __init__(
@@ -167,8 +168,12 @@ class L2Normalization(Normalization, metaclass=_OfHeadsToo):
     Args:
         eps: added to the sum of squares.
         seq_length, micro_batch_size: accepted for scripts that pass them; sizes are read off the input.
-    Raises (in forward):
-        ValueError: an input without or with an empty last dim. TypeError: one that is not fp32, bf16 or fp16.
+
+    It raises in forward.
+
+    Raises:
+        ValueError: an input without or with an empty last dim.
+        TypeError: one that is not fp32, bf16 or fp16.
     """
 
     def __init__(

@@ -24,9 +24,12 @@ class ScaledActivationOperation(ActivationBase):
     Args:
         activation_recompute_in_mlp: a grouped MLP made of this keeps the activation's input and computes the activation
             once more for the weight gradient of its second layer; alone the operation always recomputes.
-    Raises (in forward):
-        ValueError: scales of another shape, or an odd last dim of a gated activation. TypeError: an input or scales
-        that are not fp32, bf16 or fp16.
+
+    It raises in forward.
+
+    Raises:
+        ValueError: scales of another shape, or an odd last dim of a gated activation.
+        TypeError: an input or scales that are not fp32, bf16 or fp16.
     """
 
     num_extra_inputs: int = 1
@@ -84,7 +87,7 @@ class ScaledSwiGLU(ScaledActivationOperation):
             :class:`~narrowcast.ops.basic.scaled_activation.ScaledActivationOperation`; so are inputs and errors.
     Raises:
         ValueError: ``glu_interleave_size`` is not positive; in forward, the last dim does not divide into pairs of
-        blocks.
+            blocks.
     """
 
     _activation = "swiglu"

@@ -29,7 +29,8 @@ class SwiGLU(ActivationOperation):
             alternate; the kernel reads halves, so the input is rearranged in front of it, and its gradient behind.
     Raises:
         ValueError: ``glu_interleave_size`` is not positive; in forward, the last dim is odd or does not divide into
-        pairs of blocks. TypeError: in forward, an input that is not fp32, bf16 or fp16.
+            pairs of blocks.
+        TypeError: in forward, an input that is not fp32, bf16 or fp16.
     """
 
     _activation = "swiglu"
