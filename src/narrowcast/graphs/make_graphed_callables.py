@@ -53,13 +53,12 @@ def make_graphed_callables(
         sample_kwargs: a dict, or one per callable. Calls must have the same arguments, shapes and dtypes.
         num_warmup_iters: forwards and backwards before the capture.
         allow_unused_input: as in PyTorch.
-        enabled, calibrating, recipe, amax_reduction_group: of an ``autocast`` around each callable; ``enabled`` may be
-            one per callable. None enters none: layers run under their own recipes.
+        enabled, calibrating, recipe, amax_reduction_group: of an ``autocast`` around each callable, ``enabled`` also
+            one per callable; None: layers run under their own recipes.
         cache_quantized_params: weights are quantized only in calls with ``is_first_microbatch=True``, or without it.
         _order: replay order of forwards (1, 2) and backwards (-2, -1) of chunks of the callables, each once per
             microbatch. The forwards of all samples are returned: by chunk, microbatch, layer.
-        _num_layers_per_chunk: if chunks differ.
-        pool: a memory pool to share.
+        _num_layers_per_chunk, pool: sizes of chunks that differ; a memory pool to share.
         retain_graph_in_backward: capture the backward with ``retain_graph``.
         clone_param_grads_on_return: return copies of the parameters' gradients; else the next replay overwrites them.
         pre_warmup_hook, post_warmup_hook: called around the warm-up.
@@ -70,8 +69,7 @@ def make_graphed_callables(
         ValueError: two spellings of one argument, tuples of different lengths, an impossible order, or a later call
             with other arguments, shapes or dtypes.
         TypeError: a sample is not a tensor.
-        RuntimeError: backward hooks, delayed weight gradients, no CUDA device, or a cache of casts by
-            ``torch.autocast``.
+        RuntimeError: backward hooks, delayed weight gradients, no CUDA device, or ``torch.autocast`` caches casts.
         NotImplementedError: ``_reuse_graph_input_output_buffers``, ``capture_time_hooks``, cached GroupedLinear
             weights.
     """
