@@ -1,4 +1,4 @@
-"""The tables of docs/from-transformer-engine.md say what is there, all of it, and why the rest is not."""
+"""The tables of docs/from-transformer-engine.md list every present name, and why the others are absent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLES = {
     "`transformer_engine.pytorch.ops`": "pytorch.ops",
     "`transformer_engine.pytorch.optimizers`": "pytorch.optimizers",
 }
-SUBMODULES = "What code imports from submodules"
+SUBMODULES = "Names of submodules"
 # names of narrowcast's own that stand beside Transformer Engine's
 OWN = {
     "CompositeOperation",
