@@ -7,8 +7,9 @@ import torch
 
 import narrowcast as nc
 from narrowcast.autograd import DelayedScales, LinearFwdArgs, LinearWgrad
-from narrowcast.autograd.gemms import linear_forward, transposed
+from narrowcast.autograd.gemms import linear_forward
 from narrowcast.recipe import linear_plan
+from narrowcast.tensors import transposed
 
 E4M3 = nc.DType.kFloat8E4M3
 QUANTIZERS = {

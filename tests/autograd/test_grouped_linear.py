@@ -38,7 +38,7 @@ def test_groups_are_linear_layers(name: str, known: bool) -> None:
     x, weights, biases = operands()
     plan = linear_plan(QUANTIZED[name], "", True, True, module_type="linear")
     args = LinearFwdArgs(plan, DTYPE, DelayedScales(), None, LinearWgrad(), True)
-    groups = Groups(3, 48, 32, True, True, known, [None] * len(SIZES), [""] * len(SIZES))
+    groups = Groups(3, 48, 32, True, True, known)
     y = grouped_linear(x, torch.tensor(SIZES), weights, biases, args, groups)
     ours = torch.autograd.grad(y.float().square().sum(), [x, *weights, *biases])
     rows = x.split(SIZES)
@@ -65,7 +65,7 @@ def test_one_gradient_alone(name: str, wanted: str) -> None:
         LinearWgrad(),
         True,
     )
-    groups = Groups(3, 48, 32, True, True, True, [None] * len(SIZES), [""] * len(SIZES))
+    groups = Groups(3, 48, 32, True, True, True)
     y = grouped_linear(x, torch.tensor(SIZES), weights, biases, full, groups)
     leaves = {"input": [x], "weight": weights, "bias": biases, "nothing": []}[wanted]
     expected = torch.autograd.grad(y.float().square().sum(), leaves) if leaves else ()

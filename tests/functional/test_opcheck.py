@@ -567,8 +567,8 @@ STORE = WeightGradStore()
 def defer_wgrad_cases(x: Tensor) -> Iterator[Arguments]:
     for quantizer in ONE_OF_EACH.values():
         operand = storage_of(quantizer, x).columnwise_operand()
-        for grad_bias in (None, x.new_ones(3)):
-            yield STORE.key, operand, quantizer, operand, quantizer, grad_bias, False, False, True
+        for grad_bias, groups in ((None, []), (x.new_ones(3), [torch.tensor([2, 3]), x.new_empty(5, 0)])):
+            yield STORE.key, operand, quantizer, operand, quantizer, grad_bias, False, False, True, groups
 
 
 def operator(name: str) -> Any:

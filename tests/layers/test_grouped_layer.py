@@ -10,7 +10,7 @@ from reference.checks import assert_bitwise, normal
 from torch import Tensor
 
 import narrowcast as nc
-from narrowcast.autograd.grouped_linear import quantize_weights
+from narrowcast.autograd.groups import quantize_weights
 from narrowcast.layers.grouped_layer import FEW_ROWS, joined_buffers_of, plan_for_rows, rows_of_buffer
 from narrowcast.recipe import linear_plan
 
@@ -154,18 +154,18 @@ def test_overwriting_is_for_all_main_grads_or_none():
     weights[1].requires_grad_(False)
     for weight in weights:
         weight.main_grad = torch.zeros(32, 16)
-    assert layer._main_grads(True, None)[:2] == ([weights[0].main_grad, None, weights[2].main_grad], False)
-    assert layer._main_grads(True, True)[1] is True
-    assert layer._main_grads(False, None)[:2] == ([None, None, None], False)
+    wgrad = layer._wgrad("weight", None)
+    assert wgrad.main_grad == [weights[0].main_grad, None, weights[2].main_grad] and not wgrad.overwrite
+    assert layer._wgrad("weight", True).overwrite is True
     weights[0].overwrite_main_grad = True
     with pytest.raises(RuntimeError, match="overwrite_main_grad is set on some weights"):
-        layer._main_grads(True, None)
-    assert layer._main_grads(True, True)[1] is True
+        layer._wgrad("weight", None)
+    assert layer._wgrad("weight", True).overwrite is True
     weights[2].overwrite_main_grad = True
-    assert layer._main_grads(True, None)[1] is True
+    assert layer._wgrad("weight", None).overwrite is True
     weights[0].main_grad = torch.zeros(32, 16, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"main_grad of parameter 'weight0' is torch.float16 \(32, 16\)"):
-        layer._main_grads(True, None)
+        layer._wgrad("weight", None)
     weights[0].main_grad = torch.zeros(16, 32)
     with pytest.raises(ValueError, match=r"is torch.float32 \(16, 32\); assign .* \(32, 16\)"):
-        layer._main_grads(True, None)
+        layer._wgrad("weight", None)

@@ -3,7 +3,8 @@
 from .activation import ActivationSettings, activate
 from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
 from .concatenate import concatenate
-from .grouped_linear import Groups, grouped_linear
+from .grouped_linear import grouped_linear
+from .groups import Groups
 from .linear import LinearFunction
 from .norm import NormSettings, normalize
 from .program import Activation, Linear, Norm, NormArgs, Program, ProgramArgs, ProgramFunction

@@ -32,13 +32,13 @@ class LinearWgrad:
     """Where the weight gradient goes, owned by the layer and its parameter; by default autograd takes it.
 
     ``main_grad``: accumulate (or ``overwrite``) this instead. ``dummy``: "empty" or "zeros" is returned in place of
-    what went there; "" returns None. ``store``: queue it, and the bias gradient, for ``backward_dw``; ``ticket``: of
-    that store.
+    what went there; "" returns None. Of groups both are lists, with None and "" for a weight without gradient.
+    ``store``: queue it, and the bias gradient, for ``backward_dw``; ``ticket``: of that store.
     """
 
-    main_grad: Tensor | None = None
+    main_grad: Any = None
     overwrite: bool = False
-    dummy: str = ""
+    dummy: Any = ""
     store: WeightGradStore | None = None
     ticket: Tensor | None = None
 

@@ -12,116 +12,56 @@ nothing symbolic is put on the context; every returned tensor is detached or an 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..functional import (
-    dequantize,
-    draw_seed,
-    gemm,
-    quantize,
-    quantize_dbias,
-    quantize_keeping_amax,
-    quantize_operand,
-)
+from ..functional import draw_seed, gemm, quantize, quantize_dbias, quantize_operand
 from ..functional.collectives import arrived, gather_rows, group_size
 from ..functional.wgrad_store import DeferredWgrad
-from ..quantizers import IdentityQuantizer, OperandBuffers, Quantizer, buffers_of
-from ..tensors import Float8TensorStorage, QuantizedTensorStorage, TensorOrQuantized, transposed
+from ..quantizers import IdentityQuantizer, OperandBuffers, buffers_of
+from ..tensors import QuantizedTensorStorage, TensorOrQuantized, plain
 from .arguments import LinearBwdArgs, LinearFwdArgs
+from .groups import GroupedRows
+from .operands import (
+    SavedOperand,
+    after,
+    in_high_precision,
+    plain_or_rowwise,
+    rows_of,
+    saved_operand,
+    weight_of_dgrad,
+    weight_operand,
+    with_columnwise,
+)
 from .tensor_parallel import TensorParallel
 from .weight_gradient import weight_gradient
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""(wgrad, dgrad, grad_bias), each None where it is not needed, or goes elsewhere."""
+Gradients = tuple[Any, Tensor | None, Tensor | None]
+"""(wgrad, dgrad, grad_bias), each None where it is not needed, or goes elsewhere.
+
+Of groups, wgrad is (G, N, K), or a list of what autograd gets in its place where it goes elsewhere.
+"""
 
 _PLAIN = IdentityQuantizer()
-
-
-class SavedOperand(NamedTuple):
-    """What the backward reads of an operand: its buffers of one direction, or one tensor in high precision."""
-
-    tensors: list[Tensor]
-    quantizer: Quantizer | None
-
-
-def rows_of(tensor: Any) -> int:
-    """Product of all dims but the last."""
-    rows = 1
-    for size in tensor.shape[:-1]:
-        rows = rows * size
-    return rows
-
-
-def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
-    """Buffers of a storage with column-wise data; per-tensor FP8 has its codes transposed where it lacks them.
-
-    Raises:
-        RuntimeError: the format cannot make one direction from the other.
-    """
-    operand = buffers_of(storage)
-    if operand.columnwise:
-        return operand
-    if not isinstance(storage, Float8TensorStorage):
-        raise RuntimeError(
-            f"the quantized input is a {type(storage).__name__} without column-wise data, which the weight gradient "
-            "needs; quantize it with columnwise=True"
-        )
-    return OperandBuffers(
-        operand.rowwise, transposed(operand.rowwise, operand.rowwise[0].shape[-1]), operand.quantizer
-    )
-
-
-def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, SavedOperand]:
-    """The weight (N, K) as fprop reads it, and what to save of it for dgrad.
-
-    A workspace is read as it is, unless it has no row-wise data. Else the weight is quantized for fprop alone: saved is
-    the parameter itself, which is there anyway, with the scale or the maxima that give the same codes once more.
-
-    Args:
-        weight: None where there is a workspace and nothing else.
-    """
-    plan, scales, workspace = args.plan, args.scales, args.workspace
-    if workspace is not None and (weight is None or workspace.rowwise):
-        return workspace, saved_operand(workspace, weight, plan.needs_input, plan.backward_override)
-    operand, repeated = plan.weight, plan.dgrad_weight
-    if repeated is not None and repeated.current:
-        *buffers, amax = quantize_keeping_amax(weight, operand.quantizer)
-        return operand.split(buffers), SavedOperand([weight, amax], None)
-    seed = draw_seed(weight) if operand.stochastic else None
-    w = operand.split(quantize(weight, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
-    if w.columnwise:  # made only where dgrad reads it
-        return w, SavedOperand(w.columnwise, w.quantizer)
-    if repeated is None:
-        return w, saved_operand(w, weight, plan.needs_input, plan.backward_override)
-    state: list[Any] = [scales.scale_fwd] if repeated.delayed else []
-    return w, SavedOperand([weight, *state], None)
-
-
-def weight_of_dgrad(args: LinearBwdArgs, saved: list[Tensor]) -> tuple[list[Tensor], Quantizer]:
-    """The column-wise weight and what reads it, from what :func:`weight_operand` saved."""
-    quantizer, repeated = args.saved_weight[1], args.plan.dgrad_weight
-    if quantizer is None and repeated is not None:
-        weight, *state = saved
-        scale, amax = (state[0], None) if repeated.delayed else (None, state[0] if state else None)
-        return quantize(weight, repeated.quantizer, None, scale, amax), repeated.quantizer
-    columnwise = transposed(saved, args.shape[1]) if args.transpose_weight else saved
-    return columnwise, quantizer  # type: ignore[return-value]
 
 
 def fprop(
     args: LinearFwdArgs,
     inp: OperandBuffers,
     weight: OperandBuffers,
-    bias: Tensor | None,
+    bias: Any,
     rows: int,
     out_features: int,
+    grouped: GroupedRows | None = None,
 ) -> Tensor:
     """y = x w^T + bias, (rows, out_features) in the activation dtype."""
     plan = args.plan
+    if grouped is not None:
+        operands = inp.rowwise, inp.quantizer, weight.rowwise, weight.quantizer
+        return grouped.gemm("fprop", plan, *operands, bias, args.dtype, rows)
     return gemm(
         "fprop",
         inp.rowwise,
@@ -137,36 +77,8 @@ def fprop(
     )
 
 
-def plain_or_rowwise(tensor: TensorOrQuantized) -> SavedOperand:
-    """A tensor as a backward in high precision reads it."""
-    if isinstance(tensor, QuantizedTensorStorage):
-        operand = buffers_of(tensor)
-        return SavedOperand(operand.rowwise, operand.quantizer)
-    return SavedOperand([tensor], None)
-
-
-def saved_operand(
-    operand: OperandBuffers, high_precision: TensorOrQuantized | None, needed: bool, override: str | None
-) -> SavedOperand:
-    """What the backward reads of an operand.
-
-    Args:
-        operand: as fprop read it.
-        high_precision: what it was made from, for a backward that reads that.
-        needed: whether any gradient reads it.
-    """
-    if not needed:
-        return SavedOperand([], None)
-    if override == "high_precision":
-        if high_precision is None:
-            return SavedOperand(operand.rowwise, operand.quantizer)
-        return plain_or_rowwise(high_precision)
-    kept = operand.columnwise if override is None and operand.columnwise else operand.rowwise
-    return SavedOperand(kept, operand.quantizer)
-
-
 def linear_forward(
-    weight: TensorOrQuantized, inp: TensorOrQuantized, bias: Tensor | None, args: LinearFwdArgs
+    weight: Any, inp: TensorOrQuantized, bias: Any, args: LinearFwdArgs, grouped: GroupedRows | None = None
 ) -> tuple[Tensor, SavedOperand, SavedOperand]:
     """(output (*lead, N), input to save, weight to save).
 
@@ -174,21 +86,26 @@ def linear_forward(
         weight: (N, K), plain or quantized.
         inp: (*lead, K), plain or quantized.
         bias: (N,) or None.
+        grouped: the groups of the rows, or None. With them inp is (T, K) and plain, weight a list, G of (N, K) or one
+            (G, N, K), and bias a list, G of (N,), or one (G, N), or none.
     """
-    plan, scales, rows, out_features = args.plan, args.scales, rows_of(inp), weight.shape[0]
+    plan, scales, rows = args.plan, args.scales, rows_of(inp)
     if args.parallel is not None:
         return _split_forward(weight, inp, bias, args, args.parallel)
     if not plan.quantized:
-        return _forward_in_high_precision(weight, inp, bias, args)
+        return _forward_in_high_precision(weight, inp, bias, args, grouped)
     if isinstance(inp, QuantizedTensorStorage):
         wants_columns = plan.needs_weight and plan.backward_override is None
         x = with_columnwise(inp) if wants_columns else buffers_of(inp)
+    elif grouped is not None:
+        x = grouped.quantize(inp, plan.input, scales.scale_fwd, scales.amax_fwd)
     else:
         operand, flat = plan.input, inp if inp.dim() == 2 else inp.reshape(rows, inp.shape[-1])
         seed = draw_seed(flat) if operand.stochastic else None
         x = operand.split(quantize_operand(flat, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
     w, saved_weight = weight_operand(weight, args)
-    out = fprop(args, x, w, bias, rows, out_features)
+    features = weight.shape[0] if grouped is None else grouped.groups.out_features
+    out = fprop(args, x, w, bias, rows, features, grouped)
     if (
         plan.save_original_input
         and not isinstance(inp, QuantizedTensorStorage)
@@ -198,7 +115,7 @@ def linear_forward(
     else:
         saved_input = saved_operand(x, inp, plan.needs_weight, plan.backward_override)
     if len(inp.shape) != 2:
-        out = out.view(*inp.shape[:-1], out_features)
+        out = out.view(*inp.shape[:-1], features)
     return out, saved_input, saved_weight
 
 
@@ -270,15 +187,20 @@ def split_operand(
 
 
 def _forward_in_high_precision(
-    weight: TensorOrQuantized, inp: TensorOrQuantized, bias: Tensor | None, args: LinearFwdArgs
+    weight: Any, inp: TensorOrQuantized, bias: Any, args: LinearFwdArgs, grouped: GroupedRows | None
 ) -> tuple[Tensor, SavedOperand, SavedOperand]:
     plan = args.plan
+    if grouped is not None:
+        weight = [plain(one) for one in weight]
     x, w = plain_or_rowwise(inp), plain_or_rowwise(weight)
-    out = F.linear(
-        in_high_precision(x, args.dtype, inp.shape),
-        in_high_precision(w, args.dtype, weight.shape),
-        None if bias is None else bias.to(args.dtype),
-    )
+    if grouped is not None:
+        out = grouped.gemm_in_high_precision("fprop", x.tensors[0], w.tensors, bias)
+    else:
+        out = F.linear(
+            in_high_precision(x, args.dtype, inp.shape),
+            in_high_precision(w, args.dtype, weight.shape),
+            None if bias is None else bias.to(args.dtype),
+        )
     none = SavedOperand([], None)
     return out, x if plan.needs_weight else none, w if plan.needs_input else none
 
@@ -322,13 +244,15 @@ def linear_backward(
     inp: list[Tensor],
     weight: list[Tensor],
     scale_bwd: Tensor | None,
+    grouped: GroupedRows | None = None,
 ) -> Gradients:
     """Gradients of a linear layer, dgrad (*lead, K).
 
     Args:
-        grad_output: (*lead, N), plain or quantized.
+        grad_output: (*lead, N), plain or quantized; with groups (T, N) and plain.
         inp, weight: what was saved of them.
         scale_bwd: the scales that the forward copied.
+        grouped: the groups of the rows, or None.
     """
     plan, lead, rows = args.plan, grad_output.shape[:-1], rows_of(grad_output)
     if args.parallel is not None:
@@ -339,21 +263,23 @@ def linear_backward(
     if isinstance(grad_output, QuantizedTensorStorage):  # its producer has summed it for the bias, too
         gradients = quantized_gradients(args, buffers_of(grad_output), None, inp, weight, rows)
     elif plan.backward_override is not None or not (plan.needs_input or plan.needs_weight):
-        gradients = _gradients_in_high_precision(
-            args, grad_output.reshape(rows, grad_output.shape[-1]), inp, weight
-        )
+        dy = grad_output.reshape(rows, grad_output.shape[-1])
+        gradients = _gradients_in_high_precision(args, dy, inp, weight, grouped)
     else:
         dy = grad_output if len(lead) == 1 else grad_output.reshape(rows, grad_output.shape[-1])
         grad_bias, operand = None, plan.grad_output
-        seed = draw_seed(dy) if operand.stochastic else None
-        if args.needs_bias:
+        seed = draw_seed(dy) if operand.stochastic and grouped is None else None
+        if grouped is not None:
+            if args.needs_bias:
+                grad_bias = grouped.column_sum(dy).to(args.bias_dtype)
+            quantized = grouped.quantize(dy, operand, scale_bwd, args.amax_bwd)
+        elif args.needs_bias:
             *buffers, sums = quantize_dbias(dy, operand.quantizer, seed, scale_bwd, args.amax_bwd)
-            grad_bias = sums.to(args.bias_dtype)
+            grad_bias, quantized = sums.to(args.bias_dtype), operand.split(buffers)
+            del buffers
         else:
-            buffers = quantize(dy, operand.quantizer, seed, scale_bwd, args.amax_bwd)
-        quantized = operand.split(buffers)
-        del buffers
-        gradients = quantized_gradients(args, quantized, grad_bias, inp, weight, rows)
+            quantized = operand.split(quantize(dy, operand.quantizer, seed, scale_bwd, args.amax_bwd))
+        gradients = quantized_gradients(args, quantized, grad_bias, inp, weight, rows, grouped)
     wgrad, dgrad, grad_bias = gradients
     if len(lead) != 1 and dgrad is not None:
         dgrad = dgrad.view(*lead, args.shape[1])
@@ -397,6 +323,7 @@ def quantized_gradients(
     inp: list[Tensor],
     weight: list[Tensor],
     rows: int,
+    grouped: GroupedRows | None = None,
 ) -> Gradients:
     """Gradients from the quantized gradient of the output, whose row-wise buffers are let go of; dgrad (rows, K).
 
@@ -409,25 +336,19 @@ def quantized_gradients(
         seen = (grad.rowwise or grad.columnwise)[0]
         inp = parallel.start_joining([after(seen, buffer) for buffer in inp], joins)  # type: ignore[union-attr]
     if plan.needs_input:
-        columns, quantizer = weight_of_dgrad(args, weight)
-        dgrad = gemm(
-            "dgrad",
-            grad.rowwise,
-            grad.quantizer,
-            columns,
-            quantizer,
-            None,
-            args.dtype,
-            rows,
-            args.shape[1],
-            plan.fast_dgrad,
-            plan.emulate,
-        )
-        del columns
+        columns, quantizer = weight_of_dgrad(args, weight, grouped)
+        operands = grad.rowwise, grad.quantizer, columns, quantizer
+        if grouped is None:
+            how = plan.fast_dgrad, plan.emulate
+            dgrad = gemm("dgrad", *operands, None, args.dtype, rows, args.shape[1], *how)
+        else:
+            dgrad = grouped.gemm("dgrad", plan, *operands, [], args.dtype, rows)
+        del columns, operands
         if parallel is not None and parallel.mode == "column":  # meanwhile, that of wgrad
             dgrad = parallel.start_grad_input(dgrad)
     if not torch.compiler.is_compiling():  # the memory is free for the weight gradient
         grad.rowwise.clear()
+        weight.clear()
     if not plan.needs_weight:
         return None, dgrad if parallel is None else _arrived(dgrad, parallel), grad_bias
     if gathers:
@@ -435,18 +356,14 @@ def quantized_gradients(
     input_quantizer = args.saved_input[1]
     if input_quantizer is None:
         # column-wise only: the other way than in the forward, so that the compiler finds nothing to merge it with
-        original = plan.original_input.quantize(inp[0].reshape(-1, args.shape[1]))
+        if grouped is None:
+            original = plan.original_input.quantize(inp[0].reshape(-1, args.shape[1]))
+        else:
+            original = grouped.quantize(inp[0], plan.original_input)
         inp, input_quantizer = original.columnwise, original.quantizer
-    deferred = DeferredWgrad(
-        grad.columnwise,
-        grad.quantizer,
-        inp,
-        input_quantizer,
-        grad_bias,
-        args.wgrad.overwrite,
-        plan.fast_wgrad,
-        plan.emulate,
-    )
+    how = args.wgrad.overwrite, plan.fast_wgrad, plan.emulate
+    groups = [] if grouped is None else grouped.of_wgrad(grad.columnwise[0], rows)
+    deferred = DeferredWgrad(grad.columnwise, grad.quantizer, inp, input_quantizer, grad_bias, *how, groups)
     wgrad, grad_bias = weight_gradient(args, deferred)
     return wgrad, dgrad if parallel is None else _arrived(dgrad, parallel), grad_bias
 
@@ -457,7 +374,7 @@ def _arrived(dgrad: Tensor | None, parallel: TensorParallel) -> Tensor | None:
 
 
 def _gradients_in_high_precision(
-    args: LinearBwdArgs, dy: Tensor, inp: list[Tensor], weight: list[Tensor]
+    args: LinearBwdArgs, dy: Tensor, inp: list[Tensor], weight: list[Tensor], grouped: GroupedRows | None
 ) -> Gradients:
     """Backward on the original or the dequantized operands; the gradient itself is not quantized."""
     plan, wgrad, dgrad, parallel = args.plan, None, None, args.parallel
@@ -467,35 +384,29 @@ def _gradients_in_high_precision(
         share = in_high_precision(SavedOperand(inp, args.saved_input[1]), args.dtype, (rows, args.shape[1]))
         inp = parallel.start_joining([after(dy, share)], "r")  # type: ignore[union-attr]
     if plan.needs_input:
-        dgrad = dy.to(args.dtype) @ in_high_precision(
-            SavedOperand(weight, args.saved_weight[1]), args.dtype, args.shape
-        )
+        if grouped is not None:
+            weights = grouped.decoded_weights(args, weight)
+            dgrad = grouped.gemm_in_high_precision("dgrad", dy.to(args.dtype), weights, [])
+            del weights
+        else:
+            dgrad = dy.to(args.dtype) @ in_high_precision(
+                SavedOperand(weight, args.saved_weight[1]), args.dtype, args.shape
+            )
         if parallel is not None and parallel.mode == "column":
             dgrad = parallel.start_grad_input(dgrad)
-    grad_bias = dy.sum(dim=0, dtype=torch.float32).to(args.bias_dtype) if args.needs_bias else None
+    grad_bias = None
+    if args.needs_bias:
+        sums = dy.sum(dim=0, dtype=torch.float32) if grouped is None else grouped.column_sum(dy)
+        grad_bias = sums.to(args.bias_dtype)
     if plan.needs_weight:
-        quantizer = None if gathers else args.saved_input[1]
-        inp = parallel.joined(inp, "r") if gathers else inp  # type: ignore[union-attr]
-        x = in_high_precision(SavedOperand(inp, quantizer), args.dtype, (dy.shape[0], args.shape[1]))
-        dy, overwrite = dy.to(args.dtype), args.wgrad.overwrite
-        deferred = DeferredWgrad([dy], _PLAIN, [x], _PLAIN, grad_bias, overwrite, False, plan.emulate)
-        wgrad, grad_bias = weight_gradient(args, deferred)
+        if grouped is not None:
+            x, groups = grouped.decoded(args, inp, dy.shape[0]), grouped.of_wgrad(dy, dy.shape[0])
+        else:
+            quantizer, groups = None if gathers else args.saved_input[1], []
+            inp = parallel.joined(inp, "r") if gathers else inp  # type: ignore[union-attr]
+            x = in_high_precision(SavedOperand(inp, quantizer), args.dtype, (dy.shape[0], args.shape[1]))
+        dy, how = dy.to(args.dtype), (args.wgrad.overwrite, False, plan.emulate)
+        wgrad, grad_bias = weight_gradient(
+            args, DeferredWgrad([dy], _PLAIN, [x], _PLAIN, grad_bias, *how, groups)
+        )
     return wgrad, dgrad if parallel is None else _arrived(dgrad, parallel), grad_bias
-
-
-def in_high_precision(saved: SavedOperand, dtype: torch.dtype, shape: Any) -> Tensor:
-    """The values of a saved operand."""
-    if saved.quantizer is not None:
-        return dequantize(saved.tensors, saved.quantizer, False, dtype, list(shape))
-    return saved.tensors[0].reshape(shape).to(dtype)
-
-
-def after(grad: TensorOrQuantized, tensor: Tensor) -> Tensor:
-    """``tensor``, available only once ``grad`` is.
-
-    Else the compiler finds the operators of the forward again, and saves their results instead of repeating them.
-    """
-    if not torch.compiler.is_compiling():
-        return tensor
-    seen = grad if isinstance(grad, Tensor) else next(b for b in grad.get_data_tensors() if b is not None)
-    return torch.where(seen.reshape(-1)[:1].float().sum().isnan(), tensor, tensor)

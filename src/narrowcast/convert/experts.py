@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..autograd import LinearFwdArgs, LinearWgrad
-from ..autograd.grouped_linear import Groups, grouped_linear
+from ..autograd import Groups, LinearFwdArgs, LinearWgrad, grouped_linear
 from ..layers import LinearLayer, Stage, checked_input
 from ..layers.grouped_layer import plan_for_rows
 from ..upstream.modules import own_parameters
@@ -77,7 +76,7 @@ class StackedExpertsLayer(LinearLayer):
         needs_bias = torch.is_grad_enabled() and any(bias.requires_grad for bias in biases)
         scales = self._scales(stage.prefix, plan)
         args = LinearFwdArgs(plan, x.dtype, scales, None, LinearWgrad(), needs_bias)
-        groups = Groups(self._groups, weight.shape[1], weight.shape[2], False, False, False, [None], [""])
+        groups = Groups(self._groups, weight.shape[1], weight.shape[2], False, False, False)
         return grouped_linear(x, splits, [weight], biases, args, groups)
 
 

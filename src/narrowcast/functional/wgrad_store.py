@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,10 @@ from .quantizer_value import QuantizerValue
 
 
 class DeferredWgrad(NamedTuple):
-    """What one weight gradient is computed from: column-wise operands, options of the GEMM, the bias gradient."""
+    """What one weight gradient is computed from: column-wise operands, options of the GEMM, the bias gradient.
+
+    ``groups``: empty, or for groups of rows the splits (G,), and (T, 0) of the dtype that the operands had.
+    """
 
     grad: list[Tensor]
     grad_quantizer: QuantizerValue
@@ -29,6 +33,7 @@ class DeferredWgrad(NamedTuple):
     overwrite: bool
     fast_accumulation: bool
     emulate: bool
+    groups: Sequence[Tensor] = ()
 
 
 _KEYS = itertools.count()
@@ -96,6 +101,7 @@ def _defer_wgrad(store: str, *fields: Any) -> Tensor:
         grad=[buffer.clone() for buffer in deferred.grad],
         inp=[buffer.clone() for buffer in deferred.inp],
         grad_bias=None if deferred.grad_bias is None else deferred.grad_bias.clone(),
+        groups=[tensor.clone() for tensor in deferred.groups],
     )
     _STORES[store].put(copied)
     return torch.ones(1, dtype=torch.int64, device=deferred.grad[0].device)
@@ -107,7 +113,7 @@ def _defer_wgrad_fake(store: str, grad: list[Tensor], *_: Any) -> Tensor:
 
 _defer_op = define(
     f"defer_wgrad(str store, Tensor[] grad, {QUANTIZER} grad_quantizer, Tensor[] inp, {QUANTIZER} inp_quantizer, "
-    "Tensor? grad_bias, bool overwrite, bool fast_accumulation, bool emulate) -> Tensor",
+    "Tensor? grad_bias, bool overwrite, bool fast_accumulation, bool emulate, Tensor[] groups) -> Tensor",
     _defer_wgrad,
     _defer_wgrad_fake,
     # two equal calls are two entries: never merged, never recomputed

@@ -18,14 +18,8 @@ from torch import Tensor, nn
 from .._checks import positive
 from .._tracing import host_reads
 from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
-from ..autograd.grouped_linear import (
-    Groups,
-    add_to_main_grads_,
-    compute_grouped_wgrad,
-    quantize_weights,
-)
+from ..autograd.groups import Groups, quantize_weights
 from ..functional import grouped_calibrate_, join_weights, splits_on_device
-from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import Operand, OperandBuffers, buffers_of
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
@@ -269,15 +263,9 @@ class GroupedLinearLayer(LinearLayer):
             self._stages[0], plan, dtype, weights[0], None, is_first_microbatch, scales, made
         )
         args.needs_bias = needs_bias
-        main_grads, args.wgrad.overwrite, dummies = self._main_grads(plan.needs_weight, is_first_microbatch)
         split = not self.single_grouped_weight, not self.single_grouped_bias
         shape = self.num_gemms, self.out_features, self.in_features
-        return args, Groups(*shape, *split, covered, main_grads, dummies, out, dgrad_out)
-
-    def _wgrad(self, name: str, is_first_microbatch: bool | None) -> LinearWgrad:
-        """Without any ``main_grad``: those of the groups are part of ``Groups``."""
-        store = self.wgrad_stores.get(name)
-        return LinearWgrad(store=store, ticket=None if store is None else store.ticket)
+        return args, Groups(*shape, *split, covered, out, dgrad_out)
 
     def _workspace(
         self,
@@ -307,40 +295,37 @@ class GroupedLinearLayer(LinearLayer):
         buffers = quantize_weights(made_from, operand, scales.scale_fwd, scales.amax_fwd)
         return self._keep_weight("weight", operand, made_from, buffers)
 
-    def _main_grads(
-        self, wanted: bool, is_first_microbatch: bool | None
-    ) -> tuple[list[Tensor | None], bool, list[str]]:
-        """(``main_grad`` of each weight, whether to overwrite them, the placeholders), as ``Groups`` takes them.
+    def _wgrad(self, name: str, is_first_microbatch: bool | None) -> LinearWgrad:
+        """As of a linear layer, in lists.
 
         Raises:
-            RuntimeError: a ``main_grad`` is missing, or some are overwritten and some are not.
+            RuntimeError: a ``main_grad`` is missing, or some are to be overwritten and some are not.
             ValueError: a ``main_grad`` of another shape than its weight, neither fp32 nor bf16.
         """
-        names = self._names_of("weight")
-        main_grads: list[Tensor | None] = [None] * len(names)
-        dummies = [""] * len(names)
-        overwrites = []
-        for index, name in enumerate(names if wanted and self.fuse_wgrad_accumulation else []):
-            if getattr(self, name).requires_grad:
-                main_grads[index], overwrite, dummies[index] = self._main_grad(name)
-                overwrites.append(overwrite)
-        first = bool(is_first_microbatch)
-        if not first and any(overwrites) and not all(overwrites):
+        if not self.fuse_wgrad_accumulation:
+            return super()._wgrad(name, is_first_microbatch)
+        owner, first, overwrites = self.name or type(self).__name__, bool(is_first_microbatch), set()
+        main_grads: list[Tensor | None] = []
+        dummies: list[str] = []
+        for part in self._names_of(name):
+            weight, main_grad, dummy = getattr(self, part), None, ""
+            if weight.requires_grad:
+                main_grad, overwrite, dummy = main_grad_of(weight, part, owner)
+                overwrites.add(overwrite)
+                if main_grad.shape != weight.shape or main_grad.dtype not in (torch.float32, torch.bfloat16):
+                    raise ValueError(
+                        f"main_grad of parameter {part!r} is {main_grad.dtype} {tuple(main_grad.shape)}; assign "
+                        f"torch.float32 or torch.bfloat16 {tuple(weight.shape)}"
+                    )
+            main_grads.append(main_grad)
+            dummies.append(dummy)
+        if len(overwrites) > 1 and not first:
             raise RuntimeError(
-                f"overwrite_main_grad is set on some weights of {self.name or type(self).__name__} only; set it on all "
-                "or on none"
+                f"overwrite_main_grad is set on some weights of {owner} only; set it on all or on none"
             )
-        return main_grads, first or any(overwrites), dummies
-
-    def _main_grad(self, name: str) -> tuple[Tensor, bool, str]:
-        weight = getattr(self, name)
-        main_grad, overwrite, dummy = main_grad_of(weight, name, self.name or type(self).__name__)
-        if main_grad.shape != weight.shape or main_grad.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"main_grad of parameter {name!r} is {main_grad.dtype} {tuple(main_grad.shape)}; assign "
-                f"torch.float32 or torch.bfloat16 {tuple(weight.shape)}"
-            )
-        return main_grad, overwrite, dummy
+        store = self.wgrad_stores.get(name)
+        ticket = None if store is None else store.ticket
+        return LinearWgrad(main_grads, first or True in overwrites, dummies, store, ticket)
 
     def _calibration_plan(self) -> LinearPlan | None:
         """Which amax an autocast that only calibrates collects; None under any other."""
@@ -362,13 +347,6 @@ class GroupedLinearLayer(LinearLayer):
             grouped_calibrate_([x.detach()], splits, amax, INPUT_SLOT)
         if plan.weight.delayed:
             grouped_calibrate_([plain(w).detach() for w in weights], None, amax, WEIGHT_SLOT)
-
-    def _add_to_main_grads(self, weights: list[Any], deferred: DeferredWgrad) -> None:
-        wanted = [weight.main_grad if weight.requires_grad else None for weight in weights]
-        add_to_main_grads_(deferred, wanted, (self.out_features, self.in_features))
-
-    def _wgrad_of(self, weights: list[Tensor], deferred: DeferredWgrad) -> Tensor:
-        return compute_grouped_wgrad(deferred, (self.out_features, self.in_features), weights[0].dtype)
 
     # -- checks ------------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from ..autograd import (
     concatenate,
 )
 from ..functional import calibrate_, is_current, kept_weight, note_kept
-from ..functional.wgrad_store import DeferredWgrad, WeightGradStore
+from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import Operand, OperandBuffers, Quantizer, buffers_of
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
@@ -476,7 +476,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     def _compute_waiting_wgrads(self) -> None:
         """Compute the weight gradients that wait from one backward, and store each in ``grad`` or ``main_grad``."""
         for stage in self._stages:
-            weights, store = self._parts_of(stage.weight), self.wgrad_stores[stage.weight]
+            weights: list[Any] = self._parts_of(stage.weight)
+            store = self.wgrad_stores[stage.weight]
             wanted = any(weight.requires_grad for weight in weights)
             if not wanted and not len(store):  # frozen in the forward
                 continue
@@ -484,23 +485,18 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             if not wanted:  # frozen since: autograd drops such a gradient, too
                 pass
             elif self.fuse_wgrad_accumulation:
-                self._add_to_main_grads(weights, deferred)
+                into = [weight.main_grad if weight.requires_grad else None for weight in weights]
+                add_to_main_grad_(deferred, into if deferred.groups else into[0])
                 for weight in weights:
                     if weight.requires_grad:
                         mark_added_to_main_grad(weight)
             else:
-                _accumulate_parts(weights, self._wgrad_of(weights, deferred))
+                *_, rows, columns = weights[0].shape
+                rows = rows if deferred.groups else sum(weight.shape[0] for weight in weights)
+                wgrad = compute_wgrad(deferred, (rows, columns), weights[0].dtype)
+                _accumulate_parts(weights, wgrad)  # in one allocation
             if deferred.grad_bias is not None:
                 _accumulate_parts(self._parts_of(stage.bias), deferred.grad_bias)
-
-    def _add_to_main_grads(self, weights: list[Any], deferred: DeferredWgrad) -> None:
-        (weight,) = weights
-        add_to_main_grad_(deferred, weight.main_grad)
-
-    def _wgrad_of(self, weights: list[Tensor], deferred: DeferredWgrad) -> Tensor:
-        """The gradient of all parts of a weight, in one allocation."""
-        shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
-        return compute_wgrad(deferred, shape, weights[0].dtype)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """Have ``hook()`` called at the end of every :meth:`backward_dw`."""

@@ -343,15 +343,15 @@ def test_the_last_gemm_runs_without_the_operands_of_the_others(
         with nc.autocast(recipe=RECIPES[recipe]), contextlib.nullcontext() if fused else unfused():
             y = experts(x, scales)
         alive: list[int] = []
-        grouped_linear = importlib.import_module("narrowcast.autograd.grouped_linear")
-        run = grouped_linear.compute_grouped_wgrad
+        weight_gradient = importlib.import_module("narrowcast.autograd.weight_gradient")
+        run = weight_gradient.compute_wgrad
 
         def counted(*args: Any, run: Any = run, alive: list[int] = alive) -> Any:
             alive.append(live_bytes())
             return run(*args)
 
         with monkeypatch.context() as patched:
-            patched.setattr(grouped_linear, "compute_grouped_wgrad", counted)
+            patched.setattr(weight_gradient, "compute_wgrad", counted)
             y.sum().backward()
         assert len(alive) == 2
         found[fused] = alive[1] - before

@@ -1,0 +1,167 @@
+"""What groups of rows change in the stage of a linear layer: its operators, and what these read besides.
+
+y_g = x_g w_g^T for every group of rows, all groups in one operator per step. A group is quantized as a linear layer of
+its own would quantize it; the splits, how many rows each group has, are a tensor that nothing here reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..functional import (
+    grouped_column_sum,
+    grouped_dequantize,
+    grouped_gemm,
+    grouped_mm,
+    grouped_quantize,
+    grouped_quantize_weights,
+    join_weights,
+    operand_of,
+)
+from ..quantizers import Operand, OperandBuffers, Quantizer
+from ..recipe import LinearPlan
+from ..tensors import grouped_layout, transposed
+from .arguments import LinearBwdArgs
+
+
+@dataclass(slots=True)
+class Groups:
+    """What a grouped linear layer reads besides what a linear layer reads.
+
+    ``count`` (G), ``out_features``, ``in_features``: of every weight. ``split_weights``, ``split_biases``: they are one
+    tensor per group, else one for all. ``covered``: the splits are known to sum to the rows. ``out`` (T, N),
+    ``dgrad_out`` (T, K): memory of the caller that results are written to.
+    """
+
+    count: int
+    out_features: int
+    in_features: int
+    split_weights: bool
+    split_biases: bool
+    covered: bool
+    out: Tensor | None = None
+    dgrad_out: Tensor | None = None
+
+
+@dataclass(slots=True)
+class GroupedRows:
+    """The rows of an input or gradient in groups, and the operators of a stage on them.
+
+    ``splits`` (G,): how many rows each group has. ``dtype``, ``weight_dtype``: of rows and weights before they are
+    quantized. ``bias_scales``: (T,) to multiply each row's bias with, or None.
+    """
+
+    groups: Groups
+    splits: Tensor
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    bias_scales: Tensor | None = None
+
+    def quantize(
+        self, x: Tensor, operand: Operand, scale: Tensor | None = None, amax: Tensor | None = None
+    ) -> OperandBuffers:
+        """Quantize the rows (T, K), each group by itself."""
+        layout = grouped_layout(operand.storage_name)
+        buffers = grouped_quantize(x, self.splits, operand.quantizer, layout, operand.seed(x), scale, amax)
+        return by_direction(buffers, operand)
+
+    def gemm(
+        self,
+        kind: str,
+        plan: LinearPlan,
+        left: list[Tensor],
+        left_quantizer: Quantizer,
+        right: list[Tensor],
+        right_quantizer: Quantizer,
+        biases: list[Tensor],
+        dtype: torch.dtype,
+        rows: int,
+    ) -> Tensor:
+        """The GEMM "fprop" or "dgrad" of quantized operands: (T, N) or (T, K) of ``dtype``."""
+        rows_operand, fast = plan.input, plan.fast_fprop
+        if kind == "dgrad":
+            rows_operand, fast = plan.grad_output, plan.fast_dgrad
+        a = left, left_quantizer, grouped_layout(rows_operand.storage_name), self.dtype
+        b = right, right_quantizer, grouped_layout(plan.weight.storage_name), self.weight_dtype
+        shape = rows, self.groups.out_features, self.groups.in_features
+        return grouped_gemm(kind, *a, *b, self.splits, biases, dtype, *shape, fast, plan.emulate)
+
+    def gemm_in_high_precision(
+        self, kind: str, left: Tensor, weights: list[Tensor], biases: list[Tensor]
+    ) -> Tensor:
+        """The GEMM "fprop" or "dgrad" in the dtype of ``left`` (T, K) or (T, N)."""
+        dtype = left.dtype
+        operands = [w.to(dtype) for w in weights], self.splits, [b.to(dtype) for b in biases]
+        return grouped_mm(kind, left, *operands, self.groups.covered, dtype)
+
+    def column_sum(self, dy: Tensor) -> Tensor:
+        """Gradients of the biases (G, N) from that of the output (T, N), in fp32."""
+        if self.bias_scales is not None:
+            dy = dy.float() * self.bias_scales.reshape(-1, 1).float()
+        return grouped_column_sum(dy, self.splits)
+
+    def of_wgrad(self, like: Tensor, rows: int) -> list[Tensor]:
+        """What a weight gradient reads of the groups, as ``DeferredWgrad`` holds it."""
+        return [self.splits, like.new_empty((rows, 0), dtype=self.dtype)]
+
+    def columnwise_weights(self, args: LinearBwdArgs, saved: list[Tensor]) -> list[Tensor]:
+        """The column-wise weights from buffers that were saved of them."""
+        columnwise = _transposed(saved, args.shape) if args.transpose_weight else saved
+        if len(saved) > 2:  # each by itself, as the parameters have them
+            layout, how = grouped_layout(args.plan.weight.storage_name), (*args.shape, self.weight_dtype)
+            return join_weights(saved, args.saved_weight[1], layout, True, self.groups.count, *how)
+        return columnwise
+
+    def decoded(self, args: LinearBwdArgs, inp: list[Tensor], rows: int) -> Tensor:
+        """The input (T, K) in high precision from what was saved of it."""
+        quantizer, x = args.saved_input[1], inp[0]
+        if quantizer is not None:
+            layout, shape = grouped_layout(args.plan.input.storage_name), [rows, args.shape[1]]
+            x = grouped_dequantize(inp, quantizer, layout, self.splits, args.dtype, shape)
+        return x.to(args.dtype)
+
+    def decoded_weights(self, args: LinearBwdArgs, weights: list[Tensor]) -> list[Tensor]:
+        """The weights in high precision from what was saved of them."""
+        quantizer = args.saved_weight[1]
+        if quantizer is None:
+            return weights
+        layout, shape = grouped_layout(args.plan.weight.storage_name), [self.groups.count, *args.shape]
+        return [grouped_dequantize(weights, quantizer, layout, None, self.weight_dtype, shape)]
+
+
+def quantize_weights(
+    weights: list[Tensor], operand: Operand, scale: Tensor | None = None, amax: Tensor | None = None
+) -> OperandBuffers:
+    """Quantize weights, G of (N, K) or one (G, N, K), in traced or eager code, without gradient."""
+    layout, seed = grouped_layout(operand.storage_name), operand.seed(weights[0])
+    buffers = grouped_quantize_weights(weights, operand.quantizer, layout, seed, scale, amax)
+    return by_direction(buffers, operand)
+
+
+def by_direction(buffers: list[Tensor], operand: Operand) -> OperandBuffers:
+    """What an operator that quantizes groups returned, by direction."""
+    layout = grouped_layout(operand.storage_name)
+    return OperandBuffers(
+        operand_of(buffers, layout, False) if any(operand.rowwise) else [],
+        operand_of(buffers, layout, True) if any(operand.columnwise) else [],
+        operand.quantizer,
+    )
+
+
+def biases_of_rows(biases: list[Tensor], splits: Tensor, rows: int) -> Tensor:
+    """The bias of every row's group, (T, N); zeros for rows of no group."""
+    whole = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
+    group = torch.searchsorted(splits.cumsum(0), torch.arange(rows, device=splits.device), right=True)
+    return F.pad(whole, (0, 0, 0, 1)).index_select(0, group)
+
+
+def _transposed(rowwise: list[Tensor], shape: tuple[int, int]) -> list[Tensor]:
+    """Column-wise weights (N, K) from row-wise ones; weights scaled in blocks are stacked as one matrix."""
+    codes, scale = rowwise
+    if scale.dim() == 1:
+        return [codes.transpose(1, 2).contiguous(), scale]
+    return transposed(rowwise, shape[1])

@@ -1,0 +1,155 @@
+"""Operands of a linear layer's GEMMs: quantized, saved for the backward, and read there again.
+
+A weight is one tensor (N, K). For groups of rows it is a list, G of (N, K) or one (G, N, K), and :mod:`.groups` has the
+operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..functional import dequantize, draw_seed, grouped_quantize_keeping_amax, quantize, quantize_keeping_amax
+from ..quantizers import OperandBuffers, Quantizer, buffers_of
+from ..tensors import Float8TensorStorage, QuantizedTensorStorage, TensorOrQuantized, transposed
+from .arguments import LinearBwdArgs, LinearFwdArgs
+from .groups import GroupedRows, by_direction, quantize_weights
+
+
+class SavedOperand(NamedTuple):
+    """What the backward reads of an operand: its buffers of one direction, or one tensor in high precision."""
+
+    tensors: list[Tensor]
+    quantizer: Quantizer | None
+
+
+def rows_of(tensor: Any) -> int:
+    """Product of all dims but the last."""
+    rows = 1
+    for size in tensor.shape[:-1]:
+        rows = rows * size
+    return rows
+
+
+def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
+    """Buffers of a storage with column-wise data; per-tensor FP8 has its codes transposed where it lacks them.
+
+    Raises:
+        RuntimeError: the format cannot make one direction from the other.
+    """
+    operand = buffers_of(storage)
+    if operand.columnwise:
+        return operand
+    if not isinstance(storage, Float8TensorStorage):
+        raise RuntimeError(
+            f"the quantized input is a {type(storage).__name__} without column-wise data, which the weight gradient "
+            "needs; quantize it with columnwise=True"
+        )
+    return OperandBuffers(
+        operand.rowwise, transposed(operand.rowwise, operand.rowwise[0].shape[-1]), operand.quantizer
+    )
+
+
+def plain_or_rowwise(tensor: Any) -> SavedOperand:
+    """A tensor as a backward in high precision reads it, or the weights of groups, which are saved as they are."""
+    if isinstance(tensor, list):
+        return SavedOperand(tensor, None)
+    if isinstance(tensor, QuantizedTensorStorage):
+        operand = buffers_of(tensor)
+        return SavedOperand(operand.rowwise, operand.quantizer)
+    return SavedOperand([tensor], None)
+
+
+def saved_operand(
+    operand: OperandBuffers, high_precision: Any, needed: bool, override: str | None
+) -> SavedOperand:
+    """What the backward reads of an operand.
+
+    Args:
+        operand: as fprop read it.
+        high_precision: what it was made from, for a backward that reads that.
+        needed: whether any gradient reads it.
+    """
+    if not needed:
+        return SavedOperand([], None)
+    if override == "high_precision":
+        if high_precision is None:
+            return SavedOperand(operand.rowwise, operand.quantizer)
+        return plain_or_rowwise(high_precision)
+    kept = operand.columnwise if override is None and operand.columnwise else operand.rowwise
+    return SavedOperand(kept, operand.quantizer)
+
+
+def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, SavedOperand]:
+    """The weight as fprop reads it, and what to save of it for dgrad.
+
+    A workspace is read as it is, unless it has no row-wise data. Else the weight is quantized for fprop alone: saved is
+    the parameter itself, which is there anyway, with the scale or the maxima that give the same codes once more.
+
+    Args:
+        weight: (N, K), of groups a list; None where there is a workspace and nothing else.
+    """
+    plan, scales, workspace = args.plan, args.scales, args.workspace
+    if workspace is not None and (weight is None or workspace.rowwise):
+        return workspace, saved_operand(workspace, weight, plan.needs_input, plan.backward_override)
+    operand, repeated, grouped = plan.weight, plan.dgrad_weight, isinstance(weight, list)
+    saved = [*weight] if grouped else [weight]
+    if repeated is not None and repeated.current:
+        if grouped:
+            *buffers, amax = grouped_quantize_keeping_amax(weight, operand.quantizer)
+        else:
+            *buffers, amax = quantize_keeping_amax(weight, operand.quantizer)
+        w = by_direction(buffers, operand) if grouped else operand.split(buffers)
+        return w, SavedOperand([*saved, amax], None)
+    if grouped:
+        w = quantize_weights(weight, operand, scales.scale_fwd, scales.amax_fwd)
+    else:
+        seed = draw_seed(weight) if operand.stochastic else None
+        w = operand.split(quantize(weight, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
+    if w.columnwise:  # made only where dgrad reads it
+        return w, SavedOperand(w.columnwise, w.quantizer)
+    if repeated is None:
+        return w, saved_operand(w, weight, plan.needs_input, plan.backward_override)
+    if repeated.delayed:
+        saved.append(scales.scale_fwd)
+    return w, SavedOperand(saved, None)
+
+
+def weight_of_dgrad(
+    args: LinearBwdArgs, saved: list[Tensor], grouped: GroupedRows | None = None
+) -> tuple[list[Tensor], Quantizer]:
+    """The column-wise weight and what reads it, from what :func:`weight_operand` saved."""
+    quantizer, repeated = args.saved_weight[1], args.plan.dgrad_weight
+    if quantizer is None and repeated is not None:
+        scale = amax = None
+        if repeated.delayed:
+            *saved, scale = saved
+        elif repeated.current:
+            *saved, amax = saved
+        if grouped is not None:
+            return quantize_weights(saved, repeated, scale, amax).columnwise, repeated.quantizer
+        return quantize(saved[0], repeated.quantizer, None, scale, amax), repeated.quantizer
+    if grouped is not None:
+        return grouped.columnwise_weights(args, saved), quantizer  # type: ignore[return-value]
+    columnwise = transposed(saved, args.shape[1]) if args.transpose_weight else saved
+    return columnwise, quantizer  # type: ignore[return-value]
+
+
+def in_high_precision(saved: SavedOperand, dtype: torch.dtype, shape: Any) -> Tensor:
+    """The values of a saved operand."""
+    if saved.quantizer is not None:
+        return dequantize(saved.tensors, saved.quantizer, False, dtype, list(shape))
+    return saved.tensors[0].reshape(shape).to(dtype)
+
+
+def after(grad: TensorOrQuantized, tensor: Tensor) -> Tensor:
+    """``tensor``, available only once ``grad`` is.
+
+    Else the compiler finds the operators of the forward again, and saves their results instead of repeating them.
+    """
+    if not torch.compiler.is_compiling():
+        return tensor
+    seen = grad if isinstance(grad, Tensor) else next(b for b in grad.get_data_tensors() if b is not None)
+    return torch.where(seen.reshape(-1)[:1].float().sum().isnan(), tensor, tensor)
