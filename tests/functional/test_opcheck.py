@@ -317,6 +317,13 @@ def cross_entropy_gradient_cases(x: Tensor) -> Iterator[Arguments]:
         yield rows, target, rows.logsumexp(1).float(), target.float(), 0.1, 50
 
 
+@family("cross_entropy_gradient_quantize")
+def cross_entropy_gradient_quantize_cases(x: Tensor) -> Iterator[Arguments]:
+    for inputs in cross_entropy_gradient_cases(x):
+        for index, (quantizer, *state) in enumerate(quantizer_tail(x)):
+            yield *inputs, quantizer, index % 2 == 0, *state
+
+
 @family("linear_cross_entropy_statistics")
 def linear_cross_entropy_statistics_cases(x: Tensor) -> Iterator[Arguments]:
     for rows, target in cross_entropy_statistics_cases(x):

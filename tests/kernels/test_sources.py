@@ -11,6 +11,7 @@ from torch import Tensor
 
 from narrowcast import kernels, reference
 from narrowcast.formats import E4M3, E5M2
+from narrowcast.testing import assert_close
 
 from .checks import DTYPES, make
 
@@ -134,6 +135,27 @@ PRODUCERS: dict[str, Callable[[tuple[int, ...], torch.dtype], Callable]] = {
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sources(quantize: str, shape: tuple[int, ...], producer: str, device: torch.device) -> None:
     _check(PRODUCERS[producer](shape, DTYPES[SHAPES.index(shape) % 3]), quantize, device)
+
+
+@pytest.mark.parametrize("quantize", QUANTIZERS)
+@pytest.mark.parametrize("shape", [(1, 2), (33, 34), (130, 128), (0, 8)], ids=str)
+def test_gradients_of_logits(quantize: str, shape: tuple[int, int], device: torch.device) -> None:
+    """Equal the kernel's own two steps: exponentials differ by a bit between a CPU and a GPU."""
+    logits = make("normal", shape, torch.bfloat16).to(device)
+    target = torch.arange(shape[0], device=device) % shape[1] - 1  # the first one is no column
+    lse = torch.logsumexp(logits.float(), 1)
+    grad = torch.linspace(0.0, 1.0, shape[0], device=device)  # the first row has no gradient
+    arguments = logits, target, lse, grad, 0.9, 0.1 / shape[1]
+    fused = kernels.sources.cross_entropy_gradient(*arguments, column_sums=True)
+    written = kernels.cross_entropy.gradient(*arguments)
+    actual = QUANTIZERS[quantize](kernels, fused, True, True)
+    for a, b in zip(actual, QUANTIZERS[quantize](kernels, written, True, True), strict=True):
+        assert_bitwise(a, b)
+    assert_bitwise(kernels.sources.column_sum(fused), kernels.sources.column_sum(written))
+    close = reference.sources.cross_entropy_gradient(
+        *(x.cpu() if isinstance(x, Tensor) else x for x in arguments)
+    )
+    assert_close(written.cpu(), close, "bf16_output")
 
 
 def _rounded(shape: tuple[int, ...], kind: str, dtype: torch.dtype, to: torch.dtype):

@@ -9,8 +9,11 @@ from .activation import (
 from .adam import adam_
 from .counting import GemmCall, element_of, gemm_call
 from .cross_entropy import (
+    columns_at_once,
     cross_entropy_gradient,
+    cross_entropy_gradient_quantize,
     cross_entropy_statistics,
+    joined_statistics,
     linear_cross_entropy_gradients,
     linear_cross_entropy_statistics,
 )
@@ -79,7 +82,9 @@ __all__ = [
     "amax_to_share",
     "are_unchanged",
     "calibrate_",
+    "columns_at_once",
     "cross_entropy_gradient",
+    "cross_entropy_gradient_quantize",
     "cross_entropy_statistics",
     "dequantize",
     "draw_seed",
@@ -97,6 +102,7 @@ __all__ = [
     "grouped_quantize_weights",
     "is_current",
     "join_weights",
+    "joined_statistics",
     "kept_weight",
     "linear_cross_entropy_gradients",
     "linear_cross_entropy_statistics",

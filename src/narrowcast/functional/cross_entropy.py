@@ -6,10 +6,14 @@ is no column of it. See ``reference.cross_entropy``.
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ._library import define
+from ._producers import Producer, define_plain, define_quantizing
 from .numerics import computed_by, numerics_for
 
 cross_entropy_statistics = define(
@@ -20,20 +24,43 @@ cross_entropy_statistics = define(
 """Per row of ``logits`` (T, V): the log of the sum of exponentials, the target's logit, the sum; fp32 (3, T)."""
 
 
-def _gradient(
-    logits: Tensor, target: Tensor, lse: Tensor, grad: Tensor, label_smoothing: float, columns: int
-) -> Tensor:
+def _gradient_source(
+    numerics: ModuleType,
+    wanted: str,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    label_smoothing: float,
+    columns: int,
+    column_sums: bool = False,
+) -> tuple[Any, tuple[Tensor, ...]]:
     shares = 1.0 - label_smoothing, label_smoothing / columns
-    return numerics_for(logits).cross_entropy.gradient(logits, target, lse, grad, *shares)
+    sources = numerics.sources
+    return sources.cross_entropy_gradient(logits, target, lse, grad, *shares, column_sums=column_sums), ()
 
 
-cross_entropy_gradient = define(
-    "cross_entropy_gradient(Tensor logits, Tensor target, Tensor lse, Tensor grad, "
-    "float label_smoothing, SymInt columns) -> Tensor",
-    _gradient,
-    lambda logits, *_: logits.new_empty(logits.shape),
+_GRADIENT = Producer(
+    name="cross_entropy_gradient",
+    inputs=(
+        "Tensor logits",
+        "Tensor target",
+        "Tensor lse",
+        "Tensor grad",
+        "float label_smoothing",
+        "SymInt columns",
+    ),
+    like=0,
+    source=_gradient_source,
+    shape=lambda logits, *_: tuple(logits.shape),
+    sums=True,
 )
+
+cross_entropy_gradient = define_plain(_GRADIENT)
 """Gradient (T, V) in the dtype of ``logits``; ``columns``: of the whole vocabulary, over which targets are smoothed."""
+
+cross_entropy_gradient_quantize = define_quantizing(_GRADIENT)
+"""Quantize that gradient; last come its sums over the rows, fp32 (V,), unless ``column_sums`` is False."""
 
 
 # 256 MiB in bf16: enough columns for a GEMM at full speed, and little memory beside a model
@@ -41,8 +68,14 @@ LOGITS_AT_ONCE = 2**27
 LEAST_COLUMNS = 1024
 
 
-def _columns_at_once(hidden: Tensor) -> int:
+def columns_at_once(hidden: Tensor) -> int:
+    """How many columns of logits to make at a time for ``hidden`` (T, H)."""
     return max(LEAST_COLUMNS, LOGITS_AT_ONCE // max(1, hidden.shape[0]))
+
+
+def joined_statistics(total: Tensor, part: Tensor) -> Tensor:
+    """Statistics (3, T) of two parts of a vocabulary, from those of each."""
+    return torch.cat((torch.logaddexp(total[:1], part[:1]), total[1:] + part[1:]))
 
 
 def _chunk(weight: Tensor, bias: Tensor | None, hidden: Tensor, start: int, size: int) -> Tensor:
@@ -56,17 +89,13 @@ def _linear_statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int
 ) -> Tensor:
     numerics = numerics_for(hidden).cross_entropy
-    chunk = chunk or _columns_at_once(hidden)
+    chunk = chunk or columns_at_once(hidden)
     total: Tensor | None = None
     for start in range(0, weight.shape[0], chunk):
         logits = _chunk(weight, bias, hidden, start, chunk)
         part = numerics.statistics(logits, target - start)
         del logits  # before the next chunk's
-        if total is None:
-            total = part
-        else:
-            total[0] = torch.logaddexp(total[0], part[0])
-            total[1:] += part[1:]
+        total = part if total is None else joined_statistics(total, part)
     assert total is not None
     return total
 
@@ -91,7 +120,7 @@ def _linear_gradients(
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     numerics = numerics_for(hidden).cross_entropy
-    chunk = chunk or _columns_at_once(hidden)
+    chunk = chunk or columns_at_once(hidden)
     shares = 1.0 - label_smoothing, label_smoothing / weight.shape[0]
     # Its sum runs over the vocabulary, so over the chunks: in fp32, as one GEMM would sum it.
     dhidden = torch.zeros(hidden.shape if wanted[0] else 0, dtype=torch.float32, device=hidden.device)

@@ -52,6 +52,13 @@ def _cross_entropy_statistics_kernel(
 
 
 @triton.jit
+def logit_gradient(x, is_target, lse, grad, on_target, everywhere):
+    """The gradient of logits ``x``, fp32; a row whose gradient is 0 gets zeros."""
+    share = tl.where(is_target, on_target, 0.0) + everywhere
+    return tl.where(grad == 0.0, 0.0, grad * (tl.exp(x - lse) - share)).to(tl.float32)
+
+
+@triton.jit
 def _cross_entropy_gradient_kernel(
     x_ptr,
     target_ptr,
@@ -74,11 +81,10 @@ def _cross_entropy_gradient_kernel(
     lse = tl.load(lse_ptr + row)
     target = tl.load(target_ptr + row).to(tl.int64)
     x = to_float32(tl.load(x_ptr + row * stride + column, mask=inside, other=0.0), EMULATE)
-    share = tl.where(column == target, on_target, 0.0) + everywhere
-    dx = tl.where(grad == 0.0, 0.0, grad * (tl.exp(x - lse) - share))
+    dx = logit_gradient(x, column == target, lse, grad, on_target, everywhere)
     tl.store(
         dx_ptr + row * dx_stride + column,
-        round_to_dtype(dx.to(tl.float32), dx_ptr.dtype.element_ty, EMULATE),
+        round_to_dtype(dx, dx_ptr.dtype.element_ty, EMULATE),
         mask=inside,
     )
 

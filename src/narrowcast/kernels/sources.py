@@ -20,10 +20,11 @@ from torch import Tensor
 
 from ..formats import cdiv
 from . import activation as activations
-from . import grouped, reduction
+from . import cross_entropy, grouped, reduction
 from . import norm as norms
 from .activation import activate, activate_backward, activate_gated, activate_gated_backward
 from .codecs import round_to_dtype, to_float32
+from .cross_entropy import logit_gradient
 from .launch import check_dtype, check_input, check_rank
 from .norm import norm_gradient
 from .norm_rows import normalize
@@ -207,6 +208,29 @@ def activation_backward(
         (x, grad),
         ("gated_backward" if record.gated else "activation_backward", name, *numbers),
         partial(activations.backward, grad, x, name, **parameters),
+        column_sums=ColumnSums() if column_sums else None,
+    )
+
+
+def cross_entropy_gradient(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    on_target: float,
+    everywhere: float,
+    *,
+    column_sums: bool = False,
+) -> Source:
+    """``cross_entropy.gradient``, computed on the way in."""
+    check_input(logits, 2)
+    operands = (logits.contiguous(), target.contiguous(), lse.contiguous(), grad.contiguous())
+    return Source(
+        tuple(logits.shape),
+        logits.dtype,
+        operands,
+        ("cross_entropy", "", on_target, everywhere, 0.0),
+        lambda _: cross_entropy.gradient(logits, target, lse, grad, on_target, everywhere),
         column_sums=ColumnSums() if column_sums else None,
     )
 
@@ -467,6 +491,10 @@ def load_source(
         if not EVEN:
             y = tl.where(inside, y, 0.0)  # a shifted zero is none
         return round_to_dtype(y, DTYPE, EMULATE)
+    elif SOURCE == "cross_entropy":
+        x = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        dx = _logit_gradient(operands, x, m + row, k + across, row < rows_left, P0, P1, EVEN)
+        return round_to_dtype(dx if EVEN else tl.where(inside, dx, 0.0), DTYPE, EMULATE)
     else:
         tl.static_assert(SOURCE == "norm_backward")
         x = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
@@ -482,6 +510,16 @@ def load_source(
         if not EVEN:
             dx = tl.where(inside, dx, 0.0)
         return round_to_dtype(dx, DTYPE, EMULATE)
+
+
+@triton.jit
+def _logit_gradient(
+    operands, x, row, column, inside, ON_TARGET: tl.constexpr, EVERYWHERE: tl.constexpr, EVEN: tl.constexpr
+):
+    target = _load(operands[1] + row, inside, EVEN)[:, None]
+    lse = _load(operands[2] + row, inside, EVEN)[:, None]
+    grad = _load(operands[3] + row, inside, EVEN)[:, None]
+    return logit_gradient(x, column == target, lse, grad, ON_TARGET, EVERYWHERE)
 
 
 @triton.jit

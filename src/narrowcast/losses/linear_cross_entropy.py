@@ -11,7 +11,10 @@ from torch.autograd.function import once_differentiable
 from .._device import HIGH_PRECISION
 from ..functional import linear_cross_entropy_gradients, linear_cross_entropy_statistics
 from ..layers.parameters import casts
+from ..recipe import Recipe
+from ..state.autocast import checked_recipe
 from ..tensors import QuantizedTensor
+from .quantized_head import QuantizedLinearCrossEntropyFunction, chunk_size_of, head_plan
 from .token_loss import Smoothing, check_target, mean_loss, token_gradient, token_loss
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -61,6 +64,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     chunk_size: int | None = None,
+    recipe: Recipe | str | None = None,
 ) -> Tensor:
     """``cross_entropy(linear(hidden, weight, bias), target)``, whose logits are never in memory as a whole.
 
@@ -77,7 +81,11 @@ def linear_cross_entropy(
         label_smoothing, reduction ("mean", "sum", "none"): as in ``torch.nn.functional.cross_entropy``.
         ignore_index: a token with this target has no loss and no gradient; the mean is over the others. Where all
             tokens are ignored it is 0, not NaN as torch's.
-        chunk_size: classes at a time; None for as many as make 2**27 logits, and at least 1024.
+        chunk_size: classes at a time; None for as many as make 2**27 logits, and at least 1024. With a recipe it is
+            rounded up to a multiple of 128.
+        recipe: quantizes the operands of the four GEMMs, or its name; None is high precision. Each chunk of classes is
+            quantized as the weight of a linear layer of its own. The logits stay in the dtype of ``hidden``; their
+            gradient is quantized where it is computed, if the format's kernels can.
 
     Returns:
         fp32: a scalar, or the shape of ``target``.
@@ -86,6 +94,8 @@ def linear_cross_entropy(
         ValueError: shapes or dtypes that do not match, an unknown reduction, a chunk of no classes, a smoothing outside
             of [0, 1], or a target out of range on a CPU. On a GPU, and in compiled code, such a token's loss and its
             gradients are NaN instead.
+            Also a recipe that keeps state, such as delayed scaling, or one with a ``backward_override``.
+        TypeError: ``recipe`` is no recipe.
         RuntimeError: the gradient is differentiated.
     """
     if reduction not in _REDUCTIONS:
@@ -97,7 +107,12 @@ def linear_cross_entropy(
     check_target(target, hidden.shape[:-1], weight.shape[0], smoothing, f"hidden {tuple(hidden.shape)}")
     rows = target.reshape(-1)
     matrix = hidden.reshape(-1, hidden.shape[-1])
-    loss = _LinearCrossEntropyFunction.apply(matrix, weight, bias, rows, smoothing, chunk_size or 0)
+    recipe = checked_recipe(recipe, "linear_cross_entropy")
+    if recipe is None:
+        loss = _LinearCrossEntropyFunction.apply(matrix, weight, bias, rows, smoothing, chunk_size or 0)
+    else:
+        plan, chunk = head_plan(recipe, matrix, weight), chunk_size_of(matrix, chunk_size)
+        loss = QuantizedLinearCrossEntropyFunction.apply(matrix, weight, bias, rows, smoothing, chunk, plan)
     if reduction == "mean":
         return mean_loss(loss, rows, ignore_index)
     return loss.sum() if reduction == "sum" else loss.view(target.shape)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import activation as _activation
+from . import cross_entropy as _cross_entropy
 from . import grouped as _grouped
 from . import norm as _norm
 from . import reduction
@@ -34,6 +35,20 @@ def activation_backward(
 ) -> Tensor:
     """``activation.backward``."""
     return _activation.backward(grad, x, name, **parameters)
+
+
+def cross_entropy_gradient(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    on_target: float,
+    everywhere: float,
+    *,
+    column_sums: bool = False,
+) -> Tensor:
+    """``cross_entropy.gradient``."""
+    return _cross_entropy.gradient(logits, target, lse, grad, on_target, everywhere)
 
 
 def normalized(

@@ -1,0 +1,162 @@
+"""The GEMMs of ``linear_cross_entropy`` under a recipe: each chunk of classes is a linear layer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._tracing import once_differentiable
+from ..functional import (
+    columns_at_once,
+    cross_entropy_gradient_quantize,
+    cross_entropy_statistics,
+    gemm,
+    joined_statistics,
+)
+from ..quantizers import OperandBuffers
+from ..recipe import LinearPlan, Recipe, linear_plan
+from .token_loss import Smoothing, token_gradient, token_loss
+
+CHUNK_MULTIPLE = 128
+"""Chunks are whole blocks of every format, so that blocks of a chunk are those of the weight."""
+
+
+def head_plan(recipe: Recipe, hidden: Tensor, weight: Tensor) -> LinearPlan:
+    """Return what the head's GEMMs do under a recipe.
+
+    Raises:
+        ValueError: the recipe keeps state between steps, asks for a backward in high precision, or rounds weights
+            stochastically.
+    """
+    recording = torch.is_grad_enabled()
+    wants = recording and hidden.requires_grad, recording and weight.requires_grad
+    plan = linear_plan(recipe, "", *wants, module_type="linear")
+    name = type(recipe).__name__
+    if plan.forward_state is not None or plan.backward_state is not None:
+        raise ValueError(
+            f"linear_cross_entropy: recipe is {name}, whose scales are state of a layer, and a function keeps none; "
+            "use 'current' or 'block'"
+        )
+    if plan.backward_override is not None:
+        raise ValueError(
+            f"linear_cross_entropy: recipe is {name} with backward_override={plan.backward_override!r}; the head "
+            "quantizes its backward, too: leave backward_override out, or recipe=None"
+        )
+    if plan.weight.stochastic:
+        raise ValueError(
+            f"linear_cross_entropy: recipe is {name}, which rounds weights stochastically; the backward quantizes "
+            "them again and must see the same: round them to nearest"
+        )
+    return plan
+
+
+def chunk_size_of(hidden: Tensor, chunk: int | None) -> int:
+    """Return how many classes a chunk has: ``chunk``, or what suits, up to a multiple of 128."""
+    classes = chunk or columns_at_once(hidden)
+    return -(-classes // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+
+
+class QuantizedLinearCrossEntropyFunction(torch.autograd.Function):
+    """The loss of each token, fp32 (T,), from quantized operands.
+
+    The forward saves the codes of ``hidden``; it and the backward quantize the weight, chunk by chunk, to equal codes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        smoothing: Smoothing,
+        chunk: int,
+        plan: LinearPlan,
+    ) -> Tensor:
+        x, statistics = plan.input.quantize(hidden), None
+        for start, rows, part_of_bias in _chunks(weight, bias, chunk):
+            logits = _logits(plan, x, plan.weight.quantize(rows), part_of_bias, hidden, rows)
+            part = cross_entropy_statistics(logits, target - start)
+            statistics = part if statistics is None else joined_statistics(statistics, part)
+        assert statistics is not None
+        loss, lse = token_loss(statistics, target, weight.shape[0], smoothing)
+        ctx.save_for_backward(hidden, weight, bias, target, lse, *x.rowwise, *x.columnwise)
+        ctx.rowwise, ctx.plan, ctx.smoothing, ctx.chunk = len(x.rowwise), plan, smoothing, chunk
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target, lse, *codes = ctx.saved_tensors
+        plan, smoothing, (wants_hidden, wants_weight, wants_bias) = (
+            ctx.plan,
+            ctx.smoothing,
+            ctx.needs_input_grad[:3],
+        )
+        x = OperandBuffers(codes[: ctx.rowwise], codes[ctx.rowwise :], plan.input.quantizer)
+        grad = token_gradient(grad_loss, target, smoothing)
+        dhidden, dweight, dbias = None, [], []
+        for start, rows, part_of_bias in _chunks(weight, bias, ctx.chunk):
+            w = (plan.kept_weight if wants_hidden else plan.weight).quantize(rows)
+            logits = _logits(plan, x, w, part_of_bias, hidden, rows)
+            buffers = cross_entropy_gradient_quantize(
+                logits,
+                target - start,
+                lse,
+                grad,
+                smoothing.label_smoothing,
+                weight.shape[0],
+                plan.grad_output.quantizer,
+                wants_bias,
+                plan.grad_output.seed(logits),
+            )
+            if wants_bias:
+                *buffers, sums = buffers
+                dbias.append(sums)
+            dy = plan.grad_output.split(buffers)
+            if wants_hidden:
+                part = _dgrad(plan, dy, w, hidden)
+                dhidden = part if dhidden is None else dhidden + part
+            if wants_weight:
+                dweight.append(_wgrad(plan, dy, x, rows))
+        return (
+            None if dhidden is None else dhidden.to(hidden.dtype),
+            torch.cat(dweight) if wants_weight else None,
+            torch.cat(dbias).to(bias.dtype) if wants_bias else None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _chunks(weight: Tensor, bias: Tensor | None, chunk: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """(first class, rows of the weight, their bias)."""
+    for start in range(0, weight.shape[0], chunk):
+        yield (
+            start,
+            weight[start : start + chunk],
+            None if bias is None else bias[start : start + chunk],
+        )
+
+
+def _logits(
+    plan: LinearPlan, x: OperandBuffers, w: OperandBuffers, bias: Tensor | None, hidden: Tensor, rows: Tensor
+) -> Tensor:
+    sizes = hidden.shape[0], rows.shape[0]
+    operands = x.rowwise, x.quantizer, w.rowwise, w.quantizer
+    return gemm("fprop", *operands, bias, hidden.dtype, *sizes, plan.fast_fprop, plan.emulate)
+
+
+def _dgrad(plan: LinearPlan, dy: OperandBuffers, w: OperandBuffers, hidden: Tensor) -> Tensor:
+    """A chunk's part of the gradient of ``hidden``, in fp32: the sum runs over the chunks."""
+    operands = dy.rowwise, dy.quantizer, w.columnwise, w.quantizer
+    return gemm("dgrad", *operands, None, torch.float32, *hidden.shape, plan.fast_dgrad, plan.emulate)
+
+
+def _wgrad(plan: LinearPlan, dy: OperandBuffers, x: OperandBuffers, rows: Tensor) -> Tensor:
+    operands = dy.columnwise, dy.quantizer, x.columnwise, x.quantizer
+    return gemm("wgrad", *operands, None, rows.dtype, *rows.shape, plan.fast_wgrad, plan.emulate)
