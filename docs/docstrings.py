@@ -20,9 +20,8 @@ def one_a_line(found: re.Match[str]) -> str:
 
 
 def each_by_itself(found: re.Match[str]) -> str:
-    """Return parameters that share a description as one a line: the first has it, the others point to it."""
-    first, *others = re.split(r",\s+", found[1])
-    return f"    {first}: {found[2].rstrip()}\n" + "".join(f"    {name}: See `{first}`.\n" for name in others)
+    """Return parameters that share a description as one a line, each with the description."""
+    return "".join(f"    {name}: {found[2].rstrip()}\n" for name in re.split(r",\s+", found[1]))
 
 
 def as_markdown(text: str) -> str:

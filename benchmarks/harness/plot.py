@@ -1,4 +1,4 @@
-"""The picture of a benchmark: the share of the copy's bandwidth that each kernel reaches, its peers beside it."""
+"""The picture of a benchmark: each kernel's share of a copy's bandwidth, beside its peers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 
 from .contenders import COPY, RATIOS, SWEEP
 
+RESULTS = Path(__file__).parents[1] / "results"
 REACHED, MISSED, FREE = "#009E73", "#D55E00", "#0072B2"  # from Okabe and Ito's palette
 PEERS = {
     "torch.compile": "0.66",
@@ -20,7 +21,7 @@ PEERS = {
     "unfused": "#9DBBD0",
     "torch": "0.84",
 }
-# The share a kernel is to reach, by the first part of its name that matches.
+# The target share of a kernel, by the first part of its name that matches.
 TARGETS: dict[str, tuple[tuple[str, float], ...]] = {
     "quantize": (
         ("nvfp4 RHT + SR", 0.0),
@@ -64,20 +65,27 @@ def plot(path: Path, folder: Path | None = None) -> Path | None:
 
 
 def newest(path: Path) -> list[Row]:
-    """The rows of the commit and the device that were appended last; of equal measurements the last one."""
+    """Return the rows of the last commit and device; of equal measurements the last."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     same = [row for row in rows if all(row.get(key) == rows[-1].get(key) for key in ("commit", "device"))]
     return list({(row.get("shape"), row.get("kernel")): row for row in same}.values()) if same else []
 
 
+def day(commit: str) -> str:
+    """Return the day of a commit as text that goes on a line; nothing for an unknown commit."""
+    with (RESULTS / "commits.csv").open(newline="") as file:
+        days = {row["commit"]: row["date"] for row in csv.DictReader(file)}
+    return f", {days[commit]}" if commit in days else ""
+
+
 def target(stem: str, kernel: str) -> float:
-    """The share that a kernel is to reach, 0 where none is set."""
+    """Return the target share of a kernel, 0 without a target."""
     return next((share for part, share in TARGETS.get(stem, ()) if part in kernel), 0.0)
 
 
 def split_peer(name: str) -> tuple[str, str]:
-    """``torchao: fp8 current`` -> (``torchao``, ``fp8 current``); no peer for our own kernels."""
+    """Return peer and kernel: ``torchao: fp8 current`` -> (``torchao``, ``fp8 current``); no peer for narrowcast."""
     peer, separator, kernel = name.partition(": ")
     return (peer, kernel) if separator and peer in RATIOS else ("", name)
 
@@ -113,7 +121,9 @@ def _draw(stem: str, rows: Sequence[Row]) -> Figure:
     tops = [sum(list(heights.values())[:index]) for index in range(len(kernels))]
     panels[0].set_yticks(tops, [kernel.replace("->", "→") for kernel in kernels])
     figure.legend(
-        handles=_legend(stem, kernels, peers),
+        handles=_legend(
+            stem, [(kernel, share) for (_, peer, kernel), share in shares.items() if not peer], peers
+        ),
         title=TITLES.get(stem, stem),
         title_fontproperties={"size": 15, "weight": "bold"},
         alignment="left",
@@ -125,7 +135,7 @@ def _draw(stem: str, rows: Sequence[Row]) -> Figure:
     where = rows[-1]
     figure.supxlabel(
         "share of the bandwidth of a device copy, timed in the same rounds   |   "
-        f"{where['device']}, torch {where['torch']}, triton {where['triton']}, commit {where['commit']}",
+        f"{where['device']}, PyTorch {where['torch']}, Triton {where['triton']}{day(where['commit'])}",
         x=0.01,
         ha="left",
         size=8.5,
@@ -146,7 +156,7 @@ def _panel(axes: Axes, title: str, limit: float) -> None:
 
 
 def _bars(axes: Axes, stem: str, kernel: str, shares: dict[str, float | None], top: float) -> None:
-    """Our bar with its number and its target, then the thinner ones of the peers below."""
+    """Draw narrowcast's bar with its number and its target, and the peers' thinner bars below."""
     wanted = target(stem, kernel)
     y = top
     for peer, share in shares.items():
@@ -175,14 +185,12 @@ def _color(share: float, wanted: float) -> str:
     return REACHED if share >= wanted else MISSED
 
 
-def _legend(stem: str, kernels: Sequence[str], peers: Sequence[str]) -> list[Patch]:
-    wanted = [target(stem, kernel) > 0 for kernel in kernels]
-    handles = []
-    if any(wanted):
-        handles += [
-            Patch(color=REACHED, label="ours, target (black) reached"),
-            Patch(color=MISSED, label="ours, below it"),
-        ]
-    if not all(wanted):
-        handles.append(Patch(color=FREE, label="ours, no target"))
+def _legend(stem: str, shares: Sequence[tuple[str, float]], peers: Sequence[str]) -> list[Patch]:
+    drawn = {_color(share, target(stem, kernel)) for kernel, share in shares}
+    labels = {
+        REACHED: "narrowcast, at or above its target (black)",
+        MISSED: "narrowcast, below its target (black)",
+        FREE: "narrowcast" if drawn == {FREE} else "narrowcast, without a target",
+    }
+    handles = [Patch(color=color, label=label) for color, label in labels.items() if color in drawn]
     return handles + [Patch(color=PEERS[peer], label=peer) for peer in peers]

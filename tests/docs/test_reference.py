@@ -78,7 +78,8 @@ More.
 Args:
     rows: sizes of
         the input;
-    columns: See `rows`.
+    columns: sizes of
+        the input;
     tp_size: ranks; default: one.
 
 The errors below are raised before any kernel.
