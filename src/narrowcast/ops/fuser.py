@@ -109,6 +109,7 @@ def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: T
         contexts.append(OperationContext(index >= first, wants_input, wanted, call.scales[index]))
     channels: dict[str, Tensor] = {}
     to_caller: list[Tensor] = []
+    anchor = next((t for t in (input_, *tensors) if t.requires_grad), None) if wiring.outlets else None
     x: Any = input_
     for step, (op, where) in enumerate(forward):
         run = slice(where[0], where[-1] + 1)
@@ -133,9 +134,8 @@ def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: T
             x, extra_outputs = op.fuser_forward(own, x, **kwargs)
         for index, outputs in zip(where, extra_outputs, strict=True):
             if outputs or wiring.outlets:
-                wiring.distribute(
-                    call.basic_ops[index], index, outputs, channels, to_caller, contexts[index].requires_grad
-                )
+                marks = anchor if contexts[index].requires_grad else None
+                wiring.distribute(call.basic_ops[index], index, outputs, channels, to_caller, marks)
     if not isinstance(x, Tensor):
         raise RuntimeError(
             f"{type(forward[-1][0]).__name__} returned a {type(x).__name__} as the last output; an operation returns a "

@@ -12,7 +12,8 @@ from ..quantizers import Operand
 from ..tensors import QuantizedTensorStorage
 
 
-@dataclass(frozen=True, slots=True)
+# by identity, as the tensors in it are compared; PyTorch 2.11 hashes what traced code calls before it has its fields
+@dataclass(frozen=True, slots=True, eq=False)
 class ScaledOperand:
     """How an operation wants its input, or the gradient of its output, with the state that this is quantized with.
 

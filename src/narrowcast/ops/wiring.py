@@ -6,10 +6,29 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from .op import BasicOperation
+
+
+class _Marked(torch.autograd.Function):
+    """A tensor that needs a gradient as another one does; what is made of it takes none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def _mark(x: Tensor, anchor: Tensor) -> Tensor:
+    """``x.detach().requires_grad_()``, which PyTorch 2.11 cannot trace."""
+    with torch.enable_grad():
+        return _Marked.apply(x.detach(), anchor)
 
 
 @dataclass(frozen=True)
@@ -77,13 +96,13 @@ class Wiring:
         outputs: Sequence[Tensor | None],
         channels: dict[str, Tensor],
         to_caller: list[Tensor],
-        differentiable: bool,
+        anchor: Tensor | None,
     ) -> None:
         """Give the extra outputs of one basic operation to its channels and to the caller.
 
         Args:
-            differentiable: the operation has a backward. Autograd marks nothing here, since nothing is recorded, so a
-                channel is marked for operations that ask what they get.
+            anchor: a tensor that needs a gradient, if the operation has a backward. Autograd marks nothing here, since
+                nothing is recorded, so a channel is marked for operations that ask what they get.
         """
         outlets = self.outputs_of(number)
         if len(outputs) != len(outlets):
@@ -97,8 +116,8 @@ class Wiring:
             if output is None:  # a fused operation that holds the readers of the channel
                 continue
             if outlet.channel is not None:
-                unmarked = differentiable and output.is_floating_point() and not output.requires_grad
-                channels[outlet.channel] = output.detach().requires_grad_() if unmarked else output
+                unmarked = output.is_floating_point() and not output.requires_grad
+                channels[outlet.channel] = output if anchor is None or not unmarked else _mark(output, anchor)
             if outlet.to_caller:
                 to_caller.append(output)
 
