@@ -71,20 +71,30 @@ class Session:
         self.work(self)
         return True
 
-    def cases(self, file: str, count: int) -> list[str]:
-        """The tests of a file, ``count`` cases of each function, which are spread over all of its cases."""
+    def cases(self, file: str, thin: bool) -> list[str]:
+        """The tests of a file; ``thin``: as many cases of each function as hold each value of its parameters."""
         functions: dict[str, list[str]] = defaultdict(list)
         for name in self.items:
             if name.startswith(f"{file}::"):
                 functions[name.split("[")[0]].append(name)
-        return [
-            names[place * len(names) // min(count, len(names))]
-            for names in functions.values()
-            for place in range(min(count, len(names)))
-        ]
+        if not thin:
+            return [name for names in functions.values() for name in names]
+        covering = importlib.import_module("covering").covering
+        chosen = []
+        for names in functions.values():
+            calls = [getattr(self.items[name], "callspec", None) for name in names]
+            rows = [tuple(map(id, call.params.values())) if call else (0,) for call in calls]
+            chosen += [names[index] for index in covering(rows, 1)]
+        return chosen
 
-    def lines_of_tests(self, names: list[str], limit: float, slot: Path) -> dict[str, Any]:
-        """Run the tests; return seconds and executed lines, as the bits of a number, of each that passes in time."""
+    def lines_of_tests(
+        self, names: list[str], limit: float, limit_of_file: float, slot: Path
+    ) -> dict[str, Any]:
+        """Run the tests, one case of every function first, until ``limit_of_file`` seconds are over.
+
+        Returns:
+            seconds and executed lines, as the bits of a number, of each that ran; None where it did not pass in time.
+        """
         _begin(slot)
         leave = os._exit
         sys.monitoring.set_events(sys.monitoring.COVERAGE_ID, sys.monitoring.events.LINE)
@@ -96,8 +106,12 @@ class Session:
         os._exit = leave_lines  # type: ignore[assignment]
         signal.signal(signal.SIGPROF, _give_up)
         signal.signal(signal.SIGALRM, _give_up)
-        tests = {}
+        tests: dict[str, Any] = {}
+        names = in_turns(names)
+        end = _cpu_seconds() + limit_of_file
         for name, after in zip(names, [*names[1:], ""]):
+            if _cpu_seconds() > end:
+                break
             self.seen.clear()
             sys.monitoring.restart_events()
             begin = _cpu_seconds()
@@ -112,9 +126,9 @@ class Session:
             masks: Counter[str] = Counter()
             for file, number in self.seen:
                 masks[file] += 1 << number
-            if all(report.passed for report in reports):
-                taken = round(_cpu_seconds() - begin, 3)
-                tests[name] = taken, {file: hex(mask) for file, mask in masks.items()}
+            taken = round(_cpu_seconds() - begin, 3)
+            lines = {file: hex(mask) for file, mask in masks.items()}
+            tests[name] = (taken, lines) if all(report.passed for report in reports) else None
         os._exit = leave
         return tests
 
@@ -154,6 +168,17 @@ class Session:
         if code.co_filename.startswith(self.prefix):
             self.seen.add((code.co_filename[len(self.prefix) :], number))
         return sys.monitoring.DISABLE
+
+
+def in_turns(names: list[str]) -> list[str]:
+    """The tests, one case of every function first, then a second one of each."""
+    turns: Counter[str] = Counter()
+    order = []
+    for name in names:
+        function = name.split("[")[0]
+        order.append((turns[function], len(order), name))
+        turns[function] += 1
+    return [name for _, _, name in sorted(order)]
 
 
 def _begin(slot: Path) -> None:

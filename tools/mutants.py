@@ -54,8 +54,11 @@ OPERATORS = {
 # Where else a room is tested: quantizers as operands of GEMMs, base classes as the modules that they are the base of.
 ELSEWHERE = {
     "quantizers": ("functional/test_gemm*.py", "functional/test_grouped_gemm.py"),
+    "tensors": ("quantizers/test_hybrid.py", "distributed/test_shard.py"),
     "layers": ("nn/test_linear*.py", "nn/test_grouped_linear.py", "nn/test_pa*.py"),
 }
+# Of the tests of a room of which few files are silent, these alone.
+ONLY = {"functional": ("kept_weights", "replay", "routes")}
 WORDS = {-1: "hung", 0: "survived", 1: "killed"}
 COLUMNS = ("room", "mutants", "killed", "hung", "survived", "no test", "percent")
 
@@ -152,7 +155,9 @@ def sample(count: int, seed: int) -> list[Mutant]:
 def tests_for(file: str) -> set[str]:
     """The files of tests that mirror a file: those of its room and, where its name is not among them, of its name."""
     room, stem = file.split("/")[0], Path(file).stem.lstrip("_")
-    own = list((ROOT / "tests" / room).glob("test_*.py"))
+    own = [
+        path for name in ONLY.get(room, ("*",)) for path in (ROOT / "tests" / room).glob(f"test_{name}.py")
+    ]
     of_name = list((ROOT / "tests").glob(f"*/test_{stem}.py"))
     elsewhere = [path for pattern in ELSEWHERE.get(room, ()) for path in (ROOT / "tests").glob(pattern)]
     paths = own + elsewhere + ([] if set(own) & set(of_name) else of_name)
@@ -208,7 +213,7 @@ class Room:
         known = json.loads(gzip.decompress(store.read_bytes())) if store.exists() else {}
         now = {}
         for file in self.files:
-            for name in session.cases(file, self.given.cases):
+            for name in session.cases(file, self.given.thin):
                 text = inspect.getsource(session.items[name].function).encode()
                 now[name] = hashlib.sha1(sources + text).hexdigest()
         names: dict[str, list[str]] = defaultdict(list)
@@ -216,12 +221,16 @@ class Room:
             if known.get(name, [""])[0] != now[name]:
                 names[name.split("::")[0]].append(name)
         tasks = [
-            (file, float("inf"), partial(session.lines_of_tests, names[file], self.given.limit))
+            (
+                file,
+                float("inf"),
+                partial(session.lines_of_tests, names[file], self.given.limit, self.given.limit_of_file),
+            )
             for file in names
         ]
         for file, tests, taken, _ in run_all(tasks, self.folder, self.given.jobs, self.end):
-            for name in names[file]:
-                known[name] = now[name], (tests or {}).get(name)
+            for name, row in (tests or {}).items():
+                known[name] = now[name], row
             self.say(f"recorded {len(tests or {})} of {len(names[file])} tests of {file} in {taken:.0f} s")
             store.write_bytes(gzip.compress(json.dumps(known).encode(), 1))
         return {name: known[name][1] for name in now if name in known and known[name][1]}
@@ -308,8 +317,14 @@ def main() -> int:
     add("--hours", type=float, default=1e9, help="stop after so many")
     add("--only", default="", help="of the sample, these alone: reference/,state/autocast.py:12")
     add("--budget", type=float, default=20.0, help="seconds of tests that a mutant runs (default 20)")
-    add("--cases", type=int, default=10**6, help="of every test function, so many are run (default all)")
+    add("--thin", action="store_true", help="of every test function, run cases that hold each value once")
     add("--limit", type=float, default=60.0, help="seconds of a test that is run (default 60)")
+    add(
+        "--limit-of-file",
+        type=float,
+        default=1e9,
+        help="stop recording a file of tests after so many seconds",
+    )
     add("--marked", default="", help="which tests are run, as pytest -m takes it")
     add("--retry", action="store_true", help="run the survivors of --out again")
     add(

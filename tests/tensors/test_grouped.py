@@ -111,8 +111,35 @@ def test_one_operator_for_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 2 * len(QUANTIZERS)
 
 
+def test_one_matrix_is_one_member() -> None:
+    storage = quantize_members([values()[0]], QUANTIZERS["mxfp8"])
+    assert storage.tensor_shapes == [(N, K)]
+    assert_same_buffers(storage, quantize_members([values()[:1]], QUANTIZERS["mxfp8"]))
+
+
+def test_copying_from_members_of_another_format_quantizes_their_values() -> None:
+    tensor, source = make("mxfp8"), make("block 1d", seed=1)
+    with torch.no_grad():
+        tensor.copy_(source)
+    assert_same_buffers(tensor, quantize_members([source.dequantize()], QUANTIZERS["mxfp8"]))
+    coarse = nc.MXFP8Quantizer(nc.DType.kFloat8E5M2)
+    with torch.no_grad():
+        tensor.copy_(nc.GroupedTensor(quantize_members([values(2)], coarse)))  # buffers of the same shapes
+    values_of_source = quantize_members([values(2)], coarse).dequantize()
+    assert_same_buffers(tensor, quantize_members([values_of_source], QUANTIZERS["mxfp8"]))
+
+
+def test_an_empty_one_has_the_dtype_that_is_asked_for() -> None:
+    tensor = make()
+    assert torch.empty_like(tensor).dtype == torch.bfloat16
+    empty = torch.empty_like(tensor, dtype=torch.float32)
+    assert isinstance(empty, nc.GroupedTensor) and empty.dtype == empty.fake_dtype == torch.float32
+
+
 def test_members_that_cannot_be() -> None:
     quantizer = QUANTIZERS["tensor"]
+    with pytest.raises(ValueError, match="give matrices"):
+        quantize_members([torch.zeros(3)], quantizer)
     with pytest.raises(ValueError, match="one shape"):
         quantize_members([torch.zeros(2, 3), torch.zeros(3, 3)], quantizer)
     with pytest.raises(ValueError, match="give matrices"):

@@ -22,6 +22,7 @@ from reference.checks import normal
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.tensors.quantized_tensor import rebuild_quantized_tensor
 
 BF16 = torch.bfloat16
 WITH_DELAYED = {
@@ -133,3 +134,9 @@ def test_a_whole_module_pickles(name: str) -> None:
     x = normal((8, 50), BF16)
     with nc.autocast(recipe=QUANTIZED[name]):
         assert torch.equal(again(x), module(x))
+
+
+@pytest.mark.parametrize("cls", [int, nn.Parameter, "MXFP8Tensor", nc.MXFP8TensorStorage], ids=str)
+def test_a_file_of_another_class_is_refused(cls: Any) -> None:
+    with pytest.raises(ValueError, match="it was not saved by narrowcast"):
+        rebuild_quantized_tensor(cls, {}, False)
