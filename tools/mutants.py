@@ -55,6 +55,7 @@ OPERATORS = {
 ELSEWHERE = {
     "quantizers": ("functional/test_gemm*.py", "functional/test_grouped_gemm.py"),
     "tensors": ("quantizers/test_hybrid.py", "distributed/test_shard.py"),
+    "state": ("layers/test_calibrate.py", "layers/test_delayed.py", "layers/test_recomputation.py"),
     "layers": ("nn/test_linear*.py", "nn/test_grouped_linear.py", "nn/test_pa*.py"),
 }
 # Of the tests of a room of which few files are silent, these alone.

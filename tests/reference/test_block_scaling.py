@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -59,6 +61,19 @@ def test_decodes_what_it_encoded(layout, fmt):
             data, scales, fmt, torch.float32, layout=layout, columnwise=columnwise
         )
         assert torch.equal(values, x)
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_a_buffer_may_hold_the_scale_of_a_tile_for_each_of_its_lines(columnwise):
+    layout = dataclasses.replace(formats.MXFP8, scale_group=(32, 32))
+    x = torch.ones(96, 160) * (2.0 ** torch.arange(3)).repeat_interleave(32)[:, None]
+    x *= (8.0 ** torch.arange(5)).repeat_interleave(32)
+    data, scales = block_scaling.quantize(
+        x, layout, E4M3, rule_of(layout, E4M3), rowwise=not columnwise, columnwise=columnwise
+    )
+    assert scales.shape == ((4, 256) if columnwise else (128, 8))
+    values = block_scaling.dequantize(data, scales, E4M3, torch.float32, layout=layout, columnwise=columnwise)
+    assert torch.equal(values, x)
 
 
 @pytest.mark.parametrize("layout, fmt", [case for case in CASES if case[0] is not formats.FLOAT8_BLOCK_1D])

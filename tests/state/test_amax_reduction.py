@@ -77,6 +77,10 @@ def work(rank: int) -> Any:
         train(rank, model, recipe, group)
         results[name] = [layer.state_dict() for layer in model]
     results["refused"] = refused(rank)
+    mine = torch.tensor([1.0 + rank, 5.0 - rank])
+    slots = [(2, mine), (3, None if rank else torch.zeros(3))]
+    counts = [delayed_scaling.reduce_amax(slots), delayed_scaling.reduce_amax(slots, checked=5)]
+    results["slots"] = counts, mine, slots[1][1]
     return results
 
 
@@ -177,3 +181,10 @@ def test_a_group_that_nothing_is_reduced_over_is_said_once(two: Any, monkeypatch
     assert not steps(two)
     monkeypatch.setattr(delayed_scaling, "_SAID", set())
     assert not steps(two, reduce=True)
+
+
+def test_what_a_rank_does_not_keep_counts_as_nothing_collected(ranks: list[dict[str, Any]]) -> None:
+    for rank, zeros in ((0, [0.0, 0.0, 0.0]), (1, None)):
+        counts, mine, others = ranks[rank]["slots"]
+        assert counts == [5, 5] and mine.tolist() == [2.0, 5.0]
+        assert (None if others is None else others.tolist()) == zeros

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.state import random_states
 
 
 def tracker(graph_safe: bool, device: Any) -> nc.CudaRNGStatesTracker:
@@ -52,6 +53,75 @@ def test_states_are_copies(graph_safe: bool, device: torch.device) -> None:
     states.reset()
     assert states.get_states() == {}
     states.add("other", 11)  # which is free again
+
+
+def test_a_generator_that_a_graph_knows_is_written_in_place() -> None:
+    states = nc.CudaRNGStatesTracker("cpu")
+    states.graph_safe = True  # what these methods do of it runs on every device
+    states.add("one", 11)
+    known, kept = states._states["one"], states.get_states()
+    drawn = torch.rand(4, generator=known)
+    states.set_states(kept)
+    assert states._states["one"] is known and torch.equal(torch.rand(4, generator=known), drawn)
+    fresh = nc.CudaRNGStatesTracker("cpu")
+    fresh.graph_safe = True
+    fresh.set_states(kept)
+    assert torch.equal(torch.rand(4, generator=fresh._states["one"]), drawn)
+    assert torch.equal(torch.rand(4, generator=kept["one"]), drawn)  # which is another
+
+
+def test_the_generator_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "default_generators", ("first", "second", "third"))
+    found = [
+        random_states._default_generator(torch.device(name)) for name in ("cuda", "cuda:0", "cuda:2", "cpu")
+    ]
+    assert found == ["second", "first", "third", torch.default_generator]
+
+
+class Switching:
+    """A default generator that a graph may capture: forks switch the state that it draws from."""
+
+    def __init__(self) -> None:
+        self.current = "outside"
+
+    def graphsafe_get_state(self) -> str:
+        return self.current
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.current = state
+
+
+def test_a_fork_that_may_be_captured_switches_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = Switching()
+    monkeypatch.setattr(random_states, "_default_generator", lambda device: generator)
+    states: Any = nc.CudaRNGStatesTracker("cuda", graph_safe=True)
+    states._states["one"] = "inside"
+    with states.fork("one"):
+        assert generator.current == "inside"
+    assert generator.current == "outside"
+    with pytest.raises(ZeroDivisionError), states.fork("one"):
+        raise ZeroDivisionError
+    assert generator.current == "outside" and states._states == {"one": "inside"}
+
+
+def test_a_graph_learns_of_every_tracker_that_is_safe() -> None:
+    class Graph:
+        known: ClassVar[list[Any]] = []
+
+        def register_generator_state(self, state: Any) -> None:
+            self.known.append(state)
+
+    states: Any = nc.CudaRNGStatesTracker("cuda", graph_safe=True)
+    states._states["one"] = "mine"
+    random_states.register_random_states(Graph())  # type: ignore[arg-type]
+    assert "mine" in Graph.known
+
+
+def test_its_device(device: torch.device) -> None:
+    assert nc.CudaRNGStatesTracker().device.type == device.type
+    assert nc.CudaRNGStatesTracker("meta").device.type == "meta"
 
 
 def test_the_outer_state_returns_after_an_error(device: torch.device) -> None:

@@ -324,3 +324,9 @@ def test_unknown_kinds_of_recipe() -> None:
 
     with pytest.raises(NotImplementedError, match="Unfinished makes no quantizers of its own"):
         create(Unfinished()).make_quantizers()
+
+
+def test_it_makes_one_quantizer_unless_told() -> None:
+    for recipe in (delayed(), Float8CurrentScaling()):
+        made = RecipeState.create(recipe, mode="forward", device="cpu")
+        assert made.num_quantizers == type(made)(recipe, mode="forward", device="cpu").num_quantizers == 1
