@@ -83,8 +83,7 @@ def _be_child(slot: Path, seconds: float, work: Work) -> None:
         os.chdir(ROOT)
         sys.path[:0] = [str(slot / "src"), str(ROOT / "tests")]
         os.environ["PYTHONPATH"] = str(slot / "src")
-        # Ranks run the mutant, and need not import PyTorch again.
-        importlib.import_module("ranks").start_method = lambda: "fork"
+        _fork_ranks()
         (slot / "unfinished").write_text(json.dumps(work(slot)))
         (slot / "unfinished").rename(slot / "result")
     except BaseException:
@@ -92,6 +91,23 @@ def _be_child(slot: Path, seconds: float, work: Work) -> None:
     finally:
         sys.stdout.flush()
         leave(0)
+
+
+def _fork_ranks() -> None:
+    """Ranks run the mutant, need not import PyTorch again, and do not wait long for one another."""
+    ranks = importlib.import_module("ranks")
+    if ranks.start_method is not _fork:
+        run = ranks.run_ranks
+        ranks.start_method = _fork
+
+        def run_ranks(work: Any, folder: Path, world: int, seconds: int, *backend: str) -> Any:
+            return run(work, folder, world, min(seconds, 60), *backend)
+
+        ranks.run_ranks = run_ranks
+
+
+def _fork() -> str:
+    return "fork"
 
 
 def run_tests(tests: list[str], file: str, change: tuple[int, int, str], slot: Path) -> tuple[int, str]:

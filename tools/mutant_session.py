@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Items = dict[str, Any]  # pytest's items, by name
 Key = tuple[str, int]  # of code in a file: its qualified name and first line
-Functions = dict[
-    tuple[str, str, int], list[types.FunctionType]
-]  # those that have the code of a file and a key
+Functions = dict[tuple[str, str, int], list[types.FunctionType]]  # by file, and by the key of their code
 
 
 class Session:
@@ -41,22 +41,14 @@ class Session:
         self.seen: set[tuple[str, int]] = set()
         self.imported: set[tuple[str, int]] = set()
         self.functions: Functions = defaultdict(list)
+        self.slot: Path | None = None  # while lines are recorded
+        self.lines_of_fixtures: dict[Any, set[tuple[str, int]]] = {}
 
     def run(self, files: list[str], options: list[str], work: Callable[[Session], None]) -> int:
         """Collect the tests of the files and call ``work`` in place of running them."""
         self.work = work
         self._watch()
-        pytest = importlib.import_module("pytest")
-        options = [
-            "-q",
-            "-s",
-            "--tb=short",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:unraisableexception",
-            *options,
-        ]
+        options = ["-qs", "--tb=short", "-pno:cacheprovider", "-pno:unraisableexception", *options]
         return int(pytest.main([*options, *files], plugins=[self]))
 
     def pytest_runtestloop(self, session: Any) -> bool:
@@ -96,6 +88,7 @@ class Session:
             seconds and executed lines, as the bits of a number, of each that ran; None where it did not pass in time.
         """
         _begin(slot)
+        self.slot = slot
         leave = os._exit
         sys.monitoring.set_events(sys.monitoring.COVERAGE_ID, sys.monitoring.events.LINE)
 
@@ -120,17 +113,37 @@ class Session:
             reports = self._run_test(name, after)
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            for rank in slot.glob("rank*"):
-                self.seen.update(map(tuple, json.loads(rank.read_text())))  # type: ignore[arg-type]
-                rank.unlink()
+            self._read_ranks()
+            shared = [self.lines_of_fixtures.get(one, set()) for one in _fixtures_of(self.items[name])]
             masks: Counter[str] = Counter()
-            for file, number in self.seen:
+            for file, number in self.seen.union(*shared):
                 masks[file] += 1 << number
             taken = round(_cpu_seconds() - begin, 3)
             lines = {file: hex(mask) for file, mask in masks.items()}
             tests[name] = (taken, lines) if all(report.passed for report in reports) else None
         os._exit = leave
         return tests
+
+    def _read_ranks(self) -> None:
+        for rank in self.slot.glob("rank*") if self.slot else ():
+            self.seen.update(map(tuple, json.loads(rank.read_text())))  # type: ignore[arg-type]
+            rank.unlink()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Any:
+        """Lines that run for several tests count for each of them, not for the first alone."""
+        if self.slot is None or fixturedef.scope == "function":
+            return (yield)
+        outside = self.seen
+        self.seen = set()
+        sys.monitoring.restart_events()
+        try:
+            return (yield)
+        finally:
+            self._read_ranks()
+            self.lines_of_fixtures[fixturedef] = self.seen
+            self.seen = outside | self.seen
+            sys.monitoring.restart_events()
 
     def run_mutant(
         self, tests: list[tuple[str, float]], file: str, replaced: tuple[int, int, str], slot: Path
@@ -148,8 +161,8 @@ class Session:
         for (name, seconds), (after, _) in zip(tests, [*tests[1:], ("", 0.0)]):
             used = time.process_time()
             hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-            resource.setrlimit(resource.RLIMIT_CPU, (min(int(used + 4 + 10 * seconds), hard), hard))
-            signal.setitimer(signal.ITIMER_REAL, 20 + 40 * seconds)
+            resource.setrlimit(resource.RLIMIT_CPU, (min(int(used + 8 + 10 * seconds), hard), hard))
+            signal.setitimer(signal.ITIMER_REAL, 80 + 40 * seconds)
             if any(report.failed for report in self._run_test(name, after)):
                 return [1, name]
         return [0, ""]
@@ -187,13 +200,18 @@ def _begin(slot: Path) -> None:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)
 
 
+def _fixtures_of(item: Any) -> list[Any]:
+    """The definitions of fixtures that a test uses."""
+    return [one for many in item._fixtureinfo.name2fixturedefs.values() for one in many]
+
+
 def _cpu_seconds() -> float:
     """Of this process and of the ranks that it waited for: other work on the machine counts for nothing."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def _give_up(*_: Any) -> None:
-    importlib.import_module("pytest").fail("takes too long to be recorded")
+    pytest.fail("takes too long to be recorded")
 
 
 def patch(path: Path, replaced: tuple[int, int, str], functions: Functions) -> bool:

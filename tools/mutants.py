@@ -283,7 +283,8 @@ def choose(one: Mutant, tests: dict[str, Any], budget: float) -> tuple[list[str]
         if total + seconds <= budget or not chosen:
             chosen.append(test)
             total += seconds
-    return chosen, total
+    files = list(dict.fromkeys(test.split("::")[0] for test in chosen))  # fixtures of a file are made once
+    return sorted(chosen, key=lambda test: files.index(test.split("::")[0])), total
 
 
 def summarize(rows: list[dict[str, Any]], out: Path | None) -> None:

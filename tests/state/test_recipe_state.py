@@ -25,7 +25,7 @@ from narrowcast.recipe import (
     linear_plan,
 )
 from narrowcast.roles import QuantizerRole
-from narrowcast.state import THREAD, RecipeState
+from narrowcast.state import THREAD, RecipeState, scales_of_traced
 
 __all__ = ["clean_autocast"]
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
@@ -330,3 +330,17 @@ def test_it_makes_one_quantizer_unless_told() -> None:
     for recipe in (delayed(), Float8CurrentScaling()):
         made = RecipeState.create(recipe, mode="forward", device="cpu")
         assert made.num_quantizers == type(made)(recipe, mode="forward", device="cpu").num_quantizers == 1
+
+
+@pytest.mark.parametrize("functions", [False, True])
+@pytest.mark.parametrize("renews", [False, True])
+def test_what_a_traced_forward_reads_is_renewed_where_it_says_so(renews: bool, functions: bool) -> None:
+    options = {"scaling_factor_compute_algo": lambda amax, *_: 100.0 / amax} if functions else {}
+    state = create(delayed(**options))
+    slots = state._slots
+    assert slots is not None
+    slots.amax.fill_(4.0)
+    (read,) = scales_of_traced([slots], renews, False, "")
+    expected = (25.0 if functions else 112.0) if renews else 1.0
+    assert read.tolist() == slots.scale.tolist() == [expected] * 3
+    assert slots.amax.tolist() == [0.0 if renews else 4.0] * 3
