@@ -108,6 +108,10 @@ def test_a_function_is_changed_where_it_is(tool, tmp_path, old, new, values):
 
 def test_files_that_mirror(tool):
     tests = tool["tests_for"]("state/recompute.py")
-    assert "tests/state/test_recompute.py" in tests and all(test.startswith("tests/state/") for test in tests)
+    assert "tests/state/test_recompute.py" in tests and "tests/layers/test_recomputation.py" in tests
+    assert not any(test.startswith("tests/tensors/") for test in tests)
+    assert tool["tests_for"]("functional/replay.py") == {
+        f"tests/functional/test_{name}.py" for name in ("kept_weights", "replay", "routes")
+    }
     assert "tests/kernels/test_adam.py" in tool["tests_for"]("reference/adam.py")
     assert "tests/nn/test_grouped_linear.py" in tool["tests_for"]("layers/grouped_layer.py")

@@ -58,6 +58,7 @@ def test_too_few_and_too_many_rows() -> None:
     few, few_map = nc.moe_permute(x, mask, 4)
     assert_bitwise(few, whole[:4])
     assert int((few_map >= 0).sum()) == 4 and int((row_map >= 0).sum()) == TOKENS * TOPK
+    assert few_map.min() == -1
     dropped = indices.clone()
     dropped[2] = -1  # a token that goes nowhere
     rows, index_map = nc.moe_permute(x, dropped, map_type="index")
@@ -117,6 +118,9 @@ def test_padding_is_zero_and_none_where_nothing_is_missing() -> None:
     assert offsets is not None and offsets.dtype == torch.int32
     plain = nc.moe_permute_and_pad_with_probs(x, probs, mask, tokens, 1)
     assert plain[3] is None
+    options = {"tokens_per_expert": tokens.tolist(), "align_size": 1}
+    assert nc.moe_permute_and_pad_with_probs(x, probs, mask, **options)[3] is None
+    assert nc.moe_permute_and_pad_with_probs(x, probs, mask, **options, num_out_tokens=200)[3] is not None
     assert_bitwise(plain[0], nc.moe_permute(x, mask, TOKENS * TOPK)[0])
     listed = nc.moe_permute_and_pad_with_probs(x, probs, mask, tokens.tolist(), 16)
     assert_bitwise(listed[0], rows)
@@ -255,6 +259,7 @@ def test_bad_arguments() -> None:
     attempts = {
         "map_type is 'bits'": lambda: nc.moe_permute(x, mask, 26, map_type="bits"),
         "num_out_tokens is 0": lambda: nc.moe_permute(x, mask, 0),
+        "num_out_tokens is (-1)": lambda: nc.moe_permute(x, mask),
         "num_out_tokens is -1": lambda: nc.moe_permute_with_probs(x, probs, mask),
         "torch.int64": lambda: nc.moe_permute(x, indices.long(), map_type="index"),
         "torch.float32": lambda: nc.moe_permute(x, probs, 26),

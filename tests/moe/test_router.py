@@ -115,6 +115,11 @@ def test_formats_by_member_number_and_name(member: str | RoutingMapFormat) -> No
     assert_bitwise(again, packed)
 
 
+def test_numbers_of_members_are_transformer_engine_s() -> None:
+    assert {member.name: int(member) for member in RoutingMapFormat} == {"BYTEMAP": 0, "BITMAP_U8": 1}
+    assert {member.name: int(member) for member in QBHistogramMode} == {"TWO_KERNEL": 0, "FUSED_ATOMIC": 1}
+
+
 def test_low_precision_and_leading_dims() -> None:
     logits = draw().bfloat16()
     probs, mask = nc.fused_topk_with_score_function(
@@ -129,9 +134,24 @@ def test_low_precision_and_leading_dims() -> None:
     )  # one weight is not divided by itself
 
 
-def test_histogram_of_the_bias_each_expert_needs() -> None:
+@pytest.mark.parametrize("topk", [1, 2, 3])
+def test_weights_of_several_experts_add_up_to_one(topk: int) -> None:
+    probs, mask = nc.fused_topk_with_score_function(draw(), topk, score_function="sigmoid")
+    sums = torch.ones(TOKENS) if topk > 1 else draw().sigmoid().amax(1)
+    torch.testing.assert_close(probs.sum(1), sums)
+    assert (mask.sum(1) == topk).all()
+
+
+def test_groups_that_hold_no_more_than_topk() -> None:
+    mask = nc.fused_topk_with_score_function(draw(), 3, num_groups=4, group_topk=1)[1]
+    members = mask.view(TOKENS, 4, 3).sum(2)
+    assert (members.amax(1) == 3).all() and (members.sum(1) == 3).all()
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.1, 1.1), (-0.1, 0.05)])  # inside of some of the biases
+def test_histogram_of_the_bias_each_expert_needs(low: float, high: float) -> None:
     logits, bias = draw(), torch.linspace(-0.1, 0.1, EXPERTS)
-    bins, low, high = 16, -1.1, 1.1
+    bins = 16
     histogram = torch.zeros(EXPERTS, bins, dtype=torch.int32)
     options = {"score_function": "sigmoid", "expert_bias": bias, "qb_bin_bounds": torch.tensor([low, high])}
     expected = torch.zeros_like(histogram)
@@ -262,6 +282,7 @@ def test_bad_arguments() -> None:
         },
         "score_function is 'tanh'": lambda: nc.fused_compute_score_for_moe_aux_loss(logits, 2, "tanh"),
         "tokens_per_expert": lambda: nc.fused_moe_aux_loss(logits, bias[:3], 9, EXPERTS, 2, 0.1),
+        r"probs has shape \(12,\)": lambda: nc.fused_moe_aux_loss(logits[0], bias[:1], 9, 1, 1, 0.1),
         "of 8 experts, or": lambda: nc.fused_moe_aux_loss(logits, bias, 9, 8, 2, 0.1),
         "probs is torch.float64": lambda: nc.fused_moe_aux_loss(logits.double(), bias, 9, EXPERTS, 2, 0.1),
     }
