@@ -54,7 +54,8 @@ OPERATORS = {
 # Where else a room is tested: quantizers as operands of GEMMs, base classes as the modules that they are the base of.
 ELSEWHERE = {
     "quantizers": ("functional/test_gemm*.py", "functional/test_grouped_gemm.py"),
-    "tensors": ("quantizers/test_hybrid.py", "distributed/test_shard.py"),
+    "tensors": ("quantizers/test_hybrid.py", "quantizers/test_described.py", "distributed/test_shard.py"),
+    "autograd": ("nn/test_linear*.py", "nn/test_grouped_linear.py", "nn/test_layernorm*.py"),
     "state": ("layers/test_calibrate.py", "layers/test_delayed.py", "layers/test_recomputation.py"),
     "layers": ("nn/test_linear*.py", "nn/test_grouped_linear.py", "nn/test_pa*.py"),
 }
