@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def checked(activation: str, shape: Sequence[int], params: Mapping[str, float] | None = None) -> Activation:
-    """The activation of a name, for an input of a shape.
+    """Return the activation of a name, for an input of a shape.
 
     Args:
         activation: a name in ``ACTIVATIONS``.

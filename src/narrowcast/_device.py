@@ -11,7 +11,7 @@ HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def default_device() -> torch.device:
-    """The current CUDA device when there is one, else the CPU."""
+    """Return the current CUDA device when there is one, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -23,7 +23,7 @@ def get_device_compute_capability() -> tuple[int, int]:
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
-    """Version of the cuDNN that PyTorch uses; (0, 0, 0) without one."""
+    """Return the version of the cuDNN that PyTorch uses; (0, 0, 0) without one."""
     version = torch.backends.cudnn.version() or 0
     if version >= 90000:  # from 9 on, major * 10000 + minor * 100 + patch
         return version // 10000, version // 100 % 100, version % 100
@@ -49,17 +49,17 @@ def _answer(result: tuple[bool, str], return_reason: bool) -> bool | tuple[bool,
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether per-tensor FP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
+    """Return whether per-tensor FP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
     return _answer(_native((8, 9), None, "FP8"), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether 128-block FP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
+    """Return whether 128-block FP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
     return _answer(_native((9, 0), (10, 0), "128-block FP8"), return_reason)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether MXFP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises.
+    """Return whether MXFP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises.
 
     Native means that the library's GEMM is called; no release has run it on such a GPU.
     """
@@ -67,7 +67,7 @@ def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether NVFP4 GEMMs run natively here; with ``return_reason`` also why not. Never raises.
+    """Return whether NVFP4 GEMMs run natively here; with ``return_reason`` also why not. Never raises.
 
     Native means that the library's GEMM is called; no release has run it on such a GPU.
     """
@@ -75,7 +75,7 @@ def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether bf16 matrix products run here; the CPU always can. Never raises."""
+    """Return whether bf16 matrix products run here; the CPU always can. Never raises."""
     capability = get_device_compute_capability()
     if capability == (0, 0) or capability >= (8, 0):
         return _answer((True, ""), return_reason)

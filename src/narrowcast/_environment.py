@@ -16,7 +16,7 @@ _FALSE = ("", "0", "false", "no", "off")
 
 
 def read_text(name: str, default: str) -> str:
-    """Text value of ``NARROWCAST_<name>``, else of ``NVTE_<name>``, else ``default``."""
+    """Return text value of ``NARROWCAST_<name>``, else of ``NVTE_<name>``, else ``default``."""
     for prefix in _PREFIXES:
         value = os.environ.get(prefix + name)
         if value is not None:
@@ -25,7 +25,7 @@ def read_text(name: str, default: str) -> str:
 
 
 def read_flag(name: str, default: bool = False) -> bool:
-    """Boolean value of a variable.
+    """Return the boolean value of a variable.
 
     Raises:
         ValueError: the variable is set to something that is neither true nor false.
@@ -39,7 +39,7 @@ def read_flag(name: str, default: bool = False) -> bool:
 
 
 def read_foreign(name: str) -> str | None:
-    """Value of a variable that belongs to other tools, such as ``CXX``; None where it is not set."""
+    """Return the value of a variable that belongs to other tools, such as ``CXX``; None where it is not set."""
     return os.environ.get(name)
 
 

@@ -25,11 +25,11 @@ class Sealable:
             object.__setattr__(self, "_sealed", True)
 
     def _how_to_change(self, name: str) -> str:
-        """What to do in place of an assignment that comes too late."""
+        """Return what to do in place of an assignment that comes too late."""
         raise NotImplementedError
 
     def _taken(self, name: str, value: Any) -> Any:
-        """``value`` as the field keeps it.
+        """Return ``value`` as the field keeps it.
 
         Raises:
             AttributeError: what is called ``name`` is no part of the value, so it would be missed.

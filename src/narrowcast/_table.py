@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
-    """Lines of equal columns under the first row; ``right``: columns that are aligned at their right end."""
+    """Return lines of equal columns under the first row; ``right``: columns that are aligned at their right end."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 
     def line(row: Sequence[str]) -> str:

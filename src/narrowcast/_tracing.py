@@ -59,14 +59,14 @@ def refuse_in_one_graph(context: Any, reason: str) -> None:
 
 
 def in_eager(function: Any, *operands: Any, **options: Any) -> Any:
-    """``function(*operands, **options)``, in traced code outside of any graph."""
+    """Return ``function(*operands, **options)``, in traced code outside of any graph."""
     if is_dynamo_loaded():  # else nothing is compiled, and loading it would take seconds
         function = torch.compiler.disable(function)
     return function(*operands, **options)
 
 
 def once_differentiable(backward: Any) -> Any:
-    """PyTorch's decorator of this name for the backward of an autograd function, where gradients are recorded.
+    """Return PyTorch's decorator of this name for the backward of an autograd function, where gradients are recorded.
 
     Most backwards record no gradients. The decorator would do nothing there, and costs the host as much as a launch.
     """

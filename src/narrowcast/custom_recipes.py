@@ -33,12 +33,12 @@ from .roles import QuantizerRole
 
 
 def _is(role: QuantizerRole | None, *kinds: str) -> bool:
-    """Whether the tensor is one of these kinds; a role that is not known is none."""
+    """Return whether the tensor is one of these kinds; a role that is not known is none."""
     return role is not None and role.tensor_type in kinds
 
 
 def high_precision_factory(role: QuantizerRole | None) -> Quantizer:
-    """No quantization: the tensor as it is."""
+    """Return no quantization: the tensor as it is."""
     return IdentityQuantizer()
 
 
@@ -54,7 +54,7 @@ def current_scaling_factory(role: QuantizerRole | None) -> Quantizer:
 
 
 def float8_block_scaling_factory(role: QuantizerRole | None) -> Quantizer:
-    """FP8 with power-of-two scales: 128x128 tiles for weights, 1x128 blocks for the rest."""
+    """Return FP8 with power-of-two scales: 128x128 tiles for weights, 1x128 blocks for the rest."""
     return Float8BlockQuantizer(
         DType.kFloat8E4M3,
         rowwise=True,
@@ -64,12 +64,12 @@ def float8_block_scaling_factory(role: QuantizerRole | None) -> Quantizer:
 
 
 def mxfp8_factory(role: QuantizerRole | None) -> Quantizer:
-    """MXFP8: E4M3 with one E8M0 scale per 32 elements."""
+    """Return MXFP8: E4M3 with one E8M0 scale per 32 elements."""
     return MXFP8Quantizer(DType.kFloat8E4M3)
 
 
 def nvfp4_factory(role: QuantizerRole | None) -> Quantizer:
-    """NVFP4: 16x16 tiles for weights; the rest rotated for wgrad, gradients also rounded stochastically."""
+    """Return NVFP4: 16x16 tiles for weights; the rest rotated for wgrad, gradients also rounded stochastically."""
     is_weight = _is(role, "weight")
     return NVFP4Quantizer(
         with_rht=not is_weight,
@@ -83,7 +83,8 @@ def nvfp4_factory(role: QuantizerRole | None) -> Quantizer:
 
 
 def _by_direction(forward: Quantizer, backward: Quantizer, dequantized: bool = False) -> Quantizer:
-    """A quantizer per direction; with ``dequantized`` that of the backward quantizes what the forward has read."""
+    """Return a quantizer per direction; with ``dequantized`` that of the backward quantizes what the forward has read.
+    """
     return HybridQuantizer(
         rowwise_quantizer=forward,
         columnwise_quantizer=backward,
@@ -92,13 +93,13 @@ def _by_direction(forward: Quantizer, backward: Quantizer, dequantized: bool = F
 
 
 def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """The forward in high precision, the backward in MXFP8."""
+    """Return the forward in high precision, the backward in MXFP8."""
     mxfp8 = mxfp8_factory(role)
     return mxfp8 if _is(role, "grad_output") else _by_direction(IdentityQuantizer(), mxfp8)
 
 
 def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """The forward in MXFP8, the backward in NVFP4: weights in plain blocks of 16 of what the forward read.
+    """Return the forward in MXFP8, the backward in NVFP4: weights in plain blocks of 16 of what the forward read.
 
     Inputs and gradients of the backward are as :func:`nvfp4_factory` makes them.
     """
@@ -112,7 +113,7 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
 
 
 def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """The forward in MXFP8, the backward in high precision from what the forward read."""
+    """Return the forward in MXFP8, the backward in high precision from what the forward read."""
     if _is(role, "grad_output"):
         return IdentityQuantizer()
     mxfp8 = mxfp8_factory(role)
@@ -122,14 +123,14 @@ def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantize
 
 
 def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Quantizer:
-    """NVFP4 with weights in blocks of 16 in place of tiles, column-wise quantized from what the forward read."""
+    """Return NVFP4 with weights in blocks of 16 in place of tiles, column-wise quantized from what the forward read."""
     if _is(role, "weight"):
         return _by_direction(NVFP4Quantizer(), NVFP4Quantizer(), dequantized=True)
     return nvfp4_factory(role)
 
 
 def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """The forward in NVFP4, inputs with an amax per row; the backward in high precision from what that read."""
+    """Return the forward in NVFP4, inputs with an amax per row; the backward in high precision from what that read."""
     if _is(role, "grad_output"):
         return IdentityQuantizer()
     plain = NVFP4Quantizer(row_scaled_nvfp4=_is(role, "input"))
@@ -139,7 +140,8 @@ def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) 
 
 
 def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """Grouped layers: the forward in NVFP4, inputs with an amax per row; the backward in MXFP8 of what that read.
+    """Return grouped layers: the forward in NVFP4, inputs with an amax per row; the backward in MXFP8 of what that
+    read.
 
     The rest is in MXFP8.
     """
@@ -150,7 +152,7 @@ def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quanti
 
 
 def nvfp4_linear_mxfp8_grouped_linear_factory(role: QuantizerRole | None) -> Quantizer:
-    """Grouped layers in MXFP8, the others in NVFP4."""
+    """Return grouped layers in MXFP8, the others in NVFP4."""
     return (
         mxfp8_factory(role)
         if role is not None and role.module_type == "grouped_linear"

@@ -180,12 +180,12 @@ def check_nvfp4(error_mode: str, chosen: tuple[str, ...]) -> None:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Ceil division of non-negative integers (symbolic sizes allowed)."""
+    """Return ceil division of non-negative integers (symbolic sizes allowed)."""
     return (a + b - 1) // b
 
 
 def round_up(a: int, multiple: int) -> int:
-    """``a`` rounded up to a multiple of ``multiple`` (symbolic sizes allowed)."""
+    """Return ``a`` rounded up to a multiple of ``multiple`` (symbolic sizes allowed)."""
     return (a + multiple - 1) // multiple * multiple
 
 
@@ -206,7 +206,7 @@ class Extent:
     bits: int = 8
 
     def of(self, size: int) -> int:
-        """Entries of the buffer's dim for a matrix that has ``size`` in it (symbolic sizes allowed)."""
+        """Return entries of the buffer's dim for a matrix that has ``size`` in it (symbolic sizes allowed)."""
         if self.group > 1:
             size = cdiv(size, self.group)
         if self.multiple > 1:
@@ -214,7 +214,7 @@ class Extent:
         return size if self.bits == 8 else size * self.bits // 8
 
     def undo(self, entries: int) -> int:
-        """The size, padding included, behind that many entries of packed codes."""
+        """Return the size, padding included, behind that many entries of packed codes."""
         return entries if self.bits == 8 else entries * 8 // self.bits
 
 
@@ -245,16 +245,16 @@ class Buffer:
     shape: tuple[Extent, ...] = ()
 
     def of_direction(self, columnwise: bool) -> bool:
-        """Whether the operand of that direction reads it."""
+        """Return whether the operand of that direction reads it."""
         return _SIDES[self.direction][columnwise]
 
     def of_usage(self, rowwise: bool, columnwise: bool) -> bool:
-        """Whether a tensor with these directions has this buffer."""
+        """Return whether a tensor with these directions has this buffer."""
         with_rows, with_columns = _SIDES[self.direction]
         return (rowwise and with_rows) or (columnwise and with_columns)
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the buffer for a tensor of ``shape`` (symbolic sizes allowed)."""
+        """Return the shape of the buffer for a tensor of ``shape`` (symbolic sizes allowed)."""
         rows, shape = 1, shape or (1,)  # a number is a row of one
         for size in shape[:-1]:
             rows = rows * size
@@ -267,7 +267,7 @@ class Buffer:
         return tuple(sizes)
 
     def part(self, first: int, count: int, of_columns: bool) -> tuple[int, int, int, int] | None:
-        """Where some rows, or columns, of a matrix lie in the buffer of the whole.
+        """Return where some rows, or columns, of a matrix lie in the buffer of the whole.
 
         Args:
             first, count: which rows, or with ``of_columns`` which columns.
@@ -288,7 +288,7 @@ class Buffer:
         return -1, 0, 0, 0
 
     def logical_shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the tensor whose data have these ``sizes``; packed data tell it up to their padding."""
+        """Return the shape of the tensor whose data have these ``sizes``; packed data tell it up to their padding."""
         first, last = self.shape
         if first.size == "K":  # transposed: the leading dims follow
             lead = sizes[1:] if last.size == "lead" else (last.undo(sizes[1]),)
@@ -319,7 +319,7 @@ class Layout:
     grouped: Literal["tensor", "padded", "split"] = "split"
 
     def attributes(self, columnwise: bool) -> tuple[str, ...]:
-        """Attributes that make up the operand of one direction, data first."""
+        """Return attributes that make up the operand of one direction, data first."""
         return tuple(buffer.attribute for buffer in self.buffers if buffer.of_direction(columnwise))
 
     @property
@@ -343,7 +343,7 @@ class Layout:
     def describe(
         self, shape: tuple[int, ...], rowwise: bool, columnwise: bool
     ) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype name of every buffer of a tensor, by attribute, in the order of flattening.
+        """Return shape and dtype name of every buffer of a tensor, by attribute, in the order of flattening.
 
         Args:
             shape: of the tensor, rank at least ``minimum_rank``; symbolic sizes allowed.
@@ -375,7 +375,8 @@ def _one_direction_each(
     scales: tuple[tuple[Extent, ...], tuple[Extent, ...]],
     scale_dtype: str = "uint8",
 ) -> tuple[Buffer, ...]:
-    """Data and scales of each direction, shapes given row-wise first: what all block-scaled formats consist of."""
+    """Return data and scales of each direction, shapes given row-wise first: what all block-scaled formats consist of.
+    """
     sides: tuple[Direction, Direction] = ("rowwise", "columnwise")
     return tuple(
         buffer
@@ -388,12 +389,14 @@ def _one_direction_each(
 
 
 def _packed(bits: int, block: int) -> tuple[tuple[Extent, ...], tuple[Extent, ...]]:
-    """Data of sub-byte codes: packed along the contraction, zero-padded to whole blocks, column-wise transposed."""
+    """Return data of sub-byte codes: packed along the contraction, zero-padded to whole blocks, column-wise transposed.
+    """
     return (_LEAD, Extent("K", 1, block, bits)), (_K, Extent("M", 1, block, bits))
 
 
 def _tensor_core_scales(outer: Literal["M", "K"], inner: Literal["M", "K"], block: int) -> tuple[Extent, ...]:
-    """Scales as the block-scaled tensor cores tile them: one row per row of the operand, one column per block."""
+    """Return scales as the block-scaled tensor cores tile them: one row per row of the operand, one column per block.
+    """
     return Extent(outer, 1, SCALE_TILE_ROWS), Extent(inner, block, SCALE_TILE_COLUMNS)
 
 

@@ -90,7 +90,7 @@ class _Handle:
         self.place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
     def tensor(self) -> Tensor:
-        """The tensor again, on its device; may be called more than once."""
+        """Return the tensor again, on its device; may be called more than once."""
         storage = self.layer.loaded(self.moved).untyped_storage()
         return torch.empty(0, dtype=self.dtype, device=self.moved.device).set_(storage, *self.place)  # type: ignore[call-overload]
 
@@ -149,7 +149,7 @@ class _Layer:
             self.reloaded = self._beside(absent, _Moved.to_device)
 
     def loaded(self, moved: _Moved) -> Tensor:
-        """A storage on the device, copied now if nobody has begun to."""
+        """Return a storage on the device, copied now if nobody has begun to."""
         if moved.on_device is None:
             self.start_reload()
         _wait(self.reloaded)
@@ -165,7 +165,7 @@ class _Layer:
                 moved.on_device = None
 
     def _beside(self, moved: list[_Moved], copy: Callable[[_Moved], None]) -> Any:
-        """Copies on the side stream, after what was computed so far; the event of their end, None on a CPU."""
+        """Return copies on the side stream, after what was computed so far; the event of their end, None on a CPU."""
         side = self.stream(moved[0].device) if moved else None
         if side is None:
             for one in moved:
@@ -207,7 +207,7 @@ class _Forward:
 
 
 class _Offload:
-    """Context and synchronisation of :func:`get_cpu_offload_context`."""
+    """Context and synchronization of :func:`get_cpu_offload_context`."""
 
     def __init__(self, offloaded: int, model_layers: int, manual: bool, stream: Any) -> None:
         self.offloaded, self.model_layers, self.manual = offloaded, model_layers, manual
@@ -218,7 +218,7 @@ class _Offload:
         self.synchronised = True
 
     def stream(self, device: torch.device) -> Any:
-        """The stream of the copies; None where they need none."""
+        """Return the stream of the copies; None where they need none."""
         if device.type != "cuda":
             return None
         if device not in self.side:
@@ -310,7 +310,8 @@ def get_cpu_offload_context(
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: torch.cuda.Stream | None = None,
 ) -> tuple[Any, ...]:
-    """A context for the forward of each layer, and a function for its output; what autograd saved waits on the host.
+    """Return a context for the forward of each layer, and a function for its output; what autograd saved waits on the
+    host.
 
     Tensors that are saved inside the context move to pinned memory while the next layer computes, and back while the
     layer after theirs runs its backward: two layers' activations are on the device, in place of ``num_layers``. What
@@ -327,15 +328,15 @@ def get_cpu_offload_context(
         offload_weights: has no effect, and is deprecated.
         double_buffering, retain_pinned_cpu_buffers: have no effect: PyTorch keeps pinned memory for the next use.
         manual_synchronization: nothing moves but where the controller says so.
-        offload_stream: the stream of the copies, for manual synchronisation.
+        offload_stream: the stream of the copies, for manual synchronization.
 
     Returns:
-        (context, sync_function), with manual synchronisation (context, sync_function, ManualOffloadSynchronizer).
+        (context, sync_function), with manual synchronization (context, sync_function, ManualOffloadSynchronizer).
         ``output = sync_function(output)`` follows each ``with context: output = layer(x)``.
 
     Raises:
         ValueError: nothing to offload, ``num_layers`` above ``model_layers - 1`` or below 1, or a stream without manual
-            synchronisation.
+            synchronization.
         RuntimeError: entering again before the sync function; under ``torch.compile``.
     """
     if not enabled:

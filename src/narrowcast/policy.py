@@ -42,7 +42,7 @@ class Timing(NamedTuple):
 
 
 def timings() -> list[Timing]:
-    """All that was measured on this GPU.
+    """Return all that was measured on this GPU.
 
     Raises:
         RuntimeError: there is no GPU.
@@ -60,7 +60,7 @@ def forget() -> None:
 
 
 def _auto(replayed: bool, recipe: Recipe, shapes: Shapes, dtype: torch.dtype) -> tuple[Recipe | None, str]:
-    """The faster of the two for all linear layers of a module together."""
+    """Return the faster of the two for all linear layers of a module together."""
     times = [_timed(rows, n, k, dtype, recipe, replayed) for rows, n, k in shapes]
     plain, own = (sum(pair) for pair in zip(*times))
     sizes = ", ".join(f"{rows}x{k}->{n}" for rows, n, k in shapes)
@@ -77,7 +77,7 @@ POLICIES["auto-graphs"] = partial(_auto, True)
 def _timed(
     rows: int, out_features: int, in_features: int, dtype: torch.dtype, recipe: Recipe, replayed: bool
 ) -> tuple[float, float]:
-    """(ms in high precision, ms under the recipe), from the file or measured now."""
+    """Return ms in high precision and ms under the recipe, from the file or measured now."""
     file = _file()
     name = repr(recipe) if recipe.custom() else recipes_to_json({"": recipe})
     key = json.dumps([rows, out_features, in_features, str(dtype), name, replayed])
@@ -105,7 +105,7 @@ def _file() -> Path:
 
 
 def _read(file: Path) -> dict[str, list[float]]:
-    """What the file holds; nothing where it is not there or was cut off."""
+    """Return what the file holds; nothing where it is not there or was cut off."""
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError):
@@ -115,7 +115,7 @@ def _read(file: Path) -> dict[str, list[float]]:
 def measure(
     rows: int, out_features: int, in_features: int, dtype: torch.dtype, recipe: Recipe, replayed: bool
 ) -> tuple[float, float]:
-    """Milliseconds of a forward and backward of a linear layer: in high precision, and under the recipe.
+    """Return milliseconds of a forward and backward of a linear layer: in high precision, and under the recipe.
 
     Both take turns, and of each the median counts.
 

@@ -31,7 +31,7 @@ def check_not_there(**options: Any) -> None:
 def separate(
     q: Tensor | None, k: Tensor | None, v: Tensor | None, qkv: Tensor | None, kv: Tensor | None, dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, of which two or three may come in one tensor."""
+    """Return queries, keys and values, of which two or three may come in one tensor."""
     if qkv is None and kv is None:
         if q is None or k is None or v is None:
             raise ValueError(
@@ -98,7 +98,7 @@ def _check_lengths(
 def padding_read(
     padded: tuple[Tensor | None, Tensor | None], qkv_format: str
 ) -> tuple[Tensor | None, Tensor | None]:
-    """``cu_seqlens_q_padded`` and ``cu_seqlens_kv_padded`` where the format reads them, else a pair of None."""
+    """Return ``cu_seqlens_q_padded`` and ``cu_seqlens_kv_padded`` where the format reads them, else a pair of None."""
     if qkv_format != "thd" and (padded[0] is not None or padded[1] is not None):
         warn(
             f"cu_seqlens_q_padded and cu_seqlens_kv_padded are ignored: qkv_format={qkv_format!r} has its own padding "
@@ -122,7 +122,7 @@ def masks_of(
     padded: tuple[Tensor | None, Tensor | None],
     pad_between_seqs: bool | None,
 ) -> tuple[tuple[Tensor | None, Tensor | None], Tensor | None]:
-    """The padding masks of queries and keys, and the mask of an arbitrary type; lengths are checked besides.
+    """Return the padding masks of queries and keys, and the mask of an arbitrary type; lengths are checked besides.
 
     A mask that the type or the format does not read is ignored with a warning, as Transformer Engine ignores it.
 

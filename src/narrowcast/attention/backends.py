@@ -90,7 +90,7 @@ class Facts(NamedTuple):
 
 
 def sdpa_kernels(facts: Facts, switches: Switches) -> list[SDPBackend]:
-    """What PyTorch's own choice may be among; it looks at shapes and devices itself."""
+    """Return what PyTorch's own choice may be among; it looks at shapes and devices itself."""
     kernels = []
     exact = switches.nondeterministic or not (facts.cuda and facts.grad)
     if (
@@ -177,7 +177,9 @@ _REFUSALS = {
 
 
 def _order(facts: Facts, switches: Switches) -> tuple[str, ...]:
-    """PyTorch's kernels first, but where they would need a tensor of all pairs that a rule says, or keep all scores."""
+    """Return PyTorch's kernels first, but where they would need a tensor of all pairs that a rule says, or keep all
+    scores.
+    """
     in_memory = facts.cuda and sdpa_kernels(facts, switches) in ([], [SDPBackend.MATH])
     if facts.mask == "pairs" or in_memory:
         return ("flash_varlen", "flex", "sdpa", "unfused")
@@ -185,7 +187,7 @@ def _order(facts: Facts, switches: Switches) -> tuple[str, ...]:
 
 
 def choose_backend(facts: Facts, switches: Switches) -> str:
-    """The first backend that can do it.
+    """Return the first backend that can do it.
 
     Raises:
         ValueError: none can; the message has the reasons of each.

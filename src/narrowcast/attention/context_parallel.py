@@ -29,7 +29,7 @@ class ContextParallel(NamedTuple):
 
 
 def context_parallel(cp_group: Any, cp_comm_type: str) -> ContextParallel | None:
-    """The ranks of a group; None for none, and for one alone.
+    """Return the ranks of a group; None for none, and for one alone.
 
     Raises:
         NotImplementedError: another exchange than "all_gather".
@@ -74,7 +74,7 @@ def check_context_parallel(
 
 
 def gathered(x: Tensor, qkv_format: str, ranks: ContextParallel) -> Tensor:
-    """The tokens of all ranks, in order of the ranks; its gradient is summed over them."""
+    """Return the tokens of all ranks, in order of the ranks; its gradient is summed over them."""
     if qkv_format == "sbhd":
         return GatherRows.apply(x, ranks.group)
     return GatherRows.apply(x.transpose(0, 1), ranks.group).transpose(0, 1)
@@ -89,7 +89,7 @@ def _positions(length: int, rank: int, size: int, device: torch.device) -> Tenso
 def shared_places(
     lengths: tuple[int, int], rule: MaskRule, ranks: ContextParallel, device: torch.device
 ) -> Geometry:
-    """Where this rank's queries and all ranks' keys stand; the lengths are those of one rank."""
+    """Return where this rank's queries and all ranks' keys stand; the lengths are those of one rank."""
     of_q = _positions(lengths[0], ranks.rank, ranks.size, device)
     of_kv = [_positions(lengths[1], rank, ranks.size, device) for rank in range(ranks.size)]
     shift = (lengths[1] - lengths[0]) * ranks.size if rule.bottom_right else 0

@@ -39,7 +39,7 @@ class Lengths:
 def places_of(
     sizes: tuple[int, int], qkv_format: str, rule: MaskRule, lengths: Lengths, device: torch.device
 ) -> Geometry:
-    """Where the tokens of a call stand; ``sizes`` are those of the tensors, of queries and keys."""
+    """Return where the tokens of a call stand; ``sizes`` are those of the tensors, of queries and keys."""
     sides: list[Tokens] = []
     for length, mask, cu, padded in zip(sizes, lengths.masks, lengths.cu_seqlens, lengths.cu_seqlens_padded):
         if qkv_format == "thd":
@@ -63,7 +63,7 @@ def attend(
     max_logit: bool = False,
     ranks: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention in a format.
+    """Compute attention in a format.
 
     Args:
         q, k, v: in ``qkv_format``, checked.

@@ -37,7 +37,7 @@ LIMIT = 128
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scores: Scores, max_logit: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention by a generated kernel.
+    """Compute attention by a generated kernel.
 
     Args:
         q: (b, h, s_q, d).
@@ -80,7 +80,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, max_logit: bool) ->
 
 
 def _places(scores: Scores) -> Geometry | None:
-    """Where tokens stand, for the two functions.
+    """Return where tokens stand, for the two functions.
 
     A shift that follows from sizes becomes a tensor: of dynamic sizes it is a symbol, which PyTorch 2.11 cannot lower
     as what they read.
@@ -97,7 +97,7 @@ def _position(tokens: Tokens, index: Tensor) -> Tensor:
 
 
 def _distance(places: Geometry, b: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """How far a key is to the right of the query's diagonal."""
+    """Return how far a key is to the right of the query's diagonal."""
     distance = _position(places.kv, kv) - _position(places.q, q)
     if isinstance(places.shift, int) or places.shift.dim() == 0:
         return distance - places.shift
@@ -105,7 +105,7 @@ def _distance(places: Geometry, b: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def _block_mask(q: Tensor, k: Tensor, scores: Scores, places: Geometry | None) -> BlockMask | None:
-    """Which pairs are seen; None where all are."""
+    """Return which pairs are seen; None where all are."""
     rule, masked_out = scores.rule, scores.masked_out
     if places is None:
         return None
@@ -143,7 +143,7 @@ def _block_mask(q: Tensor, k: Tensor, scores: Scores, places: Geometry | None) -
 
 
 def _score_mod(scores: Scores, places: Geometry | None) -> Any:
-    """What becomes of a score; None where nothing does."""
+    """Return what becomes of a score; None where nothing does."""
     user, tensors, slopes = scores.score_mod, scores.tensors, scores.slopes
     if user is None and slopes is None:
         return None

@@ -68,12 +68,12 @@ def check_tensors(
 
 
 def sequence_length(x: Tensor, qkv_format: str) -> int:
-    """Size of the dim of tokens."""
+    """Return the size of the dim of tokens."""
     return x.shape[1] if qkv_format == "bshd" else x.shape[0]
 
 
 def heads_first(x: Tensor, qkv_format: str) -> Tensor:
-    """(b, h, s, d), a view; packed tokens are one row."""
+    """Return (b, h, s, d), a view; packed tokens are one row."""
     if qkv_format == "bshd":
         return x.transpose(1, 2)
     if qkv_format == "sbhd":
@@ -82,7 +82,7 @@ def heads_first(x: Tensor, qkv_format: str) -> Tensor:
 
 
 def flattened(out: Tensor, qkv_format: str) -> Tensor:
-    """The output (b, h, s, d) in a format, heads and head dim in one."""
+    """Return the output (b, h, s, d) in a format, heads and head dim in one."""
     if qkv_format == "bshd":
         return out.transpose(1, 2).flatten(2)
     if qkv_format == "sbhd":

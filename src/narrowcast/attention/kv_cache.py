@@ -145,7 +145,7 @@ class KVCacheManager:
         return self.views(cache, batch)
 
     def views(self, cache: Caches, batch: int) -> Caches:
-        """What is kept, without the slot that nobody reads."""
+        """Return what is kept, without the slot that nobody reads."""
         keys, values = (part[:-1].unflatten(0, (-1, self.page_size)) for part in cache)
         return keys[:batch], values[:batch]
 
@@ -289,7 +289,7 @@ class InferenceParams:
         self.cache_manager.allocate_memory(layer_number, key, value)
 
     def has_layer(self, layer_number: int) -> bool:
-        """Whether a layer has its memory."""
+        """Return whether a layer has its memory."""
         return layer_number in self.cache_manager.caches
 
     @torch.no_grad()
@@ -339,7 +339,7 @@ class InferenceParams:
         self._page_table[:count].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
 
     def get_seqlens_pre_step(self) -> Tensor:
-        """(batch,) int32 on the device: tokens of each sequence before the step."""
+        """Return (batch,) int32 on the device: tokens of each sequence before the step."""
         return self._lengths[: self.batch_size]
 
     @property
@@ -385,7 +385,7 @@ class InferenceParams:
         return keys, values, self._page_table[: self.batch_size] if self.is_paged else None
 
     def _slots(self, tokens: int, packed: bool) -> Tensor:
-        """Where each new token goes: (tokens,) of packed ones, else (batch * tokens,)."""
+        """Return where each new token goes: (tokens,) of packed ones, else (batch * tokens,)."""
         sequence, place, valid = self.places(tokens, packed)
         size, pages = self.cache_manager.page_size, self.cache_manager.pages_per_sequence
         position = self._lengths[sequence] + place
@@ -412,7 +412,8 @@ class InferenceParams:
         return sequence, index.expand(self.batch_size, -1), index < begins.diff()[:, None]
 
     def token_of(self, tokens: int) -> Tensor:
-        """(batch, max_ctx_len): which of the packed new tokens stands where in a row; any one where there is none.
+        """Return (batch, max_ctx_len): which of the packed new tokens stands where in a row; any one where there is
+        none.
 
         Raises:
             ValueError: ``max_ctx_len`` is not known.
@@ -426,7 +427,8 @@ class InferenceParams:
         return (self.cu_seqlens_q[:-1, None] + place).clamp(max=tokens - 1)
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> Caches:
-        """Keys and values of a layer, (batch, tokens, heads, d): copies of its pages, or what a contiguous cache has.
+        """Return keys and values of a layer, (batch, tokens, heads, d): copies of its pages, or what a contiguous cache
+        has.
 
         Raises:
             KeyError: the layer has no memory.

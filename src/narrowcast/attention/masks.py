@@ -53,7 +53,7 @@ class MaskRule:
 def mask_rule(
     attn_mask_type: str, window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None
 ) -> MaskRule:
-    """The rule of a mask type.
+    """Return the rule of a mask type.
 
     Args:
         attn_mask_type: one of ``MASK_TYPES``; "padding,causal" and "causal,padding" are "padding_causal".
@@ -112,12 +112,12 @@ class Geometry:
 
 
 def rows(length: int, device: torch.device) -> Tokens:
-    """Sequences that fill their rows."""
+    """Return sequences that fill their rows."""
     return Tokens(torch.arange(length, device=device)[None])
 
 
 def padded_rows(length: int, masked_out: Tensor | None, cu_seqlens: Tensor | None) -> Tokens:
-    """Sequences in rows of ``length``.
+    """Return sequences in rows of ``length``.
 
     Args:
         masked_out: (b, 1, 1, length) bools, True where there is no token.
@@ -133,7 +133,7 @@ def padded_rows(length: int, masked_out: Tensor | None, cu_seqlens: Tensor | Non
 
 
 def packed(total: int, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> Tokens:
-    """Sequences one behind the other.
+    """Return sequences one behind the other.
 
     Args:
         total: tokens, padding included.
@@ -149,7 +149,7 @@ def packed(total: int, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> 
 
 
 def geometry(q: Tokens, kv: Tokens, rule: MaskRule, length_q: int, length_kv: int) -> Geometry:
-    """Both sides, and the diagonal that the rule counts from; the lengths are those of the rows."""
+    """Return both sides, and the diagonal that the rule counts from; the lengths are those of the rows."""
     if not rule.bottom_right:
         return Geometry(q, kv, 0)
     if q.length is None or kv.length is None:
@@ -159,13 +159,13 @@ def geometry(q: Tokens, kv: Tokens, rule: MaskRule, length_q: int, length_kv: in
 
 
 def distances(places: Geometry) -> Tensor:
-    """(b or 1, s_q, s_kv): how far each key is to the right of the query's diagonal."""
+    """Return (b or 1, s_q, s_kv): how far each key is to the right of the query's diagonal."""
     shift = places.shift if isinstance(places.shift, int) else places.shift[:, :, None]
     return places.kv.position[:, None, :] - places.q.position[:, :, None] - shift
 
 
 def hidden_pairs(places: Geometry, rule: MaskRule, masked_out: Tensor | None) -> Tensor | None:
-    """(b or 1, h or 1, s_q, s_kv) bools, True where a query does not see a key; None where all see all.
+    """Return (b or 1, h or 1, s_q, s_kv) bools, True where a query does not see a key; None where all see all.
 
     Args:
         masked_out: of an arbitrary mask, broadcastable to all pairs, True where masked out.
@@ -196,7 +196,7 @@ def hidden_pairs(places: Geometry, rule: MaskRule, masked_out: Tensor | None) ->
 
 
 def standard_slopes(heads: int, device: torch.device) -> Tensor:
-    """(heads) in fp32, as ALiBi's paper gives them (Press, Smith, Lewis: Train Short, Test Long, 2022).
+    """Return (heads) in fp32, as ALiBi's paper gives them (Press, Smith, Lewis: Train Short, Test Long, 2022).
 
     2^(-8/n), 2^(-16/n) and so on for n heads, a power of two; of other numbers, those of the power below, then every
     second one of the power above.
@@ -209,7 +209,7 @@ def standard_slopes(heads: int, device: torch.device) -> Tensor:
 
 
 def alibi_bias(places: Geometry, slopes: Tensor) -> Tensor:
-    """(b or 1, h, s_q, s_kv) in fp32: minus slope times distance from the diagonal.
+    """Return (b or 1, h, s_q, s_kv) in fp32: minus slope times distance from the diagonal.
 
     Args:
         slopes: (h), or (b, h) for slopes of each sequence.

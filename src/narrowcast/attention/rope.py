@@ -65,7 +65,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.register_buffer("inv_freq", 1.0 / rotary_base**exponents)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RotaryPositionEmbedding:
-        """The frequencies stay in fp32, whatever dtype the model around is cast to."""
+        """Return the frequencies stay in fp32, whatever dtype the model around is cast to."""
         exact = self.inv_freq
         super()._apply(fn, recurse)
         if self.inv_freq.dtype != exact.dtype:
@@ -73,7 +73,7 @@ class RotaryPositionEmbedding(nn.Module):
         return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles of the positions from ``offset`` on: (max_seq_len, 1, 1, d) in fp32."""
+        """Return angles of the positions from ``offset`` on: (max_seq_len, 1, 1, d) in fp32."""
         position = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32) + offset
         factor, pretrained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None:
@@ -143,7 +143,7 @@ def apply_fused_qkv_rotary_pos_emb(
     cp_rank: int = 0,
     by_group: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values out of one tensor, queries and keys turned on the way, in one kernel.
+    """Return queries, keys and values out of one tensor, queries and keys turned on the way, in one kernel.
 
     Args:
         qkv: (s, b, g, w), (b, s, g, w) or (tokens, g, w), contiguous: of each group its queries, its key and its value.
@@ -231,7 +231,7 @@ class _RotateQKV(torch.autograd.Function):
 
 
 def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (positions, channels) in fp32."""
+    """Return cosines and sines, (positions, channels) in fp32."""
     angles = freqs.detach().float()[:, 0, 0]
     return angles.cos(), angles.sin()
 
@@ -283,7 +283,9 @@ def token_positions(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor | None:
-    """Position of each token: (b or 1, s), of packed ones (1, tokens); None where they count from zero in each row."""
+    """Return the position of each token: (b or 1, s), of packed ones (1, tokens); None where they count from zero in
+    each row.
+    """
     if tensor_format == "thd":
         assert cu_seqlens is not None
         tokens = packed(t.shape[0], cu_seqlens // cp_size, None)
@@ -304,7 +306,7 @@ def token_positions(
 
 
 def _within(freqs: Tensor, positions: Tensor | None) -> Tensor | None:
-    """Positions that have angles; where there is none, an error, or on a GPU and in graphs the last one."""
+    """Return positions that have angles; where there is none, an error, or on a GPU and in graphs the last one."""
     if positions is None:
         return None
     last = freqs.shape[0] - 1
@@ -316,7 +318,7 @@ def _within(freqs: Tensor, positions: Tensor | None) -> Tensor | None:
 
 
 def angles_of(t: Tensor, freqs: Tensor, positions: Tensor | None, tensor_format: str) -> Tensor:
-    """The angles of each token, which broadcast to its heads: of sbhd (s, b or 1, 1, d'), and so on."""
+    """Return the angles of each token, which broadcast to its heads: of sbhd (s, b or 1, 1, d'), and so on."""
     freqs = freqs.detach().float()
     if positions is None:
         return freqs[: t.shape[0]] if tensor_format == "sbhd" else freqs[: t.shape[1]].transpose(0, 1)

@@ -18,7 +18,7 @@ from .scores import Scores
 
 
 def says_causal(rule: MaskRule, length_q: int, length_kv: int) -> bool:
-    """Whether PyTorch's flag, which counts from the top left, says all that the rule says."""
+    """Return whether PyTorch's flag, which counts from the top left, says all that the rule says."""
     if rule.window != (-1, 0) or rule.padding or rule.arbitrary:
         return False
     return not rule.bottom_right or length_q == length_kv
@@ -27,7 +27,7 @@ def says_causal(rule: MaskRule, length_q: int, length_kv: int) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scores: Scores, kernels: list[SDPBackend] | None, causal: bool
 ) -> Tensor:
-    """Attention by one of PyTorch's kernels.
+    """Compute attention by one of PyTorch's kernels.
 
     Args:
         q: (b, h, s_q, d).

@@ -10,7 +10,7 @@ from .scores import Scores
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Softmax of the scores times the values.
+    """Compute the softmax of the scores times the values.
 
     Args:
         q: (b, h, s_q, d).
@@ -55,7 +55,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Te
 
 
 def _largest(scores: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
-    """The largest along dims; -inf where there is none, as with no query, for which PyTorch's amax raises."""
+    """Return the largest along dims; -inf where there is none, as with no query, for which PyTorch's amax raises."""
     if scores.numel():
         return scores.amax(dims, keepdim)
     return scores.sum(dims, keepdim).fill_(float("-inf"))
@@ -73,7 +73,9 @@ def _modified(logits: Tensor, scores: Scores) -> Tensor:
 
 
 def _by_score_mod(logits: Tensor, scores: Scores) -> Tensor:
-    """The user's function, called once on all scores: its indices broadcast. FlexAttention calls it score by score."""
+    """Return the user's function, called once on all scores: its indices broadcast. FlexAttention calls it score by
+    score.
+    """
     b, h, s_q, s_kv = (torch.arange(size, device=logits.device) for size in logits.shape)
     b, h, q, kv = b[:, None, None, None], h[:, None, None], s_q[:, None], s_kv
     places = scores.places

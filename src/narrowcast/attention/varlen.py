@@ -37,7 +37,7 @@ def attend(
     cu_seqlens: tuple[Tensor, Tensor],
     longest: tuple[int | None, int | None],
 ) -> Tensor:
-    """Attention of packed tokens.
+    """Compute attention of packed tokens.
 
     Args:
         q: (tokens, h, d), fp16 or bf16 on a GPU.

@@ -38,7 +38,7 @@ class _ActivationFunction(torch.autograd.Function):
 
 
 def activate(x: Tensor, settings: ActivationSettings) -> Tensor:
-    """An activation, differentiable; twice is a RuntimeError.
+    """Return an activation, differentiable; twice is a RuntimeError.
 
     Args:
         x: (*lead, F), or (*lead, 2F) for a gated activation; fp32, bf16 or fp16.

@@ -63,7 +63,7 @@ class LinearFwdArgs:
     parallel: TensorParallel | None = None
 
     def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
-        """What the forward follows from, in values and in tensors; None where that is not all."""
+        """Return what the forward follows from, in values and in tensors; None where that is not all."""
         kept, state = self.workspace, [self.scales.scale_fwd, self.scales.amax_fwd]
         if self.parallel is not None:
             return None
@@ -99,7 +99,7 @@ class LinearBwdArgs:
     parallel: TensorParallel | None = None
 
     def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
-        """What the backward follows from, in values and in tensors; None where that is not all."""
+        """Return what the backward follows from, in values and in tensors; None where that is not all."""
         plan, (inputs, inp), (_, weight), wgrad = self.plan, self.saved_input, self.saved_weight, self.wgrad
         if wgrad.store is not None or self.parallel is not None:
             return None

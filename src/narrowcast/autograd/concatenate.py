@@ -26,7 +26,7 @@ class _Adjacent(torch.autograd.Function):
 
 
 def concatenate(parts: list[Tensor]) -> Tensor:
-    """The parts along dim 0, differentiable; without a copy where they lie behind one another in memory.
+    """Return the parts along dim 0, differentiable; without a copy where they lie behind one another in memory.
 
     Args:
         parts: (N_i, ...) of one dtype, device and trailing shape. Compiled code and the transforms of

@@ -80,7 +80,7 @@ def fprop(
 def linear_forward(
     weight: Any, inp: TensorOrQuantized, bias: Any, args: LinearFwdArgs, grouped: GroupedRows | None = None
 ) -> tuple[Tensor, SavedOperand, SavedOperand]:
-    """(output (*lead, N), input to save, weight to save).
+    """Return the output (*lead, N), the input to save, and the weight to save.
 
     Args:
         weight: (N, K), plain or quantized.
@@ -161,7 +161,7 @@ def split_operand(
     inp: Tensor | None,
     rows: int,
 ) -> tuple[OperandBuffers, SavedOperand, int]:
-    """(the input as fprop reads it, what the backward reads of this process's, how many rows fprop reads).
+    """Return the input as fprop reads it, what the backward reads of this process's, and how many rows fprop reads.
 
     Args:
         share: this process's rows, quantized; None where only rows in high precision make up the whole.
@@ -212,7 +212,7 @@ def linear_bwd_args(
     saved_input: SavedOperand,
     saved_weight: SavedOperand,
 ) -> LinearBwdArgs:
-    """What the backward needs besides saved tensors; depends on metadata only."""
+    """Return what the backward needs besides saved tensors; depends on metadata only."""
     return LinearBwdArgs(
         args.plan,
         args.dtype,
@@ -230,7 +230,7 @@ def linear_bwd_args(
 
 
 def with_saved(args: LinearBwdArgs, saved_input: SavedOperand, saved_weight: SavedOperand) -> LinearBwdArgs:
-    """The same arguments for operands that a recomputation made."""
+    """Return the same arguments for operands that a recomputation made."""
     return replace(
         args,
         saved_input=(len(saved_input.tensors), saved_input.quantizer),
@@ -246,7 +246,7 @@ def linear_backward(
     scale_bwd: Tensor | None,
     grouped: GroupedRows | None = None,
 ) -> Gradients:
-    """Gradients of a linear layer, dgrad (*lead, K).
+    """Return gradients of a linear layer, dgrad (*lead, K).
 
     Args:
         grad_output: (*lead, N), plain or quantized; with groups (T, N) and plain.
@@ -325,7 +325,8 @@ def quantized_gradients(
     rows: int,
     grouped: GroupedRows | None = None,
 ) -> Gradients:
-    """Gradients from the quantized gradient of the output, whose row-wise buffers are let go of; dgrad (rows, K).
+    """Return gradients from the quantized gradient of the output, whose row-wise buffers are let go of; dgrad (rows,
+    K).
 
     ``grad_bias`` comes back, or goes with the weight gradient where ``args.wgrad`` sends that.
     """
@@ -369,14 +370,14 @@ def quantized_gradients(
 
 
 def _arrived(dgrad: Tensor | None, parallel: TensorParallel) -> Tensor | None:
-    """The gradient of the input; that of a column-parallel layer once its reduction is done."""
+    """Return the gradient of the input; that of a column-parallel layer once its reduction is done."""
     return arrived(dgrad) if dgrad is not None and parallel.mode == "column" else dgrad
 
 
 def _gradients_in_high_precision(
     args: LinearBwdArgs, dy: Tensor, inp: list[Tensor], weight: list[Tensor], grouped: GroupedRows | None
 ) -> Gradients:
-    """Backward on the original or the dequantized operands; the gradient itself is not quantized."""
+    """Compute the backward on the original or the dequantized operands; the gradient itself is not quantized."""
     plan, wgrad, dgrad, parallel = args.plan, None, None, args.parallel
     rows, gathers = dy.shape[0], parallel is not None and parallel.gathers_input and plan.needs_weight
     if gathers:

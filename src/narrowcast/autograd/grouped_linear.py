@@ -25,7 +25,7 @@ def grouped_forward(
     groups: Groups,
     bias_scales: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """(output (T, N), what to save of the input, of the weights), without gradient.
+    """Return the output (T, N), what to save of the input, and of the weights, without gradient.
 
     Args:
         x, splits, weights, biases: as of :func:`grouped_linear`.
@@ -42,7 +42,7 @@ def grouped_forward(
 
 
 def _delivered(result: Tensor, buffer: Tensor | None) -> Tensor:
-    """The result, written to the buffer where there is one.
+    """Return the result, written to the buffer where there is one.
 
     Eager code goes on with the buffer. Compiled code goes on with the result: that a graph's output and an operand it
     writes to are one memory would cost the output its gradient.
@@ -56,7 +56,7 @@ def _delivered(result: Tensor, buffer: Tensor | None) -> Tensor:
 def grouped_bwd_args(
     args: LinearFwdArgs, groups: Groups, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None
 ) -> LinearBwdArgs:
-    """What the backward needs besides the groups and saved tensors; depends on metadata only."""
+    """Return what the backward needs besides the groups and saved tensors; depends on metadata only."""
     plan = args.plan
     inp: tuple[int, Quantizer | None] = (int(plan.needs_weight), None)
     weight: tuple[int, Quantizer | None] = (
@@ -88,7 +88,7 @@ def grouped_bwd_args(
 
 
 def _count(operand: Operand) -> int:
-    """How many buffers one direction of grouped operands has."""
+    """Return how many buffers one direction of grouped operands has."""
     return 1 if grouped_layout(operand.storage_name) == "split" else 2
 
 
@@ -101,7 +101,7 @@ def grouped_backward(
     scale_bwd: Tensor | None,
     bias_scales: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(dgrad (T, K), gradients of the weights and of the biases), without gradient.
+    """Return (dgrad (T, K), gradients of the weights and of the biases), without gradient.
 
     Args:
         dy: (T, N).
@@ -174,7 +174,7 @@ def grouped_linear(
     args: LinearFwdArgs,
     groups: Groups,
 ) -> Tensor:
-    """Linear layers on consecutive groups of rows, differentiable in input, weights and biases.
+    """Return linear layers on consecutive groups of rows, differentiable in input, weights and biases.
 
     Args:
         inp: (*lead, K), T rows.

@@ -81,7 +81,7 @@ class GroupedRows:
         dtype: torch.dtype,
         rows: int,
     ) -> Tensor:
-        """The GEMM "fprop" or "dgrad" of quantized operands: (T, N) or (T, K) of ``dtype``."""
+        """Return the GEMM "fprop" or "dgrad" of quantized operands: (T, N) or (T, K) of ``dtype``."""
         rows_operand, fast = plan.input, plan.fast_fprop
         if kind == "dgrad":
             rows_operand, fast = plan.grad_output, plan.fast_dgrad
@@ -93,23 +93,23 @@ class GroupedRows:
     def gemm_in_high_precision(
         self, kind: str, left: Tensor, weights: list[Tensor], biases: list[Tensor]
     ) -> Tensor:
-        """The GEMM "fprop" or "dgrad" in the dtype of ``left`` (T, K) or (T, N)."""
+        """Return the GEMM "fprop" or "dgrad" in the dtype of ``left`` (T, K) or (T, N)."""
         dtype = left.dtype
         operands = [w.to(dtype) for w in weights], self.splits, [b.to(dtype) for b in biases]
         return grouped_mm(kind, left, *operands, self.groups.covered, dtype)
 
     def column_sum(self, dy: Tensor) -> Tensor:
-        """Gradients of the biases (G, N) from that of the output (T, N), in fp32."""
+        """Return gradients of the biases (G, N) from that of the output (T, N), in fp32."""
         if self.bias_scales is not None:
             dy = dy.float() * self.bias_scales.reshape(-1, 1).float()
         return grouped_column_sum(dy, self.splits)
 
     def of_wgrad(self, like: Tensor, rows: int) -> list[Tensor]:
-        """What a weight gradient reads of the groups, as ``DeferredWgrad`` holds it."""
+        """Return what a weight gradient reads of the groups, as ``DeferredWgrad`` holds it."""
         return [self.splits, like.new_empty((rows, 0), dtype=self.dtype)]
 
     def columnwise_weights(self, args: LinearBwdArgs, saved: list[Tensor]) -> list[Tensor]:
-        """The column-wise weights from buffers that were saved of them."""
+        """Return the column-wise weights from buffers that were saved of them."""
         columnwise = _transposed(saved, args.shape) if args.transpose_weight else saved
         if len(saved) > 2:  # each by itself, as the parameters have them
             layout, how = grouped_layout(args.plan.weight.storage_name), (*args.shape, self.weight_dtype)
@@ -117,7 +117,7 @@ class GroupedRows:
         return columnwise
 
     def decoded(self, args: LinearBwdArgs, inp: list[Tensor], rows: int) -> Tensor:
-        """The input (T, K) in high precision from what was saved of it."""
+        """Return the input (T, K) in high precision from what was saved of it."""
         quantizer, x = args.saved_input[1], inp[0]
         if quantizer is not None:
             layout, shape = grouped_layout(args.plan.input.storage_name), [rows, args.shape[1]]
@@ -125,7 +125,7 @@ class GroupedRows:
         return x.to(args.dtype)
 
     def decoded_weights(self, args: LinearBwdArgs, weights: list[Tensor]) -> list[Tensor]:
-        """The weights in high precision from what was saved of them."""
+        """Return the weights in high precision from what was saved of them."""
         quantizer = args.saved_weight[1]
         if quantizer is None:
             return weights
@@ -143,7 +143,7 @@ def quantize_weights(
 
 
 def by_direction(buffers: list[Tensor], operand: Operand) -> OperandBuffers:
-    """What an operator that quantizes groups returned, by direction."""
+    """Return what an operator that quantizes groups returned, by direction."""
     layout = grouped_layout(operand.storage_name)
     return OperandBuffers(
         operand_of(buffers, layout, False) if any(operand.rowwise) else [],
@@ -153,14 +153,14 @@ def by_direction(buffers: list[Tensor], operand: Operand) -> OperandBuffers:
 
 
 def biases_of_rows(biases: list[Tensor], splits: Tensor, rows: int) -> Tensor:
-    """The bias of every row's group, (T, N); zeros for rows of no group."""
+    """Return the bias of every row's group, (T, N); zeros for rows of no group."""
     whole = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
     group = torch.searchsorted(splits.cumsum(0), torch.arange(rows, device=splits.device), right=True)
     return F.pad(whole, (0, 0, 0, 1)).index_select(0, group)
 
 
 def _transposed(rowwise: list[Tensor], shape: tuple[int, int]) -> list[Tensor]:
-    """Column-wise weights (N, K) from row-wise ones; weights scaled in blocks are stacked as one matrix."""
+    """Return column-wise weights (N, K) from row-wise ones; weights scaled in blocks are stacked as one matrix."""
     codes, scale = rowwise
     if scale.dim() == 1:
         return [codes.transpose(1, 2).contiguous(), scale]

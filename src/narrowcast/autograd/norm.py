@@ -49,7 +49,7 @@ def norm_gradients(
     settings: NormSettings,
     residual_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx, dweight, dbias) of a norm; no dbias for RMSNorm.
+    """Return (dx, dweight, dbias) of a norm; no dbias for RMSNorm.
 
     Args:
         grad: gradient of the output, as many elements as ``inp`` (*lead, K), which is what was normalized.

@@ -26,7 +26,7 @@ class SavedOperand(NamedTuple):
 
 
 def rows_of(tensor: Any) -> int:
-    """Product of all dims but the last."""
+    """Compute the product of all dims but the last."""
     rows = 1
     for size in tensor.shape[:-1]:
         rows = rows * size
@@ -34,7 +34,7 @@ def rows_of(tensor: Any) -> int:
 
 
 def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
-    """Buffers of a storage with column-wise data; per-tensor FP8 has its codes transposed where it lacks them.
+    """Return buffers of a storage with column-wise data; per-tensor FP8 has its codes transposed where it lacks them.
 
     Raises:
         RuntimeError: the format cannot make one direction from the other.
@@ -53,7 +53,8 @@ def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
 
 
 def plain_or_rowwise(tensor: Any) -> SavedOperand:
-    """A tensor as a backward in high precision reads it, or the weights of groups, which are saved as they are."""
+    """Return a tensor as a backward in high precision reads it, or the weights of groups, which are saved as they are.
+    """
     if isinstance(tensor, list):
         return SavedOperand(tensor, None)
     if isinstance(tensor, QuantizedTensorStorage):
@@ -65,7 +66,7 @@ def plain_or_rowwise(tensor: Any) -> SavedOperand:
 def saved_operand(
     operand: OperandBuffers, high_precision: Any, needed: bool, override: str | None
 ) -> SavedOperand:
-    """What the backward reads of an operand.
+    """Return what the backward reads of an operand.
 
     Args:
         operand: as fprop read it.
@@ -83,7 +84,7 @@ def saved_operand(
 
 
 def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, SavedOperand]:
-    """The weight as fprop reads it, and what to save of it for dgrad.
+    """Return the weight as fprop reads it, and what to save of it for dgrad.
 
     A workspace is read as it is, unless it has no row-wise data. Else the weight is quantized for fprop alone: saved is
     the parameter itself, which is there anyway, with the scale or the maxima that give the same codes once more.
@@ -120,7 +121,7 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
 def weight_of_dgrad(
     args: LinearBwdArgs, saved: list[Tensor], grouped: GroupedRows | None = None
 ) -> tuple[list[Tensor], Quantizer]:
-    """The column-wise weight and what reads it, from what :func:`weight_operand` saved."""
+    """Return the column-wise weight and what reads it, from what :func:`weight_operand` saved."""
     quantizer, repeated = args.saved_weight[1], args.plan.dgrad_weight
     if quantizer is None and repeated is not None:
         scale = amax = None
@@ -138,14 +139,14 @@ def weight_of_dgrad(
 
 
 def in_high_precision(saved: SavedOperand, dtype: torch.dtype, shape: Any) -> Tensor:
-    """The values of a saved operand."""
+    """Return the values of a saved operand."""
     if saved.quantizer is not None:
         return dequantize(saved.tensors, saved.quantizer, False, dtype, list(shape))
     return saved.tensors[0].reshape(shape).to(dtype)
 
 
 def after(grad: TensorOrQuantized, tensor: Tensor) -> Tensor:
-    """``tensor``, available only once ``grad`` is.
+    """Return ``tensor``, available only once ``grad`` is.
 
     Else the compiler finds the operators of the forward again, and saves their results instead of repeating them.
     """

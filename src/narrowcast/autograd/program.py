@@ -100,7 +100,7 @@ class Norm:
         behind: LinearFwdArgs,
         beside: list[Tensor],
     ) -> tuple[Value, list[SavedOperand]]:
-        """(what it hands on, what the backward reads)."""
+        """Return what it hands on and what the backward reads."""
         inp: Any = value.plain
         plan, scale, amax = behind.plan, behind.scales.scale_fwd, behind.scales.amax_fwd
         weight, bias, residual, settings = tensors[self.weight], tensors[self.bias], None, args.settings
@@ -172,7 +172,7 @@ class Activation:
         behind: LinearFwdArgs,
         beside: list[Tensor],
     ) -> tuple[Value, list[SavedOperand]]:
-        """(what it hands on, what the backward reads)."""
+        """Return what it hands on and what the backward reads."""
         hidden: Any = value.plain
         plan, scales, name, parameters = behind.plan, behind.scales, args.activation, list(args.parameters)
         saved = [SavedOperand([hidden if plan.needs_input else None], None)]  # type: ignore[list-item]
@@ -234,7 +234,7 @@ class Linear:
     def operands(
         self, value: Value, tensors: Sequence[Any], args: LinearFwdArgs
     ) -> tuple[OperandBuffers, OperandBuffers, int, list[SavedOperand]]:
-        """(input and weight as fprop reads them, how many rows it reads, what the backward reads)."""
+        """Return the input and weight as fprop reads them, how many rows it reads, and what the backward reads."""
         plan, operand, rows = args.plan, value.operand, value.rows
         w, saved_weight = weight_operand(tensors[self.weight], args)
         if args.parallel is None:
@@ -251,7 +251,7 @@ class Linear:
         behind: Any,
         beside: list[Tensor],
     ) -> tuple[Value, list[SavedOperand]]:
-        """(what it hands on, what the backward reads)."""
+        """Return what it hands on and what the backward reads."""
         operand, w, rows, saved = self.operands(value, tensors, args)
         features = self.features or tensors[self.weight].shape[0]
         out = fprop(args, operand, w, tensors[self.bias], rows, features)
@@ -290,7 +290,7 @@ class Linear:
 
 
 def _pop_last(tensors: list[Any], count: int) -> list[Any]:
-    """The last ``count`` tensors, in order, which the list loses."""
+    """Return the last ``count`` tensors, in order, which the list loses."""
     return [tensors.pop() for _ in range(count)][::-1]
 
 
@@ -314,7 +314,7 @@ class Program:
 def run_forward(
     stages: Sequence[Stage], args: Sequence[Any], tensors: Sequence[Any], last_gemm: bool = True
 ) -> tuple[Any, list[Tensor], list[list[SavedOperand]]]:
-    """(output (*lead, N), what is returned beside it, by stage what the backward reads).
+    """Return the output (*lead, N), what is returned beside it, and by stage what the backward reads.
 
     Args:
         args: what each stage reads besides its tensors.
@@ -343,7 +343,7 @@ def run_backward(
     beside: list[Tensor],
     scales: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Gradients of all tensors. Empties ``saved`` from its end, so that what a stage has read is freed.
+    """Return gradients of all tensors. Empties ``saved`` from its end, so that what a stage has read is freed.
 
     Args:
         records: what each stage reads besides saved tensors.
@@ -423,7 +423,8 @@ class ProgramBwdArgs:
 def _for_recomputation(
     call: ProgramArgs, tensors: Sequence[Any], beside: list[Tensor]
 ) -> tuple[Recomputation, list[Tensor | None]]:
-    """(how to compute the forward again, what to save: tensors, scales, buffers of weights quantized already)."""
+    """Return (how to compute the forward again, what to save: tensors, scales, buffers of weights quantized already).
+    """
     program, to_save, buffers = call.program, [*tensors], []  # type: ignore[var-annotated]
     stages, args, weights = [*program.stages], [*call.args], []  # type: ignore[var-annotated]
     first = stages[0]
@@ -450,7 +451,7 @@ def _for_recomputation(
 def _recomputed(
     objects: ProgramBwdArgs, again: Recomputation, saved: list[Any], dy: Tensor
 ) -> tuple[list[Any], list[Any]]:
-    """(records, what the forward would have saved), without the last GEMM."""
+    """Return records and what the forward would have saved, without the last GEMM."""
     program, records, args = objects.program, [*objects.records], [*again.args]
     tensors, buffers = saved[: program.slots], saved[program.slots + len(program.linears) :]
     for at, weight, scale in zip(program.linears, again.weights, saved[program.slots :]):

@@ -51,7 +51,7 @@ class _QuantizeInputGradient(torch.autograd.Function):
 
 
 def quantize_output(out: Tensor, operand: Operand, scales: DelayedScales) -> QuantizedTensor:
-    """Output of a layer as a quantized tensor; its gradient passes straight through.
+    """Return the output of a layer as a quantized tensor; its gradient passes straight through.
 
     Args:
         out: (*lead, N).
@@ -68,7 +68,7 @@ def quantize_output(out: Tensor, operand: Operand, scales: DelayedScales) -> Qua
 
 
 def quantize_input_gradient(inp: Tensor, operand: Operand, scales: DelayedScales) -> Tensor:
-    """``inp``, whose gradient will be quantized: a quantized tensor in eager code, its values in compiled code.
+    """Return ``inp``, whose gradient will be quantized: a quantized tensor in eager code, its values in compiled code.
 
     Args:
         inp: (*lead, K).

@@ -62,7 +62,7 @@ class TensorParallel:
         return self.mode == "row" and self.sequence_parallel
 
     def reduced_output(self, out: Tensor) -> Tensor:
-        """The output from what every process computed of it."""
+        """Return the output from what every process computed of it."""
         if self.mode != "row":
             return out
         return scatter_rows(out, self.group) if self.sequence_parallel else sum_over(out, self.group)
@@ -74,20 +74,23 @@ class TensorParallel:
     # -- rows that are gathered as bytes -----------------------------------------------------------------------------
 
     def joins(self, operand: Operand, rows: int) -> bool:
-        """Whether shares of so many rows, quantized, make up the whole."""
+        """Return whether shares of so many rows, quantized, make up the whole."""
         return operand.joins != ("", "") and not (operand.joins_aligned and rows % _ALIGNMENT)
 
     def share(
         self, x: Tensor, operand: Operand, seed: Tensor | None, scale: Tensor | None, amax: Tensor | None
     ) -> OperandBuffers:
-        """This process's rows (M, K), quantized with the scale of all processes' rows; the others' arguments too."""
+        """Return this process's rows (M, K), quantized with the scale of all processes' rows; the others' arguments
+        too.
+        """
         if operand.shared is not None:
             largest = largest_of(amax_to_share(x, operand.quantizer, seed), self.group)
             return operand.split(quantize(x, operand.shared, None, largest, seed))
         return operand.split(quantize(x, operand.quantizer, seed, self.shared_scale(operand, scale), amax))
 
     def shared_scale(self, operand: Operand, scale: Tensor | None) -> Tensor | None:
-        """State of delayed scaling to quantize a share with: as if it had the amax of all processes' rows."""
+        """Return the state of delayed scaling to quantize a share with: as if it had the amax of all processes' rows.
+        """
         return smallest_of(scale, self.group) if operand.delayed and scale is not None else scale
 
     def start_joining(self, buffers: list[Tensor], joins: str) -> list[Tensor]:
@@ -98,7 +101,7 @@ class TensorParallel:
         ]
 
     def joined(self, begun: list[Tensor], joins: str) -> list[Tensor]:
-        """The buffers of the whole from what :meth:`start_joining` began."""
+        """Return the buffers of the whole from what :meth:`start_joining` began."""
         size = group_size(self.group)
         return [
             buffer if join == "s" else arrived(buffer) if join == "r" else _beside(arrived(buffer), size)
@@ -106,7 +109,7 @@ class TensorParallel:
         ]
 
     def whole_operand(self, share: OperandBuffers, operand: Operand) -> OperandBuffers:
-        """Both directions of the whole, each where the share has it."""
+        """Return both directions of the whole, each where the share has it."""
         if share.rowwise and share.columnwise and operand.rowwise[-1] and operand.columnwise[-1]:
             # one scale for both, so the codes of one direction are those of the other: they are sent once
             rowwise = self.joined(self.start_joining(share.rowwise, operand.joins[0]), operand.joins[0])
@@ -122,7 +125,8 @@ class TensorParallel:
     # -- shapes ------------------------------------------------------------------------------------------------------
 
     def output_shape(self, input_shape: tuple[int, ...], features: int, size: int) -> tuple[int, ...]:
-        """Shape of this process's output for ``features`` columns in its weight's rows, among ``size`` processes.
+        """Return the shape of this process's output for ``features`` columns in its weight's rows, among ``size``
+        processes.
 
         Raises:
             ValueError: the rows do not divide among the processes that share them.
@@ -132,7 +136,7 @@ class TensorParallel:
     def grad_input_shape(
         self, grad_output_shape: tuple[int, ...], features: int, size: int
     ) -> tuple[int, ...]:
-        """Shape of the gradient of this process's input, as :meth:`output_shape`."""
+        """Return the shape of the gradient of this process's input, as :meth:`output_shape`."""
         scattered = self.mode == "column"
         return self._result_shape(grad_output_shape, features, size, self.gathers_grad_output, scattered)
 
@@ -148,7 +152,7 @@ class TensorParallel:
 
 
 def _beside(gathered: Tensor, size: int) -> Tensor:
-    """Matrices that are stacked along the rows, joined along the columns."""
+    """Return matrices that are stacked along the rows, joined along the columns."""
     wide = gathered.shape[-1] % 8 == 0 and gathered.dtype == torch.uint8 and not torch.compiler.is_compiling()
     words = gathered.view(torch.int64) if wide else gathered
     matrices = words.unflatten(0, (size, words.shape[0] // size))
@@ -156,7 +160,7 @@ def _beside(gathered: Tensor, size: int) -> Tensor:
 
 
 def tensor_parallel(mode: str | None, process_group: Any, sequence_parallel: bool) -> TensorParallel:
-    """Checked; without anything to split where the group has one process.
+    """Return checked; without anything to split where the group has one process.
 
     Raises:
         ValueError: another mode, or ``sequence_parallel`` without one.
@@ -172,7 +176,7 @@ def tensor_parallel(mode: str | None, process_group: Any, sequence_parallel: boo
 
 
 def local_features(parallel: TensorParallel, in_features: int, out_features: int) -> tuple[int, int]:
-    """(in_features, out_features) of this process's weight.
+    """Return (in_features, out_features) of this process's weight.
 
     Raises:
         ValueError: the split one does not divide among the processes.
@@ -206,5 +210,5 @@ class GatherRows(torch.autograd.Function):
 
 
 def gathered(x: Tensor, parallel: TensorParallel) -> Tensor:
-    """``x`` with the rows of all processes, differentiable."""
+    """Return ``x`` with the rows of all processes, differentiable."""
     return GatherRows.apply(x, parallel.group)

@@ -14,7 +14,7 @@ from .arguments import LinearBwdArgs, LinearWgrad
 
 
 def weight_gradient(args: LinearBwdArgs, deferred: DeferredWgrad) -> tuple[Any, Tensor | None]:
-    """(wgrad, grad_bias) for autograd, after what goes elsewhere went there; of groups, wgrad may be a list."""
+    """Return wgrad and grad_bias for autograd, after what goes elsewhere went there; of groups, wgrad may be a list."""
     wgrad, into = args.wgrad, args.wgrad.main_grad
     if wgrad.store is not None:
         queue_wgrad(wgrad, deferred)
@@ -42,7 +42,7 @@ def queue_wgrad(wgrad: LinearWgrad, deferred: DeferredWgrad) -> None:
 
 
 def placeholder(dummy: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """What autograd gets in place of a gradient that went to ``main_grad``; ``dummy`` as of ``LinearWgrad``."""
+    """Return what autograd gets in place of a gradient that went to ``main_grad``; ``dummy`` as of ``LinearWgrad``."""
     if not dummy:
         return None
     new = like.new_zeros if dummy == "zeros" else like.new_empty
@@ -50,7 +50,9 @@ def placeholder(dummy: str, like: Tensor, shape: tuple[int, ...], dtype: torch.d
 
 
 def compute_wgrad(deferred: DeferredWgrad, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The weight gradient ``dy^T x``, of ``shape`` (N, K) and ``dtype``; of groups ``dy_g^T x_g`` of all, (G, N, K)."""
+    """Return the weight gradient ``dy^T x``, of ``shape`` (N, K) and ``dtype``; of groups ``dy_g^T x_g`` of all, (G, N,
+    K).
+    """
     grad, inp, how = deferred.grad, deferred.inp, (deferred.fast_accumulation, deferred.emulate)
     if not deferred.groups:
         operands = grad, deferred.grad_quantizer, inp, deferred.inp_quantizer

@@ -73,7 +73,7 @@ ABSENT: dict[str, str] = {
 
 
 def why_absent(owner: str, name: str) -> str:
-    """Text of the error for a name that ``owner`` does not have."""
+    """Return the text of the error for a name that ``owner`` does not have."""
     unknown = _CPP if owner == EXTENSION else "no name of narrowcast's answers to it"
     reason = ABSENT.get(name, unknown)
     return f"{owner}.{name} is not there under narrowcast: {reason} ({PAGE} lists every name)"

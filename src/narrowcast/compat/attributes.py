@@ -20,7 +20,7 @@ from ..tensors import (
 
 
 def _option(name: str) -> property:
-    """An option of the tensor's quantizer."""
+    """Return an option of the tensor's quantizer."""
     return property(lambda tensor: getattr(tensor._quantizer, name))
 
 

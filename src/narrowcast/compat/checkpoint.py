@@ -16,7 +16,8 @@ from ..upstream.modules import own_buffers
 
 
 def transformer_engine_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model whose layers in Transformer Engine have the same names; it loads there, strictly.
+    """Return the state dict of a model whose layers in Transformer Engine have the same names; it loads there,
+    strictly.
 
     Each layer has an ``_extra_state``: empty, or its scales and histories of delayed scaling, as a pickle of tensors.
     Newer versions read that only with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1`` in the environment.

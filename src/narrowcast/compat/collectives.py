@@ -14,15 +14,15 @@ Result = tuple[Tensor, Any]
 
 
 def get_distributed_world_size(group: Any = None) -> int:
-    """How many processes a group has; 1 where torch.distributed is not initialised."""
+    """Return how many processes a group has; 1 where torch.distributed is not initialized."""
     return dist.get_world_size(group=group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def get_distributed_rank(group: Any = None) -> int:
-    """Which of them this one is.
+    """Return which of them this one is.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group")
@@ -36,7 +36,7 @@ def gather_along_first_dim(
     quantizer: Any = None,
     output_tensor: Tensor | None = None,
 ) -> Result:
-    """Every process's tensor one below the other, in order of rank, without gradient.
+    """Return every process's tensor one below the other, in order of rank, without gradient.
 
     Args:
         inp: of the same shape on every process.
@@ -63,7 +63,7 @@ def gather_along_first_dim(
 def reduce_scatter_along_first_dim(
     inp: Tensor, tp_group: Any, async_op: bool = False, output: Tensor | None = None
 ) -> Result:
-    """This process's share of the rows of the sum of every process's tensor, without gradient.
+    """Return this process's share of the rows of the sum of every process's tensor, without gradient.
 
     Args:
         inp: of the same shape on every process.
@@ -82,7 +82,7 @@ def reduce_scatter_along_first_dim(
 
 
 def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> Result:
-    """The sum of every process's tensor, written to it, without gradient; arguments as above."""
+    """Return the sum of every process's tensor, written to it, without gradient; arguments as above."""
     if get_distributed_world_size(tp_group) == 1:
         return inp, None
     return inp, dist.all_reduce(inp, group=tp_group, async_op=async_op)

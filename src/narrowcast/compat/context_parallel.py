@@ -12,7 +12,7 @@ Parts = tuple[Tensor, Tensor, Tensor]
 
 
 def _padded_lengths(cu_seqlens: Tensor, divisibility_factor: int) -> tuple[Tensor, Tensor]:
-    """Lengths of the sequences, and what they are padded to."""
+    """Return lengths of the sequences, and what they are padded to."""
     if divisibility_factor < 1:
         raise ValueError(f"divisibility_factor is {divisibility_factor}; pass a positive number")
     lengths = cu_seqlens.diff()
@@ -66,7 +66,7 @@ def pad_thd_sequences_for_cp(
 def generate_positional_ids_for_cp(
     cu_seqlens: Tensor, divisibility_factor: int, dtype: torch.dtype = torch.long
 ) -> Tensor:
-    """Positions (padded tokens,) of packed sequences: each begins at 0 and counts on through its padding.
+    """Return positions (padded tokens,) of packed sequences: each begins at 0 and counts on through its padding.
 
     Args:
         cu_seqlens, divisibility_factor: as of :func:`pad_thd_sequences_for_cp`.
@@ -85,7 +85,8 @@ def get_batch_on_this_cp_rank(
     cp_group: dist.ProcessGroup | None = None,
     qvk_format: str = "thd",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """This rank's tokens of a batch: of each sequence's 2 n chunks the one of its number, and that many from the end.
+    """Return this rank's tokens of a batch: of each sequence's 2 n chunks the one of its number, and that many from the
+    end.
 
     So each rank has as much to do under a causal mask. For Transformer Engine's own attention; that of this library
     shares sequences in one piece per rank (``DotProductAttention.set_context_parallel_group``).
@@ -119,7 +120,7 @@ def get_batch_on_this_cp_rank(
 
 
 def _sequences(tensor: Tensor, cu_seqlens: Tensor | None, qvk_format: str) -> tuple[int, list[int]]:
-    """The dim of the tokens, and where the sequences in it begin and end."""
+    """Return the dim of the tokens, and where the sequences in it begin and end."""
     if qvk_format == "thd":
         assert cu_seqlens is not None
         ends = cu_seqlens.tolist()
@@ -138,7 +139,7 @@ def _sequences(tensor: Tensor, cu_seqlens: Tensor | None, qvk_format: str) -> tu
 
 
 def _chunks(begin: int, end: int, size: int, rank: int) -> Tensor:
-    """The places of a rank's two chunks of one sequence."""
+    """Return the places of a rank's two chunks of one sequence."""
     if (end - begin) % (2 * size):
         raise ValueError(
             f"a sequence has {end - begin} tokens, which must be divisible by {2 * size}, twice the number of ranks; "

@@ -25,7 +25,7 @@ def _format_of(recipe: Any, kind: str) -> Format:
 
 
 def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
-    """FP8 element type of a recipe's forward tensors, or of its gradients.
+    """Return FP8 element type of a recipe's forward tensors, or of its gradients.
 
     Args:
         fp8_recipe: with ``fp8_format``.
@@ -39,17 +39,17 @@ def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
 
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
-    """The same as PyTorch's dtype."""
+    """Return the same as PyTorch's dtype."""
     return TE_DTYPE_TO_TORCH[get_fp8_te_dtype(fp8_recipe, fprop_tensor)]
 
 
 def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
-    """Largest value of that type: 448 or 57344."""
+    """Return the largest value of that type: 448 or 57344."""
     return torch.finfo(get_fp8_torch_dtype(fp8_recipe, fprop_tensor)).max
 
 
 def get_fp4_te_dtype(fp4_recipe: Recipe) -> DType:
-    """FP4 element type of a recipe, E2M1.
+    """Return FP4 element type of a recipe, E2M1.
 
     Raises:
         TypeError: a recipe without ``fp4_format``.
@@ -59,5 +59,5 @@ def get_fp4_te_dtype(fp4_recipe: Recipe) -> DType:
 
 
 def canonicalize_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype itself; None: PyTorch's default."""
+    """Return the dtype itself; None: PyTorch's default."""
     return torch.get_default_dtype() if dtype is None else dtype

@@ -21,22 +21,22 @@ Support = tuple[bool, str]
 
 
 def check_fp8_support() -> Support:
-    """Whether per-tensor FP8 GEMMs run natively here, and why not."""
+    """Return whether per-tensor FP8 GEMMs run natively here, and why not."""
     return cast(Support, is_fp8_available(return_reason=True))
 
 
 def check_mxfp8_support() -> Support:
-    """Whether MXFP8 GEMMs run natively here, and why not."""
+    """Return whether MXFP8 GEMMs run natively here, and why not."""
     return cast(Support, is_mxfp8_available(return_reason=True))
 
 
 def check_nvfp4_support() -> Support:
-    """Whether NVFP4 GEMMs run natively here, and why not."""
+    """Return whether NVFP4 GEMMs run natively here, and why not."""
     return cast(Support, is_nvfp4_available(return_reason=True))
 
 
 def check_fp8_block_scaling_support() -> Support:
-    """Whether 128-block FP8 GEMMs run natively here, and why not."""
+    """Return whether 128-block FP8 GEMMs run natively here, and why not."""
     return cast(Support, is_fp8_block_scaling_available(return_reason=True))
 
 
@@ -86,7 +86,7 @@ class FP8GlobalStateManager(metaclass=_Named):
 
     @staticmethod
     def with_high_precision_init_val() -> bool:
-        """Whether parameters created now keep their initial value in high precision."""
+        """Return whether parameters created now keep their initial value in high precision."""
         return state.THREAD.state.init_preserve
 
     @staticmethod
@@ -128,7 +128,7 @@ class FP8GlobalStateManager(metaclass=_Named):
 
     @staticmethod
     def fp8_graph_capturing() -> bool:
-        """Whether the current stream is captured into a CUDA graph; False in compiled code."""
+        """Return whether the current stream is captured into a CUDA graph; False in compiled code."""
         if torch.compiler.is_compiling() or not torch.cuda.is_available():
             return False
         return torch.cuda.is_current_stream_capturing()

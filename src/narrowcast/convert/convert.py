@@ -230,7 +230,9 @@ def _some(names: list[str]) -> str:
 
 
 def _names_in_full(only: Selectors, table: dict[str, Recipe | None]) -> set[str]:
-    """The patterns of ``only`` and of the recipes, of which one that is a module's whole name asks for that module."""
+    """Return the patterns of ``only`` and of the recipes, of which one that is a module's whole name asks for that
+    module.
+    """
     listed: Any = [only] if isinstance(only, str) else [] if only is None or callable(only) else only
     return {one for one in listed if isinstance(one, str)} | set(table)
 
@@ -283,7 +285,8 @@ def _decide_again(before: Decision, recipe: Recipe | None) -> Decision:
 
 
 def _by_policy(one: Decision, choose: Policy, rows: int) -> Decision:
-    """The decision, or that the module stays as it is since it is faster so; what was not measured is converted."""
+    """Return the decision, or that the module stays as it is since it is faster so; what was not measured is converted.
+    """
     weights = one.found.weights
     if one.decision != "converted" or one.recipe is None or any(weight.groups > 1 for weight in weights):
         return one
@@ -301,7 +304,7 @@ def _decide_norm(one: FoundNorm, chosen: set[str], skipped: set[str]) -> FoundNo
 
 
 def _with_stored_weights(model: nn.Module, decisions: list[Decision]) -> list[Decision]:
-    """The decisions, with weights stored where they can be, and a reason where they cannot."""
+    """Return the decisions, with weights stored where they can be, and a reason where they cannot."""
     uses = uses_of_parameters(model)
     found = []
     for one in decisions:

@@ -37,7 +37,7 @@ class StackedExpertsLayer(LinearLayer):
 
     @staticmethod
     def is_kind_of(module: Any) -> bool:
-        """Whether the module, not converted yet, has this kind's parameters and forward."""
+        """Return whether the module, not converted yet, has this kind's parameters and forward."""
         raise NotImplementedError
 
     @staticmethod
@@ -66,7 +66,7 @@ class StackedExpertsLayer(LinearLayer):
         return weight.abs().float().flatten(1).amax(1)
 
     def _grouped(self, stage: Stage, x: Tensor, splits: Tensor) -> Tensor:
-        """One linear layer of every expert; rows beyond the sum of the splits become zero."""
+        """Return one linear layer of every expert; rows beyond the sum of the splits become zero."""
         stack, stored = self.stack_of(self), getattr(self, stage.weight)
         weight = stored.transpose(1, 2) if stack.transposed else stored
         biases: list[Any] = [getattr(self, stage.bias)] if stack.biased else []
@@ -90,7 +90,7 @@ class ExpertsLayer(StackedExpertsLayer):
 
     @staticmethod
     def is_kind_of(module: Any) -> bool:
-        """Whether it says of itself what the experts of Transformers 5 say."""
+        """Return whether it says of itself what the experts of Transformers 5 say."""
         if not all(
             hasattr(module, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed")
         ):
@@ -145,7 +145,7 @@ class EqualExpertsLayer(StackedExpertsLayer):
 
     @staticmethod
     def is_kind_of(module: Any) -> bool:
-        """Whether it runs as ``Llama4TextExperts`` of Transformers, by name and parts."""
+        """Return whether it runs as ``Llama4TextExperts`` of Transformers, by name and parts."""
         return (
             _runs_as(module) == "Llama4TextExperts"
             and hasattr(module, "act_fn")
@@ -173,7 +173,7 @@ class ParallelExpertsLayer(StackedExpertsLayer):
 
     @staticmethod
     def is_kind_of(module: Any) -> bool:
-        """Whether it runs as ``JetMoeParallelExperts`` of Transformers, by name and parts."""
+        """Return whether it runs as ``JetMoeParallelExperts`` of Transformers, by name and parts."""
         return _runs_as(module) == "JetMoeParallelExperts" and _are_stacked(module, ("weight",))
 
     @staticmethod
@@ -192,7 +192,7 @@ EXPERTS = (ExpertsLayer, EqualExpertsLayer, ParallelExpertsLayer)
 
 
 def _runs_as(module: nn.Module) -> str:
-    """The class whose forward the module has, by name: the package that defines it is not imported."""
+    """Return the class whose forward the module has, by name: the package that defines it is not imported."""
     return next(cls.__name__ for cls in type(module).__mro__ if "forward" in cls.__dict__)
 
 

@@ -66,7 +66,8 @@ class Found(NamedTuple):
 
 
 def gemm_modules(model: nn.Module) -> Iterator[Found]:
-    """The modules of a model that hold weights of GEMMs, in its order; one with two names comes under the first."""
+    """Yield the modules of a model that hold weights of GEMMs, in its order; one with two names comes under the first.
+    """
     parents = {id(child): module for module in model.modules() for child in module.children()}
     modules, routers, heads = dict(model.named_modules()), router_modules(model), head_modules(model)
     looked = [_look(name, module, parents.get(id(module))) for name, module in modules.items()]
@@ -132,7 +133,9 @@ def head_modules(model: nn.Module) -> set[int]:
 
 
 def _is_thin(weights: list[Weight]) -> bool:
-    """Whether a module's one matrix has few rows or columns, and many of the other: of few classes, or of low rank."""
+    """Return whether a module's one matrix has few rows or columns, and many of the other: of few classes, or of low
+    rank.
+    """
     sides = [sorted((one.rows, one.columns)) for one in weights if one.groups == 1]
     return (
         len(sides) == len(weights) == 1 and sides[0][0] < _THIN and _THIN_BESIDE * sides[0][0] <= sides[0][1]
@@ -140,7 +143,7 @@ def _is_thin(weights: list[Weight]) -> bool:
 
 
 def _experts_of(name: str, module: nn.Module) -> int:
-    """How many experts a child of a mixture holds; 0 where it holds none."""
+    """Return how many experts a child of a mixture holds; 0 where it holds none."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         names = [name, type(module).__name__, *(type(one).__name__ for one in module.children())]
         return len(module) if len(module) > 1 and any("expert" in one.lower() for one in names) else 0
@@ -154,7 +157,7 @@ def _experts_of(name: str, module: nn.Module) -> int:
 
 
 def _stacked(module: nn.Module) -> set[int]:
-    """The sizes of dim 0 of a module's own 3-D parameters, which hold a matrix per expert."""
+    """Return the sizes of dim 0 of a module's own 3-D parameters, which hold a matrix per expert."""
     if isinstance(module, _CONVOLUTIONS):
         return set()
     return {
@@ -188,7 +191,7 @@ class FoundNorm(NamedTuple):
 
 
 def norm_modules(model: nn.Module) -> Iterator[FoundNorm]:
-    """The modules of a model that are torch's ``LayerNorm`` or ``RMSNorm``, in its order."""
+    """Yield the modules of a model that are torch's ``LayerNorm`` or ``RMSNorm``, in its order."""
     for name, module in model.named_modules():
         for torchs, ours in ((nn.LayerNorm, LayerNorm), (nn.RMSNorm, RMSNorm)):
             if isinstance(module, torchs) and not isinstance(module, ours):
@@ -237,7 +240,7 @@ def _look(name: str, module: nn.Module, parent: nn.Module | None) -> Found | Non
 
 
 def _look_at_parameters(name: str, module: nn.Module, parent: nn.Module | None) -> Found | None:
-    """Modules that multiply parameters of their own: experts in 3-D, and what nothing is known about."""
+    """Return modules that multiply parameters of their own: experts in 3-D, and what nothing is known about."""
     weights = [
         weight
         for weight in _matrices(module, parent)
@@ -257,7 +260,7 @@ def _look_at_parameters(name: str, module: nn.Module, parent: nn.Module | None) 
 
 
 def _weights_of_layer(layer: RecipeOwner, parent: nn.Module | None) -> list[Weight]:
-    """The weights of a layer of narrowcast; of a converted one as they were found before."""
+    """Return the weights of a layer of narrowcast; of a converted one as they were found before."""
     weights = _matrices(layer, parent)
     if isinstance(layer, StackedExpertsLayer):
         return _experts_weights(type(layer), layer, weights)
@@ -279,7 +282,8 @@ def _transposed(weight: Weight) -> Weight:
 
 
 def _matrices(module: nn.Module, parent: nn.Module | None) -> list[Weight]:
-    """Parameters of the module itself that may be matrices: (..., N, K), of a convolution (N, everything else)."""
+    """Return parameters of the module itself that may be matrices: (..., N, K), of a convolution (N, everything else).
+    """
     weights = []
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -306,7 +310,7 @@ def _met_by_a_token(module: nn.Module, parent: nn.Module | None, groups: int) ->
 
 
 def _chosen_experts(*places: Any, groups: int) -> float:
-    """How many of the experts a router chooses for a token, where one of these places says it; else all."""
+    """Return how many of the experts a router chooses for a token, where one of these places says it; else all."""
     for place in places:
         for name in ("top_k", "num_experts_per_tok"):
             chosen = getattr(place, name, None)
@@ -319,7 +323,7 @@ def _chosen_experts(*places: Any, groups: int) -> float:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it runs as a ``Conv1D`` of Transformers, by name and parts; that package is not imported."""
+    """Return whether it runs as a ``Conv1D`` of Transformers, by name and parts; that package is not imported."""
     runs_as = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
     weight, bias = own_parameters(module).get("weight"), own_parameters(module).get("bias")
     return (
@@ -333,7 +337,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _is_torchaos(cls: type) -> bool:
-    """Whether torchao defines the class; that package is not imported."""
+    """Return whether torchao defines the class; that package is not imported."""
     return cls.__module__.partition(".")[0] == "torchao"
 
 
@@ -358,7 +362,7 @@ def _why_not_linear(module: nn.Module, parent: nn.Module | None) -> str:
 
 
 def _why_not_any(module: nn.Module, weights: tuple[str, ...]) -> str:
-    """What stands in the way of a module whose class would do, "" for nothing."""
+    """Return what stands in the way of a module whose class would do, "" for nothing."""
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance; convert before what did that"
     for name in weights:

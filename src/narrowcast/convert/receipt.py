@@ -171,7 +171,7 @@ class Receipt:
         self._recorders[:] = [recorder]
 
     def ran(self) -> RanGemms:
-        """The GEMMs that ran inside the last :meth:`recording`: of each layer, how often and in which precision.
+        """Return the GEMMs that ran inside the last :meth:`recording`: of each layer, how often and in which precision.
 
         Raises:
             RuntimeError: nothing was recorded.
@@ -200,7 +200,7 @@ class Receipt:
         return as_rich(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the model, as plain values."""
+        """Return everything but the model, as plain values."""
         shown = {
             one.name: getattr(self, one.name)
             for one in dataclasses.fields(self)
@@ -247,7 +247,7 @@ def receipt(model: nn.Module) -> Receipt:
 def receipt_of(
     model: nn.Module, decisions: Sequence[Decision], norms: Sequence[FoundNorm], dry_run: bool
 ) -> Receipt:
-    """The receipt of these decisions, before anything is changed.
+    """Return the receipt of these decisions, before anything is changed.
 
     Raises:
         ValueError: a recipe that cannot be resolved for its layer.
@@ -293,7 +293,9 @@ def receipt_of(
 
 
 def weight_name(found: Found, weight: Weight) -> str:
-    """Name of a weight in the receipt: its module's name, followed by its own if the module has several weights."""
+    """Return the name of a weight in the receipt: its module's name, followed by its own if the module has several
+    weights.
+    """
     return f"{found.name}.{weight.name}".lstrip(".") if len(found.weights) > 1 else found.name
 
 
@@ -328,7 +330,9 @@ _TOKENS = 4096  # what is saved per token is told for many: scales of blocks hav
 
 
 def _expected_bytes(one: Decision, weight: Weight) -> tuple[int, float, float]:
-    """(quantized weights held for the backward, saved per token, saved per token without conversion), in bytes."""
+    """Return the quantized weights held for the backward, the saved per token, and the saved per token without
+    conversion, in bytes.
+    """
     recipe: Any = one.recipe
     trains = weight.tensor.requires_grad
     elements = weight.rows * weight.columns if weight.groups == 1 else None
@@ -348,14 +352,14 @@ def _expected_bytes(one: Decision, weight: Weight) -> tuple[int, float, float]:
 
 
 def _bytes(operand: Any, shape: tuple[int, int], dtype: torch.dtype, columnwise: bool) -> int:
-    """Bytes of one direction of a quantized operand."""
+    """Return bytes of one direction of a quantized operand."""
     buffers = operand.quantizer._describe_buffers(shape, dtype).values()
     read = operand.columnwise if columnwise else operand.rowwise
     return sum(math.prod(sizes) * kind.itemsize for (sizes, kind), used in zip(buffers, read) if used)
 
 
 def _weights_of(model: nn.Module) -> list[NamedWeight]:
-    """Where the weights of a model are found, with the names that receipts have for them."""
+    """Return where the weights of a model are found, with the names that receipts have for them."""
     return [
         NamedWeight(weight_name(found, weight), found.module, weight.name, weight.tensor.numel())
         for found in gemm_modules(model)

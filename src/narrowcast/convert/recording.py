@@ -116,7 +116,7 @@ class NamedWeight(NamedTuple):
     size: int
 
     def address(self) -> int | None:
-        """Where the weight lies now: sharding puts another tensor there for the forward of the module."""
+        """Return where the weight lies now: sharding puts another tensor there for the forward of the module."""
         weight: Any = own_parameters(self.module).get(self.parameter)
         if isinstance(weight, QuantizedTensor):  # its codes are what is read
             weight = next(buffer for buffer in weight.get_data_tensors() if buffer is not None)
@@ -136,7 +136,7 @@ class Recorder(OperatorMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code runs as it does without this mode."""
+        """Return compiled code runs as it does without this mode."""
         return True
 
     def __torch_dispatch__(
@@ -173,7 +173,7 @@ class Recorder(OperatorMode):
         return known[0] if known else _Buffers(made_from=stored)
 
     def _names_of(self, tensor: Tensor) -> list[str]:
-        """Names of the weights that the memory of a tensor holds now, or the codes of such."""
+        """Return names of the weights that the memory of a tensor holds now, or the codes of such."""
         candidates = self._weights.get(tensor.numel(), []) if tensor.numel() else []
         if not candidates:
             return []
@@ -181,7 +181,7 @@ class Recorder(OperatorMode):
         return [weight.name for weight in candidates if weight.address() == address]
 
     def result(self, expected: Sequence[str]) -> RanGemms:
-        """What was noted; ``expected``: names of weights that are under a recipe."""
+        """Return what was noted; ``expected``: names of weights that are under a recipe."""
         calls = Counter(
             (" or ".join(call.names()), call.gemm, call.precision, call.emulated, call.compiled)
             for call in self._calls
@@ -200,7 +200,7 @@ class Recorder(OperatorMode):
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """The tensors among arguments or results, and those in lists of them."""
+    """Yield the tensors among arguments or results, and those in lists of them."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (tuple, list)):
@@ -213,7 +213,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def _precision(gemm: GemmCall) -> str:
-    """The elements of both operands, and their formats by the names of the quantizers."""
+    """Return the elements of both operands, and their formats by the names of the quantizers."""
     quantizers = gemm.left_quantizer, gemm.right_quantizer
     elements = [element_of(one, side) for one, side in zip(quantizers, gemm_directions(gemm.kind))]
     codes = " x ".join("high" if one is None else re.sub(r"^kFloat\d+|^k", "", one.name) for one in elements)

@@ -16,14 +16,14 @@ _COLOURS = {"converted": "#2a78b8", "narrowcast": "#5aa9a0", "kept": "#c9c9c9"}
 
 
 def as_text(receipt: Receipt) -> str:
-    """The table and its totals, without a package."""
+    """Return the table and its totals, without a package."""
     rows = [_HEAD, *(_row(one) for one in receipt.gemms)]
     lines = aligned(rows, _RIGHT) if receipt.gemms else []
     return "\n".join([*lines, *_totals(receipt)])
 
 
 def as_rich(receipt: Receipt) -> Any:
-    """A renderable of ``rich``."""
+    """Return a renderable of ``rich``."""
     from rich.console import Group
     from rich.table import Table
 
@@ -91,7 +91,7 @@ def _bytes(count: float) -> str:
 
 
 def as_html(receipt: Receipt) -> str:
-    """A page that needs no other file."""
+    """Return a page that needs no other file."""
     cells = [f"<tr>{''.join(f'<th>{html.escape(title)}</th>' for title in _HEAD)}</tr>"]
     for one in receipt.gemms:
         row = "".join(
@@ -110,7 +110,7 @@ def as_html(receipt: Receipt) -> str:
 
 
 def _picture(receipt: Receipt) -> str:
-    """A bar of the FLOPs per token: one part per weight, as wide as its share, in the colour of its decision."""
+    """Return a bar of the FLOPs per token: one part per weight, as wide as its share, in the color of its decision."""
     width, height, left, parts = 900.0, 48, 0.0, []
     for one in receipt.gemms:
         share = one.flops_share * width

@@ -22,7 +22,7 @@ _SYMMETRIC = ("tensor", "128x128")
 
 
 def stored_quantizer(recipe: Recipe, name: str) -> Quantizer:
-    """What quantizes a weight to be stored.
+    """Return what quantizes a weight to be stored.
 
     Raises:
         ValueError: the recipe's format for weights is another one row-wise than column-wise.
@@ -37,14 +37,16 @@ def stored_quantizer(recipe: Recipe, name: str) -> Quantizer:
 
 
 def stored_bytes(recipe: Recipe, name: str, weight: torch.Tensor) -> int:
-    """Bytes of the copy."""
+    """Return bytes of the copy."""
     operand = Operand.of(stored_quantizer(recipe, name), True, False)
     buffers = operand.quantizer._describe_buffers(tuple(weight.shape), weight.dtype)
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in buffers.values())
 
 
 def why_not_stored(weight: torch.Tensor, uses: Counter[int]) -> str:
-    """What stands in the way of storing a weight, "" for nothing; ``uses``: modules by the id of their parameters."""
+    """Return what stands in the way of storing a weight, "" for nothing; ``uses``: modules by the id of their
+    parameters.
+    """
     if weight.requires_grad:
         return "its weight trains, and is not stored quantized"
     if uses[id(weight)] > 1:
@@ -55,7 +57,7 @@ def why_not_stored(weight: torch.Tensor, uses: Counter[int]) -> str:
 
 
 def uses_of_parameters(model: nn.Module) -> Counter[int]:
-    """How many modules have each parameter, by its id."""
+    """Return how many modules have each parameter, by its id."""
     return Counter(
         id(p) for module in model.modules() for p in own_parameters(module).values() if p is not None
     )

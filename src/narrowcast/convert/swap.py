@@ -46,13 +46,13 @@ def _blank(layer: type[nn.Module], original: type[nn.Module]) -> nn.Module:
 
 @functools.cache
 def converted_class(layer: type[nn.Module], original: type[nn.Module]) -> type[Converted]:
-    """The class of an ``original`` that runs as ``layer``, under the original's name."""
+    """Return the class of an ``original`` that runs as ``layer``, under the original's name."""
     members: dict[str, Any] = {"_layer": layer, "_original": original, "__doc__": layer.__doc__}
     initialise: Any = getattr(original, "reset_parameters", None)
     if initialise is not None:
 
         def reset_parameters(self: Any) -> None:
-            """Initialise parameters as the original class does, and the layer's state."""
+            """Initialize parameters as the original class does, and the layer's state."""
             initialise(self)
             if isinstance(self, LinearLayer):
                 self._reset_state()
@@ -109,5 +109,5 @@ def turn_back(module: nn.Module) -> None:
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Whether :func:`become` made the module what it is."""
+    """Return whether :func:`become` made the module what it is."""
     return _KEPT in module.__dict__

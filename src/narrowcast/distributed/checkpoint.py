@@ -181,13 +181,13 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _empty(described: Any) -> Any:
-    """What a value of the checkpoint is read into."""
+    """Return what a value of the checkpoint is read into."""
     size = getattr(described, "size", None)
     return 0 if size is None else torch.empty(size, dtype=described.properties.dtype)
 
 
 def _layers(model: nn.Module) -> dict[str, DelayedLayer]:
-    """Layers with delayed state by their names in a checkpoint, in which wrappers leave no traces."""
+    """Return layers with delayed state by their names in a checkpoint, in which wrappers leave no traces."""
     found = {}
     for name, layer in model.named_modules():
         if isinstance(layer, DelayedLayer):

@@ -37,7 +37,7 @@ class GatherInPlace:
         self._stream: Any = None  # of the model, on a GPU
 
     def __deepcopy__(self, memo: Any) -> GatherInPlace:
-        """Itself: compiled code guards a copy of what a sharded weight holds."""
+        """Return itself: compiled code guards a copy of what a sharded weight holds."""
         return self
 
     def begin(self, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class GatherInPlace:
         self._places[weight] = codes
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What stands for the gathered weights, once there is a place for one."""
+        """Return what stands for the gathered weights, once there is a place for one."""
         if dtype == torch.uint8 and self._sent:
             return StandIn(_Gathered(self), size, dtype, device)
         self._sent.clear()

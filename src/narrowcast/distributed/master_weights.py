@@ -180,7 +180,7 @@ def _checked(weight: Any, master: Tensor | None, start: int | None) -> Quantized
 
 
 def _per_byte(weight: QuantizedTensor) -> int:
-    """Codes that share a byte: two where row-wise data are half as wide as the weight."""
+    """Return codes that share a byte: two where row-wise data are half as wide as the weight."""
     return 2 if weight.rowwise_operand()[0].shape[-1] < weight.shape[-1] else 1
 
 
@@ -193,7 +193,8 @@ def _placed(weight: Tensor, master: Tensor | None, start: int | None) -> tuple[T
 
 
 def _groups(quantizer: Any) -> list[tuple[bool, tuple[int, int]]]:
-    """(whether it is column-wise, (rows, columns) of the elements that share a scale), of each direction to write.
+    """Return (whether it is column-wise, (rows, columns) of the elements that share a scale), of each direction to
+    write.
 
     (0, 0): all elements. Empty for formats whose shards cannot be written.
     """
@@ -214,7 +215,8 @@ def _groups(quantizer: Any) -> list[tuple[bool, tuple[int, int]]]:
 
 
 def _largest(part: _Part) -> list[Tensor]:
-    """The largest magnitude of this rank's elements in every group, fp32, by direction; NaN counts as largest."""
+    """Return the largest magnitude of this rank's elements in every group, fp32, by direction; NaN counts as largest.
+    """
     found = []
     rows, columns = part.weight.shape
     for _, (high, wide) in _groups(part.weight._quantizer):
@@ -267,7 +269,7 @@ def _write(part: _Part, agreed: list[Tensor]) -> None:
 def _quantized(
     part: _Part, quantizer: Any, columnwise: bool, tile: tuple[int, int], mine: Tensor, every: Tensor
 ) -> list[Tensor]:
-    """Codes of the shard and scales of the whole: of the shard with the magnitudes of others in their places."""
+    """Return codes of the shard and scales of the whole: of the shard with the magnitudes of others in their places."""
     weight = part.weight
     values = (
         part.values[0] if part.values else torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
@@ -281,7 +283,7 @@ def _quantized(
 
 
 def _with_others(values: Tensor, part: _Part, tile: tuple[int, int], mine: Tensor, every: Tensor) -> Tensor:
-    """The values, and in groups where others have the largest magnitude, that on one element which is theirs."""
+    """Return the values, and in groups where others have the largest magnitude, that on one element which is theirs."""
     rows, columns = values.shape
     high, wide = tile if tile[0] else (rows, columns)
     count = 0 if part.values is None else part.values[1]

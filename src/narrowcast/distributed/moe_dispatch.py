@@ -67,7 +67,7 @@ class MoEDispatch(nn.Module):
         self.back = wire_of(name, ranks, grad_quantizer, "grad_quantizer")
 
     def extra_repr(self) -> str:
-        """Sizes, as printed by the module."""
+        """Return sizes, as printed by the module."""
         return f"num_experts={self.num_experts}, ranks={self.there.ranks}, capacity={self.capacity}"
 
     def dispatch(self, rows: Tensor, tokens_per_expert: Tensor) -> tuple[Tensor, Tensor, Route]:
@@ -117,7 +117,8 @@ class MoEDispatch(nn.Module):
         num_out_tokens: int,
         experts: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """A whole mixture: permute, dispatch, experts, combine, add up; the same bits with fewer passes over the rows.
+        """Return a whole mixture: permute, dispatch, experts, combine, add up; the same bits with fewer passes over the
+        rows.
 
         Args:
             x: (T, K).
@@ -146,7 +147,7 @@ class MoEDispatch(nn.Module):
         return (self._exact if self.capacity is None else self._fixed)(counts, rows)
 
     def _exact(self, counts: Tensor, rows: int) -> tuple[Route, Tensor]:
-        """Rows as many as there are; the one place that reads from the device."""
+        """Return rows as many as there are; the one place that reads from the device."""
         came = exact_counts(counts, self.there)
         sizes = (came.sum(0) + (self.align_size - 1)) // self.align_size * self.align_size
         known = torch.cat([counts.sum(1), came.sum(1), sizes.sum().view(1)]).tolist()

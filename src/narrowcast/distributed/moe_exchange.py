@@ -52,12 +52,12 @@ class Route(NamedTuple):
     """Rows from each rank."""
 
     def reversed(self) -> Route:
-        """The way back."""
+        """Return the way back."""
         return Route(self.after_back, self.after, self.before_back, self.before, self.received, self.sent)
 
 
 def wire_of(group: str, ranks: int, quantizer: Quantizer | None, name: str) -> Wire:
-    """The wire of a quantizer.
+    """Return the wire of a quantizer.
 
     Raises:
         TypeError: no quantizer, or one whose rows share scales or draws random numbers.
@@ -78,7 +78,9 @@ def wire_of(group: str, ranks: int, quantizer: Quantizer | None, name: str) -> W
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wire: Wire) -> Tensor:
-    """Rows for each rank against rows from each rank; they travel as bytes. ``x`` itself where there is one rank."""
+    """Return rows for each rank against rows from each rank; they travel as bytes. ``x`` itself where there is one
+    rank.
+    """
     if wire.ranks == 1:
         return x
     out = all_to_all_op(bytes_of_rows(x), list(received), list(sent), wire.group)
@@ -86,7 +88,7 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wire: Wi
 
 
 def travel(x: Tensor, route: Route, wire: Wire) -> Tensor:
-    """The rows (R, K) at the other end, in the dtype of ``x``; quantized on the way where the wire says so."""
+    """Return the rows (R, K) at the other end, in the dtype of ``x``; quantized on the way where the wire says so."""
     if wire.quantizer is None:
         return _added(_moved(x, route, wire), route)
     data, scales = quantize(x, wire.quantizer)
@@ -131,13 +133,15 @@ class Exchange(torch.autograd.Function):
 
 
 def exact_counts(counts: Tensor, wire: Wire) -> Tensor:
-    """Rows that come from every rank for each expert here, from those that go from here to each expert of each rank."""
+    """Return rows that come from every rank for each expert here, from those that go from here to each expert of each
+    rank.
+    """
     ones = [1] * wire.ranks
     return all_to_all(counts.contiguous(), ones, ones, wire)
 
 
 def by_expert(received: Tensor, starts: Tensor, rows: int, align_size: int) -> tuple[Tensor, Tensor]:
-    """The order by expert of rows that came by rank.
+    """Return the order by expert of rows that came by rank.
 
     Args:
         received: int64 (ranks, experts), rows of each rank for each expert here.
@@ -161,7 +165,7 @@ def by_expert(received: Tensor, starts: Tensor, rows: int, align_size: int) -> t
 
 
 def group_of(group: Any) -> tuple[str, int]:
-    """Name and size of a process group; of the default one for None, and ("", 1) where nothing is initialised.
+    """Return name and size of a process group; of the default one for None, and ("", 1) where nothing is initialized.
 
     Raises:
         TypeError: no process group.

@@ -96,7 +96,7 @@ class SequenceParallel(style.SequenceParallel):
 
 
 def _rows_dim(layout: Placement, name: str) -> int | None:
-    """The dim that ranks share the rows of; None where each has all of them.
+    """Return the dim that ranks share the rows of; None where each has all of them.
 
     Raises:
         ValueError: another layout.
@@ -169,7 +169,7 @@ def _hooked(
     rows: int | None,
     local: bool,
 ) -> nn.Module:
-    """A layer between what comes, plain or DTensor, and what it computes on.
+    """Return a layer between what comes, plain or DTensor, and what it computes on.
 
     Args:
         given: layout of plain inputs.
@@ -207,7 +207,7 @@ def _placed_output(
 
 
 def _rows_first(x: Tensor, rows: int | None) -> Tensor:
-    """Rows to the front, and back again."""
+    """Return rows to the front, and back again."""
     return x.transpose(0, rows) if rows else x
 
 

@@ -245,7 +245,7 @@ class _Chosen:
                 self.rows.append(ShardedParameter(full, shape, reason, moved, plain))
 
     def _why_not(self, layer: LinearLayer, stage: Stage, parameter: Any) -> str:
-        """What stands in the way of gathering a weight quantized, "" for nothing."""
+        """Return what stands in the way of gathering a weight quantized, "" for nothing."""
         recipe = layer.recipe or self.recipe
         if not self.wanted:
             return "quantized_gather=False"
@@ -350,7 +350,8 @@ class _Chosen:
 
 
 def _tile(quantizer: Any) -> int | None:
-    """How the scales of a weight lie: 0: one for all of it; 1: apart for rows and columns; else square tiles of so many
+    """Return how the scales of a weight lie: 0: one for all of it; 1: apart for rows and columns; else square tiles of
+    so many
     rows, the same codes both ways. None: in a way that is not gathered."""
     native = quantizer._format_layout().native
     if native == "tensor":
@@ -410,12 +411,13 @@ def _watch_gathers(model: nn.Module) -> None:
 
 
 def _gathers_of(group: Any) -> list[WeightGather]:
-    """How weights are gathered quantized that FSDP2 gathers together."""
+    """Return how weights are gathered quantized that FSDP2 gathers together."""
     return [own._gather for own in sharded_parts(group) if isinstance(own, ShardedWeight)]
 
 
 def _gather_anew(gathers: list[WeightGather], model: nn.Module, args: Any) -> None:
-    """Forward pre-hook: give back what is still gathered of an earlier forward, and is not what this one would gather.
+    """Compute the forward pre-hook: give back what is still gathered of an earlier forward, and is not what this one
+    would gather.
 
     Weights were written since, or their scales are renewed, as every forward of a model in training does.
     """
@@ -430,7 +432,8 @@ def _gather_anew(gathers: list[WeightGather], model: nn.Module, args: Any) -> No
 
 
 def _keep_codes(groups: list[tuple[Any, list[WeightGather]]], model: nn.Module, args: Any) -> None:
-    """Forward pre-hook: shards are quantized once for a forward and its backward, where that gathers again."""
+    """Compute the forward pre-hook: shards are quantized once for a forward and its backward, where that gathers again.
+    """
     if starts_a_step():
         for group, gathers in groups:
             keeps = torch.is_grad_enabled() and gathers_in_backward(group)
@@ -441,7 +444,7 @@ def _keep_codes(groups: list[tuple[Any, list[WeightGather]]], model: nn.Module, 
 
 
 def _check_given_back(groups: list[Any], model: nn.Module, args: Any) -> None:
-    """Forward pre-hook, where weights are gathered by direction.
+    """Compute the forward pre-hook, where weights are gathered by direction.
 
     Raises:
         RuntimeError: a weight that was gathered for the forward would still be there in the backward, or the reverse.

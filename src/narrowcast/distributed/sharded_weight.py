@@ -76,13 +76,14 @@ class WeightGather:
         return self.per_tensor or self.encoder._is_delayed()
 
     def bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes that a gather moves: the codes, and the scales of blocks."""
+        """Return bytes that a gather moves: the codes, and the scales of blocks."""
         moved = [*self.encoder._describe_buffers(shape[-2:]).values()]
         moved = moved[:-1] if self.per_tensor else moved
         return max(self.members, 1) * sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in moved)
 
     def encode(self, shard: Tensor, dtype: torch.dtype, columnwise: bool) -> list[Tensor]:
-        """Codes of a shard (rows, K), scales of its blocks, and what all ranks have, fp32 (1,); in one direction.
+        """Return codes of a shard (rows, K), scales of its blocks, and what all ranks have, fp32 (1,); in one
+        direction.
 
         Args:
             dtype: of the model's computation, to which the shard is rounded first.
@@ -106,7 +107,7 @@ class WeightGather:
         return [*buffers[:-1], self.kept] if self.kept is not None else buffers
 
     def assemble(self, buffers: list[Tensor], shard: Any, dtype: torch.dtype) -> Tensor:
-        """The quantized tensor around gathered buffers; ``shard``: shape of a shard."""
+        """Return the quantized tensor around gathered buffers; ``shard``: shape of a shard."""
         if not self.members:
             return self.quantizer._assemble(buffers, (buffers[0].shape[0], shard[1]), dtype)
         quantizer: Any = self.quantizer
@@ -145,7 +146,7 @@ class ShardedWeight(Tensor):
         return f"{type(self).__name__}({self._shard!r}, gathered with {self._gather.quantizer!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], WeightGather]:
-        """(name of the values, how they are gathered)."""
+        """Return name of the values and how they are gathered."""
         return ["_shard"], self._gather
 
     @staticmethod
@@ -157,7 +158,7 @@ class ShardedWeight(Tensor):
 
     @classmethod
     def __metadata_guard__(cls, guarded: WeightGather, given: WeightGather) -> bool:
-        """Whether code that was compiled for one weight serves another; what is guarded is a copy."""
+        """Return whether code that was compiled for one weight serves another; what is guarded is a copy."""
         return (guarded.encoder, guarded.quantizer) == (given.encoder, given.quantizer)
 
     __torch_function__ = no_torch_function
@@ -181,7 +182,9 @@ class ShardedWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[bool, list[Tensor]]]:
-        """(what this rank gives, what it keeps): codes and the scales of its blocks; direction, and what all have."""
+        """Return what this rank gives and what it keeps: codes and the scales of its blocks; direction, and what all
+        have.
+        """
         result = self._given(mesh, mp_policy)
         if self._gather.in_place is not None:
             self._gather.in_place.send(self._gather, result[0][0])
@@ -214,7 +217,9 @@ class ShardedWeight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> Any:
-        """The whole weight as a quantized tensor; with ``out`` in the one of the first time, whose codes are there."""
+        """Return the whole weight as a quantized tensor; with ``out`` in the one of the first time, whose codes are
+        there.
+        """
         (columnwise, kept), gather = metadata, self._gather
         gather.columns_arrived = columnwise
         if out is None:
@@ -251,7 +256,8 @@ class ShardedWeight(Tensor):
         return None
 
     def _other_direction(self, rowwise: list[Tensor]) -> list[Tensor]:
-        """Column-wise buffers without memory, which a backward fills; FSDP2 gives them memory and takes it away."""
+        """Return column-wise buffers without memory, which a backward fills; FSDP2 gives them memory and takes it away.
+        """
         assert self._gather.backward_encoder is not None
         # the members of a group lie below each other
         described = self._gather.backward_encoder._describe_buffers((rowwise[0].shape[0], self.shape[-1]))
@@ -268,7 +274,9 @@ ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ig
 
 
 def _plain(value: Any, found: list[ShardedWeight]) -> Any:
-    """An argument with the shards in place of weights, which are added to ``found``; quicker than PyTorch's trees."""
+    """Return an argument with the shards in place of weights, which are added to ``found``; quicker than PyTorch's
+    trees.
+    """
     if isinstance(value, ShardedWeight):
         found.append(value)
         return value._shard
@@ -276,7 +284,9 @@ def _plain(value: Any, found: list[ShardedWeight]) -> Any:
 
 
 def like(sharded: Any, own: Tensor) -> Any:
-    """A tensor that is sharded as another, of which this rank holds ``own``; that itself where nothing is sharded."""
+    """Return a tensor that is sharded as another, of which this rank holds ``own``; that itself where nothing is
+    sharded.
+    """
     if not is_distributed(sharded):
         return own
     return torch.distributed.tensor.DTensor.from_local(  # type: ignore[attr-defined]

@@ -59,24 +59,24 @@ class ScaledWeight:
         return self._seen._shard
 
     def state(self, name: str) -> Tensor:
-        """The weight's scales or amaxes in the layer's state of delayed scaling."""
+        """Return the weight's scales or amaxes in the layer's state of delayed scaling."""
         full = f"{self.stage.prefix}{name}_fwd"
         if getattr(self.layer, full) is None:
             self.layer._keep_state_of(self.recipe)
         return getattr(self.layer, full)[self.first_slot : self.first_slot + self.count]
 
     def own(self, mesh: Any) -> range:
-        """Which of its scales are of this rank's shard."""
+        """Return which of its scales are of this rank's shard."""
         held = max(self.gather.members // mesh.size(), 1)
         return range(mesh.get_local_rank() * held if self.gather.members else 0, self.count)[:held]
 
     def parts(self, shard: Tensor) -> list[Tensor]:
-        """What has a scale of its own, of a shard."""
+        """Return what has a scale of its own, of a shard."""
         return list(shard.unbind()) if self.gather.members else [shard]
 
 
 def synchronizes(model: nn.Module) -> bool:
-    """Whether the backward of this forward reduces gradients over ranks."""
+    """Return whether the backward of this forward reduces gradients over ranks."""
     return any(map(reduces_gradients, parameter_groups(model)))
 
 
@@ -90,7 +90,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def _has_backward() -> bool:
-    """Whether the forward that begins has a backward; the first run of a reentrant checkpoint records no gradients."""
+    """Return whether the forward that begins has a backward; the first run of a reentrant checkpoint records no
+    gradients.
+    """
     run = None if torch.is_grad_enabled() else run_now()
     return torch.is_grad_enabled() or (run is not None and run.collects(False))
 
@@ -114,7 +116,7 @@ class WeightScales:
         self.own = [weight.own(mesh) for weight in weights]
 
     def renew(self, model: nn.Module, args: Any) -> None:
-        """Forward pre-hook, in front of FSDP2's own."""
+        """Compute the forward pre-hook, in front of FSDP2's own."""
         if not starts_a_step():
             return
         if not self.known:
@@ -138,7 +140,8 @@ class WeightScales:
             self.of_backward = [(one.gather.scale, one.gather.kept) for one in self.weights if one.delayed]
 
     def restore(self, model: nn.Module, args: Any, out: Any) -> None:
-        """Forward hook, also of a forward that raises: hand out again what an earlier forward's backward will read.
+        """Compute the forward hook, also of a forward that raises: hand out again what an earlier forward's backward
+        will read.
 
         A forward in training without gradients renews the scales. Weights that stay gathered have its codes then.
         """
@@ -151,7 +154,9 @@ class WeightScales:
                 reshard(model)
 
     def _of_shards(self) -> Tensor:
-        """The amax of what this rank holds, with zeros in place of other ranks' groups; not by casts: of all shards."""
+        """Return the amax of what this rank holds, with zeros in place of other ranks' groups; not by casts: of all
+        shards.
+        """
         if self.of_shards is not None:
             largest = self.of_shards
             for weight, shard in zip(self.weights, self.shards):
@@ -208,11 +213,13 @@ class WeightScales:
             gather.kept = scale_inv
 
     def _collects(self, model: nn.Module) -> bool:
-        """Whether a forward that is no recomputation leaves the amax of weights for delayed scaling."""
+        """Return whether a forward that is no recomputation leaves the amax of weights for delayed scaling."""
         return self.delayed and model.training and torch.is_grad_enabled() and starts_a_step()
 
     def record(self, model: nn.Module, args: Any, out: Any) -> None:
-        """Forward hook: what delayed scaling collects of a weight, once all layers have renewed their state."""
+        """Compute the forward hook: what delayed scaling collects of a weight, once all layers have renewed their
+        state.
+        """
         if self._collects(model):
             amaxes = self._amax().split(self.counts)
             found = [(w.state("amax"), own) for w, own in zip(self.weights, amaxes) if w.delayed]

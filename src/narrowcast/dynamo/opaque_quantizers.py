@@ -69,7 +69,7 @@ def register_value_opaque_quantizer(cls: type) -> type:
 
 
 def is_value_opaque_quantizer(quantizer: Any) -> bool:
-    """Whether the compiler knows the exact class of this quantizer as a value; traceable."""
+    """Return whether the compiler knows the exact class of this quantizer as a value; traceable."""
     return getattr(quantizer, "_te_compile_value_opaque", False)
 
 

@@ -44,7 +44,7 @@ class TensorProto:
         return self.quantizer is not None
 
     def inner_names(self) -> tuple[str, ...]:
-        """Names of the buffers, in flatten order; ``("data",)`` for a plain tensor.
+        """Return names of the buffers, in flatten order; ``("data",)`` for a plain tensor.
 
         Raises:
             RuntimeError: the quantizer describes a buffer its storage does not declare, or in another order.
@@ -55,13 +55,13 @@ class TensorProto:
         return tuple(self.quantizer._buffer_table(self.shape, self.dtype))
 
     def create_metadata(self) -> dict[str, Any]:
-        """Context for ``__tensor_unflatten__``; for a plain tensor, a note of dtype and grad flag."""
+        """Return the context for ``__tensor_unflatten__``; for a plain tensor, a note of dtype and grad flag."""
         if self.quantizer is None:
             return {"is_quantized": False, "dtype": self.dtype, "requires_grad": self.requires_grad}
         return self.quantizer.create_metadata(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
 
     def create_inner_tensors(self) -> list[Tensor]:
-        """Uninitialised buffers in the order of :meth:`inner_names`; fake under a fake mode."""
+        """Return uninitialized buffers in the order of :meth:`inner_names`; fake under a fake mode."""
         device = default_device() if self.device is None else self.device
         if self.quantizer is None:
             return [torch.empty(self.shape, dtype=self.dtype, device=device)]
@@ -69,11 +69,11 @@ class TensorProto:
         return [torch.empty(size, dtype=dtype, device=device) for size, dtype in described.values()]
 
     def create_tensor(self) -> TensorOrQuantized:
-        """Uninitialised tensor of the described kind; traces without a graph break."""
+        """Return uninitialized tensor of the described kind; traces without a graph break."""
         return self.assemble(self.create_inner_tensors())
 
     def assemble(self, inner_tensors: list[Tensor]) -> Any:
-        """The tensor around given buffers, in the order of :meth:`inner_names`.
+        """Return the tensor around given buffers, in the order of :meth:`inner_names`.
 
         Raises:
             ValueError: another number of buffers.
@@ -102,7 +102,7 @@ class TensorProto:
 
 
 def to_tensor_proto(tensor: TensorOrQuantized) -> TensorProto:
-    """Description of a plain tensor, a quantized tensor or a bare storage; it traces."""
+    """Return the description of a plain tensor, a quantized tensor or a bare storage; it traces."""
     if isinstance(tensor, QuantizedTensorStorage):
         wrapper = isinstance(tensor, QuantizedTensor)
         quantizer, dtype = tensor._description

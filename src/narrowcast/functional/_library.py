@@ -33,7 +33,7 @@ from .routes import DISPATCHED, SHORTCUT, TEXT, WHOLE, watcher, watcher_in_graph
 
 
 def _library() -> torch.library.Library:
-    """The one library of this namespace; that of an import before this one, whose modules were deleted, ends."""
+    """Return the one library of this namespace; that of an import before this one, whose modules were deleted, ends."""
     of_namespace = vars(torch.ops.narrowcast)
     if "_library" in of_namespace:
         end_library(of_namespace.pop("_library"))
@@ -113,7 +113,7 @@ def give_backward(name: str, backward: Callable[..., Any], setup_context: Callab
 
 
 def _refused_in_graphs(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """``implementation`` for eager code; the trace of a graph ends with an error, also without ``fullgraph``."""
+    """Return ``implementation`` for eager code; the trace of a graph ends with an error, also without ``fullgraph``."""
 
     @functools.wraps(implementation)
     def run(*args: Any) -> Any:
@@ -135,7 +135,7 @@ def _define_text_overload(
     fake: Callable[..., Any],
     tags: tuple[torch.Tag, ...],
 ) -> None:
-    """``<name>.text``: the same operator with texts for quantizers, which is what a file can hold of a program.
+    """Return ``<name>.text``: the same operator with texts for quantizers, which is what a file can hold of a program.
 
     And for dtypes: what PyTorch 2.11 compiles ahead of time reads their numbers in a file as those of other dtypes.
     """
@@ -170,7 +170,9 @@ def _text_of(value: Any) -> str:
 
 
 def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake that refuses tensors of which only some are on the meta device: real ones would get memory unwritten."""
+    """Return a fake that refuses tensors of which only some are on the meta device: real ones would get memory
+    unwritten.
+    """
 
     @functools.wraps(fake)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +194,8 @@ _PLAIN_ALONE = frozenset(PLAIN)
 def _with_shortcut(
     packet: Any, implementation: Callable[..., Any], of_state: bool = False
 ) -> Callable[..., Any]:
-    """The default overload, without the way through the dispatcher where that leads straight to ``implementation``.
+    """Return the default overload, without the way through the dispatcher where that leads straight to
+    ``implementation``.
 
     So it does for plain CUDA tensors in eager code that records no gradient: inside the autograd functions; and for
     state, which has none. It would cost as much as launching a kernel does. Traces, dispatch modes and the profiler do
@@ -237,7 +240,7 @@ def _with_shortcut(
 def _inline(
     implementation: Callable[..., Any], inlined: Callable[..., bool] | None, shared: bool
 ) -> Callable[..., Any]:
-    """The rule by which functionalization meets an operator: trace its implementation, or keep it whole.
+    """Return the rule by which functionalization meets an operator: trace its implementation, or keep it whole.
 
     Traced, its GEMMs and kernel launches are the graph's own: the compiler allocates for them, plans their memory and
     starts them from the code it generates, where an operator is a call into Python at every step. Kept whole are
@@ -256,7 +259,7 @@ def _inline(
             return once(mode, given) if shared else run(*args, **(kwargs or {}))
 
     def once(mode: Any, given: tuple[Any, ...]) -> Any:
-        """The outputs of an earlier call of this graph on the same values; the compiler would launch twice."""
+        """Return the outputs of an earlier call of this graph on the same values; the compiler would launch twice."""
         results = vars(mode).setdefault("_narrowcast_results", {})  # as long as the trace
         key = (implementation, get_proxy_mode(), *(_identity(value) for value in given))
         if key not in results:
@@ -328,7 +331,7 @@ def _is_ours(quantizer: QuantizerValue) -> bool:
 
 
 def _recorded(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule by which a recording meets an operator: it notes what the implementation does."""
+    """Return the rule by which a recording meets an operator: it notes what the implementation does."""
 
     def rule(mode: Recording, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(arg, QuantizerValue) and not _is_ours(arg) for arg in args):
@@ -348,7 +351,7 @@ def _by_mode(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None)
 
 
 def _saved(rule: Callable[..., Any], numbered: bool = False) -> Callable[..., Any]:
-    """``rule``, after which what it traced is tagged to be saved, whatever a checkpoint around it has said."""
+    """Return ``rule``, after which what it traced is tagged to be saved, whatever a checkpoint around it has said."""
 
     def run(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracing = get_proxy_mode()
@@ -369,7 +372,9 @@ def _saved(rule: Callable[..., Any], numbered: bool = False) -> Callable[..., An
 
 
 def _identity(value: Any) -> Any:
-    """Equal for the same value in a trace: of tensors the same part of the same storage, not written to in between."""
+    """Return the equal for the same value in a trace: of tensors the same part of the same storage, not written to in
+    between.
+    """
     if not isinstance(value, FunctionalTensor):
         return value
     return (*state_key(value), value.dtype, tuple(value.shape), value.stride(), value.storage_offset())

@@ -43,7 +43,7 @@ class Producer:
 
 
 def define_plain(producer: Producer) -> Operator:
-    """The operator that returns (result, *further outputs)."""
+    """Return the operator that returns (result, *further outputs)."""
     count, defaults = len(producer.inputs), tuple(producer.options.values())
 
     def run(*given: Any) -> Any:
@@ -65,7 +65,7 @@ def define_plain(producer: Producer) -> Operator:
 
 
 def define_quantizing(producer: Producer) -> Operator:
-    """The operator that returns the quantizer's buffers of the result, then the sums, then the further outputs.
+    """Return the operator that returns the quantizer's buffers of the result, then the sums, then the further outputs.
 
     It takes (*inputs, quantizer, *options, seed, scale, amax).
     """

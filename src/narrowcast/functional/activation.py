@@ -17,7 +17,7 @@ from ._producers import Producer, define_plain, define_quantizing
 
 
 def named_parameters(activation: str, parameters: Sequence[float]) -> dict[str, float]:
-    """The parameters of an activation by name.
+    """Return the parameters of an activation by name.
 
     Raises:
         ValueError: an unknown activation, or another number of parameters than it has.
@@ -29,7 +29,7 @@ def named_parameters(activation: str, parameters: Sequence[float]) -> dict[str, 
 
 
 def output_shape(x: Tensor, activation: str) -> tuple[int, ...]:
-    """Shape of an activation of ``x``.
+    """Return the shape of an activation of ``x``.
 
     Raises:
         ValueError: an unknown activation, or an odd last dim of a gated one.

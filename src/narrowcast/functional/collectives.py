@@ -30,7 +30,7 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or get
 
 
 def group_name(process_group: Any) -> str | None:
-    """Name of a process group; None for the default group.
+    """Return the name of a process group; None for the default group.
 
     Raises:
         TypeError: no process group.
@@ -53,7 +53,7 @@ def group_name(process_group: Any) -> str | None:
 
 
 def group_size(name: str | None) -> int:
-    """How many processes a group has; 1 where torch.distributed is not initialised."""
+    """Return how many processes a group has; 1 where torch.distributed is not initialized."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     if name is None:
@@ -62,12 +62,14 @@ def group_size(name: str | None) -> int:
 
 
 def gather_rows(x: Tensor, group: str | None) -> Tensor:
-    """Concatenation of every process's ``x`` along the first dim, in order of rank; a view of ``x`` for one process."""
+    """Return the concatenation of every process's ``x`` along the first dim, in order of rank; a view of ``x`` for one
+    process.
+    """
     return x.view_as(x) if group_size(group) == 1 else arrived(start_gather(x, group))
 
 
 def scatter_rows(x: Tensor, group: str | None) -> Tensor:
-    """This process's share of the rows of the sum of every process's ``x``; a view of ``x`` for one process.
+    """Return this process's share of the rows of the sum of every process's ``x``; a view of ``x`` for one process.
 
     Raises:
         ValueError: the first dim is not a multiple of the number of processes.
@@ -76,17 +78,17 @@ def scatter_rows(x: Tensor, group: str | None) -> Tensor:
 
 
 def sum_over(x: Tensor, group: str | None) -> Tensor:
-    """Sum of every process's ``x``; a view of ``x`` for one process."""
+    """Return the sum of every process's ``x``; a view of ``x`` for one process."""
     return x.view_as(x) if group_size(group) == 1 else arrived(start_sum(x, group))
 
 
 def largest_of(x: Tensor, group: str | None) -> Tensor:
-    """The largest of every process's ``x``, element by element."""
+    """Return the largest of every process's ``x``, element by element."""
     return arrived(_reduce(x.contiguous(), "max", _registered(group)))
 
 
 def smallest_of(x: Tensor, group: str | None) -> Tensor:
-    """The smallest of every process's ``x``, element by element."""
+    """Return the smallest of every process's ``x``, element by element."""
     return arrived(_reduce(x.contiguous(), "min", _registered(group)))
 
 
@@ -115,7 +117,7 @@ def start_sum(x: Tensor, group: str | None) -> Tensor:
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """What was begun, once it is there."""
+    """Return what was begun, once it is there."""
     return wait_op(tensor)
 
 

@@ -35,7 +35,7 @@ class GemmCall(NamedTuple):
 
 
 def gemm_call(func: Any, args: Sequence[Any]) -> GemmCall | None:
-    """The GEMM that a dispatched call computes; None for a call that does not multiply quantized operands."""
+    """Return the GEMM that a dispatched call computes; None for a call that does not multiply quantized operands."""
     named = dict(zip((argument.name for argument in schema_of(func).arguments), args))
     if "left_quantizer" not in named:
         return None
@@ -43,7 +43,7 @@ def gemm_call(func: Any, args: Sequence[Any]) -> GemmCall | None:
 
 
 def element_of(quantizer: Any, columnwise: bool) -> DType | None:
-    """What the codes of one direction are; None for a tensor in high precision."""
+    """Return what the codes of one direction are; None for a tensor in high precision."""
     if isinstance(quantizer, str):  # in a graph that was exported
         quantizer = quantizer_of_text(quantizer)
     half = quantizer._half(columnwise) if hasattr(quantizer, "_half") else quantizer
@@ -69,7 +69,7 @@ def _accumulate_flops(
 
 
 def _contraction(kind: str, data: Tensor, quantizer: Any, rows: int) -> int:
-    """Length of the contraction, from the bits of the left operand; with what pads it to whole blocks."""
+    """Return the length of the contraction, from the bits of the left operand; with what pads it to whole blocks."""
     columnwise = gemm_directions(kind)[0]
     element = element_of(quantizer, columnwise)
     bits = 8 * data.element_size() if element is None else ELEMENT_FORMATS[element].bits

@@ -69,12 +69,12 @@ LEAST_COLUMNS = 1024
 
 
 def columns_at_once(hidden: Tensor) -> int:
-    """How many columns of logits to make at a time for ``hidden`` (T, H)."""
+    """Return how many columns of logits to make at a time for ``hidden`` (T, H)."""
     return max(LEAST_COLUMNS, LOGITS_AT_ONCE // max(1, hidden.shape[0]))
 
 
 def joined_statistics(total: Tensor, part: Tensor) -> Tensor:
-    """Statistics (3, T) of two parts of a vocabulary, from those of each."""
+    """Return statistics (3, T) of two parts of a vocabulary, from those of each."""
     return torch.cat((torch.logaddexp(total[:1], part[:1]), total[1:] + part[1:]))
 
 
@@ -141,7 +141,7 @@ def _linear_gradients(
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in fp32, whatever their dtype."""
+    """Return ``a @ b`` in fp32, whatever their dtype."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a.float(), b.float())

@@ -90,7 +90,7 @@ def _gemm(
 
 
 def _is_library_gemm(*arguments: Any) -> bool:
-    """Whether a graph may hold the product as the library's GEMM, with the bits that eager code has.
+    """Return whether a graph may hold the product as the library's GEMM, with the bits that eager code has.
 
     An emulated one would be fused with its scaling, and while it tunes GEMMs the compiler takes kernels of its own.
     MXFP8 and NVFP4, whose scales are bytes, stay whole: nobody has compiled their dtypes on a GPU that multiplies them.
@@ -202,7 +202,7 @@ def gemm_accumulate_(
 
 
 def gemm_directions(kind: str) -> tuple[bool, bool]:
-    """Whether the left and the right operand are column-wise.
+    """Return whether the left and the right operand are column-wise.
 
     Raises:
         ValueError: another ``kind`` than the three.
@@ -234,7 +234,7 @@ def _multiplies_natively(a: NativeOperand, b: NativeOperand) -> bool:
 def _multiply_decoded(
     a: GemmOperand, b: GemmOperand, bias: Tensor | None, dtype: torch.dtype, rows: int, columns: int
 ) -> Tensor:
-    """``a @ b.T`` of decoded operands: fp32 accumulation, scales, bias, one rounding to ``dtype``."""
+    """Return ``a @ b.T`` of decoded operands: fp32 accumulation, scales, bias, one rounding to ``dtype``."""
     # operands may be zero-padded to different lengths, and to more rows than the result has
     contraction = min(a.values.shape[1], b.values.shape[1])
     left, right = a.values[:rows, :contraction], b.values[:columns, :contraction]
@@ -267,7 +267,7 @@ def multiply_native(
     columns: int,
     fast_accumulation: bool,
 ) -> Tensor:
-    """``a @ b.T`` on the tensor cores, zero-padding what the library GEMM needs aligned; rows may be strided."""
+    """Return ``a @ b.T`` on the tensor cores, zero-padding what the library GEMM needs aligned; rows may be strided."""
     if rows == 0 or columns == 0 or a.data.shape[1] == 0:
         out = a.data.new_zeros((rows, columns), dtype=dtype)
         return out if bias is None else out + bias.to(dtype)
@@ -335,18 +335,20 @@ def _multiply_in_tiles(a: NativeOperand, b: NativeOperand, dtype: torch.dtype) -
 
 
 def _padded_codes(operand: NativeOperand) -> Tensor:
-    """Codes in rows of the contraction, to multiples of 32 both ways; MXFP8's column-wise ones are copied for it."""
+    """Return codes in rows of the contraction, to multiples of 32 both ways; MXFP8's column-wise ones are copied for
+    it.
+    """
     return _pad_to(operand.data, 32, 32 if operand.scaling == "1x32" else 16).contiguous()
 
 
 def _scales_in_tiles(operand: NativeOperand) -> list[Tensor]:
-    """Scales in the order that the GEMM reads; they are padded already, to 128 rows and 4 blocks."""
+    """Return scales in the order that the GEMM reads; they are padded already, to 128 rows and 4 blocks."""
     scale = swizzle_scales(operand.scale).view(_TILED[operand.scaling][1])
     return [scale] if operand.tensor_scale is None else [scale, operand.tensor_scale]
 
 
 def _multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``a @ b.T`` of high-precision matrices, rounded once."""
+    """Return ``a @ b.T`` of high-precision matrices, rounded once."""
     if dtype == a.dtype:
         return F.linear(a, b, None if bias is None else bias.to(dtype))
     out = a @ b.t() if a.dtype == torch.float32 else torch.mm(a, b.t(), out_dtype=torch.float32)
@@ -354,7 +356,7 @@ def _multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtyp
 
 
 def _add_bias(product: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """``RN_dtype(product + RN_dtype(bias))`` of an fp32 product, in one pass."""
+    """Return ``RN_dtype(product + RN_dtype(bias))`` of an fp32 product, in one pass."""
     out = torch.empty(product.shape, dtype=dtype, device=product.device)
     return torch.add(product, bias.to(dtype), out=out)
 
@@ -379,7 +381,7 @@ def _pad_scale(operand: NativeOperand, padded: Tensor) -> Tensor:
 
 
 def no_native_gemm(what: str, left: QuantizerValue, right: QuantizerValue) -> str:
-    """What to say when a pair of formats has no native GEMM; ``what``: "GEMM", or of which kind."""
+    """Return what to say when a pair of formats has no native GEMM; ``what``: "GEMM", or of which kind."""
     return (
         f"this GPU has no native {what} for {type(left).__qualname__} x {type(right).__qualname__}; pass "
         "emulate=True to the recipe or set NARROWCAST_EMULATE=1 to run it emulated (decode to bf16, bf16 GEMM)"

@@ -147,7 +147,7 @@ def _multiply_each(
     fast_accumulation: bool,
     emulate: bool,
 ) -> Tensor:
-    """Group by group as the ordinary GEMM."""
+    """Return group by group as the ordinary GEMM."""
     left_columnwise, right_columnwise = gemm_directions(kind)
     groups = splits.shape[0]
     extents, _, _ = reference.grouped_quantize.extents(splits, sizes.rows, 1)
@@ -174,7 +174,7 @@ def _places(out: Tensor, kind: str, splits: Tensor, rows: int) -> Iterator[tuple
 
 
 def _stacked(biases: list[Tensor]) -> Tensor | None:
-    """(G, N) from G biases or from one that holds them all; None without any."""
+    """Return (G, N) from G biases or from one that holds them all; None without any."""
     if not biases:
         return None
     return biases[0] if biases[0].dim() == 2 else torch.stack(biases)
@@ -217,7 +217,8 @@ def _multiply_native(
 
 
 def _native(operand: _Operand, columnwise: bool, weights: int) -> _Native | None:
-    """The operand as the kernels read it, or None when they do not; ``weights``: how many, 0 for groups of rows."""
+    """Return the operand as the kernels read it, or None when they do not; ``weights``: how many, 0 for groups of rows.
+    """
     quantizer = operand.quantizer
     if operand.layout == "split":
         return None
@@ -284,7 +285,7 @@ def _grouped_mm(
 
 
 def _whole_pieces(x: Tensor, multiple: int) -> Tensor:
-    """Rows as the library reads them, in pieces of 16 bytes: padded to a multiple of elements, and aligned."""
+    """Return rows as the library reads them, in pieces of 16 bytes: padded to a multiple of elements, and aligned."""
     missing = -x.shape[1] % multiple
     return F.pad(x, (0, missing)) if missing else _aligned(x)
 
@@ -299,7 +300,7 @@ def _aligned(x: Tensor) -> Tensor:
 def _mm_each(
     kind: str, left: Tensor, right: Tensor, splits: Tensor, bias: Tensor | None, shape: tuple[int, ...]
 ) -> Tensor:
-    """Group by group as an ordinary linear layer."""
+    """Return group by group as an ordinary linear layer."""
     out = left.new_zeros(shape)
     for group, at, place in _places(out, kind, splits, left.shape[0]):
         if kind == "wgrad":

@@ -79,7 +79,7 @@ class _GroupedNumerics:
 
 
 def _slots_of_groups(state: Tensor | None, quantizer: Any, groups: int) -> Tensor | None:
-    """The entries of a delayed quantizer's slot in its state (slots * groups); None for other quantizers."""
+    """Return the entries of a delayed quantizer's slot in its state (slots * groups); None for other quantizers."""
     if state is None or not quantizer._is_delayed():
         return None
     return state.view(-1)[quantizer.slot * groups : (quantizer.slot + 1) * groups]
@@ -114,7 +114,9 @@ def _encode(
 def _encode_padded(
     x: Tensor, splits: Tensor | None, quantizer: QuantizerValue, seed: Tensor | None
 ) -> list[Tensor]:
-    """The matrix whose groups start at multiples of 128 rows, quantized; kernels that can find its rows themselves."""
+    """Return the matrix whose groups start at multiples of 128 rows, quantized; kernels that can find its rows
+    themselves.
+    """
     alignment, numerics = ALIGNMENT["padded"], numerics_for(x)
     if splits is None:
         missing = -x.shape[1] % alignment
@@ -160,14 +162,14 @@ class Direction(NamedTuple):
     dtype: torch.dtype
 
     def described(self, rows: int) -> BufferTable:
-        """The buffers of so many rows that are quantized by themselves."""
+        """Return the buffers of so many rows that are quantized by themselves."""
         return self._quantizer_alone()._describe_buffers((rows, self.columns), self.dtype)
 
     def _quantizer_alone(self) -> Any:
         return self.quantizer.with_usage(rowwise=not self.columnwise, columnwise=self.columnwise)
 
     def groups_of(self, operand: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:
-        """The operand of every group by itself, as quantizing that group alone would give it.
+        """Return the operand of every group by itself, as quantizing that group alone would give it.
 
         Args:
             operand: this direction's buffers.
@@ -191,7 +193,9 @@ class Direction(NamedTuple):
         return groups
 
     def joined(self, members: list[list[Tensor]], rows: int) -> list[Tensor]:
-        """The buffers of weights (N, K) with ``rows`` N that were quantized one by one: :meth:`groups_of` undone."""
+        """Return the buffers of weights (N, K) with ``rows`` N that were quantized one by one: :meth:`groups_of`
+        undone.
+        """
         if self.layout == "tensor":
             codes, scales = zip(*members)
             return [torch.stack(codes), torch.cat(scales)]
@@ -208,18 +212,18 @@ class Direction(NamedTuple):
         return whole
 
     def empty(self, like: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
-        """Uninitialised buffers of weights (G, N, K)."""
+        """Return uninitialized buffers of weights (G, N, K)."""
         return _describe(like, shape, shape[0], self._quantizer_alone(), self.layout, self.dtype)
 
     def _places(self, first: int, count: int) -> list[tuple[int, int, int, int]]:
-        """Where some rows lie in each buffer of the padded layout, as :meth:`Buffer.part` tells it."""
+        """Return where some rows lie in each buffer of the padded layout, as :meth:`Buffer.part` tells it."""
         buffers = self.quantizer._format_layout().buffers
         return [
             buffer.part(first, count, False) for buffer in buffers if buffer.of_direction(self.columnwise)
         ]
 
     def split_arena(self, arena: Tensor, sizes: list[int]) -> list[list[Tensor]]:
-        """Buffers of every group's operand, as views."""
+        """Return buffers of every group's operand, as views."""
         at = 0
         groups = []
         for size in sizes:
@@ -232,7 +236,7 @@ class Direction(NamedTuple):
         return groups
 
     def arena_bytes(self, rows: int, groups: int) -> int:
-        """Bytes that groups of that many rows can need: each is as long as one of whole 128 rows at most."""
+        """Return bytes that groups of that many rows can need: each is as long as one of whole 128 rows at most."""
 
         def size(rows: int) -> int:
             buffers = self.described(rows).values()
@@ -244,7 +248,7 @@ class Direction(NamedTuple):
 
 
 def part_of(buffer: Tensor, place: tuple[int, int, int, int]) -> Tensor:
-    """What a buffer has of some rows, or columns, of its matrix: padded as their own buffer is, and contiguous.
+    """Return what a buffer has of some rows, or columns, of its matrix: padded as their own buffer is, and contiguous.
 
     Args:
         place: as :meth:`Buffer.part` tells it.
@@ -404,7 +408,7 @@ splits_on_device = define(
 
 
 def stack(tensors: list[Tensor]) -> Tensor:
-    """G equal tensors as one, without a copy where they lie one after the other in memory."""
+    """Return G equal tensors as one, without a copy where they lie one after the other in memory."""
     first = tensors[0]
     if len(tensors) == 1:
         return first if first.dim() == 3 else first.unsqueeze(0)

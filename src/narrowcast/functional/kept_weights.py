@@ -67,7 +67,7 @@ def note_weights(weights: list[Tensor]) -> WeightsNote | None:
 
 
 def are_unchanged(weights: list[Tensor], note: WeightsNote | None) -> bool:
-    """Whether these are the weights of a note, as they were then."""
+    """Return whether these are the weights of a note, as they were then."""
     return (
         note is not None
         and note.steps == _STEPS.count()
@@ -111,7 +111,7 @@ def note_kept(buffer: Tensor, weights: list[Tensor]) -> None:
 
 
 def is_current(buffer: Tensor, weights: list[Tensor]) -> bool:
-    """Whether a buffer was made from these weights as they are now, and may be used here.
+    """Return whether a buffer was made from these weights as they are now, and may be used here.
 
     A buffer that was made in inference mode may only be used in inference mode.
     """

@@ -31,7 +31,7 @@ def _normalized(
     normalization: str,
     zero_centered_gamma: bool,
 ) -> tuple[Any, tuple[Tensor, ...]]:
-    """The normalized matrix as a source, and (mean, rstd, sum)."""
+    """Return the normalized matrix as a source, and (mean, rstd, sum)."""
     source, mean, rstd, summed = numerics.sources.normalized(
         x,
         residual,
@@ -96,7 +96,7 @@ def _gradient(
     zero_centered_gamma: bool,
     residual_grad: Tensor | None,
 ) -> tuple[Any, tuple[Tensor, ...]]:
-    """The input gradient as a source, and (dweight, dbias)."""
+    """Return the input gradient as a source, and (dweight, dbias)."""
     present = mean if mean.numel() == rstd.numel() else None
     c1, c2, dweight, dbias = numerics.norm.gradient_statistics(
         grad, x, weight, present, rstd, zero_centered_gamma=zero_centered_gamma, dtype=weight.dtype

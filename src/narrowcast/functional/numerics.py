@@ -12,12 +12,12 @@ from .. import kernels, reference
 
 
 def numerics_for(x: Tensor) -> ModuleType:
-    """``narrowcast.kernels`` for CUDA tensors when Triton is there, else ``narrowcast.reference``."""
+    """Return ``narrowcast.kernels`` for CUDA tensors when Triton is there, else ``narrowcast.reference``."""
     return kernels if x.is_cuda and kernels.AVAILABLE else reference
 
 
 def computed_by(room: str, function: str, like: int = 0) -> Callable[..., Any]:
-    """The implementation of an operator that is a function of the numerics, with the same arguments.
+    """Return the implementation of an operator that is a function of the numerics, with the same arguments.
 
     Args:
         room, function: where both numerics have it: module and name.

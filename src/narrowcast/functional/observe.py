@@ -17,7 +17,7 @@ OBSERVED = ("elements", "nonzero", "amax", "squares", "squared_error", "underflo
 
 
 def _largest_code(element: DType) -> int:
-    """The code of the largest finite value; codes above it are infinities and NaNs."""
+    """Return the code of the largest finite value; codes above it are infinities and NaNs."""
     fmt = ELEMENT_FORMATS[element]
     exponent = math.floor(math.log2(fmt.max))
     mantissa = round((fmt.max / 2**exponent - 1) * 2**fmt.mantissa_bits)
@@ -25,7 +25,7 @@ def _largest_code(element: DType) -> int:
 
 
 def _all_largest(data: Tensor, element: DType) -> Tensor:
-    """``data`` with the largest code everywhere, packed as its codes are: from the low bits on."""
+    """Return ``data`` with the largest code everywhere, packed as its codes are: from the low bits on."""
     bits, code = ELEMENT_FORMATS[element].bits, _largest_code(element)
     if bits == 8:
         return torch.full_like(data, code)

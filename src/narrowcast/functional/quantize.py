@@ -154,7 +154,7 @@ def overwrite(
     """Copy values into the buffers that are there.
 
     Args:
-        noop_flag: fp32, one element; non-zero leaves all as it is. Decided on the device: no synchronisation,
+        noop_flag: fp32, one element; non-zero leaves all as it is. Decided on the device: no synchronization,
             and a CUDA graph can capture it.
     """
     for buffer, value in zip(buffers, values, strict=True):

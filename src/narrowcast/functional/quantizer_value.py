@@ -73,7 +73,7 @@ class QuantizerValue(opaque.Base):
 
     @classmethod
     def _not_a_value(cls) -> str:
-        """Message of the error where compiled code meets a quantizer of this class."""
+        """Return the message of the error where compiled code meets a quantizer of this class."""
         if not opaque.AVAILABLE:
             return str(opaque.missing())
         return (
@@ -82,24 +82,25 @@ class QuantizerValue(opaque.Base):
         )
 
     def _value_text(self) -> str:
-        """The value as text, which :func:`quantizer_of_text` reads, or "" where it has none."""
+        """Return the value as text, which :func:`quantizer_of_text` reads, or "" where it has none."""
         return ""
 
     @classmethod
     def _of_value(cls, items: tuple[tuple[str, Any], ...]) -> QuantizerValue:
-        """The quantizer of this class with these field values, made without its constructor."""
+        """Return the quantizer of this class with these field values, made without its constructor."""
         raise NotImplementedError(f"{cls.__qualname__} has no value")
 
     def _is_current(self) -> bool:
-        """Whether a pass over the tensor finds the scale; an amax kept from an earlier one saves that pass."""
+        """Return whether a pass over the tensor finds the scale; an amax kept from an earlier one saves that pass."""
         return self._needs_amax and not self._is_delayed()
 
     def _is_delayed(self) -> bool:
-        """Whether it quantizes with a scale from state, by ``_encode_scaled``, and not at all without one."""
+        """Return whether it quantizes with a scale from state, by ``_encode_scaled``, and not at all without one."""
         return False
 
     def _joins(self: Any) -> tuple[bool, tuple[str, str], bool]:
-        """How rows that several processes quantize join: (by a common amax, ``Layout.joins``, ``joins_aligned``).
+        """Return how rows that several processes quantize join: (by a common amax, ``Layout.joins``,
+        ``joins_aligned``).
 
         Traced code reads this, since it cannot read the ``Layout`` of a quantizer that is a constant of the graph.
         """
@@ -113,11 +114,13 @@ class QuantizerValue(opaque.Base):
         return shares, ("", "") if self.optimize_for_gemm else layout.joins, layout.joins_aligned
 
     def _directions(self) -> list[bool]:
-        """Directions it produces, in order: False for row-wise, True for column-wise."""
+        """Return directions it produces, in order: False for row-wise, True for column-wise."""
         raise NotImplementedError(f"{type(self).__qualname__} does not tell its directions")
 
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
-        """Buffers that quantizing a tensor of ``shape`` and ``dtype`` yields: name -> (shape, dtype), flatten order."""
+        """Return buffers that quantizing a tensor of ``shape`` and ``dtype`` yields: name -> (shape, dtype), flatten
+        order.
+        """
         raise NotImplementedError(f"{type(self).__qualname__} does not describe its buffers")
 
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
@@ -135,7 +138,7 @@ class QuantizerValue(opaque.Base):
         raise NotImplementedError(f"{type(self).__qualname__} takes no scale from outside")
 
     def _amax_to_share(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> Tensor:
-        """Amaxes, row-wise and column-wise, fp32 (2,): ``_encode_scaled`` takes the largest of all processes."""
+        """Return amaxes, row-wise and column-wise, fp32 (2,): ``_encode_scaled`` takes the largest of all processes."""
         raise NotImplementedError(f"{type(self).__qualname__} does not reduce amax over a process group")
 
     def _decode(
@@ -168,11 +171,11 @@ class QuantizerValue(opaque.Base):
         dtype: torch.dtype,
         fast_accumulation: bool,
     ) -> Tensor:
-        """The product of two operands, (rows, columns) of ``dtype``, with the bias added."""
+        """Return the product of two operands, (rows, columns) of ``dtype``, with the bias added."""
         raise NotImplementedError(f"{type(self).__qualname__} does not multiply")
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
-        """Operand for the hardware GEMM, or None when this format has none on any supported GPU."""
+        """Return the operand for the hardware GEMM, or None when this format has none on any supported GPU."""
         return None
 
 
@@ -184,7 +187,7 @@ CLASSES: dict[str, type[QuantizerValue]] = {}
 
 @functools.lru_cache(maxsize=1024)
 def quantizer_of_text(text: str) -> QuantizerValue:
-    """The quantizer that a text means, as ``_value_text`` wrote it.
+    """Return the quantizer that a text means, as ``_value_text`` wrote it.
 
     Raises:
         RuntimeError: no class of that name was defined in this process.

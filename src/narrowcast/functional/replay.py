@@ -61,7 +61,7 @@ def replay_of(
     *values: Any,
     of_state: bool = False,
 ) -> Callable[..., Any]:
-    """What to call in place of ``stage``, with its arguments: its recording, what makes one, or the stage.
+    """Return what to call in place of ``stage``, with its arguments: its recording, what makes one, or the stage.
 
     Args:
         stage: returns tensors, in lists, tuples and named tuples. A list among its arguments it may empty.
@@ -220,7 +220,7 @@ class Recording(OperatorMode):
         return f"{self._constant(torch.empty_strided)}({shape}, {strides}, dtype={dtype}, device={device})"
 
     def _part(self, x: Tensor, part: Tensor) -> str:
-        """A part of a tensor, at a place relative to where that begins."""
+        """Return a part of a tensor, at a place relative to where that begins."""
         ahead = part.storage_offset() - x.storage_offset()
         shape, strides = tuple(part.shape), tuple(part.stride())
         return f"{self._constant(part_of)}({self._expression(x)}, {shape}, {strides}, {ahead})"
@@ -263,7 +263,7 @@ class Recording(OperatorMode):
         return name
 
     def function_of(self, result: Any, lists: Sequence[int]) -> Callable[..., Any] | None:
-        """A function of the tensors and what the stage is given, or None where lines are missing.
+        """Return a function of the tensors and what the stage is given, or None where lines are missing.
 
         Tensors go after the last line that reads them. ``lists``: which of the given are lists; they are emptied.
         """

@@ -57,7 +57,7 @@ class WeightGradStore:
         return len(self._queue)
 
     def __deepcopy__(self, memo: Any) -> WeightGradStore:
-        """An empty store of its own: what waits belongs to the original's backwards."""
+        """Return an empty store of its own: what waits belongs to the original's backwards."""
         return WeightGradStore(self.ticket.device)
 
     def __reduce__(self) -> Any:

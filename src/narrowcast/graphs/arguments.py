@@ -25,7 +25,7 @@ Pass = tuple[bool, int]
 
 
 def with_old_names(old: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """``given`` completed by arguments under their old names.
+    """Return ``given`` completed by arguments under their old names.
 
     Raises:
         TypeError: an unknown name.
@@ -46,7 +46,7 @@ def with_old_names(old: dict[str, Any], **given: Any) -> dict[str, Any]:
 
 
 def flat(args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[list[Any], Any]:
-    """Arguments of one call as (leaves, what puts them together again), whatever the order of keywords."""
+    """Return arguments of one call as (leaves, what puts them together again), whatever the order of keywords."""
     return tree_flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
 
 
@@ -87,7 +87,7 @@ def check_callable(function: Callable[..., Any]) -> None:
 
 
 def per_callable(value: Any, count: int, name: str) -> list[Any]:
-    """One value for each callable, from one for all or a sequence.
+    """Return one value for each callable, from one for all or a sequence.
 
     Raises:
         ValueError: a sequence of another length.
@@ -104,7 +104,7 @@ def per_callable(value: Any, count: int, name: str) -> list[Any]:
 def schedule(
     count: int, order: Sequence[int] | None, layers_per_chunk: Sequence[int] | None
 ) -> tuple[list[Pass], list[int]]:
-    """(passes in the order that they are captured and replayed in, callable of each sample).
+    """Return passes in the order that they are captured and replayed in and the callable of each sample.
 
     Without an order all forwards, then all backwards from the last. With one, positive numbers are forwards of a chunk
     of the callables, negative ones its backwards, and each occurs once per microbatch. Samples then go by chunk, by
@@ -144,7 +144,7 @@ def schedule(
 
 
 def _check_order(order: Sequence[int]) -> tuple[int, int]:
-    """(chunks, microbatches) of an order."""
+    """Return chunks and the microbatches of an order."""
     if not order or any(not isinstance(number, int) or number == 0 for number in order):
         raise ValueError(f"_order is {list(order)}; use integers that are not 0, such as [1, 2, -2, -1]")
     chunks = max(order)

@@ -34,7 +34,7 @@ class CudaGraphs:
         torch.cuda.synchronize()
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """(what ``run`` returned while it was captured, its replay)."""
+        """Return what ``run`` returned while it was captured and its replay."""
         graph = torch.cuda.CUDAGraph()
         register_random_states(graph)
         with torch.cuda.graph(graph, pool=self.pool):
@@ -104,7 +104,7 @@ class Captured:
         return leaves
 
     def backward(self, allow_unused: bool, retain: bool) -> list[Tensor | None]:
-        """Gradients of the surface, from the static gradients of the outputs."""
+        """Return gradients of the surface, from the static gradients of the outputs."""
         pairs = [(out, grad) for out, grad in zip(self.outputs, self.grad_outputs) if grad is not None]
         return list(
             torch.autograd.grad(
@@ -117,7 +117,7 @@ class Captured:
         )
 
     def _make_grad_outputs(self) -> bool:
-        """Room for the gradients of the outputs; whether there is a backward."""
+        """Return room for the gradients of the outputs; whether there is a backward."""
         self.grad_outputs = [
             torch.zeros_like(out) if isinstance(out, Tensor) and out.requires_grad else None
             for out in self.outputs
@@ -146,7 +146,7 @@ class Captured:
         self.grads, self.replay_backward = graphs.record(lambda: self.backward(allow_unused, retain))
 
     def static_outputs(self) -> list[Any]:
-        """The tensors that a replay fills, apart from the autograd graph of the capture."""
+        """Return the tensors that a replay fills, apart from the autograd graph of the capture."""
         return [out.detach() if isinstance(out, Tensor) else out for out in self.outputs]
 
     # -- when it is called -------------------------------------------------------------------------------------------

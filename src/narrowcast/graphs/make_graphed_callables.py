@@ -166,7 +166,7 @@ def _prepare(
 
 
 def _under(enabled: bool | None, options: dict[str, Any], capturing: bool) -> AbstractContextManager[Any]:
-    """The autocast of a callable; renewals of delayed scaling are not captured."""
+    """Return the autocast of a callable; renewals of delayed scaling are not captured."""
     if enabled is None or (not capturing and THREAD.state.depth):
         return contextlib.nullcontext()
     calibrating, recipe = bool(options["calibrating"]), options["recipe"]
@@ -174,7 +174,7 @@ def _under(enabled: bool | None, options: dict[str, Any], capturing: bool) -> Ab
 
 
 def _graphs(pool: Any) -> CudaGraphs:
-    """What captures.
+    """Return what captures.
 
     Raises:
         RuntimeError: there is no CUDA device.
@@ -188,7 +188,9 @@ def _graphs(pool: Any) -> CudaGraphs:
 
 
 def _graphed(function: Any, captured: Captured, clone_grads: bool, in_place: bool) -> Any:
-    """The callable that replays. For a module that stands for one sample: the module itself, with a new ``forward``."""
+    """Return the callable that replays. For a module that stands for one sample: the module itself, with a new
+    ``forward``.
+    """
     original = function.forward if isinstance(function, nn.Module) else function
     training = function.training if isinstance(function, nn.Module) else None
 

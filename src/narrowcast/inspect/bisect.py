@@ -115,7 +115,7 @@ def _gradients(
     owners: Mapping[str, RecipeOwner],
     recipes: Mapping[str, Recipe | None],
 ) -> tuple[Sequence[Tensor], float]:
-    """(gradients of the parameters, loss) with each layer under the recipe that is given for it."""
+    """Return gradients of the parameters and the loss with each layer under the recipe that is given for it."""
     for name, layer in owners.items():
         layer.recipe = recipes.get(name)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

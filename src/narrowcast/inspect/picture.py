@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .watch import Record
 
 _KINDS = ("input", "weight", "grad_output")
-# title, value of a record, colour map, limits: from bad to good, so that what stands out is what should be looked at
+# title, value of a record, color map, limits: from bad to good, so that what stands out is what should be looked at
 _STATISTICS: tuple[tuple[str, Any, str, tuple[float, float]], ...] = (
     ("SQNR, dB", lambda one: one.sqnr, "RdYlBu", (10.0, 40.0)),
     ("underflow", lambda one: one.underflow, "Reds", (0.0, 0.1)),

@@ -117,7 +117,7 @@ class _Hooks:
 
 
 def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) -> Quantizer | None:
-    """What quantizes an operand of a stage row-wise, and only so; None for high precision."""
+    """Return what quantizes an operand of a stage row-wise, and only so; None for high precision."""
     plan = linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
     if not plan.quantized:
         return None
@@ -176,7 +176,8 @@ class Watch:
         return new
 
     def _rows_of(self, name: str, layer: Any) -> list[tuple[str, str, Tensor]]:
-        """(layer, operand, statistics) of what the hooks saw, and of the weights as they are now."""
+        """Return the layer, the operand, and the statistics of what the hooks saw, and of the weights as they are now.
+        """
         first, last = layer._stages[-1], layer._stages[0]
         rows = []
         for operand, buffer in ((f"{first.prefix}input", _INPUT), (f"{last.prefix}grad_output", _GRADIENT)):
@@ -214,7 +215,7 @@ class Watch:
         )
 
     def latest(self) -> list[Record]:
-        """The records of the last sampled step."""
+        """Return the records of the last sampled step."""
         return [one for one in self.records if one.step == self.records[-1].step]
 
     def __str__(self) -> str:

@@ -36,7 +36,7 @@ _QGELU = tl.constexpr(1.702)
 
 @triton.jit
 def _reciprocal(x, EMULATE: tl.constexpr):
-    """``codecs.reciprocal`` for 1 <= x <= 2**125, without the branch that other values need."""
+    """Return ``codecs.reciprocal`` for 1 <= x <= 2**125, without the branch that other values need."""
     if EMULATE:
         return reciprocal(x, EMULATE)
     else:
@@ -58,7 +58,7 @@ def _reciprocal(x, EMULATE: tl.constexpr):
 
 @triton.jit
 def sigmoid(x, EMULATE: tl.constexpr):
-    """``1 / (1 + 2**t)`` with ``t = -x * log2(e)``; 2**t from a polynomial, scaled by bits of a rounding sum."""
+    """Return ``1 / (1 + 2**t)`` with ``t = -x * log2(e)``; 2**t from a polynomial, scaled by bits of a rounding sum."""
     t = x * -1.4426950408889634
     t = at_most(at_least(t, -125.0), 125.0)
     shifted = t + _MAGIC
@@ -85,7 +85,7 @@ def _relu(x):
 
 @triton.jit
 def _tanh(x, EMULATE: tl.constexpr):
-    """The hyperbolic tangent and its derivative, from the sigmoid, and near 0 from a polynomial."""
+    """Return the hyperbolic tangent and its derivative, from the sigmoid, and near 0 from a polynomial."""
     size = tl.abs(x)
     s = sigmoid(-(size + size), EMULATE)
     far = 1.0 - (s + s)
@@ -101,7 +101,7 @@ def _tanh(x, EMULATE: tl.constexpr):
 
 @triton.jit
 def _bounded(x, beta, EMULATE: tl.constexpr):
-    """``beta * tanh(x / beta)`` and its derivative."""
+    """Return ``beta * tanh(x / beta)`` and its derivative."""
     inverse = reciprocal(tl.full(x.shape, beta, tl.float32), EMULATE)  # one for all of a thread's elements
     value, slope = _tanh(x * inverse, EMULATE)
     return value * beta, slope
@@ -109,7 +109,7 @@ def _bounded(x, beta, EMULATE: tl.constexpr):
 
 @triton.jit
 def _situ(a, beta, EMULATE: tl.constexpr):
-    """``beta * tanh(a / beta) * sigmoid(a)`` and its derivative."""
+    """Return ``beta * tanh(a / beta) * sigmoid(a)`` and its derivative."""
     value, slope = _bounded(a, beta, EMULATE)
     s = sigmoid(a, EMULATE)
     return value * s, product(slope, s, EMULATE) + product(value, s * (1.0 - s), EMULATE)
@@ -117,7 +117,7 @@ def _situ(a, beta, EMULATE: tl.constexpr):
 
 @triton.jit
 def activate(a, KIND: tl.constexpr, EMULATE: tl.constexpr):
-    """The activation of ``a``; for a gated kind that of its gate."""
+    """Return the activation of ``a``; for a gated kind that of its gate."""
     if KIND == "gelu" or KIND == "geglu":
         return a * sigmoid(_gelu_argument(a, a * a, EMULATE), EMULATE)
     elif KIND == "qgelu" or KIND == "qgeglu":
@@ -135,7 +135,7 @@ def activate(a, KIND: tl.constexpr, EMULATE: tl.constexpr):
 
 @triton.jit
 def _with_slope(a, KIND: tl.constexpr, EMULATE: tl.constexpr):
-    """``activate`` and its derivative."""
+    """Return ``activate`` and its derivative."""
     if KIND == "gelu" or KIND == "geglu":
         square = at_most(a * a, _FLT_MAX)
         s = sigmoid(_gelu_argument(a, square, EMULATE), EMULATE)
@@ -165,7 +165,7 @@ def _clamped(a, b, limit):
 
 @triton.jit
 def activate_gated(a, b, KIND: tl.constexpr, P0, P1, P2, EMULATE: tl.constexpr):
-    """The activation of the gate ``a`` times ``b``; the three numbers are those of ``numbers``."""
+    """Return the activation of the gate ``a`` times ``b``; the three numbers are those of ``numbers``."""
     if KIND == "clamped_swiglu":
         a, b = _clamped(a, b, P0)
         return (a * sigmoid(a * P1, EMULATE)) * (b + P2)
@@ -179,14 +179,14 @@ def activate_gated(a, b, KIND: tl.constexpr, P0, P1, P2, EMULATE: tl.constexpr):
 
 @triton.jit
 def activate_backward(g, a, KIND: tl.constexpr, EMULATE: tl.constexpr):
-    """Gradient with respect to ``a`` of an activation that is not gated; ``g`` is that of its result."""
+    """Return gradient with respect to ``a`` of an activation that is not gated; ``g`` is that of its result."""
     _, slope = _with_slope(a, KIND, EMULATE)
     return g * slope
 
 
 @triton.jit
 def activate_gated_backward(g, a, b, KIND: tl.constexpr, P0, P1, P2, EMULATE: tl.constexpr):
-    """Gradients with respect to the gate ``a`` and to ``b``; ``g`` is that of ``activate_gated``."""
+    """Return gradients with respect to the gate ``a`` and to ``b``; ``g`` is that of ``activate_gated``."""
     if KIND == "clamped_swiglu":
         x, y = _clamped(a, b, P0)
         s = sigmoid(x * P1, EMULATE)
@@ -203,7 +203,7 @@ def activate_gated_backward(g, a, b, KIND: tl.constexpr, P0, P1, P2, EMULATE: tl
 
 @triton.jit
 def in_float32(P0, P1, P2):
-    """The numbers of a kind; a launch passes floats in single precision, a compiled graph in double."""
+    """Return the numbers of a kind; a launch passes floats in single precision, a compiled graph in double."""
     return tl.cast(P0, tl.float32), tl.cast(P1, tl.float32), tl.cast(P2, tl.float32)
 
 
@@ -316,7 +316,7 @@ _backward = Launcher(_activation_backward_kernel, num_warps=4)
 
 
 def checked(x: Tensor, activation: str, params: Mapping[str, float]) -> _activations.Activation:
-    """The activation of that name, where it can be applied to ``x``.
+    """Return the activation of that name, where it can be applied to ``x``.
 
     Raises:
         ValueError: an unknown name or parameter, an input the kernels cannot read, or an odd last dim of a gated one.
@@ -347,7 +347,9 @@ def check_gradient(grad: Tensor, x: Tensor, activation: str) -> None:
 
 
 def numbers(activation: str, params: Mapping[str, float]) -> tuple[float, float, float]:
-    """The numbers of an activation as the kernels take them: in their order, given or default, then unused zeros."""
+    """Return the numbers of an activation as the kernels take them: in their order, given or default, then unused
+    zeros.
+    """
     if not ACTIVATIONS[activation].params:
         return 0.0, 0.0, 0.0
     merged = {**ACTIVATIONS[activation].params, **params}
@@ -370,7 +372,7 @@ def _launch(
     amax: bool,
     scaled: bool = False,
 ) -> Launch:
-    """The launch for an input of that shape: its rows, in chunks."""
+    """Return the launch for an input of that shape: its rows, in chunks."""
     gated, elements = ACTIVATIONS[activation].gated, math.prod(shape)
     # Without halves and scales the rows do not matter: all is one long row.
     by_row = gated or scaled
@@ -393,14 +395,14 @@ def _launch(
 
 
 def amax_slots(x: Tensor) -> Tensor:
-    """Where ``forward`` and ``backward`` collect maxima, fp32: zeros on the device of ``x``."""
+    """Return where ``forward`` and ``backward`` collect maxima, fp32: zeros on the device of ``x``."""
     return torch.zeros(AMAX_SLOTS, dtype=torch.float32, device=x.device)
 
 
 def forward(
     x: Tensor, activation: str, amax: Tensor | None = None, scale: Tensor | None = None, **params: float
 ) -> Tensor:
-    """``reference.activation.forward``; ``x`` of any strides.
+    """Compute ``reference.activation.forward``; ``x`` of any strides.
 
     Args:
         amax: from ``amax_slots``; the largest of them is raised to the largest magnitude of the result.
@@ -420,7 +422,7 @@ def forward(
 
 
 def backward(grad: Tensor, x: Tensor, activation: str, amax: Tensor | None = None, **params: float) -> Tensor:
-    """``reference.activation.backward``; the gradient of any strides.
+    """Compute ``reference.activation.backward``; the gradient of any strides.
 
     Args:
         amax: as ``forward`` takes it.
@@ -439,7 +441,8 @@ def backward(grad: Tensor, x: Tensor, activation: str, amax: Tensor | None = Non
 
 
 def backward_amax(grad: Tensor, x: Tensor, activation: str, parameters: tuple[float, float, float]) -> Tensor:
-    """Slots of ``amax_slots`` raised to what ``backward`` would raise them to; the gradient itself is not written.
+    """Return slots of ``amax_slots`` raised to what ``backward`` would raise them to; the gradient itself is not
+    written.
 
     Args:
         grad, x: contiguous.

@@ -31,7 +31,7 @@ _FEW = 2**31 - 2**16  # elements that 32 bits count, a block more included
 
 @triton.jit
 def _correction(missing, count, EMULATE: tl.constexpr):
-    """``reference.adam.correction``, (1,)."""
+    """Compute ``reference.adam.correction``, (1,)."""
     power = tl.full((1,), 0.0, tl.float32) + tl.cast(missing, tl.float32)
     total = tl.full((1,), 0.0, tl.float32)
     while count > 0:
@@ -93,7 +93,7 @@ def _adam_step_kernel(
     BESIDE: tl.constexpr, DECAY: tl.constexpr, SCALED: tl.constexpr, STOPPABLE: tl.constexpr,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr,
 ):
-    """Eight tensors, their programs one after another: those of the second from ``s1`` on, and so forth."""
+    """Return eight tensors, their programs one after another: those of the second from ``s1`` on, and so forth."""
     if STOPPABLE:
         if tl.load(found_inf_ptr) != 0:
             return

@@ -46,7 +46,7 @@ def to_float32(x, EMULATE: tl.constexpr):
 
 @triton.jit
 def to_float32_for(x, USE: tl.constexpr, EMULATE: tl.constexpr):
-    """``to_float32`` of a bf16 tensor that is widened for other uses, too, each with a name of its own.
+    """Return ``to_float32`` of a bf16 tensor that is widened for other uses, too, each with a name of its own.
 
     The compiler would take them for one, whose result stays in registers from the first use to the last, twice as wide.
     """
@@ -96,7 +96,7 @@ def larger(a, b, EMULATE: tl.constexpr):
 
 @triton.jit
 def at_most(x, limit):
-    """The smaller of two, NaN where ``x`` is.
+    """Return the smaller of two, NaN where ``x`` is.
 
     Not Triton's minimum that keeps NaN: beside it, ptxas 12.9 of Triton 3.8 garbles FP8 codes on their way through
     shared memory (triton-lang/triton#11111).
@@ -106,20 +106,20 @@ def at_most(x, limit):
 
 @triton.jit
 def at_least(x, limit):
-    """The larger of two, NaN where ``x`` is; see ``at_most``."""
+    """Return the larger of two, NaN where ``x`` is; see ``at_most``."""
     return tl.where(x < limit, limit, x)
 
 
 @triton.jit
 def larger_or_nan(a, b):
-    """The larger of two fp32 magnitudes, NaN where either is: as integers, of which NaN is the largest."""
+    """Return the larger of two fp32 magnitudes, NaN where either is: as integers, of which NaN is the largest."""
     largest = tl.maximum(a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True))
     return largest.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def magnitude_of_four(x0, x1, x2, x3, EMULATE: tl.constexpr):
-    """The largest of four magnitudes as fp32, under the rules of ``magnitude``."""
+    """Return the largest of four magnitudes as fp32, under the rules of ``magnitude``."""
     low = larger(x0, x1, EMULATE)
     high = larger(x2, x3, EMULATE)
     return magnitude(larger(low, high, EMULATE), EMULATE)
@@ -127,7 +127,7 @@ def magnitude_of_four(x0, x1, x2, x3, EMULATE: tl.constexpr):
 
 @triton.jit
 def reciprocal(x, EMULATE: tl.constexpr):
-    """``RN(1 / x)`` in fp32, subnormal results kept."""
+    """Return ``RN(1 / x)`` in fp32, subnormal results kept."""
     if EMULATE:
         return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
     else:
@@ -138,7 +138,7 @@ def reciprocal(x, EMULATE: tl.constexpr):
 
 @triton.jit
 def product(a, b, EMULATE: tl.constexpr):
-    """``RN(a * b)`` of fp32 that a sum may follow: no compiler contracts the two into a multiply-add.
+    """Return ``RN(a * b)`` of fp32 that a sum may follow: no compiler contracts the two into a multiply-add.
 
     A launch of our own forbids contraction as an option; launched from a compiled graph, a kernel has no such option.
     """
@@ -159,7 +159,7 @@ def encode_by_bits(
     MAX_CODE: tl.constexpr,
     NAN_CODE: tl.constexpr,
 ):
-    """Codes of fp32 ``x`` in integer arithmetic, for formats and machines without a conversion of their own.
+    """Return codes of fp32 ``x`` in integer arithmetic, for formats and machines without a conversion of their own.
 
     Nearest even; whatever is larger than the value of ``MAX_CODE`` becomes that code, with its sign; a NaN becomes
     ``NAN_CODE``. Returns uint32.
@@ -188,7 +188,7 @@ def _fp8_code_emulated(x, E5M2: tl.constexpr):
 
 @triton.jit
 def fp8_code(x, E5M2: tl.constexpr, EMULATE: tl.constexpr):
-    """Codes of fp32 ``x``, nearest even; beyond the largest finite value, infinities included, it saturates."""
+    """Return codes of fp32 ``x``, nearest even; beyond the largest finite value, infinities included, it saturates."""
     if EMULATE:
         return _fp8_code_emulated(x, E5M2)
     ASM: tl.constexpr = _FOUR_TO_E5M2 if E5M2 else _FOUR_TO_E4M3
@@ -197,7 +197,7 @@ def fp8_code(x, E5M2: tl.constexpr, EMULATE: tl.constexpr):
 
 @triton.jit
 def scaled_float32(x, scale, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
-    """fp32 ``x * scale``, with NaN for an infinite ``x``, which ``fp8_code`` would turn into a number.
+    """Return fp32 ``x * scale``, with NaN for an infinite ``x``, which ``fp8_code`` would turn into a number.
 
     ``CURRENT``: the scale is that of ``scale_from_amax``, so it is 0 where there is an infinity, whose product is NaN.
     Else what is added is 0 with the sign of the product, which leaves the product as it is, and NaN for an infinity.
@@ -211,7 +211,7 @@ def scaled_float32(x, scale, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
 
 @triton.jit
 def fp8_codes(xs, scale, E5M2: tl.constexpr, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
-    """Codes of four tensors."""
+    """Return codes of four tensors."""
     codes = ()
     for j in tl.static_range(4):
         codes = codes + (fp8_code(scaled_float32(xs[j], scale, CURRENT, EMULATE), E5M2, EMULATE),)
@@ -220,7 +220,7 @@ def fp8_codes(xs, scale, E5M2: tl.constexpr, CURRENT: tl.constexpr, EMULATE: tl.
 
 @triton.jit
 def pack_codes(c0, c1, c2, c3, EMULATE: tl.constexpr):
-    """One word per element position: byte ``j`` is the code at that position of ``c<j>``."""
+    """Return one word per element position: byte ``j`` is the code at that position of ``c<j>``."""
     if EMULATE:
         low = c0.to(tl.uint32) | (c1.to(tl.uint32) << 8)
         return low | (c2.to(tl.uint32) << 16) | (c3.to(tl.uint32) << 24)
@@ -247,7 +247,7 @@ def pack_codes(c0, c1, c2, c3, EMULATE: tl.constexpr):
 
 @triton.jit
 def fp8_word(x0, x1, x2, x3, E5M2: tl.constexpr, EMULATE: tl.constexpr):
-    """``pack_codes`` of the codes of four fp32 tensors, for callers that need the word alone."""
+    """Return ``pack_codes`` of the codes of four fp32 tensors, for callers that need the word alone."""
     if EMULATE:
         return pack_codes(*fp8_codes((x0, x1, x2, x3), 1.0, E5M2, True, EMULATE), EMULATE)
     ASM: tl.constexpr = _FOUR_TO_E5M2 if E5M2 else _FOUR_TO_E4M3
@@ -258,14 +258,14 @@ def fp8_word(x0, x1, x2, x3, E5M2: tl.constexpr, EMULATE: tl.constexpr):
 
 @triton.jit
 def decode_e4m3(code):
-    """fp32 value of an E4M3 code 0..0x7F given as uint8: moved into place as a tiny fp32, scaled up exactly."""
+    """Return fp32 value of an E4M3 code 0..0x7F given as uint8: moved into place as a tiny fp32, scaled up exactly."""
     value = (code.to(tl.uint32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
     return tl.where(code == 0x7F, float("nan"), value)
 
 
 @triton.jit
 def decode_subbyte(code, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr):
-    """fp32 values of codes of fewer than eight bits given as uint32; moved and scaled as in ``decode_e4m3``."""
+    """Return fp32 values of codes of fewer than eight bits given as uint32; moved and scaled as in ``decode_e4m3``."""
     SIGN: tl.constexpr = 1 << (BITS - 1)
     UNBIAS: tl.constexpr = (254 - BIAS) << 23  # 2**(127 - BIAS)
     bits = ((code & (SIGN - 1)) << (23 - MANTISSA_BITS)) | ((code & SIGN) << (32 - BITS))
@@ -276,7 +276,7 @@ def decode_subbyte(code, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, BIAS: 
 
 @triton.jit
 def round_pair_to_bfloat16(a, b, EMULATE: tl.constexpr):
-    """Two fp32 tensors rounded to nearest even bf16, as fp32."""
+    """Return two fp32 tensors rounded to nearest even bf16, as fp32."""
     if EMULATE:
         first, second = round_to_dtype(a, tl.bfloat16, EMULATE), round_to_dtype(b, tl.bfloat16, EMULATE)
         return to_float32(first, EMULATE), to_float32(second, EMULATE)
@@ -312,7 +312,8 @@ def _round_to_float16_emulated(x):
 
 @triton.jit
 def round_to_dtype(x, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
-    """fp32 ``x`` rounded to nearest even bf16, fp16 or fp32; a NaN becomes a GPU's one NaN, 0x7F and all ones."""
+    """Return fp32 ``x`` rounded to nearest even bf16, fp16 or fp32; a NaN becomes a GPU's one NaN, 0x7F and all ones.
+    """
     if DTYPE == tl.float32:
         bits = x.to(tl.uint32, bitcast=True)
         return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
@@ -336,7 +337,8 @@ def round_to_dtype(x, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
 
 @triton.jit
 def fp4_magnitude(x, random, STOCHASTIC: tl.constexpr, EMULATE: tl.constexpr):
-    """E2M1 magnitude codes 0..7 of fp32 ``x`` in the low byte of uint32; what lies above that byte is unspecified.
+    """Return E2M1 magnitude codes 0..7 of fp32 ``x`` in the low byte of uint32; what lies above that byte is
+    unspecified.
 
     Nearest even, saturating at 6, NaN gives 6. The spacing of codes is half of ``power``, the power of two below the
     magnitude, at least 1. The sum with ``power * (1.5 * 2**22 + 1)`` has that spacing as its ulp, so its mantissa
@@ -363,7 +365,7 @@ def fp4_magnitude(x, random, STOCHASTIC: tl.constexpr, EMULATE: tl.constexpr):
 
 @triton.jit
 def fp4_sign(x, EMULATE: tl.constexpr):
-    """The bits of fp32 ``x`` as uint32 with the sign on top; no sign for NaN."""
+    """Return the bits of fp32 ``x`` as uint32 with the sign on top; no sign for NaN."""
     bits = x.to(tl.uint32, bitcast=True)
     if EMULATE:
         return tl.where(x == x, bits, 0)
@@ -372,7 +374,7 @@ def fp4_sign(x, EMULATE: tl.constexpr):
 
 @triton.jit
 def pack_fp4(m0, m1, m2, m3, m4, m5, m6, m7, s0, s1, s2, s3, s4, s5, s6, s7, EMULATE: tl.constexpr):
-    """Eight codes in one word, element ``i`` in nibble ``i``, from ``fp4_magnitude`` and ``fp4_sign``."""
+    """Return eight codes in one word, element ``i`` in nibble ``i``, from ``fp4_magnitude`` and ``fp4_sign``."""
     if EMULATE:
         low = (m0 & 7) | ((m1 & 7) << 4) | ((m2 & 7) << 8) | ((m3 & 7) << 12)
         high = ((m4 & 7) << 16) | ((m5 & 7) << 20) | ((m6 & 7) << 24) | ((m7 & 7) << 28)
@@ -414,7 +416,7 @@ def pack_fp4(m0, m1, m2, m3, m4, m5, m6, m7, s0, s1, s2, s3, s4, s5, s6, s7, EMU
 
 @triton.jit
 def decode_fp8(code, E5M2: tl.constexpr, EMULATE: tl.constexpr):
-    """fp32 values of uint8 codes, NaN and infinities included."""
+    """Return fp32 values of uint8 codes, NaN and infinities included."""
     if E5M2:  # the upper byte of an fp16
         return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     elif EMULATE:
@@ -426,7 +428,7 @@ def decode_fp8(code, E5M2: tl.constexpr, EMULATE: tl.constexpr):
 
 @triton.jit
 def decode_fp4(code):
-    """fp32 values of E2M1 codes 0..15 given as uint32."""
+    """Return fp32 values of E2M1 codes 0..15 given as uint32."""
     return decode_subbyte(code, 4, 1, 1)
 
 

@@ -53,7 +53,7 @@ def _cross_entropy_statistics_kernel(
 
 @triton.jit
 def logit_gradient(x, is_target, lse, grad, on_target, everywhere):
-    """The gradient of logits ``x``, fp32; a row whose gradient is 0 gets zeros."""
+    """Return the gradient of logits ``x``, fp32; a row whose gradient is 0 gets zeros."""
     share = tl.where(is_target, on_target, 0.0) + everywhere
     return tl.where(grad == 0.0, 0.0, grad * (tl.exp(x - lse) - share)).to(tl.float32)
 
@@ -106,7 +106,7 @@ def _check(logits: Tensor, target: Tensor) -> None:
 
 
 def statistics(logits: Tensor, target: Tensor) -> Tensor:
-    """What the loss needs of each row; as ``reference.cross_entropy.statistics``, to fp32's accuracy."""
+    """Return what the loss needs of each row; as ``reference.cross_entropy.statistics``, to fp32's accuracy."""
     _check(logits, target)
     T, V = logits.shape
     logits = _with_dense_rows(logits)
@@ -128,7 +128,9 @@ def gradient(
     everywhere: float,
     in_place: bool = False,
 ) -> Tensor:
-    """Gradient of the rows' losses; as ``reference.cross_entropy.gradient``, to the accuracy of the result's dtype."""
+    """Return the gradient of the rows' losses; as ``reference.cross_entropy.gradient``, to the accuracy of the result's
+    dtype.
+    """
     _check(logits, target)
     T, V = logits.shape
     logits = _with_dense_rows(logits)

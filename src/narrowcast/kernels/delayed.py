@@ -54,7 +54,7 @@ def _advance(
         rolled = tl.where(index == 0, 0.0, rolled)
         if IN_PLACE:
             old = tl.where(index == 0, last[None, :], old)
-            tl.debug_barrier()  # no row may be overwritten before its neighbour has been read
+            tl.debug_barrier()  # no row may be overwritten before its neighbor has been read
         tl.store(
             new_history_ptr + index * n + column[None, :], tl.where(used[None, :], rolled, old), mask=here
         )
@@ -185,7 +185,7 @@ def update(
     algo: str,
     reduced_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``reference.delayed.update``; new scales and history are contiguous."""
+    """Compute ``reference.delayed.update``; new scales and history are contiguous."""
     check_device(scale)
     scale, history = scale.contiguous(), history.contiguous()
     reduced = None if reduced_amax is None else reduced_amax.contiguous()
@@ -211,7 +211,7 @@ def renew(
     copies: bool,
     starts: Tensor | None = None,
 ) -> list[Tensor]:
-    """``reference.delayed.renew``, two states in a launch: those of a layer's forward and backward.
+    """Compute ``reference.delayed.renew``, two states in a launch: those of a layer's forward and backward.
 
     All tensors are contiguous.
     """
@@ -219,7 +219,7 @@ def renew(
 
 
 def copy_scales(scales: list[Tensor], starts: Tensor | None = None) -> list[Tensor]:
-    """``reference.delayed.copy_scales``, two vectors in a launch; in a graph after what makes ``starts``."""
+    """Compute ``reference.delayed.copy_scales``, two vectors in a launch; in a graph after what makes ``starts``."""
     nothing: list[None] = [None] * len(scales)
     return _run(scales, True, nothing, nothing, [(0.0, 0, "max")] * len(scales), starts)
 
@@ -261,7 +261,8 @@ def _run(
 def _launch(
     states: tuple[tuple[int, int, float, int, str], ...], renewing: bool, asks: bool, copying: bool
 ) -> Launch | None:
-    """The launch for one state or two, each of a size, a length of its history, and a rule; None for empty ones."""
+    """Return the launch for one state or two, each of a size, a length of its history, and a rule; None for empty ones.
+    """
     sizes, lengths, *_ = zip(*(states[0], states[-1]))
     largest = [math.ldexp(fp8_max, -margin) for _, _, fp8_max, margin, _ in (states[0], states[-1])]
     maxima = [_takes_maximum(algo) for *_, algo in (states[0], states[-1])]

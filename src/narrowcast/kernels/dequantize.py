@@ -60,7 +60,7 @@ def _block_scale(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """fp32 scales of a tile, of a shape that broadcasts over it; GROUP_ROWS is 1 or a multiple of TILE_ROWS."""
+    """Return fp32 scales of a tile, of a shape that broadcasts over it; GROUP_ROWS is 1 or a multiple of TILE_ROWS."""
     ROWS: tl.constexpr = TILE_ROWS if GROUP_ROWS == 1 else 1
     GROUPS: tl.constexpr = TILE_COLUMNS // GROUP_COLUMNS if GROUP_COLUMNS < TILE_COLUMNS else 1
     m = m0 + tl.arange(0, ROWS)
@@ -92,7 +92,9 @@ def _load_transposed(
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """A tile [rows, columns] of codes that are stored as the byte matrix [K, M], by words where rows are aligned."""
+    """Return a tile [rows, columns] of codes that are stored as the byte matrix [K, M], by words where rows are
+    aligned.
+    """
     column = tl.arange(0, TILE_COLUMNS)[:, None]
     if WORDS:
         stride = M // 4
@@ -218,7 +220,7 @@ def _run(
 
 
 def _logical(codes: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
-    """Where the values go: the codes' shape, with the first dim last if they are transposed."""
+    """Return where the values go: the codes' shape, with the first dim last if they are transposed."""
     shape = (*codes.shape[1:], codes.shape[0]) if transposed else codes.shape
     return codes.new_empty(shape, dtype=dtype)
 
@@ -229,7 +231,7 @@ _ONE_SCALE = Rule((FLOAT8_BLOCK, FLOAT8_BLOCK), True, False)
 def _per_tensor(
     transposed: bool, data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype
 ) -> Tensor:
-    """``reference.float8.dequantize``, or where ``transposed`` ``dequantize_transpose``; of a NaN any NaN.
+    """Compute ``reference.float8.dequantize``, or where ``transposed`` ``dequantize_transpose``; of a NaN any NaN.
 
     Raises:
         ValueError: a tensor the kernels cannot reach, another format or dtype, or rank 0 of transposed codes.

@@ -27,7 +27,7 @@ TRANSPOSED_TILE_COLUMNS = 64
 
 @triton.jit
 def _factor(scale, amax, RECIPROCAL: tl.constexpr, SCALED: tl.constexpr, EMULATE: tl.constexpr):
-    """What E2M1 values are multiplied by: the block scale, and the share of the amax if ``SCALED``."""
+    """Return what E2M1 values are multiplied by: the block scale, and the share of the amax if ``SCALED``."""
     factor = decode_fp8(scale, False, EMULATE)
     if SCALED:
         factor = factor * amax * RECIPROCAL
@@ -92,7 +92,7 @@ def _dequantize_nvfp4_rows_kernel(
 
 @triton.jit
 def _joined(xs, N: tl.constexpr):
-    """Tensors ``i`` and ``i + N`` of ``2 * N`` joined along a new last dim."""
+    """Return tensors ``i`` and ``i + N`` of ``2 * N`` joined along a new last dim."""
     ys = ()
     for i in tl.static_range(N):
         ys = ys + (tl.join(xs[i], xs[i + N]),)
@@ -101,7 +101,7 @@ def _joined(xs, N: tl.constexpr):
 
 @triton.jit
 def _unrotated(words, factor, SIGN_MASK: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
-    """Values [rows, columns] of groups of 16 rows after the inverse rotation, in the order of the reference."""
+    """Return values [rows, columns] of groups of 16 rows after the inverse rotation, in the order of the reference."""
     values = ()
     for j in tl.static_range(16):
         code = ((words >> (4 * j)) & 0xF).to(tl.uint32)
@@ -187,7 +187,7 @@ _columns = Launcher(_dequantize_nvfp4_columns_kernel, num_warps=4)
 def nvfp4_rowwise(
     data: Tensor, scale_inv: Tensor, amax: Tensor, e4m3_max: int, dtype: torch.dtype, *, columns: int
 ) -> Tensor:
-    """``reference.nvfp4.dequantize_rowwise``.
+    """Compute ``reference.nvfp4.dequantize_rowwise``.
 
     Raises:
         ValueError: a tensor the kernels cannot reach, another dtype, or rank below 2.
@@ -197,7 +197,7 @@ def nvfp4_rowwise(
 
 
 def nvfp4_block_scaled(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """``reference.nvfp4.decode_block_scaled``; raises as :func:`nvfp4_rowwise`."""
+    """Compute ``reference.nvfp4.decode_block_scaled``; raises as :func:`nvfp4_rowwise`."""
     data = check_codes(data, dtype, 2)
     matrix = data.view(math.prod(data.shape[:-1]), data.shape[-1])
     return _run_rows(matrix, scale_inv, None, 1.0, dtype, 2 * data.shape[-1])
@@ -237,7 +237,7 @@ def nvfp4_columnwise(
     rht: bool = False,
     random_signs: bool = True,
 ) -> Tensor:
-    """``reference.nvfp4.dequantize_columnwise``; raises as :func:`nvfp4_rowwise`."""
+    """Compute ``reference.nvfp4.dequantize_columnwise``; raises as :func:`nvfp4_rowwise`."""
     data = check_codes(data, dtype, 2)
     if not is_aligned(data, 8):
         data = data.clone()  # groups of 16 codes are read as 64-bit words

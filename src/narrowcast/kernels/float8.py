@@ -55,7 +55,7 @@ kernel in place of two. They are read out of L2: at most 4 us more of an H200, l
 
 @triton.jit
 def _largest_magnitude(x_ptr, start, step, n, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
-    """max|x| of every ``step / BLOCK``-th block of a contiguous tensor, from ``start`` on; NaN ignored."""
+    """Return max|x| of every ``step / BLOCK``-th block of a contiguous tensor, from ``start`` on; NaN ignored."""
     QUARTER: tl.constexpr = BLOCK // 4
     index = tl.arange(0, QUARTER)
     largest = tl.zeros([QUARTER], tl.float32)
@@ -85,7 +85,8 @@ def _tensor_scale(
     PARTIALS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """The encoding scale: given, from the amax pass's partial maxima, or without any (0) from the whole tensor."""
+    """Return the encoding scale: given, from the amax pass's partial maxima, or without any (0) from the whole tensor.
+    """
     if CURRENT:
         if PARTIALS == 0:
             start = tl.full([], 0, tl.int32)
@@ -351,7 +352,7 @@ def _cast_launch(
     partials: int,
     epsilon: float,
 ) -> tuple[Launch, int, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """(the launch, how many operands it takes, shape and strides of the data, and of the transpose).
+    """Return the launch, how many operands it takes, the shape and strides of the data, and and of the transpose.
 
     Args:
         shape, constants, operands: of the source.
@@ -471,7 +472,7 @@ def quantize_current(
     columnwise: bool,
     amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """Encode with the scale of the tensor's own amax, no host synchronisation: an amax pass and a cast pass.
+    """Encode with the scale of the tensor's own amax, no host synchronization: an amax pass and a cast pass.
 
     Of a small tensor the cast pass alone.
 
@@ -517,7 +518,9 @@ def quantize_current(
 
 
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor, fp32 (1,); NaN ignored, 0 of an empty one, as ``reference.scaling.amax``."""
+    """Return the largest magnitude of a tensor, fp32 (1,); NaN ignored, 0 of an empty one, as
+    ``reference.scaling.amax``.
+    """
     source = source_of(x, 1).materialized()
     if not x.numel():
         return x.new_zeros(1, dtype=torch.float32)
@@ -525,12 +528,12 @@ def amax(x: Tensor) -> Tensor:
 
 
 def parts_of(count: int) -> int:
-    """Length of :func:`amax_parts` of so many elements."""
+    """Return the length of :func:`amax_parts` of so many elements."""
     return min(cdiv(count, AMAX_BLOCK), AMAX_PROGRAMS)
 
 
 def amax_parts(x: Tensor) -> Tensor:
-    """Maxima of parts of a tensor, fp32; none for an empty one.
+    """Return the maxima of parts of a tensor, fp32; none for an empty one.
 
     Args:
         x: bf16, fp16 or fp32, any strides.

@@ -59,7 +59,7 @@ def _scales(
     EPSILON: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Encoding scales and their rounded reciprocals."""
+    """Return encoding scales and their rounded reciprocals."""
     amax = tl.maximum(amax, 0.0)
     if POWER_2:
         return power_2_scales(amax, epsilon, FP8_MAX, OVERFLOW, EPSILON)
@@ -277,7 +277,7 @@ def _launch(
     traced: bool,
     hopper: ModuleType | None,
 ) -> tuple[Launch | None, list[Any]]:
-    """(the launch, None where there is nothing to do; shape, strides and dtype of each buffer).
+    """Return (the launch, None where there is nothing to do; shape, strides and dtype of each buffer).
 
     ``hopper``: ``gated_hopper``, if that may have a launch.
     """
@@ -324,7 +324,8 @@ def quantize(
     power_2: bool,
     epsilon: float,
 ) -> list[Tensor]:
-    """``reference.float8_block.quantize``, both directions from one read of ``x``: any tensor, or a source of one.
+    """Compute ``reference.float8_block.quantize``, both directions from one read of ``x``: any tensor, or a source of
+    one.
 
     Raises:
         TypeError: another dtype.

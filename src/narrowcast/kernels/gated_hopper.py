@@ -188,7 +188,8 @@ def launch(
     power_2: bool,
     epsilon: float,
 ) -> Launch | None:
-    """The launch that quantizes a source, or None where ``float8_block`` is to: arguments as its ``_launch`` has them.
+    """Return the launch that quantizes a source, or None where ``float8_block`` is to: arguments as its ``_launch`` has
+    them.
 
     This kernel takes both directions of whole tiles, of a gated activation, and of its gradient where column sums are
     wanted; without these the general one is faster. Tensors: the operands, then the buffers and the sums or any other.

@@ -19,7 +19,7 @@ _NAME = "_narrowcast_amax"
 
 
 def takes_amax(x: Tensor) -> bool:
-    """Whether a kernel that writes ``x`` should take its maxima: somebody asked for those of a tensor before.
+    """Return whether a kernel that writes ``x`` should take its maxima: somebody asked for those of a tensor before.
 
     Who does quantizes with current scaling, in the forward or the gradient that a backward begins with.
     """
@@ -33,7 +33,8 @@ def keep_amax(x: Tensor, maxima: Tensor) -> None:
 
 
 def kept_amax(x: Tensor) -> Tensor | None:
-    """What :func:`keep_amax` was given for ``x`` or a tensor of which it is a view, at most ``PARTS`` of them."""
+    """Return what :func:`keep_amax` was given for ``x`` or a tensor of which it is a view, at most ``PARTS`` of them.
+    """
     if not isinstance(x, FunctionalTensor):
         return None
     maxima, _ = _made().get(_identity(x), (None, None))
@@ -43,7 +44,8 @@ def kept_amax(x: Tensor) -> Tensor | None:
 
 
 def amax_parts_in_graph(x: Tensor) -> Tensor:
-    """Maxima of parts of a tensor, fp32 or of its dtype, none for an empty one, in the graph that is being traced.
+    """Return the maxima of parts of a tensor, fp32 or of its dtype, none for an empty one, in the graph that is being
+    traced.
 
     The maxima that the kernel wrote which made ``x``, if it writes any. Else plain operators, row by row first: so the
     compiler takes the maxima in the kernel that writes ``x``, if that is one of its own, a norm's included, which goes
@@ -63,7 +65,7 @@ def amax_parts_in_graph(x: Tensor) -> Tensor:
 
 
 def in_parts(maxima: Tensor) -> Tensor:
-    """Maxima of maxima: at most ``PARTS``, as plain operators of the graph that is being traced."""
+    """Return the maxima of maxima: at most ``PARTS``, as plain operators of the graph that is being traced."""
     count = maxima.numel()
     return maxima if count <= PARTS else maxima.reshape(min(count & -count, PARTS), -1).amax(1)
 

@@ -102,7 +102,8 @@ _blocks = Launcher(_grouped_blocks_kernel, num_warps=4)
 
 
 def blocks_of_groups(splits: Tensor, available: int, rows: int) -> Tensor:
-    """Where each 128 rows of ``pad_rows(x, splits, 128, rows)`` come from: int64 (rows / 128, 2), start and how many.
+    """Return where each 128 rows of ``pad_rows(x, splits, 128, rows)`` come from: int64 (rows / 128, 2), start and how
+    many.
 
     Args:
         splits: as of :func:`pad_rows`.
@@ -121,14 +122,14 @@ def blocks_of_groups(splits: Tensor, available: int, rows: int) -> Tensor:
 
 
 def pad_rows(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``reference.grouped.pad_rows``; ``x`` of a dtype of 1, 2 or 4 bytes."""
+    """Compute ``reference.grouped.pad_rows``; ``x`` of a dtype of 1, 2 or 4 bytes."""
     padded_splits = torch.empty(splits.shape, dtype=splits.dtype, device=splits.device)
     padded_ends = torch.empty(splits.shape, dtype=torch.int32, device=splits.device)
     return _run(x, splits, alignment, rows, (padded_splits, padded_ends)), padded_splits, padded_ends
 
 
 def unpad_rows(padded: Tensor, splits: Tensor, alignment: int, rows: int) -> Tensor:
-    """``reference.grouped.unpad_rows``; ``padded`` of a dtype of 1, 2 or 4 bytes."""
+    """Compute ``reference.grouped.unpad_rows``; ``padded`` of a dtype of 1, 2 or 4 bytes."""
     return _run(padded, splits, alignment, rows, None)
 
 
@@ -149,7 +150,7 @@ def _run(
 
 
 def raw(x: Tensor) -> Tensor:
-    """A matrix as integers of the size of its elements, contiguous, for kernels that move rows.
+    """Return a matrix as integers of the size of its elements, contiguous, for kernels that move rows.
 
     Raises:
         ValueError: ``check_device`` refuses, or a dtype of other than 1, 2 or 4 bytes.

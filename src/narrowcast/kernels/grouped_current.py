@@ -29,7 +29,7 @@ AHEAD_BYTES = 12 << 20
 
 @triton.jit
 def _sizes(splits_ptr, index, before, T, groups, BAND_ROWS: tl.constexpr):
-    """Rows int64 and bands int32 of groups; what does not fit into ``T`` rows is cut.
+    """Return rows int64 and bands int32 of groups; what does not fit into ``T`` rows is cut.
 
     Args:
         index: numbers of consecutive groups; those from ``groups`` on are empty.
@@ -43,7 +43,8 @@ def _sizes(splits_ptr, index, before, T, groups, BAND_ROWS: tl.constexpr):
 
 @triton.jit
 def _task(number, splits_ptr, index, size, bands, T, groups, ahead, across, BAND_ROWS: tl.constexpr):
-    """What the program of this number does: whether it takes an amax, and of which part, or which tile it quantizes.
+    """Return what the program of this number does: whether it takes an amax, and of which part, or which tile it
+    quantizes.
 
     Args:
         size, bands: of the groups.
@@ -210,7 +211,7 @@ _current = Launcher(_grouped_current_kernel, num_warps=8, maxnreg=64)
 
 
 def takes(x: Tensor, splits: Tensor | None, groups: int, alignment: int) -> bool:
-    """Whether :func:`quantize` takes these groups: small ones that no band has two of."""
+    """Return whether :func:`quantize` takes these groups: small ones that no band has two of."""
     small = 0 < x.numel() * x.element_size() <= AHEAD_BYTES * groups
     return small and (splits is None or alignment % BAND_ROWS == 0)
 
@@ -218,7 +219,9 @@ def takes(x: Tensor, splits: Tensor | None, groups: int, alignment: int) -> bool
 def outputs(
     x: Tensor, splits: Tensor | None, groups: int, rowwise: bool, columnwise: bool, alignment: int
 ) -> tuple[int, Tensor | None, Tensor | None, Tensor]:
-    """Rows of the transposed codes, of all groups or without splits of a matrix; then where codes go, and scales."""
+    """Return rows of the transposed codes, of all groups or without splits of a matrix; then where codes go, and
+    scales.
+    """
     K = x.shape[-1]
     rows = x.shape[1] if splits is None else round_up(x.shape[0] + groups * (alignment - 1), alignment)
     shape = (groups, K, rows) if splits is None else (K, rows)
@@ -239,7 +242,7 @@ def quantize(
     alignment: int,
     keep_amax: bool,
 ) -> list[Tensor]:
-    """``reference.grouped_quantize.quantize_current`` of contiguous ``x`` that :func:`takes` agrees to."""
+    """Compute ``reference.grouped_quantize.quantize_current`` of contiguous ``x`` that :func:`takes` agrees to."""
     K = x.shape[-1]
     T = x.numel() // K
     rows, data, transpose, scale_inv = outputs(x, splits, groups, rowwise, columnwise, alignment)

@@ -39,13 +39,13 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @triton.jit
 def _pick(values, index, group):
-    """The entry of one group."""
+    """Return the entry of one group."""
     return tl.sum(tl.where(index == group, values, 0), axis=0)
 
 
 @triton.jit
 def _tile_origin(tile, rows, columns, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BAND: tl.constexpr):
-    """First row and column of a tile of one group; consecutive tiles run down ``BAND`` tile rows first."""
+    """Return first row and column of a tile of one group; consecutive tiles run down ``BAND`` tile rows first."""
     tile_rows = tl.cdiv(rows, TILE_M)
     per_band = BAND * tl.cdiv(columns, TILE_N)
     first = (tile // per_band) * BAND
@@ -56,7 +56,7 @@ def _tile_origin(tile, rows, columns, TILE_M: tl.constexpr, TILE_N: tl.constexpr
 
 @triton.jit
 def _load_codes(pointers, left, EVEN: tl.constexpr, TILE_K: tl.constexpr):
-    """Codes of one step; what lies past the contraction reads as zero."""
+    """Return codes of one step; what lies past the contraction reads as zero."""
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=tl.arange(0, TILE_K)[None, :] < left, other=0.0)
@@ -88,7 +88,7 @@ def _product(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """fp32 tile of ``left @ right.T`` over ``length`` of the contraction, from pointers to the first step."""
+    """Return fp32 tile of ``left @ right.T`` over ``length`` of the contraction, from pointers to the first step."""
     total = tl.zeros([TILE_M, TILE_N], tl.float32)
     steps = tl.cdiv(length, TILE_K)
     if BLOCK_SCALED:
@@ -123,7 +123,7 @@ def _product(
 
 @triton.jit
 def _starts(ends, index):
-    """Where groups begin that end at ``ends``: where the one in front does."""
+    """Return where groups begin that end at ``ends``: where the one in front does."""
     in_front = tl.max(tl.where(index[None, :] < index[:, None], ends[None, :], 0), axis=1)
     return tl.where(index == 0, 0, in_front)
 
@@ -509,13 +509,13 @@ def _check(left: Tensor, right: Tensor, right_rank: int) -> None:
 
 
 def _faster(left: Tensor, *operands: Any) -> Any:
-    """The module that multiplies these operands faster, or None."""
+    """Return the module that multiplies these operands faster, or None."""
     module = for_hopper("grouped_hopper", left.device)
     return module if module is not None and module.takes(left, *operands) else None
 
 
 def _multiplied(faster: Any, *arguments: Any) -> bool:
-    """Whether that module multiplied; otherwise Triton does not compile its kernel, and nothing ran."""
+    """Return whether that module multiplied; otherwise Triton does not compile its kernel, and nothing ran."""
     try:
         faster.multiply(*arguments)
     except NotCompiledError:
@@ -525,7 +525,7 @@ def _multiplied(faster: Any, *arguments: Any) -> bool:
 
 @functools.cache
 def _limits(device: torch.device) -> tuple[int, bool]:
-    """How many programs fill a device, and whether a block may have ``ROOM`` bytes of shared memory."""
+    """Return how many programs fill a device, and whether a block may have ``ROOM`` bytes of shared memory."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS, True  # few, so that a program takes several tiles
     gpu = torch.cuda.get_device_properties(device)

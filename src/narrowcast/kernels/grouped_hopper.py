@@ -83,7 +83,7 @@ def _load(
     scales_step, SCALES: gl.constexpr, CONTRACTION: gl.constexpr, ALIGNMENT: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: codes, and ``SCALES`` of columns, of every step as soon as there is room in the ring."""
+    """Return the loading warp: codes, and ``SCALES`` of columns, of every step as soon as there is room in the ring."""
     rows, M, N, K, groups = numbers
     across = gl.cdiv(N, TILE_N)
     tile = gl.program_id(0)
@@ -201,7 +201,8 @@ def _scaled_rows(
     left_scale, right_scale, left_scale_step, right_scale_step, lefts, rights, full, free, at, steps,
     HALF: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """fp32 sums over the ``steps`` that are loaded ``at`` and after, with scales of rows and one of the columns."""
+    """Return fp32 sums over the ``steps`` that are loaded ``at`` and after, with scales of rows and one of the columns.
+    """
     nothing = gl.zeros([HEIGHT, WIDTH], gl.float32, LAYOUT)
     total = nothing
     step = gl.to_tensor(0)
@@ -224,7 +225,7 @@ def _tile_product(
     SCALES: gl.constexpr, PROMOTED: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr,
     WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """fp32 sums over the ``steps`` that are loaded ``at`` and after; with ``SCALES``, of rows and columns."""
+    """Return fp32 sums over the ``steps`` that are loaded ``at`` and after; with ``SCALES``, of rows and columns."""
     nothing = gl.zeros([HEIGHT, WIDTH], gl.float32, LAYOUT)
     totals = ()
     for _ in gl.static_range(PARTS):
@@ -273,7 +274,7 @@ def _multiply(
     PROMOTED: gl.constexpr, BIAS: gl.constexpr, ALIGNMENT: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
     TILE_K: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, WIDTH: gl.constexpr, STAGINGS: gl.constexpr,
 ):  # fmt: skip
-    """Four of the multiplying warps: the first or second ``HALF`` of every tile's rows."""
+    """Return four of the multiplying warps: the first or second ``HALF`` of every tile's rows."""
     PARTS: gl.constexpr = TILE_N // WIDTH
     HEIGHT: gl.constexpr = TILE_M // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
@@ -437,7 +438,7 @@ def takes(
     alignment: int,
     blocks: tuple[int, int] | None,
 ) -> bool:
-    """Whether :func:`multiply` takes these operands.
+    """Return whether :func:`multiply` takes these operands.
 
     Args:
         left: (T, K) or (M, P).
@@ -459,7 +460,8 @@ def takes(
 
 
 def _matrix_of(right: Tensor) -> tuple[list[int], int, int] | None:
-    """Shape of one matrix that holds all groups' (N, K), and how far apart they are in it, down and across."""
+    """Return the shape of one matrix that holds all groups' (N, K), and how far apart they are in it, down and across.
+    """
     groups, rows, columns = right.shape
     between, pitch, _ = right.stride()
     if between == rows * pitch:
@@ -529,5 +531,5 @@ def multiply(
 
 
 def _tiles(codes: Tensor, shape: list[int], rows: int) -> TensorDescriptor:
-    """Codes as the loading warp reads them, ``rows`` at a time; what lies outside of ``shape`` reads as zero."""
+    """Return codes as the loading warp reads them, ``rows`` at a time; what lies outside of ``shape`` reads as zero."""
     return TensorDescriptor(codes, shape, [codes.stride(-2), 1], [rows, TILE_K], CODES)

@@ -68,7 +68,7 @@ _contraction = Launcher(_grouped_mm_contraction_kernel, num_warps=8, num_stages=
 
 
 def contraction(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Tensor:
-    """``reference.grouped_mm.contraction`` of contiguous matrices; the host does not read ``splits``."""
+    """Compute ``reference.grouped_mm.contraction`` of contiguous matrices; the host does not read ``splits``."""
     check_device(left)
     for name, data in (("left", left), ("right", right)):
         if data.dtype not in (torch.bfloat16, torch.float16) or data.dtype != left.dtype:

@@ -38,7 +38,9 @@ FOLD_COLUMNS = 128
 
 @triton.jit
 def group_ends(splits_ptr, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr):
-    """Where the groups end in rows one after the other, and in rows with every group padded: int64 [GROUPS] each."""
+    """Return where the groups end in rows one after the other, and in rows with every group padded: int64 [GROUPS]
+    each.
+    """
     index = tl.arange(0, GROUPS)
     splits = tl.load(splits_ptr + index, mask=index < groups, other=0).to(tl.int64)
     padded = (splits + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
@@ -47,7 +49,7 @@ def group_ends(splits_ptr, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr
 
 @triton.jit
 def _groups_of(row, ends, groups, GROUPS: tl.constexpr):
-    """Number of the group of every row of [R]; ``groups`` for rows behind the last one."""
+    """Return the number of the group of every row of [R]; ``groups`` for rows behind the last one."""
     return tl.minimum(tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1), groups)
 
 
@@ -109,7 +111,7 @@ def _encoding_scale(
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
 ):
-    """The scale from what was loaded: a scale, or an amax under current scaling."""
+    """Return the scale from what was loaded: a scale, or an amax under current scaling."""
     if CURRENT:
         return scale_from_amax(scale, epsilon, FP8_MAX, OVERFLOW, POWER_2)
     return scale
@@ -303,7 +305,7 @@ def _check(x: Tensor, splits: Tensor | None, alignment: int) -> None:
 
 
 def amaxes(x: Tensor, splits: Tensor | None, groups: int) -> Tensor:
-    """max|x| of every group: fp32 (G,).
+    """Return max|x| of every group: fp32 (G,).
 
     Args:
         x: contiguous.
@@ -371,7 +373,7 @@ def quantize(
     alignment: int,
     amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """``reference.grouped_quantize.quantize``: both directions and the amaxes from one read of ``x``.
+    """Compute ``reference.grouped_quantize.quantize``: both directions and the amaxes from one read of ``x``.
 
     Args:
         alignment: a power of two, 4 or more.
@@ -395,7 +397,7 @@ def quantize_current(
     amax: Tensor | None = None,
     keep_amax: bool = False,
 ) -> list[Tensor]:
-    """``reference.grouped_quantize.quantize_current``: no host synchronisation.
+    """Compute ``reference.grouped_quantize.quantize_current``: no host synchronization.
 
     Small groups are read from memory once; of larger ones a pass takes the amaxes and another one writes the codes.
     """
@@ -411,7 +413,7 @@ def quantize_current(
 
 
 def column_sum(x: Tensor, splits: Tensor) -> Tensor:
-    """``reference.grouped_quantize.column_sum``."""
+    """Compute ``reference.grouped_quantize.column_sum``."""
     check_device(x)
     if x.dim() != 2:
         raise ValueError(f"column_sum takes a matrix, got shape {tuple(x.shape)}; flatten its leading dims")

@@ -155,7 +155,7 @@ class Launcher:
             functional.sync(tensors[name])
 
     def _traced(self) -> Any:
-        """The kernel with the compile options that Inductor takes."""
+        """Return the kernel with the compile options that Inductor takes."""
         if self.traced is None:
             options = {name: value for name, value in self.options.items() if name == "num_stages"}
             config = triton.Config({}, num_warps=self.num_warps, **options)
@@ -246,7 +246,7 @@ class Launch:
 
 
 def beside(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """What makes uninitialised tensors of a shape, its contiguous strides and a dtype on the device of ``like``.
+    """Return what makes uninitialized tensors of a shape, its contiguous strides and a dtype on the device of ``like``.
 
     That is how compiled graphs allocate, which takes the host half as long as ``new_empty``.
     """
@@ -257,7 +257,7 @@ def beside(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dt
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A shape and the strides of a contiguous tensor of it, in plain tuples, which :func:`beside` asks for."""
+    """Return a shape and the strides of a contiguous tensor of it, in plain tuples, which :func:`beside` asks for."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -266,7 +266,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def _in_memory(x: Tensor) -> Tensor:
-    """The same tensor of a graph, as what its other readers read, too.
+    """Return the same tensor of a graph, as what its other readers read, too.
 
     For each argument of a launch that it has not computed yet, Inductor would write a tensor of its own, with the same
     numbers. What ``as_strided`` takes it computes once and keeps.
@@ -276,7 +276,7 @@ def _in_memory(x: Tensor) -> Tensor:
 
 
 def specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
-    """What Triton may compile a variant of a kernel for, and what a compiled one takes.
+    """Return what Triton may compile a variant of a kernel for, and what a compiled one takes.
 
     Args:
         arguments: run-time arguments of a kernel: tensors, descriptors of tensors, ints, floats, bools and None.
@@ -311,7 +311,7 @@ def specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[An
 
 @remembered
 def _places(types: tuple[type, ...]) -> tuple[list[int], list[int], list[int]]:
-    """Where arguments of these types are tensors, where they are ints, and where descriptors of tensors."""
+    """Return where arguments of these types are tensors, where they are ints, and where descriptors of tensors."""
     tensors = [at for at, kind in enumerate(types) if issubclass(kind, Tensor)]
     ints = [at for at, kind in enumerate(types) if kind is int]
     descriptors = [at for at, kind in enumerate(types) if kind.__name__ == "TensorDescriptor"]
@@ -359,12 +359,14 @@ def for_hopper(name: str, device: torch.device) -> Any:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether a tensor stands for one of a graph that is being traced."""
+    """Return whether a tensor stands for one of a graph that is being traced."""
     return isinstance(x, _TRACED)
 
 
 def is_aligned(x: Tensor, size: int) -> bool:
-    """Whether a tensor starts on a boundary of ``size`` bytes; in a trace, whether it does where its storage does."""
+    """Return whether a tensor starts on a boundary of ``size`` bytes; in a trace, whether it does where its storage
+    does.
+    """
     if is_traced(x):
         return x.storage_offset() * x.element_size() % size == 0
     return x.data_ptr() % size == 0

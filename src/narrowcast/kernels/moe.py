@@ -113,7 +113,7 @@ _collect_backward = Launcher(_moe_collect_backward_kernel, num_warps=4)
 
 
 def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:
-    """``reference.moe.spread``; ``x`` of a dtype of 1, 2 or 4 bytes.
+    """Compute ``reference.moe.spread``; ``x`` of a dtype of 1, 2 or 4 bytes.
 
     Raises:
         ValueError: a dtype of another size.
@@ -130,7 +130,7 @@ def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:
 
 
 def positions(row_map: Tensor, rows: int) -> Tensor:
-    """``reference.moe.positions``."""
+    """Compute ``reference.moe.positions``."""
     check_device(row_map)
     row_map = row_map.contiguous()
     out = torch.full((rows,), -1, dtype=torch.int32, device=row_map.device)
@@ -141,7 +141,7 @@ def positions(row_map: Tensor, rows: int) -> Tensor:
 
 
 def collect(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
-    """``reference.moe.collect``."""
+    """Compute ``reference.moe.collect``."""
     check_device(rows)
     _check_dtype(rows)
     rows, row_map = rows.contiguous(), row_map.contiguous()
@@ -158,7 +158,7 @@ def collect(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def collect_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """``reference.moe.collect_backward``."""
+    """Compute ``reference.moe.collect_backward``."""
     check_device(rows)
     _check_dtype(rows)
     grad, rows, positions, weights = (t.contiguous() for t in (grad, rows, positions, weights))

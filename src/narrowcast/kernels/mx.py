@@ -3,7 +3,7 @@
 A program is two warps with a tile of 32 x 128, where every lane holds short pieces of many rows: the maxima along both
 directions need few steps. The tile arrives as four tensors of every fourth row. Codes of eight bits keep the logical
 orientation in both directions, so nothing is transposed, and a tile fills whole 128-byte lines of both scale buffers'
-rows. Codes of six or four bits are packed four at a time, into three or two bytes: along a row, four neighbours of one
+rows. Codes of six or four bits are packed four at a time, into three or two bytes: along a row, four neighbors of one
 tensor; along a column, one from each of the four tensors, which is why the packed columns cost no exchange.
 """
 
@@ -101,14 +101,16 @@ def _emit_tile(
 
 @triton.jit
 def _poisoned_code(size, MAX_RECIPROCAL: tl.constexpr):
-    """E8M0 codes of amaxes given as the bits of fp32 magnitudes, among which any NaN is the largest; NaN gives 255."""
+    """Return E8M0 codes of amaxes given as the bits of fp32 magnitudes, among which any NaN is the largest; NaN gives
+    255.
+    """
     code = e8m0_from_amax(tl.minimum(size, 0x7F800000).to(tl.float32, bitcast=True), MAX_RECIPROCAL)
     return tl.where(size > 0x7F800000, 255, code)
 
 
 @triton.jit
 def _poisoned_reciprocal(code):
-    """``2**(127 - code)`` as fp32, NaN for code 255."""
+    """Return ``2**(127 - code)`` as fp32, NaN for code 255."""
     return tl.where(code == 255, float("nan"), e8m0_reciprocal(code))
 
 
@@ -270,7 +272,7 @@ _two_warps_bounded = Launcher(_mx_quantize_kernel, num_warps=2, maxnreg=96)
 def quantize(
     x: Tensor | Source, fmt: ElementFormat, *, rowwise: bool, columnwise: bool, two_d: bool = False
 ) -> list[Tensor]:
-    """``reference.mx.quantize``, both directions from one read of ``x``: any tensor, or a source of one."""
+    """Compute ``reference.mx.quantize``, both directions from one read of ``x``: any tensor, or a source of one."""
     source = source_of(x, 2).within_registers()
     M, K = source.matrix
     buffers = [
@@ -296,7 +298,7 @@ def quantize(
 def _shapes(
     shape: tuple[int, ...], M: int, K: int, fmt: ElementFormat, rowwise: bool, columnwise: bool
 ) -> list[tuple[int, ...]]:
-    """Shapes of the buffers."""
+    """Return shapes of the buffers."""
     packed = fmt.bits < 8
     shapes: list[tuple[int, ...]] = []
     if rowwise:
@@ -370,7 +372,7 @@ _dequantize_packed = Launcher(_mx_dequantize_packed_kernel, num_warps=4)
 def _decode_packed(
     transposed: bool, data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype
 ) -> Tensor:
-    """``reference.mx.dequantize_packed_rowwise``, or where ``transposed`` ``dequantize_packed_columnwise``.
+    """Compute ``reference.mx.dequantize_packed_rowwise``, or where ``transposed`` ``dequantize_packed_columnwise``.
 
     Raises:
         ValueError: a tensor the kernels cannot reach, another format or dtype, or rank below 2.

@@ -51,7 +51,7 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 @triton.jit
 def norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM: tl.constexpr, EMULATE: tl.constexpr):
-    """Gradient with respect to ``x`` from that of the result, in fp32 tensors that broadcast."""
+    """Return gradient with respect to ``x`` from that of the result, in fp32 tensors that broadcast."""
     if LAYER_NORM:
         projection = product((x - mean) * rstd, c1, EMULATE) + c2
     else:
@@ -61,7 +61,7 @@ def norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM: tl.constexpr, EMU
 
 @triton.jit
 def _tile_position(K, TILE_ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Row indices [TILE_ROWS], 64 bits, and column indices [TILE_ROWS, LANES] of this program."""
+    """Return row indices [TILE_ROWS], 64 bits, and column indices [TILE_ROWS, LANES] of this program."""
     column_tiles = tl.cdiv(K, LANES)
     tile = tl.program_id(0) // column_tiles
     row = tile.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -71,7 +71,7 @@ def _tile_position(K, TILE_ROWS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _load_rows(pointer, row, M):
-    """One value per row, as a column."""
+    """Return one value per row, as a column."""
     return tl.load(pointer + row, mask=row < M, other=0.0)[:, None]
 
 
@@ -122,7 +122,7 @@ def _norm_backward_kernel(
 
 @triton.jit
 def _gradient_terms(x, g, mean, rstd, gamma, inside, LAYER_NORM: tl.constexpr, EMULATE: tl.constexpr):
-    """``grad``, ``grad * xhat``, ``xhat * wdy`` and ``wdy``, zero outside of the matrix."""
+    """Return ``grad``, ``grad * xhat``, ``xhat * wdy`` and ``wdy``, zero outside of the matrix."""
     xhat = to_float32(x, EMULATE)
     if LAYER_NORM:
         xhat = xhat - mean
@@ -207,7 +207,7 @@ def _kind(x: Tensor | None) -> _Kind:
 
 
 def _sizes(x: _Kind) -> tuple[int, int]:
-    """Rows and columns of the matrix behind ``x``; refuses what the kernels cannot read."""
+    """Return rows and columns of the matrix behind ``x``; refuses what the kernels cannot read."""
     shape, dtype = x  # type: ignore[misc]
     if dtype not in HIGH_PRECISION:
         raise TypeError(f"norms take {' or '.join(map(str, HIGH_PRECISION))}, got {dtype}; cast it first")
@@ -241,7 +241,7 @@ def _statistics_launch(
     amax_partials: bool,
     writes: bool,
 ) -> tuple[Launch | None, int, int, bool]:
-    """(the launch, how many rows there are, how many partials it takes, whether it writes them).
+    """Return the launch, how many rows there are, how many partials it takes, and whether it writes them.
 
     None where there are no rows. Raises as :func:`statistics`.
     """
@@ -287,7 +287,7 @@ def statistics(
     amax_partials: bool = False,
     into: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Mean and reciprocal standard deviation of every row, and if asked the largest normalized magnitudes.
+    """Return mean and reciprocal standard deviation of every row, and if asked the largest normalized magnitudes.
 
     Args:
         x: (*lead, K), bf16, fp16 or fp32, any strides.
@@ -381,7 +381,9 @@ def normalized(
 def _gradient_launch(
     grad: _Kind, x: _Kind, weight: _Kind, mean: _Kind, rstd: _Kind, zero_centered_gamma: bool
 ) -> tuple[Launch | None, int, int, int]:
-    """(the launch, rows, columns, tiles of rows); None without rows. Raises as :func:`gradient_statistics`."""
+    """Return the launch, the rows, the columns, and the tiles of rows; None without rows. Raises as
+    :func:`gradient_statistics`.
+    """
     M, K = _sizes(x)
     _check(x[0], grad=grad)  # type: ignore[index]
     _check((K,), weight=weight)
@@ -404,7 +406,7 @@ def gradient_statistics(
     zero_centered_gamma: bool,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """The sums that the gradients of a norm need, from one read of ``grad`` and ``x``.
+    """Return the sums that the gradients of a norm need, from one read of ``grad`` and ``x``.
 
     Args:
         grad: gradient of the result, shape of ``x``; bf16, fp16 or fp32, any strides.
@@ -455,7 +457,7 @@ def _backward_launch(
     zero_centered_gamma: bool,
     amax: bool,
 ) -> tuple[Launch | None, int, tuple[tuple[int, ...], ...]]:
-    """(the launch, how many programs it has, shape and strides of the result); None without elements.
+    """Return the launch, how many programs it has, and the shape and strides of the result; None without elements.
 
     Raises as :func:`backward`.
     """
@@ -484,7 +486,7 @@ def backward(
     zero_centered_gamma: bool,
     residual_grad: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of a norm with respect to its input.
+    """Return the gradient of a norm with respect to its input.
 
     Args:
         grad, x, weight, mean, rstd, zero_centered_gamma: as given to ``gradient_statistics``.

@@ -17,7 +17,7 @@ from .reduction import fold_lanes
 def normalize(
     x, mean, rstd, gamma, beta, LAYER_NORM: tl.constexpr, BIAS: tl.constexpr, EMULATE: tl.constexpr
 ):
-    """``((x - mean) * rstd) * gamma + beta`` of fp32 tensors that broadcast; RMSNorm reads no mean."""
+    """Return ``((x - mean) * rstd) * gamma + beta`` of fp32 tensors that broadcast; RMSNorm reads no mean."""
     if LAYER_NORM:
         x = x - mean
     y = product(x * rstd, gamma, EMULATE)
@@ -28,7 +28,7 @@ def normalize(
 
 @triton.jit
 def _load_vector(pointer, column, K, EMULATE: tl.constexpr):
-    """Entries of a weight or bias; with ``column`` of a tile's whole shape they arrive in the tile's layout."""
+    """Return entries of a weight or bias; with ``column`` of a tile's whole shape they arrive in the tile's layout."""
     return to_float32(tl.load(pointer + column, mask=column < K, other=0.0), EMULATE)
 
 
@@ -44,7 +44,7 @@ def load_gamma(weight_ptr, column, K, ZERO_CENTERED: tl.constexpr, EMULATE: tl.c
 def _load_affine(
     weight_ptr, bias_ptr, column, K, ZERO_CENTERED: tl.constexpr, BIAS: tl.constexpr, EMULATE: tl.constexpr
 ):
-    """Entries of gamma and beta; without a bias the second are not read."""
+    """Return entries of gamma and beta; without a bias the second are not read."""
     gamma = load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)
     beta = gamma
     if BIAS:
@@ -64,7 +64,7 @@ def _load_chunks(
     UNROLL: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Consecutive chunks of the rows at ``base``, summed with the residual, in their dtype."""
+    """Return consecutive chunks of the rows at ``base``, summed with the residual, in their dtype."""
     ONCE: tl.constexpr = "evict_first" if RESIDUAL else ""  # what is read again is their sum
     chunks = ()
     for j in tl.static_range(UNROLL):
@@ -102,7 +102,7 @@ def _row_statistics(
     UNROLL: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Mean and reciprocal deviation of the rows from ``first`` on; stored, like their sums with the residual."""
+    """Return mean and reciprocal deviation of the rows from ``first`` on; stored, like their sums with the residual."""
     row = first + tl.arange(0, lane.shape[0])
     base = row[:, None] * K
     lanes = tl.zeros(lane.shape, tl.float32)

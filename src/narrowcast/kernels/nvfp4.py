@@ -108,7 +108,7 @@ def _nvfp4_amax_kernel(
 
 @triton.jit
 def _load_amax(amax_ptr, copy_ptr, start, line, inside, copies, ROW_SCALED: tl.constexpr):
-    """The amaxes of lines ``start + line``, or of the tensor; stored to their result where ``copies``."""
+    """Return the amaxes of lines ``start + line``, or of the tensor; stored to their result where ``copies``."""
     if ROW_SCALED:
         amax = tl.load(amax_ptr + start + line, mask=inside, other=0.0)
         if copies:
@@ -251,7 +251,7 @@ def _check_options(
 
 
 def supports(**options: object) -> bool:
-    """Whether ``quantize`` runs with these options; what it does not is for the reference.
+    """Return whether ``quantize`` runs with these options; what it does not is for the reference.
 
     Stochastic rounding and the rotation of 16 x 16 tiles, which no recipe asks for, are left to the reference.
 
@@ -278,7 +278,7 @@ def quantize(
     fast_error: bool = False,
     seed: Tensor | None = None,
 ) -> list[Tensor]:
-    """``reference.nvfp4.quantize``, stochastic rounding included: a pass for amax and one that encodes."""
+    """Compute ``reference.nvfp4.quantize``, stochastic rounding included: a pass for amax and one that encodes."""
     check_input(x, 2)
     _check_options(two_d, rht, row_scaled, four_over_six, error_mode, seed is not None)
     x = x.contiguous()

@@ -110,7 +110,8 @@ def butterflies(xs, DISTANCE: tl.constexpr):
 
 @triton.jit
 def rotate(xs, SIGN_MASK: tl.constexpr, EMULATE: tl.constexpr):
-    """The random Hadamard transform of a group, in the order of additions that ``reference.hadamard`` fixes, in fp32;
+    """Return the random Hadamard transform of a group, in the order of additions that ``reference.hadamard`` fixes, in
+    fp32;
     ``round_group`` completes it."""
     ys = ()
     for i in tl.static_range(16):
@@ -124,7 +125,7 @@ def rotate(xs, SIGN_MASK: tl.constexpr, EMULATE: tl.constexpr):
 
 @triton.jit
 def round_group(ys, EMULATE: tl.constexpr):
-    """A group rounded to bf16, as fp32."""
+    """Return a group rounded to bf16, as fp32."""
     rounded = ()
     for i in tl.static_range(8):
         first, second = round_pair_to_bfloat16(ys[2 * i], ys[2 * i + 1], EMULATE)
@@ -164,7 +165,9 @@ def _fold(values, HALF: tl.constexpr, MAXIMUM: tl.constexpr):
 
 @triton.jit
 def _over_tile(values, AXIS: tl.constexpr, MAXIMUM: tl.constexpr):
-    """Maximum or sum over 16 consecutive lines along ``AXIS``, as a tree (distances 8, 4, 2, 1), repeated on each."""
+    """Return maximum or sum over 16 consecutive lines along ``AXIS``, as a tree (distances 8, 4, 2, 1), repeated on
+    each.
+    """
     R: tl.constexpr = values.shape[0]
     C: tl.constexpr = values.shape[1]
     if AXIS == 0:
@@ -180,7 +183,7 @@ def _over_tile(values, AXIS: tl.constexpr, MAXIMUM: tl.constexpr):
 
 @triton.jit
 def _global_scales(amax, E4M3_MAX: tl.constexpr, EMULATE: tl.constexpr):
-    """The encoding scale of the tensor (or row) and its rounded reciprocal."""
+    """Return the encoding scale of the tensor (or row) and its rounded reciprocal."""
     scale = tl.minimum(tl.div_rn(tl.full(amax.shape, 6.0 * E4M3_MAX, tl.float32), amax), _FLT_MAX)
     scale = tl.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
     return scale, reciprocal(scale, EMULATE)
@@ -188,7 +191,7 @@ def _global_scales(amax, E4M3_MAX: tl.constexpr, EMULATE: tl.constexpr):
 
 @triton.jit
 def _element_scale(block_scale, global_inverse, EMULATE: tl.constexpr):
-    """What elements are multiplied by; a block scale of 0 saturates, not infinity, and NaN stays."""
+    """Return what elements are multiplied by; a block scale of 0 saturates, not infinity, and NaN stays."""
     decoded = decode_e4m3(block_scale)
     factor = reciprocal(decoded * global_inverse, EMULATE)
     return at_most(factor, _FLT_MAX), decoded
@@ -196,7 +199,7 @@ def _element_scale(block_scale, global_inverse, EMULATE: tl.constexpr):
 
 @triton.jit
 def _pack_words(sizes, signs, EMULATE: tl.constexpr):
-    """The sixteen codes of a group as two words of eight nibbles."""
+    """Return the sixteen codes of a group as two words of eight nibbles."""
     low = pack_fp4(*sizes[:8], *signs[:8], EMULATE)
     return low, pack_fp4(*sizes[8:], *signs[8:], EMULATE)
 
@@ -214,7 +217,7 @@ def _encode_candidate(
     FAST: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One of the two mappings of "4 over 6": block scales, words, and the error of each group.
+    """Return one of the two mappings of "4 over 6": block scales, words, and the error of each group.
 
     ``FAST``: errors of the elements as the global scale enlarges them, which need no division.
     """

@@ -51,7 +51,7 @@ _loss = Launcher(_observe_loss_kernel, num_warps=8)
 
 
 def loss(x: Tensor, read: Tensor, ceiling: Tensor, beyond: float) -> Tensor:
-    """``reference.observe.loss``, but for the order in which it adds.
+    """Compute ``reference.observe.loss``, but for the order in which it adds.
 
     Raises:
         ValueError: a tensor the kernels cannot reach, or another dtype.

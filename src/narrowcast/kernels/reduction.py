@@ -83,7 +83,8 @@ def _launch(M: int, K: int, rows: int) -> Launch:
 
 
 def column_sum(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``reference.reduction.column_sum`` of (M, K) fp32, bf16 or fp16, of the values in fp32, rounded to ``dtype``.
+    """Compute ``reference.reduction.column_sum`` of (M, K) fp32, bf16 or fp16, of the values in fp32, rounded to
+    ``dtype``.
 
     Of the sums of consecutive groups of R rows each, R a power of two and zeros where a matrix ends, it is also the sum
     of that matrix.

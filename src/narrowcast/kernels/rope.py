@@ -40,7 +40,7 @@ def _turn(
     INVERSE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Heads that begin at the pointers ``x_ptr`` and ``y_ptr`` (heads, 1), where ``here`` (heads, 1) says so.
+    """Return heads that begin at the pointers ``x_ptr`` and ``y_ptr`` (heads, 1), where ``here`` (heads, 1) says so.
 
     Returns magnitudes of what is written, (heads, PAIRS), the largest among them.
     """
@@ -215,7 +215,7 @@ _qkv = Launcher(_rope_qkv_kernel, num_warps=4)
 
 
 def _heads_per_program(heads: int, columns: int) -> int:
-    """A tile of at least a quarter of ``TILE``, that each thread may take elements in pairs."""
+    """Return a tile of at least a quarter of ``TILE``, that each thread may take elements in pairs."""
     at_least, at_most = max(TILE // 4 // columns, 1), max(TILE // columns, 1)
     return min(max(triton.next_power_of_2(heads), at_least), at_most)
 
@@ -241,7 +241,7 @@ def rotate(
     interleaved: bool,
     inverse: bool = False,
 ) -> Tensor:
-    """``reference.rope.rotate``, equal to the byte."""
+    """Compute ``reference.rope.rotate``, equal to the byte."""
     check_device(x)
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -275,7 +275,7 @@ def rotate_qkv(
     widths: Sequence[int],
     by_group: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``reference.rope.rotate_qkv``, equal to the byte."""
+    """Compute ``reference.rope.rotate_qkv``, equal to the byte."""
     check_device(qkv)
     qkv, lead, (w_q, w_k, w_v) = qkv.contiguous(), qkv.shape[:2], widths
     groups = qkv.shape[2]
@@ -293,7 +293,7 @@ def rotate_qkv_backward(
     interleaved: bool,
     by_group: bool,
 ) -> Tensor:
-    """``reference.rope.rotate_qkv_backward``, equal to the byte."""
+    """Compute ``reference.rope.rotate_qkv_backward``, equal to the byte."""
     q, k, v = (grad.contiguous() for grad in grads)
     check_device(q)
     width = q.shape[2] // k.shape[2] * q.shape[3] + k.shape[3] + v.shape[3]

@@ -87,7 +87,7 @@ _backward = Launcher(_scaled_activation_backward_kernel, num_warps=4)
 
 
 def forward(x: Tensor, scale: Tensor, activation: str, **params: float) -> Tensor:
-    """``reference.scaled_activation.forward``; ``x`` of any strides."""
+    """Compute ``reference.scaled_activation.forward``; ``x`` of any strides."""
     _check_scale(x, scale, activation)
     return activations.forward(x, activation, scale=scale.contiguous(), **params)
 
@@ -95,7 +95,7 @@ def forward(x: Tensor, scale: Tensor, activation: str, **params: float) -> Tenso
 def backward(
     grad: Tensor, x: Tensor, scale: Tensor, activation: str, **params: float
 ) -> tuple[Tensor, Tensor]:
-    """``reference.scaled_activation.backward``; the gradient of any strides."""
+    """Compute ``reference.scaled_activation.backward``; the gradient of any strides."""
     gated = checked(x, activation, params).gated
     _check_scale(x, scale, activation)
     check_gradient(grad, x, activation)

@@ -13,7 +13,7 @@ OVERFLOW_BY_DTYPE = {"torch.bfloat16": BF16_MAX, "torch.float16": FP16_MAX, "tor
 
 @triton.jit
 def scale_from_amax(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr):
-    """Encoding scale of fp32 ``amax``, which is no NaN: ``RN(fp8_max / max(amax, epsilon))``, 1 where that is 0.
+    """Return encoding scale of fp32 ``amax``, which is no NaN: ``RN(fp8_max / max(amax, epsilon))``, 1 where that is 0.
 
     An infinite amax gives 0, whose reciprocal is infinite: what shares the scale decodes to NaN.
     """
@@ -28,7 +28,7 @@ def scale_from_amax(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr
 
 @triton.jit
 def power_2_scales(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, EPSILON: tl.constexpr):
-    """``scale_from_amax`` with ``POWER_2`` and its reciprocal, in integers: both are exponents only.
+    """Return ``scale_from_amax`` with ``POWER_2`` and its reciprocal, in integers: both are exponents only.
 
     Both fp8 maxima are 1.75 * 2**n, so ``fp8_max / amax`` has the exponent ``n - exponent(amax)`` while the
     significand of amax is at most 1.75 and one less beyond. Quotients just below a power of two do not round up to
@@ -55,7 +55,9 @@ def power_2_scales(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr,
 
 @triton.jit
 def e8m0_from_amax(amax, MAX_RECIPROCAL: tl.constexpr):
-    """E8M0 code of ``RN(amax * RN(1 / fp8_max))``, rounded up to a power of two, 0..254, as int32; amax is no NaN."""
+    """Return E8M0 code of ``RN(amax * RN(1 / fp8_max))``, rounded up to a power of two, 0..254, as int32; amax is no
+    NaN.
+    """
     bits = (amax * MAX_RECIPROCAL).to(tl.int32, bitcast=True)
     code = tl.minimum((bits + 0x7FFFFF) >> 23, 254)
     return tl.where(bits <= 0x00400000, 0, code)  # up to 2**-127, itself a subnormal, the code is 0
@@ -63,12 +65,12 @@ def e8m0_from_amax(amax, MAX_RECIPROCAL: tl.constexpr):
 
 @triton.jit
 def e8m0_reciprocal(code):
-    """``2**(127 - code)`` as fp32, for codes 0..254 as int32."""
+    """Return ``2**(127 - code)`` as fp32, for codes 0..254 as int32."""
     return tl.maximum((254 - code) << 23, 0x00400000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def e8m0_value(code):
-    """fp32 ``2**(code - 127)``; code 0 is a subnormal and 255 NaN."""
+    """Return fp32 ``2**(code - 127)``; code 0 is a subnormal and 255 NaN."""
     bits = tl.maximum(code.to(tl.int32) << 23, 0x00400000)
     return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)

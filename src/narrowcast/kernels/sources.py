@@ -79,11 +79,11 @@ class Source:
         return self.constants[0] in ACTIVATIONS
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An output beside the operands."""
+        """Return an output beside the operands."""
         return self.operands[0].new_empty(shape, dtype=dtype)
 
     def partial_sums(self) -> Tensor | None:
-        """Where a kernel leaves the sums of 16 rows each, fp32; None if they are not wanted."""
+        """Return where a kernel leaves the sums of 16 rows each, fp32; None if they are not wanted."""
         if self.column_sums is None:
             return None
         M, K = self.matrix
@@ -91,14 +91,15 @@ class Source:
         return self.column_sums.partials
 
     def within_registers(self) -> Source:
-        """The source itself, or its matrix where computing a tile with scales of its own takes too many registers.
+        """Return the source itself, or its matrix where computing a tile with scales of its own takes too many
+        registers.
 
         That is the gradient of a gated activation: written to memory and read back it is quantized sooner.
         """
         return self.materialized() if self.constants[0] == "gated_backward" else self
 
     def materialized(self) -> Source:
-        """The source of the matrix written to memory."""
+        """Return the source of the matrix written to memory."""
         if self.is_tensor:
             return self
         written = tensor(self.compute(None))
@@ -106,7 +107,9 @@ class Source:
         return written
 
     def with_amax(self) -> Source:
-        """The source, now with ``amax_partials``: a gated activation's gradient, computed for them, but not written."""
+        """Return the source, now with ``amax_partials``: a gated activation's gradient, computed for them, but not
+        written.
+        """
         kind, name, *numbers = self.constants
         assert kind == "gated_backward"
         x, grad = self.operands
@@ -114,7 +117,7 @@ class Source:
         return self
 
     def materialized_with_amax(self) -> Source:
-        """The source of the matrix written to memory, with ``amax_partials`` from the same pass.
+        """Return the source of the matrix written to memory, with ``amax_partials`` from the same pass.
 
         Only for activations and their gradients.
         """
@@ -125,7 +128,7 @@ class Source:
 
 
 def pairs_tiles(constants: tuple[str, str, float, float, float], columns: int, tile_columns: int) -> bool:
-    """Whether tiles of a source can take both halves of a gated activation's gradient from one read.
+    """Return whether tiles of a source can take both halves of a gated activation's gradient from one read.
 
     Args:
         constants: of the source.
@@ -146,7 +149,7 @@ _TENSOR = ("tensor", "", 0.0, 0.0, 0.0)
 
 
 def tensor(x: Tensor, *, column_sums: bool = False) -> Source:
-    """The source that reads ``x``; with ``column_sums`` a kernel that reads all of it also sums its columns.
+    """Return the source that reads ``x``; with ``column_sums`` a kernel that reads all of it also sums its columns.
 
     Raises:
         TypeError: another dtype.
@@ -159,7 +162,7 @@ def tensor(x: Tensor, *, column_sums: bool = False) -> Source:
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Source:
-    """``x.to(dtype)``, bf16, fp16 or fp32, converted on the way in.
+    """Return ``x.to(dtype)``, bf16, fp16 or fp32, converted on the way in.
 
     Raises:
         ValueError: as :func:`tensor`, also of ``dtype``.
@@ -174,7 +177,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Source:
 
 
 def activation(x: Tensor, name: str, **parameters: float) -> Source:
-    """``activation.forward(x, name, **parameters)``, computed on the way in.
+    """Return ``activation.forward(x, name, **parameters)``, computed on the way in.
 
     Raises:
         ValueError: an unknown name or parameter, or an odd last dim of a gated activation.
@@ -194,7 +197,7 @@ def activation(x: Tensor, name: str, **parameters: float) -> Source:
 def activation_backward(
     grad: Tensor, x: Tensor, name: str, *, column_sums: bool = False, **parameters: float
 ) -> Source:
-    """``activation.backward(grad, x, name, **parameters)``, computed on the way in.
+    """Return ``activation.backward(grad, x, name, **parameters)``, computed on the way in.
 
     Raises:
         ValueError: as :func:`activation`.
@@ -222,7 +225,7 @@ def cross_entropy_gradient(
     *,
     column_sums: bool = False,
 ) -> Source:
-    """``cross_entropy.gradient``, computed on the way in."""
+    """Return ``cross_entropy.gradient``, computed on the way in."""
     check_input(logits, 2)
     operands = (logits.contiguous(), target.contiguous(), lse.contiguous(), grad.contiguous())
     return Source(
@@ -246,7 +249,7 @@ def normalized(
     zero_centered_gamma: bool,
     wanted: str = "source",
 ) -> tuple[Source, Tensor | None, Tensor, Tensor | None]:
-    """``norm.normalized``, computed on the way in: (source, mean, rstd, sum).
+    """Return ``norm.normalized``, computed on the way in: (source, mean, rstd, sum).
 
     Args:
         wanted: "source"; or that the pass over all rows that takes the statistics also takes the result's "amax", or
@@ -295,7 +298,7 @@ def norm_backward(
     zero_centered_gamma: bool,
     residual_grad: Tensor | None = None,
 ) -> Source:
-    """``norm.backward``, computed on the way in."""
+    """Return ``norm.backward``, computed on the way in."""
     x, grad, weight = x.contiguous(), grad.contiguous(), weight.contiguous()
     rows = (rstd, rstd if mean is None else mean, c1, c1 if c2 is None else c2)
     return Source(
@@ -317,7 +320,7 @@ def norm_backward(
 
 
 def rows_of_groups(x: Tensor, splits: Tensor, rows: int) -> Source:
-    """``grouped.pad_rows`` to groups of whole 128 rows, looked up on the way in.
+    """Return ``grouped.pad_rows`` to groups of whole 128 rows, looked up on the way in.
 
     Args:
         x: (T, K).
@@ -337,12 +340,12 @@ def rows_of_groups(x: Tensor, splits: Tensor, rows: int) -> Source:
 
 
 def materialize(source: Source) -> Tensor:
-    """The matrix as a tensor."""
+    """Return the matrix as a tensor."""
     return source.compute(None)
 
 
 def column_sum(source: Tensor | Source) -> Tensor:
-    """Sums over all but the last dim, fp32 (K,), from what the quantize kernel left where it did."""
+    """Return sums over all but the last dim, fp32 (K,), from what the quantize kernel left where it did."""
     if (
         isinstance(source, Source)
         and source.column_sums is not None
@@ -354,7 +357,7 @@ def column_sum(source: Tensor | Source) -> Tensor:
 
 
 def source_of(x: Tensor | Source, min_rank: int) -> Source:
-    """The source itself, or the one that reads a tensor.
+    """Return the source itself, or the one that reads a tensor.
 
     Raises:
         TypeError: another dtype.
@@ -387,7 +390,7 @@ def load_four_rows(
     EVEN: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """A tile as four tensors [ROWS / 4, COLUMNS], tensor ``j`` holding rows ``4 * i + j``; and four of its pair.
+    """Return a tile as four tensors [ROWS / 4, COLUMNS], tensor ``j`` holding rows ``4 * i + j``; and four of its pair.
 
     ``PAIRED``: the second four are the same columns of the matrix's other half; else they repeat the first.
     """
@@ -438,7 +441,7 @@ def load_source(
     EVEN: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Rows ``m + row``, columns ``k + column`` of the matrix [.., K], in its dtype; zero outside of it.
+    """Return rows ``m + row``, columns ``k + column`` of the matrix [.., K], in its dtype; zero outside of it.
 
     Args:
         operands: tuple of pointers, in the order the source's constructor fixes.
@@ -524,7 +527,7 @@ def _logit_gradient(
 
 @triton.jit
 def convert(x, NAME: tl.constexpr, EMULATE: tl.constexpr):
-    """bf16, fp16 or fp32 ``x`` in the dtype of that name; as it is for none."""
+    """Return bf16, fp16 or fp32 ``x`` in the dtype of that name; as it is for none."""
     if NAME == "":
         return x
     elif NAME == "bfloat16":
@@ -553,7 +556,9 @@ def load_pair(
     EVEN: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Both halves of a gated activation's gradient, columns ``k + column`` and ``F + k + column``, from one read."""
+    """Return both halves of a gated activation's gradient, columns ``k + column`` and ``F + k + column``, from one
+    read.
+    """
     DTYPE: tl.constexpr = operands[0].dtype.element_ty
     inside = (row < rows_left)[:, None] & (column < columns_left)[None, :]
     wide = m * (2 * F) + k

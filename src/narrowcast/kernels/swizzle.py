@@ -31,12 +31,12 @@ _permute = Launcher(_swizzle_permute_kernel, num_warps=4)
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
-    """``reference.swizzle.swizzle_scales`` of fewer than 2**31 elements."""
+    """Compute ``reference.swizzle.swizzle_scales`` of fewer than 2**31 elements."""
     return _run(scales, inverse=False)
 
 
 def unswizzle_scales(scales: Tensor) -> Tensor:
-    """``reference.swizzle.unswizzle_scales`` of fewer than 2**31 elements."""
+    """Compute ``reference.swizzle.unswizzle_scales`` of fewer than 2**31 elements."""
     return _run(scales, inverse=True)
 
 

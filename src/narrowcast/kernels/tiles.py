@@ -29,7 +29,7 @@ def tile_position(band_bits, REVERSE: tl.constexpr):
 
 
 def tile_grid(tile_rows: int, tile_columns: int) -> tuple[tuple[int, int, int], int]:
-    """Grid and ``band_bits`` for a matrix of that many tiles; the second grid dimension is limited to 65535."""
+    """Return grid and ``band_bits`` for a matrix of that many tiles; the second grid dimension is limited to 65535."""
     bits = min(BAND_BITS, (tile_rows - 1).bit_length())
     while (tile_rows - 1 >> bits) >= 65535:
         bits += 1
@@ -37,7 +37,7 @@ def tile_grid(tile_rows: int, tile_columns: int) -> tuple[tuple[int, int, int], 
 
 
 def is_wide(M: int, K: int) -> bool:
-    """Whether offsets within a tile, twice as wide for gated operands, may need 64 bits."""
+    """Return whether offsets within a tile, twice as wide for gated operands, may need 64 bits."""
     return max(M, K) >= 2**22
 
 
@@ -104,7 +104,7 @@ def store_transposed(
 
 @triton.jit
 def load_rows(pointer, K, left, inside, EVICTION: tl.constexpr):
-    """Four interleaved rows, of which as many are there as are ``left``."""
+    """Return four interleaved rows, of which as many are there as are ``left``."""
     rows = ()
     for j in tl.static_range(4):
         values = tl.load(pointer + j * K, mask=inside & (left > j), other=0.0, eviction_policy=EVICTION)

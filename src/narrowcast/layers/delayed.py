@@ -191,7 +191,7 @@ class DelayedLayer(RecipeOwner):
         return self._weight_of_state(prefix).device
 
     def _weight_of_state(self, prefix: str) -> Tensor:
-        """The weight that the stage of this prefix multiplies with."""
+        """Return the weight that the stage of this prefix multiplies with."""
         raise NotImplementedError(f"{type(self).__name__} does not tell its weights")
 
     def _reset_direction(
@@ -211,7 +211,7 @@ class DelayedLayer(RecipeOwner):
             scale[at] = torch.where(usable, torch.full_like(weight_amax, largest) / weight_amax, scale[at])
 
     def _weight_amax(self, prefix: str) -> Tensor:
-        """max|w| of the weight of every group, fp32."""
+        """Return max|w| of the weight of every group, fp32."""
         return largest_magnitude(self._weight_of_state(prefix))
 
     def reset_delayed_scaling(self) -> None:
@@ -232,7 +232,7 @@ class DelayedLayer(RecipeOwner):
                         setattr(self, name, None)
 
     def delayed_slots(self) -> list[DelayedSlots]:
-        """The state, by stage and direction, as it is to be renewed."""
+        """Return the state, by stage and direction, as it is to be renewed."""
         slots = []
         for prefix, states in self._delayed.items():
             for delayed, (direction, mode, _) in zip(states, _DIRECTIONS):
@@ -241,7 +241,9 @@ class DelayedLayer(RecipeOwner):
         return slots
 
     def amax_to_reduce(self) -> list[tuple[int, Tensor | None]]:
-        """Size and amax of each state that the layer may have, by stage and direction; None where it reduces none."""
+        """Return size and amax of each state that the layer may have, by stage and direction; None where it reduces
+        none.
+        """
         slots: list[tuple[int, Tensor | None]] = []
         for prefix in self._stage_names:
             states = self._delayed.get(prefix, (None, None))
@@ -262,7 +264,7 @@ class DelayedLayer(RecipeOwner):
     # -- what a forward reads ----------------------------------------------------------------------------------------
 
     def _scales(self, prefix: str, plan: LinearPlan) -> DelayedScales:
-        """State for one forward of a stage; nothing for a plan that scales nothing with delay."""
+        """Return the state for one forward of a stage; nothing for a plan that scales nothing with delay."""
         return self._scales_of((prefix,), (plan,))[0]
 
     def _scales_of(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> list[DelayedScales]:
@@ -442,7 +444,7 @@ class DelayedLayer(RecipeOwner):
         self.reset_delayed_scaling()
 
     def state_buffers(self) -> list[Tensor]:
-        """Every buffer of the state, of a recipe that is no longer in force, too."""
+        """Return every buffer of the state, of a recipe that is no longer in force, too."""
         buffers = [own_buffers(self)[name] for name in self._state_names()]
         return [buffer for buffer in buffers if buffer is not None]
 
@@ -490,7 +492,7 @@ _States = tuple[DelayedSlots | None, DelayedSlots | None]
 
 
 def _copies(states: list[_States], renews: bool | None) -> list[Tensor]:
-    """Copies of the scales of stages, renewed first where that is up to the layer."""
+    """Return copies of the scales of stages, renewed first where that is up to the layer."""
     present = [state for stage in states for state in stage if state is not None]
     return renew_and_read(present) if renews else read_scales([state.scale for state in present])
 

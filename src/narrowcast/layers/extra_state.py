@@ -89,7 +89,7 @@ class _TensorsOnly(pickle.Unpickler):
 
 
 def to_extra_state(buffers: dict[str, Tensor | None], stages: list[str], directions: Iterable[str]) -> Tensor:
-    """What Transformer Engine reads of a layer's delayed scaling, uint8 (n,); empty for a layer without.
+    """Return what Transformer Engine reads of a layer's delayed scaling, uint8 (n,); empty for a layer without.
 
     Args:
         buffers: of the layer, by name.
@@ -116,7 +116,8 @@ def to_extra_state(buffers: dict[str, Tensor | None], stages: list[str], directi
 def delayed_state(
     extra: dict[str, Tensor], stages: list[str], directions: dict[str, int]
 ) -> dict[str, Tensor]:
-    """Delayed scaling's buffers by our names, from Transformer Engine's, which have the stages one behind the other.
+    """Return delayed scaling's buffers by our names, from Transformer Engine's, which have the stages one behind the
+    other.
 
     Args:
         extra: of :func:`take_extra_state`.

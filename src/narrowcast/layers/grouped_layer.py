@@ -51,7 +51,7 @@ take the backward a tenth of the time of all GEMMs there, and ever more with few
 
 
 def plan_for_rows(plan: LinearPlan, rows: int, groups: int) -> LinearPlan:
-    """The plan of a grouped layer for as many rows. Compiled code that does not know them keeps the plan."""
+    """Return the plan of a grouped layer for as many rows. Compiled code that does not know them keeps the plan."""
     if plan.weight_once is None:
         return plan
     few = rows <= FEW_ROWS * groups
@@ -154,7 +154,7 @@ class GroupedLinearLayer(LinearLayer):
         return torch.cat([largest_magnitude(weight, self.single_grouped_weight) for weight in weights])
 
     def extra_repr(self) -> str:
-        """Sizes, as printed by the module."""
+        """Return sizes, as printed by the module."""
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}"
@@ -162,7 +162,7 @@ class GroupedLinearLayer(LinearLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise weights, biases and state where they are; on the meta device nothing."""
+        """Initialize weights, biases and state where they are; on the meta device nothing."""
         for kind in ("weight", "bias"):
             self._gather(kind)
         self._reset_weights(self._stages[0])
@@ -251,7 +251,7 @@ class GroupedLinearLayer(LinearLayer):
         dgrad_out: Tensor | None = None,
         described: bool = False,
     ) -> tuple[LinearFwdArgs, Groups]:
-        """What the boundary reads besides its operands.
+        """Return what the boundary reads besides its operands.
 
         Args:
             dtype: of the input; the others as in the records.
@@ -328,7 +328,7 @@ class GroupedLinearLayer(LinearLayer):
         return LinearWgrad(main_grads, first or True in overwrites, dummies, store, ticket)
 
     def _calibration_plan(self) -> LinearPlan | None:
-        """Which amax an autocast that only calibrates collects; None under any other."""
+        """Return which amax an autocast that only calibrates collects; None under any other."""
         calibrating = THREAD.state.calibrating
         return (
             None
@@ -351,7 +351,7 @@ class GroupedLinearLayer(LinearLayer):
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _checked_input(self, inp: Tensor, weight: Tensor) -> Tensor:
-        """The input, cast where torch.autocast says so."""
+        """Return the input, cast where torch.autocast says so."""
         if isinstance(inp, (QuantizedTensorStorage, GroupedTensor)):
             raise TypeError(
                 f"input is a {type(inp).__name__}; GroupedLinear quantizes its input itself, pass a plain tensor"
@@ -361,7 +361,7 @@ class GroupedLinearLayer(LinearLayer):
     def _checked_splits(
         self, splits: Sequence[int] | Tensor, x: Tensor, label: str = "m_splits"
     ) -> tuple[Tensor, bool]:
-        """The splits on the device of ``x``; whether the host knows that they sum to its rows."""
+        """Return the splits on the device of ``x``; whether the host knows that they sum to its rows."""
         known: list[int] | None = None
         if not isinstance(splits, Tensor):
             if not hasattr(splits, "__len__") or not all(
@@ -425,14 +425,14 @@ class GroupedLinearLayer(LinearLayer):
 
 
 def _plain_and_whole(value: Any) -> Tensor:
-    """A tensor of a state dict, gathered and dequantized; every rank of its mesh must call this."""
+    """Return a tensor of a state dict, gathered and dequantized; every rank of its mesh must call this."""
     value = value.detach()
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     return plain(value)
 
 
 def _placed_like(value: Tensor, parameter: Any) -> Tensor:
-    """The tensor, sharded where the parameter that takes it is."""
+    """Return the tensor, sharded where the parameter that takes it is."""
     if not hasattr(parameter, "device_mesh"):
         return value
     distribute = torch.distributed.tensor.distribute_tensor  # type: ignore[attr-defined]  # there, as the parameter is
@@ -440,7 +440,7 @@ def _placed_like(value: Tensor, parameter: Any) -> Tensor:
 
 
 def grouped_buffers_of(tensor: GroupedTensor) -> OperandBuffers:
-    """A quantized parameter as an operand; its buffers are shared."""
+    """Return a quantized parameter as an operand; its buffers are shared."""
     storage = grouped_storage_of(tensor)
     usages = storage.get_usages()
     return OperandBuffers(
@@ -451,7 +451,7 @@ def grouped_buffers_of(tensor: GroupedTensor) -> OperandBuffers:
 
 
 def joined_buffers_of(weights: list[Any]) -> OperandBuffers:
-    """Weights that were quantized one by one as the operand of all of them.
+    """Return weights that were quantized one by one as the operand of all of them.
 
     Row-wise in buffers of its own; column-wise those of the weights, first ones first, which the backward joins: a copy
     would be kept until then, and what FSDP2 gathers may be there only then. Of one weight alone both are joined.
@@ -478,7 +478,7 @@ def rows_of_buffer(
     device: torch.device,
     read: Tensor | None = None,
 ) -> Tensor | None:
-    """A tensor that a result is written to, as a matrix of rows.
+    """Return a tensor that a result is written to, as a matrix of rows.
 
     Args:
         label: its name in messages.
@@ -512,7 +512,9 @@ def rows_of_buffer(
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors overlap; in traced code, where memory has no address, whether they are one or its view."""
+    """Return whether two tensors overlap; in traced code, where memory has no address, whether they are one or its
+    view.
+    """
     if torch.compiler.is_compiling():
         return (
             a is b

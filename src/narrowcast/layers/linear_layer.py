@@ -123,12 +123,12 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def _add_linear(self, stage: Stage, rows: list[int], columns: int, bias: bool, **like: Any) -> None:
-        """Uninitialised parameters of ``rows`` each, parts of one allocation."""
+        """Uninitialized parameters of ``rows`` each, parts of one allocation."""
         self._add_parts(stage.weight, torch.empty(sum(rows), columns, **like), rows)
         self._add_parts(stage.bias, torch.empty(sum(rows), **like) if bias else None, rows)
 
     def _names_of(self, name: str) -> list[str]:
-        """Names of the parameters that hold a weight or bias."""
+        """Return names of the parameters that hold a weight or bias."""
         return self._parts.get(name, [name])
 
     def _add_parts(self, name: str, value: Tensor | None, rows: list[int]) -> None:
@@ -139,12 +139,12 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             self.register_parameter(part_name, None if part is None else nn.Parameter(whole))  # type: ignore[arg-type]
 
     def _parts_of(self, name: str) -> list[Tensor]:
-        """The parameters that hold a weight or bias: one, several, or none where there is no bias."""
+        """Return the parameters that hold a weight or bias: one, several, or none where there is no bias."""
         parts = [getattr(self, part) for part in self._parts.get(name, [name])]
         return [part for part in parts if part is not None]
 
     def _whole(self, name: str) -> Any:
-        """A weight or bias: the parameter, or what its parts are together; None without."""
+        """Return a weight or bias: the parameter, or what its parts are together; None without."""
         if name not in self._parts:
             return self._part(name) if self._placed else getattr(self, name)
         parts = self._parts_of(name)
@@ -163,7 +163,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
 
     @torch.no_grad()
     def _reset_linear(self, stage: Stage) -> None:
-        """Initialise the parameters of a stage where they are; a weight that is to be stored quantized, now is."""
+        """Initialize the parameters of a stage where they are; a weight that is to be stored quantized, now is."""
         parts = self._parts_of(stage.weight)
         value: Any = parts[0]
         if self._init_recipe is not None:
@@ -194,7 +194,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
                 stage.init_method(value)
 
     def _stored_as(self, stage: Stage) -> Quantizer:
-        """What quantizes a weight that ``quantized_model_init`` has stored so."""
+        """Return what quantizes a weight that ``quantized_model_init`` has stored so."""
         quantizer = weight_quantizer(self._init_recipe, stage.name, self._module_type)  # type: ignore[arg-type]
         return quantizer.with_usage(columnwise=self._init_columnwise)
 
@@ -279,7 +279,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         scales: DelayedScales | None = None,
         workspace: OperandBuffers | None = None,
     ) -> LinearFwdArgs:
-        """What the boundary reads of a stage besides its operands.
+        """Return what the boundary reads of a stage besides its operands.
 
         Args:
             weight: whole, or of several groups the first.
@@ -316,7 +316,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         weight: Tensor,
         is_first_microbatch: bool | None,
     ) -> OperandBuffers:
-        """The quantized weight of several microbatches: a quantized parameter, what the first one left, or made now.
+        """Return the quantized weight of several microbatches: a quantized parameter, what the first one left, or made
+        now.
 
         Raises:
             RuntimeError: the parameter is quantized in another format than the recipe's.
@@ -338,7 +339,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         return self._keep_weight(stage.weight, operand, made_from, buffers)
 
     def _kept_weight(self, name: str, operand: Operand, made_from: list[Tensor]) -> OperandBuffers | None:
-        """What an earlier microbatch left of a weight; None without, or where the weight has changed since.
+        """Return what an earlier microbatch left of a weight; None without, or where the weight has changed since.
 
         Raises:
             RuntimeError: it has changed, and compiled code runs, which cannot turn back.
@@ -369,7 +370,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         return buffers
 
     def kept_parameters(self) -> list[Tensor]:
-        """Parameters that kept weights are made from."""
+        """Return parameters that kept weights are made from."""
         parts = [part for stage in self._stages for part in self._parts_of(stage.weight)]
         return [part for part in parts if not isinstance(part, (GroupedTensor, QuantizedTensor))]
 
@@ -438,7 +439,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             calibrate_(plain(weight).detach(), amax, WEIGHT_SLOT)
 
     def _with_bias_behind(self, out: Tensor, bias: Tensor | None) -> Tensor:
-        """The summed output of a row-parallel stage plus its bias, unless the bias is returned beside it."""
+        """Return the summed output of a row-parallel stage plus its bias, unless the bias is returned beside it."""
         return out if bias is None or self.return_bias else out + bias.to(out.dtype)
 
     # -- where weight gradients go -----------------------------------------------------------------------------------
@@ -454,7 +455,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         return LinearWgrad(main_grad, overwrite or bool(is_first_microbatch), dummy, store, ticket)
 
     def need_backward_dw(self) -> bool:
-        """Whether weight gradients of this layer wait for :meth:`backward_dw`."""
+        """Return whether weight gradients of this layer wait for :meth:`backward_dw`."""
         return self.delay_wgrad_compute
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def norm_settings(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSettings:
-    """How a module normalizes.
+    """Return how a module normalizes.
 
     Raises:
         ValueError: an unknown normalization, or an eps that is no number of 0 or more.
@@ -35,7 +35,7 @@ def norm_settings(normalization: str, eps: float, zero_centered_gamma: bool) -> 
 def norm_parameters(
     size: int, settings: NormSettings, dtype: torch.dtype, device: torch.device
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Uninitialised (weight, bias), each (size,); no bias for RMSNorm."""
+    """Return uninitialized (weight, bias), each (size,); no bias for RMSNorm."""
     weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
     if settings.normalization == "RMSNorm":
         return weight, None
@@ -114,7 +114,7 @@ class NormParameters(nn.Module):
         reset_norm_parameters(self.weight, self.bias, self.settings)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
-        """Size and options, as printed by the module."""
+        """Return size and options, as printed by the module."""
         return (
             f"{self.normalized_shape[0]}, eps={self.settings.eps}, "
             f"zero_centered_gamma={self.settings.zero_centered_gamma}"

@@ -23,7 +23,7 @@ INIT_STD = 0.023
 def random_numbers_of(
     tracker: Callable[[], Any] | None, name: str | None = None
 ) -> AbstractContextManager[Any]:
-    """Context in which a weight is initialised: ``fork`` of a tracker of random states, or none.
+    """Return context in which a weight is initialized: ``fork`` of a tracker of random states, or none.
 
     Args:
         tracker: returns the object with ``fork``; None: PyTorch's own numbers.
@@ -36,7 +36,7 @@ def random_numbers_of(
 
 
 def parameter_device(device: torch.device | str | None) -> torch.device:
-    """Where a layer makes its parameters: as given, else the ambient default device, else the accelerator.
+    """Return where a layer makes its parameters: as given, else the ambient default device, else the accelerator.
 
     Ambient is what ``with torch.device(...)`` or ``torch.set_default_device`` say, "cpu" included.
 
@@ -56,7 +56,7 @@ def parameter_device(device: torch.device | str | None) -> torch.device:
 
 
 def parameter_dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype:
-    """Dtype of a layer's parameters, by either of its names.
+    """Return the dtype of a layer's parameters, by either of its names.
 
     Raises:
         ValueError: both are given, and differ.
@@ -73,7 +73,7 @@ def parameter_dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None)
 def checked_input(
     inp: Tensor, features: int, label: str, weight: Tensor, quantized_as_it_is: bool = False
 ) -> Tensor:
-    """The input of a layer, cast where torch.autocast says so.
+    """Return the input of a layer, cast where torch.autocast says so.
 
     Args:
         features: what the last dim must be; ``label`` is its name.
@@ -108,22 +108,22 @@ def checked_input(
 
 
 def casts(tensor: Tensor) -> bool:
-    """Whether torch.autocast is in force where a tensor lives."""
+    """Return whether torch.autocast is in force where a tensor lives."""
     return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
 
 
 def needs_recipe(option: str) -> RuntimeError:
-    """The error where a layer is asked for something quantized and nothing says how."""
+    """Return the error where a layer is asked for something quantized and nothing says how."""
     return RuntimeError(f"{option}=True needs a recipe; give the layer one or enter autocast(recipe=...)")
 
 
 def remedy(weight: Tensor) -> str:
-    """What to do where input and parameters are on different devices."""
+    """Return what to do where input and parameters are on different devices."""
     return "make them real with to_empty and reset_parameters" if weight.is_meta else "move one of them"
 
 
 def main_grad_of(weight: Tensor, name: str, owner: str) -> tuple[Tensor, bool, str]:
-    """(main_grad, whether to overwrite it, the placeholder for the gradient) as ``LinearWgrad`` takes them.
+    """Return main_grad, whether to overwrite it, and the placeholder for the gradient as ``LinearWgrad`` takes them.
 
     Raises:
         RuntimeError: the parameter has none.
@@ -161,7 +161,7 @@ def mark_after_accumulation(parameter: Tensor) -> None:
 
 
 def largest_magnitude(weight: Any, grouped: bool = False) -> Tensor:
-    """max|w| of a weight, fp32 (1,); with ``grouped`` of every group of (G, N, K), (G,).
+    """Return max|w| of a weight, fp32 (1,); with ``grouped`` of every group of (G, N, K), (G,).
 
     For a sharded weight it is that of the whole, so that all ranks start from the same scales: every rank that holds a
     part must call this.
@@ -185,7 +185,8 @@ def largest_magnitude(weight: Any, grouped: bool = False) -> Tensor:
 
 
 def weight_quantizer(recipe: Recipe, name: str, module_type: str) -> Quantizer:
-    """What quantizes a weight to be stored; in place of delayed scaling, which has no history yet, current scaling.
+    """Return what quantizes a weight to be stored; in place of delayed scaling, which has no history yet, current
+    scaling.
 
     Raises:
         RuntimeError: the quantizer makes bare storages, which cannot be parameters.
@@ -204,7 +205,7 @@ def weight_quantizer(recipe: Recipe, name: str, module_type: str) -> Quantizer:
 def quantize_parameter(
     value: Tensor, quantizer: Quantizer, preserve: bool, requires_grad: bool = True
 ) -> nn.Parameter:
-    """Quantized parameter holding ``value`` (N, K), or (G, N, K) as one tensor of groups.
+    """Return quantized parameter holding ``value`` (N, K), or (G, N, K) as one tensor of groups.
 
     Args:
         value: a matrix may be on the meta device.

@@ -20,7 +20,7 @@ POLICIES: dict[str, Policy] = {}
 
 
 def policy_named(name: str, rows: int | None) -> Policy:
-    """The policy of that name.
+    """Return the policy of that name.
 
     Raises:
         ValueError: an unknown name, or no ``rows`` of a positive number.
@@ -35,7 +35,9 @@ def policy_named(name: str, rows: int | None) -> Policy:
 
 
 def choose(layer: Any, recipe: Recipe | None, policy: str, rows: int) -> Recipe | None:
-    """The recipe or None for a layer of narrowcast; grouped and other layers that were not measured keep the recipe."""
+    """Return the recipe or None for a layer of narrowcast; grouped and other layers that were not measured keep the
+    recipe.
+    """
     stages = [getattr(layer, stage.weight, None) for stage in getattr(layer, "_stages", ())]
     if recipe is None or not stages or any(weight is None or weight.dim() != 2 for weight in stages):
         return recipe

@@ -24,7 +24,8 @@ def quantize_weight(
     workspace_dtype: torch.dtype | None = None,
     cache: bool = False,
 ) -> tuple[Any, Any]:
-    """(weight for the GEMM, what to keep for later microbatches or None), for loops that keep weights themselves.
+    """Return the weight for the GEMM and what to keep for later microbatches or None, for loops that keep weights
+    themselves.
 
     A quantized ``tensor`` is returned as it is, with the directions that the quantizer asks for: one that was missing
     is made once and kept on it; none is dropped. A ``workspace`` that has these directions is refreshed in place, so
@@ -100,7 +101,7 @@ def _gather(workspace: QuantizedTensorStorage, fsdp_group: Any) -> None:
 
 
 def _serves(workspace: QuantizedTensorStorage, quantizer: Quantizer) -> bool:
-    """Whether it has the format and the directions that the quantizer asks for."""
+    """Return whether it has the format and the directions that the quantizer asks for."""
     own: Any = workspace._quantizer  # type: ignore[attr-defined]
     usages = workspace.get_usages()
     return (

@@ -45,7 +45,7 @@ class RecipeOwner(nn.Module):
         """Make the state that the layer's own recipe needs."""
 
     def _recipe_in_force(self) -> Recipe | None:
-        """The recipe of this forward.
+        """Return the recipe of this forward.
 
         One that runs inside a backward, outside of any autocast, is a recomputation, and goes by the last forward.
         """
@@ -68,7 +68,8 @@ class RecipeOwner(nn.Module):
         return recipe
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickling and deep copies: without the last forward's recipe, which may be that of an autocast.
+        """Return the state for pickling and deep copies: without the last forward's recipe, which may be that of an
+        autocast.
 
         And without the model, of which the copy need not be a part.
         """

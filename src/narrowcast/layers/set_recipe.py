@@ -78,7 +78,7 @@ def set_recipe(
 
 
 def recipe_table(recipe: RecipeChoice, caller: str) -> dict[str, Recipe | None]:
-    """Recipes by pattern, from any of the ways in which :func:`set_recipe` takes them.
+    """Return recipes by pattern, from any of the ways in which :func:`set_recipe` takes them.
 
     Args:
         caller: whose argument it is, for the message.
@@ -116,7 +116,7 @@ def stop_renewing_from(model: nn.Module) -> None:
 
 
 def get_recipes(model: nn.Module) -> dict[str, Recipe | None]:
-    """The recipe of every low-precision layer, by the layer's name."""
+    """Return the recipe of every low-precision layer, by the layer's name."""
     return {name: module.recipe for name, module in model.named_modules() if isinstance(module, RecipeOwner)}
 
 
@@ -187,7 +187,8 @@ def _renewed_by_root_while_tracing(context: Any) -> None:
 
 
 def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
-    """MAX over ranks of the amax that the delayed layers of a model have collected; call it after every backward.
+    """Compute MAX over ranks of the amax that the delayed layers of a model have collected; call it after every
+    backward.
 
     One all-reduce whose layout follows from ``model.modules()`` alone: it does not matter which layers ran on a rank,
     how often, or which have no state yet. The first call for a group compares sizes besides. Call it before the

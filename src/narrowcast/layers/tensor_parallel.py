@@ -97,7 +97,7 @@ class TensorParallelLayer:
             }
 
     def _split_over(self, prefix: str) -> TensorParallel | None:
-        """How a stage is split.
+        """Return how a stage is split.
 
         Raises:
             RuntimeError: it is, and the group was not given yet.
@@ -111,7 +111,7 @@ class TensorParallelLayer:
         return parallel
 
     def _part(self, name: str) -> Any:
-        """A parameter as the layer computes with it: of a DTensor this process's part.
+        """Return a parameter as the layer computes with it: of a DTensor this process's part.
 
         The gradient of a whole one that was used on a share of the rows is, as a DTensor, a sum still to be made.
         """
@@ -131,7 +131,7 @@ class TensorParallelLayer:
 
 
 def local_part(parameter: Any, to_be_summed: bool) -> Any:
-    """This process's part of a DTensor, differentiable.
+    """Return this process's part of a DTensor, differentiable.
 
     Args:
         to_be_summed: the gradient of it is that of a share of the rows.
@@ -142,7 +142,8 @@ def local_part(parameter: Any, to_be_summed: bool) -> Any:
 
 
 def on_local(layer: Any, inp: Any, *options: Any) -> Any:
-    """Forward of a layer under PyTorch's style on this process's part of a DTensor, and its output as one."""
+    """Compute the forward of a layer under PyTorch's style on this process's part of a DTensor, and its output as one.
+    """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     column, mesh = layer.parallel_mode == "column", inp.device_mesh
@@ -152,7 +153,7 @@ def on_local(layer: Any, inp: Any, *options: Any) -> Any:
 
 
 def checked_size(tp_group: Any, tp_size: int) -> int:
-    """How many processes share a layer, from its two options.
+    """Return how many processes share a layer, from its two options.
 
     Raises:
         ValueError: a size that is not positive, or not that of the group.
@@ -179,7 +180,7 @@ def checked_mode(parallel_mode: str | None) -> str | None:
 
 
 def shared(label: str, features: int, size: int) -> int:
-    """What each of ``size`` processes holds of so many features.
+    """Return what each of ``size`` processes holds of so many features.
 
     Raises:
         ValueError: they do not divide.

@@ -66,7 +66,7 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     recipe: Recipe | str | None = None,
 ) -> Tensor:
-    """``cross_entropy(linear(hidden, weight, bias), target)``, whose logits are never in memory as a whole.
+    """Return ``cross_entropy(linear(hidden, weight, bias), target)``, whose logits are never in memory as a whole.
 
     Forward and backward make the logits of ``chunk_size`` classes at a time, T x chunk_size numbers in the dtype of
     ``hidden``, and drop them; in the backward their gradient takes their place. Beside operands and gradients it needs
@@ -119,7 +119,7 @@ def linear_cross_entropy(
 
 
 def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in one dtype, checked."""
+    """Return the operands in one dtype, checked."""
     if isinstance(weight, QuantizedTensor):
         weight = weight.dequantize()
     if casts(hidden):

@@ -134,7 +134,7 @@ class QuantizedLinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def _chunks(weight: Tensor, bias: Tensor | None, chunk: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """(first class, rows of the weight, their bias)."""
+    """Yield the first class, the rows of the weight, and their bias."""
     for start in range(0, weight.shape[0], chunk):
         yield (
             start,
@@ -152,7 +152,7 @@ def _logits(
 
 
 def _dgrad(plan: LinearPlan, dy: OperandBuffers, w: OperandBuffers, hidden: Tensor) -> Tensor:
-    """A chunk's part of the gradient of ``hidden``, in fp32: the sum runs over the chunks."""
+    """Return a chunk's part of the gradient of ``hidden``, in fp32: the sum runs over the chunks."""
     operands = dy.rowwise, dy.quantizer, w.columnwise, w.quantizer
     return gemm("dgrad", *operands, None, torch.float32, *hidden.shape, plan.fast_dgrad, plan.emulate)
 

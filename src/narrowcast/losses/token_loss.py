@@ -21,7 +21,7 @@ class Smoothing(NamedTuple):
 def token_loss(
     statistics: Tensor, target: Tensor, columns: int, smoothing: Smoothing
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token, and the log of its sum of exponentials for the backward.
+    """Compute the loss of each token, and the log of its sum of exponentials for the backward.
 
     Args:
         statistics: fp32 (3, T) of the whole vocabulary, as ``reference.cross_entropy.statistics``.
@@ -42,12 +42,12 @@ def token_loss(
 
 
 def token_gradient(grad: Tensor, target: Tensor, smoothing: Smoothing) -> Tensor:
-    """Gradient of each token's loss, fp32 (T,); 0 for the ignored."""
+    """Return the gradient of each token's loss, fp32 (T,); 0 for the ignored."""
     return torch.where(target == smoothing.ignore_index, 0.0, grad.float())
 
 
 def mean_loss(loss: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Mean over the tokens that are not ignored; 0 where all of them are."""
+    """Return the mean over the tokens that are not ignored; 0 where all of them are."""
     return loss.sum() / (target != ignore_index).sum().clamp(min=1)
 
 

@@ -211,7 +211,7 @@ def moe_unpermute(
 
 
 def checked_row_map(inp: Any, routing_map: Tensor, num_out_tokens: int, name: str) -> Tensor:
-    """The row map of a mask, of so many rows.
+    """Return the row map of a mask, of so many rows.
 
     Args:
         inp, routing_map, num_out_tokens: as in :func:`moe_permute`.
@@ -233,7 +233,7 @@ def _padded(row_map: Tensor, offsets: Tensor) -> Tensor:
 def _extent(
     tokens: Tensor | Sequence[int], align_size: int, given: int | None, device: torch.device
 ) -> tuple[int, bool, Tensor]:
-    """Rows of a padded result, whether there may be padding, and the tokens of the experts on the device."""
+    """Return rows of a padded result, whether there may be padding, and the tokens of the experts on the device."""
     if not isinstance(tokens, Tensor):
         total = sum(round_up(count, align_size) for count in tokens)
         padded = given is not None or total != sum(tokens)

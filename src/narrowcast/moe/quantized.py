@@ -13,7 +13,7 @@ from ..tensors import QuantizedTensorStorage
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether ``x`` is a quantized tensor or a storage."""
+    """Return whether ``x`` is a quantized tensor or a storage."""
     return isinstance(x, QuantizedTensorStorage)
 
 
@@ -36,7 +36,7 @@ def check_movable(x: Any, name: str) -> None:
 
 
 def move_rows(x: Any, rows: int, move: Callable[[Tensor], Tensor]) -> Any:
-    """``x`` with its rows moved, its format kept; row-wise only.
+    """Return ``x`` with its rows moved, its format kept; row-wise only.
 
     Args:
         x: a quantized matrix that :func:`check_movable` accepts.
@@ -61,5 +61,5 @@ def move_rows(x: Any, rows: int, move: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _fitted(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Zeros appended to rows and columns."""
+    """Return zeros appended to rows and columns."""
     return F.pad(values, (0, sizes[1] - values.shape[1], 0, sizes[0] - values.shape[0]))

@@ -128,7 +128,7 @@ def fused_topk_with_score_function(
 def fused_compute_score_for_moe_aux_loss(
     logits: Tensor, topk: int, score_function: str, routing_map_format: str | RoutingMapFormat = "bytemap"
 ) -> tuple[Tensor, Tensor]:
-    """Scores of all experts, for :func:`fused_moe_aux_loss`, and the map of the ``topk`` best.
+    """Return scores of all experts, for :func:`fused_moe_aux_loss`, and the map of the ``topk`` best.
 
     Args:
         logits: (*lead, E), fp32, bf16 or fp16; differentiable.
@@ -163,7 +163,7 @@ def fused_moe_aux_loss(
     topk: int,
     coeff: float,
 ) -> Tensor:
-    """The loss that is least when all experts get equally many tokens (Switch Transformer, equation 4).
+    """Return the loss that is least when all experts get equally many tokens (Switch Transformer, equation 4).
 
     ``coeff * E / (topk * total ** 2) * sum_e(tokens_e * sum_t(probs[t, e]))``.
 
@@ -200,7 +200,7 @@ def fused_moe_aux_loss(
 
 
 def _choose(scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> Tensor:
-    """The numbers of the best experts, of the best groups where there are groups."""
+    """Return the numbers of the best experts, of the best groups where there are groups."""
     if num_groups is not None and group_topk is not None:
         groups = scores.unflatten(-1, (num_groups, -1))
         best = groups.topk(topk // group_topk, dim=-1)[0].sum(-1).topk(group_topk, dim=-1)[1]
@@ -218,14 +218,14 @@ def _is_chosen(chosen: Tensor, experts: int) -> Tensor:
 
 
 def _gather(scores: Tensor, chosen: Tensor) -> Tensor:
-    """The scores (*lead, topk) of the chosen."""
+    """Return the scores (*lead, topk) of the chosen."""
     if not torch.compiler.is_compiling():
         return scores.gather(-1, chosen)
     return torch.where(_is_chosen(chosen, scores.shape[-1]), scores.unsqueeze(-2), 0).sum(-1)
 
 
 def _scatter(weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
-    """The weights (*lead, E), zero where not chosen."""
+    """Return the weights (*lead, E), zero where not chosen."""
     if not torch.compiler.is_compiling():
         zeros = torch.zeros((*chosen.shape[:-1], experts), dtype=weights.dtype, device=weights.device)
         return zeros.scatter(-1, chosen, weights)
@@ -233,7 +233,7 @@ def _scatter(weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
 
 
 def _mask(chosen: Tensor, experts: int) -> Tensor:
-    """Which (*lead, E) are chosen."""
+    """Return which (*lead, E) are chosen."""
     if not torch.compiler.is_compiling():
         zeros = torch.zeros((*chosen.shape[:-1], experts), dtype=torch.bool, device=chosen.device)
         return zeros.scatter(-1, chosen, True)
@@ -264,7 +264,7 @@ def _count_margins(histogram: Tensor, bounds: Tensor, scores: Tensor, biased: Te
 def _check(
     logits: Tensor, topk: int, score_function: str, routing_map_format: str | RoutingMapFormat
 ) -> tuple[int, bool]:
-    """(number of experts, whether the map is packed into bits)."""
+    """Return the number of experts and whether the map is packed into bits."""
     if logits.dtype not in HIGH_PRECISION:
         raise ValueError(f"logits is {logits.dtype}; use float32, bfloat16 or float16")
     if score_function not in SCORE_FUNCTIONS:
@@ -278,7 +278,7 @@ def _check(
 
 
 def _member(kind: type[enum.IntEnum], name: str, value: Any) -> enum.IntEnum:
-    """The member that is meant: given itself, by its name in lower case, or by its number.
+    """Return the member that is meant: given itself, by its name in lower case, or by its number.
 
     Raises:
         ValueError: none is.

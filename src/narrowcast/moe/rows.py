@@ -20,14 +20,16 @@ from .quantized import is_quantized, move_rows
 
 
 def row_map_of_mask(mask: Tensor) -> Tensor:
-    """Row map (T, E) of a routing map (T, E): the rows of expert 0, then those of expert 1, in the order of tokens."""
+    """Return row map (T, E) of a routing map (T, E): the rows of expert 0, then those of expert 1, in the order of
+    tokens.
+    """
     chosen = mask.t().bool()
     rows = chosen.reshape(-1).cumsum(0, dtype=torch.int32).view(chosen.shape) - 1
     return torch.where(chosen, rows, -1).t().contiguous()
 
 
 def row_map_of_indices(indices: Tensor) -> Tensor:
-    """Row map (T, topk) of the experts (T, topk) that each token goes to; -1 goes nowhere."""
+    """Return row map (T, topk) of the experts (T, topk) that each token goes to; -1 goes nowhere."""
     flat = indices.reshape(-1)
     last = torch.iinfo(torch.int32).max
     order = torch.where(flat < 0, last, flat).argsort(stable=True)
@@ -37,7 +39,7 @@ def row_map_of_indices(indices: Tensor) -> Tensor:
 
 
 def kept(row_map: Tensor, rows: int) -> Tensor:
-    """The row map without what lies beyond so many rows."""
+    """Return the row map without what lies beyond so many rows."""
     return torch.where(row_map < rows, row_map, -1)
 
 
@@ -117,5 +119,5 @@ class Reorder(torch.autograd.Function):
 
 
 def _read(values: Tensor, index: Tensor) -> Tensor:
-    """Elements of a vector by number, zero for -1."""
+    """Return elements of a vector by number, zero for -1."""
     return F.pad(values, (0, 1))[index]  # the last one is zero

@@ -134,7 +134,7 @@ class DotProductAttention(nn.Module):
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def extra_repr(self) -> str:
-        """Sizes and mask, as printed by the module."""
+        """Return sizes and mask, as printed by the module."""
         return (
             f"num_attention_heads={self.num_attention_heads}, kv_channels={self.kv_channels}, "
             f"num_gqa_groups={self.num_gqa_groups}, qkv_format={self.qkv_format!r}, "
@@ -273,7 +273,7 @@ class DotProductAttention(nn.Module):
         tensors: dict[str, Tensor] | None,
         device: torch.device,
     ) -> Scores:
-        """What happens to the scores; ``bias``: its type, the bias, and slopes of ALiBi."""
+        """Return what happens to the scores; ``bias``: its type, the bias, and slopes of ALiBi."""
         scores = Scores(self.softmax_scale, rule, masked_out=masked_out)
         scores.dropout = self.attention_dropout if self.training else 0.0
         scores.sink = self._sink(device)
@@ -293,7 +293,7 @@ class DotProductAttention(nn.Module):
     def _core(
         self, q: Tensor, k: Tensor, v: Tensor, fmt: str, scores: Scores, lengths: Lengths, recompute: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The computation; with ``recompute`` it is done once more in the backward, which then saves nothing."""
+        """Return the computation; with ``recompute`` it is done once more in the backward, which then saves nothing."""
         switches, max_logit = self._switches, self.return_max_logit
         tracker = self.get_rng_state_tracker if scores.dropout else None
 

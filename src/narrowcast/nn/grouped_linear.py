@@ -41,7 +41,7 @@ class GroupedLinear(GroupedLinearLayer):
         params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
         device: where the parameters live; default: the accelerator, or the CPU without one.
         init_method: fills one group's weight in place; default: normal with standard deviation 0.023.
-        get_rng_state_tracker: returns an object whose ``fork()`` is entered while a weight is initialised, with
+        get_rng_state_tracker: returns an object whose ``fork()`` is entered while a weight is initialized, with
             ``rng_tracker_name`` where that is given.
         name: name in the quantizer roles of a custom recipe.
         single_grouped_parameter: hold all weights in one parameter ``weight`` (num_gemms, out_features, in_features)

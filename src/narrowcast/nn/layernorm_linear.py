@@ -142,7 +142,7 @@ class LayerNormLinear(NormLinearLayer):
         self._prepare_for_recipe()
 
     def extra_repr(self) -> str:
-        """Sizes, as printed by the module."""
+        """Return sizes, as printed by the module."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={bool(self._parts_of('bias'))}, normalization={self.norm.normalization}"

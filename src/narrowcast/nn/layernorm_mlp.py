@@ -31,7 +31,7 @@ _PROGRAM = Program(
 
 
 def activation_settings(activation: str, params: Mapping[str, float] | None) -> ActivationSettings:
-    """Which activation a module applies.
+    """Return which activation a module applies.
 
     Raises:
         ValueError: an unknown activation, or a parameter it does not have.
@@ -158,7 +158,7 @@ class LayerNormMLP(NormLinearLayer):
         self._prepare_for_recipe()
 
     def extra_repr(self) -> str:
-        """Sizes, as printed by the module."""
+        """Return sizes, as printed by the module."""
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
             f"bias={self.fc1_bias is not None}, normalization={self.norm.normalization}, "

@@ -51,7 +51,7 @@ class Linear(LinearLayer, nn.Linear):
         fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` (fp32 or bf16), or overwrite it in the
             first microbatch and where ``weight.overwrite_main_grad`` is set. ``weight.grad`` stays None; a parameter
             with the attribute ``grad_added_to_main_grad`` gets that set to True and a placeholder as its gradient,
-            zeros with ``zero_out_wgrad``, else uninitialised.
+            zeros with ``zero_out_wgrad``, else uninitialized.
         delay_wgrad_compute: the backward queues what the weight and bias gradients are made from;
             :meth:`backward_dw` makes them, one backward per call, first in, first out.
         parameters_split: names of several parameters ``<name>_weight`` and ``<name>_bias`` in place of weight and bias,
@@ -69,7 +69,7 @@ class Linear(LinearLayer, nn.Linear):
             "row" scatters its output, along the first dim. The gradient of a row-parallel bias is then that of the
             process's rows, and the bias has ``sequence_parallel`` set.
         get_rng_state_tracker: returns an object whose ``fork()``, or ``fork(rng_tracker_name)``, is entered while the
-            weight is initialised, as processes should draw different numbers for different parts.
+            weight is initialized, as processes should draw different numbers for different parts.
         **options: the other options of Transformer Engine's class, at the values that ask for nothing
             (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
 
@@ -182,19 +182,21 @@ class Linear(LinearLayer, nn.Linear):
         return super().register_forward_pre_hook(*args, **options)
 
     def extra_repr(self) -> str:
-        """Sizes, as printed by the module."""
+        """Return sizes, as printed by the module."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={bool(self._parts_of('bias'))}"
         )
 
     def reset_parameters(self) -> None:
-        """Initialise weight, bias and state where they are; on the meta device nothing."""
+        """Initialize weight, bias and state where they are; on the meta device nothing."""
         self._reset_linear(self._stages[0])
         self._reset_state()
 
     def _as_torch(self, inp: Tensor) -> Tensor | None:
-        """The output where the layer is no more than ``nn.Linear`` now, in its time; None where there is more to do."""
+        """Return the output where the layer is no more than ``nn.Linear`` now, in its time; None where there is more to
+        do.
+        """
         state = THREAD.state
         if state.depth or state.calibrating is not None or is_autocast():
             return None

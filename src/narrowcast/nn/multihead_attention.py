@@ -42,7 +42,7 @@ class OfParts(nn.Module):
     """Base of modules whose parameters are those of their children."""
 
     def reset_parameters(self) -> None:
-        """Initialise parameters and state where they are; on the meta device nothing."""
+        """Initialize parameters and state where they are; on the meta device nothing."""
         for child in self.children():
             if hasattr(child, "reset_parameters"):
                 child.reset_parameters()  # type: ignore[operator]
@@ -86,7 +86,7 @@ class MultiheadAttention(OfParts):
         normalization, zero_centered_gamma: of the input norm.
         bias: the projections have learned biases.
         qkv_format: "sbhd", "bshd" or "thd": (s, b, hidden_size), (b, s, hidden_size) or (tokens, hidden_size).
-        rotary_pos_interleaved: the rotary embedding pairs neighbouring channels instead of halves.
+        rotary_pos_interleaved: the rotary embedding pairs neighboring channels instead of halves.
         qk_norm_type: None, "L2Normalization", "RMSNorm" or "LayerNorm", over the channels of each head of queries and
             keys;
         ``qk_norm_eps``: its epsilon;
@@ -222,7 +222,7 @@ class MultiheadAttention(OfParts):
             )
 
     def extra_repr(self) -> str:
-        """Sizes, as printed by the module."""
+        """Return sizes, as printed by the module."""
         return (
             f"hidden_size={self.hidden_size}, heads={self.num_attention_heads}, groups={self.num_gqa_groups}, "
             f"kv_channels={self.kv_channels}, {self.attention_type}, {self.qkv_format}"
@@ -343,13 +343,15 @@ class MultiheadAttention(OfParts):
             )
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(*lead, heads * d) -> (*lead, heads, d)."""
+        """Return (*lead, heads * d) -> (*lead, heads, d)."""
         return x.unflatten(-1, (-1, self.kv_channels))
 
     def _projected(
         self, norm: str, linear: str, hidden_states: Tensor, first: bool | None, return_input: bool
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """What the first projection returns, of either name, and what is to be returned beside: norm output, input."""
+        """Return what the first projection returns, of either name, and what is to be returned beside: norm output,
+        input.
+        """
         projection = getattr(self, norm if self.input_layernorm else linear)
         if return_input and isinstance(projection, LayerNormLinear):
             mixed, *beside = projection(hidden_states, is_first_microbatch=first, return_input=True)
@@ -388,7 +390,7 @@ class MultiheadAttention(OfParts):
     def _cross_operands(
         self, hidden_states: Tensor, encoder_output: Tensor | None, first: bool | None, return_input: bool
     ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-        """The same, with keys and values of the encoder's output."""
+        """Return the same, with keys and values of the encoder's output."""
         mixed = self.key_value(encoder_output, is_first_microbatch=first)
         if self.qkv_weight_interleaved:
             parts = mixed.unflatten(-1, (self.num_gqa_groups, 2 * self.kv_channels))
@@ -405,7 +407,8 @@ class MultiheadAttention(OfParts):
         cu_seqlens_q: Tensor | None,
         cu_seqlens_kv: Tensor | None,
     ) -> _Rotation:
-        """The angles that turn queries and keys; with a KV cache, those of the positions after the cached ones."""
+        """Return the angles that turn queries and keys; with a KV cache, those of the positions after the cached ones.
+        """
         angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         start = None
         if inference_params is not None:
@@ -419,7 +422,7 @@ class MultiheadAttention(OfParts):
         return _Rotation(angles, (cu_seqlens_q, cu_seqlens_kv), how)
 
     def _rotates_packed(self, rotation: _Rotation) -> bool:
-        """Whether queries and keys are turned where the projection has left them."""
+        """Return whether queries and keys are turned where the projection has left them."""
         between = self.q_norm is not None and self.qk_norm_before_rope
         one_side = rotation.cu_seqlens[0] is rotation.cu_seqlens[1]
         return self.attention_type == "self" and one_side and not between
@@ -450,7 +453,7 @@ def _check_kind(
 def ranks_of(
     tp_group: Any, tp_size: int, set_parallel_mode: bool, sequence_parallel: bool
 ) -> tuple[Any, int, bool]:
-    """Group and number of the ranks among which heads and weights are split, and whether the sequence is, too.
+    """Return group and number of the ranks among which heads and weights are split, and whether the sequence is, too.
 
     Those of the group, where it is known; one without ``set_parallel_mode``.
     """
@@ -461,7 +464,7 @@ def ranks_of(
 
 
 def _head_channels(hidden_size: int, heads: int, groups: int, kv_channels: int | None, tp_size: int) -> int:
-    """Channels of a head.
+    """Return channels of a head.
 
     Raises:
         ValueError: sizes that are not positive, or that do not divide each other.

@@ -47,7 +47,7 @@ class NormLinearLayer(LinearLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise parameters and state where they are; on the meta device nothing."""
+        """Initialize parameters and state where they are; on the meta device nothing."""
         reset_norm_parameters(self.layer_norm_weight, self.layer_norm_bias, self.norm)
         for stage in self._stages:
             self._reset_linear(stage)
@@ -57,7 +57,7 @@ class NormLinearLayer(LinearLayer):
         return normalize(inp, *self._norm_parameters(), self.norm)
 
     def _norm_parameters(self) -> tuple[Any, Any]:
-        """Weight and bias as the norm computes with them."""
+        """Return weight and bias as the norm computes with them."""
         return self._part("layer_norm_weight"), self._part("layer_norm_bias")
 
     def _norm_has_backward(self, inp: Tensor) -> bool:
@@ -71,7 +71,9 @@ class NormLinearLayer(LinearLayer):
     def _returned(
         self, out: Tensor, bias: Tensor | None, normalized: Tensor | None, beside: Sequence[Tensor] = ()
     ) -> Any:
-        """The output alone, or a tuple with the bias and the norm's output as they were asked for, and ``beside``."""
+        """Return the output alone, or a tuple with the bias and the norm's output as they were asked for, and
+        ``beside``.
+        """
         if self.return_layernorm_output_gathered and self._shares_rows:
             normalized = gathered(normalized, self._split_over(self._stages[-1].prefix))  # type: ignore[arg-type]
         extra = ((bias,) if self.return_bias else ()) + (

@@ -34,7 +34,7 @@ class _Padding(nn.Module):
         self.num_gemms, self.align_size = num_gemms, align_size
 
     def extra_repr(self) -> str:
-        """Sizes, as printed by the module."""
+        """Return sizes, as printed by the module."""
         return f"num_gemms={self.num_gemms}, align_size={self.align_size}"
 
     def _alignment(self) -> int:

@@ -17,7 +17,7 @@ def parts_of(
     place: torch.device,
     fuse_wgrad_accumulation: bool,
 ) -> tuple[list[int], dict[str, list[str]]]:
-    """Rows of each part, and names of the parts of "weight" and "bias"; without a split one part, and no names.
+    """Return rows of each part, and names of the parts of "weight" and "bias"; without a split one part, and no names.
 
     Raises:
         TypeError: neither names nor a dict from names to rows.

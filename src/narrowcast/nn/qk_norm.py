@@ -33,14 +33,14 @@ class HeadL2Norm(nn.Module):
         return normalize(inp, weight, None, NormSettings("RMSNorm", self.eps / self.size, False))
 
     def extra_repr(self) -> str:
-        """Options, as printed by the module."""
+        """Return options, as printed by the module."""
         return f"{self.size}, eps={self.eps}"
 
 
 def qk_norms(
     kind: str | None, size: int, eps: float, dtype: torch.dtype, place: torch.device
 ) -> tuple[nn.Module | None, nn.Module | None]:
-    """The norms of queries and keys of ``size`` channels; both None without.
+    """Return the norms of queries and keys of ``size`` channels; both None without.
 
     Raises:
         ValueError: ``kind`` is neither None nor one of ``QK_NORMS``.

@@ -48,7 +48,7 @@ class DropPath(nn.Module):
         return inp * F.dropout(torch.ones(shape, dtype=inp.dtype, device=inp.device), self.rate)
 
     def extra_repr(self) -> str:
-        """Options, as printed by the module."""
+        """Return options, as printed by the module."""
         return f"rate={self.rate}, batch_dim={self.batch_dim}"
 
 
@@ -311,7 +311,7 @@ class TransformerLayer(OfParts):
     def _attended(
         self, part: nn.Module, hidden_states: Tensor, *given: Any, **named: Any
     ) -> tuple[Sequence[Any], Tensor]:
-        """What an attention returns, and the input, whose gradient as a residual its norm's backward adds."""
+        """Return what an attention returns, and the input, whose gradient as a residual its norm's backward adds."""
         if isinstance(part, MultiheadAttention) and not part.return_layernorm_output:
             *attended, hidden_states = part(hidden_states, *given, return_input=True, **named)
         else:
@@ -319,7 +319,9 @@ class TransformerLayer(OfParts):
         return (attended,) if isinstance(attended, Tensor) else attended, hidden_states
 
     def _addends(self, part: Sequence[Any], hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """What a part adds, and what it is added to: the part's input, or the norm's output if the part returned it."""
+        """Return what a part adds, and what it is added to: the part's input, or the norm's output if the part returned
+        it.
+        """
         out, bias, *normalized = part
         added = self._dropped(out if bias is None else out + bias)
         return added, normalized[0] if normalized else hidden_states

@@ -31,7 +31,7 @@ class ChosenOperation:
         return self.name != self.basic_ops[0]
 
     def row(self) -> tuple[str, str, str]:
-        """What is printed of it."""
+        """Return what is printed of it."""
         first, last = self.numbers[0], self.numbers[-1]
         numbers = str(first) if first == last else f"{first}-{last}"
         return numbers, self.name, " + ".join(self.basic_ops) if self.is_fused else ""
@@ -52,7 +52,7 @@ class MissedFusion:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """Quantized data that one operation hands to its neighbour, most often out of the kernel that computes it.
+    """Quantized data that one operation hands to its neighbor, most often out of the kernel that computes it.
 
     ``direction``: "forward" or "backward". ``giver``, ``taker``: class names. ``numbers``: of the basic operations on
     both sides, the giver's first.
@@ -149,7 +149,7 @@ def _handed_over(fused: Fused, begin: int) -> list[HandedOver]:
 def _near_misses(
     fuser: OperationFuser, recipe: Recipe | None, begin: int, chosen: Sequence[ChosenOperation]
 ) -> list[MissedFusion]:
-    """What each pattern says about the basic operations; not where another fused operation runs them."""
+    """Return what each pattern says about the basic operations; not where another fused operation runs them."""
     missed = []
     registered = (("both", REGISTRY.joint), ("forward", REGISTRY.forward), ("backward", REGISTRY.backward))
     for direction, functions in registered:

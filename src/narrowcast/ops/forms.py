@@ -37,7 +37,7 @@ def form_defined_by(cls: type) -> str | None:
 
 
 def packs_backward(cls: type) -> bool:
-    """Whether the backward that a class defines last is that of the packed form."""
+    """Return whether the backward that a class defines last is that of the packed form."""
     for base in cls.__mro__:
         if vars(base).get("_framework_base", False):
             continue
@@ -106,7 +106,7 @@ def check_no_extra_io(op: Any) -> None:
 
 
 def something_returned(op: Any, returned: Any) -> RuntimeError:
-    """The error for an ``op_forward_save_ctx`` that returns something."""
+    """Return the error for an ``op_forward_save_ctx`` that returns something."""
     return RuntimeError(
         f"{type(op).__name__}.op_forward_save_ctx returned {returned!r:.60}; it must return None: what the "
         "backward needs goes on the context, tensors by ctx.save_for_backward"

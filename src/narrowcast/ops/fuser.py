@@ -70,7 +70,7 @@ class _Call:
     eager_only: bool
 
     def wanted_output(self, step: int) -> ScaledOperand | None:
-        """How the operation behind a step of the forward wants the output."""
+        """Return how the operation behind a step of the forward wants the output."""
         at = self.fused.forward[step + 1][1][0]
         operand, scales = self.input_operands[at], self.scales[at]
         if operand is None or scales is None:
@@ -80,7 +80,7 @@ class _Call:
     def wanted_grad_input(
         self, index: int, operand: Operand, scales_bwd: Sequence[Tensor | None] | None = None
     ) -> ScaledOperand:
-        """How the operation in front of a basic one wants the gradient of that one's input.
+        """Return how the operation in front of a basic one wants the gradient of that one's input.
 
         Args:
             operand: of :attr:`grad_operands`.
@@ -202,7 +202,8 @@ def _save(ctx: Any, call: _Call, contexts: list[OperationContext]) -> None:
 
 
 def _restored(ctx: Any) -> list[Any]:
-    """The operations' contexts with the tensors that they saved, which are freed together with these contexts."""
+    """Return the operations' contexts with the tensors that they saved, which are freed together with these contexts.
+    """
     saved: list[Any] = restore_from_func_ctx(ctx)
     call: _Call = ctx.call
     scales_bwd, contexts = saved[: len(call.scales)], []
@@ -219,7 +220,7 @@ def _restored(ctx: Any) -> list[Any]:
 def _run_backward(
     call: _Call, contexts: list[Any], grad_outputs: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the boundary's operands, in their order; empties ``contexts`` on the way."""
+    """Return gradients of the boundary's operands, in their order; empties ``contexts`` on the way."""
     wiring = call.wiring
     grad: Any = grad_outputs[0]
     # by (operation, number of the extra output); channels add to what the caller gives
@@ -388,7 +389,7 @@ class OperationFuser:
         params: Sequence[Sequence[Tensor]],
         basic_op_kwargs: Sequence[dict[str, Any]] | None,
     ) -> _Call:
-        """Everything about one call, asked for here, where the caller's recipe and grad mode are in force."""
+        """Return everything about one call, asked for here, where the caller's recipe and grad mode are in force."""
         ops, fused = self.basic_ops, self._fused_for(self.recipe_in_force(), first, params)
         input_requires_grad = torch.is_grad_enabled() and input_.requires_grad
         arguments = list(basic_op_kwargs) if basic_op_kwargs else [{}] * len(ops)
@@ -423,7 +424,7 @@ class OperationFuser:
         )
 
     def recipe_in_force(self) -> Recipe | None:
-        """The autocast's recipe, else the own one of all operations with quantizers; None where they differ."""
+        """Return the autocast's recipe, else the own one of all operations with quantizers; None where they differ."""
         state = THREAD.state
         if state.depth or not self._quantizing:
             return state.recipe
@@ -434,7 +435,7 @@ class OperationFuser:
         return recipe
 
     def fused(self, recipe: Recipe | None, first_with_backward: int = 0) -> Fused:
-        """What runs under a recipe when the operations from ``first_with_backward`` on have a backward.
+        """Return what runs under a recipe when the operations from ``first_with_backward`` on have a backward.
 
         The registered fusions run: those of both directions, then those of the forward, then those of the backward.
 
@@ -482,7 +483,9 @@ class OperationFuser:
             )
 
     def _first_with_backward(self, extra_inputs: Sequence[Tensor], params: Sequence[Sequence[Tensor]]) -> int:
-        """Position of the first operation with a backward, where the input has none; behind the last one without."""
+        """Return the position of the first operation with a backward, where the input has none; behind the last one
+        without.
+        """
         if not torch.is_grad_enabled():
             return len(self.basic_ops)
         wanting = [inlet.op for inlet in self.wiring.inlets if inlet.position >= 0]
@@ -504,7 +507,7 @@ def _make_features_static(tensor: Tensor) -> None:
 
 
 def _each_once(operands: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors, every further occurrence of one as a view of it.
+    """Return the same tensors, every further occurrence of one as a view of it.
 
     The compiler refuses an operand that is given twice, as in a residual connection around the whole list; in PyTorch
     2.11 its gradients are silently wrong.
@@ -534,7 +537,7 @@ def _apply(
 
 
 def inner_channel(ops: Sequence[Any]) -> str | None:
-    """Name of a channel between two of these basic operations; None without."""
+    """Return the name of a channel between two of these basic operations; None without."""
     given = [channel for op in ops for channel in op._output_channels.values()]
     for op in ops:
         for channel in op._input_channels.values():
@@ -544,7 +547,7 @@ def inner_channel(ops: Sequence[Any]) -> str | None:
 
 
 def taken_apart(ops: Sequence[Any]) -> list[BasicOperation]:
-    """The basic operations that these run."""
+    """Return the basic operations that these run."""
     return [basic for op in ops for basic in (op.basic_ops if op.is_fused_op else (op,))]
 
 

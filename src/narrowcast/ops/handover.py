@@ -1,4 +1,4 @@
-"""What neighbouring operations hand each other quantized."""
+"""What neighboring operations hand each other quantized."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class ScaledOperand:
     __call__ = quantize
 
     def state(self, like: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(seed, scale, amax), in which the arguments of a quantizing operator end."""
+        """Return the seed, the scale, and the amax, in which the arguments of a quantizing operator end."""
         return self.operand.seed(like), self.scale, self.amax
 
     def assemble(
         self, buffers: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype
     ) -> QuantizedTensorStorage:
-        """Storage around what a quantizing operator made of the (M, K) matrix of a tensor of this ``shape``.
+        """Return the storage around what a quantizing operator made of the (M, K) matrix of a tensor of this ``shape``.
 
         It tells the whole shape, so that a consumer finds ``input_.shape`` right whether it got a tensor or a storage.
         """
@@ -52,5 +52,5 @@ class ScaledOperand:
 
 
 def matrix_of(x: Tensor) -> Tensor:
-    """``x`` (*lead, K) as the matrix (M, K) of its rows."""
+    """Return ``x`` (*lead, K) as the matrix (M, K) of its rows."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

@@ -1,4 +1,4 @@
-"""``Linear``: a linear layer as operations, which fuse with their neighbours."""
+"""``Linear``: a linear layer as operations, which fuse with their neighbors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Linear(CompositeOperation):
         self.in_features, self.out_features = in_features, out_features
 
     def extra_repr(self) -> str:
-        """Sizes, as printed by the module."""
+        """Return sizes, as printed by the module."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         )
@@ -126,7 +126,7 @@ class Linear(CompositeOperation):
         setattr(owners[name], name, param)
 
     def reset_parameters(self) -> None:
-        """Initialise weight and bias; those on the meta device are first made on the default device."""
+        """Initialize weight and bias; those on the meta device are first made on the default device."""
         operations: Any = self.basic_ops
         for operation in operations[:2]:  # a collective behind them has no parameters
             operation.reset_parameters()
@@ -139,7 +139,7 @@ class Linear(CompositeOperation):
 
 
 def _names_of_a_module(state_dict: dict[str, Any], prefix: str) -> dict[str, str]:
-    """Keys of the form that :class:`narrowcast.Linear` writes -> those of the operations."""
+    """Return keys of the form that :class:`narrowcast.Linear` writes -> those of the operations."""
     names = {prefix + "weight": prefix + "basic_ops.0.weight", prefix + "bias": prefix + "basic_ops.1.bias"}
     renamed = {theirs: ours for theirs, ours in names.items() if theirs in state_dict}
     for buffer in ("scale", "amax_history", "amax"):

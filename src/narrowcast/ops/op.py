@@ -114,17 +114,18 @@ class FusibleOperation:
         """Prepare before each forward, outside of the autograd boundary; must not change anything in compiled code."""
 
     def get_input_quantizer(self) -> Operand | None:
-        """How the first operation wants its input quantized, with its own state; None for a plain tensor."""
+        """Return how the first operation wants its input quantized, with its own state; None for a plain tensor."""
         return None
 
     def get_grad_output_quantizer(self) -> Operand | None:
-        """How the last operation wants the gradient of its output, with its own state; None for a plain tensor."""
+        """Return how the last operation wants the gradient of its output, with its own state; None for a plain tensor.
+        """
         return None
 
     def fuser_forward(
         self, basic_op_ctxs: list[OperationContext], input_: TensorOrQuantized, **kwargs: Any
     ) -> tuple[TensorOrQuantized, ExtraTensors]:
-        """Forward of the legacy form: (output, extra outputs, one tuple per basic operation).
+        """Compute the forward of the legacy form: (output, extra outputs, one tuple per basic operation).
 
         Of a split operation it runs both halves. Args: contexts of the basic operations, which know about
         ``requires_grad``, and the others of :meth:`fuser_forward_compute`.
@@ -196,7 +197,7 @@ class FusibleOperation:
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> Gradients:
-        """Gradients.
+        """Return gradients.
 
         Args:
             basic_op_ctxs: contexts of the basic operations, with ``saved_tensors``.
@@ -295,15 +296,15 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     # -- quantizers --------------------------------------------------------------------------------------------------
 
     def num_quantizers(self, mode: Mode) -> int:
-        """How many tensors it quantizes; ``mode``: "forward" or "backward"."""
+        """Return how many tensors it quantizes; ``mode``: "forward" or "backward"."""
         return 0
 
     def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole]:
-        """What each of these tensors is, for a custom recipe."""
+        """Return what each of these tensors is, for a custom recipe."""
         return [QuantizerRole() for _ in range(self.num_quantizers(mode))]
 
     def get_quantizer(self, mode: Mode, index: int) -> Operand | None:
-        """How one tensor is quantized, in both directions, as the recipe in force says; None without a recipe.
+        """Return how one tensor is quantized, in both directions, as the recipe in force says; None without a recipe.
 
         Raises:
             IndexError: it has fewer quantizers.
@@ -320,7 +321,8 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         return (plan.forward if mode == "forward" else plan.backward)[index]
 
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
-        """What this forward reads of the recipe and of the operation's state, as keyword arguments of its methods.
+        """Return what this forward reads of the recipe and of the operation's state, as keyword arguments of its
+        methods.
 
         The fuser calls it once per forward, outside of the autograd boundary, for operations that have quantizers.
         ``scales``, if it is there, is the state of delayed scaling: the context has it, too.
@@ -329,7 +331,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         return {} if recipe is None else self._state_arguments(operation_plan(recipe, self))
 
     def _state_arguments(self, plan: Any) -> dict[str, Any]:
-        """Those of :meth:`forward_arguments` that a plan's delayed scaling reads."""
+        """Return those of :meth:`forward_arguments` that a plan's delayed scaling reads."""
         if plan.forward_state is None and plan.backward_state is None:
             return {}
         return {"scales": self._scales("", plan)}
@@ -386,7 +388,8 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     def op_forward(
         self, ctx: OperationContext, input_: TensorOrQuantized, **kwargs: Any
     ) -> TensorOrQuantized:
-        """Forward of the legacy form; of a split operation, both halves. Keyword arguments: as of compute."""
+        """Compute the forward of the legacy form; of a split operation, both halves. Keyword arguments: as of compute.
+        """
         check_no_extra_io(self)
         kwargs["requires_grad"] = ctx.requires_grad
         output, tensors_to_save = self.op_forward_compute(input_, **kwargs)
@@ -405,7 +408,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         requires_grad: bool,
         **kwargs: Any,
     ) -> tuple[TensorOrQuantized, TensorsToSave]:
-        """(output, tensors to save); pure.
+        """Return the output and the tensors to save; pure.
 
         Args:
             input_: a tensor, or what :meth:`get_input_quantizer` asked for.
@@ -431,7 +434,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized
     ) -> tuple[TensorOrQuantized | None, tuple[Tensor | None, ...]]:
-        """(gradient of the input; None if it is not needed, gradients in the order of ``parameters()``)."""
+        """Return (gradient of the input; None if it is not needed, gradients in the order of ``parameters()``)."""
         check_no_extra_io(self)
         raise NotImplementedError(f"{type(self).__name__} has no backward: define op_backward")
 

@@ -28,7 +28,7 @@ class OperationPlan:
 
 
 def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
-    """The plan of an operation: built once for the roles of its tensors, then read off the recipe.
+    """Return the plan of an operation: built once for the roles of its tensors, then read off the recipe.
 
     Raises:
         ValueError: what a custom recipe's factory returned.

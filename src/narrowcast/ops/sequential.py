@@ -97,7 +97,7 @@ class Sequential(nn.Sequential):
         return self.groups()
 
     def groups(self) -> list[OperationFuser | nn.Module]:
-        """The modules in order, adjacent operations as one fuser."""
+        """Return the modules in order, adjacent operations as one fuser."""
         modules = tuple(self)
         if torch.compiler.is_compiling():
             return _group(modules)
@@ -128,7 +128,7 @@ class Sequential(nn.Sequential):
         return type(self)(*self, *other)
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickling and deep copies; the fusers are made again."""
+        """Return the state for pickling and deep copies; the fusers are made again."""
         return {**self.__dict__, "_groups": None, "_grouped": ()}
 
 
@@ -156,7 +156,7 @@ def _group(modules: tuple[Any, ...]) -> list[Any]:
 
 
 def _kwargs_by_number(groups: list[Any], op_kwargs: OperationKwargs) -> dict[int, dict[str, Any]]:
-    """Keyword arguments by number of the basic operation."""
+    """Return keyword arguments by number of the basic operation."""
     ops = [op for group in groups if isinstance(group, OperationFuser) for op in group.basic_ops]
     found: dict[int, dict[str, Any]] = {}
     for key, kwargs in op_kwargs.items():

@@ -26,7 +26,7 @@ class _Marked(torch.autograd.Function):
 
 
 def _mark(x: Tensor, anchor: Tensor) -> Tensor:
-    """``x.detach().requires_grad_()``, which PyTorch 2.11 cannot trace."""
+    """Return ``x.detach().requires_grad_()``, which PyTorch 2.11 cannot trace."""
     with torch.enable_grad():
         return _Marked.apply(x.detach(), anchor)
 
@@ -63,7 +63,8 @@ class Wiring:
     def inputs_of(
         self, op: int, channels: dict[str, Tensor], given: Sequence[Tensor], run: Sequence[int]
     ) -> tuple[Tensor | None, ...]:
-        """Extra inputs of one basic operation; None for one that comes from an operation of the same fused ``run``.
+        """Return extra inputs of one basic operation; None for one that comes from an operation of the same fused
+        ``run``.
 
         Raises:
             RuntimeError: a fused operation in front gave None where others read.
@@ -86,7 +87,7 @@ class Wiring:
         return None
 
     def outputs_of(self, op: int) -> list[Outlet]:
-        """Extra outputs of one basic operation."""
+        """Return extra outputs of one basic operation."""
         return [outlet for outlet in self.outlets if outlet.op == op]
 
     def distribute(
@@ -143,7 +144,7 @@ class Wiring:
 
 
 def wire(basic_ops: Sequence[BasicOperation], incoming: Collection[str], outgoing: Collection[str]) -> Wiring:
-    """Which extra input comes from where, and which extra output goes where.
+    """Return which extra input comes from where, and which extra output goes where.
 
     Raises:
         ValueError: a channel that nothing in front gives, or that two operations give.

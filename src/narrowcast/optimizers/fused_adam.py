@@ -164,7 +164,7 @@ class FusedAdam(torch.optim.Optimizer):
             self.set_scaled_state(param, _MASTER, _initial_master(param))
 
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
-        """State of a parameter as fp32 values; what is stored where it is fp32.
+        """Return the state of a parameter as fp32 values; what is stored where it is fp32.
 
         Args:
             state_name: "exp_avg", "exp_avg_sq", "master_param" or "step".
@@ -245,7 +245,7 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def _found_by_scaler(self) -> tuple[Tensor | None, Tensor | None]:
-        """(what gradients are still to be multiplied by, whether one of them is not finite)."""
+        """Return what gradients are still to be multiplied by and whether one of them is not finite."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         inv_scale = None if scale is None else scale.double().reciprocal().float()
         return inv_scale, found.float().reshape(()) if isinstance(found, Tensor) else None
@@ -323,7 +323,7 @@ class FusedAdam(torch.optim.Optimizer):
             p.copy_(_for_parameter(p, weight))
 
     def _tensors(self, p: Tensor, grad: Tensor, scaled: Container[str], direct: bool) -> _Tensors:
-        """What a step reads and writes of a parameter: what is stored, or fp32 values of what has scales."""
+        """Return what a step reads and writes of a parameter: what is stored, or fp32 values of what has scales."""
         state = self.state[p]
         first, second = [
             self.get_unscaled_state(p, name) if name in scaled else state[name] for name in _MOMENTS
@@ -433,12 +433,12 @@ def _run(
 
 
 def _is_direct(p: Tensor) -> bool:
-    """Whether a step reads and writes a parameter as it is stored."""
+    """Return whether a step reads and writes a parameter as it is stored."""
     return p.dtype in HIGH_PRECISION and not isinstance(local(p), DequantizingTensor)
 
 
 def _placed_as(grad: Any, p: Any) -> Tensor:
-    """A gradient on the ranks as its parameter is, in a dtype that a step reads."""
+    """Return a gradient on the ranks as its parameter is, in a dtype that a step reads."""
     if is_distributed(p) and grad.placements != p.placements:
         grad = grad.redistribute(placements=p.placements)
     return grad if grad.dtype in HIGH_PRECISION else grad.float()
@@ -448,7 +448,7 @@ _GRAPHS_REFUSE_QUANTIZING_IN_PLACE = TorchVersion(torch.__version__) < "2.13"
 
 
 def _for_parameter(p: Tensor, weight: Tensor) -> Tensor:
-    """What to write to a parameter: its master weight, quantized before where a graph cannot do so in place."""
+    """Return what to write to a parameter: its master weight, quantized before where a graph cannot do so in place."""
     if (
         isinstance(p, QuantizedTensor)
         and _GRAPHS_REFUSE_QUANTIZING_IN_PLACE
@@ -459,7 +459,7 @@ def _for_parameter(p: Tensor, weight: Tensor) -> Tensor:
 
 
 def _initial_master(param: Tensor) -> Tensor:
-    """What the master weight of a parameter begins as, fp32."""
+    """Return what the master weight of a parameter begins as, fp32."""
     if not isinstance(local(param), DequantizingTensor):
         return param.detach().float()
     if not isinstance(param, DequantizingTensor):  # a shard, which does not have the value that was kept

@@ -55,7 +55,7 @@ multi_tensor_scale_tensor = multi_tensor_scale
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(norm of all elements, norms of the tensors), fp32 (1,) and (n,); the second is empty unless asked for."""
+    """Return (norm of all elements, norms of the tensors), fp32 (1,) and (n,); the second is empty unless asked for."""
     norms = torch.stack(list(torch._foreach_norm([x.float() for x in tensor_lists[0]], 2)))
     total = torch.linalg.vector_norm(norms).view(1)
     _flag(noop_flag, [total])

@@ -15,7 +15,7 @@ SCALED = {torch.float16: torch.finfo(torch.float16), torch.uint8: torch.finfo(E4
 
 
 def encode(values: Tensor, dtype: torch.dtype, is_square: bool) -> tuple[Tensor, Tensor | None]:
-    """Values as they are stored, and their scale.
+    """Return values as they are stored, and their scale.
 
     Args:
         values: fp32.
@@ -41,7 +41,7 @@ def encode(values: Tensor, dtype: torch.dtype, is_square: bool) -> tuple[Tensor,
 
 
 def decode(stored: Tensor, scale: Tensor | None, is_square: bool) -> Tensor:
-    """The fp32 values of what :func:`encode` returned; ``stored`` itself where it is fp32."""
+    """Return the fp32 values of what :func:`encode` returned; ``stored`` itself where it is fp32."""
     if scale is None:
         return stored.float()
     codes = stored.view(E4M3) if stored.dtype == torch.uint8 else stored

@@ -23,7 +23,7 @@ FP8_ELEMENTS = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 
 
 def to_dtype_enum(dtype: DType | torch.dtype | int) -> DType:
-    """``DType`` of an enum member, its integer, or a torch dtype.
+    """Return ``DType`` of an enum member, its integer, or a torch dtype.
 
     Raises:
         ValueError: nothing of the three.
@@ -36,7 +36,7 @@ def to_dtype_enum(dtype: DType | torch.dtype | int) -> DType:
 
 
 def element_dtype_of(argument: str, dtype: DType | torch.dtype | int, *allowed: DType) -> DType:
-    """Element type given as the constructor's ``argument``.
+    """Return element type given as the constructor's ``argument``.
 
     Raises:
         ValueError: none of the ``allowed`` ones.
@@ -49,7 +49,7 @@ def element_dtype_of(argument: str, dtype: DType | torch.dtype | int, *allowed: 
 
 
 def fp8_dtype_of(dtype: DType | torch.dtype | int) -> DType:
-    """FP8 element type.
+    """Return FP8 element type.
 
     Raises:
         ValueError: not one of the two FP8 formats.
@@ -58,7 +58,7 @@ def fp8_dtype_of(dtype: DType | torch.dtype | int) -> DType:
 
 
 def field_value(name: str, held: Any, value: Any) -> Any:
-    """What a field becomes that holds ``held`` and is given ``value``: of the same type.
+    """Return what a field becomes that holds ``held`` and is given ``value``: of the same type.
 
     Raises:
         TypeError: a value of another type.

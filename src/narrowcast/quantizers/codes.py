@@ -9,7 +9,8 @@ from ..formats import ElementFormat
 
 
 def codes_as_matrix(codes: Tensor, element: ElementFormat, columnwise: bool) -> Tensor:
-    """FP8 codes, uint8, as a matrix (rows, contraction) of their dtype; column-wise data is stored transposed already.
+    """Return FP8 codes, uint8, as a matrix (rows, contraction) of their dtype; column-wise data is stored transposed
+    already.
 
     Args:
         codes: (*lead, K), or (K, *lead) for column-wise data.

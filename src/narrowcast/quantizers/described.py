@@ -22,7 +22,7 @@ _FIELDS = {"fp8_dtype": "dtype", "fp4_dtype": "dtype", "is_2D_scaled": "block_sc
 def quantizer_of(
     name: str, quantizer: Any, options: dict[str, Any], directions: dict[str, bool]
 ) -> Quantizer:
-    """The quantizer of a tensor that is described by keywords.
+    """Return the quantizer of a tensor that is described by keywords.
 
     Args:
         name: of the tensor's or the storage's class.

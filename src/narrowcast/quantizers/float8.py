@@ -95,7 +95,7 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
     def _encode(
         self, numerics: ModuleType, x: Tensor, seed: Tensor | None, amax: Tensor | None = None
     ) -> list[Tensor]:
-        """``amax``: what the scale is taken from in place of ``x``, fp32, the largest of one or more."""
+        """Return ``amax``: what the scale is taken from in place of ``x``, fp32, the largest of one or more."""
         if amax is None and self.with_amax_reduction:
             self._check_alone()
         return numerics.float8.quantize_current(
@@ -126,7 +126,7 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
 
 
 def _slot_of(state: Tensor, slot: int) -> Tensor:
-    """One element of a contiguous state, as (1,): one view, where flattening and slicing would take two.
+    """Return one element of a contiguous state, as (1,): one view, where flattening and slicing would take two.
 
     Eager code takes it as compiled graphs do, which takes the host half as long.
     """

@@ -24,7 +24,7 @@ def make_grouped_tensor(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> GroupedTensor | GroupedTensorStorage:
-    """Members that hold zeros, in one allocation per buffer.
+    """Return members that hold zeros, in one allocation per buffer.
 
     Args:
         num_tensors: how many members.
@@ -116,7 +116,7 @@ def make_grouped_tensor_from_rowwise_data(
     dtype: torch.dtype | None = None,
     internal: bool = False,
 ) -> GroupedTensor | GroupedTensorStorage:
-    """Members in high precision, copied from one tensor of all their values.
+    """Return members in high precision, copied from one tensor of all their values.
 
     Args:
         num_tensors, tensor_shape: how many members, and the shape of each.
@@ -136,7 +136,7 @@ def make_grouped_tensor_from_rowwise_data(
 
 
 def make_tensor_offsets(split_dims: Tensor, common_dim: int) -> Tensor:
-    """Where members begin, in elements: int64 (n + 1,), the sum of all before each, and of all.
+    """Return where members begin, in elements: int64 (n + 1,), the sum of all before each, and of all.
 
     Args:
         split_dims: integers (n,), the sizes of the members in the dim in which they differ.
@@ -153,6 +153,6 @@ def make_tensor_offsets(split_dims: Tensor, common_dim: int) -> Tensor:
 
 
 def _wrapped(members: Tensor, quantizer: Quantizer) -> GroupedTensor | GroupedTensorStorage:
-    """Equal members (G, N, K) as a tensor, or as storage for an internal quantizer."""
+    """Return equal members (G, N, K) as a tensor, or as storage for an internal quantizer."""
     storage = quantize_members([members], quantizer)
     return storage if quantizer.internal else GroupedTensor(storage)

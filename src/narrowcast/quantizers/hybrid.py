@@ -77,7 +77,8 @@ class HybridQuantizer(Quantizer):
             )
 
     def replace(self, **changes: Any) -> Quantizer:
-        """Another quantizer with some fields changed; ``rowwise_quantizer`` and ``columnwise_quantizer`` count as such.
+        """Return another quantizer with some fields changed; ``rowwise_quantizer`` and ``columnwise_quantizer`` count
+        as such.
 
         Raises:
             AttributeError, TypeError, ValueError: as for other quantizers, and as the constructor.
@@ -161,7 +162,7 @@ class HybridQuantizer(Quantizer):
 
 
 def _half_of(quantizer: Any, columnwise: bool) -> Quantizer:
-    """A quantizer in the one direction that it makes here.
+    """Return a quantizer in the one direction that it makes here.
 
     Raises:
         TypeError: no quantizer, or a slot of a layer's delayed scaling.

@@ -54,7 +54,7 @@ class Operand:
 
     @staticmethod
     def of(quantizer: Quantizer, rowwise: bool = True, columnwise: bool = True) -> Operand:
-        """Operand of a quantizer in these directions, whatever its present ones.
+        """Return the operand of a quantizer in these directions, whatever its present ones.
 
         Raises:
             ValueError: it reduces amax over a process group, which no layer could give it.
@@ -87,7 +87,7 @@ class Operand:
         )
 
     def split(self, buffers: list[Tensor]) -> OperandBuffers:
-        """What a quantizing operator returned, by direction."""
+        """Return what a quantizing operator returned, by direction."""
         rowwise, columnwise = compress(buffers, self.rowwise), compress(buffers, self.columnwise)
         return OperandBuffers(list(rowwise), list(columnwise), self.quantizer)
 
@@ -101,18 +101,18 @@ class Operand:
         return self.split(quantize(x, self.quantizer, self.seed(x), scale, amax))
 
     def seed(self, like: Tensor) -> Tensor | None:
-        """A fresh seed where rounding is stochastic."""
+        """Return a fresh seed where rounding is stochastic."""
         return draw_seed(like) if self.stochastic else None
 
     def assemble(self, buffers: list[Tensor], dtype: torch.dtype) -> QuantizedTensorStorage:
-        """Storage around what a quantizing operator returned."""
+        """Return the storage around what a quantizing operator returned."""
         # by name: the compiler can make instances of a class it finds in a global, not of one it read off a quantizer
         storage = resolve_storage_class(self.storage_name)
         return storage.from_buffers(buffers, any(self.rowwise), any(self.columnwise), self.quantizer, dtype)
 
 
 def buffers_of(storage: QuantizedTensorStorage) -> OperandBuffers:
-    """A quantized tensor as an operand; its buffers are shared."""
+    """Return a quantized tensor as an operand; its buffers are shared."""
     if isinstance(storage, QuantizedTensor):
         storage = storage_of(storage)
     usages = storage.get_usages()

@@ -115,7 +115,8 @@ class EagerOwnGemmQuantizer(OwnGemmQuantizer):
 
 
 def with_own_gemm(quantizers: list[Quantizer], name: str) -> list[Quantizer]:
-    """The quantizers of a layer's operands, those of users that multiply by themselves as the operators take them.
+    """Return the quantizers of a layer's operands, those of users that multiply by themselves as the operators take
+    them.
 
     Raises:
         ValueError: some of them do, and some do not.

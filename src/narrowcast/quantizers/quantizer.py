@@ -131,11 +131,11 @@ class Quantizer(Sealable, QuantizerValue):
 
     @classmethod
     def _value_fields(cls) -> tuple[str, ...] | None:
-        """Names of the fields that define this class's value; None for identity semantics (not registered)."""
+        """Return names of the fields that define this class's value; None for identity semantics (not registered)."""
         return cls.__dict__.get("_registered_fields")
 
     def _value_key(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
-        """(class name, field values): the one place where the value is materialised.
+        """Return the class name and the field values: the one place where the value is materialized.
 
         Raises:
             TypeError: the class is not registered, or the quantizer holds a process group or a tensor.
@@ -160,7 +160,7 @@ class Quantizer(Sealable, QuantizerValue):
         )
 
     def _value_text(self) -> str:
-        """The value as text, or "" for identity semantics: what traced code compares, and files of programs hold."""
+        """Return the value as text, or "" for identity semantics; traced code and files of programs hold it."""
         return "" if self._value_fields() is None else self._class_and_value()
 
     @classmethod
@@ -168,7 +168,7 @@ class Quantizer(Sealable, QuantizerValue):
         return _rebuild_quantizer(cls, items)
 
     def _class_and_value(self) -> str:
-        """Class and field values as a literal, for a quantizer made of others."""
+        """Return class and field values as a literal, for a quantizer made of others."""
         return repr((self._identifier, self._value_key()[1]))
 
     def __eq__(self, other: object) -> bool:
@@ -217,11 +217,11 @@ class Quantizer(Sealable, QuantizerValue):
             element_dtype_of("dtype", self.dtype, *self._elements)  # type: ignore[attr-defined]
 
     def copy(self) -> Quantizer:
-        """An equal, independent quantizer."""
+        """Return an equal, independent quantizer."""
         return self.replace()
 
     def with_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
-        """Another quantizer with the given directions; None keeps one as it is."""
+        """Return another quantizer with the given directions; None keeps one as it is."""
         return self.replace(
             rowwise_usage=self.rowwise_usage if rowwise is None else rowwise,
             columnwise_usage=self.columnwise_usage if columnwise is None else columnwise,
@@ -242,7 +242,7 @@ class Quantizer(Sealable, QuantizerValue):
         return [False] * self.rowwise_usage + [True] * self.columnwise_usage
 
     def get_usages(self) -> dict[str, bool]:
-        """``{"rowwise": bool, "columnwise": bool}``."""
+        """Return ``{"rowwise": bool, "columnwise": bool}``."""
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
     # -- describing what it makes, and reading it back: from the record of the format -------------------------------
@@ -273,7 +273,7 @@ class Quantizer(Sealable, QuantizerValue):
     inner_tensor_specs = _describe_buffers
 
     def _buffer_table(self, shape: tuple[int, ...], dtype: torch.dtype) -> BufferTable:
-        """The description for a tensor of ``shape`` and ``dtype``, checked.
+        """Return the description for a tensor of ``shape`` and ``dtype``, checked.
 
         Raises:
             ValueError: a shape or directions that quantizing refuses, too.
@@ -296,7 +296,7 @@ class Quantizer(Sealable, QuantizerValue):
         return decode(*buffers, dtype=dtype, **self._decode_options(buffers, columnwise))
 
     def _decode_options(self, buffers: list[Tensor], columnwise: bool) -> dict[str, Any]:
-        """What the format's decoder takes besides the buffers and the dtype."""
+        """Return what the format's decoder takes besides the buffers and the dtype."""
         return {"fmt": self._element_format()}
 
     def _gemm_operand(
@@ -314,7 +314,7 @@ class Quantizer(Sealable, QuantizerValue):
         return GemmOperand(matrix.t() if columnwise else matrix, None)
 
     def _scales_are_powers(self) -> bool:
-        """Whether every block scale is a power of two."""
+        """Return whether every block scale is a power of two."""
         return True
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
@@ -350,7 +350,7 @@ class Quantizer(Sealable, QuantizerValue):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
-        """Uninitialised buffers for a tensor of ``shape`` and ``dtype``: name -> tensor, in flatten order.
+        """Return uninitialized buffers for a tensor of ``shape`` and ``dtype``: name -> tensor, in flatten order.
 
         Raises:
             ValueError, RuntimeError: as ``_buffer_table``.
@@ -377,7 +377,7 @@ class Quantizer(Sealable, QuantizerValue):
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Any:
-        """Uninitialised quantized tensor of this quantizer's kind.
+        """Return an uninitialized quantized tensor of this quantizer's kind.
 
         Raises:
             ValueError, RuntimeError: as :meth:`alloc_tensors`.
@@ -402,11 +402,11 @@ class Quantizer(Sealable, QuantizerValue):
         return storage_identifier(self._resolve_storage_cls())
 
     def get_columnwise_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the column-wise data of a tensor of ``shape``."""
+        """Return the shape of the column-wise data of a tensor of ``shape``."""
         return self._described(shape, self._storage_class._COLUMNWISE_BUFFERS[0])
 
     def get_scale_shape(self, shape: tuple[int, ...], columnwise: bool) -> tuple[int, ...]:
-        """Shape of the scale buffer of one direction."""
+        """Return the shape of the scale buffer of one direction."""
         attributes = (
             self._storage_class._COLUMNWISE_BUFFERS if columnwise else self._storage_class._ROWWISE_BUFFERS
         )
@@ -416,7 +416,7 @@ class Quantizer(Sealable, QuantizerValue):
         return self.with_usage(rowwise=True, columnwise=True)._describe_buffers(tuple(shape))[attribute][0]
 
     def _layout(self) -> dict[str, Any]:
-        """What must agree for the bytes of two tensors to mean the same."""
+        """Return what must agree for the bytes of two tensors to mean the same."""
         return {"storage": self._storage_name, **{name: getattr(self, name) for name in self._layout_fields}}
 
     # -- quantizing -----------------------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ class Quantizer(Sealable, QuantizerValue):
         return self._assemble(buffers, tuple(tensor.shape), dtype)
 
     def _reduction_group(self, given: Any) -> Any:
-        """The process group to reduce the amax over, when ``given`` came with the call; None where nothing is reduced.
+        """Return the process group that reduces the amax, given the call's; None if nothing is reduced.
 
         Raises:
             NotImplementedError: the format has no amax to reduce.
@@ -476,7 +476,7 @@ class Quantizer(Sealable, QuantizerValue):
         return None
 
     def _without_reduction(self) -> Quantizer:
-        """The same quantizer for tensors to own: it reduces nothing, and holds no group."""
+        """Return the same quantizer for tensors to own: it reduces nothing, and holds no group."""
         return self
 
     def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
@@ -489,11 +489,11 @@ class Quantizer(Sealable, QuantizerValue):
         return draw_seed(tensor) if self._is_stochastic() else None
 
     def _is_stochastic(self) -> bool:
-        """Whether quantizing wants a fresh random seed."""
+        """Return whether quantizing wants a fresh random seed."""
         return False
 
     def _is_delayed(self) -> bool:
-        """Whether quantizing wants scale and amax from state."""
+        """Return whether quantizing wants scale and amax from state."""
         return False
 
     def update_quantized(
@@ -537,7 +537,7 @@ class Quantizer(Sealable, QuantizerValue):
         """Record statistics without quantizing; formats without state record nothing."""
 
     def is_quantizable(self, tensor: Tensor) -> bool:
-        """Whether :meth:`quantize` takes this tensor, and its result may be gathered and multiplied in any layout.
+        """Return whether :meth:`quantize` takes this tensor and any layout of its result can be gathered.
 
         As in Transformer Engine, a tensor whose scales belong to rows (``row_scaled_nvfp4``) does not count, nor does a
         vector in blocks of 128.
@@ -548,11 +548,11 @@ class Quantizer(Sealable, QuantizerValue):
         return tensor.dim() >= self._minimum_rank and tensor.dtype in HIGH_PRECISION
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        """Whether gathered bytes must be row-wise."""
+        """Return whether gathered bytes must be row-wise."""
         return False
 
     def is_requantization_safe(self) -> bool:
-        """Whether quantizing the same tensor again gives the same bytes."""
+        """Return whether quantizing the same tensor again gives the same bytes."""
         return not self._is_stochastic()
 
     def _element_format(self) -> ElementFormat:

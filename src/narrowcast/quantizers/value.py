@@ -17,7 +17,7 @@ SPELLINGS = (("_describe_buffers", "inner_tensor_specs"), ("_storage_metadata", 
 
 
 def value_fields(cls: type[Quantizer]) -> dict[str, type]:
-    """Annotated fields that make up a quantizer class's value, with their types, base class first.
+    """Return annotated fields that make up a quantizer class's value, with their types, base class first.
 
     Raises:
         TypeError: a field is annotated with anything but bool, int, float, str or an enum.
@@ -41,7 +41,7 @@ def value_fields(cls: type[Quantizer]) -> dict[str, type]:
 
 
 def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...]) -> Quantizer:
-    """Quantizer of ``cls`` with these field values, made without its constructor."""
+    """Return the quantizer of ``cls`` with these field values, made without its constructor."""
     quantizer = cls.__new__(cls)
     enums = cls.__dict__.get("_registered_enums", {})
     for name, value in items:
@@ -51,7 +51,7 @@ def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...])
 
 
 def class_identifier(cls: type[Quantizer]) -> str:
-    """Module and qualified name, with a number where another class has them already (a notebook cell run again).
+    """Return module and qualified name, with a number where another class has them already (a notebook cell run again).
 
     Of the library's own classes the package in place of the module: files of programs hold it, and modules move.
     """

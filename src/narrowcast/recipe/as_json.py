@@ -16,7 +16,7 @@ _VALUES: dict[str, type] = {"MMParams": MMParams, "QParams": QParams}
 
 
 def recipes_to_json(recipes: Mapping[str, Recipe | None]) -> str:
-    """A table of recipes by pattern, as :func:`narrowcast.set_recipe` takes it.
+    """Return a table of recipes by pattern, as :func:`narrowcast.set_recipe` takes it.
 
     Raises:
         TypeError: a recipe that holds a function; that has no JSON.
@@ -29,7 +29,7 @@ _BOUNDS = {"amax_history_len": (1, 2**20), "margin": (-126, 126)}
 
 
 def recipes_from_json(text: str) -> dict[str, Recipe | None]:
-    """The table that :func:`recipes_to_json` wrote, or one by hand.
+    """Return the table that :func:`recipes_to_json` wrote, or one by hand.
 
     Args:
         text: an object from patterns to recipes. A recipe is a name (:data:`narrowcast.recipe.NAMES`), null for high

@@ -124,7 +124,7 @@ _TENSOR_TYPES: dict[str, tuple[str, ...]] = {
 
 
 def tensor_type_at(mode: Mode, slot: int, role: QuantizerRole | None = None) -> str:
-    """Which operand a slot is for: the one its role names, else the one at that position of the direction."""
+    """Return which operand a slot is for: the one its role names, else the one at that position of the direction."""
     if role is not None and role.tensor_type in (*FORWARD_TENSOR_TYPES, *BACKWARD_TENSOR_TYPES):
         return role.tensor_type
     kinds = _TENSOR_TYPES[mode]
@@ -132,7 +132,8 @@ def tensor_type_at(mode: Mode, slot: int, role: QuantizerRole | None = None) -> 
 
 
 def flag_field(name: str) -> Any:
-    """A field whose default is what the environment variable ``NARROWCAST_<name>`` says when a recipe is made."""
+    """Return a field whose default is what the environment variable ``NARROWCAST_<name>`` says when a recipe is made.
+    """
     return field(default_factory=lambda: environment.read_flag(name))
 
 
@@ -141,7 +142,7 @@ _Class = TypeVar("_Class", bound=type)
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def recipe_class(cls: _Class) -> _Class:
-    """A dataclass with a hash whose fields may be assigned until an instance is first used (:class:`Sealable`).
+    """Return a dataclass with a hash whose fields may be assigned until an instance is first used (:class:`Sealable`).
 
     To the compiler it is a frozen one: traced code makes and reads recipes, and never changes them.
     """
@@ -187,7 +188,7 @@ class HighPrecisionBlocks(NamedTuple):
     source: str
 
     def keeps(self, index: int, blocks: int) -> bool:
-        """Whether the block ``index``, from 0, of as many ``blocks`` stays."""
+        """Return whether the block ``index``, from 0, of as many ``blocks`` stays."""
         return index < round(self.first * blocks) or index >= blocks - round(self.last * blocks)
 
 
@@ -273,55 +274,56 @@ class Recipe(Sealable):
     def resolve(
         self, mode: Mode, roles: Sequence[QuantizerRole]
     ) -> tuple[list[Quantizer], DelayedScaling | None]:
-        """Quantizers of one module and direction, one per role, and what renews the state of the delayed ones."""
+        """Return quantizers of one module and direction, one per role, and what renews the state of the delayed ones.
+        """
         kinds = [tensor_type_at(mode, slot, role) for slot, role in enumerate(roles)]
         return [self.make_quantizer(kind, slot) for slot, kind in enumerate(kinds)], self.delayed_scaling()
 
     def delayed_scaling(self) -> DelayedScaling | None:
-        """What renews the state of this recipe's quantizers; None where they keep none."""
+        """Return what renews the state of this recipe's quantizers; None where they keep none."""
         return None
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
-        """Quantizer for one kind of tensor; ``slot`` is its position in delayed-scaling state."""
+        """Return the quantizer for one kind of tensor; ``slot`` is its position in delayed-scaling state."""
         raise NotImplementedError(f"{type(self).__name__} makes no quantizers of its own")
 
     def plan_name(self, name: str) -> str:
-        """The part of a layer's name that its plan depends on."""
+        """Return the part of a layer's name that its plan depends on."""
         return ""
 
     @classmethod
     def delayed(cls) -> bool:
-        """Whether this is delayed scaling."""
+        """Return whether this is delayed scaling."""
         return cls._family == "delayed"
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """Whether this is per-tensor current scaling."""
+        """Return whether this is per-tensor current scaling."""
         return cls._family == "current"
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
-        """Whether this scales per tensor."""
+        """Return whether this scales per tensor."""
         return cls._family in ("delayed", "current")
 
     @classmethod
     def mxfp8(cls) -> bool:
-        """Whether this is MXFP8."""
+        """Return whether this is MXFP8."""
         return cls._family == "mxfp8"
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
-        """Whether this is 128-block FP8."""
+        """Return whether this is 128-block FP8."""
         return cls._family == "float8_block"
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """Whether this is NVFP4."""
+        """Return whether this is NVFP4."""
         return cls._family == "nvfp4"
 
     @classmethod
     def custom(cls) -> bool:
-        """Whether this is a custom recipe."""
+        """Return whether this is a custom recipe."""
         return cls._family == "custom"
 
 

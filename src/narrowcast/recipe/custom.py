@@ -61,7 +61,7 @@ class CustomRecipe(Recipe):
     def resolve(
         self, mode: Mode, roles: Sequence[QuantizerRole]
     ) -> tuple[list[Quantizer], DelayedScaling | None]:
-        """Quantizers that the factory makes, one per role, and what renews the state of those it requested.
+        """Return quantizers that the factory makes, one per role, and what renews the state of those it requested.
 
         Raises:
             ValueError: the factory returned None, or requests that differ.
@@ -78,7 +78,7 @@ class CustomRecipe(Recipe):
         return quantizers, requests[0].as_recipe() if requests else None
 
     def _result_for(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
-        """What the factory returns for a role, checked."""
+        """Return what the factory returns for a role, checked."""
         result = self.qfactory(role)  # type: ignore[misc]
         if result is None:
             raise ValueError(
@@ -93,14 +93,14 @@ class CustomRecipe(Recipe):
 
 
 def _requested(result: Quantizer | DelayedScalingRequest, tensor_type: str, slot: int) -> Quantizer:
-    """The quantizer that a factory made, or the one it requested."""
+    """Return the quantizer that a factory made, or the one it requested."""
     if isinstance(result, DelayedScalingRequest):
         return DelayedFloat8Quantizer(fp8_dtype(result.fp8_format, tensor_type), slot)
     return result
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """Multiple of rows that the recipe's GEMMs want from each group of a grouped GEMM."""
+    """Return the multiple of rows that the recipe's GEMMs want from each group of a grouped GEMM."""
     if isinstance(recipe, CustomRecipe):
         return recipe.quantization_alignment
     if recipe._family in ("mxfp8", "mxfp6", "mxfp4"):

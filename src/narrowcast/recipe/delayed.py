@@ -91,7 +91,7 @@ class DelayedScalingRequest:
     initial_scale: Literal["range", "one"] = "range"
 
     def as_recipe(self) -> DelayedScaling:
-        """The recipe whose update rule keeps the requested state."""
+        """Return the recipe whose update rule keeps the requested state."""
         return DelayedScaling(
             margin=self.margin,
             fp8_format=self.fp8_format,

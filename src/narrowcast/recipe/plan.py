@@ -53,7 +53,7 @@ class LinearPlan:
     quantizes the weight once more, so that nothing but the parameter is saved; None where that would not give the same
     codes, or there is no such backward. ``kept_weight``: in both directions, for a weight that serves
     several microbatches. ``original_input``: column-wise alone, for a backward that quantizes the input again
-    (``save_original_input``). ``output``, ``grad_input``: what the layer hands to its neighbours. ``forward_state``,
+    (``save_original_input``). ``output``, ``grad_input``: what the layer hands to its neighbors. ``forward_state``,
     ``backward_state``: the delayed scaling that renews the state of each direction; None where the layer keeps none.
     ``eager_only``: why it cannot be part of a graph, "" where it can. ``weight_once``: the plan with ``kept_weight``
     in place of ``weight`` and ``dgrad_weight``, where these differ: for small weights, and few rows of grouped layers.
@@ -98,7 +98,7 @@ def linear_plan(
     module_type: str,
     weight_elements: int | None = None,
 ) -> LinearPlan:
-    """The plan of a linear layer: built once, then read off the recipe.
+    """Return the plan of a linear layer: built once, then read off the recipe.
 
     Args:
         recipe: None for high precision.
@@ -198,7 +198,9 @@ def _build(
 
 
 def eager_only(quantizers: Iterable[Quantizer]) -> str:
-    """Why code with these quantizers cannot be part of a graph: the first that the compiler does not know; else ""."""
+    """Return why code with these quantizers cannot be part of a graph: the first that the compiler does not know; else
+    "".
+    """
     for quantizer in quantizers:
         if not quantizer._te_compile_value_opaque:
             return quantizer._not_a_value()

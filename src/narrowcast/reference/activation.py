@@ -42,7 +42,7 @@ Function = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The logistic function.
+    """Return the logistic function.
 
     Args:
         x: fp32, any shape.
@@ -65,7 +65,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def tanh(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The hyperbolic tangent and its derivative.
+    """Return the hyperbolic tangent and its derivative.
 
     Args:
         x: fp32, any shape.
@@ -89,7 +89,7 @@ def tanh(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bounded(x: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """``beta * tanh(x / beta)``, which stays within ``beta``, and its derivative."""
+    """Return ``beta * tanh(x / beta)``, which stays within ``beta``, and its derivative."""
     bound = x.new_full((), beta)
     value, slope = tanh(x * (torch.ones_like(bound) / bound))
     return value * bound, slope
@@ -173,7 +173,7 @@ def forward(x: Tensor, activation: str, **params: float) -> Tensor:
 
 
 def activated(x: Tensor, activation: str, **params: float) -> Tensor:
-    """``forward`` in fp32, unrounded; arguments and errors are the same."""
+    """Return ``forward`` in fp32, unrounded; arguments and errors are the same."""
     found = checked(activation, x.shape, params)
     values = widened(x, activation)
     if not found.gated:
@@ -189,7 +189,7 @@ def activated(x: Tensor, activation: str, **params: float) -> Tensor:
 
 
 def backward(grad: Tensor, x: Tensor, activation: str, **params: float) -> Tensor:
-    """Gradient of ``forward`` with respect to ``x``.
+    """Return the gradient of ``forward`` with respect to ``x``.
 
     Args:
         grad: fp32, bf16 or fp16, the gradient of the result, of its shape.
@@ -222,7 +222,7 @@ def check_gradient(grad: Tensor, x: Tensor, activation: str, params: Mapping[str
 
 
 def gradient(g: Tensor, x: Tensor, activation: str, **params: float) -> Tensor:
-    """``backward`` of a gradient in fp32 that ``check_gradient`` let pass."""
+    """Return ``backward`` of a gradient in fp32 that ``check_gradient`` let pass."""
     found = ACTIVATIONS[activation]
     values = widened(x, activation)
     if not found.gated:
@@ -246,7 +246,7 @@ def gradient(g: Tensor, x: Tensor, activation: str, **params: float) -> Tensor:
 
 
 def widened(x: Tensor, activation: str) -> Tensor:
-    """``x`` in fp32, contiguous.
+    """Return ``x`` in fp32, contiguous.
 
     Raises:
         TypeError: it is not fp32, bf16 or fp16.

@@ -87,7 +87,7 @@ def factors(
     bias_correction: bool,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What all parameters of a step share, fp32 without dims: lr r / c(d1), eps r and lr decay of ``step``."""
+    """Return what all parameters of a step share, fp32 without dims: lr r / c(d1), eps r and lr decay of ``step``."""
     rate = torch.as_tensor(lr, dtype=torch.float32, device=device).reshape(())
     shrink, floor = rate * weight_decay, torch.full((), eps, device=device)
     if bias_correction:
@@ -112,17 +112,17 @@ def correction(missing: float, count: int) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Rounded to nearest, which PyTorch's of fp32 is not everywhere."""
+    """Return rounded to nearest, which PyTorch's of fp32 is not everywhere."""
     return x.double().sqrt().float()
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """The fp32 values whose upper 16 bits, rounded, are bf16 ``high`` and whose others are int16 ``low``."""
+    """Return the fp32 values whose upper 16 bits, rounded, are bf16 ``high`` and whose others are int16 ``low``."""
     return ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 values as (bf16, int16): rounded, ties away from zero, and what :func:`join` needs beside that."""
+    """Return fp32 values as (bf16, int16): rounded, ties away from zero, and what :func:`join` needs beside that."""
     # A GPU's NaN, all ones, would overflow.
     bits = torch.where(values.isnan(), _CANONICAL_NAN, values).view(torch.int32)
     high = (bits + 0x8000) >> 16

@@ -140,7 +140,7 @@ def _buffers(layout: Layout, columnwise: bool) -> tuple[Buffer, Buffer]:
 
 
 def _group(layout: Layout, columnwise: bool, tile: bool = False) -> tuple[int, int]:
-    """Rows and columns of the elements that share a scale."""
+    """Return rows and columns of the elements that share a scale."""
     rows, columns = layout.scale_group
     if tile:
         return max(rows, columns), max(rows, columns)
@@ -148,7 +148,9 @@ def _group(layout: Layout, columnwise: bool, tile: bool = False) -> tuple[int, i
 
 
 def _place_codes(codes: Tensor, buffer: Buffer, *, copy: bool) -> Tensor:
-    """Codes (M, K) as the buffer holds them, in memory of their own; ``copy``: another buffer has them as they are."""
+    """Return codes (M, K) as the buffer holds them, in memory of their own; ``copy``: another buffer has them as they
+    are.
+    """
     if buffer.shape[0].size == "K":
         codes = transpose_bytes(codes)
     elif copy:
@@ -158,7 +160,9 @@ def _place_codes(codes: Tensor, buffer: Buffer, *, copy: bool) -> Tensor:
 
 
 def _place_scales(scales: Tensor, buffer: Buffer, group: tuple[int, int], shape: torch.Size) -> Tensor:
-    """Scales of groups as the buffer holds them: repeated where it has more of them, transposed, padded with zeros."""
+    """Return scales of groups as the buffer holds them: repeated where it has more of them, transposed, padded with
+    zeros.
+    """
     repeats = _repeats(buffer, group)
     sizes = [cdiv(size, extent // repeat) for size, extent, repeat in zip(shape, group, repeats)]
     scales = spread(scales, *repeats)[: sizes[0], : sizes[1]]
@@ -167,7 +171,7 @@ def _place_scales(scales: Tensor, buffer: Buffer, group: tuple[int, int], shape:
 
 
 def _read_scales(scale_inv: Tensor, buffer: Buffer, group: tuple[int, int], shape: torch.Size) -> Tensor:
-    """The factors of groups, fp32, from the buffer of their scales."""
+    """Return the factors of groups, fp32, from the buffer of their scales."""
     scales = scale_inv.t() if buffer.shape[0].size == "K" else scale_inv
     repeats = _repeats(buffer, group)
     scales = scales[:: repeats[0], :: repeats[1]][: cdiv(shape[0], group[0]), : cdiv(shape[1], group[1])]
@@ -175,6 +179,6 @@ def _read_scales(scale_inv: Tensor, buffer: Buffer, group: tuple[int, int], shap
 
 
 def _repeats(buffer: Buffer, group: tuple[int, int]) -> tuple[int, int]:
-    """How often the buffer holds the scale of a group, down and across the matrix."""
+    """Return how often the buffer holds the scale of a group, down and across the matrix."""
     entries = {extent.size: extent.group for extent in buffer.shape}
     return group[0] // entries["M"], group[1] // entries["K"]

@@ -16,7 +16,7 @@ _FLOAT32_MANTISSA_BITS = 23
 
 
 def float8_dtype(fmt: ElementFormat) -> torch.dtype:
-    """The torch dtype whose bytes are the codes of ``fmt``.
+    """Return the torch dtype whose bytes are the codes of ``fmt``.
 
     Args:
         fmt: E4M3 or E5M2.
@@ -46,7 +46,7 @@ def encode_float8(x: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def encode_float8_(x: Tensor, fmt: ElementFormat) -> Tensor:
-    """``encode_float8`` that overwrites ``x``."""
+    """Return ``encode_float8`` that overwrites ``x``."""
     return _clamped_to_float8(x.clamp_(-fmt.max, fmt.max), fmt)
 
 
@@ -101,7 +101,7 @@ def encode_subbyte(x: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def encode_subbyte_(x: Tensor, fmt: ElementFormat, scratch: Tensor | None = None) -> Tensor:
-    """``encode_subbyte`` that overwrites ``x`` and, where given, an int32 ``scratch`` of its shape."""
+    """Return ``encode_subbyte`` that overwrites ``x`` and, where given, an int32 ``scratch`` of its shape."""
     bits, scratch, sign = _sign_and_magnitude_(x, fmt, scratch)
     mantissa, min_exponent = fmt.mantissa_bits, 128 - fmt.bias
     # Adding 1.5 * 2**23 * step rounds to a multiple of step in the low mantissa bits, where step is the spacing of the
@@ -246,7 +246,7 @@ def unpack_codes(data: Tensor, bits: int) -> Tensor:
 
 
 def _codes_per_unit(bits: int) -> int:
-    """Codes that together fill whole bytes."""
+    """Return codes that together fill whole bytes."""
     if bits not in (4, 6):
         raise ValueError(f"cannot pack codes of {bits} bits; use 4 or 6")
     return 2 if bits == 4 else 4
@@ -283,7 +283,7 @@ def decode_e8m0(b: Tensor) -> Tensor:
 
 
 def reciprocal_e8m0(b: Tensor) -> Tensor:
-    """The factor that encodes elements under an E8M0 scale, exactly.
+    """Return the factor that encodes elements under an E8M0 scale, exactly.
 
     Args:
         b: uint8, any shape.

@@ -30,7 +30,7 @@ def check(logits: Tensor, target: Tensor) -> None:
 
 
 def statistics(logits: Tensor, target: Tensor) -> Tensor:
-    """What the loss needs of each row, over the columns that are here.
+    """Return what the loss needs of each row, over the columns that are here.
 
     Args:
         logits: (T, V), fp32, bf16 or fp16.
@@ -62,7 +62,7 @@ def gradient(
     everywhere: float,
     in_place: bool = False,
 ) -> Tensor:
-    """Gradient of the rows' losses: ``grad * (softmax - on_target * [column is the target] - everywhere)``.
+    """Return the gradient of the rows' losses: ``grad * (softmax - on_target * [column is the target] - everywhere)``.
 
     Args:
         logits, target: as :func:`statistics` takes them.

@@ -158,5 +158,5 @@ def renew(
 
 
 def copy_scales(scales: list[Tensor], starts: Tensor | None = None) -> list[Tensor]:
-    """Copies of vectors, fp32 (n,) each; ``starts`` is not read."""
+    """Return copies of vectors, fp32 (n,) each; ``starts`` is not read."""
     return [scale.clone() for scale in scales]

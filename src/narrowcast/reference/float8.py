@@ -62,7 +62,7 @@ def quantize(
 
 
 def parts_of(count: int) -> int:
-    """Length of ``amax_parts`` of so many elements."""
+    """Return the length of ``amax_parts`` of so many elements."""
     return 1
 
 

@@ -50,7 +50,7 @@ def _source_of_rows(rows: int, ends: Tensor, source_ends: Tensor, available: int
 
 
 def _gather(x: Tensor, source: Tensor) -> Tensor:
-    """Rows of ``x`` by number; zeros for -1."""
+    """Return rows of ``x`` by number; zeros for -1."""
     if x.numel() == 0:
         return x.new_zeros((source.shape[0], x.shape[1]))
     # the rows are moved as bytes, so that every dtype is and a NaN in the row that stands in for -1 does no harm

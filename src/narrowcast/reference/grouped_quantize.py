@@ -103,7 +103,7 @@ def quantize_current(
 
 
 def amaxes(x: Tensor, splits: Tensor | None, groups: int) -> Tensor:
-    """max|x| of every group: fp32 (G,).
+    """Return max|x| of every group: fp32 (G,).
 
     Args:
         x, splits, groups: as of ``quantize_current``.
@@ -128,7 +128,7 @@ def column_sum(x: Tensor, splits: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor, splits: Tensor | None) -> list[Tensor]:
-    """Every group's rows, or its matrix."""
+    """Return every group's rows, or its matrix."""
     if splits is None:
         return list(x.unbind(0))
     sizes, starts, _ = extents(splits, x.shape[0], 1)
@@ -136,7 +136,7 @@ def _parts(x: Tensor, splits: Tensor | None) -> list[Tensor]:
 
 
 def padded_rows(rows: int, groups: int, alignment: int) -> int:
-    """Rows that groups padded to whole alignments can need, whatever their splits.
+    """Return rows that groups padded to whole alignments can need, whatever their splits.
 
     Args:
         rows: T, of all groups together.
@@ -150,7 +150,7 @@ def padded_rows(rows: int, groups: int, alignment: int) -> int:
 
 
 def extents(splits: Tensor, rows: int, alignment: int) -> tuple[list[int], list[int], list[int]]:
-    """Sizes, starts and padded starts of the groups on the host.
+    """Return sizes, starts and padded starts of the groups on the host.
 
     Args:
         splits: int32 or int64 (G,).

@@ -17,7 +17,7 @@ _ORTHONORMAL = 0.25
 
 
 def signs(random_signs: bool, device: torch.device | str) -> Tensor:
-    """The diagonal ``d``.
+    """Return the diagonal ``d``.
 
     Args:
         random_signs: use the fixed sign pattern; else all signs are plus.
@@ -32,7 +32,7 @@ def signs(random_signs: bool, device: torch.device | str) -> Tensor:
 
 
 def rht_matrix(random_signs: bool, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The rotation ``R`` for ``y = group @ R``.
+    """Return the rotation ``R`` for ``y = group @ R``.
 
     Args:
         random_signs: use the fixed sign pattern; else all signs are plus.

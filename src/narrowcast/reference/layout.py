@@ -29,7 +29,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def bytes_of_rows(x: Tensor) -> Tensor:
-    """The bytes of a matrix's rows, uint8 (M, K * bytes of an element); a view where ``x`` (M, K) is contiguous.
+    """Return the bytes of a matrix's rows, uint8 (M, K * bytes of an element); a view where ``x`` (M, K) is contiguous.
 
     A dimension of one element counts as contiguous whatever its stride, which a view as bytes would refuse.
     """
@@ -38,7 +38,7 @@ def bytes_of_rows(x: Tensor) -> Tensor:
 
 
 def widen(x: Tensor) -> Tensor:
-    """The values of a tensor to quantize in fp32.
+    """Return the values of a tensor to quantize in fp32.
 
     Args:
         x: fp32, bf16 or fp16, any shape and strides.
@@ -88,7 +88,7 @@ def pad_scales(scales: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def magnitude(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """``|x|`` with NaN replaced by 0, so that a maximum ignores it.
+    """Return ``|x|`` with NaN replaced by 0, so that a maximum ignores it.
 
     Args:
         x: fp32, any shape.
@@ -101,7 +101,7 @@ def magnitude(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def group_max(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Maximum over tiles of a non-negative matrix; tiles at the edges may be short.
+    """Return the maximum over tiles of a non-negative matrix; tiles at the edges may be short.
 
     Args:
         x: fp32 >= 0, shape (M, K).
@@ -162,5 +162,5 @@ def spread(values: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def transpose_bytes(x: Tensor) -> Tensor:
-    """The transpose of a matrix as a new contiguous tensor, also where the two layouts coincide."""
+    """Return the transpose of a matrix as a new contiguous tensor, also where the two layouts coincide."""
     return x.t().clone(memory_format=torch.contiguous_format)

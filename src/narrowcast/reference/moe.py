@@ -26,7 +26,7 @@ def spread(x: Tensor, positions: Tensor, columns: int) -> Tensor:
 
 
 def positions(row_map: Tensor, rows: int) -> Tensor:
-    """The inverse of a row map: where in the map each row is named.
+    """Return the inverse of a row map: where in the map each row is named.
 
     Args:
         row_map: int32, any shape; numbers of rows, each at most once, -1 for none.
@@ -63,7 +63,7 @@ def collect(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def collect_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``collect`` with weights.
+    """Return gradients of ``collect`` with weights.
 
     Args:
         grad: (T, K), of the result, in the dtype of ``rows``.

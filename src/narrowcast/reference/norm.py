@@ -18,7 +18,7 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 def statistics(
     x: Tensor, *, eps: float, normalization: str, residual: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Mean and reciprocal standard deviation of every row.
+    """Return mean and reciprocal standard deviation of every row.
 
     Args:
         x: fp32, bf16 or fp16, shape (*lead, K).
@@ -99,7 +99,7 @@ def normalized(
     zero_centered_gamma: bool,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """``(y, summed, mean, rstd)``: :func:`statistics`, then :func:`forward` with them."""
+    """Return ``(y, summed, mean, rstd)``: :func:`statistics`, then :func:`forward` with them."""
     summed, mean, rstd = statistics(x, eps=eps, normalization=normalization, residual=residual)
     inner = x if summed is None else summed
     y = forward(inner, weight, bias, mean, rstd, zero_centered_gamma=zero_centered_gamma)
@@ -116,7 +116,7 @@ def gradient_statistics(
     zero_centered_gamma: bool,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """The sums that the gradients of a norm need.
+    """Return the sums that the gradients of a norm need.
 
     Args:
         grad: gradient of the result, shape of ``x``, one of its dtypes.
@@ -154,7 +154,7 @@ def backward(
     zero_centered_gamma: bool,
     residual_grad: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of a norm with respect to its input.
+    """Return the gradient of a norm with respect to its input.
 
     Args:
         grad: as given to ``gradient_statistics``; so are ``x`` to ``zero_centered_gamma``.
@@ -182,7 +182,7 @@ def backward(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The matrix behind a tensor, in fp32."""
+    """Return the matrix behind a tensor, in fp32."""
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(f"norms take float32, bfloat16 or float16, got {x.dtype}; cast it first")
     if x.dim() == 0:
@@ -208,7 +208,7 @@ def _normalized(values: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
 def _gradient_terms(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, zero_centered_gamma: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the result in fp32, the normalized input, the gradient of the latter."""
+    """Return the gradient of the result in fp32, the normalized input, the gradient of the latter."""
     values = _rows(x)
     _check_shape("grad", grad, x)
     _check_vectors(x, weight, None, mean, rstd)

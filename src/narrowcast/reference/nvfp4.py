@@ -126,7 +126,7 @@ def quantize(
         row_scaled: one amax per row (column-wise: per column) instead of one per tensor.
         four_over_six: choose per block, or per tile, between mapping its amax to 4 and to 6.
         e4m3_max: the block scale that the tensor's amax maps to, 448 or 256.
-        error_mode: what "4 over 6" minimises, "MAE" or "MSE".
+        error_mode: what "4 over 6" minimizes, "MAE" or "MSE".
         fast_error: of the elements as the global scale enlarges them, without a division.
         seed: int64 [1] for stochastic rounding of the elements, None for round to nearest even.
         amaxes: fp32 [1] each, row-wise and column-wise, to scale by instead of the tensor's own.
@@ -212,7 +212,7 @@ def _amaxes(size: Tensor, groups: list[tuple[int, int]], options: _Options) -> l
 
 
 def _block_amax(size: Tensor, rows: int, columns: int, two_d: bool) -> Tensor:
-    """The amax of each group; in a tile, that of the tile for each of its groups."""
+    """Return the amax of each group; in a tile, that of the tile for each of its groups."""
     amax = group_max(size, rows, columns)
     return spread(group_max(amax, columns, rows), columns, rows) if two_d and rows != columns else amax
 
@@ -244,7 +244,7 @@ def _encode(
 
 
 def _global_amax(size: Tensor, dim: int, per_line: bool) -> Tensor:
-    """The amax behind the global scale, shaped to broadcast over amaxes of groups; 0 for an empty tensor."""
+    """Return the amax behind the global scale, shaped to broadcast over amaxes of groups; 0 for an empty tensor."""
     if per_line and size.shape[dim] > 0:
         return size.amax(dim, keepdim=True)
     if per_line:
@@ -259,12 +259,12 @@ def _global_scale(amax: Tensor, e4m3_max: int) -> Tensor:
 
 
 def _element_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """What elements are multiplied by when encoding; a block scale of 0 saturates, not infinity."""
+    """Return what elements are multiplied by when encoding; a block scale of 0 saturates, not infinity."""
     return reciprocal(block_scale * reciprocal(global_scale)).clamp_(max=FLT_MAX)
 
 
 def _random_like(x: Tensor, rows: int, columns: int, seed: Tensor) -> Tensor:
-    """A random integer 0..255 for every element, as fp32 in the layout of ``x``.
+    """Return a random integer 0..255 for every element, as fp32 in the layout of ``x``.
 
     Blocks are numbered row-major in the direction's own matrix: (M, K / 16) row-wise, (K, M / 16)
     column-wise.

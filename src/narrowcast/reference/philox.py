@@ -15,7 +15,7 @@ _ROUNDS = 10
 
 
 def philox4x32_(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> list[Tensor]:
-    """Four random 32-bit words per counter.
+    """Return four random 32-bit words per counter.
 
     Args:
         seed: int64 [1]; its low and high 32 bits are the key.
@@ -48,7 +48,7 @@ def philox4x32_(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) ->
 
 
 def random_words(seed: Tensor, blocks: Tensor, stream: int) -> list[Tensor]:
-    """Sixteen random bytes per block, as four 32-bit words.
+    """Return sixteen random bytes per block, as four 32-bit words.
 
     Args:
         seed: int64 [1].

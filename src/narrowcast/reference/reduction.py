@@ -49,7 +49,7 @@ def column_sum(v: Tensor) -> Tensor:
 
 
 def canonical_nan(v: Tensor) -> Tensor:
-    """The values with every NaN replaced by the one that arithmetic on a GPU produces.
+    """Return the values with every NaN replaced by the one that arithmetic on a GPU produces.
 
     Args:
         v: fp32, bf16 or fp16, any shape.

@@ -60,7 +60,7 @@ def rotate_qkv(
     widths: Sequence[int],
     by_group: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values out of one tensor, the first two turned.
+    """Return queries, keys and values out of one tensor, the first two turned.
 
     Args:
         qkv: (b, s, g, w_q + w_k + w_v), with ``sequence_first`` (s, b, g, ...).
@@ -93,7 +93,7 @@ def rotate_qkv_backward(
     interleaved: bool,
     by_group: bool,
 ) -> Tensor:
-    """Gradient of ``qkv``, contiguous, of those of the three results of ``rotate_qkv``."""
+    """Return the gradient of ``qkv``, contiguous, of those of the three results of ``rotate_qkv``."""
     how = (positions, sequence_first, interleaved, True)
     q = rotate(grads[0], tables[0], tables[1], *how)
     k = rotate(grads[1], tables[2], tables[3], *how)

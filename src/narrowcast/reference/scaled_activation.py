@@ -34,7 +34,7 @@ def forward(x: Tensor, scale: Tensor, activation: str, **params: float) -> Tenso
 def backward(
     grad: Tensor, x: Tensor, scale: Tensor, activation: str, **params: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``forward`` with respect to ``x`` and ``scale``.
+    """Return gradients of ``forward`` with respect to ``x`` and ``scale``.
 
     Args:
         grad: fp32, bf16 or fp16, the gradient of the result, of its shape.

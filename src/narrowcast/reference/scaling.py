@@ -15,7 +15,7 @@ _INFINITY_BITS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float
 
 
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor.
+    """Return the largest magnitude of a tensor.
 
     Args:
         x: fp32, bf16 or fp16, any shape and strides.
@@ -33,7 +33,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def ordered_magnitude(x: Tensor) -> Tensor:
-    """Integers in the order of ``|x|``, with every NaN below zero.
+    """Return integers in the order of ``|x|``, with every NaN below zero.
 
     Args:
         x: fp32, bf16 or fp16, any shape.
@@ -52,7 +52,7 @@ def ordered_magnitude(x: Tensor) -> Tensor:
 
 
 def magnitude_from_order(order: Tensor, dtype: torch.dtype) -> Tensor:
-    """The fp32 magnitudes behind integers of ``ordered_magnitude``.
+    """Return the fp32 magnitudes behind integers of ``ordered_magnitude``.
 
     Args:
         order: int32 or int16, any shape.
@@ -71,7 +71,7 @@ def magnitude_from_order(order: Tensor, dtype: torch.dtype) -> Tensor:
 def scale_from_amax(
     amax: Tensor, fp8_max: float, *, power_2: bool, epsilon: float, overflow: float
 ) -> Tensor:
-    """The encoding scale that maps an amax to the largest FP8 value.
+    """Return the encoding scale that maps an amax to the largest FP8 value.
 
     Args:
         amax: fp32 >= 0, any shape.
@@ -96,7 +96,7 @@ def scale_from_amax(
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """``RN(1 / scale)`` in fp32, subnormal results kept.
+    """Return ``RN(1 / scale)`` in fp32, subnormal results kept.
 
     Args:
         scale: fp32, any shape.

@@ -21,19 +21,19 @@ norm_backward = _norm.backward
 
 
 def tensor(x: Tensor, *, column_sums: bool = False) -> Tensor:
-    """A tensor as it is."""
+    """Return a tensor as it is."""
     return x
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in another dtype."""
+    """Return a tensor in another dtype."""
     return x.to(dtype)
 
 
 def activation_backward(
     grad: Tensor, x: Tensor, name: str, *, column_sums: bool = False, **parameters: float
 ) -> Tensor:
-    """``activation.backward``."""
+    """Return ``activation.backward``."""
     return _activation.backward(grad, x, name, **parameters)
 
 
@@ -47,7 +47,7 @@ def cross_entropy_gradient(
     *,
     column_sums: bool = False,
 ) -> Tensor:
-    """``cross_entropy.gradient``."""
+    """Return ``cross_entropy.gradient``."""
     return _cross_entropy.gradient(logits, target, lse, grad, on_target, everywhere)
 
 
@@ -60,21 +60,21 @@ def normalized(
     wanted: str = "source",
     **options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """``norm.normalized``: (y, mean, rstd, sum)."""
+    """Return ``norm.normalized``: (y, mean, rstd, sum)."""
     y, summed, mean, rstd = _norm.normalized(x, weight, bias, residual=residual, **options)
     return y, mean, rstd, summed
 
 
 def rows_of_groups(x: Tensor, splits: Tensor, rows: int) -> Tensor:
-    """``grouped.pad_rows`` to groups of whole 128 rows."""
+    """Return ``grouped.pad_rows`` to groups of whole 128 rows."""
     return _grouped.pad_rows(x, splits, 128, rows)[0]
 
 
 def materialize(source: Tensor) -> Tensor:
-    """The matrix as a tensor."""
+    """Return the matrix as a tensor."""
     return source
 
 
 def column_sum(source: Tensor) -> Tensor:
-    """Sums over all but the last dim, fp32 (K,)."""
+    """Return sums over all but the last dim, fp32 (K,)."""
     return reduction.column_sum(source.reshape(-1, source.shape[-1]).float())

@@ -11,7 +11,7 @@ from ..tensors import QuantizedTensor
 
 
 def decompose(program: ExportedProgram, decomp_table: Any = None) -> ExportedProgram:
-    """The program with this library's operators taken apart into those of PyTorch, which compute the same bits.
+    """Return the program with this library's operators taken apart into those of PyTorch, which compute the same bits.
 
     These are ATen's alone: the file that ``torch.export.save`` writes is loaded and run without narrowcast. Quantized
     parameters become their codes and scales, as ``run_decompositions`` makes them.

@@ -146,7 +146,7 @@ def _safetensors() -> Any:
 
 
 def _plain_state(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The state dict without what only training reads, quantized tensors decoded."""
+    """Return the state dict without what only training reads, quantized tensors decoded."""
     left_out = {
         f"{name}.{own}".lstrip(".")
         for name, module in model.named_modules()
@@ -187,7 +187,7 @@ def _each_once(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
 
 
 def _why_not(found: Found, weight: Weight, kind: CheckpointFormat, uses: Counter[int]) -> str:
-    """Why a weight stays in high precision; "" where it does not."""
+    """Return why a weight stays in high precision; "" where it does not."""
     layer: Any = found.module
     if not kind.weights:
         return "the format has no quantized weights"
@@ -234,7 +234,7 @@ def _quantized(
 
 
 def _buffers(layer: Any, stage: Stage, operand: Operand) -> list[Tensor]:
-    """Row-wise data and scales of a weight, as the forward's GEMM reads them."""
+    """Return row-wise data and scales of a weight, as the forward's GEMM reads them."""
     weight = getattr(layer, stage.weight).detach()
     if isinstance(weight, QuantizedTensor):
         stored = buffers_of(weight)

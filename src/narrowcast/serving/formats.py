@@ -78,7 +78,7 @@ def _one_byte_codes(buffers: list[Tensor], shape: tuple[int, int], quantizer: Qu
 
 
 def _unpadded(scale: Tensor, shape: tuple[int, int], quantizer: Quantizer) -> Tensor:
-    """The scales of a weight, without the padding that tensor cores want; (1,) where there is one scale."""
+    """Return the scales of a weight, without the padding that tensor cores want; (1,) where there is one scale."""
     rows, columns = quantizer._format_layout().scale_group
     return scale[: cdiv(shape[0], rows), : cdiv(shape[1], columns)] if rows else scale.reshape(1)
 
@@ -149,7 +149,7 @@ class CheckpointFormat:
     fine_grained: bool = False
 
     def weight_format(self, quantizer: Quantizer) -> WeightFormat | None:
-        """How it holds what a quantizer makes row-wise; None where it cannot."""
+        """Return how it holds what a quantizer makes row-wise; None where it cannot."""
         if getattr(quantizer, "dtype", DType.kFloat8E4M3) not in (DType.kFloat8E4M3, DType.kFloat4E2M1):
             return None
         layout = quantizer._format_layout()
@@ -170,7 +170,7 @@ CHECKPOINT_FORMATS = {
 
 
 def fine_grained_config(kept: list[str]) -> dict[str, Any]:
-    """DeepSeek's ``quantization_config``; ``kept``: names of the linear layers in high precision."""
+    """Return deepSeek's ``quantization_config``; ``kept``: names of the linear layers in high precision."""
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",

@@ -103,7 +103,7 @@ def _json_object(file: Path, at_most: int) -> dict[str, Any]:
 
 
 def _scaling(config: Any) -> tuple[str, bool]:
-    """(what is put behind a weight's key for its scales, whether they are those of tiles).
+    """Return what is put behind a weight's key for its scales and whether they are those of tiles.
 
     Raises:
         ValueError: a quantization that no recipe has for weights that are stored once.
@@ -201,7 +201,7 @@ def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _linear_of(linears: dict[str, tuple[nn.Module, str]], key: str, codes: Tensor) -> nn.Linear:
-    """The layer that a quantized weight belongs to.
+    """Return the layer that a quantized weight belongs to.
 
     Raises:
         ValueError: it is no ``nn.Linear`` that can be converted, or has a weight of another shape.
@@ -224,7 +224,7 @@ def _linear_of(linears: dict[str, tuple[nn.Module, str]], key: str, codes: Tenso
 def _assembled(
     recipe: Recipe, key: str, codes: Tensor, scale: Tensor, tiles: bool, dtype: torch.dtype
 ) -> Any:
-    """The quantized weight that codes (N, K) and their scales are, with memory of its own."""
+    """Return the quantized weight that codes (N, K) and their scales are, with memory of its own."""
     quantizer = stored_quantizer(recipe, key.removesuffix(".weight"))
     if (quantizer._format_layout() is FLOAT8_BLOCK_2D) != tiles:
         wanted = "Float8BlockScaling" if tiles else "Float8CurrentScaling or DelayedScaling"

@@ -71,7 +71,7 @@ class AutocastState:
         return bool(self.init_entered) and self.init_entered[-1].preserve
 
     def get(self) -> tuple[Any, ...]:
-        """What entering a context changes, for :meth:`set`."""
+        """Return what entering a context changes, for :meth:`set`."""
         return self.recipe, self.calibrating, self.group, self.depth, self.traced
 
     def set(self, values: tuple[Any, ...]) -> None:
@@ -88,28 +88,28 @@ THREAD = _Thread()
 
 
 def is_fp8_enabled() -> bool:
-    """Whether an enabled autocast is in force."""
+    """Return whether an enabled autocast is in force."""
     return THREAD.state.recipe is not None
 
 
 def is_fp8_calibration() -> bool:
-    """Whether an autocast only collects amax."""
+    """Return whether an autocast only collects amax."""
     return THREAD.state.calibrating is not None
 
 
 def get_fp8_recipe() -> Recipe:
-    """The recipe of the autocast in force, or the default one outside autocast."""
+    """Return the recipe of the autocast in force, or the default one outside autocast."""
     recipe = THREAD.state.recipe
     return get_default_recipe() if recipe is None else recipe
 
 
 def get_fp8_group() -> Any:
-    """The amax reduction group of the autocast in force."""
+    """Return the amax reduction group of the autocast in force."""
     return THREAD.state.group
 
 
 def get_autocast_state() -> tuple[Any, ...]:
-    """What the contexts of this thread ask for, for :func:`set_autocast_state`."""
+    """Return what the contexts of this thread ask for, for :func:`set_autocast_state`."""
     return THREAD.state.get()
 
 
@@ -119,12 +119,12 @@ def set_autocast_state(state: tuple[Any, ...]) -> None:
 
 
 def with_fp8_parameters() -> bool:
-    """Whether parameters created now are quantized."""
+    """Return whether parameters created now are quantized."""
     return THREAD.state.init_recipe is not None
 
 
 def get_default_recipe() -> Recipe:
-    """MXFP8 where it is native, current scaling on capability 12 and newer, else delayed scaling."""
+    """Return MXFP8 where it is native, current scaling on capability 12 and newer, else delayed scaling."""
     if is_mxfp8_available():
         return MXFP8BlockScaling()
     if get_device_compute_capability() >= (12, 0):
@@ -269,7 +269,7 @@ class autocast:
 
 
 def starts_a_step() -> bool:
-    """Whether a forward that runs now is no recomputation, which sees the scales of the first forward."""
+    """Return whether a forward that runs now is no recomputation, which sees the scales of the first forward."""
     return not is_in_backward()
 
 

@@ -51,7 +51,7 @@ class DelayedState(Protocol):
     """
 
     def delayed_slots(self) -> list[DelayedSlots]:
-        """Its state, by direction."""
+        """Return its state, by direction."""
         ...
 
 
@@ -60,7 +60,7 @@ _SAID: set[str] = set()
 
 
 def fp8_max(recipe: DelayedScaling, mode: Mode) -> float:
-    """Largest value of the elements of a direction."""
+    """Return the largest value of the elements of a direction."""
     return recipe.fp8_format.max_fwd if mode == "forward" else recipe.fp8_format.max_bwd
 
 
@@ -129,7 +129,7 @@ def warn_of_saturation(owners: Iterable[DelayedState]) -> None:
 
 
 def _is_readable(scale: Tensor) -> bool:
-    """Whether the host may wait for a value now."""
+    """Return whether the host may wait for a value now."""
     if type(scale) not in PLAIN or scale.is_meta:  # fake tensors have none
         return False
     return not scale.is_cuda or not (
@@ -142,7 +142,7 @@ _ROUNDED = 1.001
 
 
 def renew_and_read(states: list[DelayedSlots]) -> list[Tensor]:
-    """Copies of one layer's scales, renewed first; inside a backward, which recomputes, just the copies."""
+    """Return copies of one layer's scales, renewed first; inside a backward, which recomputes, just the copies."""
     if any(asks_callables(state.recipe) for state in states):
         for state in states:
             _renew_with_callables([state])
@@ -151,7 +151,7 @@ def renew_and_read(states: list[DelayedSlots]) -> list[Tensor]:
 
 
 def scales_of_traced(states: list[DelayedSlots], renews: bool, recorded: bool, root: str) -> list[Tensor]:
-    """What a traced forward in training reads: :data:`..functional.scales_of_run`."""
+    """Return what a traced forward in training reads: :data:`..functional.scales_of_run`."""
     if renews and any(asks_callables(state.recipe) for state in states):
         for state in states:
             _renew_with_callables([state], root)
@@ -163,7 +163,7 @@ def scales_of_traced(states: list[DelayedSlots], renews: bool, recorded: bool, r
 
 
 def _states_and_rules(group: list[DelayedSlots]) -> tuple[list[Any], ...]:
-    """What the operators that renew take of each state."""
+    """Return what the operators that renew take of each state."""
     return (
         [slots.scale for slots in group],
         [slots.amax_history for slots in group],
@@ -175,7 +175,7 @@ def _states_and_rules(group: list[DelayedSlots]) -> tuple[list[Any], ...]:
 
 
 def asks_callables(recipe: DelayedScaling) -> bool:
-    """Whether the user's own functions renew the scales."""
+    """Return whether the user's own functions renew the scales."""
     return callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
 
 
@@ -213,7 +213,7 @@ def warn_unless_reduced(group: Any) -> None:
 
 
 def reduce_amax(slots: Sequence[tuple[int, Tensor | None]], group: Any = None, checked: int = -1) -> int:
-    """MAX over the ranks of ``group`` of what the step has collected, in one all-reduce of a fixed layout.
+    """Compute MAX over the ranks of ``group`` of what the step has collected, in one all-reduce of a fixed layout.
 
     Args:
         slots: size and amax of every state that the model may keep, in an order that follows from its modules alone;

@@ -37,7 +37,7 @@ class CudaRNGStatesTracker:
         self._states, self._seeds = {}, set()
 
     def get_states(self) -> dict[str, Any]:
-        """A copy of every state by its name: bytes, or generators where the tracker is ``graph_safe``."""
+        """Return a copy of every state by its name: bytes, or generators where the tracker is ``graph_safe``."""
         return {
             name: state.clone_state() if self.graph_safe else state.clone()
             for name, state in self._states.items()

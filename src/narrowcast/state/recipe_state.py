@@ -72,7 +72,7 @@ class RecipeState:
         device: torch.device | str | None = None,
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> RecipeState:
-        """State for ``num_quantizers`` tensors, of the class that is named after the recipe's.
+        """Return the state for ``num_quantizers`` tensors, of the class that is named after the recipe's.
 
         Args:
             recipe: how to quantize.
@@ -109,7 +109,7 @@ class RecipeState:
         return None if self._slots is None else self._slots.amax
 
     def make_quantizers(self) -> list[Quantizer]:
-        """One quantizer per tensor; delayed ones are views of :attr:`scale` and :attr:`amax`.
+        """Return one quantizer per tensor; delayed ones are views of :attr:`scale` and :attr:`amax`.
 
         Raises:
             ValueError: a custom recipe's factory returned None, or requests that differ.
@@ -123,7 +123,7 @@ class RecipeState:
         return [self._with_state(quantizer, slot) for slot, quantizer in enumerate(quantizers)]
 
     def delayed_slots(self) -> list[DelayedSlots]:
-        """What is to be renewed."""
+        """Return what is to be renewed."""
         return [] if self._slots is None else [self._slots]
 
     def inherit_state_from(self, other: RecipeState) -> bool:

@@ -19,12 +19,12 @@ from .autocast import THREAD, is_fp8_enabled
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Whether the code that runs now is inside of :func:`checkpoint`, under a recipe of an autocast."""
+    """Return whether the code that runs now is inside of :func:`checkpoint`, under a recipe of an autocast."""
     return THREAD.state.recomputes is not None and is_fp8_enabled()
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Whether it is so, and this is the recomputation."""
+    """Return whether it is so, and this is the recomputation."""
     return bool(THREAD.state.recomputes) and is_fp8_enabled()
 
 
@@ -58,7 +58,7 @@ def checkpoint(
     tp_group: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """``torch.utils.checkpoint`` whose recomputation runs under the recipe of the first forward.
+    """Return ``torch.utils.checkpoint`` whose recomputation runs under the recipe of the first forward.
 
     PyTorch's own does, too: a layer that runs inside a backward, outside of any autocast, runs under the recipe of its
     last forward. This one also holds where a layer ran under several.

@@ -35,7 +35,7 @@ class DequantizingTensor(Tensor):
     """Operators that work on the codes, with what runs in their place: ``handler(func, *args, **kwargs)``."""
 
     def _plain(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, apart from autograd."""
+        """Return the values, apart from autograd."""
         raise NotImplementedError
 
     def _overwrite(self, values: Tensor) -> None:
@@ -43,7 +43,7 @@ class DequantizingTensor(Tensor):
         raise NotImplementedError
 
     def _quantized(self, values: Tensor) -> DequantizingTensor:
-        """Another tensor of this kind, made of plain values."""
+        """Return another tensor of this kind, made of plain values."""
         raise NotImplementedError
 
     def _adopt(self, source: Any) -> None:
@@ -51,11 +51,11 @@ class DequantizingTensor(Tensor):
         raise NotImplementedError
 
     def _like(self, map_buffer: Callable[[Tensor], Tensor]) -> Any:
-        """Another tensor of this kind, around what a function makes of each buffer."""
+        """Return another tensor of this kind, around what a function makes of each buffer."""
         raise NotImplementedError
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
-        """Wrapper around the same buffers with another nominal dtype; nothing is requantized."""
+        """Return the wrapper around the same buffers with another nominal dtype; nothing is requantized."""
         raise NotImplementedError
 
     @property
@@ -78,7 +78,9 @@ class DequantizingTensor(Tensor):
         self._adopt(source)
 
     def _with_values(self, values: Tensor) -> DequantizingTensor:
-        """A tensor of these values: with this tensor's codes if they decode to just that, as in ``module.half()``."""
+        """Return a tensor of these values: with this tensor's codes if they decode to just that, as in
+        ``module.half()``.
+        """
         if values.shape == self.shape:
             own: Any = self.detach().to(values.device)
             if values.is_meta or torch.equal(own._plain(values.dtype), values):
@@ -104,15 +106,15 @@ class DequantizingTensor(Tensor):
         return self.dequantize(dtype=dtypes[0]).to(*args, **kwargs) if dtypes else super().to(*args, **kwargs)
 
     def float(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Dequantized fp32 values."""
+        """Return dequantized fp32 values."""
         return self.dequantize(dtype=torch.float32)
 
     def half(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Dequantized fp16 values."""
+        """Return dequantized fp16 values."""
         return self.dequantize(dtype=torch.float16)
 
     def bfloat16(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Dequantized bf16 values."""
+        """Return dequantized bf16 values."""
         return self.dequantize(dtype=torch.bfloat16)
 
     def share_memory_(self) -> DequantizingTensor:
@@ -123,7 +125,7 @@ class DequantizingTensor(Tensor):
         return self
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """CPU copy of the value this parameter was made from, if ``quantized_model_init`` kept one."""
+        """Return CPU copy of the value this parameter was made from, if ``quantized_model_init`` kept one."""
         return self._high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
@@ -149,7 +151,7 @@ class DequantizingTensor(Tensor):
 
 
 def plain(tensor: Any) -> Tensor:
-    """The values of a quantized tensor, differentiable; any other tensor as it is."""
+    """Return the values of a quantized tensor, differentiable; any other tensor as it is."""
     return tensor.dequantize() if isinstance(tensor, DequantizingTensor) else tensor
 
 
@@ -176,11 +178,11 @@ class DequantizedView(Tensor):
         self._held, self._begins = values, begins
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy as an array."""
+        """Return a copy as an array."""
         return self.clone().numpy(force=force)
 
     def tolist(self) -> Any:
-        """The values as a list."""
+        """Return the values as a list."""
         return self.clone().tolist()
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -207,7 +209,7 @@ class DequantizedView(Tensor):
         return f"{type(self).__name__}({self._held!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], int]:
-        """(name of the values, where they begin)."""
+        """Return name of the values and where they begin."""
         return ["_held"], self._begins
 
     @staticmethod
@@ -246,7 +248,9 @@ class DequantizedView(Tensor):
 
 
 def read_only(values: Tensor, begins: int = 0) -> Tensor:
-    """The result of a view of a quantized tensor that shows these values; ``begins``: of :class:`DequantizedView`."""
+    """Return the result of a view of a quantized tensor that shows these values; ``begins``: of
+    :class:`DequantizedView`.
+    """
     # Writes are refused while a graph is traced. In the graph the values stay plain, since its backward takes plain
     # gradients only.
     return values if isinstance(values, FunctionalTensor) else DequantizedView(values, begins)
@@ -271,7 +275,7 @@ def _begin_of(args: tuple[Any, ...]) -> int:
 
 
 def _view_of(func: Any, result: Any, begins: int) -> Any:
-    """What an operator has made of values: a view of them is not written to."""
+    """Return what an operator has made of values: a view of them is not written to."""
     return tree_map_only(Tensor, lambda values: read_only(values, begins), result) if func.is_view else result
 
 
@@ -287,7 +291,7 @@ class _Dequantize(torch.autograd.Function):
 
 
 def handles_in(handlers: dict[Any, Handler]) -> Callable[..., Callable[[Handler], Handler]]:
-    """A decorator that enters what handles some operators in a table, which begins with what all tables have."""
+    """Return a decorator that enters what handles some operators in a table, which begins with what all tables have."""
     handlers.update({aten.clone.default: _clone, aten._to_copy.default: _to_copy})
 
     def handles(*overloads: Any) -> Callable[[Handler], Handler]:
@@ -315,7 +319,7 @@ def _to_copy(func: Any, tensor: DequantizingTensor, **kwargs: Any) -> Tensor:
 
 
 def with_attributes_of(source: DequantizingTensor, result: Any, but: tuple[str, ...] = ()) -> Any:
-    """The result, with what was set on the parameter that it was made from.
+    """Return the result, with what was set on the parameter that it was made from.
 
     ``Module.to`` makes a parameter of it and swaps the two, attributes included; a plain parameter stays what it is.
     """
@@ -328,7 +332,7 @@ def with_attributes_of(source: DequantizingTensor, result: Any, but: tuple[str, 
 
 
 def is_all_of(tensor: Tensor, size: Any, stride: Any, storage_offset: int | None) -> bool:
-    """Whether ``as_strided`` asks for the whole tensor as it is."""
+    """Return whether ``as_strided`` asks for the whole tensor as it is."""
     return tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset
 
 
@@ -341,7 +345,7 @@ def _held_by(view: DequantizedView) -> Tensor:
 
 
 def _run_in_any_mode(run: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
-    """``run(func, args, kwargs)``, also under ``torch.inference_mode``.
+    """Return ``run(func, args, kwargs)``, also under ``torch.inference_mode``.
 
     There, composite operators arrive whole, and a view of a tensor from outside must be made outside as well.
     """
@@ -356,12 +360,12 @@ def _run_in_any_mode(run: Callable[..., Any], func: Any, args: Any, kwargs: Any)
 
 
 def _by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What an operator is given, by the names of its schema."""
+    """Return what an operator is given, by the names of its schema."""
     return {**dict(zip([argument.name for argument in schema_of(func).arguments], args)), **kwargs}
 
 
 def _written(func: Any) -> set[str]:
-    """Names of the arguments that an operator writes to."""
+    """Return names of the arguments that an operator writes to."""
     return {a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write}
 
 

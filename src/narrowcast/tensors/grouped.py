@@ -41,7 +41,7 @@ _DESCRIPTION = (
 
 
 def grouped_layout(storage_name: str) -> str:
-    """Layout of groups whose members have storages of that identifier."""
+    """Return the layout of groups whose members have storages of that identifier."""
     return resolve_storage_class(storage_name)._GROUPED
 
 
@@ -118,7 +118,7 @@ class GroupedTensorStorage(BufferHolder):
         return self.split_into_quantized_tensors()
 
     def split_into_quantized_tensors(self) -> list[QuantizedTensorStorage]:
-        """Every member by itself; reads the shapes on the host, so not for a CUDA graph."""
+        """Return every member by itself; reads the shapes on the host, so not for a CUDA graph."""
         shapes, usages = self.tensor_shapes, self.get_usages()
         sizes, columns = [rows for rows, _ in shapes], self.logical_shape[-1]
         storage_class = resolve_storage_class(self.storage_name)
@@ -185,13 +185,13 @@ class GroupedTensorStorage(BufferHolder):
             )
 
     def _matches(self, other: GroupedTensorStorage) -> bool:
-        """Whether the bytes of the other storage mean the same in this one."""
+        """Return whether the bytes of the other storage mean the same in this one."""
         own, others = self.quantizer._layout(), other.quantizer._layout()  # type: ignore[attr-defined]
         alike = own == others and shapes_of(self) == shapes_of(other)
         return alike and self.first_dims is other.first_dims is None
 
     def copy(self) -> GroupedTensorStorage:
-        """The same members in buffers of their own."""
+        """Return the same members in buffers of their own."""
         return self._mapped(torch.clone)
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> GroupedTensorStorage:
@@ -239,7 +239,7 @@ def quantize_members(tensors: list[Tensor], quantizer: QuantizerValue) -> Groupe
 
 
 def _metadata(storage: GroupedTensorStorage) -> dict[str, Any]:
-    """Constructor arguments of a storage without buffers."""
+    """Return constructor arguments of a storage without buffers."""
     return {
         "quantizer": storage.quantizer,
         "storage_name": storage.storage_name,
@@ -318,7 +318,7 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
             setattr(self, name, getattr(source, name))
 
     def to_dtype(self, dtype: torch.dtype) -> GroupedTensor:
-        """Wrapper around the same buffers with another nominal dtype; nothing is requantized."""
+        """Return the wrapper around the same buffers with another nominal dtype; nothing is requantized."""
         storage = self._mapped(lambda buffer: buffer)
         storage.fake_dtype = dtype
         return GroupedTensor(storage, self.requires_grad)
@@ -327,7 +327,7 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
         return GroupedTensorStorage.__repr__(self)
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        """(names of the present buffers, data-free context)."""
+        """Return names of the present buffers and the data-free context."""
         present = [name for name in _BUFFERS if getattr(self, name) is not None]
         return present, {**_metadata(self), "requires_grad": self.requires_grad}
 
@@ -372,7 +372,9 @@ _TAGS_ON_VALUES = {torch.Tag.pointwise, torch.Tag.reduction}
 
 
 def _works_on_values(func: Any) -> bool:
-    """Whether the operator makes something new of the values, or writes to the tensor without changing its shape."""
+    """Return whether the operator makes something new of the values, or writes to the tensor without changing its
+    shape.
+    """
     if schema_of(func).is_mutable:
         return torch.Tag.inplace_view not in func.tags
     name = func.overloadpacket.__name__
@@ -434,7 +436,7 @@ def _reshaped(func: Any, tensor: GroupedTensor, size: Sequence[int], **kwargs: A
 def _as_strided(
     func: Any, tensor: GroupedTensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> GroupedTensor:
-    """FSDP2 makes a parameter of what it has gathered by a view of all of it."""
+    """Return FSDP2 makes a parameter of what it has gathered by a view of all of it."""
     if is_all_of(tensor, size, stride, storage_offset):
         return GroupedTensor(tensor)
     raise _changes_shape(func, tensor)
@@ -443,11 +445,11 @@ def _as_strided(
 def rebuild_grouped_tensor(
     metadata: dict[str, Any], buffers: dict[str, Tensor | None], requires_grad: bool, is_parameter: bool
 ) -> GroupedTensor:
-    """Inverse of pickling; public by name, because files refer to it."""
+    """Return the inverse of pickling; public by name, because files refer to it."""
     tensor = GroupedTensor(_around(buffers, metadata), requires_grad)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor  # type: ignore[return-value]
 
 
 def grouped_storage_of(tensor: GroupedTensor) -> GroupedTensorStorage:
-    """Bare storage that shares the tensor's buffers; traceable, as a method of a tensor would not be."""
+    """Return bare storage that shares the tensor's buffers; traceable, as a method of a tensor would not be."""
     return _around(_buffers_of(tensor), _metadata(tensor))

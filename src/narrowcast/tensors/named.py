@@ -239,7 +239,7 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
         return self._of_halves(lambda half: half._regrouped(shape))
 
     def _of_halves(self, made_of: Callable[[Any], QuantizedTensor | None]) -> QuantizedTensor | None:
-        """The hybrid of what a function makes of each half; None where it makes nothing of one."""
+        """Return the hybrid of what a function makes of each half; None where it makes nothing of one."""
         if any(isinstance(buffer, FunctionalTensor) for buffer in self.get_data_tensors()):
             return None  # a graph passes on plain tensors
         made: list[Any] = []
@@ -255,7 +255,7 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        """What both halves give, and per half the number of these tensors and what it keeps."""
+        """Return what both halves give, and per half the number of these tensors and what it keeps."""
         given: list[Tensor] = []
         kept: list[tuple[int, Any]] = []
         for half in (self.rowwise_sub_storage, self.columnwise_sub_storage):
@@ -271,7 +271,7 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: Any, *, out: Any = None
     ) -> Any:
-        """(the hybrid of the gathered halves, memory of it that FSDP2 frees)."""
+        """Return the hybrid of the gathered halves and the memory of it that FSDP2 frees."""
         (rows, of_rows), (_, of_columns) = metadata
         parts, whole, memory = (all_gather_outputs[:rows], all_gather_outputs[rows:]), [], []
         halves = (self.rowwise_sub_storage, self.columnwise_sub_storage)
@@ -294,7 +294,7 @@ class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
 
 
 def _with_halves(rowwise: Any, columnwise: Any, described: dict[str, Any]) -> dict[str, Any]:
-    """A hybrid's constructor arguments, with those that its halves say.
+    """Return a hybrid's constructor arguments, with those that its halves say.
 
     Raises:
         TypeError: no quantizer with two halves.

@@ -136,7 +136,8 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         return self
 
     def _part(self, dim: int, first: int, count: int) -> QuantizedTensor | None:
-        """Some rows, or columns, of a matrix as a quantized tensor to read; None where blocks do not end there."""
+        """Return some rows, or columns, of a matrix as a quantized tensor to read; None where blocks do not end there.
+        """
         layout, last = self._quantizer._format_layout(), first + count  # type: ignore[attr-defined]
         if self.dim() != 2 or not layout.buffers or not all(buffer.shape for buffer in layout.buffers):
             return None
@@ -207,7 +208,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         )
 
     def _around(self, shape: tuple[int, ...], buffers: dict[str, Any]) -> QuantizedTensor:
-        """Another tensor of this kind, quantizer and dtype, around these buffers."""
+        """Return another tensor of this kind, quantizer and dtype, around these buffers."""
         return type(self)(shape=shape, quantizer=self._quantizer, fake_dtype=self._dtype, **buffers)
 
     def _like(self, map_buffer: Callable[[Tensor], Tensor]) -> QuantizedTensor:
@@ -220,7 +221,8 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         return same
 
     def _regrouped(self, shape: tuple[int, ...]) -> QuantizedTensor | None:
-        """The same rows under other leading dims, around the same buffers; None where the last dim is another."""
+        """Return the same rows under other leading dims, around the same buffers; None where the last dim is another.
+        """
         columns, rows = self.shape[-1], self.numel() // max(self.shape[-1], 1)
         known = math.prod(size for size in shape[:-1] if size >= 0)
         if shape[-1] not in (columns, -1) or not rows or not known:
@@ -248,7 +250,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         dtype: torch.dtype | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensor:
-        """New wrapper around the buffers of ``tensor``, with another shape, nominal dtype or grad flag."""
+        """Return new wrapper around the buffers of ``tensor``, with another shape, nominal dtype or grad flag."""
         arguments = {**tensor.get_metadata(), "requires_grad": requires_grad}
         if shape is not None:
             arguments["shape"] = tuple(shape)
@@ -260,7 +262,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         return wrapper
 
     def to_dtype(self, dtype: torch.dtype) -> QuantizedTensor:
-        """Wrapper around the same buffers with another nominal dtype; nothing is requantized."""
+        """Return the wrapper around the same buffers with another nominal dtype; nothing is requantized."""
         return type(self).make_like(self, dtype=dtype, requires_grad=self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -290,12 +292,12 @@ class _ByIdentity(dict[str, Any]):
 
 
 def plain_gradient(grad: Tensor) -> Tensor:
-    """The gradient in high precision; only eager code ever meets a quantized one."""
+    """Return the gradient in high precision; only eager code ever meets a quantized one."""
     return grad.dequantize() if isinstance(grad, QuantizedTensor) else grad
 
 
 def storage_of(tensor: QuantizedTensor, shape: tuple[int, ...] | None = None) -> QuantizedTensorStorage:
-    """Bare storage that shares the tensor's buffers; traceable, as a method of a tensor would not be.
+    """Return bare storage that shares the tensor's buffers; traceable, as a method of a tensor would not be.
 
     Args:
         shape: of the tensor; None: what the buffers tell, padding included.
@@ -309,7 +311,7 @@ def storage_of(tensor: QuantizedTensor, shape: tuple[int, ...] | None = None) ->
 def rebuild_quantized_tensor(
     cls: type[QuantizedTensor], metadata: dict[str, Any], is_parameter: bool, begins: int = 0
 ) -> QuantizedTensor:
-    """Inverse of pickling; public by name, because files refer to it.
+    """Return the inverse of pickling; public by name, because files refer to it.
 
     Args:
         cls, metadata: of the tensor.
@@ -444,7 +446,7 @@ def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tenso
 def _as_strided(
     func: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> Tensor:
-    """FSDP2 makes a parameter of what it has gathered by a view of all of it.
+    """Return FSDP2 makes a parameter of what it has gathered by a view of all of it.
 
     Raises:
         RuntimeError: an offset is given, which counts from the start of the tensor that this is a later part of.

@@ -15,7 +15,8 @@ TensorOrQuantized = Tensor | QuantizedTensorStorage
 def prepare_for_saving(
     *tensors: TensorOrQuantized | None,
 ) -> tuple[list[Tensor | None], list[QuantizedTensorStorage | None]]:
-    """Flat list of plain tensors to save, and one object per input to restore them; the inputs stay untouched."""
+    """Return flat list of plain tensors to save, and one object per input to restore them; the inputs stay untouched.
+    """
     flat: list[Tensor | None] = []
     objects: list[QuantizedTensorStorage | None] = []
     for tensor in tensors:
@@ -34,7 +35,8 @@ def restore_from_saved(
     saved_tensors: list[Tensor | None] | tuple[Tensor | None, ...],
     return_saved_tensors: bool = False,
 ) -> Any:
-    """Inverse of :func:`prepare_for_saving`; each call builds new storages, so a graph may be walked twice."""
+    """Return the inverse of :func:`prepare_for_saving`; each call builds new storages, so a graph may be walked twice.
+    """
     restored: list[TensorOrQuantized | None] = []
     position = 0
     for emptied in objects:
@@ -53,7 +55,8 @@ def restore_from_saved(
 
 
 def restore_from_func_ctx(ctx: Any) -> list[TensorOrQuantized | None]:
-    """Tensors that ``prepare_for_saving`` put on an autograd context; the bookkeeping is left for the next backward.
+    """Return tensors that ``prepare_for_saving`` put on an autograd context; the bookkeeping is left for the next
+    backward.
 
     The context lets go of them, unless the graph is retained: each is freed as soon as the backward has used it.
 
@@ -64,7 +67,9 @@ def restore_from_func_ctx(ctx: Any) -> list[TensorOrQuantized | None]:
 
 
 def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
-    """What was saved; the context lets go of it, unless the graph is retained, so that it is freed as it is used."""
+    """Return what was saved; the context lets go of it, unless the graph is retained, so that it is freed as it is
+    used.
+    """
     saved = ctx.saved_tensors
     if not torch.compiler.is_compiling() and isinstance(ctx, torch.autograd.function.BackwardCFunction):
         ctx.maybe_clear_saved_tensors()  # type: ignore[attr-defined]

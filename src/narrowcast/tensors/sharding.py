@@ -44,7 +44,8 @@ class ShardedRows:
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, orig_size: torch.Size, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, bool, list[Tensor]]]:
-        """(what this rank gives, the shape of the whole, whether its columns are to be made, and what it keeps).
+        """Return what this rank gives, the shape of the whole, whether its columns are to be made, and and what it
+        keeps.
 
         Args:
             mesh: the ranks; None where the caller gathers by itself, which then gets all that moves.
@@ -76,7 +77,9 @@ class ShardedRows:
         *,
         out: Any = None,
     ) -> Any:
-        """(the whole tensor, memory of it that FSDP2 frees); with ``out`` in that of the first time, and no memory."""
+        """Return the whole tensor and the memory of it that FSDP2 frees; with ``out`` in that of the first time, and no
+        memory.
+        """
         shape, makes_columns, kept = metadata
         arrived = zip(_by_rows(self), [*all_gather_outputs, *kept], strict=True)
         values = {
@@ -106,7 +109,7 @@ class ShardedRows:
         return out, ()
 
     def gathered_bytes(self: Any) -> int:
-        """Bytes that a gather of all shards moves, of this whole tensor."""
+        """Return bytes that a gather of all shards moves, of this whole tensor."""
         places = [(held, _place(buffer, self.shape[0])) for buffer, held in _held(self._rows_alone())]
         return sum(held.narrow(along, 0, count).nbytes for held, (along, _, count, _) in places if along >= 0)
 
@@ -127,13 +130,13 @@ class ShardedRows:
         raise cannot_shard(self, reason)
 
     def _rows_alone(self: Any) -> Any:
-        """The same tensor without the column-wise data, where those follow from the row-wise ones."""
+        """Return the same tensor without the column-wise data, where those follow from the row-wise ones."""
         same = self._like(lambda buffer: buffer)
         same.update_usage(columnwise_usage=False if same._turns() else None)
         return same
 
     def _asked_for_shards(self) -> bool:
-        """Whether FSDP2 asks.
+        """Return whether FSDP2 asks.
 
         Raises:
             RuntimeError: FSDP1 does.
@@ -144,13 +147,13 @@ class ShardedRows:
         return caller == "FSDP2"
 
     def _shards_of(self: Any, rows: int) -> list[Any]:
-        """The tensor in shards of ``rows`` rows each; they share its buffers."""
+        """Return the tensor in shards of ``rows`` rows each; they share its buffers."""
         self.check_rows(rows)
         alone = self._rows_alone()
         return [alone._part(0, first, rows) for first in range(0, self.shape[0], rows)]
 
     def _empty_shard(self: Any, size: Sequence[int]) -> Any:
-        """An uninitialised shard, which FSDP2 fills; on the meta device, too."""
+        """Return an uninitialized shard, which FSDP2 fills; on the meta device, too."""
         ranks, group, shared_modules = current_sharding()
         if list(size) != [self.shape[0] // ranks, *self.shape[1:]]:
             raise cannot_shard(self, f"{list(size)} of its {list(self.shape)} is no equal share of rows")
@@ -169,12 +172,12 @@ class ShardedRows:
 
 
 def local(tensor: Any) -> Any:
-    """What this rank holds of a tensor: of a DTensor its part."""
+    """Return what this rank holds of a tensor: of a DTensor its part."""
     return local_part(tensor) if is_distributed(tensor) else tensor
 
 
 def dequantized(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """The values of a quantized tensor, or of a DTensor of such shards, which then are spread as they are."""
+    """Return the values of a quantized tensor, or of a DTensor of such shards, which then are spread as they are."""
     own = local(tensor)
     if own is tensor:
         return own.detach().dequantize(dtype=dtype)
@@ -197,7 +200,7 @@ def overwrite_unseen(buffers: list[Tensor], values: list[Tensor]) -> None:
 
 
 def cannot_shard(tensor: Any, reason: str) -> RuntimeError:
-    """The error where a quantized tensor cannot be sharded."""
+    """Return the error where a quantized tensor cannot be sharded."""
     apart = "make the layer with single_grouped_weight=False and use FSDP2, or " if tensor.dim() == 3 else ""
     return RuntimeError(
         f"FSDP cannot shard a {type(tensor).__name__}: {reason}; {apart}build the model without quantized_model_init "
@@ -222,7 +225,7 @@ def _held(tensor: Any) -> list[tuple[Buffer, Tensor]]:
 
 
 def _by_rows(tensor: Any) -> list[tuple[Buffer, Tensor]]:
-    """Buffers and tensors that hold rows, then those that all rows share."""
+    """Return buffers and tensors that hold rows, then those that all rows share."""
     return sorted(_held(tensor), key=lambda pair: _place(pair[0], tensor.shape[0])[0] < 0)
 
 
@@ -233,13 +236,13 @@ def _place(buffer: Buffer, rows: int) -> tuple[int, int, int, int]:
 
 
 def _block_rows(layout: Layout) -> int:
-    """Rows that must stay together in one shard, for either direction."""
+    """Return rows that must stay together in one shard, for either direction."""
     extents = [extent for buffer in layout.buffers for extent in buffer.shape if extent.size == "M"]
     return max((extent.group if extent.bits == 8 else extent.multiple for extent in extents), default=1)
 
 
 def _whole(buffer: Buffer, gathered: Tensor, rows: int, shape: tuple[int, ...]) -> Tensor:
-    """A buffer of the whole tensor from those of all shards, one below the other and without padding."""
+    """Return a buffer of the whole tensor from those of all shards, one below the other and without padding."""
     along, _, entries, _ = _place(buffer, rows)
     if along < 0:
         return gathered

@@ -22,12 +22,12 @@ STORAGE_CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
 
 
 def storage_identifier(cls: type) -> str:
-    """Stable name of a storage class: module and qualified name, so equal class names do not collide."""
+    """Return stable name of a storage class: module and qualified name, so equal class names do not collide."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def resolve_storage_class(identifier: str) -> type[QuantizedTensorStorage]:
-    """Storage class of an identifier.
+    """Return storage class of an identifier.
 
     Raises:
         KeyError: there is no such class; the message lists the known identifiers.
@@ -49,18 +49,18 @@ class BufferHolder:
     """Attributes that make up the column-wise GEMM operand, data first."""
 
     def get_usages(self) -> dict[str, bool]:
-        """Which directions have data: ``{"rowwise": bool, "columnwise": bool}``."""
+        """Return which directions have data: ``{"rowwise": bool, "columnwise": bool}``."""
         return {
             "rowwise": getattr(self, self._ROWWISE_BUFFERS[0]) is not None,
             "columnwise": getattr(self, self._COLUMNWISE_BUFFERS[0]) is not None,
         }
 
     def get_data_tensors(self) -> tuple[Tensor | None, ...]:
-        """All buffers in flatten order, absent ones as None."""
+        """Return all buffers in flatten order, absent ones as None."""
         return tuple([getattr(self, attribute) for attribute, _ in self._FLATTEN_TENSOR_BUFFERS])
 
     def rowwise_operand(self) -> list[Tensor]:
-        """Buffers of the row-wise GEMM operand.
+        """Return buffers of the row-wise GEMM operand.
 
         Raises:
             RuntimeError: the storage holds no row-wise data.
@@ -68,7 +68,7 @@ class BufferHolder:
         return self._operand(self._ROWWISE_BUFFERS, "row-wise")
 
     def columnwise_operand(self) -> list[Tensor]:
-        """Buffers of the column-wise GEMM operand.
+        """Return buffers of the column-wise GEMM operand.
 
         Raises:
             RuntimeError: the storage holds no column-wise data.
@@ -155,7 +155,7 @@ class QuantizedTensorStorage(BufferHolder):
     def _understood(
         cls, quantizer: QuantizerValue | None, fake_dtype: torch.dtype, described: dict[str, Any]
     ) -> tuple[QuantizerValue, torch.dtype]:
-        """(quantizer, nominal dtype), with the keywords of Transformer Engine's constructors taken out.
+        """Return the quantizer and the nominal dtype, with the keywords of Transformer Engine's constructors taken out.
 
         Raises:
             TypeError: no quantizer, and nothing says which.
@@ -205,7 +205,7 @@ class QuantizedTensorStorage(BufferHolder):
         return quantizer, self._dtype
 
     def get_metadata(self) -> dict[str, Any]:
-        """Constructor arguments that rebuild an equal object around the same buffers."""
+        """Return constructor arguments that rebuild an equal object around the same buffers."""
         buffers = {argument: getattr(self, attribute) for attribute, argument in self._FLATTEN_TENSOR_BUFFERS}
         return {
             **buffers,
@@ -215,7 +215,7 @@ class QuantizedTensorStorage(BufferHolder):
         }
 
     def size(self) -> torch.Size:
-        """Logical shape."""
+        """Return logical shape."""
         shape = self._shape
         return torch.Size(self._shape_from_buffers() if shape is None else shape)
 
@@ -230,11 +230,11 @@ class QuantizedTensorStorage(BufferHolder):
         return self._dtype
 
     def _given_shape(self) -> tuple[int, ...] | None:
-        """The shape where it is known exactly; packed and padded buffers alone do not tell it."""
+        """Return the shape where it is known exactly; packed and padded buffers alone do not tell it."""
         return self._shape
 
     def _shape_from_buffers(self) -> tuple[int, ...]:
-        """Shape that the data tell, packed ones up to their padding.
+        """Return shape that the data tell, packed ones up to their padding.
 
         Raises:
             RuntimeError: the data of this format do not tell it.
@@ -290,7 +290,7 @@ class QuantizedTensorStorage(BufferHolder):
         self._quantizer = self._quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)  # type: ignore[attr-defined]
 
     def _turns(self) -> bool:
-        """Whether column-wise data follow from the row-wise data, so that keeping these is enough."""
+        """Return whether column-wise data follow from the row-wise data, so that keeping these is enough."""
         return False
 
     def _create_columnwise(self) -> None:
@@ -312,7 +312,7 @@ class QuantizedTensorStorage(BufferHolder):
         )
 
     def _view_of(self, attributes: tuple[str, ...]) -> QuantizedTensorStorage:
-        """Bare storage that shares only these buffers; traceable, keeps the quantizer as it is."""
+        """Return bare storage that shares only these buffers; traceable, keeps the quantizer as it is."""
         view = self._bare_class()(
             quantizer=self._quantizer, fake_dtype=self._dtype, shape=self._given_shape()
         )
@@ -357,14 +357,14 @@ class QuantizedTensorStorage(BufferHolder):
                     torch.autograd.graph.increment_version(buffer)
 
     def _matches(self, other: QuantizedTensorStorage) -> bool:
-        """Whether the bytes of the other storage mean the same in this one, buffer by buffer."""
+        """Return whether the bytes of the other storage mean the same in this one, buffer by buffer."""
         own, others = self._quantizer._layout(), other._quantizer._layout()  # type: ignore[attr-defined]
         return own == others and shapes_of(self) == shapes_of(other) and self.size() == other.size()
 
     # -- saving and flattening ------------------------------------------------------------------------------------
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
-        """Buffers to save, and an object without buffers that takes them back; this storage stays untouched."""
+        """Return buffers to save, and an object without buffers that takes them back; this storage stays untouched."""
         emptied = type(self)._bare_class()(
             quantizer=self._quantizer, fake_dtype=self._dtype, shape=self._given_shape()
         )
@@ -383,7 +383,7 @@ class QuantizedTensorStorage(BufferHolder):
 
     @classmethod
     def buffer_attributes(cls, rowwise: bool, columnwise: bool) -> list[str]:
-        """Attributes that exist for a usage, in flatten order."""
+        """Return attributes that exist for a usage, in flatten order."""
         return cls._BY_USAGE[rowwise, columnwise]
 
     @classmethod
@@ -400,14 +400,15 @@ class QuantizedTensorStorage(BufferHolder):
         quantizer: QuantizerValue,
         fake_dtype: torch.dtype,
     ) -> QuantizedTensorStorage:
-        """Storage around the buffers an operator returned, in flatten order; traceable, reads no quantizer."""
+        """Return the storage around the buffers an operator returned, in flatten order; traceable, reads no quantizer.
+        """
         storage = cls(quantizer=quantizer, fake_dtype=fake_dtype)
         for attribute, buffer in zip(cls.buffer_attributes(rowwise, columnwise), buffers):
             setattr(storage, attribute, buffer)
         return storage
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        """(attributes of the present buffers in declared order, data-free context)."""
+        """Return the attributes of the present buffers in declared order and the data-free context."""
         present = [a for a, _ in self._FLATTEN_TENSOR_BUFFERS if getattr(self, a) is not None]
         return present, flatten_context(type(self), False, self._quantizer, self._dtype)
 
@@ -436,7 +437,7 @@ class QuantizedTensorStorage(BufferHolder):
 
 
 def shapes_of(storage: BufferHolder) -> list[torch.Size | None]:
-    """Shapes of all buffers, absent ones as None."""
+    """Return shapes of all buffers, absent ones as None."""
     return [None if buffer is None else buffer.shape for buffer in storage.get_data_tensors()]
 
 

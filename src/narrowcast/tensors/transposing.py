@@ -19,7 +19,8 @@ from ..functional import transpose_codes
 
 
 def transposed(rowwise: list[Tensor], features: int) -> list[Tensor]:
-    """Column-wise buffers of a matrix (rows, features) from its row-wise ones, where both directions hold the same.
+    """Return column-wise buffers of a matrix (rows, features) from its row-wise ones, where both directions hold the
+    same.
 
     That is per-tensor FP8, scale (1,); FP8 in 128 x 128 tiles, fp32 scales (rows of tiles, columns of tiles and
     padding); MXFP8 in 32 x 32 and NVFP4 in 16 x 16 tiles, whose scales are repeated for every row of a tile. The rows

@@ -26,7 +26,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def aliased(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Pairs of positions whose tensors share storage: outputs counted from 0, inputs from -1 downwards.
+    """Return pairs of positions whose tensors share storage: outputs counted from 0, inputs from -1 downwards.
 
     An operator whose outputs alias an input or each other corrupts data silently once compiled.
     """

@@ -121,7 +121,7 @@ def running_checkpoints() -> list[Running]:
 
 
 def _names_of_hooks() -> tuple[Any, ...]:
-    """What a checkpoint is made of: another class calls for another probe."""
+    """Return what a checkpoint is made of: another class calls for another probe."""
     return tuple(
         getattr(torch.utils.checkpoint, name, None) for name in ("_checkpoint_hook", "_recomputation_hook")
     )
@@ -157,7 +157,7 @@ def _checkpoints_of(hooks: list[Any]) -> list[Running]:
 
 @functools.lru_cache(maxsize=16)
 def _succeeds(attempt: Callable[..., bool], *about: Any) -> bool:
-    """``attempt(*about)``, once in a process."""
+    """Return ``attempt(*about)``, once in a process."""
     return attempt(*about)
 
 

@@ -143,7 +143,7 @@ def _handed_on(run: Any, arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def _of_graphs(name: str) -> Entry:
-    """A part of ``torch.library.wrap_triton``; imported when a launch is traced."""
+    """Return a part of ``torch.library.wrap_triton``; imported when a launch is traced."""
     return entry(
         f"torch._higher_order_ops.triton_kernel_wrap.{name}",
         follows="torch/_higher_order_ops/triton_kernel_wrap.py; torch/_library/triton.py wrap_triton",

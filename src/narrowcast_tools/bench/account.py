@@ -111,7 +111,7 @@ class Account(NamedTuple):
 
 
 def take_account(work: Work, contender: Contender, ceilings: Ceilings) -> Account:
-    """Profile one compiled training step of a model and group its kernels; needs a GPU.
+    """Return profile one compiled training step of a model and group its kernels; needs a GPU.
 
     Time per kernel comes from a step that the host issues; ``step_ms`` from replays of the same step as a CUDA graph,
     where capturing succeeds, so that "gaps" is what the GPU waits for between kernels.
@@ -163,7 +163,7 @@ def _run_phases(phases: Sequence[tuple[str, Step]]) -> None:
 
 
 def _step_ms(phases: Sequence[tuple[str, Step]]) -> tuple[float, bool]:
-    """(milliseconds per step, whether it was captured)."""
+    """Return milliseconds per step and whether it was captured."""
 
     def step() -> None:
         for _, phase in phases:
@@ -236,7 +236,7 @@ def _of(events: Iterable[dict[str, Any]], *categories: str) -> list[dict[str, An
 
 
 def _shapes(args: dict[str, Any]) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Shapes and bytes per element of an operator's tensors; lists of tensors are left out."""
+    """Return shapes and bytes per element of an operator's tensors; lists of tensors are left out."""
     pairs = zip(args.get("Input Dims", []), args.get("Input type", []))
     return tuple(
         (tuple(dims), _BYTES[kind])
@@ -269,12 +269,12 @@ def group_of(kernel: Kernel, tokens: int) -> str:
 
 
 def _base_name(kernel: Kernel) -> str:
-    """The operator's name without namespace and overload."""
+    """Return the operator's name without namespace and overload."""
     return kernel.operator.rpartition("::")[2].partition(".")[0]
 
 
 def _gemm_sizes(kernel: Kernel) -> tuple[int, int, int]:
-    """M, N and K of a product (M, K) x (K, N)."""
+    """Return M, N and K of a product (M, K) x (K, N)."""
     matrices = [dims for dims, _ in kernel.shapes if len(dims) >= 2][:2]
     return matrices[0][-2], matrices[1][-1], matrices[0][-1]
 

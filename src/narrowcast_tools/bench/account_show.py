@@ -27,12 +27,12 @@ _COLORS = {"bf16": "#999999", "recipe": "#0072B2"}  # of Okabe and Ito
 
 
 def share_of_floor(row: Row) -> float | None:
-    """The floor over the time: 1 is as fast as the chip allows. None for gaps."""
+    """Return the floor over the time: 1 is as fast as the chip allows. None for gaps."""
     return row.floor_ms / row.ms if row.floor_ms and row.ms else None
 
 
 def account_table(account: Account, title: str) -> Table:
-    """A row per group of one contender's step."""
+    """Return a row per group of one contender's step."""
     how = "replayed as a CUDA graph" if account.captured else "as the host issues it; capturing failed"
     shown = Table(title=f"{title}: {account.contender}, {account.step_ms:.1f} ms {how}", title_justify="left")
     shown.add_column("group")
@@ -71,7 +71,8 @@ def write_account(
 
 
 def waterfall(accounts: Sequence[Account], title: str) -> bytes:
-    """A PNG image: per recipe a panel where each group begins where the one above it ends, bf16's in gray above it.
+    """Return a PNG image: per recipe a panel where each group begins where the one above it ends, bf16's in gray above
+    it.
 
     Args:
         accounts: bf16's first.

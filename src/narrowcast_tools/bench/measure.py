@@ -54,7 +54,7 @@ class Contender(NamedTuple):
 
 
 def contenders(recipes: Sequence[str], modes: Sequence[str], emulate: bool) -> Iterator[Contender]:
-    """bf16 compiled first, which the others are compared with; then this package, then others where installed.
+    """Yield bf16 compiled first, which the others are compared with; then this package, then others where installed.
 
     Args:
         recipes: names in ``RECIPES``.
@@ -117,7 +117,7 @@ def _of_transformer_engine(recipes: Sequence[str]) -> Iterator[Contender]:
 
 
 def _by_liger(module: nn.Module) -> nn.Module:
-    """The plain modules with Liger's SwiGLU and norm."""
+    """Return the plain modules with Liger's SwiGLU and norm."""
     liger: Any = importlib.import_module("liger_kernel.transformers")
     silu_mul: Any = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
     for parent in list(module.modules()):
@@ -169,7 +169,7 @@ def _step(work: Work, contender: Contender, device: str) -> Step:
 
 
 def _milliseconds(step: Step, device: str) -> float:
-    """Median over rounds of a step's time, steps issued one after the other, the host's time included."""
+    """Return the median over rounds of a step's time, steps issued one after the other, the host's time included."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for _ in range(4):
         step()

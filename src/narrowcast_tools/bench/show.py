@@ -16,7 +16,7 @@ COLUMNS = ("work", "contender", "mode", "ms", "share", "memory", "note")
 
 
 def table(results: Sequence[Result], title: str) -> Table:
-    """A row per contender; ``share`` is of the time of bf16 compiled, ``memory`` in MiB.
+    """Return a row per contender; ``share`` is of the time of bf16 compiled, ``memory`` in MiB.
 
     Memory and notes are columns only if a result has any: a terminal of 80 columns is narrow.
     """
@@ -59,7 +59,7 @@ def write_csv(results: Sequence[Result], path: Path, machine: dict[str, str]) ->
 
 
 def read_csv(path: Path, machine: dict[str, str]) -> dict[tuple[str, str, str], Result]:
-    """What was measured before on this machine and with these versions, by work, contender and mode."""
+    """Return what was measured before on this machine and with these versions, by work, contender and mode."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:
@@ -74,7 +74,7 @@ def read_csv(path: Path, machine: dict[str, str]) -> dict[tuple[str, str, str], 
 
 
 def picture(results: Sequence[Result], title: str) -> bytes:
-    """Bars of time and of memory over those of bf16, a group per work: a PNG image.
+    """Return bars of time and of memory over those of bf16, a group per work: a PNG image.
 
     A CPU has no memory figures, and its picture no panel for them.
     """

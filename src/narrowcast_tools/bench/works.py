@@ -48,7 +48,7 @@ SUITES = {"layers": LAYERS, "models": MODELS, "all": LAYERS + MODELS, "tiny": TI
 
 
 def works(suite: str, only: str = "") -> list[Work]:
-    """The works of a suite whose name contains ``only``.
+    """Return the works of a suite whose name contains ``only``.
 
     Raises:
         ValueError: an unknown suite, or nothing of that name.
@@ -62,7 +62,7 @@ def works(suite: str, only: str = "") -> list[Work]:
 
 
 def build(work: Work, layers: Any, device: str) -> nn.Module:
-    """The module of a work.
+    """Return the module of a work.
 
     Args:
         layers: what has ``Linear``, ``LayerNormMLP`` and so on, this package or Transformer Engine's; None for plain
@@ -89,7 +89,7 @@ def build(work: Work, layers: Any, device: str) -> nn.Module:
 def phases_of(
     work: Work, module: nn.Module, run: Callable[..., Tensor], device: str, capturable: bool = False
 ) -> tuple[tuple[str, Step], ...]:
-    """The training step of a model in three named parts, which run in turn: forward, backward, optimizer.
+    """Return the training step of a model in three named parts, which run in turn: forward, backward, optimizer.
 
     Args:
         run: the module or what was compiled of it.
@@ -117,7 +117,7 @@ def phases_of(
 
 
 def step_of(work: Work, module: nn.Module, run: Callable[..., Tensor], device: str) -> Step:
-    """A training step: of a layer forward and backward, of a model with the optimizer.
+    """Return a training step: of a layer forward and backward, of a model with the optimizer.
 
     Args:
         run: the module or what was compiled of it.

@@ -91,7 +91,7 @@ class Estimate:
         return sum(self.seconds.values())
 
     def as_json(self) -> dict[str, Any]:
-        """All numbers, with the totals."""
+        """Return all numbers, with the totals."""
         layout = {**asdict(self.layout), "fsdp": self.layout.fsdp, "micro_batches": self.layout.micro_batches}
         totals = {"memory_total": self.total_memory, "wire_total": sum(self.wire.values()), "step": self.step}
         return {**asdict(self), "layout": layout, **totals}
@@ -161,7 +161,7 @@ def estimate(model: Model, layout: Layout, recipe: str, gpu: Gpu) -> Estimate:
 
 
 def _weights(model: Model, layout: Layout) -> tuple[float, float, float]:
-    """Weights of the largest pipeline rank, unsharded by FSDP: layers, experts, embedding and head."""
+    """Return weights of the largest pipeline rank, unsharded by FSDP: layers, experts, embedding and head."""
     layers = ceil(model.layers / layout.pp)
     mixtures = min(model.moe_layers, layers)
     ends = (2 if layout.pp == 1 else 1) * model.dim * model.vocabulary / layout.tp
@@ -173,7 +173,7 @@ def _weights(model: Model, layout: Layout) -> tuple[float, float, float]:
 
 
 def _shards(model: Model, layout: Layout) -> float:
-    """Weights that one GPU owns."""
+    """Return weights that one GPU owns."""
     layers, experts, ends = _weights(model, layout)
     ranks = layout.fsdp * layout.cp
     return (layers + ends) / ranks + experts / (ranks // layout.ep)
@@ -212,7 +212,7 @@ def _memory(model: Model, layout: Layout, rates: Rates) -> dict[str, float]:
 
 
 def _saved(model: Model, rates: Rates) -> float:
-    """Bytes that one layer keeps of one token for its backward; linear layers keep their input in the codes."""
+    """Return bytes that one layer keeps of one token for its backward; linear layers keep their input in the codes."""
     d, f, k = model.dim, model.active_hidden, model.kv_heads * model.head_dim
     h, q = model.heads * model.head_dim, model.heads * model.key_dim
     copies = model.active_experts + model.shared_experts if model.experts else 1
@@ -224,7 +224,7 @@ def _saved(model: Model, rates: Rates) -> float:
 
 
 def _work(model: Model, layout: Layout, rates: Rates, gpu: Gpu) -> dict[str, float]:
-    """Seconds of computation in a step of one GPU, with the layers of the largest stage."""
+    """Return seconds of computation in a step of one GPU, with the layers of the largest stage."""
     rows = layout.tokens * layout.micro_batches / layout.tp
     passes = (4 if layout.recompute else 3) / 3
     layers = rows * ceil(model.layers / layout.pp)
@@ -261,7 +261,7 @@ def _work(model: Model, layout: Layout, rates: Rates, gpu: Gpu) -> dict[str, flo
 def _traffic(
     model: Model, layout: Layout, rates: Rates, gpu: Gpu
 ) -> tuple[dict[str, float], dict[str, float], dict[str, tuple[float, float]]]:
-    """Bytes received per step; seconds that nothing hides; seconds to hide, and in how many forwards' time."""
+    """Return bytes received per step; seconds that nothing hides; seconds to hide, and in how many forwards' time."""
     rows = layout.tokens * layout.micro_batches
     layers, experts, ends = _weights(model, layout)
     count = ceil(model.layers / layout.pp)
@@ -311,7 +311,9 @@ def _traffic(
 
 
 def _experts(model: Model, layout: Layout, rates: Rates, gpu: Gpu, rows: float) -> tuple[float, float]:
-    """Bytes and seconds of the all-to-all of experts: codes to them, bf16 back, both ways in bf16 in the backward."""
+    """Return bytes and seconds of the all-to-all of experts: codes to them, bf16 back, both ways in bf16 in the
+    backward.
+    """
     hosts = max(1, layout.ep * layout.tp // HOST)
     near = _others(min(layout.ep, HOST // layout.tp)) / hosts
     far = 1 - 1 / hosts
@@ -325,17 +327,19 @@ def _experts(model: Model, layout: Layout, rates: Rates, gpu: Gpu, rows: float) 
 
 
 def _others(ranks: int) -> float:
-    """Share of a gathered tensor that comes from other ranks."""
+    """Return the share of a gathered tensor that comes from other ranks."""
     return (ranks - 1) / ranks
 
 
 def _ring(ranks: int, inner: int, gpu: Gpu) -> float:
-    """Bytes per second of a ring whose ranks lie ``inner`` GPUs apart: a host's ring has a card for each rank in it."""
+    """Return bytes per second of a ring whose ranks lie ``inner`` GPUs apart: a host's ring has a card for each rank in
+    it.
+    """
     if ranks * inner <= HOST:
         return gpu.link
     return min(gpu.link, gpu.network * max(1, HOST // inner))
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB."""
+    """Return bytes as GiB."""
     return f"{size / GIB:,.1f} GiB"

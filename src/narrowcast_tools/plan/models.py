@@ -75,11 +75,11 @@ class Model:
         )
 
     def attention_flops(self, length: int) -> float:
-        """Operations of causal attention, per token and layer, forward: half of the full matrix."""
+        """Return operations of causal attention, per token and layer, forward: half of the full matrix."""
         return length * self.heads * (self.key_dim + self.head_dim)
 
     def flops(self, length: int) -> float:
-        """Operations a token of a step needs, forward and backward, without recomputation; what MFU counts."""
+        """Return operations a token of a step needs, forward and backward, without recomputation; what MFU counts."""
         weights = self.layers * self.active_layer_weights + self.dim * self.vocabulary
         return 6 * weights + 3 * self.layers * self.attention_flops(length)
 

@@ -12,7 +12,7 @@ GIGA = 1e9
 
 
 def title(result: Estimate, gpu: str) -> str:
-    """What was planned, in a line."""
+    """Return what was planned, in a line."""
     layout = result.layout
     return (
         f"{result.model}, {result.recipe}, {layout.gpus} {gpu}: {layout}; {layout.micro_batches} microbatches of "
@@ -24,7 +24,7 @@ def title(result: Estimate, gpu: str) -> str:
 
 
 def tables(result: Estimate) -> list[Table]:
-    """Memory, bytes received and time of a step, part by part, of one GPU."""
+    """Return memory, bytes received and time of a step, part by part, of one GPU."""
     step = result.step
     return [
         _table("held", result.memory, gib, result.total_memory),

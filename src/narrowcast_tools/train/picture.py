@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from .report import BASELINE, Row
 
-# Okabe and Ito's colours, told apart with every common colour vision.
+# Okabe and Ito's colors, told apart with every common color vision.
 COLORS = {
     "bf16": "#000000",
     "delayed": "#E69F00",
@@ -152,7 +152,7 @@ def spread(heights: Sequence[float], *, apart: float) -> list[float]:
         apart: smallest distance between two labels.
 
     Returns:
-        positions in the order of `heights`, centred on the wanted ones of their cluster.
+        positions in the order of `heights`, centerd on the wanted ones of their cluster.
     """
 
     def bottom(cluster: Sequence[int]) -> float:

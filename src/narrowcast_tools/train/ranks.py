@@ -215,7 +215,9 @@ def folder_of_all(out: Path | None, ranks: Ranks, *, resume: bool) -> Iterator[P
 
 
 def mesh_of(tensor: Any) -> Any:
-    """What tells tensors apart that one operation cannot take together: mesh and placements; None of ordinary ones."""
+    """Return what tells tensors apart that one operation cannot take together: mesh and placements; None of ordinary
+    ones.
+    """
     mesh = getattr(tensor, "device_mesh", None)
     return None if mesh is None else (mesh, tensor.placements)
 
@@ -265,13 +267,14 @@ def _split_blocks(model: Decoder, mesh: Any) -> dict[str, Tensor]:
 
 
 def _rows_by_rank(sizes: list[int], ranks: int) -> Tensor:
-    """The rows of joined weights of these sizes in the order in which equal parts of each follow rank by rank."""
+    """Return the rows of joined weights of these sizes in the order in which equal parts of each follow rank by rank.
+    """
     parts = [rows.chunk(ranks) for rows in torch.arange(sum(sizes)).split(sizes)]
     return torch.cat([part[rank] for rank in range(ranks) for part in parts])
 
 
 def _tp_size(mode: str, tp_size: int | None, count: int) -> int:
-    """The number of processes that split a block.
+    """Return the number of processes that split a block.
 
     Raises:
         SettingsError: it was given for another mode, or does not divide the processes.
@@ -289,6 +292,6 @@ def _tp_size(mode: str, tp_size: int | None, count: int) -> int:
 
 
 def _number(name: str) -> int | None:
-    """The value of a variable that `torchrun` sets."""
+    """Return the value of a variable that `torchrun` sets."""
     text = environment.read_foreign(name)
     return int(text) if text is not None and text.isdecimal() else None

@@ -55,7 +55,7 @@ def restore(files: TensorFiles, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _generators() -> dict[str, Tensor]:
-    """The generators of the CPU and of this process's GPU."""
+    """Return the generators of the CPU and of this process's GPU."""
     states = {CPU_GENERATOR: torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states[CUDA_GENERATOR] = torch.cuda.get_rng_state()
@@ -72,7 +72,7 @@ def _set_generators(states: dict[str, Tensor]) -> None:
 def _taken_apart(
     training: dict[str, Tensor], model: nn.Module
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    """The optimizer's state by parameter and kind, all of it there, and the generators."""
+    """Return the optimizer's state by parameter and kind, all of it there, and the generators."""
     generators = {name: value for name, value in training.items() if name.startswith("generator.")}
     state = {name: value for name, value in training.items() if name not in generators}
     parameters = dict(model.named_parameters())
@@ -83,7 +83,7 @@ def _taken_apart(
 
 
 def _of(parameter: str, kind: str) -> str:
-    """The name of a parameter's state in the optimizer."""
+    """Return the name of a parameter's state in the optimizer."""
     return f"{OPTIMIZER}.{parameter}.{kind}"
 
 
@@ -154,7 +154,7 @@ def _in_order(value: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """The tensors of a checkpoint, of tied ones under their first name."""
+    """Return the tensors of a checkpoint, of tied ones under their first name."""
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied -= {name for name, _ in model.named_parameters()}
     return {name: value.shape for name, value in model.state_dict().items() if name not in tied}

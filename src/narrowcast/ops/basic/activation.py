@@ -68,7 +68,7 @@ class ActivationOperation(SavesTensors, ActivationBase):
         self.cache_quantized_input = bool(cache_quantized_input)
 
     def extra_repr(self) -> str:
-        """Options that are not the default, as printed by the module."""
+        """Return options that are not the default, as printed by the module."""
         return "cache_quantized_input=True" if self.cache_quantized_input else ""
 
     def op_forward_compute(
@@ -109,7 +109,8 @@ class ActivationOperation(SavesTensors, ActivationBase):
     def quantized_gradient(
         self, grad: Tensor, x: Tensor, wanted: ScaledOperand, column_sums: bool
     ) -> tuple[QuantizedTensorStorage, Tensor | None]:
-        """(gradient of the input as it is wanted, its sums over all but the last dim, fp32, if asked for)."""
+        """Return gradient of the input as it is wanted, its sums over all but the last dim, fp32, and the if asked for.
+        """
         (name, parameters), quantizer = self.formula, wanted.operand.quantizer
         buffers = act_backward_quantize(
             matrix_of(grad), matrix_of(x), name, quantizer, parameters, column_sums, *wanted.state(grad)
@@ -119,7 +120,7 @@ class ActivationOperation(SavesTensors, ActivationBase):
         return wanted.assemble(quantized, tuple(x.shape), x.dtype), sums
 
     def saved_input(self, ctx: OperationContext, grad_output: TensorOrQuantized) -> Tensor:
-        """The input as the kernel takes it, with the leading dims of the gradient."""
+        """Return the input as the kernel takes it, with the leading dims of the gradient."""
         saved: Any = ctx.saved_tensors
         if not self.cache_quantized_input:
             return channels_to_halves(saved[0], self.glu_interleave_size)

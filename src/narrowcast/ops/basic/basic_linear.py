@@ -51,12 +51,12 @@ class BasicLinear(LinearLayer, BasicOperation):
         tensor_parallel_group: process group that shares the layer; None is the default group.
         sequence_parallel: outside of a tensor-parallel layer every process holds a share of the rows: "column" gathers
             its input, "row" scatters its output, along the first dim.
-        rng_state_tracker_function: returns an object whose ``fork()`` is entered while the weight is initialised, as
+        rng_state_tracker_function: returns an object whose ``fork()`` is entered while the weight is initialized, as
             the processes of a tensor-parallel layer should draw different numbers.
         accumulate_into_main_grad: add the weight gradient to ``weight.main_grad`` (fp32 or bf16), or overwrite it
             where ``weight.overwrite_main_grad`` is set. ``weight.grad`` stays None; a parameter with the attribute
             ``grad_added_to_main_grad`` gets that set to True and a fresh placeholder as its gradient, zeros with
-            ``zero_out_wgrad``, else uninitialised.
+            ``zero_out_wgrad``, else uninitialized.
         userbuffers_options: not supported, must be None.
         name: name in the quantizer roles of a custom recipe.
     Raises:
@@ -112,7 +112,7 @@ class BasicLinear(LinearLayer, BasicOperation):
             self.reset_parameters()
 
     def extra_repr(self) -> str:
-        """Sizes and split, as printed by the module."""
+        """Return sizes and split, as printed by the module."""
         split = f", tensor_parallel_mode={self.parallel.mode!r}" if self.parallel.mode else ""
         return f"in_features={self.in_features}, out_features={self.out_features}{split}"
 
@@ -147,7 +147,7 @@ class BasicLinear(LinearLayer, BasicOperation):
     # -- quantizers --------------------------------------------------------------------------------------------------
 
     def num_quantizers(self, mode: Mode) -> int:
-        """Two forward (input, weight), one backward (gradient of the output)."""
+        """Return two forward (input, weight), one backward (gradient of the output)."""
         return 2 if mode == "forward" else 1
 
     def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole]:
@@ -155,7 +155,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         return [QuantizerRole(self._module_type, kind, self.name) for kind in kinds]
 
     def get_input_quantizer(self) -> Operand | None:
-        """How the GEMMs quantize the input; None if they, or a gather before them, take it in high precision."""
+        """Return how the GEMMs quantize the input; None if they, or a gather before them, take it in high precision."""
         recipe = self._recipe_in_force()
         if recipe is None or self.parallel.gathers_input:
             return None
@@ -163,7 +163,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         return None if plan.needs_weight and plan.backward_override == "high_precision" else plan.input
 
     def get_grad_output_quantizer(self) -> Operand | None:
-        """How the GEMMs read the gradient of the output; None as for the input, and without gradients."""
+        """Return how the GEMMs read the gradient of the output; None as for the input, and without gradients."""
         recipe = self._recipe_in_force()
         if recipe is None or not torch.is_grad_enabled():
             return None
@@ -256,7 +256,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         plan: LinearPlan,
         scales: DelayedScales | None = None,
     ) -> tuple[Tensor, TensorsToSave]:
-        """(x w^T + bias, tensors to save), for this operation and the fused ones it is part of.
+        """Return (x w^T + bias, tensors to save), for this operation and the fused ones it is part of.
 
         Args:
             input_: (*lead, K), plain or quantized as :meth:`get_input_quantizer` says.
@@ -289,7 +289,8 @@ class BasicLinear(LinearLayer, BasicOperation):
     def gradients(
         self, ctx: OperationContext, grad_output: TensorOrQuantized, bias_dtype: torch.dtype | None = None
     ) -> Gradients:
-        """(gradient of the input, of the weight, of a bias), each None where it is not needed, or goes elsewhere.
+        """Return gradient of the input, of the weight, and of a bias, each None where it is not needed, or goes
+        elsewhere.
 
         Args:
             grad_output: (*lead, N), plain or quantized as :meth:`get_grad_output_quantizer` says.
@@ -309,7 +310,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         return grad_input, grad_weight, grad_bias
 
     def output_shape(self, input_: TensorOrQuantized) -> tuple[int, ...]:
-        """Shape of what :meth:`compute` makes of this input."""
+        """Return the shape of what :meth:`compute` makes of this input."""
         size = group_size(self.parallel.group) if self.parallel.sequence_parallel else 1
         return self.parallel.output_shape(tuple(input_.shape), self.weight.shape[0], size)
 
@@ -336,7 +337,8 @@ def _replay_of(
     others: list[Any],
     args: LinearFwdArgs | LinearBwdArgs,
 ) -> Any:
-    """What to call in place of a stage: as ``replay_of``, of one that reads what its neighbor may have quantized.
+    """Return what to call in place of a stage: as ``replay_of``, of one that reads what its neighbor may have
+    quantized.
 
     Args:
         given: a tensor, or what reads as ``operand`` says; of anything else the stage runs itself.

@@ -55,7 +55,7 @@ class Bias(BasicOperation):
             self.reset_parameters()
 
     def extra_repr(self) -> str:
-        """The size, as printed by the module."""
+        """Return the size, as printed by the module."""
         return f"size={self.size}"
 
     @torch.no_grad()

@@ -33,13 +33,13 @@ class Dropout(BasicOperation):
         self.p = float(p)
 
     def extra_repr(self) -> str:
-        """The probability, as printed by the module."""
+        """Return the probability, as printed by the module."""
         return f"p={self.p}"
 
     def implementation(
         self, training: bool, numel: int, dtype: torch.dtype, device: torch.device
     ) -> Literal["identity", "mask"]:
-        """What runs for a tensor: "identity", which saves nothing, or "mask".
+        """Return what runs for a tensor: "identity", which saves nothing, or "mask".
 
         The one place that decides: forward and backward ask here, or store what was said.
         """

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def interleave_glu_tensor(tensor: Tensor, glu_interleave_size: int) -> Tensor:
-    """Rows of a gated layer's weight or bias from two halves into alternating blocks.
+    """Return rows of a gated layer's weight or bias from two halves into alternating blocks.
 
     Args:
         tensor: (2F, ...), the gate's rows first.
@@ -22,14 +22,14 @@ def interleave_glu_tensor(tensor: Tensor, glu_interleave_size: int) -> Tensor:
 
 
 def deinterleave_glu_tensor(tensor: Tensor, glu_interleave_size: int) -> Tensor:
-    """Inverse of :func:`interleave_glu_tensor`, with the same arguments and errors."""
+    """Return the inverse of :func:`interleave_glu_tensor`, with the same arguments and errors."""
     _check_blocks("tensor", tensor, 0, glu_interleave_size)
     blocks = tensor.unflatten(0, (-1, 2, glu_interleave_size))
     return blocks.transpose(0, 1).flatten(0, 2)
 
 
 def channels_to_halves(x: Tensor, glu_interleave_size: int | None) -> Tensor:
-    """Input of a gated activation (*lead, 2F) as the kernels take it: all gates, then all linear channels.
+    """Return the input of a gated activation (*lead, 2F) as the kernels take it: all gates, then all linear channels.
 
     Raises:
         ValueError: the last dim does not divide into pairs of blocks.
@@ -41,14 +41,14 @@ def channels_to_halves(x: Tensor, glu_interleave_size: int | None) -> Tensor:
 
 
 def channels_from_halves(x: Tensor, glu_interleave_size: int | None) -> Tensor:
-    """Inverse of :func:`channels_to_halves`."""
+    """Return the inverse of :func:`channels_to_halves`."""
     if glu_interleave_size is None:
         return x
     return x.unflatten(-1, (2, -1, glu_interleave_size)).transpose(-3, -2).flatten(-3)
 
 
 def checked_interleave_size(size: int | None) -> int | None:
-    """The option ``glu_interleave_size``.
+    """Return the option ``glu_interleave_size``.
 
     Raises:
         ValueError: it is not positive.

@@ -43,7 +43,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         bias: add a learned bias per group.
         device: where the parameters live; default: the accelerator, or the CPU without one.
         dtype: of the parameters; default: torch's default dtype.
-        rng_state_tracker_function: returns an object whose ``fork()`` is entered while a weight is initialised.
+        rng_state_tracker_function: returns an object whose ``fork()`` is entered while a weight is initialized.
         accumulate_into_main_grad: add the gradient of each weight to its ``main_grad``, as ``BasicLinear`` does; a
             single weight has one of shape (num_groups, out_features, in_features). ``overwrite_main_grad`` is set on
             all weights or on none.
@@ -110,7 +110,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         return self.num_gemms
 
     def extra_repr(self) -> str:
-        """Sizes, as printed by the module."""
+        """Return sizes, as printed by the module."""
         scaled = ", scale_bias=True" if self.scale_bias else ""
         return (
             f"num_groups={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
@@ -118,13 +118,13 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         )
 
     def reset_parameters(self) -> None:
-        """Initialise all groups and start over with the state; what is on the meta device is first made for real."""
+        """Initialize all groups and start over with the state; what is on the meta device is first made for real."""
         if self._parts_of("weight")[0].is_meta:
             self.to_empty(device=parameter_device(None))
         super().reset_parameters()
 
     def num_quantizers(self, mode: Mode) -> int:
-        """Two forward (inputs, weights), one backward (gradients of the outputs), each for all groups."""
+        """Return two forward (inputs, weights), one backward (gradients of the outputs), each for all groups."""
         return 2 if mode == "forward" else 1
 
     def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole]:
@@ -235,7 +235,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         return 2 + (len(self._parts_of("bias")) if self.scale_bias else 0)
 
     def activation_dtype(self, input_dtype: torch.dtype) -> torch.dtype:
-        """Dtype of the output, and of the input as the GEMMs take it."""
+        """Return the dtype of the output, and of the input as the GEMMs take it."""
         weight = self._parts_of("weight")[0]
         return torch.get_autocast_dtype(weight.device.type) if casts(weight) else input_dtype
 
@@ -249,7 +249,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         covered: bool,
         described: bool = False,
     ) -> tuple[LinearFwdArgs, Groups]:
-        """What the GEMMs read besides their operands.
+        """Return what the GEMMs read besides their operands.
 
         Args:
             kwargs: of the call, or without plan to look one up.

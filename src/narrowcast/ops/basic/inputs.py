@@ -10,13 +10,15 @@ from ...tensors import QuantizedTensor, TensorOrQuantized, storage_of
 
 
 def plain_input(input_: TensorOrQuantized) -> Tensor:
-    """A main input in high precision: quantized ones are dequantized, under torch.autocast it is cast to its dtype."""
+    """Return a main input in high precision: quantized ones are dequantized, under torch.autocast it is cast to its
+    dtype.
+    """
     x = plain(input_)
     return x.to(torch.get_autocast_dtype(x.device.type)) if casts(x) else x
 
 
 def plain(tensor: TensorOrQuantized) -> Tensor:
-    """A tensor in high precision; the caller of a fuser may give a quantized one."""
+    """Return a tensor in high precision; the caller of a fuser may give a quantized one."""
     if isinstance(tensor, QuantizedTensor):
         # neither a hybrid's buffers nor padded ones say the shape
         return storage_of(tensor, tuple(tensor.shape)).dequantize()

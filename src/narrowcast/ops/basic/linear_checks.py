@@ -29,7 +29,7 @@ Given = tuple[str, Any, Quantizer | None, Saved]
 def kept_directions(
     override: str | None, input_requires_grad: bool, weight_requires_grad: bool
 ) -> tuple[Saved, Saved]:
-    """What the backward reads of the input and of the weight.
+    """Return what the backward reads of the input and of the weight.
 
     Raises:
         ValueError: another override.
@@ -82,7 +82,7 @@ def check_backward(
     parallel: TensorParallel,
     size: int,
 ) -> tuple[tuple[int, ...], tuple[int, int]] | None:
-    """Shapes of the gradients of input and weight; None if none is wanted.
+    """Return shapes of the gradients of input and weight; None if none is wanted.
 
     Args:
         wanted: gradients of the input and of the weight.

@@ -213,7 +213,7 @@ def _default(device: Any, dtype: torch.dtype | None, like: Any) -> tuple[Any, to
 def _split(
     mode: str | None, group: Any, sequence_parallel: bool, described: bool
 ) -> tuple[TensorParallel, int]:
-    """(how the layer is split, over how many processes)."""
+    """Return how the layer is split and the over how many processes."""
     if not (described and isinstance(group, int)):
         parallel = tensor_parallel(mode, group, sequence_parallel)
         return parallel, group_size(parallel.group)
@@ -223,7 +223,7 @@ def _split(
 
 
 def _moved(tensor: Any, device: Any, dtype: torch.dtype) -> Any:
-    """An operand, or its prototype, in its place and dtype; what is quantized, or absent, stays as it is."""
+    """Return an operand, or its prototype, in its place and dtype; what is quantized, or absent, stays as it is."""
     if tensor is None or is_quantized(tensor):
         return tensor
     if not isinstance(tensor, TensorProto):
@@ -237,7 +237,7 @@ def _scaled(tensor: Tensor, alpha: float | None) -> Tensor:
 
 
 def _with_columnwise(storage: QuantizedTensorStorage) -> QuantizedTensorStorage:
-    """A quantized gradient with column-wise data, made where the format can."""
+    """Return a quantized gradient with column-wise data, made where the format can."""
     if storage.get_usages()["columnwise"]:
         return storage
     view = storage._view_of(tuple(attribute for attribute, _ in storage._FLATTEN_TENSOR_BUFFERS))
@@ -247,7 +247,7 @@ def _with_columnwise(storage: QuantizedTensorStorage) -> QuantizedTensorStorage:
 
 
 def _saved_columnwise(tensor: Any, quantizer: Quantizer | None, quantized: bool) -> SavedOperand:
-    """An operand as the backward reads it: column-wise, or in high precision.
+    """Return an operand as the backward reads it: column-wise, or in high precision.
 
     Args:
         quantizer: of a plain one; None leaves it as it is.
@@ -265,7 +265,7 @@ def _saved_columnwise(tensor: Any, quantizer: Quantizer | None, quantized: bool)
 
 
 def _as_tensor(saved: SavedOperand, given: Any, kept: Saved) -> TensorOrQuantized | None:
-    """What was saved of an operand, as one object; a storage tells the operand's whole shape."""
+    """Return what was saved of an operand, as one object; a storage tells the operand's whole shape."""
     if not saved.tensors:
         return None
     if saved.quantizer is None or not (kept.rowwise or kept.columnwise):
@@ -292,7 +292,7 @@ def _saved_proto(
 
 
 def _written(y: Tensor, out: Any, beta: float | None, accumulate: bool, quantizer: Any) -> Any:
-    """The result, in ``out`` where that is given."""
+    """Return the result, in ``out`` where that is given."""
     if out is None:
         return y if quantizer is None else quantizer.quantize(y)
     if quantizer is not None:
@@ -303,7 +303,7 @@ def _written(y: Tensor, out: Any, beta: float | None, accumulate: bool, quantize
 
 
 def _plan(quantized: bool, override: str | None, needs_input: bool, needs_weight: bool) -> LinearPlan:
-    """A plan without operands, with the accumulation of the autocast in force, else of recipes by default."""
+    """Return a plan without operands, with the accumulation of the autocast in force, else of recipes by default."""
     recipe: Any = THREAD.state.recipe or Recipe
     return replace(
         linear_plan(None, "", needs_input, needs_weight, module_type="linear"),
@@ -319,6 +319,6 @@ def _plan(quantized: bool, override: str | None, needs_input: bool, needs_weight
 def _accumulator(
     grad_weight: Any, alpha: float | None, beta: float | None, accumulate: bool
 ) -> Tensor | None:
-    """The buffer, where the GEMM itself can add to it."""
+    """Return the buffer, where the GEMM itself can add to it."""
     plain_sum = accumulate and alpha in (None, 1.0) and beta in (None, 1.0)
     return grad_weight if plain_sum and grad_weight.dtype in (torch.float32, torch.bfloat16) else None

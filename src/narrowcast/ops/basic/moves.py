@@ -38,7 +38,7 @@ class Reshape(SavesTensors, BasicOperation):
             raise ValueError(f"shape is {self.shape}; use sizes, and at most one -1")
 
     def extra_repr(self) -> str:
-        """The shape, as printed by the module."""
+        """Return the shape, as printed by the module."""
         return f"shape={self.shape}"
 
     def op_forward_compute(self, input_: Any, *, requires_grad: bool, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class ConstantScale(SavesTensors, BasicOperation):
         self.scale = float(scale)
 
     def extra_repr(self) -> str:
-        """The factor, as printed by the module."""
+        """Return the factor, as printed by the module."""
         return f"scale={self.scale}"
 
     def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ class _InPlace(BasicOperation):
         self.in_place = in_place
 
     def extra_repr(self) -> str:
-        """The option, as printed by the module."""
+        """Return the option, as printed by the module."""
         return f"in_place={self.in_place}"
 
 

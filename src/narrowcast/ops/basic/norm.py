@@ -1,4 +1,4 @@
-"""Normalizations: one kernel each way, which quantizes its result where the neighbour wants that."""
+"""Normalizations: one kernel each way, which quantizes its result where the neighbor wants that."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def norm_gradients(
     wanted: ScaledOperand | None,
     residual_grad: Tensor | None = None,
 ) -> tuple[TensorOrQuantized, Tensor, Tensor]:
-    """(dx as it is ``wanted``, dweight, dbias); ``residual_grad`` is added to dx before it is rounded.
+    """Return (dx as it is ``wanted``, dweight, dbias); ``residual_grad`` is added to dx before it is rounded.
 
     ``ctx`` holds what the forward of a :class:`Normalization` saved. dbias is empty for RMSNorm.
     """
@@ -54,7 +54,7 @@ class Normalization(SavesTensors, BasicOperation):
     quantizes_output = quantizes_grad_input = True
 
     def norm_of(self, x: Tensor) -> tuple[Any, Any, NormSettings]:
-        """Weight, bias and settings with which the kernel normalizes ``x``, which is checked first."""
+        """Return weight, bias and settings with which the kernel normalizes ``x``, which is checked first."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it normalizes")
 
     def op_forward_compute(
@@ -184,7 +184,7 @@ class L2Normalization(Normalization, metaclass=_OfHeadsToo):
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
 
     def extra_repr(self) -> str:
-        """Options, as printed by the module."""
+        """Return options, as printed by the module."""
         return f"eps={self.eps}"
 
     def norm_of(self, x: Tensor) -> tuple[Any, Any, NormSettings]:

@@ -44,7 +44,7 @@ class Quantize(BasicOperation):
         self._add_delayed_state("", device)
 
     def extra_repr(self) -> str:
-        """Directions, as printed by the module."""
+        """Return directions, as printed by the module."""
         return f"forward={self.quantizes_forward}, backward={self.quantizes_backward}"
 
     def num_quantizers(self, mode: Mode) -> int:
@@ -55,7 +55,8 @@ class Quantize(BasicOperation):
         return [QuantizerRole("linear", kind)] * self.num_quantizers(mode)
 
     def get_quantizer(self, mode: Mode, index: int) -> Operand | None:
-        """How the one tensor of a mode is quantized, row-wise, as the recipe in force says; None without a recipe.
+        """Return how the one tensor of a mode is quantized, row-wise, as the recipe in force says; None without a
+        recipe.
 
         Raises:
             IndexError: this direction does not quantize, or ``index`` is not 0.

@@ -9,7 +9,7 @@ from .glu_channels import checked_interleave_size
 
 
 def checked_betas(beta1: float, beta2: float) -> tuple[float, float]:
-    """The bounds of SiTU.
+    """Return the bounds of SiTU.
 
     Raises:
         ValueError: one that is not a finite number above 0.
@@ -42,7 +42,7 @@ class SwiGLU(ActivationOperation):
         self.glu_interleave_size = checked_interleave_size(glu_interleave_size)
 
     def extra_repr(self) -> str:
-        """Options that are not the default, as printed by the module."""
+        """Return options that are not the default, as printed by the module."""
         size = self.glu_interleave_size
         interleaved = "" if size is None else f"glu_interleave_size={size}"
         return ", ".join(part for part in (super().extra_repr(), interleaved) if part)

@@ -40,7 +40,7 @@ class BackwardLinearScale(FusedOperation):
 
 
 def _quantized(operand: Operand, grad: TensorOrQuantized) -> QuantizedTensorStorage:
-    """The gradient as the GEMMs read it, in a storage of our own; current scaling has no state."""
+    """Return the gradient as the GEMMs read it, in a storage of our own; current scaling has no state."""
     if isinstance(grad, Tensor):
         return ScaledOperand(operand).quantize(grad)
     view = grad._view_of(("_data", "_transpose", "_scale_inv"))

@@ -127,7 +127,7 @@ class GroupedMLP(FusedOperation):
 def _activated(
     op: ScaledActivationOperation, ctx: OperationContext, grad_output: TensorOrQuantized
 ) -> Tensor:
-    """The output of the activation, computed once more."""
+    """Return the output of the activation, computed once more."""
     x: Any = ctx.saved_tensors[0]
     scale: Any = ctx.saved_tensors[1]
     x = channels_to_halves(x, op.glu_interleave_size)
@@ -162,7 +162,7 @@ def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -
 
 
 def _recipe_reason(recipe: Recipe | None) -> str | None:
-    """Why a recipe does not get the fused operation; None where it does."""
+    """Return why a recipe does not get the fused operation; None where it does."""
     if isinstance(recipe, NVFP4BlockScaling):
         if recipe.disable_rht:
             return "NVFP4BlockScaling has disable_rht=True"

@@ -44,7 +44,7 @@ class ForwardLinearRun(FusedOperation):
         return out, [()] * (1 + others), [to_save, *[()] * others]
 
     def finished(self, out: Tensor, extra: Tensor) -> Tensor:
-        """The output, from the GEMM's and the extra input; may write to the former."""
+        """Return the output, from the GEMM's and the extra input; may write to the former."""
         raise NotImplementedError(f"{type(self).__name__} takes no extra input")
 
     def fuser_forward_save_ctx(
@@ -75,12 +75,12 @@ class ForwardLinearRun(FusedOperation):
 
 
 def exactly(ops: Sequence[FusibleOperation], start: int, *kinds: type) -> bool:
-    """Whether the operations from ``start`` on are of these classes; a subclass may compute something else."""
+    """Return whether the operations from ``start`` on are of these classes; a subclass may compute something else."""
     return tuple([type(op) for op in ops[start : start + len(kinds)]]) == kinds
 
 
 def may_add(ops: Sequence[Any], start: int, length: int) -> Match | NearMiss:
-    """Whether the extra input that a run ends with may be added to what the GEMM it begins with makes."""
+    """Return whether the extra input that a run ends with may be added to what the GEMM it begins with makes."""
     if ops[start].parallel.mode == "row":
         return NearMiss("the layer is row-parallel: what follows it comes behind the sum over processes")
     if not ops[start + length - 1].in_place:
@@ -89,7 +89,7 @@ def may_add(ops: Sequence[Any], start: int, length: int) -> Match | NearMiss:
 
 
 def added(out: Tensor, other: Tensor) -> Tensor:
-    """``out + other``; eager code writes it to ``out``, which must be the caller's own."""
+    """Return ``out + other``; eager code writes it to ``out``, which must be the caller's own."""
     if torch.compiler.is_compiling() or out.dtype != other.dtype:
         return out + other
     return out.add_(other)

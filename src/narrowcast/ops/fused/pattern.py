@@ -42,7 +42,7 @@ class Fusion:
     build: Callable[[list[BasicOperation]], FusedOperation]
 
     def __call__(self, ops: Sequence[FusibleOperation], *, recipe: Recipe | None) -> list[FusibleOperation]:
-        """The operations with every match replaced, scanned from left to right."""
+        """Return the operations with every match replaced, scanned from left to right."""
         fused: list[FusibleOperation] = []
         start = 0
         while start < len(ops):
@@ -67,13 +67,13 @@ class Fusion:
 
 
 def follows(ops: Sequence[FusibleOperation], start: int, *kinds: type | tuple[type, ...]) -> bool:
-    """Whether the operations from ``start`` on are of these kinds, one after the other."""
+    """Return whether the operations from ``start`` on are of these kinds, one after the other."""
     run = ops[start : start + len(kinds)]
     return len(run) == len(kinds) and all(isinstance(op, kind) for op, kind in zip(run, kinds))
 
 
 def kept_in_high_precision(linear: Any, recipe: Any) -> NearMiss | None:
-    """Why a linear layer does not quantize the gradient of its output as it comes; None where it does."""
+    """Return why a linear layer does not quantize the gradient of its output as it comes; None where it does."""
     if linear.parallel.gathers_grad_output:
         return NearMiss("the layer is sequence-parallel: the gradient is gathered before it is quantized")
     if recipe is None:
