@@ -83,8 +83,7 @@ def nvfp4_factory(role: QuantizerRole | None) -> Quantizer:
 
 
 def _by_direction(forward: Quantizer, backward: Quantizer, dequantized: bool = False) -> Quantizer:
-    """Return a quantizer per direction; with ``dequantized`` that of the backward quantizes what the forward has read.
-    """
+    """Return a quantizer per direction; with ``dequantized`` the backward quantizes the forward's values."""
     return HybridQuantizer(
         rowwise_quantizer=forward,
         columnwise_quantizer=backward,

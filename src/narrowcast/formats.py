@@ -375,8 +375,7 @@ def _one_direction_each(
     scales: tuple[tuple[Extent, ...], tuple[Extent, ...]],
     scale_dtype: str = "uint8",
 ) -> tuple[Buffer, ...]:
-    """Return data and scales of each direction, shapes given row-wise first: what all block-scaled formats consist of.
-    """
+    """Return data and scales of each direction, shapes given row-wise first, for block-scaled formats."""
     sides: tuple[Direction, Direction] = ("rowwise", "columnwise")
     return tuple(
         buffer
@@ -389,14 +388,12 @@ def _one_direction_each(
 
 
 def _packed(bits: int, block: int) -> tuple[tuple[Extent, ...], tuple[Extent, ...]]:
-    """Return data of sub-byte codes: packed along the contraction, zero-padded to whole blocks, column-wise transposed.
-    """
+    """Return sub-byte data: packed along the contraction, zero-padded to whole blocks, column-wise transposed."""
     return (_LEAD, Extent("K", 1, block, bits)), (_K, Extent("M", 1, block, bits))
 
 
 def _tensor_core_scales(outer: Literal["M", "K"], inner: Literal["M", "K"], block: int) -> tuple[Extent, ...]:
-    """Return scales as the block-scaled tensor cores tile them: one row per row of the operand, one column per block.
-    """
+    """Return scales in the tiles of block-scaled tensor cores: a row per operand row, a column per block."""
     return Extent(outer, 1, SCALE_TILE_ROWS), Extent(inner, block, SCALE_TILE_COLUMNS)
 
 

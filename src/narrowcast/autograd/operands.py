@@ -53,8 +53,7 @@ def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
 
 
 def plain_or_rowwise(tensor: Any) -> SavedOperand:
-    """Return a tensor as a backward in high precision reads it, or the weights of groups, which are saved as they are.
-    """
+    """Return a tensor as a high-precision backward reads it; weights of groups are returned as saved."""
     if isinstance(tensor, list):
         return SavedOperand(tensor, None)
     if isinstance(tensor, QuantizedTensorStorage):

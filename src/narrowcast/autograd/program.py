@@ -423,8 +423,7 @@ class ProgramBwdArgs:
 def _for_recomputation(
     call: ProgramArgs, tensors: Sequence[Any], beside: list[Tensor]
 ) -> tuple[Recomputation, list[Tensor | None]]:
-    """Return (how to compute the forward again, what to save: tensors, scales, buffers of weights quantized already).
-    """
+    """Return how to recompute the forward, and what to save: tensors, scales, buffers of quantized weights."""
     program, to_save, buffers = call.program, [*tensors], []  # type: ignore[var-annotated]
     stages, args, weights = [*program.stages], [*call.args], []  # type: ignore[var-annotated]
     first = stages[0]

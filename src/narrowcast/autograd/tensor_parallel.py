@@ -89,8 +89,7 @@ class TensorParallel:
         return operand.split(quantize(x, operand.quantizer, seed, self.shared_scale(operand, scale), amax))
 
     def shared_scale(self, operand: Operand, scale: Tensor | None) -> Tensor | None:
-        """Return the state of delayed scaling to quantize a share with: as if it had the amax of all processes' rows.
-        """
+        """Return the delayed scale for a row shard: the scale of the largest amax of all processes."""
         return smallest_of(scale, self.group) if operand.delayed and scale is not None else scale
 
     def start_joining(self, buffers: list[Tensor], joins: str) -> list[Tensor]:

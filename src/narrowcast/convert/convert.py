@@ -285,8 +285,7 @@ def _decide_again(before: Decision, recipe: Recipe | None) -> Decision:
 
 
 def _by_policy(one: Decision, choose: Policy, rows: int) -> Decision:
-    """Return the decision, or that the module stays as it is since it is faster so; what was not measured is converted.
-    """
+    """Return the decision, or keep the module if it is faster in high precision; unmeasured ones are converted."""
     weights = one.found.weights
     if one.decision != "converted" or one.recipe is None or any(weight.groups > 1 for weight in weights):
         return one

@@ -66,8 +66,7 @@ class Found(NamedTuple):
 
 
 def gemm_modules(model: nn.Module) -> Iterator[Found]:
-    """Yield the modules of a model that hold weights of GEMMs, in its order; one with two names comes under the first.
-    """
+    """Yield the modules of a model that hold GEMM weights, in order; one with two names has the first."""
     parents = {id(child): module for module in model.modules() for child in module.children()}
     modules, routers, heads = dict(model.named_modules()), router_modules(model), head_modules(model)
     looked = [_look(name, module, parents.get(id(module))) for name, module in modules.items()]
@@ -282,8 +281,7 @@ def _transposed(weight: Weight) -> Weight:
 
 
 def _matrices(module: nn.Module, parent: nn.Module | None) -> list[Weight]:
-    """Return parameters of the module itself that may be matrices: (..., N, K), of a convolution (N, everything else).
-    """
+    """Return the module's own parameters that may be matrices: (..., N, K), of a convolution (N, rest)."""
     weights = []
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, nn.parameter.UninitializedParameter):

@@ -42,8 +42,7 @@ class GradientExchange:
         self._reductions_before, self._reductions = self._reductions, 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return what stands for the gradients of modules that are reduced; when it was filled, memory for their sums.
-        """
+        """Return a stand-in for the reduced modules' gradients; once filled, memory for their sums."""
         if dtype == torch.float32 and not self._contents.tensors:
             return StandIn(self._contents, size, dtype, device)
         self._contents = Contents()

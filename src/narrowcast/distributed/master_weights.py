@@ -215,8 +215,7 @@ def _groups(quantizer: Any) -> list[tuple[bool, tuple[int, int]]]:
 
 
 def _largest(part: _Part) -> list[Tensor]:
-    """Return the largest magnitude of this rank's elements in every group, fp32, by direction; NaN counts as largest.
-    """
+    """Return the amax of this rank's elements in every group, fp32, by direction; NaN counts as largest."""
     found = []
     rows, columns = part.weight.shape
     for _, (high, wide) in _groups(part.weight._quantizer):

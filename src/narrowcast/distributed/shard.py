@@ -432,8 +432,7 @@ def _gather_anew(gathers: list[WeightGather], model: nn.Module, args: Any) -> No
 
 
 def _keep_codes(groups: list[tuple[Any, list[WeightGather]]], model: nn.Module, args: Any) -> None:
-    """Compute the forward pre-hook: shards are quantized once for a forward and its backward, where that gathers again.
-    """
+    """Quantize shards once for a forward and its backward's gather; a forward pre-hook."""
     if starts_a_step():
         for group, gathers in groups:
             keeps = torch.is_grad_enabled() and gathers_in_backward(group)

@@ -256,8 +256,7 @@ class ShardedWeight(Tensor):
         return None
 
     def _other_direction(self, rowwise: list[Tensor]) -> list[Tensor]:
-        """Return column-wise buffers without memory, which a backward fills; FSDP2 gives them memory and takes it away.
-        """
+        """Return column-wise buffers whose memory FSDP2 allocates and frees; a backward fills them."""
         assert self._gather.backward_encoder is not None
         # the members of a group lie below each other
         described = self._gather.backward_encoder._describe_buffers((rowwise[0].shape[0], self.shape[-1]))

@@ -217,8 +217,7 @@ def _multiply_native(
 
 
 def _native(operand: _Operand, columnwise: bool, weights: int) -> _Native | None:
-    """Return the operand as the kernels read it, or None when they do not; ``weights``: how many, 0 for groups of rows.
-    """
+    """Return the operand as the kernels read it, or None; ``weights``: how many, 0 for groups of rows."""
     quantizer = operand.quantizer
     if operand.layout == "split":
         return None

@@ -176,8 +176,7 @@ class Watch:
         return new
 
     def _rows_of(self, name: str, layer: Any) -> list[tuple[str, str, Tensor]]:
-        """Return the layer, the operand, and the statistics of what the hooks saw, and of the weights as they are now.
-        """
+        """Return layer, operand and statistics of the hooks' records and of the current weights."""
         first, last = layer._stages[-1], layer._stages[0]
         rows = []
         for operand, buffer in ((f"{first.prefix}input", _INPUT), (f"{last.prefix}grad_output", _GRADIENT)):

@@ -312,8 +312,7 @@ def _round_to_float16_emulated(x):
 
 @triton.jit
 def round_to_dtype(x, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
-    """Return fp32 ``x`` rounded to nearest even bf16, fp16 or fp32; a NaN becomes a GPU's one NaN, 0x7F and all ones.
-    """
+    """Round fp32 ``x`` to nearest even bf16, fp16 or fp32; a NaN becomes a GPU's one NaN, 0x7F and all ones."""
     if DTYPE == tl.float32:
         bits = x.to(tl.uint32, bitcast=True)
         return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)

@@ -261,8 +261,7 @@ def _run(
 def _launch(
     states: tuple[tuple[int, int, float, int, str], ...], renewing: bool, asks: bool, copying: bool
 ) -> Launch | None:
-    """Return the launch for one state or two, each of a size, a length of its history, and a rule; None for empty ones.
-    """
+    """Return the launch for one or two states with sizes, history lengths and a rule; None if empty."""
     sizes, lengths, *_ = zip(*(states[0], states[-1]))
     largest = [math.ldexp(fp8_max, -margin) for _, _, fp8_max, margin, _ in (states[0], states[-1])]
     maxima = [_takes_maximum(algo) for *_, algo in (states[0], states[-1])]

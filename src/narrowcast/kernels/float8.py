@@ -85,8 +85,7 @@ def _tensor_scale(
     PARTIALS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Return the encoding scale: given, from the amax pass's partial maxima, or without any (0) from the whole tensor.
-    """
+    """Return the encoding scale: given, from the amax pass's partial maxima, or (0) from the full tensor."""
     if CURRENT:
         if PARTIALS == 0:
             start = tl.full([], 0, tl.int32)

@@ -33,8 +33,7 @@ def keep_amax(x: Tensor, maxima: Tensor) -> None:
 
 
 def kept_amax(x: Tensor) -> Tensor | None:
-    """Return what :func:`keep_amax` was given for ``x`` or a tensor of which it is a view, at most ``PARTS`` of them.
-    """
+    """Return the maxima kept for ``x`` or the tensor it is a view of, at most ``PARTS`` of them."""
     if not isinstance(x, FunctionalTensor):
         return None
     maxima, _ = _made().get(_identity(x), (None, None))

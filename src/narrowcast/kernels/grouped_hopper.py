@@ -201,8 +201,7 @@ def _scaled_rows(
     left_scale, right_scale, left_scale_step, right_scale_step, lefts, rights, full, free, at, steps,
     HALF: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return fp32 sums over the ``steps`` that are loaded ``at`` and after, with scales of rows and one of the columns.
-    """
+    """Return fp32 sums over ``steps`` loaded from ``at`` on, with scales of rows and one scale of the columns."""
     nothing = gl.zeros([HEIGHT, WIDTH], gl.float32, LAYOUT)
     total = nothing
     step = gl.to_tensor(0)
@@ -460,8 +459,7 @@ def takes(
 
 
 def _matrix_of(right: Tensor) -> tuple[list[int], int, int] | None:
-    """Return the shape of one matrix that holds all groups' (N, K), and how far apart they are in it, down and across.
-    """
+    """Return the shape of one matrix that holds all groups' (N, K), and their distances down and across."""
     groups, rows, columns = right.shape
     between, pitch, _ = right.stride()
     if between == rows * pitch:

@@ -142,8 +142,7 @@ def local_part(parameter: Any, to_be_summed: bool) -> Any:
 
 
 def on_local(layer: Any, inp: Any, *options: Any) -> Any:
-    """Compute the forward of a layer under PyTorch's style on this process's part of a DTensor, and its output as one.
-    """
+    """Run a layer under PyTorch's style on this process's part of a DTensor; return the output as a DTensor."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     column, mesh = layer.parallel_mode == "column", inp.device_mesh

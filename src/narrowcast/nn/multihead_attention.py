@@ -407,8 +407,7 @@ class MultiheadAttention(OfParts):
         cu_seqlens_q: Tensor | None,
         cu_seqlens_kv: Tensor | None,
     ) -> _Rotation:
-        """Return the angles that turn queries and keys; with a KV cache, those of the positions after the cached ones.
-        """
+        """Return the rotary angles of queries and keys; with a KV cache, from the cached length on."""
         angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         start = None
         if inference_params is not None:

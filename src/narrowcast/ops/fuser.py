@@ -202,8 +202,7 @@ def _save(ctx: Any, call: _Call, contexts: list[OperationContext]) -> None:
 
 
 def _restored(ctx: Any) -> list[Any]:
-    """Return the operations' contexts with the tensors that they saved, which are freed together with these contexts.
-    """
+    """Return the operations' contexts with their saved tensors, which are freed with these contexts."""
     saved: list[Any] = restore_from_func_ctx(ctx)
     call: _Call = ctx.call
     scales_bwd, contexts = saved[: len(call.scales)], []

@@ -118,8 +118,7 @@ class FusibleOperation:
         return None
 
     def get_grad_output_quantizer(self) -> Operand | None:
-        """Return how the last operation wants the gradient of its output, with its own state; None for a plain tensor.
-        """
+        """Return the last operation's quantizer of its output's gradient; None for a plain tensor."""
         return None
 
     def fuser_forward(
@@ -388,8 +387,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     def op_forward(
         self, ctx: OperationContext, input_: TensorOrQuantized, **kwargs: Any
     ) -> TensorOrQuantized:
-        """Compute the forward of the legacy form; of a split operation, both halves. Keyword arguments: as of compute.
-        """
+        """Run the forward in the legacy form; both halves of a split operation. Keyword arguments: as of compute."""
         check_no_extra_io(self)
         kwargs["requires_grad"] = ctx.requires_grad
         output, tensors_to_save = self.op_forward_compute(input_, **kwargs)

@@ -132,8 +132,7 @@ def tensor_type_at(mode: Mode, slot: int, role: QuantizerRole | None = None) -> 
 
 
 def flag_field(name: str) -> Any:
-    """Return a field whose default is what the environment variable ``NARROWCAST_<name>`` says when a recipe is made.
-    """
+    """Return a field whose default is the environment variable ``NARROWCAST_<name>`` at creation."""
     return field(default_factory=lambda: environment.read_flag(name))
 
 
@@ -274,8 +273,7 @@ class Recipe(Sealable):
     def resolve(
         self, mode: Mode, roles: Sequence[QuantizerRole]
     ) -> tuple[list[Quantizer], DelayedScaling | None]:
-        """Return quantizers of one module and direction, one per role, and what renews the state of the delayed ones.
-        """
+        """Return the quantizers of a module's direction, one per role, and the recipe that renews delayed ones."""
         kinds = [tensor_type_at(mode, slot, role) for slot, role in enumerate(roles)]
         return [self.make_quantizer(kind, slot) for slot, kind in enumerate(kinds)], self.delayed_scaling()
 

@@ -136,8 +136,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         return self
 
     def _part(self, dim: int, first: int, count: int) -> QuantizedTensor | None:
-        """Return some rows, or columns, of a matrix as a quantized tensor to read; None where blocks do not end there.
-        """
+        """Return rows or columns of a matrix as a read-only quantized tensor; None if no block ends there."""
         layout, last = self._quantizer._format_layout(), first + count  # type: ignore[attr-defined]
         if self.dim() != 2 or not layout.buffers or not all(buffer.shape for buffer in layout.buffers):
             return None
@@ -221,8 +220,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         return same
 
     def _regrouped(self, shape: tuple[int, ...]) -> QuantizedTensor | None:
-        """Return the same rows under other leading dims, around the same buffers; None where the last dim is another.
-        """
+        """Return the rows under other leading dims, around the same buffers; None if the last dim differs."""
         columns, rows = self.shape[-1], self.numel() // max(self.shape[-1], 1)
         known = math.prod(size for size in shape[:-1] if size >= 0)
         if shape[-1] not in (columns, -1) or not rows or not known:

@@ -15,8 +15,7 @@ TensorOrQuantized = Tensor | QuantizedTensorStorage
 def prepare_for_saving(
     *tensors: TensorOrQuantized | None,
 ) -> tuple[list[Tensor | None], list[QuantizedTensorStorage | None]]:
-    """Return flat list of plain tensors to save, and one object per input to restore them; the inputs stay untouched.
-    """
+    """Return plain tensors to save, and one object per input to restore them; the inputs stay unchanged."""
     flat: list[Tensor | None] = []
     objects: list[QuantizedTensorStorage | None] = []
     for tensor in tensors:
@@ -35,8 +34,7 @@ def restore_from_saved(
     saved_tensors: list[Tensor | None] | tuple[Tensor | None, ...],
     return_saved_tensors: bool = False,
 ) -> Any:
-    """Return the inverse of :func:`prepare_for_saving`; each call builds new storages, so a graph may be walked twice.
-    """
+    """Invert :func:`prepare_for_saving`; each call builds new storages, so a graph may be walked twice."""
     restored: list[TensorOrQuantized | None] = []
     position = 0
     for emptied in objects:

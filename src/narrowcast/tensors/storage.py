@@ -400,8 +400,7 @@ class QuantizedTensorStorage(BufferHolder):
         quantizer: QuantizerValue,
         fake_dtype: torch.dtype,
     ) -> QuantizedTensorStorage:
-        """Return the storage around the buffers an operator returned, in flatten order; traceable, reads no quantizer.
-        """
+        """Return a storage around an operator's buffers, in flatten order; traceable, reads no quantizer."""
         storage = cls(quantizer=quantizer, fake_dtype=fake_dtype)
         for attribute, buffer in zip(cls.buffer_attributes(rowwise, columnwise), buffers):
             setattr(storage, attribute, buffer)

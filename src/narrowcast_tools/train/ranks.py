@@ -267,8 +267,7 @@ def _split_blocks(model: Decoder, mesh: Any) -> dict[str, Tensor]:
 
 
 def _rows_by_rank(sizes: list[int], ranks: int) -> Tensor:
-    """Return the rows of joined weights of these sizes in the order in which equal parts of each follow rank by rank.
-    """
+    """Return the rows of joined weights, ordered so that equal parts of each follow rank by rank."""
     parts = [rows.chunk(ranks) for rows in torch.arange(sum(sizes)).split(sizes)]
     return torch.cat([part[rank] for rank in range(ranks) for part in parts])
 

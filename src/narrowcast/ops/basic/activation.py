@@ -109,8 +109,7 @@ class ActivationOperation(SavesTensors, ActivationBase):
     def quantized_gradient(
         self, grad: Tensor, x: Tensor, wanted: ScaledOperand, column_sums: bool
     ) -> tuple[QuantizedTensorStorage, Tensor | None]:
-        """Return gradient of the input as it is wanted, its sums over all but the last dim, fp32, and the if asked for.
-        """
+        """Return the input's gradient as ``wanted``, and its fp32 sums over all but the last dim on request."""
         (name, parameters), quantizer = self.formula, wanted.operand.quantizer
         buffers = act_backward_quantize(
             matrix_of(grad), matrix_of(x), name, quantizer, parameters, column_sums, *wanted.state(grad)
